@@ -1,0 +1,1 @@
+"""What a transformer is, described with the standard library alone."""

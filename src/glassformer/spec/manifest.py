@@ -1,0 +1,298 @@
+"""Names, shapes and roles of every parameter, from the spec alone.
+
+The one place where they are defined. It serves counting, initialisation, decay groups, both
+engines' allocation, checkpoints, conversion and the list of gradients that are zero by theory;
+nobody else parses names. The part functions can be called on their own, to count or to build a part.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from glassformer.spec.base import spec
+from glassformer.spec.inits import Constant, Rule
+from glassformer.spec.model import (
+    MLP,
+    Attention,
+    Block,
+    FactorizedEmbedding,
+    HeInit,
+    LayerNorm,
+    Learned,
+    ModelSpec,
+    NextHead,
+    NormalInit,
+    RMSNorm,
+    Rotary,
+    Stack,
+    SwiGLU,
+    XavierInit,
+)
+
+Role = Literal[
+    "embedding", "position", "attention", "cross_attention", "ffn", "norm", "final_norm", "head"
+]
+Kind = Literal["table", "matrix", "bias", "gain"]
+Init = XavierInit | NormalInit | HeInit
+
+KEY_BIAS_IS_IDLE = (
+    "softmax ignores a constant added to every score of a row, and a key bias adds one"
+)
+
+
+@spec
+class Parameter:
+    """One tensor of the model.
+
+    `tied_to` names the parameter whose storage this one shares (then it is not counted again);
+    `zero_gradient` gives the reason where theory says that the gradient vanishes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    kind: Kind
+    init: Rule
+    decay: bool = False
+    tied_to: str | None = None
+    layer: int | None = None
+    zero_gradient: str = ""
+
+    @property
+    def size(self) -> int:
+        """Entries of the tensor."""
+        return math.prod(self.shape)
+
+
+def embedding_parameters(model: ModelSpec, prefix: str, vocab: int) -> Iterator[Parameter]:
+    """The token table, or its two factors."""
+    if isinstance(model.embedding, FactorizedEmbedding):
+        rank = model.embedding.rank
+        shapes = {"u": (vocab, rank), "v": (rank, model.d_model)}
+    else:
+        shapes = {"weight": (vocab, model.d_model)}
+    for leaf, shape in shapes.items():
+        yield Parameter(
+            name=f"{prefix}{leaf}",
+            shape=shape,
+            role="embedding",
+            kind="table",
+            init=model.init.table(shape),
+        )
+
+
+def norm_parameters(
+    norm: LayerNorm | RMSNorm, prefix: str, width: int, *, role: Role = "norm"
+) -> Iterator[Parameter]:
+    """The gain, and LayerNorm's shift."""
+    one, zero = Constant(value=1.0), Constant(value=0.0)
+    yield Parameter(name=f"{prefix}weight", shape=(width,), role=role, kind="gain", init=one)
+    if isinstance(norm, LayerNorm):
+        yield Parameter(name=f"{prefix}bias", shape=(width,), role=role, kind="bias", init=zero)
+
+
+def linear_parameters(
+    prefix: str,
+    shape: tuple[int, int],
+    *,
+    role: Role,
+    init: Init,
+    bias: bool,
+    feeds_relu: bool = False,
+    residual_depth: int = 0,
+    bias_is_idle: str = "",
+) -> Iterator[Parameter]:
+    """A weight (out, in) and its bias, if there is one."""
+    rule = init.matrix(shape, feeds_relu=feeds_relu, residual_depth=residual_depth)
+    yield Parameter(
+        name=f"{prefix}weight", shape=shape, role=role, kind="matrix", init=rule, decay=True
+    )
+    if bias:
+        yield Parameter(
+            name=f"{prefix}bias",
+            shape=shape[:1],
+            role=role,
+            kind="bias",
+            init=Constant(value=0.0),
+            zero_gradient=bias_is_idle,
+        )
+
+
+def attention_parameters(
+    attention: Attention,
+    prefix: str,
+    d_model: int,
+    *,
+    init: Init,
+    role: Role = "attention",
+    rotated: bool = False,
+    residual_depth: int = 0,
+) -> Iterator[Parameter]:
+    """q, k, v and o projections, and q/k-norm. `rotated`: positions turn the keys after the bias."""
+    d_head = attention.head_width(d_model)
+    q_width, kv_width = attention.n_heads * d_head, attention.kv_heads * d_head
+    idle = "" if rotated or attention.qk_norm else KEY_BIAS_IS_IDLE
+    biased = {
+        "none": "",
+        "qkv": "qkv",
+        "all": "qkvo",
+        "no_key": "qvo",
+    }[attention.bias]
+    for letter, shape in (
+        ("q", (q_width, d_model)),
+        ("k", (kv_width, d_model)),
+        ("v", (kv_width, d_model)),
+        ("o", (d_model, q_width)),
+    ):
+        yield from linear_parameters(
+            f"{prefix}{letter}_proj.",
+            shape,
+            role=role,
+            init=init,
+            bias=letter in biased,
+            residual_depth=residual_depth if letter == "o" else 0,
+            bias_is_idle=idle if letter == "k" else "",
+        )
+    if attention.qk_norm is not None:
+        for letter in "qk":
+            yield from norm_parameters(
+                attention.qk_norm, f"{prefix}{letter}_norm.", d_head, role=role
+            )
+
+
+def ffn_parameters(
+    ffn: MLP | SwiGLU, prefix: str, d_model: int, *, init: Init, residual_depth: int = 0
+) -> Iterator[Parameter]:
+    """up and down, and SwiGLU's gate before them."""
+    into = ("gate_proj", "up_proj") if isinstance(ffn, SwiGLU) else ("up_proj",)
+    feeds_relu = isinstance(ffn, MLP) and ffn.activation == "relu"
+    for leaf in into:
+        yield from linear_parameters(
+            f"{prefix}{leaf}.",
+            (ffn.d_ff, d_model),
+            role="ffn",
+            init=init,
+            bias=ffn.bias,
+            feeds_relu=feeds_relu,
+        )
+    yield from linear_parameters(
+        f"{prefix}down_proj.",
+        (d_model, ffn.d_ff),
+        role="ffn",
+        init=init,
+        bias=ffn.bias,
+        residual_depth=residual_depth,
+    )
+
+
+def block_parameters(
+    block: Block,
+    prefix: str,
+    d_model: int,
+    *,
+    init: Init,
+    rotated: bool = False,
+    residual_depth: int = 0,
+) -> Iterator[Parameter]:
+    """One block: each sublayer's norm, then the sublayer."""
+    yield from norm_parameters(block.norm, f"{prefix}attn_norm.", d_model)
+    yield from attention_parameters(
+        block.attention,
+        f"{prefix}attn.",
+        d_model,
+        init=init,
+        rotated=rotated,
+        residual_depth=residual_depth,
+    )
+    if block.cross is not None:
+        yield from norm_parameters(block.norm, f"{prefix}cross_norm.", d_model)
+        yield from attention_parameters(
+            block.cross,
+            f"{prefix}cross.",
+            d_model,
+            init=init,
+            role="cross_attention",
+            residual_depth=residual_depth,
+        )
+    yield from norm_parameters(block.norm, f"{prefix}ffn_norm.", d_model)
+    yield from ffn_parameters(
+        block.ffn, f"{prefix}ffn.", d_model, init=init, residual_depth=residual_depth
+    )
+
+
+def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[Parameter]:
+    vocab = model.source_vocab if prefix == "encoder." else model.vocab_size
+    for parameter in embedding_parameters(model, f"{prefix}embed.", vocab):
+        if prefix == "encoder." and model.share_embedding:
+            owner = parameter.name.replace("encoder.", "decoder.", 1)
+            yield replace(parameter, tied_to=owner)
+        else:
+            yield parameter
+    if isinstance(model.position, Learned):
+        shape = (model.max_seq_len, model.d_model)
+        yield Parameter(
+            name=f"{prefix}position.weight",
+            shape=shape,
+            role="position",
+            kind="table",
+            init=model.init.table(shape),
+        )
+    depth = sum(2 + (block.cross is not None) for block in stack.blocks())
+    for layer, block in enumerate(stack.blocks()):
+        for parameter in block_parameters(
+            block,
+            f"{prefix}blocks.{layer}.",
+            model.d_model,
+            init=model.init,
+            rotated=isinstance(model.position, Rotary),
+            residual_depth=depth,
+        ):
+            yield replace(parameter, layer=layer)
+    if stack.final_norm is not None:
+        yield from norm_parameters(
+            stack.final_norm, f"{prefix}final_norm.", model.d_model, role="final_norm"
+        )
+
+
+def _head_parameters(model: ModelSpec) -> Iterator[Parameter]:
+    for head, name in zip(model.heads, model.head_names(), strict=True):
+        prefix, width = f"heads.{name}.", model.head_size(name)
+        if isinstance(head, NextHead) and head.tied:
+            source = "embed." if model.encoder is None else "decoder.embed."
+            for parameter in embedding_parameters(model, source, model.vocab_size):
+                leaf = parameter.name.removeprefix(source)
+                yield replace(
+                    parameter, name=f"{prefix}{leaf}", role="head", tied_to=parameter.name
+                )
+            if head.bias:
+                yield Parameter(
+                    name=f"{prefix}bias",
+                    shape=(width,),
+                    role="head",
+                    kind="bias",
+                    init=Constant(value=0.0),
+                )
+        else:
+            yield from linear_parameters(
+                prefix, (width, model.d_model), role="head", init=model.init, bias=head.bias
+            )
+
+
+def manifest(model: ModelSpec) -> tuple[Parameter, ...]:
+    """Every parameter in the order in which the model holds them, tied ones marked."""
+    parameters: list[Parameter] = []
+    for prefix, stack in model.stacks().items():
+        parameters += _stack_parameters(model, prefix, stack)
+    parameters += _head_parameters(model)
+    return tuple(parameters)
+
+
+def stored(model: ModelSpec) -> dict[str, Parameter]:
+    """The parameters that own their storage, by name: what a checkpoint holds."""
+    return {p.name: p for p in manifest(model) if p.tied_to is None}
+
+
+def count_parameters(model: ModelSpec) -> int:
+    """Trainable numbers; what is tied counts once."""
+    return sum(p.size for p in stored(model).values())

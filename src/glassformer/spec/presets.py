@@ -1,0 +1,283 @@
+"""The five source documents as specs, and the shapes of well-known models: functions returning values.
+
+Sizes that a source leaves open are arguments with small defaults; what it fixes (norm placement,
+biases, positions, initialisation) is written here once.
+"""
+
+from collections.abc import Callable
+
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.model import (
+    MLP,
+    AnswerHead,
+    Attention,
+    Block,
+    ClassHead,
+    Dropout,
+    Embedding,
+    FactorizedEmbedding,
+    Head,
+    HeInit,
+    LayerNorm,
+    Layers,
+    Learned,
+    ModelSpec,
+    NextHead,
+    NoPosition,
+    NormalInit,
+    PlainEmbedding,
+    RMSNorm,
+    Rotary,
+    ScaledEmbedding,
+    Sinusoidal,
+    Stack,
+    StateHead,
+    SwiGLU,
+    XavierInit,
+)
+
+
+def digits(
+    *, vocab_size: int = 20, d_model: int = 64, n_heads: int = 4, n_layers: int = 2, d_ff: int = 256
+) -> ModelSpec:
+    """Source 003: post-norm, ReLU, sinusoids, one answer read at the last valid position."""
+    block = Block(
+        attention=Attention(n_heads=n_heads, bias="all", causal=False),
+        ffn=MLP(d_ff=d_ff, activation="relu"),
+        norm=LayerNorm(),
+        placement="post",
+    )
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=64,
+        position=Sinusoidal(),
+        decoder=Stack(layers=(Layers(count=n_layers, block=block),)),
+        heads=(AnswerHead(),),
+        init=HeInit(),
+    )
+
+
+def fsm_probe(
+    *,
+    vocab_size: int = 8,
+    num_classes: int = 2,
+    num_states: int = 4,
+    d_model: int = 64,
+    n_heads: int = 4,
+    d_ff: int = 256,
+    max_seq_len: int = 64,
+    dropout: float = 0.0,
+    tied: bool = True,
+    rank: int | None = None,
+    l1: float = 0.0,
+    sinusoidal: bool = True,
+) -> ModelSpec:
+    """Source 000: one pre-norm block without a final norm, three heads, U @ V embedding if asked."""
+    block = Block(
+        attention=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
+    )
+    embedding: Embedding = PlainEmbedding()
+    if rank is not None:
+        embedding = FactorizedEmbedding(rank=rank, l1=l1)
+    heads: tuple[Head, ...] = (NextHead(tied=tied, bias=True), ClassHead(num_classes=num_classes))
+    if num_states:
+        heads += (StateHead(num_states=num_states),)
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        embedding=embedding,
+        position=Sinusoidal() if sinusoidal else NoPosition(),
+        decoder=Stack(
+            layers=(Layers(count=1, block=block),),
+            dropout=Dropout(attention=dropout, residual=dropout, ffn=dropout),
+        ),
+        heads=heads,
+        init=XavierInit(),
+    )
+
+
+def fsm_factorized() -> ModelSpec:
+    """Source 000 with the factorized, L1-penalised, tied embedding."""
+    return fsm_probe(rank=5, l1=1e-4)
+
+
+def budget_lm(
+    *,
+    vocab_size: int = 16_000,
+    d_model: int = 216,
+    d_ff: int = 607,
+    n_layers: int = 11,
+    n_heads: int = 8,
+    max_seq_len: int = 512,
+    tied: bool = True,
+    dropout: float = 0.0,
+) -> ModelSpec:
+    """Source 001: pre-norm, SwiGLU, no biases, learned positions, tied head, normal 0.02."""
+    block = Block(
+        attention=Attention(n_heads=n_heads), ffn=SwiGLU(d_ff=d_ff), norm=LayerNorm()
+    )
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        position=Learned(),
+        decoder=Stack(
+            layers=(Layers(count=n_layers, block=block),),
+            final_norm=LayerNorm(),
+            dropout=Dropout.from_number(dropout),
+        ),
+        heads=(NextHead(tied=tied),),
+        init=NormalInit(std=0.02),
+    )
+
+
+def core(
+    *,
+    vocab_size: int = 1_000,
+    d_model: int = 128,
+    n_heads: int = 4,
+    d_ff: int = 512,
+    n_layers: int = 2,
+    max_seq_len: int = 256,
+    dropout: float = 0.0,
+) -> ModelSpec:
+    """Source 002's own transformer: decoder-only, pre-norm, GELU, learned positions."""
+    block = Block(
+        attention=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
+    )
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        position=Learned(),
+        decoder=Stack(
+            layers=(Layers(count=n_layers, block=block),),
+            final_norm=LayerNorm(),
+            dropout=Dropout.from_number(dropout),
+        ),
+        heads=(NextHead(tied=False),),
+        init=NormalInit(std=0.02),
+    )
+
+
+def qwen(
+    *,
+    vocab_size: int = 1_000,
+    d_model: int = 128,
+    n_heads: int = 8,
+    n_kv_heads: int = 2,
+    d_head: int = 32,
+    d_ff: int = 384,
+    n_layers: int = 3,
+    max_seq_len: int = 256,
+    window: int | None = None,
+    qk_norm: bool = True,
+) -> ModelSpec:
+    """The architecture of source 002's adapters: Qwen3 by default; qk_norm=False gives Qwen2's biases."""
+    attention = Attention(
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        d_head=d_head,
+        bias="none" if qk_norm else "qkv",
+        qk_norm=RMSNorm() if qk_norm else None,
+    )
+    block = Block(attention=attention, ffn=SwiGLU(d_ff=d_ff), norm=RMSNorm())
+    layers: tuple[Layers, ...] = (Layers(count=n_layers, block=block),)
+    if window is not None:
+        windowed = Attention(
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            d_head=d_head,
+            bias=attention.bias,
+            qk_norm=attention.qk_norm,
+            window=window,
+        )
+        sliding = Block(attention=windowed, ffn=block.ffn, norm=block.norm)
+        first = (n_layers + 1) // 2
+        layers = (Layers(count=first, block=block), Layers(count=n_layers - first, block=sliding))
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        position=Rotary(base=1_000_000.0),
+        decoder=Stack(layers=layers, final_norm=RMSNorm()),
+        heads=(NextHead(tied=True),),
+        init=NormalInit(std=0.02),
+    )
+
+
+def qwen_sliding() -> ModelSpec:
+    """Qwen2's biases, with a sliding window on the upper layers."""
+    return qwen(window=5, qk_norm=False)
+
+
+def seq2seq(
+    *,
+    vocab_size: int = 1_000,
+    source_vocab_size: int | None = None,
+    d_model: int = 512,
+    n_heads: int = 8,
+    d_ff: int | None = None,
+    n_layers: int = 6,
+    max_seq_len: int = 512,
+    dropout: float = 0.1,
+    pre_norm: bool = False,
+    activation: str = "relu",
+    scaled: bool = True,
+) -> ModelSpec:
+    """Source 004: the 2017 encoder-decoder; pre_norm gives the variant that is steadier when deep."""
+    if activation not in ("relu", "gelu"):
+        raise InputError(f"unknown activation '{activation}'", hint=nearest(activation, ("relu", "gelu")))
+    ffn = MLP(d_ff=4 * d_model if d_ff is None else d_ff, activation="relu" if activation == "relu" else "gelu")
+    both = Attention(n_heads=n_heads, bias="all", causal=False)
+    encoder = Block(
+        attention=both, ffn=ffn, norm=LayerNorm(), placement="pre" if pre_norm else "post"
+    )
+    decoder = Block(
+        attention=Attention(n_heads=n_heads, bias="all"),
+        cross=both,
+        ffn=ffn,
+        norm=LayerNorm(),
+        placement="pre" if pre_norm else "post",
+    )
+    places = Dropout(embedding=dropout, attention=dropout, residual=dropout, ffn=dropout)
+    final = LayerNorm() if pre_norm else None
+    return ModelSpec(
+        vocab_size=vocab_size,
+        source_vocab_size=source_vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        embedding=ScaledEmbedding() if scaled else PlainEmbedding(),
+        position=Sinusoidal(),
+        encoder=Stack(layers=(Layers(count=n_layers, block=encoder),), final_norm=final, dropout=places),
+        decoder=Stack(layers=(Layers(count=n_layers, block=decoder),), final_norm=final, dropout=places),
+        heads=(NextHead(tied=False, bias=True),),
+        init=XavierInit(),
+    )
+
+
+def seq2seq_pre() -> ModelSpec:
+    """Source 004's pre-norm variant."""
+    return seq2seq(pre_norm=True)
+
+
+PRESETS: dict[str, Callable[[], ModelSpec]] = {
+    "digits": digits,
+    "fsm-probe": fsm_probe,
+    "fsm-factorized": fsm_factorized,
+    "budget-lm": budget_lm,
+    "core": core,
+    "qwen": qwen,
+    "qwen-sliding": qwen_sliding,
+    "seq2seq": seq2seq,
+    "seq2seq-pre": seq2seq_pre,
+}
+
+
+def preset(name: str) -> ModelSpec:
+    """The spec of that name."""
+    if name not in PRESETS:
+        raise InputError(f"no preset '{name}'", hint=nearest(name, PRESETS))
+    return PRESETS[name]()

@@ -1,0 +1,46 @@
+"""Names and shapes of the activations that can be read or replaced, the same in every engine.
+
+Shapes are written in the project's letters: B batch, T query length, S key length, D d_model,
+N query heads, K key-value heads, H d_head, F d_ff, V logits.
+"""
+
+from collections.abc import Iterator
+
+from glassformer.spec.model import ModelSpec
+
+ATTENTION_TAPS = {
+    "q": "BNTH",
+    "k": "BKSH",
+    "v": "BKSH",
+    "scores": "BNTS",
+    "weights": "BNTS",
+    "heads": "BNTH",
+    "out": "BTD",
+}
+FFN_TAPS = {"hidden": "BTF", "out": "BTD"}
+
+
+def tap_shapes(model: ModelSpec) -> dict[str, str]:
+    """Every tap of this model with its shape in letters, in the order of the computation."""
+    return dict(_taps(model))
+
+
+def _taps(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    for prefix, stack in model.stacks().items():
+        yield f"{prefix}embed", "BTD"
+        for layer, block in enumerate(stack.blocks()):
+            at = f"{prefix}blocks.{layer}"
+            yield f"{at}.resid_pre", "BTD"
+            for leaf, shape in ATTENTION_TAPS.items():
+                yield f"{at}.attn.{leaf}", shape
+            yield f"{at}.resid_mid", "BTD"
+            if block.cross is not None:
+                for leaf, shape in ATTENTION_TAPS.items():
+                    yield f"{at}.cross.{leaf}", shape
+                yield f"{at}.resid_cross", "BTD"
+            for leaf, shape in FFN_TAPS.items():
+                yield f"{at}.ffn.{leaf}", shape
+            yield f"{at}.resid_post", "BTD"
+        yield f"{prefix}final", "BTD"
+    for head in model.head_names():
+        yield f"logits.{head}", "BV" if head == "answer" else "BTV"

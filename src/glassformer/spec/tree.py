@@ -1,0 +1,208 @@
+"""Specs to and from plain data, strictly, and dotted overrides.
+
+Reading is driven by the types of the spec classes: an unknown key, a wrong type or a missing value
+is an error that names the path; all problems of one document are reported together.
+"""
+
+import dataclasses
+import json
+import math
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from glassformer.spec.errors import InputError, nearest
+
+T = TypeVar("T")
+_BAD = object()  # stands for a value that could not be read; the reason is in the list of problems
+
+
+def to_dict(node: Any) -> dict[str, Any]:
+    """Plain data for JSON. A node whose field admits several types carries its `kind`."""
+    hints = get_type_hints(type(node))
+    return {
+        field.name: _write(getattr(node, field.name), hints[field.name])
+        for field in dataclasses.fields(node)
+    }
+
+
+def _write(value: Any, hint: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_write(item, get_args(hint)[0]) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    kind = {"kind": type(value).__name__} if len(_spec_classes(hint)) > 1 else {}
+    return kind | to_dict(value)
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
+    """Build a spec from plain data; every problem is named with its path."""
+    problems: list[str] = []
+    value = _read(cls, data, "", problems)
+    if problems:
+        raise InputError("\n  ".join(problems) if len(problems) == 1 else _several(problems))
+    return value  # type: ignore[no-any-return]
+
+
+def _several(problems: list[str]) -> str:
+    return f"{len(problems)} problems:\n  " + "\n  ".join(problems)
+
+
+def to_json(node: Any) -> str:
+    """The text of `spec.json`."""
+    return json.dumps(to_dict(node), indent=2, allow_nan=False) + "\n"
+
+
+def from_json(cls: type[T], text: str) -> T:
+    """The inverse of `to_json`."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"not JSON: {error}") from error
+    return from_dict(cls, data)
+
+
+def override(node: T, assignments: Iterable[str]) -> T:
+    """Apply `path=value` strings: `decoder.dropout=0.1`, `position=Rotary`, `encoder=null`.
+
+    Where the path meets a tuple, a number picks one item and a field name means every item:
+    `decoder.layers.count=2`, `decoder.layers.0.block.ffn.d_ff=64`.
+    """
+    data = to_dict(node)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals or not path:
+            raise InputError(f"'{assignment}' is not an override", hint="write path=value")
+        _assign(data, path.split("."), _parse(text), path)
+    return from_dict(type(node), data)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _assign(data: Any, keys: list[str], value: Any, path: str) -> None:
+    key, rest = keys[0], keys[1:]
+    if isinstance(data, list):
+        if not key.isdigit():
+            for item in data:
+                _assign(item, keys, value, path)
+            return
+        if int(key) >= len(data):
+            raise InputError(f"{path}: there is no item {key}", hint=f"there are {len(data)}")
+        index: Any = int(key)
+    else:
+        if not isinstance(data, dict):
+            raise InputError(f"{path}: nothing lies below '{data}'")
+        if key not in data:
+            raise InputError(f"{path}: unknown key '{key}'", hint=nearest(key, data))
+        index = key
+    if rest:
+        _assign(data[index], rest, value, path)
+    else:
+        data[index] = value
+
+
+# --- reading by type ----------------------------------------------------------------------------
+
+
+def _spec_classes(hint: Any) -> list[type]:
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return [o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)]
+
+
+def _read(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in get_args(hint):
+            return None
+        classes = _spec_classes(hint)
+        if len(classes) > 1:
+            return _read_variant(classes, value, path, problems)
+        inner = classes or [o for o in get_args(hint) if o is not type(None)]
+        return _read(inner[0], value, path, problems)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            return _bad(problems, path, f"{value!r} is not a list")
+        return tuple(
+            _read(get_args(hint)[0], v, f"{path}.{i}", problems) for i, v in enumerate(value)
+        )
+    if origin is Literal:
+        if value in get_args(hint):
+            return value
+        choices = [str(choice) for choice in get_args(hint)]
+        return _bad(problems, path, f"unknown value {value!r}; {nearest(str(value), choices)}")
+    if dataclasses.is_dataclass(hint):
+        return _read_node(hint, value, path, problems)
+    return _read_scalar(hint, value, path, problems)
+
+
+def _read_scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not hint:
+        return _bad(problems, path, f"{value!r} is not {_words(hint)}")
+    if hint is float and not math.isfinite(value):
+        return _bad(problems, path, f"{value} is not a finite number")
+    return value
+
+
+def _read_variant(classes: list[type], value: Any, path: str, problems: list[str]) -> Any:
+    kinds = {cls.__name__: cls for cls in classes}
+    if isinstance(value, str):
+        value = {"kind": value}
+    if not isinstance(value, Mapping) or "kind" not in value:
+        return _bad(problems, path, f"needs a kind; known: {', '.join(sorted(kinds))}")
+    kind = str(value["kind"])
+    if kind not in kinds:
+        return _bad(problems, path, f"unknown kind '{kind}'; {nearest(kind, kinds)}")
+    rest = {key: item for key, item in value.items() if key != "kind"}
+    return _read_node(kinds[kind], rest, path, problems)
+
+
+def _read_node(cls: Any, value: Any, path: str, problems: list[str]) -> Any:
+    short = getattr(cls, "from_number", None)
+    if short is not None and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _build(lambda: short(float(value)), path, problems)
+    if not isinstance(value, Mapping):
+        return _bad(problems, path, f"{value!r} is not a table of fields")
+    hints, fields = get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
+    arguments: dict[str, Any] = {}
+    for key, item in value.items():
+        below = f"{path}.{key}" if path else str(key)
+        if key not in fields:
+            _bad(problems, below, f"unknown key; {nearest(str(key), fields)}")
+        else:
+            arguments[key] = _read(hints[key], item, below, problems)
+    for name, field in fields.items():
+        if name not in value and field.default is dataclasses.MISSING:
+            arguments[name] = _bad(problems, f"{path}.{name}" if path else name, "missing")
+    if any(_is_bad(argument) for argument in arguments.values()):
+        return _BAD
+    return _build(lambda: cls(**arguments), path, problems)
+
+
+def _is_bad(argument: Any) -> bool:
+    return argument is _BAD or (isinstance(argument, tuple) and any(map(_is_bad, argument)))
+
+
+def _build(make: Any, path: str, problems: list[str]) -> Any:
+    try:
+        return make()
+    except InputError as error:
+        hint = f" ({error.hint})" if error.hint else ""
+        return _bad(problems, path, f"{error.what}{hint}")
+
+
+def _bad(problems: list[str], path: str, what: str) -> Any:
+    problems.append(f"{path}: {what}" if path else what)
+    return _BAD
+
+
+def _words(hint: Any) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
+        hint, str(hint)
+    )
