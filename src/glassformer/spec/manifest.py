@@ -224,8 +224,8 @@ def block_parameters(
 def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[Parameter]:
     vocab = model.source_vocab if prefix == "encoder." else model.vocab_size
     for parameter in embedding_parameters(model, f"{prefix}embed.", vocab):
-        if prefix == "encoder." and model.share_embedding:
-            owner = parameter.name.replace("encoder.", "decoder.", 1)
+        if prefix == "decoder." and model.share_embedding:
+            owner = parameter.name.replace("decoder.", "encoder.", 1)
             yield replace(parameter, tied_to=owner)
         else:
             yield parameter
@@ -255,11 +255,18 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
         )
 
 
+def _target_embedding(model: ModelSpec) -> str:
+    """Prefix of the parameters that own the target side's table."""
+    if model.encoder is None:
+        return "embed."
+    return "encoder.embed." if model.share_embedding else "decoder.embed."
+
+
 def _head_parameters(model: ModelSpec) -> Iterator[Parameter]:
     for head, name in zip(model.heads, model.head_names(), strict=True):
         prefix, width = f"heads.{name}.", model.head_size(name)
         if isinstance(head, NextHead) and head.tied:
-            source = "embed." if model.encoder is None else "decoder.embed."
+            source = _target_embedding(model)
             for parameter in embedding_parameters(model, source, model.vocab_size):
                 leaf = parameter.name.removeprefix(source)
                 yield replace(

@@ -1,0 +1,1 @@
+"""What a model is fed: batches, vocabularies and tasks, in NumPy."""

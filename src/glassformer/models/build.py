@@ -1,0 +1,29 @@
+"""`build(spec)`: the one place where models are made."""
+
+import torch
+
+from glassformer.models.decoder import DecoderLM
+from glassformer.models.encoder_decoder import EncoderDecoder
+from glassformer.nn.init import initialise
+from glassformer.spec.manifest import manifest
+from glassformer.spec.model import ModelSpec
+
+
+def build(
+    spec: ModelSpec,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> DecoderLM | EncoderDecoder:
+    """A model with weights drawn by the spec's rules, in eval mode.
+
+    Without a generator torch's own is used. On the device "meta" nothing is allocated or drawn.
+    """
+    target = torch.device(device or "cpu")
+    with torch.device("meta" if target.type == "meta" else "cpu"):
+        model = DecoderLM(spec) if spec.encoder is None else EncoderDecoder(spec)
+    if target.type != "meta":
+        # Drawn on the CPU, so that a seed means the same weights on every device.
+        initialise(model, manifest(spec), generator=generator)
+        model.to(target)
+    return model.eval()

@@ -1,0 +1,144 @@
+"""The border between data and model: arrays in, checked tensors out.
+
+What passes here is inside the vocabulary, no longer than the model's context, and has masks of the
+right shape and dtype; the model itself checks nothing again.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassformer.data.batch import Batch
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
+
+# B batch, T length, S source length
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tensors that a model reads. `None` for a mask means that every place is a real token."""
+
+    tokens_BT: Tensor
+    valid_BT: Tensor | None = None
+    segments_BT: Tensor | None = None
+    source_BS: Tensor | None = None
+    source_valid_BS: Tensor | None = None
+
+
+def as_inputs(
+    batch: "Batch | Inputs | Tensor | np.ndarray",
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    past: int = 0,
+) -> Inputs:
+    """Check, convert and move. Accepts a Batch, token ids alone, or tensors as `Inputs`.
+
+    `past` counts the positions that a cache already holds.
+    """
+    match batch:
+        case Batch():
+            source = batch.source
+            given = Inputs(
+                _tensor(batch.tokens),
+                _tensor(batch.valid),
+                None if batch.segments is None else _tensor(batch.segments),
+                None if source is None else _tensor(source.tokens),
+                None if source is None else _tensor(source.valid),
+            )
+        case Inputs():
+            given = batch
+        case _:
+            given = Inputs(_tensor(batch))
+    valid_BT = _check_side("tokens", given.tokens_BT, given.valid_BT, spec.vocab_size, spec, past)
+    source_valid_BS = _check_source(given, spec)
+    if given.segments_BT is not None:
+        _check_mask_shape("segments", given.segments_BT, given.tokens_BT)
+
+    def move(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return Inputs(
+        given.tokens_BT.to(device),
+        move(valid_BT),
+        move(given.segments_BT),
+        move(given.source_BS),
+        move(source_valid_BS),
+    )
+
+
+def _tensor(array: "Tensor | np.ndarray") -> Tensor:
+    return array if isinstance(array, Tensor) else torch.as_tensor(np.asarray(array))
+
+
+def _check_side(
+    name: str, tokens: Tensor, valid: Tensor | None, vocab: int, spec: ModelSpec, past: int = 0
+) -> Tensor | None:
+    """Check ids and mask; a mask that says nothing becomes None."""
+    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise InputError(
+            f"{name} has shape {tuple(tokens.shape)} and dtype {tokens.dtype}",
+            hint="whole numbers of shape (batch, length)",
+        )
+    if tokens.numel() == 0:
+        raise InputError(
+            f"{name} is empty: shape {tuple(tokens.shape)}",
+            hint="give at least one sequence of at least one token",
+        )
+    length = past + tokens.shape[1]
+    if length > spec.max_seq_len:
+        raise InputError(
+            f"{name}: length {length} exceeds max_seq_len {spec.max_seq_len}",
+            hint="shorten the sequence, or build the model with a larger max_seq_len",
+        )
+    if valid is not None:
+        _check_mask_shape(f"{name}' mask", valid, tokens)
+        if valid.dtype != torch.bool:
+            raise InputError(
+                f"{name}' mask has dtype {valid.dtype}", hint="bool, True = real token"
+            )
+        if bool(valid.all()):
+            valid = None
+    _check_ids(name, tokens, valid, vocab)
+    return valid
+
+
+def _check_ids(name: str, tokens: Tensor, valid: Tensor | None, vocab: int) -> None:
+    """Every id must be in the table, padded ones too: they are looked up before they are masked."""
+    low, high = (int(bound) for bound in tokens.aminmax())
+    if low >= 0 and high < vocab:
+        return
+    row, column = (int(i) for i in ((tokens < 0) | (tokens >= vocab)).nonzero()[0])
+    raise InputError(
+        f"token id {int(tokens[row, column])} is outside the vocabulary of {vocab}",
+        where=f"{name}[{row}, {column}]",
+        hint=f"ids run from 0 to {vocab - 1}",
+    )
+
+
+def _check_mask_shape(name: str, mask: Tensor, tokens: Tensor) -> None:
+    if mask.shape != tokens.shape:
+        raise InputError(
+            f"{name} has shape {tuple(mask.shape)}, the tokens {tuple(tokens.shape)}",
+            hint="one entry for each token",
+        )
+
+
+def _check_source(given: Inputs, spec: ModelSpec) -> Tensor | None:
+    if spec.encoder is None:
+        if given.source_BS is not None:
+            raise InputError("a source sequence for a model without an encoder")
+        return None
+    if given.source_BS is None:
+        raise InputError(
+            "an encoder-decoder needs a source sequence",
+            hint="give a Batch with `source`, or Inputs with `source_BS`",
+        )
+    if len(given.source_BS) != len(given.tokens_BT):
+        raise InputError(
+            f"{len(given.source_BS)} source sequences for {len(given.tokens_BT)} target ones"
+        )
+    return _check_side("source", given.source_BS, given.source_valid_BS, spec.source_vocab, spec)

@@ -1,0 +1,108 @@
+"""What every model is: a body that makes hidden states, and heads that read them."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from glassformer.data.batch import Batch
+from glassformer.models.inputs import Inputs, as_inputs
+from glassformer.nn.cache import Cache
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
+from glassformer.nn.heads import TiedHead, read_out
+from glassformer.nn.linear import Linear
+from glassformer.nn.taps import Taps
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.model import AnswerHead, ModelSpec, NextHead
+
+# B batch, T length, D d_model, V logits
+
+
+class Model(nn.Module, ABC):
+    """`forward` = every head's `logits` of the `hidden` states of checked `inputs`."""
+
+    spec: ModelSpec
+    heads: nn.ModuleDict
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.scoped_taps: Taps | None = None
+
+    @abstractmethod
+    def hidden(
+        self, inputs: Inputs, *, cache: Cache | None = None, taps: Taps | None = None
+    ) -> Tensor:
+        """The body: hidden states (B, T, D) after the final norm."""
+
+    @abstractmethod
+    def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
+        """The table that a tied head shares."""
+
+    def inputs(
+        self, batch: "Batch | Inputs | Tensor | np.ndarray", *, cache: Cache | None = None
+    ) -> Inputs:
+        """The border: checked tensors on the model's device."""
+        device = next(self.parameters()).device
+        past = 0 if cache is None else cache.length
+        return as_inputs(batch, self.spec, device=device, past=past)
+
+    def logits(
+        self,
+        hidden_BTD: Tensor,
+        head: str = "next",
+        *,
+        valid_BT: Tensor | None = None,
+        positions: Tensor | slice | None = None,
+    ) -> Tensor:
+        """One head's logits, at some positions if asked: (B, T, V), or (B, V) for an answer.
+
+        `valid_BT` tells an answer head where a padded sequence ends.
+        """
+        if head not in self.heads:
+            raise InputError(f"no head '{head}'", hint=nearest(head, self.spec.head_names()))
+        part, kind = self.heads[head], self.spec.head(head)
+        if isinstance(kind, AnswerHead):
+            hidden_BTD = read_out(hidden_BTD, valid_BT, readout=kind.readout)
+        elif positions is not None:
+            hidden_BTD = hidden_BTD[:, positions]
+        if isinstance(part, TiedHead):
+            return part(hidden_BTD, self.output_embedding())
+        return part(hidden_BTD)
+
+    def forward(
+        self,
+        batch: "Batch | Inputs | Tensor | np.ndarray",
+        *,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+    ) -> dict[str, Tensor]:
+        """Logits by head."""
+        taps = self.scoped_taps if taps is None else taps
+        inputs = self.inputs(batch, cache=cache)
+        hidden_BTD = self.hidden(inputs, cache=cache, taps=taps)
+        answers = {}
+        for head in self.heads:
+            logits = self.logits(hidden_BTD, head, valid_BT=inputs.valid_BT)
+            answers[head] = logits if taps is None else taps.visit(f"logits.{head}", logits)
+        return answers
+
+    def penalty(self) -> Tensor:
+        """What the spec adds to every loss: the L1 term of a factorized embedding, else 0."""
+        terms = [
+            part.penalty() for part in self.modules() if isinstance(part, FactorizedTokenEmbedding)
+        ]
+        return torch.stack(terms).sum() if terms else next(self.parameters()).new_zeros(())
+
+
+def build_heads(spec: ModelSpec) -> nn.ModuleDict:
+    """The modules of the spec's heads, by name."""
+    heads = nn.ModuleDict()
+    for head, name in zip(spec.heads, spec.head_names(), strict=True):
+        size = spec.head_size(name)
+        if isinstance(head, NextHead) and head.tied:
+            heads[name] = TiedHead(size, bias=head.bias)
+        else:
+            heads[name] = Linear(spec.d_model, size, bias=head.bias)
+    return heads

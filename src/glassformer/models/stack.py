@@ -1,0 +1,179 @@
+"""Embedding, position, blocks, final norm: the way of a sequence through one stack."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.nn.block import TransformerBlock
+from glassformer.nn.cache import Cache, joined_valid
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding, build_embedding
+from glassformer.nn.mask import Mask, build_mask
+from glassformer.nn.norm import LayerNorm, RMSNorm, build_norm
+from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
+from glassformer.nn.taps import Taps, TapsAt, tap, under
+from glassformer.spec import model as spec
+from glassformer.spec.errors import InputError
+
+# B batch, T new length, S length with the past, D d_model
+
+
+class StackParts(Protocol):
+    """The parts that `run_stack` needs, whoever holds them."""
+
+    embed: TokenEmbedding | FactorizedTokenEmbedding
+    position: SinusoidalPosition | LearnedPosition | None
+    rotary: nn.ModuleDict
+    blocks: nn.ModuleList
+    final_norm: LayerNorm | RMSNorm | None
+    stack: spec.Stack
+    training: bool
+
+
+def add_stack_parts(
+    holder: nn.Module, model: spec.ModelSpec, stack: spec.Stack, *, vocab_size: int
+) -> None:
+    """Register the parts of one stack on a module, under the manifest's names."""
+    holder.stack = stack
+    holder.embed = build_embedding(model.embedding, vocab_size, model.d_model)
+    holder.position = None
+    match model.position:
+        case spec.Sinusoidal(base=base):
+            holder.position = SinusoidalPosition(model.max_seq_len, model.d_model, base=base)
+        case spec.Learned():
+            holder.position = LearnedPosition(model.max_seq_len, model.d_model)
+    holder.rotary = nn.ModuleDict()
+    if isinstance(model.position, spec.Rotary):
+        for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
+            holder.rotary[str(width)] = RotaryPosition(model.position, model.max_seq_len, width)
+    holder.blocks = nn.ModuleList(
+        TransformerBlock(block, model.d_model, layer=layer, dropout=stack.dropout)
+        for layer, block in enumerate(stack.blocks())
+    )
+    final = stack.final_norm
+    holder.final_norm = None if final is None else build_norm(final, model.d_model)
+
+
+class Stack(nn.Module):
+    """One side of an encoder-decoder."""
+
+    def __init__(self, model: spec.ModelSpec, stack: spec.Stack, *, vocab_size: int) -> None:
+        super().__init__()
+        add_stack_parts(self, model, stack, vocab_size=vocab_size)
+
+
+def run_stack(
+    parts: StackParts,
+    tokens_BT: Tensor,
+    *,
+    valid_BT: Tensor | None = None,
+    segments_BT: Tensor | None = None,
+    memory_BSD: Tensor | None = None,
+    memory_valid_BS: Tensor | None = None,
+    cache: Cache | None = None,
+    taps: Taps | None = None,
+    prefix: str = "",
+) -> Tensor:
+    """Hidden states (B, T, D) of the new tokens; with a cache, the past is read and extended."""
+    at = None if taps is None else TapsAt(taps, prefix)
+    T, past = tokens_BT.shape[1], 0 if cache is None else cache.length
+    valid_BS = valid_BT
+    if cache is not None:
+        if segments_BT is not None:
+            raise InputError("packed segments cannot be continued from a cache")
+        valid_BS = joined_valid(cache.valid_BS, past, valid_BT, T)
+    places = positions_of(past, T, valid_BS, segments_BT)
+    masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device)
+    memory_mask = _memory_mask(T, memory_BSD, valid_BS, memory_valid_BS)
+    rotations = {width: rotary.at(places) for width, rotary in parts.rotary.items()}
+
+    x_BTD = parts.embed(tokens_BT)
+    if parts.position is not None:
+        x_BTD = parts.position(x_BTD, places)
+    x_BTD = F.dropout(x_BTD, parts.stack.dropout.embedding, parts.training)
+    x_BTD = tap(at, "embed", x_BTD)
+    for layer, (module, block) in enumerate(zip(parts.blocks, parts.stack.blocks(), strict=True)):
+        x_BTD = module(
+            x_BTD,
+            mask=masks.of(block.attention),
+            memory_BSD=memory_BSD,
+            memory_mask=memory_mask,
+            rotation=rotations.get(str(module.attn.d_head)),
+            cache=cache,
+            taps=under(at, f"blocks.{layer}."),
+        )
+    if parts.final_norm is not None:
+        x_BTD = parts.final_norm(x_BTD)
+    if cache is not None:
+        cache.advance(T, valid_BT)
+    return tap(at, "final", x_BTD)
+
+
+def positions_of(
+    past: int, length: int, valid_BS: Tensor | None, segments_BT: Tensor | None
+) -> Tensor | slice:
+    """Where each new token stands, counting real tokens only, from 0 in every segment."""
+    if valid_BS is None and segments_BT is None:
+        return slice(past, past + length)
+    if valid_BS is None:
+        assert segments_BT is not None
+        valid_BS = torch.ones_like(segments_BT, dtype=torch.bool)
+    count_BS = (valid_BS.cumsum(1) - 1).clamp(min=0)
+    if segments_BT is not None:
+        begins_BS = torch.ones_like(valid_BS)
+        begins_BS[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+        count_BS = count_BS - (count_BS * begins_BS).cummax(1).values
+    return count_BS[:, past:]
+
+
+class _Masks:
+    """The masks of one forward, one for each kind of attention among the layers."""
+
+    def __init__(
+        self,
+        queries: int,
+        keys: int,
+        valid_BS: Tensor | None,
+        segments_BT: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.queries, self.keys, self.device = queries, keys, device
+        self.valid_BS, self.segments_BT = valid_BS, segments_BT
+        self.made: dict[tuple[bool, int | None], Mask] = {}
+
+    def of(self, attention: spec.Attention) -> Mask:
+        kind = (attention.causal, attention.window)
+        if kind not in self.made:
+            valid_BS = self.valid_BS
+            self.made[kind] = build_mask(
+                self.queries,
+                self.keys,
+                causal=attention.causal,
+                window=attention.window,
+                valid_q_BT=None if valid_BS is None else valid_BS[:, -self.queries :],
+                valid_k_BS=valid_BS,
+                segments_q_BT=self.segments_BT,
+                segments_k_BS=self.segments_BT,
+                device=self.device,
+            )
+        return self.made[kind]
+
+
+def _memory_mask(
+    queries: int, memory_BSD: Tensor | None, valid_BS: Tensor | None, memory_valid_BS: Tensor | None
+) -> Mask | None:
+    if memory_BSD is None:
+        return None
+    B, S, _ = memory_BSD.shape
+    valid_q_BT = None if valid_BS is None else valid_BS[:, -queries:]
+    if valid_q_BT is not None and memory_valid_BS is None:
+        memory_valid_BS = valid_q_BT.new_ones(B, S)
+    return build_mask(
+        queries,
+        S,
+        causal=False,
+        valid_q_BT=valid_q_BT,
+        valid_k_BS=memory_valid_BS,
+        device=memory_BSD.device,
+    )

@@ -1,0 +1,153 @@
+"""The one attention: self or cross, grouped, cached, fused or explicit.
+
+`attend` is softmax(q k^T / sqrt(H)) v. It uses PyTorch's fused kernel unless somebody asked for the
+scores or the weights, which only the explicit path has; a parity check holds the two together.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.nn.cache import Cache
+from glassformer.nn.linear import Linear
+from glassformer.nn.mask import Mask
+from glassformer.nn.norm import build_norm
+from glassformer.nn.position import rotate
+from glassformer.nn.taps import TapsAt, tap
+from glassformer.spec import model as spec
+
+# B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head
+
+
+def attend(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    *,
+    mask: Mask,
+    dropout: float = 0.0,
+    taps: TapsAt | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(H)) v; query head n reads key-value head n // (N / K)."""
+    if taps is not None and (taps.wants("scores") or taps.wants("weights")):
+        out_BNTH = _attend_explicitly(
+            q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps
+        )
+    else:
+        out_BNTH = F.scaled_dot_product_attention(
+            q_BNTH,
+            k_BKSH,
+            v_BKSH,
+            attn_mask=mask.allow,
+            dropout_p=dropout,
+            is_causal=mask.causal,
+            enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
+        )
+    return out_BNTH if mask.empty is None else out_BNTH.masked_fill(mask.empty, 0.0)
+
+
+def _attend_explicitly(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    *,
+    mask: Mask,
+    dropout: float,
+    taps: TapsAt | None,
+) -> Tensor:
+    k_BNSH, v_BNSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
+    scores_BNTS = q_BNTH @ k_BNSH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
+    scores_BNTS = tap(taps, "scores", scores_BNTS)
+    allow = mask.explicit(q_BNTH.shape[2], q_BNTH.device)
+    if allow is not None:
+        scores_BNTS = scores_BNTS.masked_fill(~allow, -math.inf)
+    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)
+    if mask.empty is not None:
+        weights_BNTS = weights_BNTS.masked_fill(mask.empty, 0.0)
+    weights_BNTS = tap(taps, "weights", weights_BNTS)
+    return F.dropout(weights_BNTS, dropout) @ v_BNSH
+
+
+def per_query_head(kv_BKSH: Tensor, q_BNTH: Tensor) -> Tensor:
+    """Each key-value head once for every query head of its group."""
+    group = q_BNTH.shape[1] // kv_BKSH.shape[1]
+    return kv_BKSH if group == 1 else kv_BKSH.repeat_interleave(group, dim=1)
+
+
+def split_heads(x_BTD: Tensor, d_head: int) -> Tensor:
+    """(B, T, N * H) -> (B, N, T, H), a view."""
+    return x_BTD.unflatten(-1, (-1, d_head)).transpose(1, 2)
+
+
+def join_heads(x_BNTH: Tensor) -> Tensor:
+    """(B, N, T, H) -> (B, T, N * H)."""
+    return x_BNTH.transpose(1, 2).flatten(2)
+
+
+class MultiHeadAttention(nn.Module):
+    """o(attend(q(x), k(context), v(context))), context = x for self-attention.
+
+    Order within a head: projection, q/k-norm, rotation, as Qwen3 has it.
+    """
+
+    def __init__(self, attention: spec.Attention, d_model: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.d_head = d_head = attention.head_width(d_model)
+        q_width, kv_width = attention.n_heads * d_head, attention.kv_heads * d_head
+        qv_bias = attention.bias != "none"
+        self.q_proj = Linear(d_model, q_width, bias=qv_bias)
+        self.k_proj = Linear(d_model, kv_width, bias=attention.bias in ("qkv", "all"))
+        self.v_proj = Linear(d_model, kv_width, bias=qv_bias)
+        self.o_proj = Linear(q_width, d_model, bias=attention.bias in ("all", "no_key"))
+        norm = attention.qk_norm
+        self.q_norm = None if norm is None else build_norm(norm, d_head)
+        self.k_norm = None if norm is None else build_norm(norm, d_head)
+        self.dropout = dropout
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *,
+        mask: Mask,
+        context_BSD: Tensor | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        cache: Cache | None = None,
+        layer: int = 0,
+        taps: TapsAt | None = None,
+    ) -> Tensor:
+        q_BNTH = self.queries(x_BTD, rotation=rotation)
+        if context_BSD is None:
+            k_BKSH, v_BKSH = self.keys_values(x_BTD, rotation=rotation)
+            if cache is not None:
+                k_BKSH, v_BKSH = cache.extend(layer, k_BKSH, v_BKSH)
+        elif cache is None:
+            k_BKSH, v_BKSH = self.keys_values(context_BSD)
+        else:
+            if layer not in cache.cross:
+                cache.cross[layer] = self.keys_values(context_BSD)
+            k_BKSH, v_BKSH = cache.cross[layer]
+        q_BNTH = tap(taps, "q", q_BNTH)
+        k_BKSH, v_BKSH = tap(taps, "k", k_BKSH), tap(taps, "v", v_BKSH)
+        dropout = self.dropout if self.training else 0.0
+        heads_BNTH = attend(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps)
+        heads_BNTH = tap(taps, "heads", heads_BNTH)
+        return tap(taps, "out", self.o_proj(join_heads(heads_BNTH)))
+
+    def queries(self, x_BTD: Tensor, *, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """q_BNTH, normed and turned."""
+        q_BNTH = split_heads(self.q_proj(x_BTD), self.d_head)
+        if self.q_norm is not None:
+            q_BNTH = self.q_norm(q_BNTH)
+        return q_BNTH if rotation is None else rotate(q_BNTH, *rotation)
+
+    def keys_values(
+        self, context_BSD: Tensor, *, rotation: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """k_BKSH, normed and turned, and v_BKSH."""
+        k_BKSH = split_heads(self.k_proj(context_BSD), self.d_head)
+        if self.k_norm is not None:
+            k_BKSH = self.k_norm(k_BKSH)
+        k_BKSH = k_BKSH if rotation is None else rotate(k_BKSH, *rotation)
+        return k_BKSH, split_heads(self.v_proj(context_BSD), self.d_head)

@@ -1,0 +1,90 @@
+"""A block: its residual lines, with the norm before or after."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.nn.attention import MultiHeadAttention
+from glassformer.nn.cache import Cache
+from glassformer.nn.ffn import build_ffn
+from glassformer.nn.mask import Mask
+from glassformer.nn.norm import build_norm
+from glassformer.nn.taps import TapsAt, tap, under
+from glassformer.spec import model as spec
+
+# B batch, T length, S source length, D d_model
+
+
+class TransformerBlock(nn.Module):
+    """pre: x + part(norm(x)).  post: norm(x + part(x)).  Parts: attention, cross-attention, ffn.
+
+    Post-norm is the 2017 paper's; pre-norm keeps the residual path clean from end to end, which
+    makes deep models trainable without care for the warmup.
+    """
+
+    def __init__(
+        self, block: spec.Block, d_model: int, *, layer: int = 0, dropout: spec.Dropout
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.pre = block.placement == "pre"
+        self.residual_dropout = dropout.residual
+        self.attn_norm = build_norm(block.norm, d_model)
+        self.attn = MultiHeadAttention(block.attention, d_model, dropout=dropout.attention)
+        self.cross_norm = self.cross = None
+        if block.cross is not None:
+            self.cross_norm = build_norm(block.norm, d_model)
+            self.cross = MultiHeadAttention(block.cross, d_model, dropout=dropout.attention)
+        self.ffn_norm = build_norm(block.norm, d_model)
+        self.ffn = build_ffn(block.ffn, d_model, dropout=dropout.ffn)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *,
+        mask: Mask,
+        memory_BSD: Tensor | None = None,
+        memory_mask: Mask | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        cache: Cache | None = None,
+        taps: TapsAt | None = None,
+    ) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            out = self.attn(
+                x,
+                mask=mask,
+                rotation=rotation,
+                cache=cache,
+                layer=self.layer,
+                taps=under(taps, "attn."),
+            )
+            return self.drop(out)
+
+        def read(x: Tensor) -> Tensor:
+            assert self.cross is not None and memory_BSD is not None and memory_mask is not None
+            out = self.cross(
+                x,
+                context_BSD=memory_BSD,
+                mask=memory_mask,
+                cache=cache,
+                layer=self.layer,
+                taps=under(taps, "cross."),
+            )
+            return self.drop(out)
+
+        def feed(x: Tensor) -> Tensor:
+            return self.drop(self.ffn(x, taps=under(taps, "ffn.")))
+
+        x = tap(taps, "resid_pre", x_BTD)
+        if self.pre:
+            x = tap(taps, "resid_mid", x + attend(self.attn_norm(x)))
+            if self.cross_norm is not None:
+                x = tap(taps, "resid_cross", x + read(self.cross_norm(x)))
+            return tap(taps, "resid_post", x + feed(self.ffn_norm(x)))
+        x = tap(taps, "resid_mid", self.attn_norm(x + attend(x)))
+        if self.cross_norm is not None:
+            x = tap(taps, "resid_cross", self.cross_norm(x + read(x)))
+        return tap(taps, "resid_post", self.ffn_norm(x + feed(x)))
+
+    def drop(self, x_BTD: Tensor) -> Tensor:
+        """Dropout of a sublayer's result, before it joins the residual."""
+        return F.dropout(x_BTD, self.residual_dropout, self.training)

@@ -1,0 +1,70 @@
+"""Tokens to vectors: plain, scaled by sqrt(d_model), or factorized as U[token] @ V.
+
+`as_linear` uses the same weights as an output projection; a tied head calls it.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.spec import model as spec
+
+# B batch, T length, D d_model, V vocab, R rank
+
+
+class TokenEmbedding(nn.Module):
+    """weight[token], times sqrt(d_model) where the spec asks for the 2017 paper's scale."""
+
+    def __init__(self, vocab_size: int, d_model: int, *, scaled: bool = False) -> None:
+        super().__init__()
+        self.scale = math.sqrt(d_model) if scaled else None
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = F.embedding(tokens_BT, self.weight)
+        return x_BTD if self.scale is None else x_BTD * self.scale
+
+    def as_linear(self, x_BTD: Tensor) -> Tensor:
+        """Logits x @ weight^T; the scale belongs to the input side only."""
+        return F.linear(x_BTD, self.weight)
+
+
+class FactorizedTokenEmbedding(nn.Module):
+    """U[token] @ V with u (vocab, rank) and v (rank, d_model).
+
+    `penalty` is l1 * sum |U|, to be added to a loss: it drives rows of U to few active factors.
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, *, rank: int, l1: float) -> None:
+        super().__init__()
+        self.l1 = l1
+        self.u = nn.Parameter(torch.empty(vocab_size, rank))
+        self.v = nn.Parameter(torch.empty(rank, d_model))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, self.u) @ self.v
+
+    def as_linear(self, x_BTD: Tensor) -> Tensor:
+        """Logits x @ V^T @ U^T: both factors are shared, and no (vocab, d_model) table is made."""
+        return F.linear(F.linear(x_BTD, self.v), self.u)
+
+    def penalty(self) -> Tensor:
+        """l1 * sum |U|."""
+        return self.l1 * self.u.abs().sum()
+
+
+def build_embedding(
+    embedding: spec.Embedding, vocab_size: int, d_model: int
+) -> TokenEmbedding | FactorizedTokenEmbedding:
+    """The module that an embedding's spec describes."""
+    match embedding:
+        case spec.PlainEmbedding():
+            return TokenEmbedding(vocab_size, d_model)
+        case spec.ScaledEmbedding():
+            return TokenEmbedding(vocab_size, d_model, scaled=True)
+        case spec.FactorizedEmbedding():
+            return FactorizedTokenEmbedding(
+                vocab_size, d_model, rank=embedding.rank, l1=embedding.l1
+            )

@@ -1,0 +1,32 @@
+"""Fill parameters by the rules of the manifest, from a generator that the caller passes."""
+
+import torch
+from torch import nn
+
+from glassformer.spec.inits import Constant, Gaussian, Uniform
+from glassformer.spec.manifest import Parameter
+
+
+@torch.no_grad()
+def initialise(
+    module: nn.Module,
+    parameters: tuple[Parameter, ...],
+    *,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Fill each named parameter in the manifest's order; without a generator, torch's own is used.
+
+    The order and the rules come from the spec, so that the same seed gives the same weights however
+    the module was put together.
+    """
+    own = dict(module.named_parameters())
+    for parameter in parameters:
+        if parameter.tied_to is not None:
+            continue
+        match parameter.init:
+            case Constant(value=value):
+                own[parameter.name].fill_(value)
+            case Uniform(bound=bound):
+                own[parameter.name].uniform_(-bound, bound, generator=generator)
+            case Gaussian(std=std):
+                own[parameter.name].normal_(0.0, std, generator=generator)

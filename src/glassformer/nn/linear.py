@@ -1,0 +1,23 @@
+"""`Linear`: the only matrix product with weights in the house, so that counting, quantization and
+low-rank adapters find all of them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, weight (out, in). Values come from `init.initialise`, never from here."""
+
+    def __init__(self, d_in: int, d_out: int, *, bias: bool) -> None:
+        super().__init__()
+        self.d_in = d_in
+        self.d_out = d_out
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+        self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.d_in} -> {self.d_out}, bias={self.bias is not None}"

@@ -1,0 +1,114 @@
+"""Who may attend to whom. One convention: True = may attend, True = real token.
+
+A row that may attend to nothing gives zeros, forward and backward, in every kernel. The kernels do
+not agree on such rows (some give NaN), so they never see one: the row is opened for the kernel
+and its result is erased afterwards.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glassformer.spec.errors import InputError
+
+# B batch, T query length, S key length
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What attention needs: the permission, or the plain triangle, and the rows to erase.
+
+    allow: (T, S) or (B, 1, T, S), True = may attend; None = everything, or the triangle if causal.
+    empty: (B, 1, T, 1), True where a row may attend to nothing.
+    """
+
+    allow: Tensor | None = None
+    causal: bool = False
+    empty: Tensor | None = None
+
+    def explicit(self, length: int, device: torch.device) -> Tensor | None:
+        """The permission as a tensor, the plain triangle included."""
+        return causal_allow(length, length, device=device) if self.causal else self.allow
+
+
+def causal_allow(
+    queries: int, keys: int, *, window: int | None = None, device: torch.device | None = None
+) -> Tensor:
+    """(T, S): the last query stands at the last key; a query sees itself and what came before."""
+    q_T1 = torch.arange(keys - queries, keys, device=device)[:, None]
+    k_1S = torch.arange(keys, device=device)
+    allow = k_1S <= q_T1
+    return allow if window is None else allow & (q_T1 - k_1S < window)
+
+
+def window_allow(queries: int, keys: int, *, window: int, device: torch.device | None = None) -> Tensor:
+    """(T, S): within `window` on both sides, for attention that is not causal."""
+    q_T1 = torch.arange(keys - queries, keys, device=device)[:, None]
+    k_1S = torch.arange(keys, device=device)
+    return (q_T1 - k_1S).abs() < window
+
+
+def padding_allow(valid_q_BT: Tensor, valid_k_BS: Tensor) -> Tensor:
+    """(B, 1, T, S): a padded place neither attends nor is attended to."""
+    return valid_q_BT[:, None, :, None] & valid_k_BS[:, None, None, :]
+
+
+def build_mask(
+    queries: int,
+    keys: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    valid_q_BT: Tensor | None = None,
+    valid_k_BS: Tensor | None = None,
+    segments_q_BT: Tensor | None = None,
+    segments_k_BS: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Mask:
+    """Join what the arguments say. The fused kernel's own triangle is used where it is enough."""
+    plain = valid_q_BT is None and valid_k_BS is None and segments_q_BT is None
+    if plain and (window is None or window >= keys):
+        if not causal or queries == 1:
+            return Mask()
+        if queries == keys:
+            return Mask(causal=True)
+    allow = _order_allow(queries, keys, causal=causal, window=window, device=device)
+    if plain:
+        return Mask(allow=allow)
+    if valid_q_BT is not None and valid_k_BS is not None:
+        allow = _both(allow, padding_allow(valid_q_BT, valid_k_BS))
+    elif valid_k_BS is not None:
+        allow = _both(allow, valid_k_BS[:, None, None, :])
+    if segments_q_BT is not None and segments_k_BS is not None:
+        same = segments_q_BT[:, None, :, None] == segments_k_BS[:, None, None, :]
+        allow = _both(allow, same)
+    assert allow is not None
+    return close_empty_rows(allow)
+
+
+def close_empty_rows(allow: Tensor) -> Mask:
+    """Open the rows that may attend to nothing for the kernel, and mark them to be erased."""
+    empty = ~allow.any(dim=-1, keepdim=True)
+    return Mask(allow=allow | empty, empty=empty)
+
+
+def mask_from_allow(allow: Tensor) -> Mask:
+    """A `Mask` from somebody's own permission tensor (T, S), (B, T, S) or (B, N, T, S)."""
+    if allow.dtype != torch.bool:
+        raise InputError(f"a mask of dtype {allow.dtype}", hint="bool, True = may attend")
+    return close_empty_rows(allow[:, None] if allow.ndim == 3 else allow)
+
+
+def _order_allow(
+    queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device | None
+) -> Tensor | None:
+    if causal:
+        return causal_allow(queries, keys, window=window, device=device)
+    if window is not None:
+        return window_allow(queries, keys, window=window, device=device)
+    return None
+
+
+def _both(allow: Tensor | None, more: Tensor) -> Tensor:
+    return more if allow is None else allow & more

@@ -1,0 +1,52 @@
+"""LayerNorm and RMSNorm, each with an eps that somebody wrote down."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.spec import model as spec
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    The statistics are taken in float32 at least: half precision would lose eps.
+    """
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def build_norm(norm: spec.LayerNorm | spec.RMSNorm, width: int) -> LayerNorm | RMSNorm:
+    """The module that a norm's spec describes."""
+    match norm:
+        case spec.LayerNorm():
+            return LayerNorm(width, eps=norm.eps)
+        case spec.RMSNorm():
+            return RMSNorm(width, eps=norm.eps)

@@ -1,0 +1,115 @@
+"""Where a token stands: sinusoids, a learned table, or rotations of queries and keys.
+
+Tables are non-persistent buffers: not parameters, not in a checkpoint. They stay in float32 when a
+model is cast to half precision (a bfloat16 angle is off by radians at position 8,000), and follow it
+to float64.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.spec.model import Rotary
+from glassformer.spec.rotary import rotary_frequencies
+
+# B batch, T length, D d_model, N heads, H d_head
+
+
+def table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for a float64 model, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sinusoids(length: int, d_model: int, *, base: float = 10_000.0) -> Tensor:
+    """The (length, d_model) table in float64: even columns sin, odd columns cos of the same angle."""
+    place = torch.arange(length, dtype=torch.float64)[:, None]
+    even = torch.arange(0, d_model, 2, dtype=torch.float64)
+    angle = place * base ** (-even / d_model)
+    table = torch.empty(length, d_model, dtype=torch.float64)
+    table[:, 0::2] = angle.sin()
+    table[:, 1::2] = angle.cos()[:, : d_model // 2]
+    return table
+
+
+def rotations(rotary: Rotary, length: int, d_head: int, *, dtype: torch.dtype) -> Tensor:
+    """cos and sin of every position and pair: (2, length, d_head / 2)."""
+    frequencies, factor = rotary_frequencies(rotary, d_head)
+    place = torch.arange(length, dtype=dtype)[:, None]
+    angle = place * torch.tensor(frequencies, dtype=dtype)
+    return torch.stack((angle.cos(), angle.sin())) * factor
+
+
+class SinusoidalPosition(nn.Module):
+    """x + PE(position). Nothing is learned."""
+
+    table: Tensor
+
+    def __init__(self, max_seq_len: int, d_model: int, *, base: float) -> None:
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self.d_model = d_model
+        self.base = base
+        self.register_buffer("table", self.make(torch.get_default_dtype()), persistent=False)
+
+    def make(self, dtype: torch.dtype) -> Tensor:
+        """The table at the precision that a model of this dtype needs."""
+        table = sinusoids(self.max_seq_len, self.d_model, base=self.base)
+        return table.to(table_dtype(dtype))
+
+    def forward(self, x_BTD: Tensor, positions: Tensor | slice) -> Tensor:
+        return x_BTD + self.table[positions].to(x_BTD.dtype)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        return _apply_and_remake(self, super()._apply, fn, recurse)
+
+
+class LearnedPosition(nn.Module):
+    """x + a learned row for each position."""
+
+    def __init__(self, max_seq_len: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_seq_len, d_model))
+
+    def forward(self, x_BTD: Tensor, positions: Tensor | slice) -> Tensor:
+        return x_BTD + self.weight[positions]
+
+
+class RotaryPosition(nn.Module):
+    """Holds cos and sin; `at` gives the rows of the asked positions, `rotate` applies them."""
+
+    table: Tensor
+
+    def __init__(self, rotary: Rotary, max_seq_len: int, d_head: int) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.max_seq_len = max_seq_len
+        self.d_head = d_head
+        self.register_buffer("table", self.make(torch.get_default_dtype()), persistent=False)
+
+    def make(self, dtype: torch.dtype) -> Tensor:
+        """The table at the precision that a model of this dtype needs."""
+        return rotations(self.rotary, self.max_seq_len, self.d_head, dtype=table_dtype(dtype))
+
+    def at(self, positions: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """cos and sin, (T, H/2), or (B, 1, T, H/2) when rows of the batch stand elsewhere."""
+        cos, sin = self.table[:, positions]
+        return (cos, sin) if cos.ndim == 2 else (cos[:, None], sin[:, None])
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        return _apply_and_remake(self, super()._apply, fn, recurse)
+
+
+def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + H/2]): the half-split layout of Llama and Qwen checkpoints."""
+    cos, sin = cos.to(x_BNTH.dtype), sin.to(x_BNTH.dtype)
+    first, second = x_BNTH.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _apply_and_remake(part, apply, fn, recurse):  # type: ignore[no-untyped-def]
+    """Let torch move and cast the module, then put the table back at full precision.
+
+    The buffer tells the device and whether the cast was to float64; its values may be rounded.
+    """
+    apply(fn, recurse)
+    part.table = part.make(part.table.dtype).to(part.table.device)
+    return part

@@ -1,0 +1,143 @@
+"""Taps: activations read, replaced, or followed backwards, by name.
+
+A `Taps` is passed into a forward like a cache. Without one nothing is registered and nothing is
+computed: each tap in the code is one `is None` test.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.taps import tap_shapes
+
+Edit = Tensor | Callable[[Tensor], Tensor]
+
+
+class Taps:
+    """What to read (patterns), what to replace (tensors or functions), and what was seen.
+
+    `seen` is a plain dict by full name. With `gradients`, what was read keeps its gradient:
+    after a backward, `taps.gradients()` gives it by the same names.
+    """
+
+    def __init__(
+        self,
+        *,
+        read: str | Sequence[str] = (),
+        edit: Mapping[str, Edit] | None = None,
+        gradients: bool = False,
+    ) -> None:
+        self.patterns = (read,) if isinstance(read, str) else tuple(read)
+        self.edits = dict(edit or {})
+        self.keep_gradients = gradients
+        self.seen: dict[str, Tensor] = {}
+        self._wanted: dict[str, bool] = {}
+
+    def wants(self, name: str) -> bool:
+        """Whether anything is to be done at this tap."""
+        if name not in self._wanted:
+            self._wanted[name] = name in self.edits or self._reads(name)
+        return self._wanted[name]
+
+    def _reads(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def visit(self, name: str, x: Tensor) -> Tensor:
+        """Replace and record x at this tap, and give back what the model goes on with."""
+        if not self.wants(name):
+            return x
+        edit = self.edits.get(name)
+        if edit is not None:
+            x = _replaced(name, x, edit)
+        if self._reads(name):
+            if self.keep_gradients and x.requires_grad:
+                x.retain_grad()
+            self.seen[name] = x
+        return x
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of what was read, where the last backward reached it."""
+        return {name: x.grad for name, x in self.seen.items() if x.grad is not None}
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse a pattern or an edit that matches no tap of this model."""
+        known = tap_shapes(spec)
+        for pattern in (*self.patterns, *self.edits):
+            if not fnmatch.filter(known, pattern):
+                raise InputError(f"no tap matches '{pattern}'", hint=nearest(pattern, known))
+
+
+def _replaced(name: str, x: Tensor, edit: Edit) -> Tensor:
+    new = edit(x) if callable(edit) else edit.to(x)
+    if new.shape != x.shape:
+        raise InputError(
+            f"the edit of '{name}' has shape {tuple(new.shape)}", hint=f"use {tuple(x.shape)}"
+        )
+    return new
+
+
+class TapsAt:
+    """A `Taps` seen from one place of the model: names are relative to a prefix."""
+
+    def __init__(self, taps: Taps, prefix: str) -> None:
+        self.taps = taps
+        self.prefix = prefix
+
+    def wants(self, leaf: str) -> bool:
+        """Whether anything is to be done at this leaf."""
+        return self.taps.wants(self.prefix + leaf)
+
+    def visit(self, leaf: str, x: Tensor) -> Tensor:
+        """`Taps.visit` under the prefix."""
+        return self.taps.visit(self.prefix + leaf, x)
+
+    def under(self, prefix: str) -> "TapsAt":
+        """One level further in."""
+        return TapsAt(self.taps, self.prefix + prefix)
+
+
+def tap(taps: TapsAt | None, leaf: str, x: Tensor) -> Tensor:
+    """x itself, unless somebody asked for it."""
+    return x if taps is None else taps.visit(leaf, x)
+
+
+def under(taps: TapsAt | None, prefix: str) -> TapsAt | None:
+    """The same taps one level further in."""
+    return None if taps is None else taps.under(prefix)
+
+
+class Traceable(Protocol):
+    """A model that can be traced: it has a spec, and looks at `scoped_taps` when none are passed."""
+
+    spec: ModelSpec
+    scoped_taps: Taps | None
+
+
+@contextmanager
+def trace(
+    model: Traceable,
+    *,
+    read: str | Sequence[str] = (),
+    edit: Mapping[str, Edit] | None = None,
+    gradients: bool = False,
+) -> Iterator[dict[str, Tensor]]:
+    """Within the block, every call of `model` fills the dict by tap name.
+
+        with trace(model, read="blocks.*.attn.weights") as seen:
+            model(tokens)
+    """
+    taps = Taps(read=read, edit=edit, gradients=gradients)
+    taps.check(model.spec)
+    before = model.scoped_taps
+    model.scoped_taps = taps
+    try:
+        yield taps.seen
+    finally:
+        model.scoped_taps = before
+
+

@@ -1,0 +1,162 @@
+"""Checkpoint folders: `spec.json`, `model.safetensors`, and `MANIFEST.json` written last.
+
+Written beside its place, synced, then renamed: a kill at any moment leaves the old folder or the new
+one, never half of one. `MANIFEST.json` holds a format number and the SHA-256 of each file, so that a
+flipped bit is noticed when the folder is read.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.tree import from_json, to_json
+from glassformer.store.tensors import (
+    Arrays,
+    explain_misfit,
+    read_header,
+    read_tensors,
+    tensor_bytes,
+)
+
+FORMAT = 1
+MANIFEST = "MANIFEST.json"
+SPEC = "spec.json"
+WEIGHTS = "model.safetensors"
+TEXT_LIMIT = 10_000_000
+
+
+def save_checkpoint(
+    folder: Path, spec: ModelSpec, weights: Arrays, *, files: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a new checkpoint folder; one that exists is never overwritten.
+
+    `files` adds others by name (a tokenizer, a training state); they are hashed like the rest.
+    """
+    if folder.exists():
+        raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
+    problems = explain_misfit(spec, {name: array.shape for name, array in weights.items()})
+    if problems:
+        raise InputError(f"the weights do not fit the spec: {problems}")
+    contents = dict(files or {})
+    contents[SPEC] = to_json(spec).encode()
+    contents[WEIGHTS] = tensor_bytes(weights)
+    write_folder(folder, contents)
+
+
+def write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files and their manifest beside the folder's place, sync, rename."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.parent / f".tmp-{folder.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    try:
+        beside.mkdir()
+        for name, data in contents.items():
+            _write_synced(beside / name, data)
+        _write_synced(beside / MANIFEST, _manifest_text(contents).encode())
+        _sync_folder(beside)
+        beside.rename(folder)
+        _sync_folder(folder.parent)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        size = sum(len(data) for data in contents.values())
+        raise MachineError(
+            f"could not write the checkpoint: {error.strerror}",
+            where=str(folder),
+            hint=f"it needs {size:,} bytes; earlier checkpoints are untouched",
+        ) from error
+
+
+def _manifest_text(contents: Mapping[str, bytes]) -> str:
+    files = {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in sorted(contents.items())
+    }
+    return json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n"
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def verify_folder(folder: Path) -> dict[str, Any]:
+    """Check every file against MANIFEST.json and give that back; a bad one is named."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileError(
+            "not a checkpoint: MANIFEST.json is missing",
+            where=str(folder),
+            hint="a checkpoint folder holds MANIFEST.json, spec.json and model.safetensors",
+        )
+    try:
+        manifest = json.loads(_read_text(path))
+        number, files = manifest["format"], dict(manifest["files"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FileError(f"MANIFEST.json cannot be read: {error}", where=str(folder)) from error
+    if number != FORMAT:
+        raise FileError(
+            f"checkpoint format {number}; this version reads format {FORMAT}", where=str(folder)
+        )
+    for name, entry in files.items():
+        _verify_file(folder, name, entry)
+    return dict(manifest)
+
+
+def _verify_file(folder: Path, name: str, entry: Any) -> None:
+    path = folder / name
+    inside = path.resolve().is_relative_to(folder.resolve())
+    if not inside or not path.is_file():
+        raise FileError(f"{name} is missing", where=str(folder))
+    if not isinstance(entry, dict) or path.stat().st_size != entry.get("bytes"):
+        raise FileError(f"{name} has another size than when it was written", where=str(folder))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != entry.get("sha256"):
+        raise FileError(
+            f"{name} was changed after it was written: its SHA-256 differs", where=str(folder)
+        )
+
+
+def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray]]:
+    """The spec and the weights, verified, and every tensor of the shape that the spec says."""
+    manifest = verify_folder(folder)
+    for name in (SPEC, WEIGHTS):
+        if name not in manifest["files"]:
+            raise FileError(f"the checkpoint holds no {name}", where=str(folder))
+    try:
+        spec = from_json(ModelSpec, _read_text(folder / SPEC))
+    except InputError as error:
+        raise FileError(f"spec.json: {error.what}", where=str(folder)) from error
+    shapes = {name: shape for name, (_, shape) in read_header(folder / WEIGHTS).items()}
+    problems = explain_misfit(spec, shapes)
+    if problems:
+        raise FileError(f"the weights do not fit the spec: {problems}", where=str(folder))
+    return spec, read_tensors(folder / WEIGHTS)
+
+
+def _read_text(path: Path) -> str:
+    if path.stat().st_size > TEXT_LIMIT:
+        raise FileError(f"{path.name} is too large", where=str(path.parent))
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path.name} is not text", where=str(path.parent)) from error

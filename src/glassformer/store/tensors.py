@@ -1,0 +1,131 @@
+"""Tensor files: safetensors, with limits in front of the library.
+
+The library refuses truncated and overlapping files; the limits here bound what a hostile header can
+cost before anything is allocated, and require that every tensor fits the manifest.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from glassformer.spec.errors import FileError
+from glassformer.spec.manifest import stored
+from glassformer.spec.model import ModelSpec
+
+#: bfloat16 as NumPy sees it: two bytes with a name, since NumPy has no such number.
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+HEADER_LIMIT = 10_000_000
+COUNT_LIMIT = 100_000
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
+
+Arrays = Mapping[str, NDArray]
+
+
+def tensor_bytes(arrays: Arrays) -> bytes:
+    """The bytes of a safetensors file, names sorted: equal weights give equal bytes.
+
+    Written here because the library's own writer takes no bfloat16 without torch: eight bytes of
+    header length, the header as JSON padded to eight bytes, then the data.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    chunks, offset = [], 0
+    for name in sorted(arrays):
+        array = arrays[name]
+        code = CODES[array.dtype]
+        data = array.tobytes()
+        end = offset + len(data)
+        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": (offset, end)}
+        chunks.append(data)
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((struct.pack("<Q", len(text)), text, *chunks))
+
+
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype code and shape of each tensor, before any of them is read."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+        if length > min(HEADER_LIMIT, size - 8):
+            raise FileError("a tensor file whose header is cut off or too long", where=path.name)
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+        entries = {
+            name: (str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FileError(f"a tensor file with a broken header: {error}", where=path.name) from error
+    if len(entries) > COUNT_LIMIT:
+        raise FileError(f"{len(entries)} tensors in one file", where=path.name)
+    for name, (code, _) in entries.items():
+        if not NAME.fullmatch(name) or ".." in name:
+            raise FileError(f"a tensor named {name[:80]!r}", where=path.name)
+        if code not in DTYPES:
+            raise FileError(f"tensor {name} has dtype {code}", where=path.name)
+    return entries
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return made
+
+
+def read_tensors(path: Path) -> dict[str, NDArray]:
+    """Every tensor of the file."""
+    header = read_header(path)
+    try:
+        entries = safetensors.deserialize(path.read_bytes())
+    except safetensors.SafetensorError as error:
+        raise FileError(f"a damaged tensor file: {error}", where=path.name) from error
+    arrays = {}
+    for name, entry in entries:
+        code, shape = header[name]
+        array = np.frombuffer(entry["data"], dtype=DTYPES[code]).reshape(shape)
+        if code in ("F64", "F32", "F16") and not np.isfinite(array).all():
+            raise FileError(f"tensor {name} holds NaN or infinity", where=path.name)
+        arrays[name] = array
+    return arrays
+
+
+def explain_misfit(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What is missing, unexpected or misshapen against the manifest; empty when everything fits."""
+    wanted = stored(spec)
+    parts = []
+    missing = [name for name in wanted if name not in shapes]
+    unexpected = [name for name in shapes if name not in wanted]
+    misshapen = [
+        f"{name} {tuple(shapes[name])} instead of {wanted[name].shape}"
+        for name in wanted
+        if name in shapes and tuple(shapes[name]) != wanted[name].shape
+    ]
+    for word, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)):
+        if names:
+            parts.append(f"{word}: {', '.join(names)}")
+    return "; ".join(parts)
