@@ -55,13 +55,23 @@ class Batch:
                     f"targets['{head}'] has shape {target.shape}",
                     hint=f"use {self.tokens.shape}, or {self.tokens.shape[:1]} for one a sequence",
                 )
+        if self.weights is not None and self.weights.shape not in (
+            self.tokens.shape,
+            self.tokens.shape[:1],
+        ):
+            raise InputError(
+                f"weights has shape {self.weights.shape}",
+                hint=f"use {self.tokens.shape}, or {self.tokens.shape[:1]} for one a sequence",
+            )
         if self.source is not None and len(self.source.tokens) != len(self.tokens):
             raise InputError(
                 f"{len(self.source.tokens)} source sequences for {len(self.tokens)} target ones"
             )
 
     @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]], *, side: Literal["right", "left"] = "right") -> "Batch":
+    def of(
+        cls, sequences: Sequence[Sequence[int]], *, side: Literal["right", "left"] = "right"
+    ) -> "Batch":
         """Sequences of ids, padded on one side to the longest of them."""
         tokens, valid = pad(sequences, side=side)
         return cls(tokens=tokens, valid=valid)
@@ -71,6 +81,8 @@ def pad(
     sequences: Sequence[Sequence[int]], *, side: Literal["right", "left"] = "right", filler: int = 0
 ) -> tuple[Ints, Bools]:
     """tokens_BT and valid_BT of sequences of different lengths."""
+    if side not in ("right", "left"):
+        raise InputError(f"side '{side}' is not one of right, left")
     if not sequences:
         raise InputError("an empty batch", hint="give at least one sequence")
     lengths = [len(sequence) for sequence in sequences]
@@ -79,6 +91,8 @@ def pad(
     tokens = np.full((len(sequences), max(lengths)), filler, dtype=np.int64)
     valid = np.zeros(tokens.shape, dtype=np.bool_)
     for row, sequence in enumerate(sequences):
+        if np.asarray(sequence).dtype.kind not in "iu":
+            raise InputError(f"sequence {row} of the batch holds more than whole numbers")
         place = slice(None, len(sequence)) if side == "right" else slice(-len(sequence), None)
         tokens[row, place] = sequence
         valid[row, place] = True

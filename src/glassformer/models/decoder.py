@@ -1,4 +1,4 @@
-"""`DecoderLM`: one stack and heads. The budget LM, the FSM probe, the digits model and Qwen are specs of it."""
+"""`DecoderLM`: one stack and heads. Budget LM, FSM probe, digits and Qwen are specs of it."""
 
 from torch import Tensor
 

@@ -14,7 +14,7 @@ from glassformer.spec.model import ModelSpec
 
 
 class EncoderDecoder(Model):
-    """The 2017 transformer: two stacks, cross-attention from each decoder layer to the encoder's end."""
+    """The 2017 transformer: every decoder layer reads the end of the encoder."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)

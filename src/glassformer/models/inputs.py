@@ -57,28 +57,42 @@ def as_inputs(
     source_valid_BS = _check_source(given, spec)
     if given.segments_BT is not None:
         _check_mask_shape("segments", given.segments_BT, given.tokens_BT)
+        if spec.encoder is not None:
+            raise InputError(
+                "packed segments for a model with an encoder",
+                hint="give each example a row of its own",
+            )
 
     def move(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
 
     return Inputs(
-        given.tokens_BT.to(device),
+        given.tokens_BT.to(device, torch.int64),
         move(valid_BT),
         move(given.segments_BT),
-        move(given.source_BS),
+        None if given.source_BS is None else given.source_BS.to(device, torch.int64),
         move(source_valid_BS),
     )
 
 
 def _tensor(array: "Tensor | np.ndarray") -> Tensor:
-    return array if isinstance(array, Tensor) else torch.as_tensor(np.asarray(array))
+    if isinstance(array, Tensor):
+        return array
+    try:
+        return torch.as_tensor(np.asarray(array))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"tokens cannot be read as an array: {error}",
+            hint="whole numbers of shape (batch, length)",
+        ) from error
 
 
 def _check_side(
     name: str, tokens: Tensor, valid: Tensor | None, vocab: int, spec: ModelSpec, past: int = 0
 ) -> Tensor | None:
     """Check ids and mask; a mask that says nothing becomes None."""
-    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+    fractional = tokens.is_floating_point() or tokens.is_complex()
+    if tokens.ndim != 2 or fractional or tokens.dtype == torch.bool:
         raise InputError(
             f"{name} has shape {tuple(tokens.shape)} and dtype {tokens.dtype}",
             hint="whole numbers of shape (batch, length)",
@@ -102,11 +116,11 @@ def _check_side(
             )
         if bool(valid.all()):
             valid = None
-    _check_ids(name, tokens, valid, vocab)
+    _check_ids(name, tokens.long(), vocab)
     return valid
 
 
-def _check_ids(name: str, tokens: Tensor, valid: Tensor | None, vocab: int) -> None:
+def _check_ids(name: str, tokens: Tensor, vocab: int) -> None:
     """Every id must be in the table, padded ones too: they are looked up before they are masked."""
     low, high = (int(bound) for bound in tokens.aminmax())
     if low >= 0 and high < vocab:
@@ -137,8 +151,11 @@ def _check_source(given: Inputs, spec: ModelSpec) -> Tensor | None:
             "an encoder-decoder needs a source sequence",
             hint="give a Batch with `source`, or Inputs with `source_BS`",
         )
+    valid_BS = _check_side(
+        "source", given.source_BS, given.source_valid_BS, spec.source_vocab, spec
+    )
     if len(given.source_BS) != len(given.tokens_BT):
         raise InputError(
             f"{len(given.source_BS)} source sequences for {len(given.tokens_BT)} target ones"
         )
-    return _check_side("source", given.source_BS, given.source_valid_BS, spec.source_vocab, spec)
+    return valid_BS

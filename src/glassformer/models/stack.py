@@ -82,6 +82,12 @@ def run_stack(
     if cache is not None:
         if segments_BT is not None:
             raise InputError("packed segments cannot be continued from a cache")
+        if past and not all(block.attention.causal for block in parts.stack.blocks()):
+            raise InputError(
+                "a cache cannot continue attention that is not causal: the past would have to see "
+                "the new tokens",
+                hint="give the whole sequence at once, without a cache",
+            )
         valid_BS = joined_valid(cache.valid_BS, past, valid_BT, T)
     places = positions_of(past, T, valid_BS, segments_BT)
     masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device)
@@ -119,12 +125,13 @@ def positions_of(
     if valid_BS is None:
         assert segments_BT is not None
         valid_BS = torch.ones_like(segments_BT, dtype=torch.bool)
-    count_BS = (valid_BS.cumsum(1) - 1).clamp(min=0)
+    count_BS = valid_BS.cumsum(1) - 1
     if segments_BT is not None:
         begins_BS = torch.ones_like(valid_BS)
         begins_BS[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-        count_BS = count_BS - (count_BS * begins_BS).cummax(1).values
-    return count_BS[:, past:]
+        before_BS = valid_BS.cumsum(1) - valid_BS.long()
+        count_BS = count_BS - (before_BS * begins_BS).cummax(1).values
+    return count_BS.clamp(min=0)[:, past:]
 
 
 class _Masks:

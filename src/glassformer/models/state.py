@@ -19,7 +19,7 @@ def weights_of(model: Model) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def load_weights(model: Model, arrays: Mapping[str, np.ndarray], *, where: str = "") -> None:
-    """Put arrays into the model; any missing, unexpected or misshapen one is an error that names it."""
+    """Put arrays into the model; a missing, unexpected or misshapen one is named in an error."""
     problems = explain_misfit(model.spec, {name: a.shape for name, a in arrays.items()})
     if problems:
         raise InputError(f"the weights do not fit the model: {problems}", where=where)

@@ -32,9 +32,7 @@ def attend(
 ) -> Tensor:
     """softmax(q k^T / sqrt(H)) v; query head n reads key-value head n // (N / K)."""
     if taps is not None and (taps.wants("scores") or taps.wants("weights")):
-        out_BNTH = _attend_explicitly(
-            q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps
-        )
+        out_BNTH = _attend_explicitly(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps)
     else:
         out_BNTH = F.scaled_dot_product_attention(
             q_BNTH,

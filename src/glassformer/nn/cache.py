@@ -32,7 +32,9 @@ class Cache(Protocol):
         """Row b becomes what row rows_B[b] was; rows may repeat."""
 
 
-def joined_valid(past_BS: Tensor | None, length: int, new_BT: Tensor | None, count: int) -> Tensor | None:
+def joined_valid(
+    past_BS: Tensor | None, length: int, new_BT: Tensor | None, count: int
+) -> Tensor | None:
     """Validity of past and new places together; None while every place is real."""
     if past_BS is None and new_BT is None:
         return None
@@ -43,6 +45,15 @@ def joined_valid(past_BS: Tensor | None, length: int, new_BT: Tensor | None, cou
     if new_BT is None:
         new_BT = some.new_ones(len(some), count)
     return torch.cat((past_BS, new_BT), dim=1)
+
+
+def _check_rows(past: Tensor, new: Tensor) -> None:
+    """A batch of another size would be broadcast into the past, and answer something."""
+    if len(past) != len(new):
+        raise InputError(
+            f"the cache holds {len(past)} sequences, and {len(new)} were given",
+            hint="reorder the cache to as many rows, or start a new one",
+        )
 
 
 class GrowingCache:
@@ -57,6 +68,7 @@ class GrowingCache:
     def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
         if layer in self._layers:
             k_past, v_past = self._layers[layer]
+            _check_rows(k_past, k_BKTH)
             k_BKTH, v_BKTH = torch.cat((k_past, k_BKTH), 2), torch.cat((v_past, v_BKTH), 2)
         self._layers[layer] = (k_BKTH, v_BKTH)
         return k_BKTH, v_BKTH
@@ -95,6 +107,7 @@ class FixedCache:
             shape = (B, K, self.max_length, H)
             self._layers[layer] = (k_BKTH.new_zeros(shape), v_BKTH.new_zeros(shape))
         k_all, v_all = self._layers[layer]
+        _check_rows(k_all, k_BKTH)
         k_all[:, :, self.length : end] = k_BKTH
         v_all[:, :, self.length : end] = v_BKTH
         return k_all[:, :, :end], v_all[:, :, :end]
@@ -104,7 +117,10 @@ class FixedCache:
         self.length += count
 
     def reorder(self, rows_B: Tensor) -> None:
-        for k, v in self._layers.values():
+        for layer, (k, v) in self._layers.items():
+            if len(rows_B) != len(k):  # as many beams as never before: memory of another size
+                self._layers[layer] = (k[rows_B], v[rows_B])
+                continue
             k[:, :, : self.length] = k[rows_B, :, : self.length]
             v[:, :, : self.length] = v[rows_B, :, : self.length]
         for layer, (k, v) in self.cross.items():

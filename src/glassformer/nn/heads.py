@@ -10,7 +10,7 @@ from glassformer.spec.errors import InputError
 
 
 class TiedHead(nn.Module):
-    """embed.as_linear(x) + bias. Holds no weight: the embedding is handed in, so there is one storage."""
+    """embed.as_linear(x) + bias. The embedding is handed in, so there is one storage."""
 
     def __init__(self, size: int, *, bias: bool) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ def read_out(x_BTD: Tensor, valid_BT: Tensor | None, *, readout: str) -> Tensor:
         valid_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device)
     match readout:
         case "mean":
-            share_BT1 = (valid_BT / valid_BT.sum(1, keepdim=True).clamp(min=1)).unsqueeze(-1)
-            return (x_BTD * share_BT1.to(x_BTD.dtype)).sum(1)
+            share_BT = valid_BT.to(x_BTD.dtype) / valid_BT.sum(1, keepdim=True).clamp(min=1)
+            return (x_BTD * share_BT.unsqueeze(-1)).sum(1)
         case "last":
             T = valid_BT.shape[1]
             place_B = T - 1 - valid_BT.flip(1).int().argmax(1)

@@ -42,7 +42,9 @@ def causal_allow(
     return allow if window is None else allow & (q_T1 - k_1S < window)
 
 
-def window_allow(queries: int, keys: int, *, window: int, device: torch.device | None = None) -> Tensor:
+def window_allow(
+    queries: int, keys: int, *, window: int, device: torch.device | None = None
+) -> Tensor:
     """(T, S): within `window` on both sides, for attention that is not causal."""
     q_T1 = torch.arange(keys - queries, keys, device=device)[:, None]
     k_1S = torch.arange(keys, device=device)
@@ -73,9 +75,17 @@ def build_mask(
             return Mask()
         if queries == keys:
             return Mask(causal=True)
-    allow = _order_allow(queries, keys, causal=causal, window=window, device=device)
+    counted = window is not None and valid_k_BS is not None
+    allow = _order_allow(
+        queries, keys, causal=causal, window=None if counted else window, device=device
+    )
     if plain:
         return Mask(allow=allow)
+    if window is not None and valid_k_BS is not None:
+        # Counted in real tokens: padding that a cache keeps in the middle uses up no window.
+        place_BS = valid_k_BS.cumsum(1)
+        apart_BTS = place_BS[:, -queries:, None] - place_BS[:, None, :]
+        allow = _both(allow, (apart_BTS.abs() < window)[:, None])
     if valid_q_BT is not None and valid_k_BS is not None:
         allow = _both(allow, padding_allow(valid_q_BT, valid_k_BS))
     elif valid_k_BS is not None:

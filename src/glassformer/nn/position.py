@@ -1,8 +1,8 @@
 """Where a token stands: sinusoids, a learned table, or rotations of queries and keys.
 
 Tables are non-persistent buffers: not parameters, not in a checkpoint. They stay in float32 when a
-model is cast to half precision (a bfloat16 angle is off by radians at position 8,000), and follow it
-to float64.
+model is cast to half precision (a bfloat16 angle is off by radians at position 8,000), and follow
+it to float64.
 """
 
 import torch
@@ -20,7 +20,7 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sinusoids(length: int, d_model: int, *, base: float = 10_000.0) -> Tensor:
-    """The (length, d_model) table in float64: even columns sin, odd columns cos of the same angle."""
+    """The (length, d_model) table in float64: even columns sin, odd ones cos of the same angle."""
     place = torch.arange(length, dtype=torch.float64)[:, None]
     even = torch.arange(0, d_model, 2, dtype=torch.float64)
     angle = place * base ** (-even / d_model)

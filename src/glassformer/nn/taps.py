@@ -67,9 +67,12 @@ class Taps:
     def check(self, spec: ModelSpec) -> None:
         """Refuse a pattern or an edit that matches no tap of this model."""
         known = tap_shapes(spec)
-        for pattern in (*self.patterns, *self.edits):
+        for pattern in self.patterns:
             if not fnmatch.filter(known, pattern):
                 raise InputError(f"no tap matches '{pattern}'", hint=nearest(pattern, known))
+        for name in self.edits:
+            if name not in known:
+                raise InputError(f"no tap '{name}' to edit", hint=nearest(name, known))
 
 
 def _replaced(name: str, x: Tensor, edit: Edit) -> Tensor:
@@ -112,7 +115,7 @@ def under(taps: TapsAt | None, prefix: str) -> TapsAt | None:
 
 
 class Traceable(Protocol):
-    """A model that can be traced: it has a spec, and looks at `scoped_taps` when none are passed."""
+    """A model that can be traced: it looks at `scoped_taps` when no taps are passed."""
 
     spec: ModelSpec
     scoped_taps: Taps | None
@@ -128,8 +131,8 @@ def trace(
 ) -> Iterator[dict[str, Tensor]]:
     """Within the block, every call of `model` fills the dict by tap name.
 
-        with trace(model, read="blocks.*.attn.weights") as seen:
-            model(tokens)
+    with trace(model, read="blocks.*.attn.weights") as seen:
+        model(tokens)
     """
     taps = Taps(read=read, edit=edit, gradients=gradients)
     taps.check(model.spec)
@@ -139,5 +142,3 @@ def trace(
         yield taps.seen
     finally:
         model.scoped_taps = before
-
-

@@ -1,9 +1,10 @@
 """The decorator behind every spec class, and the checks their validators share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar, dataclass_transform
 
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import InputError, nearest
 
 T = TypeVar("T")
 
@@ -32,6 +33,15 @@ def divides(name: str, value: int, by_name: str, by: int) -> None:
         raise InputError(
             f"{name} {value} is not divisible by {by_name} {by}",
             hint=f"the nearest valid {name} is {choices}",
+        )
+
+
+def one_of(name: str, value: str, choices: Iterable[str]) -> None:
+    """Require one of some words: a misspelt one must not mean the other choice."""
+    known = sorted(choices)
+    if value not in known:
+        raise InputError(
+            f"{name} {value!r} is not one of {', '.join(known)}", hint=nearest(str(value), known)
         )
 
 

@@ -35,7 +35,7 @@ class CheckFailed(GlassError):
 
 
 class InputError(GlassError, ValueError):
-    """A value that breaks a rule: the message names the value, the rule and the nearest valid one."""
+    """A value that breaks a rule: the message names both, and the nearest valid value."""
 
 
 class FileError(GlassError):

@@ -1,7 +1,8 @@
 """Initialisation as data: a policy in the spec, and from it one rule for each tensor.
 
 The policy is what the sources name (Xavier, normal 0.02, Xavier/He); `manifest` turns it into
-`Uniform`, `Gaussian` or `Constant` for each parameter, so that every engine draws from the same rule.
+`Uniform`, `Gaussian` or `Constant` for each parameter, so that every engine draws from the same
+rule.
 """
 
 import math
@@ -61,7 +62,7 @@ class NormalInit:
         positive("std", self.std)
 
     def matrix(self, shape: tuple[int, ...], *, feeds_relu: bool, residual_depth: int) -> Rule:
-        """Rule of a weight matrix; `residual_depth` is 0 where it does not write to the residual."""
+        """Rule of a weight matrix; `residual_depth` is 0 off the residual stream."""
         scaled = self.scale_residual and residual_depth > 0
         return Gaussian(std=self.std / math.sqrt(residual_depth) if scaled else self.std)
 
@@ -72,7 +73,9 @@ class NormalInit:
 
 @spec
 class HeInit:
-    """He normal before a ReLU, Xavier uniform elsewhere, tables normal with std 1/sqrt(width) (source 003)."""
+    """He normal before a ReLU, Xavier uniform elsewhere, tables normal with std 1/sqrt(width)
+    (source 003).
+    """
 
     def matrix(self, shape: tuple[int, ...], *, feeds_relu: bool, residual_depth: int) -> Rule:
         """Rule of a weight matrix (out, in)."""

@@ -2,7 +2,8 @@
 
 The one place where they are defined. It serves counting, initialisation, decay groups, both
 engines' allocation, checkpoints, conversion and the list of gradients that are zero by theory;
-nobody else parses names. The part functions can be called on their own, to count or to build a part.
+nobody else parses names. The part functions can be called on their own, to count or to build a
+part.
 """
 
 import math
@@ -11,23 +12,20 @@ from dataclasses import replace
 from typing import Literal
 
 from glassformer.spec.base import spec
-from glassformer.spec.inits import Constant, Rule
+from glassformer.spec.inits import Constant, HeInit, NormalInit, Rule, XavierInit
 from glassformer.spec.model import (
     MLP,
     Attention,
     Block,
     FactorizedEmbedding,
-    HeInit,
     LayerNorm,
     Learned,
     ModelSpec,
     NextHead,
-    NormalInit,
     RMSNorm,
     Rotary,
     Stack,
     SwiGLU,
-    XavierInit,
 )
 
 Role = Literal[
@@ -129,7 +127,7 @@ def attention_parameters(
     rotated: bool = False,
     residual_depth: int = 0,
 ) -> Iterator[Parameter]:
-    """q, k, v and o projections, and q/k-norm. `rotated`: positions turn the keys after the bias."""
+    """q, k, v, o projections and q/k-norm. `rotated`: positions turn keys after their bias."""
     d_head = attention.head_width(d_model)
     q_width, kv_width = attention.n_heads * d_head, attention.kv_heads * d_head
     idle = "" if rotated or attention.qk_norm else KEY_BIAS_IS_IDLE

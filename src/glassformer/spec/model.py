@@ -6,9 +6,9 @@ the rules that it owns; `ModelSpec` checks those between parts.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
-from glassformer.spec.base import at_least, divides, positive, probability, spec
+from glassformer.spec.base import at_least, divides, one_of, positive, probability, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.inits import HeInit, NormalInit, XavierInit
 
@@ -31,7 +31,7 @@ class ScaledEmbedding:
 
 @spec
 class FactorizedEmbedding:
-    """U[token] @ V with U (vocab, rank) and V (rank, d_model); `l1` weighs the sum of |U| in the loss."""
+    """U[token] @ V, U (vocab, rank), V (rank, d_model); `l1` weighs the sum of |U| in the loss."""
 
     rank: int
     l1: float = 0.0
@@ -54,7 +54,7 @@ class NoPosition:
 
 @spec
 class Sinusoidal:
-    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos of the same; a table, not learned."""
+    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos of the same; not learned."""
 
     base: float = 10_000.0
 
@@ -122,7 +122,7 @@ class YarnScaling:
 
 @spec
 class Rotary:
-    """Queries and keys of each head turned by an angle that grows with position (half-split pairs)."""
+    """Queries and keys turned by an angle that grows with position, in half-split pairs."""
 
     base: float = 10_000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
@@ -161,6 +161,9 @@ Norm = LayerNorm | RMSNorm
 #: Which projections carry a bias. `no_key` is `all` without the key's, whose gradient is zero
 #: wherever no rotation or q/k-norm follows it.
 Bias = Literal["none", "qkv", "all", "no_key"]
+Activation = Literal["relu", "gelu", "gelu_tanh"]
+Placement = Literal["pre", "post"]
+Readout = Literal["last", "first", "mean"]
 
 
 @spec
@@ -181,6 +184,7 @@ class Attention:
 
     def __post_init__(self) -> None:
         at_least("n_heads", self.n_heads)
+        one_of("bias", self.bias, get_args(Bias))
         if self.d_head is not None:
             at_least("d_head", self.d_head)
         if self.window is not None:
@@ -204,11 +208,12 @@ class MLP:
     """down(act(up(x))); gelu is the exact one, gelu_tanh its approximation."""
 
     d_ff: int
-    activation: Literal["relu", "gelu", "gelu_tanh"] = "gelu"
+    activation: Activation = "gelu"
     bias: bool = True
 
     def __post_init__(self) -> None:
         at_least("d_ff", self.d_ff)
+        one_of("activation", self.activation, get_args(Activation))
 
 
 @spec
@@ -237,10 +242,11 @@ class Block:
     attention: Attention
     ffn: MLP | SwiGLU
     norm: LayerNorm | RMSNorm
-    placement: Literal["pre", "post"] = "pre"
+    placement: Placement = "pre"
     cross: Attention | None = None
 
     def __post_init__(self) -> None:
+        one_of("placement", self.placement, get_args(Placement))
         if self.cross is not None and (self.cross.causal or self.cross.window is not None):
             raise InputError(
                 "cross-attention cannot be causal or windowed: it reads another sequence",
@@ -261,7 +267,7 @@ class Layers:
 
 @spec
 class Dropout:
-    """Rates by place: after embedding + position, on attention weights, after each sublayer, in the ffn."""
+    """Rates by place: after the embedding, on attention weights, after a sublayer, in the ffn."""
 
     embedding: float = 0.0
     attention: float = 0.0
@@ -337,10 +343,13 @@ class StateHead:
 
 @spec
 class AnswerHead:
-    """Logits of one answer token for a whole sequence, read at the last (or first, or mean) valid position."""
+    """Logits of one answer for a whole sequence: at its last or first token, or their mean."""
 
-    readout: Literal["last", "first", "mean"] = "last"
+    readout: Readout = "last"
     bias: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("readout", self.readout, get_args(Readout))
 
 
 Head = NextHead | ClassHead | StateHead | AnswerHead
@@ -448,7 +457,7 @@ class ModelSpec:
         return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
 
     def stacks(self) -> dict[str, Stack]:
-        """Stacks by the prefix of their names: "" for a decoder alone, else "encoder." and "decoder."."""
+        """Stacks by the prefix of their names: "" for a decoder alone, else "encoder.", "decoder."."""
         if self.encoder is None:
             return {"": self.decoder}
         return {"encoder.": self.encoder, "decoder.": self.decoder}
@@ -462,7 +471,9 @@ class ModelSpec:
         for head in self.heads:
             if HEAD_NAMES[type(head)] == name:
                 return head
-        raise InputError(f"no head '{name}'", hint=f"this model has: {', '.join(self.head_names())}")
+        raise InputError(
+            f"no head '{name}'", hint=f"this model has: {', '.join(self.head_names())}"
+        )
 
     def head_size(self, name: str) -> int:
         """How many logits that head gives."""

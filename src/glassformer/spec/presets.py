@@ -1,4 +1,4 @@
-"""The five source documents as specs, and the shapes of well-known models: functions returning values.
+"""The five source documents as specs: functions returning values.
 
 Sizes that a source leaves open are arguments with small defaults; what it fixes (norm placement,
 biases, positions, initialisation) is written here once.
@@ -7,6 +7,7 @@ biases, positions, initialisation) is written here once.
 from collections.abc import Callable
 
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.inits import HeInit, NormalInit, XavierInit
 from glassformer.spec.model import (
     MLP,
     AnswerHead,
@@ -17,14 +18,12 @@ from glassformer.spec.model import (
     Embedding,
     FactorizedEmbedding,
     Head,
-    HeInit,
     LayerNorm,
     Layers,
     Learned,
     ModelSpec,
     NextHead,
     NoPosition,
-    NormalInit,
     PlainEmbedding,
     RMSNorm,
     Rotary,
@@ -33,7 +32,6 @@ from glassformer.spec.model import (
     Stack,
     StateHead,
     SwiGLU,
-    XavierInit,
 )
 
 
@@ -73,7 +71,7 @@ def fsm_probe(
     l1: float = 0.0,
     sinusoidal: bool = True,
 ) -> ModelSpec:
-    """Source 000: one pre-norm block without a final norm, three heads, U @ V embedding if asked."""
+    """Source 000: one pre-norm block, no final norm, three heads, U @ V embedding if asked."""
     block = Block(
         attention=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
     )
@@ -115,9 +113,7 @@ def budget_lm(
     dropout: float = 0.0,
 ) -> ModelSpec:
     """Source 001: pre-norm, SwiGLU, no biases, learned positions, tied head, normal 0.02."""
-    block = Block(
-        attention=Attention(n_heads=n_heads), ffn=SwiGLU(d_ff=d_ff), norm=LayerNorm()
-    )
+    block = Block(attention=Attention(n_heads=n_heads), ffn=SwiGLU(d_ff=d_ff), norm=LayerNorm())
     return ModelSpec(
         vocab_size=vocab_size,
         d_model=d_model,
@@ -175,7 +171,7 @@ def qwen(
     window: int | None = None,
     qk_norm: bool = True,
 ) -> ModelSpec:
-    """The architecture of source 002's adapters: Qwen3 by default; qk_norm=False gives Qwen2's biases."""
+    """Source 002's adapters: Qwen3 by default, Qwen2's biases with qk_norm=False."""
     attention = Attention(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -227,10 +223,15 @@ def seq2seq(
     activation: str = "relu",
     scaled: bool = True,
 ) -> ModelSpec:
-    """Source 004: the 2017 encoder-decoder; pre_norm gives the variant that is steadier when deep."""
+    """Source 004: the 2017 encoder-decoder; the pre_norm variant is steadier when deep."""
     if activation not in ("relu", "gelu"):
-        raise InputError(f"unknown activation '{activation}'", hint=nearest(activation, ("relu", "gelu")))
-    ffn = MLP(d_ff=4 * d_model if d_ff is None else d_ff, activation="relu" if activation == "relu" else "gelu")
+        raise InputError(
+            f"unknown activation '{activation}'", hint=nearest(activation, ("relu", "gelu"))
+        )
+    ffn = MLP(
+        d_ff=4 * d_model if d_ff is None else d_ff,
+        activation="relu" if activation == "relu" else "gelu",
+    )
     both = Attention(n_heads=n_heads, bias="all", causal=False)
     encoder = Block(
         attention=both, ffn=ffn, norm=LayerNorm(), placement="pre" if pre_norm else "post"
@@ -251,8 +252,12 @@ def seq2seq(
         max_seq_len=max_seq_len,
         embedding=ScaledEmbedding() if scaled else PlainEmbedding(),
         position=Sinusoidal(),
-        encoder=Stack(layers=(Layers(count=n_layers, block=encoder),), final_norm=final, dropout=places),
-        decoder=Stack(layers=(Layers(count=n_layers, block=decoder),), final_norm=final, dropout=places),
+        encoder=Stack(
+            layers=(Layers(count=n_layers, block=encoder),), final_norm=final, dropout=places
+        ),
+        decoder=Stack(
+            layers=(Layers(count=n_layers, block=decoder),), final_norm=final, dropout=places
+        ),
         heads=(NextHead(tied=False, bias=True),),
         init=XavierInit(),
     )

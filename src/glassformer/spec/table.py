@@ -1,4 +1,4 @@
-"""The parameter table: what each component costs, counted from the manifest, adding up to the unit."""
+"""The parameter table: what each component costs, by the manifest, to the unit."""
 
 from collections import Counter
 

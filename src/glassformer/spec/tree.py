@@ -57,7 +57,7 @@ def from_json(cls: type[T], text: str) -> T:
     """The inverse of `to_json`."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
         raise InputError(f"not JSON: {error}") from error
     return from_dict(cls, data)
 
@@ -80,7 +80,7 @@ def override(node: T, assignments: Iterable[str]) -> T:
 def _parse(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -1,8 +1,8 @@
 """Checkpoint folders: `spec.json`, `model.safetensors`, and `MANIFEST.json` written last.
 
-Written beside its place, synced, then renamed: a kill at any moment leaves the old folder or the new
-one, never half of one. `MANIFEST.json` holds a format number and the SHA-256 of each file, so that a
-flipped bit is noticed when the folder is read.
+Written beside its place, synced, then renamed: a kill at any moment leaves the old folder or the
+new one, never half of one. `MANIFEST.json` holds a format number and the SHA-256 of each file, so
+that a flipped bit is noticed when the folder is read.
 """
 
 import hashlib

@@ -1,0 +1,1 @@
+"""Models from disk, whoever wrote them, behind one door."""

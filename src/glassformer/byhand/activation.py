@@ -1,0 +1,144 @@
+"""ReLU, GELU (exact and tanh), SiLU and dropout: elementwise pairs.
+
+GELU and SiLU keep their slope instead of their input: the forward has everything at hand that the
+slope needs, and backward is one multiplication. Long arrays go through in pieces that stay in the cache.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from glassformer.byhand.erf import BELL_HEIGHT, ROOT_HALF, erfc_parts
+from glassformer.byhand.workspace import Array, Workspace, room
+
+#: Entries that pass through a chain of elementwise operations at once; five such float32 arrays fill
+#: half of a 1 MiB second-level cache.
+PIECE = 24 * 1024
+
+TANH_SCALE = math.sqrt(2.0 / math.pi)
+TANH_CUBIC = 0.044715
+
+
+def relu_forward(x: Array, *, out: Array | None = None) -> tuple[Array, Array]:
+    """max(x, 0); the result is the cache."""
+    # a row of zeros, not the scalar: NumPy's vectorised loop for two arrays is the faster one
+    out = np.maximum(x, np.zeros(x.shape[-1:], x.dtype), out=out)
+    return out, out
+
+
+def relu_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
+    """Gradient where the result was above zero."""
+    # forward: out = max(x, 0)   =>   dx = dout where out > 0, else 0
+    return np.multiply(dout, cache > 0, out=dx)
+
+
+def slope_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
+    """Backward of every activation whose cache is its slope."""
+    # forward: out = f(x)   =>   dx = dout * f'(x)
+    return np.multiply(dout, cache, out=dx)
+
+
+def gelu_forward(
+    x: Array, *, out: Array | None = None, ws: Workspace | None = None
+) -> tuple[Array, Array]:
+    """x times the probability that a standard normal lies below x; gives the slope as cache.
+
+    With z = |x| / sqrt(2):  gelu = max(x, 0) - |x| erfc(z) / 2,  which needs no sign.
+    """
+    out, slope = _out_and_slope(x, out, ws)
+    for x_P, out_P, slope_P, (size_P, erfc_P, bell_P, step_P) in _pieces(x, out, slope, 4, ws):
+        np.abs(x_P, out=size_P)
+        size_P *= ROOT_HALF
+        np.greater(x_P, 0, out=step_P, casting="unsafe")
+        erfc_parts(size_P, erfc=erfc_P, bell=bell_P)
+        # cdf = 1/2 + (step - 1/2)(1 - erfc);  slope = cdf + x bell / sqrt(2 pi);  gelu = x cdf
+        np.subtract(1.0, erfc_P, out=erfc_P)
+        step_P -= 0.5
+        erfc_P *= step_P
+        erfc_P += 0.5
+        bell_P *= x_P
+        bell_P *= BELL_HEIGHT
+        np.add(erfc_P, bell_P, out=slope_P)
+        np.multiply(x_P, erfc_P, out=out_P)
+    return out, slope
+
+
+def gelu_tanh_forward(
+    x: Array, *, out: Array | None = None, ws: Workspace | None = None
+) -> tuple[Array, Array]:
+    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); gives the slope as cache."""
+    out, slope = _out_and_slope(x, out, ws)
+    for x_P, out_P, slope_P, (square_P, tanh_P) in _pieces(x, out, slope, 2, ws):
+        np.multiply(x_P, x_P, out=square_P)
+        np.multiply(square_P, TANH_SCALE * TANH_CUBIC, out=tanh_P)
+        tanh_P += TANH_SCALE
+        tanh_P *= x_P
+        np.tanh(tanh_P, out=tanh_P)
+        # out = x/2 (1 + t)  =>  slope = (1 + t)/2 + x/2 (1 - t^2) sqrt(2/pi) (1 + 3 * 0.044715 x^2)
+        square_P *= 1.5 * TANH_SCALE * TANH_CUBIC
+        square_P += 0.5 * TANH_SCALE
+        square_P *= x_P
+        np.multiply(tanh_P, tanh_P, out=slope_P)
+        np.subtract(1.0, slope_P, out=slope_P)
+        slope_P *= square_P
+        tanh_P += 1.0
+        tanh_P *= 0.5
+        slope_P += tanh_P
+        np.multiply(x_P, tanh_P, out=out_P)
+    return out, slope
+
+
+def silu_forward(
+    x: Array, *, out: Array | None = None, ws: Workspace | None = None
+) -> tuple[Array, Array]:
+    """x sigmoid(x); gives the slope as cache. The sigmoid is (1 + tanh(x/2))/2: it cannot overflow."""
+    out, slope = _out_and_slope(x, out, ws)
+    for x_P, out_P, slope_P, (sigmoid_P,) in _pieces(x, out, slope, 1, ws):
+        np.multiply(x_P, 0.5, out=sigmoid_P)
+        np.tanh(sigmoid_P, out=sigmoid_P)
+        sigmoid_P += 1.0
+        sigmoid_P *= 0.5
+        # out = x s  =>  slope = s + x s (1 - s)
+        np.subtract(1.0, sigmoid_P, out=slope_P)
+        slope_P *= x_P
+        slope_P += 1.0
+        slope_P *= sigmoid_P
+        np.multiply(x_P, sigmoid_P, out=out_P)
+    return out, slope
+
+
+def dropout_forward(x: Array, *, keep: Array, out: Array | None = None) -> tuple[Array, Array]:
+    """x times a mask of 0 and 1 / (1 - rate); the mask is passed in, and is the cache."""
+    return np.multiply(x, keep, out=out), keep
+
+
+def dropout_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
+    """The same mask again."""
+    # forward: out = x * keep   =>   dx = dout * keep
+    return np.multiply(dout, cache, out=dx)
+
+
+Forward = Callable[..., tuple[Array, Array]]
+
+
+def _out_and_slope(x: Array, out: Array | None, ws: Workspace | None) -> tuple[Array, Array]:
+    slope = room(ws, x.shape, x.dtype)
+    return (room(ws, x.shape, x.dtype) if out is None else out), slope
+
+
+def _pieces(
+    x: Array, out: Array, slope: Array, scratch: int, ws: Workspace | None
+) -> Iterator[tuple[Array, Array, Array, list[Array]]]:
+    """Flat pieces of x, out and slope with scratch arrays; x may be out, or a part of a wider array."""
+    mark = 0 if ws is None else ws.mark()
+    columns = x.shape[-1]
+    x_RC, out_RC, slope_RC = (a.reshape(-1, columns) for a in (x, out, slope))
+    rows = min(len(x_RC), max(1, PIECE // columns))
+    buffers = [room(ws, (rows, columns), x.dtype) for _ in range(scratch)]
+    for start in range(0, len(x_RC), rows):
+        here = slice(start, start + rows)
+        count = len(x_RC[here])
+        yield x_RC[here], out_RC[here], slope_RC[here], [b[:count] for b in buffers]
+    if ws is not None:
+        ws.release(mark)

@@ -1,0 +1,125 @@
+"""softmax(q k^T / sqrt(H)) v and its gradients, for grouped heads, with a mask.
+
+Query heads of one group share their keys, so their rows are laid under one another: K products of
+(G x T) rows each, and the sum over the group that backward needs happens inside the product.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from glassformer.byhand.softmax import masked_softmax, softmax_backward
+from glassformer.byhand.trip import Trip
+from glassformer.byhand.workspace import Array, Workspace
+
+# B batch, T query length, S key length, N query heads, K key-value heads, H d_head, M = N/K x T
+
+
+class AttendCache(NamedTuple):
+    """Folded queries, keys, values, weights before dropout, dropout mask, tap prefix."""
+
+    q_BKMH: Array
+    k_BKSH: Array
+    v_BKSH: Array
+    weights_BNTS: Array
+    keep_BNTS: Array | None
+    at: str
+
+
+def attend_forward(
+    q_BNTH: Array,
+    *,
+    k_BKSH: Array,
+    v_BKSH: Array,
+    trip: Trip,
+    allow: Array | None = None,
+    dropout: float = 0.0,
+    at: str = "",
+) -> tuple[Array, AttendCache]:
+    """heads_BTNH, in the order in which the output projection reads them.
+
+    allow: 1 = may attend, 0 = not, of a shape that broadcasts to (B, N, T, S), in the model's dtype.
+    """
+    B, N, T, H = q_BNTH.shape
+    K, S = k_BKSH.shape[1:3]
+    ws, M = trip.ws, N // K * T
+    q_BKMH = _fold(q_BNTH, K, ws)
+    scores = ws.take((B, N, T, S))
+    np.matmul(q_BKMH, k_BKSH.swapaxes(-1, -2), out=scores.reshape(B, K, M, S))
+    scores *= 1.0 / math.sqrt(H)
+    trip.tap(f"{at}scores", scores)
+    weights = masked_softmax(scores, allow_BNTS=allow)
+    trip.tap(f"{at}weights", weights)
+    keep = trip.keep(weights.shape, dropout)
+    used = weights if keep is None else np.multiply(weights, keep, out=ws.take(weights.shape))
+    heads_BTNH = ws.take((B, T, N, H))
+    _unfold_product(used.reshape(B, K, M, S), v_BKSH, heads_BTNH.transpose(0, 2, 1, 3), ws)
+    trip.tap(f"{at}heads", heads_BTNH.transpose(0, 2, 1, 3))
+    return heads_BTNH, AttendCache(q_BKMH, k_BKSH, v_BKSH, weights, keep, at)
+
+
+def attend_backward(
+    dheads_BNTH: Array,
+    cache: AttendCache,
+    *,
+    trip: Trip,
+    dq_BNTH: Array | None = None,
+    dk_BKSH: Array | None = None,
+    dv_BKSH: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """dq, dk, dv, written into the arrays given."""
+    q_BKMH, k_BKSH, v_BKSH, weights, keep, at = cache
+    B, N, T, S = weights.shape
+    K, M, H = q_BKMH.shape[1:]
+    ws = trip.ws
+    mark = ws.mark()
+    trip.tap_grad(f"{at}heads", dheads_BNTH)
+    dq_BNTH = np.empty((B, N, T, H), weights.dtype) if dq_BNTH is None else dq_BNTH
+    dheads_BKMH = _fold(dheads_BNTH, K, ws)
+    # forward: heads = (weights * keep) @ v
+    #   =>   dweights = (dheads @ v.T) * keep,  dv = (weights * keep).T @ dheads
+    dweights = ws.take(weights.shape)
+    np.matmul(dheads_BKMH, v_BKSH.swapaxes(-1, -2), out=dweights.reshape(B, K, M, S))
+    used = weights
+    if keep is not None:
+        dweights *= keep
+        used = np.multiply(weights, keep, out=ws.take(weights.shape))
+    dv_BKSH = np.matmul(used.reshape(B, K, M, S).swapaxes(-1, -2), dheads_BKMH, out=dv_BKSH)
+    if trip.tap_grads is not None:  # a row that may attend to nothing hands nothing back
+        trip.tap_grad(f"{at}weights", dweights * weights.any(axis=-1, keepdims=True))
+    trip.tap_grad(f"{at}v", dv_BKSH)
+    # forward: weights = softmax(scores) where allowed, 0 elsewhere: a weight of 0 gets and gives nothing
+    dscores = softmax_backward(dweights, weights, dx=dweights)
+    trip.tap_grad(f"{at}scores", dscores)
+    # forward: scores = q @ k.T / sqrt(H)   =>   dq = dscores @ k / sqrt(H),  dk = dscores.T @ q / sqrt(H)
+    dscores *= 1.0 / math.sqrt(H)
+    dscores_BKMS = dscores.reshape(B, K, M, S)
+    _unfold_product(dscores_BKMS, k_BKSH, dq_BNTH, ws)
+    dk_BKSH = np.matmul(dscores_BKMS.swapaxes(-1, -2), q_BKMH, out=dk_BKSH)
+    trip.tap_grad(f"{at}q", dq_BNTH)
+    trip.tap_grad(f"{at}k", dk_BKSH)
+    ws.release(mark)
+    return dq_BNTH, dk_BKSH, dv_BKSH
+
+
+def _fold(x_BNTH: Array, kv_heads: int, ws: Workspace) -> Array:
+    """The rows of a group under one another: (B, K, G x T, H); a view where each group is one head."""
+    B, N, T, H = x_BNTH.shape
+    if kv_heads == N:
+        return x_BNTH
+    folded = ws.take((B, kv_heads, N // kv_heads * T, H))
+    np.copyto(folded.reshape(B, N, T, H), x_BNTH)
+    return folded
+
+
+def _unfold_product(a_BKMS: Array, b_BKSH: Array, out_BNTH: Array, ws: Workspace) -> None:
+    """a @ b, written to each head's own place."""
+    B, K, M, _ = a_BKMS.shape
+    if out_BNTH.shape[1] == K:
+        np.matmul(a_BKMS, b_BKSH, out=out_BNTH)
+        return
+    mark = ws.mark()
+    folded = np.matmul(a_BKMS, b_BKSH, out=ws.take((B, K, M, b_BKSH.shape[-1])))
+    np.copyto(out_BNTH, folded.reshape(out_BNTH.shape))
+    ws.release(mark)

@@ -1,0 +1,208 @@
+"""Multi-head attention: projections, q/k-norm, rotation, heads, output projection, and all of it back.
+
+q, k and v of self-attention come from one product: their weights lie one after the other in the
+model's storage, so the joined matrix `qkv_proj.weight` is a view, and so is its gradient.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from glassformer.byhand.attend import AttendCache, attend_backward, attend_forward
+from glassformer.byhand.linear import (
+    LinearCache,
+    linear_forward,
+    linear_grads,
+    linear_products,
+    sum_rows,
+)
+from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.position import rotate_backward, rotate_forward
+from glassformer.byhand.trip import Trip
+from glassformer.byhand.workspace import Array
+from glassformer.spec import model as spec
+
+# B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head
+# E width of the joined projection: q only, k and v, or all three
+
+JOINED = "qkv_proj.weight"
+
+
+class Past(Protocol):
+    """Keys and values of earlier positions of one layer."""
+
+    def extend(self, k_BKTH: Array, v_BKTH: Array) -> tuple[Array, Array]:
+        """Add the new ones; all of them so far."""
+
+
+class Projection(NamedTuple):
+    """One joined projection: its linear cache, the columns of each letter, which have a bias."""
+
+    linear: LinearCache
+    columns: dict[str, slice]
+    biased: str
+
+
+class HeadsCache(NamedTuple):
+    """What backward needs of one multi-head attention."""
+
+    attention: spec.Attention
+    projections: tuple[Projection, ...]
+    norms: dict[str, NormCache]
+    rotation: tuple[Array, Array] | None
+    attend: AttendCache
+    output: LinearCache
+    biased: bool
+    shape: tuple[int, int, int, int]
+    at: str
+
+
+def multi_head_forward(
+    x_BTD: Array,
+    *,
+    attention: spec.Attention,
+    params: dict[str, Array],
+    trip: Trip,
+    context_BSD: Array | None = None,
+    rotation: tuple[Array, Array] | None = None,
+    allow: Array | None = None,
+    past: Past | None = None,
+    dropout: float = 0.0,
+    at: str = "",
+) -> tuple[Array, HeadsCache]:
+    """o(attend(q(x), k(context), v(context))); context is x for self-attention.
+
+    Order within a head: projection, q/k-norm, rotation. `rotation` is cos and sin for rotate_forward.
+    """
+    d_head = attention.head_width(x_BTD.shape[-1])
+    if context_BSD is None:
+        made, projection = _project(x_BTD, "qkv", attention, params, trip)
+        projections: tuple[Projection, ...] = (projection,)
+    else:
+        made, of_q = _project(x_BTD, "q", attention, params, trip)
+        kv, of_kv = _project(context_BSD, "kv", attention, params, trip)
+        made, projections = made | kv, (of_q, of_kv)
+    norms: dict[str, NormCache] = {}
+    heads: dict[str, Array] = {}
+    for letter, flat in made.items():
+        split_BTNH = flat.reshape(*flat.shape[:2], -1, d_head)
+        if attention.qk_norm is not None and letter != "v":
+            norm, name = attention.qk_norm, f"{letter}_norm"
+            _, norms[letter] = norm_forward(
+                split_BTNH, norm=norm, params=params, name=name, out=split_BTNH, ws=trip.ws
+            )
+        heads[letter] = split_BTNH.transpose(0, 2, 1, 3)
+        if rotation is not None and letter != "v":
+            rotate_forward(heads[letter], cos=rotation[0], sin=rotation[1], ws=trip.ws)
+    k_BKSH, v_BKSH = heads["k"], heads["v"]
+    if past is not None:
+        k_BKSH, v_BKSH = past.extend(k_BKSH, v_BKSH)
+    for letter, tapped in (("q", heads["q"]), ("k", k_BKSH), ("v", v_BKSH)):
+        trip.tap(f"{at}{letter}", tapped)
+    heads_BTNH, attend = attend_forward(
+        heads["q"], k_BKSH=k_BKSH, v_BKSH=v_BKSH, trip=trip, allow=allow, dropout=dropout, at=at
+    )
+    out_BTD, output = linear_forward(
+        heads_BTNH.reshape(*x_BTD.shape[:2], -1),
+        weight_OI=params["o_proj.weight"],
+        bias_O=params.get("o_proj.bias"),
+        ws=trip.ws,
+    )
+    trip.tap(f"{at}out", out_BTD)
+    biased = "o_proj.bias" in params
+    return out_BTD, HeadsCache(
+        attention, projections, norms, rotation, attend, output, biased, heads_BTNH.shape, at
+    )
+
+
+def multi_head_backward(
+    dout_BTD: Array, cache: HeadsCache, *, grads: dict[str, Array], trip: Trip
+) -> tuple[Array, Array | None]:
+    """dx and, of cross-attention, dcontext; the parameters' gradients go to `grads`."""
+    at, ws = cache.at, trip.ws
+    trip.tap_grad(f"{at}out", dout_BTD)
+    dheads = linear_grads(
+        dout_BTD, cache.output, grads=grads, name="o_proj", biased=cache.biased, ws=ws
+    )
+    d_head = cache.shape[-1]
+    dflat = [
+        ws.take((cache.shape[0], len(p.linear.x_RI) // cache.shape[0], p.linear.weight_OI.shape[0]))
+        for p in cache.projections
+    ]
+    split: dict[str, Array] = {}
+    for d_BTE, projection in zip(dflat, cache.projections, strict=True):
+        for letter, columns in projection.columns.items():
+            part = d_BTE[..., columns]
+            split[letter] = part.reshape(*part.shape[:2], -1, d_head)
+    dq, dk, dv = (split[letter].transpose(0, 2, 1, 3) for letter in "qkv")
+    dheads_BNTH = dheads.reshape(cache.shape).transpose(0, 2, 1, 3)
+    attend_backward(dheads_BNTH, cache.attend, trip=trip, dq_BNTH=dq, dk_BKSH=dk, dv_BKSH=dv)
+    if cache.rotation is not None:
+        for letter in "qk":
+            rotate_backward(split[letter].transpose(0, 2, 1, 3), cache.rotation, ws=ws)
+    for letter, norm in cache.norms.items():
+        biased = isinstance(cache.attention.qk_norm, spec.LayerNorm)
+        name = f"{letter}_norm"
+        norm_backward(
+            split[letter], norm, grads=grads, name=name, biased=biased, dx=split[letter], ws=ws
+        )
+    dinto = [
+        _project_backward(d_BTE, projection, cache.attention, grads, trip)
+        for d_BTE, projection in zip(dflat, cache.projections, strict=True)
+    ]
+    return dinto[0], dinto[1] if len(dinto) == 2 else None
+
+
+def _columns(letters: str, attention: spec.Attention, d_head: int) -> dict[str, slice]:
+    """Where each letter stands in the joined projection of these letters."""
+    columns, start = {}, 0
+    for letter in letters:
+        heads = attention.n_heads if letter == "q" else attention.kv_heads
+        columns[letter] = slice(start, start + heads * d_head)
+        start = columns[letter].stop
+    return columns
+
+
+def _project(
+    x_BTD: Array, letters: str, attention: spec.Attention, params: dict[str, Array], trip: Trip
+) -> tuple[dict[str, Array], Projection]:
+    """x through the projections of these letters, in one product."""
+    columns = _columns(letters, attention, attention.head_width(x_BTD.shape[-1]))
+    if JOINED in params:
+        every = _columns("qkv", attention, attention.head_width(x_BTD.shape[-1]))
+        weight_ED = params[JOINED][every[letters[0]].start : every[letters[-1]].stop]
+    else:
+        weight_ED = np.concatenate([params[f"{letter}_proj.weight"] for letter in letters])
+    out_BTE, linear = linear_forward(x_BTD, weight_OI=weight_ED, ws=trip.ws)
+    parts = {letter: out_BTE[..., at] for letter, at in columns.items()}
+    biased = "".join(letter for letter in letters if f"{letter}_proj.bias" in params)
+    for letter in biased:
+        part = parts[letter]
+        part += params[f"{letter}_proj.bias"]
+    return parts, Projection(linear, columns, biased)
+
+
+def _project_backward(
+    dout_BTE: Array,
+    projection: Projection,
+    attention: spec.Attention,
+    grads: dict[str, Array],
+    trip: Trip,
+) -> Array:
+    """dx of one joined projection."""
+    columns, weight_ED = projection.columns, projection.linear.weight_OI
+    letters = "".join(columns)
+    if JOINED in grads:
+        every = _columns("qkv", attention, attention.head_width(weight_ED.shape[1]))
+        dweight_ED = grads[JOINED][every[letters[0]].start : every[letters[-1]].stop]
+    else:
+        dweight_ED = np.empty_like(weight_ED)
+        grads |= {f"{letter}_proj.weight": dweight_ED[at] for letter, at in columns.items()}
+    # forward: part = x @ W.T + bias, joined for all letters   =>   one product each for dx and dW
+    dx, _ = linear_products(dout_BTE, projection.linear, dweight_OI=dweight_ED, ws=trip.ws)
+    dout_RE = dout_BTE.reshape(-1, dout_BTE.shape[-1])
+    for letter, at in columns.items():
+        if letter in projection.biased:
+            name = f"{letter}_proj.bias"
+            grads[name] = sum_rows(dout_RE[:, at], out=grads.get(name))
+    return dx

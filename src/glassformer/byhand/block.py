@@ -1,0 +1,206 @@
+"""A block: its residual lines, with the norm before or after, forward and back.
+
+pre: x = x + part(norm(x)).  post: x = norm(x + part(x)).  Parts: attention, cross-attention, ffn.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from glassformer.byhand.attention import HeadsCache, Past, multi_head_backward, multi_head_forward
+from glassformer.byhand.ffn import (
+    FeedCache,
+    SwiGLUCache,
+    feed_backward,
+    feed_forward,
+    swiglu_backward,
+    swiglu_forward,
+)
+from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.trip import Trip
+from glassformer.byhand.workspace import Array
+from glassformer.spec import model as spec
+
+# B batch, T query length, S key length, D d_model
+
+#: The tap after each part's residual line.
+RESIDUAL_TAPS = {"attn": "resid_mid", "cross": "resid_cross", "ffn": "resid_post"}
+
+
+@dataclass(slots=True)
+class BlockArrays:
+    """Parameters of one block, or their gradients: by leaf name within each part."""
+
+    attn: dict[str, Array] = field(default_factory=dict)
+    cross: dict[str, Array] = field(default_factory=dict)
+    ffn: dict[str, Array] = field(default_factory=dict)
+    norms: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Setting:
+    """What surrounds a block: who may attend to whom, rotations, the encoder's memory, the past."""
+
+    allow: Array | None = None
+    rotation: tuple[Array, Array] | None = None
+    memory_BSD: Array | None = None
+    memory_allow: Array | None = None
+    past: Past | None = None
+
+
+class PartCache(NamedTuple):
+    """One residual line."""
+
+    name: str
+    norm: NormCache
+    keep: Array | None
+    part: HeadsCache | FeedCache | SwiGLUCache
+
+
+class BlockCache(NamedTuple):
+    """What backward needs of a block."""
+
+    block: spec.Block
+    lines: list[PartCache]
+    at: str
+
+
+def block_forward(
+    x_BTD: Array,
+    *,
+    block: spec.Block,
+    params: BlockArrays,
+    trip: Trip,
+    setting: Setting,
+    dropout: spec.Dropout,
+    at: str = "",
+) -> tuple[Array, BlockCache]:
+    """The residual stream after this block. In a pre-norm block x is updated in place."""
+    ws, lines = trip.ws, []
+    trip.tap(f"{at}resid_pre", x_BTD)
+    for name in ("attn", "ffn") if block.cross is None else ("attn", "cross", "ffn"):
+        norm_name = f"{name}_norm"
+        if block.placement == "pre":
+            normed, norm = norm_forward(
+                x_BTD, norm=block.norm, params=params.norms, name=norm_name, ws=ws
+            )
+            out, part = _part_forward(normed, name, block, params, trip, setting, dropout, at)
+            keep = _drop(out, trip, dropout.residual)
+            x_BTD += out
+        else:
+            out, part = _part_forward(x_BTD, name, block, params, trip, setting, dropout, at)
+            keep = _drop(out, trip, dropout.residual)
+            out += x_BTD
+            x_BTD, norm = norm_forward(
+                out, norm=block.norm, params=params.norms, name=norm_name, unit=out, ws=ws
+            )
+        trip.tap(f"{at}{RESIDUAL_TAPS[name]}", x_BTD)
+        lines.append(PartCache(name, norm, keep, part))
+    return x_BTD, BlockCache(block, lines, at)
+
+
+def block_backward(
+    d_BTD: Array,
+    cache: BlockCache,
+    *,
+    grads: BlockArrays,
+    trip: Trip,
+    dmemory_BSD: Array | None = None,
+) -> Array:
+    """The gradient of the residual stream before this block, in place; dmemory is added to."""
+    ws, block = trip.ws, cache.block
+    biased = isinstance(block.norm, spec.LayerNorm)
+    for name, norm, keep, part in reversed(cache.lines):
+        mark = ws.mark()
+        norm_name = f"{name}_norm"
+        trip.tap_grad(f"{cache.at}{RESIDUAL_TAPS[name]}", d_BTD)
+        if block.placement == "pre":
+            # forward: x' = x + keep * part(norm(x))   =>   dx = dx' + norm'(part'(keep * dx'))
+            dout = d_BTD if keep is None else np.multiply(d_BTD, keep, out=ws.take(d_BTD.shape))
+            dnormed = _part_backward(dout, part, name, grads, trip, dmemory_BSD)
+            norm_backward(
+                dnormed, norm, grads=grads.norms, name=norm_name, biased=biased, dx=dnormed, ws=ws
+            )
+            d_BTD += dnormed
+        else:
+            # forward: x' = norm(x + keep * part(x))   =>   ds = norm'(dx'),  dx = ds + part'(keep * ds)
+            norm_backward(
+                d_BTD, norm, grads=grads.norms, name=norm_name, biased=biased, dx=d_BTD, ws=ws
+            )
+            dout = d_BTD if keep is None else np.multiply(d_BTD, keep, out=ws.take(d_BTD.shape))
+            d_BTD += _part_backward(dout, part, name, grads, trip, dmemory_BSD)
+        ws.release(mark)
+    trip.tap_grad(f"{cache.at}resid_pre", d_BTD)
+    return d_BTD
+
+
+def _drop(out_BTD: Array, trip: Trip, rate: float) -> Array | None:
+    keep = trip.keep(out_BTD.shape, rate)
+    if keep is not None:
+        out_BTD *= keep
+    return keep
+
+
+def _part_forward(
+    x_BTD: Array,
+    name: str,
+    block: spec.Block,
+    params: BlockArrays,
+    trip: Trip,
+    setting: Setting,
+    dropout: spec.Dropout,
+    at: str,
+) -> tuple[Array, HeadsCache | FeedCache | SwiGLUCache]:
+    if name == "attn":
+        return multi_head_forward(
+            x_BTD,
+            attention=block.attention,
+            params=params.attn,
+            trip=trip,
+            rotation=setting.rotation,
+            allow=setting.allow,
+            past=setting.past,
+            dropout=dropout.attention,
+            at=f"{at}attn.",
+        )
+    if name == "cross":
+        assert block.cross is not None
+        return multi_head_forward(
+            x_BTD,
+            attention=block.cross,
+            params=params.cross,
+            trip=trip,
+            context_BSD=setting.memory_BSD,
+            allow=setting.memory_allow,
+            dropout=dropout.attention,
+            at=f"{at}cross.",
+        )
+    if isinstance(block.ffn, spec.SwiGLU):
+        return swiglu_forward(
+            x_BTD, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
+        )
+    return feed_forward(
+        x_BTD, ffn=block.ffn, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
+    )
+
+
+def _part_backward(
+    dout_BTD: Array,
+    part: HeadsCache | FeedCache | SwiGLUCache,
+    name: str,
+    grads: BlockArrays,
+    trip: Trip,
+    dmemory_BSD: Array | None,
+) -> Array:
+    match part:
+        case FeedCache():
+            return feed_backward(dout_BTD, part, grads=grads.ffn, trip=trip)
+        case SwiGLUCache():
+            return swiglu_backward(dout_BTD, part, grads=grads.ffn, trip=trip)
+    mine = grads.attn if name == "attn" else grads.cross
+    dx, dcontext = multi_head_backward(dout_BTD, part, grads=mine, trip=trip)
+    if dcontext is not None and dmemory_BSD is not None:
+        # every decoder layer reads the same memory, so its gradients add up
+        dmemory_BSD += dcontext
+    return dx

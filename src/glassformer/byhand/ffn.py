@@ -1,0 +1,172 @@
+"""The feed-forward half of a block: down(act(up(x))), and SwiGLU's down(silu(gate(x)) * up(x))."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from glassformer.byhand.activation import (
+    dropout_backward,
+    gelu_forward,
+    gelu_tanh_forward,
+    relu_backward,
+    relu_forward,
+    silu_forward,
+    slope_backward,
+)
+from glassformer.byhand.linear import (
+    LinearCache,
+    linear_forward,
+    linear_grads,
+    linear_products,
+    sum_rows,
+)
+from glassformer.byhand.trip import Trip
+from glassformer.byhand.workspace import Array
+from glassformer.spec import model as spec
+
+# B batch, T length, D d_model, F d_ff, W = 2F, gate and up side by side
+
+JOINED = "gate_up_proj.weight"
+
+
+class FeedCache(NamedTuple):
+    """What backward needs of down(dropout(act(up(x))))."""
+
+    into: LinearCache
+    act: Array
+    keep: Array | None
+    down: LinearCache
+    activation: str
+    biased: bool
+    at: str
+
+
+class SwiGLUCache(NamedTuple):
+    """What backward needs of down(dropout(silu(gate(x)) * up(x)))."""
+
+    into: LinearCache
+    opened: Array
+    slope: Array
+    up: Array
+    keep: Array | None
+    down: LinearCache
+    biased: bool
+    at: str
+
+
+def feed_forward(
+    x_BTD: Array,
+    *,
+    ffn: spec.MLP,
+    params: dict[str, Array],
+    trip: Trip,
+    dropout: float = 0.0,
+    at: str = "",
+) -> tuple[Array, FeedCache]:
+    """down(dropout(act(up(x))))."""
+    bias = params.get("up_proj.bias")
+    up_BTF, into = linear_forward(
+        x_BTD, weight_OI=params["up_proj.weight"], bias_O=bias, ws=trip.ws
+    )
+    match ffn.activation:
+        case "relu":
+            hidden, act = relu_forward(up_BTF, out=up_BTF)
+        case "gelu":
+            hidden, act = gelu_forward(up_BTF, out=up_BTF, ws=trip.ws)
+        case "gelu_tanh":
+            hidden, act = gelu_tanh_forward(up_BTF, out=up_BTF, ws=trip.ws)
+    trip.tap(f"{at}hidden", hidden)
+    keep = trip.keep(hidden.shape, dropout)
+    if keep is not None:
+        hidden = np.multiply(hidden, keep, out=trip.ws.take(hidden.shape))
+    out_BTD, down = linear_forward(
+        hidden,
+        weight_OI=params["down_proj.weight"],
+        bias_O=params.get("down_proj.bias"),
+        ws=trip.ws,
+    )
+    trip.tap(f"{at}out", out_BTD)
+    return out_BTD, FeedCache(into, act, keep, down, ffn.activation, bias is not None, at)
+
+
+def feed_backward(
+    dout_BTD: Array, cache: FeedCache, *, grads: dict[str, Array], trip: Trip
+) -> Array:
+    """dx: back through down, dropout, activation, up."""
+    trip.tap_grad(f"{cache.at}out", dout_BTD)
+    dhidden = linear_grads(
+        dout_BTD, cache.down, grads=grads, name="down_proj", biased=cache.biased, ws=trip.ws
+    )
+    if cache.keep is not None:
+        dropout_backward(dhidden, cache.keep, dx=dhidden)
+    trip.tap_grad(f"{cache.at}hidden", dhidden)
+    backward = relu_backward if cache.activation == "relu" else slope_backward
+    backward(dhidden, cache.act, dx=dhidden)
+    return linear_grads(
+        dhidden, cache.into, grads=grads, name="up_proj", biased=cache.biased, ws=trip.ws
+    )
+
+
+def swiglu_forward(
+    x_BTD: Array,
+    *,
+    params: dict[str, Array],
+    trip: Trip,
+    dropout: float = 0.0,
+    at: str = "",
+) -> tuple[Array, SwiGLUCache]:
+    """down(dropout(silu(gate(x)) * up(x))); gate and up are one product."""
+    ws = trip.ws
+    weight_WD = params.get(JOINED)
+    if weight_WD is None:
+        weight_WD = np.concatenate([params["gate_proj.weight"], params["up_proj.weight"]])
+    both, into = linear_forward(x_BTD, weight_OI=weight_WD, ws=ws)
+    width = both.shape[-1] // 2
+    gate, up = both[..., :width], both[..., width:]
+    biased = "gate_proj.bias" in params
+    if biased:
+        gate += params["gate_proj.bias"]
+        up += params["up_proj.bias"]
+    opened, slope = silu_forward(gate, ws=ws)
+    hidden = np.multiply(opened, up, out=ws.take(opened.shape))
+    trip.tap(f"{at}hidden", hidden)
+    keep = trip.keep(hidden.shape, dropout)
+    if keep is not None:
+        hidden *= keep
+    out_BTD, down = linear_forward(
+        hidden, weight_OI=params["down_proj.weight"], bias_O=params.get("down_proj.bias"), ws=ws
+    )
+    trip.tap(f"{at}out", out_BTD)
+    return out_BTD, SwiGLUCache(into, opened, slope, up, keep, down, biased, at)
+
+
+def swiglu_backward(
+    dout_BTD: Array, cache: SwiGLUCache, *, grads: dict[str, Array], trip: Trip
+) -> Array:
+    """dx: back through down, dropout, the product, silu, and the joined projection."""
+    ws = trip.ws
+    trip.tap_grad(f"{cache.at}out", dout_BTD)
+    dhidden = linear_grads(
+        dout_BTD, cache.down, grads=grads, name="down_proj", biased=cache.biased, ws=ws
+    )
+    if cache.keep is not None:
+        dropout_backward(dhidden, cache.keep, dx=dhidden)
+    trip.tap_grad(f"{cache.at}hidden", dhidden)
+    width = dhidden.shape[-1]
+    dboth = ws.take((*dhidden.shape[:-1], 2 * width))
+    # forward: hidden = silu(gate) * up   =>   dup = dhidden * silu(gate),  dgate = dhidden * up * silu'(gate)
+    np.multiply(dhidden, cache.opened, out=dboth[..., width:])
+    dgate = np.multiply(dhidden, cache.up, out=dboth[..., :width])
+    slope_backward(dgate, cache.slope, dx=dgate)
+    dweight_WD = grads.get(JOINED)
+    dx, dweight_WD = linear_products(dboth, cache.into, dweight_OI=dweight_WD, ws=ws)
+    if JOINED not in grads:
+        grads["gate_proj.weight"], grads["up_proj.weight"] = dweight_WD[:width], dweight_WD[width:]
+    if cache.biased:
+        dboth_RW = dboth.reshape(-1, 2 * width)
+        for name, half in (
+            ("gate_proj.bias", dboth_RW[:, :width]),
+            ("up_proj.bias", dboth_RW[:, width:]),
+        ):
+            grads[name] = sum_rows(half, out=grads.get(name))
+    return dx

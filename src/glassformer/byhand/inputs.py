@@ -1,0 +1,132 @@
+"""The border: arrays in, checked arrays out; positions and permissions that follow from them.
+
+One convention: True = real token, True = may attend. Nothing behind this border checks again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from glassformer.byhand.workspace import Array
+from glassformer.spec import model as spec
+from glassformer.spec.errors import InputError
+
+# B batch, T query length, S key length
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One sequence side of a batch; `valid` None means that every place is a real token."""
+
+    tokens_BT: Array
+    valid_BT: Array | None = None
+    segments_BT: Array | None = None
+
+
+def check_side(
+    tokens_BT: Array,
+    *,
+    model: spec.ModelSpec,
+    valid_BT: Array | None = None,
+    segments_BT: Array | None = None,
+    past: int = 0,
+    name: str = "tokens",
+) -> Side:
+    """Check ids, length and masks; a mask that says nothing becomes None."""
+    tokens_BT = np.asarray(tokens_BT)
+    if tokens_BT.ndim != 2 or not np.issubdtype(tokens_BT.dtype, np.integer):
+        raise InputError(
+            f"{name} has shape {tokens_BT.shape} and dtype {tokens_BT.dtype}",
+            hint="whole numbers of shape (batch, length)",
+        )
+    if tokens_BT.size == 0:
+        raise InputError(
+            f"{name} is empty: shape {tokens_BT.shape}",
+            hint="give at least one sequence of at least one token",
+        )
+    length = past + tokens_BT.shape[1]
+    if length > model.max_seq_len:
+        raise InputError(
+            f"{name}: length {length} exceeds max_seq_len {model.max_seq_len}",
+            hint="shorten the sequence, or build the model with a larger max_seq_len",
+        )
+    vocab = model.source_vocab if name == "source" else model.vocab_size
+    if tokens_BT.min() < 0 or tokens_BT.max() >= vocab:
+        row, column = np.argwhere((tokens_BT < 0) | (tokens_BT >= vocab))[0]
+        raise InputError(
+            f"token id {tokens_BT[row, column]} is outside the vocabulary of {vocab}",
+            where=f"{name}[{row}, {column}]",
+            hint=f"ids run from 0 to {vocab - 1}",
+        )
+    if valid_BT is not None:
+        valid_BT = np.asarray(valid_BT)
+        _check_shape(f"{name}' mask", valid_BT, tokens_BT)
+        if valid_BT.dtype != np.bool_:
+            raise InputError(
+                f"{name}' mask has dtype {valid_BT.dtype}", hint="bool, True = real token"
+            )
+        valid_BT = None if valid_BT.all() else valid_BT
+    if segments_BT is not None:
+        segments_BT = np.asarray(segments_BT)
+        _check_shape(f"{name}' segments", segments_BT, tokens_BT)
+    return Side(tokens_BT, valid_BT, segments_BT)
+
+
+def _check_shape(name: str, array: Array, tokens_BT: Array) -> None:
+    if array.shape != tokens_BT.shape:
+        raise InputError(
+            f"{name} has shape {array.shape}, the tokens {tokens_BT.shape}",
+            hint="one entry for each token",
+        )
+
+
+def positions_of(
+    length: int, *, past: int = 0, valid_BS: Array | None = None, segments_BT: Array | None = None
+) -> "Array | slice":
+    """Where each new token stands, counting real tokens only, from 0 in every segment."""
+    if valid_BS is None and segments_BT is None:
+        return slice(past, past + length)
+    if valid_BS is None:
+        assert segments_BT is not None
+        valid_BS = np.ones(segments_BT.shape, np.bool_)
+    count_BS = np.maximum(np.cumsum(valid_BS, axis=1) - 1, 0)
+    if segments_BT is not None:
+        begins_BS = np.ones(valid_BS.shape, np.bool_)
+        begins_BS[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+        count_BS = count_BS - np.maximum.accumulate(count_BS * begins_BS, axis=1)
+    return count_BS[:, past:]
+
+
+def allow_of(
+    attention: spec.Attention,
+    *,
+    queries: int,
+    keys: int,
+    dtype: "np.dtype[Any]",
+    valid_q_BT: Array | None = None,
+    valid_k_BS: Array | None = None,
+    segments_BT: Array | None = None,
+) -> Array | None:
+    """1 = may attend, 0 = not, (1 or B, 1, T, S); None where everything may. The last query stands at the last key."""
+    allow: Array | None = None
+    if attention.causal or attention.window is not None:
+        ahead_TS = np.arange(keys) - np.arange(keys - queries, keys)[:, None]
+        order_TS = ahead_TS <= 0 if attention.causal else np.ones(ahead_TS.shape, np.bool_)
+        if attention.window is not None:
+            order_TS &= np.abs(ahead_TS) < attention.window
+        allow = None if order_TS.all() else order_TS[None]
+    pairs = [allow] if allow is not None else []
+    if valid_q_BT is not None:
+        pairs.append(valid_q_BT[:, :, None])
+    if valid_k_BS is not None:
+        pairs.append(valid_k_BS[:, None, :])
+    if segments_BT is not None:
+        pairs.append(segments_BT[:, :, None] == segments_BT[:, None, :])
+    if not pairs:
+        return None
+    joined = pairs[0]
+    for more in pairs[1:]:
+        joined = joined & more
+    full = np.broadcast_to(joined, (len(joined), queries, keys))
+    return np.ascontiguousarray(full, dtype)[:, None]

@@ -1,0 +1,88 @@
+"""Cross-entropy over what counts: weighted, label-smoothed, and safe where a probability is 0."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from glassformer.byhand.workspace import Array, Workspace, room
+from glassformer.spec.errors import InputError
+
+# M rows (positions or sequences), C classes
+
+
+class LossCache(NamedTuple):
+    """Probabilities, targets (0 where nothing counts), each row's share of the mean, smoothing."""
+
+    probabilities_MC: Array
+    targets_M: Array
+    share_M: Array
+    smoothing: float
+
+
+def cross_entropy_forward(
+    logits: Array,
+    *,
+    targets: Array,
+    weights: Array | None = None,
+    label_smoothing: float = 0.0,
+    ws: Workspace | None = None,
+) -> tuple[float, LossCache]:
+    """Mean of -log p[target] over rows, weighted; a row of weight 0 may hold any target.
+
+    log p = x - max - log(sum exp(x - max)): never the logarithm of 0. If nothing counts, the loss is 0.
+    """
+    classes = logits.shape[-1]
+    logits_MC = logits.reshape(-1, classes)
+    targets_M, share_M = _rows_that_count(targets, weights, logits_MC)
+    rows = np.arange(len(targets_M))
+    work = room(ws, logits_MC.shape, logits_MC.dtype)
+    np.subtract(logits_MC, logits_MC.max(axis=-1, keepdims=True), out=work)
+    picked_M = work[rows, targets_M]
+    mean_M = work.mean(axis=-1) if label_smoothing else 0.0
+    np.exp(work, out=work)
+    total_M = work.sum(axis=-1)
+    work /= total_M[:, None]
+    # -sum_c q_c log p_c with q = (1 - e) onehot + e / C
+    expected_M = (1.0 - label_smoothing) * picked_M + label_smoothing * mean_M
+    loss = np.dot(np.log(total_M) - expected_M, share_M)
+    return float(loss), LossCache(work, targets_M, share_M, label_smoothing)
+
+
+def cross_entropy_backward(dloss: float, cache: LossCache) -> Array:
+    """dlogits (M, C), in place of the probabilities: the cache is spent."""
+    dlogits_MC, targets_M, share_M, smoothing = cache
+    # forward: loss = sum_m share_m (log sum_c exp(x_c) - sum_c q_c x_c)   =>   dx = share * (p - q) * dloss
+    if smoothing:
+        dlogits_MC -= smoothing / dlogits_MC.shape[1]
+    dlogits_MC[np.arange(len(targets_M)), targets_M] -= 1.0 - smoothing
+    dlogits_MC *= (share_M * dloss)[:, None]
+    return dlogits_MC
+
+
+def _rows_that_count(
+    targets: Array, weights: Array | None, logits_MC: Array
+) -> tuple[Array, Array]:
+    targets_M = targets.reshape(-1)
+    if len(targets_M) != len(logits_MC):
+        raise InputError(
+            f"{targets.shape} targets for {len(logits_MC)} rows of logits", hint="one for each row"
+        )
+    if weights is None:
+        weights = np.ones(len(targets_M), logits_MC.dtype)
+    weights_M = weights.reshape(-1)
+    classes = logits_MC.shape[1]
+    outside = (targets_M < 0) | (targets_M >= classes)
+    if outside.any():
+        wrong = np.flatnonzero(outside & (weights_M != 0))
+        if len(wrong):
+            raise InputError(
+                f"target {targets_M[wrong[0]]} is not one of {classes} classes",
+                where=f"row {wrong[0]} of the targets",
+                hint="give it weight 0, or a target in the range",
+            )
+        targets_M = np.where(outside, 0, targets_M)
+    total = weights_M.sum(dtype=np.float64)
+    share_M = np.zeros_like(weights_M, logits_MC.dtype)
+    if total > 0:
+        np.divide(weights_M, total, out=share_M, casting="unsafe")
+    return targets_M, share_M

@@ -1,0 +1,350 @@
+"""`Model`: any `ModelSpec` in NumPy. A body and heads, a loss, and the gradient of every parameter.
+
+Results of `forward` and `hidden` are the caller's. What `record` and `loss_and_grads` give back
+lies in the model's workspace and lives until the next call of either.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from glassformer.byhand.embed import l1_penalty
+from glassformer.byhand.heads import HeadCache, head_backward, head_forward
+from glassformer.byhand.inputs import Side, check_side
+from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
+from glassformer.byhand.stack import StackCache, stack_backward, stack_forward, stack_parts
+from glassformer.byhand.storage import Storage, under
+from glassformer.byhand.trip import Trip
+from glassformer.byhand.workspace import Array, Workspace
+from glassformer.spec import model as spec
+from glassformer.spec.errors import InputError
+
+# B batch, T target length, S source length, D d_model, V logits
+
+
+class Inputs(NamedTuple):
+    """Checked arrays of a batch."""
+
+    target: Side
+    source: Side | None
+
+
+class Tape(NamedTuple):
+    """What `backward` needs of a recorded pass."""
+
+    trip: Trip
+    inputs: Inputs
+    stacks: dict[str, StackCache]
+    heads: dict[str, HeadCache]
+    hidden_BTD: Array
+    memory_BSD: Array | None
+
+
+class Losses(NamedTuple):
+    """The number that was differentiated, each head's mean cross-entropy, the penalty, the logits."""
+
+    total: float
+    by_head: dict[str, float]
+    penalty: float
+    logits: dict[str, Array]
+
+
+class Model:
+    """embed -> blocks -> final norm -> heads, with an encoder before it if the spec has one.
+
+    `params` and `grads` are dicts by manifest name; tied parameters appear under their owner.
+    """
+
+    def __init__(
+        self,
+        model: spec.ModelSpec,
+        *,
+        params: Mapping[str, Array] | None = None,
+        rng: np.random.Generator | None = None,
+        dtype: "np.dtype[Any] | type[Any]" = np.float64,
+    ) -> None:
+        self.spec = model
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in (np.float32, np.float64):
+            raise InputError(
+                f"the by-hand engine computes in float32 or float64, not {self.dtype}",
+                hint="half precision and quantized layers are torch-only",
+            )
+        self.storage = Storage(model, self.dtype)
+        if params is not None:
+            self.storage.load(params)
+        else:
+            self.storage.draw(np.random.default_rng() if rng is None else rng)
+        self.params = self.storage.views
+        self.grad_vector, self.grads = self.storage.twin()
+        self._stacks = {
+            prefix: stack_parts(
+                model, stack, prefix, storage=self.storage, grads=(self.grad_vector, self.grads)
+            )
+            for prefix, stack in model.stacks().items()
+        }
+        owners = self.storage.owner_of
+        every = {name: self.params[owner] for name, owner in owners.items()}
+        every_grad = {name: self.grads[owner] for name, owner in owners.items()}
+        self._heads = {
+            name: (
+                model.head(name),
+                under(every, f"heads.{name}."),
+                under(every_grad, f"heads.{name}."),
+            )
+            for name in model.head_names()
+        }
+        self.workspace = Workspace(self.dtype)
+        self._before: Array | None = None
+        #: Bytes of the arrays that the last recorded pass kept for its backward.
+        self.cached_bytes = 0
+
+    # --- forward ------------------------------------------------------------------------------
+
+    def inputs(
+        self,
+        tokens_BT: Array,
+        *,
+        valid_BT: Array | None = None,
+        segments_BT: Array | None = None,
+        source_tokens_BS: Array | None = None,
+        source_valid_BS: Array | None = None,
+    ) -> Inputs:
+        """The border: checked arrays."""
+        target = check_side(tokens_BT, model=self.spec, valid_BT=valid_BT, segments_BT=segments_BT)
+        if self.spec.encoder is None:
+            if source_tokens_BS is not None:
+                raise InputError("a source sequence for a model without an encoder")
+            return Inputs(target, None)
+        if source_tokens_BS is None:
+            raise InputError("an encoder-decoder needs a source sequence", hint="source_tokens_BS")
+        source = check_side(
+            source_tokens_BS, model=self.spec, valid_BT=source_valid_BS, name="source"
+        )
+        if len(source.tokens_BT) != len(target.tokens_BT):
+            raise InputError(
+                f"{len(source.tokens_BT)} source sequences for {len(target.tokens_BT)} target ones"
+            )
+        return Inputs(target, source)
+
+    def forward(
+        self,
+        tokens_BT: Array,
+        *,
+        valid_BT: Array | None = None,
+        segments_BT: Array | None = None,
+        source_tokens_BS: Array | None = None,
+        source_valid_BS: Array | None = None,
+        taps: dict[str, Array] | None = None,
+    ) -> dict[str, Array]:
+        """Logits by head; `taps` is filled by tap name."""
+        inputs = self.inputs(
+            tokens_BT,
+            valid_BT=valid_BT,
+            segments_BT=segments_BT,
+            source_tokens_BS=source_tokens_BS,
+            source_valid_BS=source_valid_BS,
+        )
+        return self._run(inputs, Trip(Workspace(self.dtype), taps=taps))[0]
+
+    def hidden(self, inputs: Inputs) -> Array:
+        """The body alone: hidden states (B, T, D) after the final norm."""
+        return self._body(inputs, Trip(Workspace(self.dtype)))[0]
+
+    def logits(
+        self, hidden_BTD: Array, *, head: str = "next", valid_BT: Array | None = None
+    ) -> Array:
+        """One head's logits: (B, T, V), or (B, V) for an answer."""
+        kind, params = self.spec.head(head), self._heads[head][1]
+        return head_forward(hidden_BTD, head=kind, params=params, valid_BT=valid_BT)[0]
+
+    def record(
+        self,
+        inputs: Inputs,
+        *,
+        rng: np.random.Generator | None = None,
+        taps: dict[str, Array] | None = None,
+    ) -> tuple[dict[str, Array], Tape]:
+        """Logits by head, and what `backward` needs; with `rng`, dropout is on."""
+        self.workspace.reset()
+        logits, tape = self._run(inputs, Trip(self.workspace, taps=taps, rng=rng))
+        self.cached_bytes = self.workspace.taken_bytes
+        return logits, tape
+
+    def _run(self, inputs: Inputs, trip: Trip) -> tuple[dict[str, Array], Tape]:
+        hidden_BTD, memory_BSD, stacks = self._body(inputs, trip)
+        logits, heads = {}, {}
+        for name, (head, params, _) in self._heads.items():
+            logits[name], heads[name] = head_forward(
+                hidden_BTD,
+                head=head,
+                params=params,
+                valid_BT=inputs.target.valid_BT,
+                ws=trip.ws,
+            )
+            trip.tap(f"logits.{name}", logits[name])
+        return logits, Tape(trip, inputs, stacks, heads, hidden_BTD, memory_BSD)
+
+    def _body(
+        self, inputs: Inputs, trip: Trip
+    ) -> tuple[Array, Array | None, dict[str, StackCache]]:
+        stacks: dict[str, StackCache] = {}
+        memory_BSD = memory_valid_BS = None
+        if inputs.source is not None:
+            memory_BSD, stacks["encoder."] = stack_forward(
+                inputs.source, parts=self._stacks["encoder."], trip=trip
+            )
+            memory_valid_BS = inputs.source.valid_BT
+        last = "" if inputs.source is None else "decoder."
+        hidden_BTD, stacks[last] = stack_forward(
+            inputs.target,
+            parts=self._stacks[last],
+            trip=trip,
+            memory_BSD=memory_BSD,
+            memory_valid_BS=memory_valid_BS,
+        )
+        return hidden_BTD, memory_BSD, stacks
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def backward(
+        self,
+        dlogits: Mapping[str, Array],
+        tape: Tape,
+        *,
+        tap_grads: dict[str, Array] | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """Fill `grads` from the gradient of each head's logits; `accumulate` adds to what is there."""
+        trip, ws = tape.trip, tape.trip.ws
+        trip.tap_grads = tap_grads
+        if accumulate:
+            if self._before is None:
+                self._before = np.empty_like(self.grad_vector)
+            np.copyto(self._before, self.grad_vector)
+        self._zero_shared()
+        d_BTD = ws.take(tape.hidden_BTD.shape)
+        d_BTD.fill(0.0)
+        for name, dlogit in dlogits.items():
+            mark = ws.mark()
+            trip.tap_grad(f"logits.{name}", dlogit)
+            _, params, grads = self._heads[name]
+            head_backward(
+                dlogit, tape.heads[name], params=params, grads=grads, dhidden_BTD=d_BTD, ws=ws
+            )
+            ws.release(mark)
+        dmemory = None
+        if tape.memory_BSD is not None:
+            dmemory = ws.take(tape.memory_BSD.shape)
+            dmemory.fill(0.0)
+        for prefix, cache in reversed(tape.stacks.items()):
+            d = dmemory if prefix == "encoder." else d_BTD
+            assert d is not None
+            stack_backward(d, cache, parts=self._stacks[prefix], trip=trip, dmemory_BSD=dmemory)
+        if accumulate and self._before is not None:
+            self.grad_vector += self._before
+
+    def _zero_shared(self) -> None:
+        """Tables and heads add to their gradients, because they are used in several places."""
+        for parts in self._stacks.values():
+            for name, grad in parts.own_grads.items():
+                if name.startswith(("embed.", "position.")):
+                    grad.fill(0.0)
+        for _, _, grads in self._heads.values():
+            for grad in grads.values():
+                grad.fill(0.0)
+
+    # --- loss ---------------------------------------------------------------------------------
+
+    def loss_and_grads(
+        self,
+        inputs: Inputs,
+        *,
+        targets: Mapping[str, Array],
+        weights: Array | Mapping[str, Array] | None = None,
+        head_weights: Mapping[str, float] | None = None,
+        label_smoothing: float = 0.0,
+        rng: np.random.Generator | None = None,
+        taps: dict[str, Array] | None = None,
+        tap_grads: dict[str, Array] | None = None,
+        accumulate: bool = False,
+        scale: float = 1.0,
+    ) -> Losses:
+        """One step's work but for the update. `scale` multiplies the gradients, not the numbers returned."""
+        logits, tape = self.record(inputs, rng=rng, taps=taps)
+        by_head, dlogits = {}, {}
+        factors = head_weights or {}
+        for name, target in targets.items():
+            counted = self._counted(name, target, weights, inputs)
+            by_head[name], cache = cross_entropy_forward(
+                logits[name],
+                targets=np.asarray(target),
+                weights=counted,
+                label_smoothing=label_smoothing,
+                ws=self.workspace,
+            )
+            d = cross_entropy_backward(scale * factors.get(name, 1.0), cache)
+            dlogits[name] = d.reshape(logits[name].shape)
+        self.backward(dlogits, tape, tap_grads=tap_grads, accumulate=accumulate)
+        penalty = self.penalty(grad_scale=scale)
+        total = penalty + sum(factors.get(name, 1.0) * loss for name, loss in by_head.items())
+        return Losses(total, by_head, penalty, logits)
+
+    def loss(
+        self,
+        inputs: Inputs,
+        *,
+        targets: Mapping[str, Array],
+        weights: Array | Mapping[str, Array] | None = None,
+        head_weights: Mapping[str, float] | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Losses:
+        """The same numbers without gradients or dropout."""
+        logits, _ = self._run(inputs, Trip(Workspace(self.dtype)))
+        by_head = {
+            name: cross_entropy_forward(
+                logits[name],
+                targets=np.asarray(target),
+                weights=self._counted(name, target, weights, inputs),
+                label_smoothing=label_smoothing,
+            )[0]
+            for name, target in targets.items()
+        }
+        factors, penalty = head_weights or {}, self.penalty()
+        total = penalty + sum(factors.get(name, 1.0) * loss for name, loss in by_head.items())
+        return Losses(total, by_head, penalty, logits)
+
+    def penalty(self, *, grad_scale: float = 0.0) -> float:
+        """What the spec adds to every loss: the L1 term of each factorized table that owns its numbers."""
+        embedding = self.spec.embedding
+        if not isinstance(embedding, spec.FactorizedEmbedding) or embedding.l1 == 0.0:
+            return 0.0
+        total = 0.0
+        for name, u_VR in self.params.items():
+            if name.endswith("embed.u"):
+                total += l1_penalty(u_VR, l1=embedding.l1)
+                if grad_scale:
+                    l1_penalty(u_VR, l1=embedding.l1 * grad_scale, du_VR=self.grads[name])
+        return total
+
+    def _counted(
+        self,
+        head: str,
+        target: Array,
+        weights: Array | Mapping[str, Array] | None,
+        inputs: Inputs,
+    ) -> Array | None:
+        """Weights of this head's rows: as given, else 1 wherever a token is real."""
+        if head not in self._heads:
+            raise InputError(
+                f"targets for a head '{head}'", hint=f"this model has: {', '.join(self._heads)}"
+            )
+        given = weights.get(head) if isinstance(weights, Mapping) else weights
+        if given is not None:
+            if given.shape != target.shape:
+                raise InputError(
+                    f"weights of shape {given.shape} for targets['{head}'] of shape {target.shape}"
+                )
+            return np.asarray(given)
+        return inputs.target.valid_BT if target.ndim == 2 else None

@@ -1,0 +1,200 @@
+"""SGD, Adam and AdamW, in place and in a few vector operations, with torch.optim's numbers.
+
+A model's parameters are one vector, so an update does not care how many tensors there are. Long
+vectors are updated in pieces that stay in the cache.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from glassformer.byhand.model import Model
+from glassformer.byhand.workspace import Array
+from glassformer.spec.errors import InputError
+
+# P entries of one piece
+
+#: Entries updated at once: parameter, gradient, two moments and scratch stay in the cache together.
+PIECE = 32 * 1024
+
+
+class Slot(NamedTuple):
+    """A contiguous stretch of numbers to train, its gradient, and whether weight decay touches it."""
+
+    param: Array
+    grad: Array
+    decay: bool
+
+
+def slots_of(model: Model) -> list[Slot]:
+    """A model's vector in two stretches: what decays, and what does not."""
+    cut, vector, grad = model.storage.n_decayed, model.storage.vector, model.grad_vector
+    return [Slot(vector[:cut], grad[:cut], True), Slot(vector[cut:], grad[cut:], False)]
+
+
+class Optimizer(ABC):
+    """Holds the slots and one state array a slot and kind; `step` updates the parameters in place."""
+
+    kinds: tuple[str, ...]
+
+    def __init__(
+        self, trained: Model | Sequence[Slot], *, lr: float, weight_decay: float = 0.0
+    ) -> None:
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.steps = 0
+        self.model = trained if isinstance(trained, Model) else None
+        self.slots = slots_of(trained) if isinstance(trained, Model) else list(trained)
+        self.state = {kind: [np.zeros_like(s.param) for s in self.slots] for kind in self.kinds}
+        longest = max(min(slot.param.size, PIECE) for slot in self.slots)
+        dtype = self.slots[0].param.dtype
+        self._work, self._more = np.empty(longest, dtype), np.empty(longest, dtype)
+
+    def step(self, *, lr: float | None = None) -> None:
+        """One update; a schedule passes the step's lr."""
+        self.steps += 1
+        lr = self.lr if lr is None else lr
+        for slot, *state in zip(self.slots, *self.state.values(), strict=True):
+            param, grad = slot.param.reshape(-1), slot.grad.reshape(-1)
+            flat = [array.reshape(-1) for array in state]
+            decay = self.weight_decay if slot.decay else 0.0
+            for start in range(0, param.size, PIECE):
+                at = slice(start, start + PIECE)
+                self._update(param[at], grad[at], [array[at] for array in flat], lr, decay)
+
+    @abstractmethod
+    def _update(
+        self, param_P: Array, grad_P: Array, state: list[Array], lr: float, decay: float
+    ) -> None:
+        """Update one piece."""
+
+    def named_state(self) -> Iterator[tuple[str, str, Array]]:
+        """(kind, parameter name, array) of a model's state: what a checkpoint holds. Arrays are views."""
+        if self.model is None:
+            raise InputError("only the optimizer of a model has names for its state")
+        storage = self.model.storage
+        for kind, (decayed, rest) in self.state.items():
+            for name, parameter in storage.owners.items():
+                start = storage.start[name]
+                held = decayed[start:] if parameter.decay else rest[start - storage.n_decayed :]
+                yield kind, name, held[: parameter.size].reshape(parameter.shape)
+
+    def load_state(self, arrays: Mapping[tuple[str, str], Array], *, steps: int) -> None:
+        """The inverse of `named_state`."""
+        for kind, name, view in self.named_state():
+            np.copyto(view, arrays[kind, name])
+        self.steps = steps
+
+
+class SGD(Optimizer):
+    """p -= lr g; with momentum, p -= lr m, m = momentum m + g. Weight decay is added to g."""
+
+    kinds = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        trained: Model | Sequence[Slot],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(trained, lr=lr, weight_decay=weight_decay)
+        self.momentum = momentum
+
+    def _update(
+        self, param_P: Array, grad_P: Array, state: list[Array], lr: float, decay: float
+    ) -> None:
+        (m_P,) = state
+        move = self._work[: param_P.size]
+        np.multiply(param_P, decay, out=move)
+        move += grad_P
+        if self.momentum:
+            m_P *= self.momentum
+            m_P += move
+            move[...] = m_P
+        move *= lr
+        param_P -= move
+
+
+class Adam(Optimizer):
+    """m and v are running means of g and g^2, corrected for their start at 0; p -= lr m / (sqrt(v) + eps).
+
+    Weight decay is added to g, as torch.optim.Adam does; `AdamW` keeps it apart.
+    """
+
+    kinds = ("exp_avg", "exp_avg_sq")
+    decoupled = False
+
+    def __init__(
+        self,
+        trained: Model | Sequence[Slot],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(trained, lr=lr, weight_decay=weight_decay)
+        self.betas = betas
+        self.eps = eps
+
+    def _update(
+        self, param_P: Array, grad_P: Array, state: list[Array], lr: float, decay: float
+    ) -> None:
+        m_P, v_P = state
+        beta1, beta2 = self.betas
+        size = param_P.size
+        work, more = self._work[:size], self._more[:size]
+        if decay and self.decoupled:
+            param_P *= 1.0 - lr * decay
+        elif decay:
+            grad_P = np.add(np.multiply(param_P, decay, out=more), grad_P, out=more)
+        np.subtract(grad_P, m_P, out=work)
+        work *= 1.0 - beta1
+        m_P += work
+        np.multiply(grad_P, grad_P, out=work)
+        work *= 1.0 - beta2
+        v_P *= beta2
+        v_P += work
+        # m_hat / (sqrt(v_hat) + eps) with m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
+        np.sqrt(v_P, out=work)
+        work *= 1.0 / math.sqrt(1.0 - beta2**self.steps)
+        work += self.eps
+        np.divide(m_P, work, out=work)
+        work *= lr / (1.0 - beta1**self.steps)
+        param_P -= work
+
+
+class AdamW(Adam):
+    """Adam whose decay shrinks the parameter itself, p *= 1 - lr weight_decay, before the step."""
+
+    decoupled = True
+
+    def __init__(
+        self,
+        trained: Model | Sequence[Slot],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(trained, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def global_norm(grads: Array) -> float:
+    """The length of the gradient as one vector."""
+    return float(np.sqrt(np.dot(grads, grads)))
+
+
+def clip_global_norm(grads: Array, *, max_norm: float) -> float:
+    """Shrink the gradient vector in place to max_norm if it is longer; gives the length before."""
+    norm = global_norm(grads)
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1.0:
+        grads *= factor
+    return norm

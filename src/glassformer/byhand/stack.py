@@ -1,0 +1,253 @@
+"""Embedding, position, blocks, final norm: the way of a sequence through one stack, and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from glassformer.byhand.attention import Past
+from glassformer.byhand.block import (
+    BlockArrays,
+    BlockCache,
+    Setting,
+    block_backward,
+    block_forward,
+)
+from glassformer.byhand.embed import (
+    FactorCache,
+    embedding_backward,
+    embedding_forward,
+    embedding_scale,
+    factorized_backward,
+    factorized_forward,
+)
+from glassformer.byhand.inputs import Side, allow_of, positions_of
+from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.position import rotations, sinusoids
+from glassformer.byhand.storage import Storage, under
+from glassformer.byhand.trip import Trip
+from glassformer.byhand.workspace import Array
+from glassformer.spec import model as spec
+
+# B batch, T query length, S key length, D d_model
+
+
+@dataclass(slots=True)
+class StackParts:
+    """One stack's arrays: parameters, gradients, and the tables that are not learned."""
+
+    model: spec.ModelSpec
+    stack: spec.Stack
+    prefix: str
+    own: dict[str, Array]
+    own_grads: dict[str, Array]
+    blocks: list[tuple[spec.Block, BlockArrays, BlockArrays]]
+    sinusoids_SD: Array | None
+    rotary: dict[int, tuple[Array, Array]]
+
+
+class StackCache(NamedTuple):
+    """What backward needs of a stack."""
+
+    embed: tuple[Array, float] | FactorCache
+    positions: "Array | slice"
+    keep: Array | None
+    blocks: list[BlockCache]
+    final: NormCache | None
+
+
+def stack_parts(
+    model: spec.ModelSpec,
+    stack: spec.Stack,
+    prefix: str,
+    *,
+    storage: Storage,
+    grads: tuple[Array, dict[str, Array]],
+) -> StackParts:
+    """Look up every view once."""
+    dtype, vector = storage.vector.dtype, storage.vector
+    blocks = []
+    for layer, block in enumerate(stack.blocks()):
+        at = f"{prefix}blocks.{layer}."
+        blocks.append(
+            (block, storage.block(vector, storage.views, at), storage.block(grads[0], grads[1], at))
+        )
+    own = {name: storage.views[owner] for name, owner in storage.owner_of.items()}
+    own_grads = {name: grads[1][owner] for name, owner in storage.owner_of.items()}
+    table = None
+    if isinstance(model.position, spec.Sinusoidal):
+        table = sinusoids(model.max_seq_len, d_model=model.d_model, base=model.position.base)
+        table = table.astype(dtype)
+    rotary = {}
+    if isinstance(model.position, spec.Rotary):
+        for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
+            rotary[width] = rotations(
+                model.position, length=model.max_seq_len, d_head=width, dtype=dtype
+            )
+    return StackParts(
+        model, stack, prefix, under(own, prefix), under(own_grads, prefix), blocks, table, rotary
+    )
+
+
+def stack_forward(
+    side: Side,
+    *,
+    parts: StackParts,
+    trip: Trip,
+    memory_BSD: Array | None = None,
+    memory_valid_BS: Array | None = None,
+    past: int = 0,
+    valid_BS: Array | None = None,
+    pasts: Sequence[Past] | None = None,
+) -> tuple[Array, StackCache]:
+    """Hidden states (B, T, D) after the final norm.
+
+    With `pasts` (one a layer), `valid_BS` covers the past's places and the new ones.
+    """
+    valid_BS = side.valid_BT if pasts is None else valid_BS
+    T = side.tokens_BT.shape[1]
+    positions = positions_of(T, past=past, valid_BS=valid_BS, segments_BT=side.segments_BT)
+    x_BTD, embed, keep = _embed(side, positions, parts, trip)
+    allows = _Allows(side, past, valid_BS, parts.model.d_model, x_BTD.dtype)
+    memory_allow = allows.of_memory(memory_BSD, memory_valid_BS)
+    turned = {width: _rows(table, positions) for width, table in parts.rotary.items()}
+    caches = []
+    for layer, (block, params, _) in enumerate(parts.blocks):
+        setting = Setting(
+            allow=allows.of(block.attention),
+            rotation=turned.get(block.attention.head_width(parts.model.d_model)),
+            memory_BSD=memory_BSD,
+            memory_allow=memory_allow,
+            past=None if pasts is None else pasts[layer],
+        )
+        x_BTD, cache = block_forward(
+            x_BTD,
+            block=block,
+            params=params,
+            trip=trip,
+            setting=setting,
+            dropout=parts.stack.dropout,
+            at=f"{parts.prefix}blocks.{layer}.",
+        )
+        caches.append(cache)
+    final = None
+    if parts.stack.final_norm is not None:
+        x_BTD, final = norm_forward(
+            x_BTD, norm=parts.stack.final_norm, params=parts.own, name="final_norm", ws=trip.ws
+        )
+    trip.tap(f"{parts.prefix}final", x_BTD)
+    return x_BTD, StackCache(embed, positions, keep, caches, final)
+
+
+def stack_backward(
+    d_BTD: Array,
+    cache: StackCache,
+    *,
+    parts: StackParts,
+    trip: Trip,
+    dmemory_BSD: Array | None = None,
+) -> None:
+    """Gradients of every parameter of the stack; d_BTD is used up, dmemory added to."""
+    trip.tap_grad(f"{parts.prefix}final", d_BTD)
+    if cache.final is not None:
+        biased = isinstance(parts.stack.final_norm, spec.LayerNorm)
+        norm_backward(
+            d_BTD,
+            cache.final,
+            grads=parts.own_grads,
+            name="final_norm",
+            biased=biased,
+            dx=d_BTD,
+            ws=trip.ws,
+        )
+    for (_, _, grads), block in zip(reversed(parts.blocks), reversed(cache.blocks), strict=True):
+        block_backward(d_BTD, block, grads=grads, trip=trip, dmemory_BSD=dmemory_BSD)
+    trip.tap_grad(f"{parts.prefix}embed", d_BTD)
+    if cache.keep is not None:
+        d_BTD *= cache.keep
+    # forward: x = embed[token] + position.weight[place]   =>   both tables accumulate d
+    grads = parts.own_grads
+    if "position.weight" in grads:
+        T = d_BTD.shape[1]
+        if isinstance(cache.positions, slice):
+            grads["position.weight"][cache.positions] += d_BTD.sum(axis=0)
+        else:
+            embedding_backward(
+                d_BTD, (cache.positions, 1.0), dtable_VD=grads["position.weight"][:T]
+            )
+    if isinstance(cache.embed, FactorCache):
+        factorized_backward(d_BTD, cache.embed, du_VR=grads["embed.u"], dv_RD=grads["embed.v"])
+    else:
+        embedding_backward(d_BTD, cache.embed, dtable_VD=grads["embed.weight"])
+
+
+def _embed(
+    side: Side, positions: "Array | slice", parts: StackParts, trip: Trip
+) -> tuple[Array, tuple[Array, float] | FactorCache, Array | None]:
+    own, ws = parts.own, trip.ws
+    cache: tuple[Array, float] | FactorCache
+    if "embed.u" in own:
+        x_BTD, cache = factorized_forward(
+            side.tokens_BT, u_VR=own["embed.u"], v_RD=own["embed.v"], ws=ws
+        )
+    else:
+        scale = embedding_scale(parts.model.embedding, parts.model.d_model)
+        x_BTD, cache = embedding_forward(
+            side.tokens_BT, table_VD=own["embed.weight"], scale=scale, ws=ws
+        )
+    if parts.sinusoids_SD is not None:
+        x_BTD += parts.sinusoids_SD[positions]
+    elif "position.weight" in own:
+        x_BTD += own["position.weight"][positions]
+    keep = trip.keep(x_BTD.shape, parts.stack.dropout.embedding)
+    if keep is not None:
+        x_BTD *= keep
+    trip.tap(f"{parts.prefix}embed", x_BTD)
+    return x_BTD, cache, keep
+
+
+def _rows(table: tuple[Array, Array], positions: "Array | slice") -> tuple[Array, Array]:
+    """cos and sin at these positions: (T, H/2), or (B, 1, T, H/2) where rows stand elsewhere."""
+    cos, sin = table[0][positions], table[1][positions]
+    return (cos, sin) if isinstance(positions, slice) else (cos[:, None], sin[:, None])
+
+
+class _Allows:
+    """The permissions of one pass, made once for each kind of attention among the layers."""
+
+    def __init__(
+        self, side: Side, past: int, valid_BS: Array | None, d_model: int, dtype: "np.dtype[Any]"
+    ) -> None:
+        self.queries, self.past, self.dtype = side.tokens_BT.shape[1], past, dtype
+        self.valid_BS, self.segments_BT = valid_BS, side.segments_BT
+        self.made: dict[tuple[bool, int | None], Array | None] = {}
+
+    def of(self, attention: spec.Attention) -> Array | None:
+        kind = (attention.causal, attention.window)
+        if kind not in self.made:
+            self.made[kind] = allow_of(
+                attention,
+                queries=self.queries,
+                keys=self.past + self.queries,
+                dtype=self.dtype,
+                valid_q_BT=self._valid_q(),
+                valid_k_BS=self.valid_BS,
+                segments_BT=self.segments_BT,
+            )
+        return self.made[kind]
+
+    def of_memory(self, memory_BSD: Array | None, memory_valid_BS: Array | None) -> Array | None:
+        if memory_BSD is None:
+            return None
+        return allow_of(
+            spec.Attention(n_heads=1, causal=False),
+            queries=self.queries,
+            keys=memory_BSD.shape[1],
+            dtype=self.dtype,
+            valid_q_BT=self._valid_q(),
+            valid_k_BS=memory_valid_BS,
+        )
+
+    def _valid_q(self) -> Array | None:
+        return None if self.valid_BS is None else self.valid_BS[:, self.past :]

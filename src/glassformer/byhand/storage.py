@@ -1,0 +1,118 @@
+"""All parameters in one vector, all gradients in another, and names that are views into both.
+
+Parameters with weight decay stand first, so that an optimizer updates everything in a few
+vector operations. q, k and v of one attention are neighbours, so their joined matrix is a view too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from glassformer.byhand.attention import JOINED as JOINED_QKV
+from glassformer.byhand.block import BlockArrays
+from glassformer.byhand.ffn import JOINED as JOINED_GATE_UP
+from glassformer.byhand.workspace import Array
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.inits import Constant, Gaussian, Uniform
+from glassformer.spec.manifest import Parameter, manifest
+from glassformer.spec.model import ModelSpec
+
+
+class Storage:
+    """`vector` holds every parameter that owns its numbers; `views` are its parts by manifest name."""
+
+    def __init__(self, spec: ModelSpec, dtype: "np.dtype[Any]") -> None:
+        every = manifest(spec)
+        own = [p for p in every if p.tied_to is None]
+        self.owners: dict[str, Parameter] = {p.name: p for p in own}
+        ordered = sorted(own, key=lambda p: not p.decay)  # stable: the manifest's order within both
+        self.start: dict[str, int] = {}
+        total = 0
+        for parameter in ordered:
+            self.start[parameter.name] = total
+            total += parameter.size
+        #: Entries before this one decay.
+        self.n_decayed = sum(p.size for p in own if p.decay)
+        self.vector = np.zeros(total, dtype)
+        self.views = self._views(self.vector)
+        #: Every manifest name, tied ones too, to the name that owns the numbers.
+        self.owner_of = {p.name: p.tied_to or p.name for p in every}
+
+    def _views(self, vector: Array) -> dict[str, Array]:
+        views = {}
+        for name, parameter in self.owners.items():
+            start = self.start[name]
+            views[name] = vector[start : start + parameter.size].reshape(parameter.shape)
+        return views
+
+    def twin(self) -> tuple[Array, dict[str, Array]]:
+        """A vector of zeros of the same layout, and its views: gradients, moments."""
+        vector = np.zeros_like(self.vector)
+        return vector, self._views(vector)
+
+    def draw(self, rng: np.random.Generator) -> None:
+        """Fill by the manifest's rules, in the manifest's order."""
+        for name, parameter in self.owners.items():
+            view = self.views[name]
+            match parameter.init:
+                case Constant(value=value):
+                    view.fill(value)
+                case Uniform(bound=bound):
+                    view[...] = rng.uniform(-bound, bound, parameter.shape)
+                case Gaussian(std=std):
+                    view[...] = rng.normal(0.0, std, parameter.shape)
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Copy arrays in; a missing, unexpected or misshapen one is an error that names it."""
+        for name in arrays:
+            if name not in self.owner_of:
+                raise InputError(f"no parameter '{name}'", hint=nearest(name, self.owners))
+        for name, view in self.views.items():
+            if name not in arrays:
+                raise InputError(
+                    f"parameter '{name}' is missing", hint=f"it has shape {view.shape}"
+                )
+            if arrays[name].shape != view.shape:
+                raise InputError(
+                    f"parameter '{name}' has shape {arrays[name].shape}", hint=f"use {view.shape}"
+                )
+            np.copyto(view, arrays[name], casting="same_kind")
+
+    def block(self, vector: Array, views: dict[str, Array], prefix: str) -> BlockArrays:
+        """The arrays of one block by part, with the joined matrices."""
+        arrays = BlockArrays()
+        for part, into in (("attn.", arrays.attn), ("cross.", arrays.cross), ("ffn.", arrays.ffn)):
+            into |= under(views, prefix + part)
+        self._join(
+            vector, arrays.attn, f"{prefix}attn.", ("q_proj", "k_proj", "v_proj"), JOINED_QKV
+        )
+        self._join(
+            vector, arrays.cross, f"{prefix}cross.", ("q_proj", "k_proj", "v_proj"), JOINED_QKV
+        )
+        self._join(vector, arrays.ffn, f"{prefix}ffn.", ("gate_proj", "up_proj"), JOINED_GATE_UP)
+        arrays.norms |= {k: v for k, v in under(views, prefix).items() if k.count(".") == 1}
+        return arrays
+
+    def _join(
+        self,
+        vector: Array,
+        into: dict[str, Array],
+        prefix: str,
+        leaves: tuple[str, ...],
+        joined: str,
+    ) -> None:
+        names = [f"{prefix}{leaf}.weight" for leaf in leaves]
+        if names[0] not in self.start:
+            return
+        start, width = self.start[names[0]], self.owners[names[0]].shape[1]
+        size = sum(self.owners[name].size for name in names)
+        assert self.start[names[-1]] + self.owners[names[-1]].size == start + size
+        into[joined] = vector[start : start + size].reshape(-1, width)
+
+
+def under(views: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    """The arrays below a prefix, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): view for name, view in views.items() if name.startswith(prefix)
+    }

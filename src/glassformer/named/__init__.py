@@ -1,0 +1,1 @@
+"""The source documents' own names, one module each: their configuration in, their contract out."""

@@ -1,0 +1,121 @@
+"""Source 001's model side: `SwiGLU`, `MultiHeadAttention`, `TransformerBlock`, `LanguageModel`.
+
+Pre-norm, SwiGLU, no biases in projections, learned positions, tied head. `LanguageModel` returns
+(logits, loss); labels are aligned with the logits, so that shifting is the data's work.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.models.build import build
+from glassformer.nn import attention, block, ffn
+from glassformer.nn.init import initialise
+from glassformer.nn.mask import Mask, mask_from_allow
+from glassformer.spec import manifest
+from glassformer.spec import model as spec
+from glassformer.spec.base import divides
+from glassformer.spec.errors import InputError
+from glassformer.spec.inits import NormalInit
+
+#: A label of this value is left out of the loss.
+IGNORED = -100
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)): 3 * d_model * d_ff parameters, no biases."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, *, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        described = spec.SwiGLU(d_ff=d_ff)
+        self.part = ffn.SwiGLU(described, d_model)
+        rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
+        initialise(self.part, tuple(rules), generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def _described(d_model: int, n_heads: int, d_ff: int) -> spec.Block:
+    divides("d_model", d_model, "n_heads", n_heads)
+    return spec.Block(
+        attention=spec.Attention(n_heads=n_heads),
+        ffn=spec.SwiGLU(d_ff=d_ff),
+        norm=spec.LayerNorm(),
+    )
+
+
+def _mask(allow: Tensor | None) -> Mask:
+    return Mask(causal=True) if allow is None else mask_from_allow(allow)
+
+
+class MultiHeadAttention(nn.Module):
+    """Causal self-attention, no biases, 4 * d_model^2 parameters; `allow` replaces the triangle."""
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        attention_dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        described = _described(d_model, n_heads, 1).attention
+        self.part = attention.MultiHeadAttention(described, d_model, dropout=attention_dropout)
+        self.output_dropout = output_dropout
+        rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
+        initialise(self.part, tuple(rules), generator=generator)
+
+    def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:
+        return F.dropout(self.part(x, mask=_mask(allow)), self.output_dropout, self.training)
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + swiglu(norm(x)); `allow` replaces the triangle."""
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        d_ff: int,
+        *,
+        dropout: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        described = _described(d_model, n_heads, d_ff)
+        rates = spec.Dropout.from_number(dropout)
+        self.part = block.TransformerBlock(described, d_model, dropout=rates)
+        rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
+        initialise(self.part, tuple(rules), generator=generator)
+
+    def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:
+        return self.part(x, mask=_mask(allow))
+
+
+class LanguageModel(nn.Module):
+    """model(ids) -> (logits, None); model(ids, labels=...) -> (logits, mean cross-entropy)."""
+
+    def __init__(
+        self, described: spec.ModelSpec, *, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        self.model = build(described, generator=generator)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.model(ids)["next"]
+        if labels is None:
+            return logits, None
+        if labels.shape != ids.shape:
+            raise InputError(f"labels have shape {tuple(labels.shape)}, the ids {tuple(ids.shape)}")
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return logits, loss
+
+
+def shift_for_lm(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and aligned labels of next-token prediction: ids[:, :-1] and ids[:, 1:]."""
+    return ids[:, :-1], ids[:, 1:]

@@ -1,0 +1,117 @@
+"""Source 002's core: `MultiHeadAttention`, `MLP`, `LayerNorm`, `TransformerBlock`, `Transformer`.
+
+Decoder-only, causal. The same seed gives the same weights: parts draw from torch's generator, or
+from one that is passed.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.models.build import build
+from glassformer.nn import attention, block, ffn, norm
+from glassformer.nn.init import initialise
+from glassformer.nn.mask import Mask
+from glassformer.spec import manifest, presets
+from glassformer.spec import model as spec
+from glassformer.spec.base import divides
+from glassformer.spec.inits import NormalInit
+
+
+def _attention(d_model: int, n_heads: int) -> spec.Attention:
+    divides("d_model", d_model, "n_heads", n_heads)
+    return spec.Attention(n_heads=n_heads, bias="all")
+
+
+class MultiHeadAttention(nn.Module):
+    """(B, S, d_model) -> (B, S, d_model); position i sees positions up to i."""
+
+    def __init__(
+        self, d_model: int, n_heads: int, *, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        described = _attention(d_model, n_heads)
+        self.n_heads = n_heads
+        self.part = attention.MultiHeadAttention(described, d_model)
+        rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
+        initialise(self.part, tuple(rules), generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x, mask=Mask(causal=True))
+
+
+class MLP(nn.Module):
+    """Linear -> GELU -> Linear with inner width d_ff; the shape stays."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, *, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        described = spec.MLP(d_ff=d_ff)
+        self.part = ffn.MLP(described, d_model)
+        rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
+        initialise(self.part, tuple(rules), generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+class LayerNorm(nn.Module):
+    """Normalises over the last dimension."""
+
+    def __init__(self, d_model: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        described = spec.LayerNorm(eps=eps)
+        self.part = norm.build_norm(described, d_model)
+        initialise(self.part, tuple(manifest.norm_parameters(described, "", d_model)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self, d_model: int, n_heads: int, d_ff: int, *, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        described = spec.Block(
+            attention=_attention(d_model, n_heads), ffn=spec.MLP(d_ff=d_ff), norm=spec.LayerNorm()
+        )
+        self.part = block.TransformerBlock(described, d_model, dropout=spec.Dropout())
+        rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
+        initialise(self.part, tuple(rules), generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x, mask=Mask(causal=True))
+
+
+class Transformer(nn.Module):
+    """forward(token_ids [B, S]) -> logits [B, S, vocab_size]."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        n_heads: int,
+        d_ff: int,
+        n_layers: int,
+        *,
+        max_seq_len: int = 512,
+        dropout: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        described = presets.core(
+            vocab_size=vocab_size,
+            d_model=d_model,
+            n_heads=n_heads,
+            d_ff=d_ff,
+            n_layers=n_layers,
+            max_seq_len=max_seq_len,
+            dropout=dropout,
+        )
+        self.model = build(described, generator=generator)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.model(token_ids)["next"]

@@ -1,0 +1,144 @@
+"""The certificate: findings gathered, counted, shown as text or as one JSON object."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from glassformer.spec.errors import CheckFailed
+from glassformer.verify.catalogue import Finding, verify_parts, verify_subject
+from glassformer.verify.samples import sample_subjects
+from glassformer.verify.subject import Logits, subject_of
+
+Style = Callable[[str, str], str]  # (text, verdict) -> text with or without colour
+
+
+def plain(text: str, verdict: str) -> str:
+    """No colour."""
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was checked, and how it went."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> int:
+        return sum(f.verdict == "passed" for f in self.findings)
+
+    @property
+    def failed(self) -> int:
+        return sum(f.failed for f in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints; a gap that is not a finite number becomes null."""
+        checks = []
+        for f in self.findings:
+            checks.append(
+                {
+                    "name": f.name,
+                    "group": f.group,
+                    "subject": f.subject,
+                    "dtype": f.dtype,
+                    "size": f.size,
+                    "worst": f.worst if math.isfinite(f.worst) else None,
+                    "tolerance": f.tolerance,
+                    "verdict": f.verdict,
+                    "note": f.note,
+                }
+            )
+        return {"passed": self.passed, "failed": self.failed, "checks": checks}
+
+    def raise_if_failed(self) -> None:
+        """For scripts: an exception that names the first failure."""
+        for f in self.findings:
+            if f.failed:
+                raise CheckFailed(f"{f.name}: {_number(f.worst)} > {_bar(f)}", where=f.subject)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, style: Style = plain) -> str:
+        """A row for each check, over all subjects; then each failure by itself."""
+        rows: dict[tuple[str, str], list[Finding]] = {}
+        for f in self.findings:
+            rows.setdefault((f.group, f.name), []).append(f)
+        lines, width = [], max((len(name) for _, name in rows), default=0)
+        group = ""
+        for (row_group, name), findings in sorted(
+            rows.items(), key=lambda row: _first(self.findings, row[0][0])
+        ):
+            if row_group != group:
+                group = row_group
+                lines.append(f"\n{group}" if lines else group)
+            lines.append(_row(name.ljust(width), findings, style))
+        lines += [_failure(f, style) for f in self.findings if f.failed]
+        skipped = sum(f.verdict == "not offered" for f in self.findings)
+        verdict = "failed" if self.failed else "passed"
+        total = f"{self.passed} passed, {self.failed} failed"
+        total += f" ({skipped} not offered)" if skipped else ""
+        return "\n".join([*lines, "", style(total, verdict)])
+
+
+def _first(findings: Iterable[Finding], group: str) -> int:
+    return next(i for i, f in enumerate(findings) if f.group == group)
+
+
+def _number(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.1e}" if math.isfinite(value) else "no match"
+
+
+def _bar(f: Finding) -> str:
+    return "exact" if f.tolerance == 0 else _number(f.tolerance)
+
+
+def _row(name: str, findings: list[Finding], style: Style) -> str:
+    asked = [f for f in findings if f.verdict != "not offered"]
+    if not asked:
+        reasons = ", ".join(dict.fromkeys(f.note for f in findings))
+        return f"  {name}  {style('not offered', 'not offered')} ({reasons})"
+    columns = []
+    for dtype in dict.fromkeys(f.dtype for f in asked):
+        worst = max((f for f in asked if f.dtype == dtype), key=lambda f: f.worst)
+        columns.append(f"{dtype} {_number(worst.worst):>8} of {_bar(worst):<7}")
+    subjects = list(dict.fromkeys(f.subject for f in asked))
+    size = asked[0].size if len(subjects) == 1 else f"{len(subjects)} models"
+    verdict = next((f.verdict for f in asked if f.failed), "passed")
+    return f"  {name}  {style(verdict.ljust(8), verdict)}  {'  '.join(columns)}  {size}"
+
+
+def _failure(f: Finding, style: Style) -> str:
+    note = f": {f.note}" if f.note else ""
+    where = f"{f.subject}, {f.dtype}, {f.size}" if f.size else f"{f.subject}, {f.dtype}"
+    gap = f"{_number(f.worst)}, allowed {_bar(f)}"
+    return f"\n{style(f.verdict, f.verdict)}  {f.name}\n  at: {where}\n  worst: {gap}{note}"
+
+
+def verify(
+    thing: object = None,
+    *,
+    only: str | None = None,
+    deep: bool = False,
+    name: str = "",
+    logits: Logits | None = None,
+    vocab_size: int | None = None,
+    causal: bool = True,
+) -> Report:
+    """The certificate of a model of anyone's; without one, of our parts and every preset.
+
+    `logits=lambda tokens, valid: ...` says how to ask a module whose forward has other habits.
+    """
+    if thing is not None:
+        subject = subject_of(thing, name=name, logits=logits, vocab_size=vocab_size, causal=causal)
+        return Report(tuple(verify_subject(subject, only=only, deep=deep)))
+    findings = list(verify_parts(only=only))
+    for subject in sample_subjects():
+        findings += verify_subject(subject, only=only, deep=deep)
+    if deep:
+        for subject in sample_subjects(deep=True):
+            findings += verify_subject(subject, only=only)
+    return Report(tuple(findings))

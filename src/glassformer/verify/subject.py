@@ -1,0 +1,281 @@
+"""`Subject`: what verify speaks to. Not our classes, but a name and a few functions.
+
+Only `logits` is required. What a subject does not offer is reported as "not offered", never as
+passed. Our models, live modules of any library and `package.module:factory` become subjects here.
+"""
+
+import copy
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.models.state import load_weights, weights_of
+from glassformer.nn.cache import FixedCache
+from glassformer.nn.taps import Taps
+from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.manifest import manifest
+from glassformer.spec.model import ModelSpec
+from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
+from glassformer.verify.measure import seeded
+
+# B batch, T length, S source length, V logits
+
+Logits = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A model under examination.
+
+    logits(tokens_BT, valid_BT) gives (B, T, V), or (B, V) where `per_position` is False; valid is
+    True for real tokens, and None means that all are. The rest is optional:
+    parameters by name (for gradient flow), names whose gradient is zero by theory, `train` to
+    switch the mode, `step` for logits computed one token at a time through a cache, `reload` for
+    the model after a trip through the disk, `double` for the same model in float64, `weights` for
+    the attention weights by tap name.
+    """
+
+    name: str
+    logits: Logits
+    vocab_size: int
+    max_length: int
+    causal: bool = True
+    per_position: bool = True
+    size: str = ""
+    parameters: Mapping[str, Tensor] | None = None
+    zero_by_theory: Mapping[str, str] | None = None
+    train: Callable[[bool], Any] | None = None
+    step: Logits | None = None
+    reload: Callable[[], "Subject"] | None = None
+    double: Callable[[], "Subject"] | None = None
+    weights: Callable[[Tensor, Tensor | None], dict[str, Tensor]] | None = None
+    model: Model | None = None
+
+
+# --- our own models -----------------------------------------------------------------------------
+
+
+def subject_of_model(model: Model, *, name: str) -> Subject:
+    """One of our models; an encoder-decoder is examined on its target side with a fixed source."""
+    spec = model.spec
+
+    def inputs(tokens_BT: Tensor, valid_BT: Tensor | None) -> Inputs:
+        return with_source(spec, tokens_BT, valid_BT)
+
+    def logits(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        return torch.cat(list(model(inputs(tokens_BT, valid_BT)).values()), -1)
+
+    def step(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        cache, columns = FixedCache(tokens_BT.shape[1]), []
+        for t in range(tokens_BT.shape[1]):
+            column = slice(t, t + 1)
+            valid = None if valid_BT is None else valid_BT[:, column]
+            answers = model(inputs(tokens_BT[:, column], valid), cache=cache)
+            columns.append(torch.cat(list(answers.values()), -1))
+        return torch.cat(columns, 1)
+
+    def reload() -> Subject:
+        with TemporaryDirectory() as place:
+            folder = Path(place) / "checkpoint"
+            save_checkpoint(folder, spec, weights_of(model))
+            spec_again, arrays = load_checkpoint(folder)
+        again = type(model)(spec_again).to(next(model.parameters())).eval()
+        load_weights(again, arrays)
+        return subject_of_model(again, name=name)
+
+    causal = all(block.attention.causal for block in spec.decoder.blocks())
+    per_position = "answer" not in spec.head_names()
+    zero = {p.name: p.zero_gradient for p in manifest(spec) if p.zero_gradient}
+    return Subject(
+        name=name,
+        logits=logits,
+        vocab_size=spec.vocab_size,
+        max_length=spec.max_seq_len,
+        causal=causal,
+        per_position=per_position,
+        size=size_of(spec),
+        parameters=dict(model.named_parameters()),
+        zero_by_theory=zero,
+        train=model.train,
+        step=step if causal and per_position else None,
+        reload=reload,
+        double=lambda: subject_of_model(copy.deepcopy(model).double(), name=name),
+        weights=lambda tokens, valid: _weights(model, inputs(tokens, valid)),
+        model=model,
+    )
+
+
+def with_source(spec: ModelSpec, tokens_BT: Tensor, valid_BT: Tensor | None) -> Inputs:
+    """Inputs of one of our models; with an encoder, every row gets the same random source."""
+    if spec.encoder is None:
+        return Inputs(tokens_BT, valid_BT)
+    length = min(7, spec.max_seq_len)
+    source_1S = torch.randint(0, spec.source_vocab, (1, length), generator=seeded(51))
+    valid_1S = torch.ones(1, length, dtype=torch.bool)
+    valid_1S[0, length // 2 + 1 :] = False
+    rows = len(tokens_BT)
+    return Inputs(tokens_BT, valid_BT, None, source_1S.repeat(rows, 1), valid_1S.repeat(rows, 1))
+
+
+def _weights(model: Model, inputs: Inputs) -> dict[str, Tensor]:
+    taps = Taps(read="*.weights")
+    model(inputs, taps=taps)
+    return taps.seen
+
+
+def size_of(spec: ModelSpec) -> str:
+    """`d64 L2 h4`, with both depths for an encoder-decoder."""
+    heads = next(spec.decoder.blocks()).attention.n_heads
+    encoder = "" if spec.encoder is None else f"{spec.encoder.n_layers}+"
+    return f"d{spec.d_model} L{encoder}{spec.n_layers} h{heads} V{spec.vocab_size}"
+
+
+# --- live modules -------------------------------------------------------------------------------
+
+
+def subject_of_module(
+    module: nn.Module,
+    *,
+    name: str = "",
+    logits: Logits | None = None,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    causal: bool = True,
+) -> Subject:
+    """Any module. `logits` says how to call it; without it the forward's argument names decide."""
+    vocab_size = vocab_size or _vocabulary_of(module)
+    call = logits or _call_by_signature(module)
+
+    def double() -> Subject:
+        twin = copy.deepcopy(module).double()
+        return subject_of_module(
+            twin, name=name, vocab_size=vocab_size, max_length=max_length, causal=causal
+        )
+
+    return Subject(
+        name=name or type(module).__name__,
+        logits=call,
+        vocab_size=vocab_size,
+        max_length=max_length or 64,
+        causal=causal,
+        size=f"V{vocab_size}",
+        parameters=dict(module.named_parameters()),
+        train=module.train,
+        double=double if logits is None else None,
+    )
+
+
+#: What different libraries call the token ids and the mask (True or 1 = real token).
+TOKEN_ARGUMENTS = ("input_ids", "tokens", "x", "ids", "idx", "token_ids")
+MASK_ARGUMENTS = ("attention_mask", "valid", "mask")
+
+
+def _call_by_signature(module: nn.Module) -> Logits:
+    """Call `module(tokens, mask)` under the names that its forward uses."""
+    arguments = list(inspect.signature(module.forward).parameters.values())
+    names = [argument.name for argument in arguments]
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
+    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
+    mask_name = next((n for n in MASK_ARGUMENTS if n in names), "mask" if takes_any else None)
+    if token_name is None:
+        raise InputError(
+            f"cannot tell which argument of {type(module).__name__}.forward takes token ids",
+            where=f"forward({', '.join(names)})",
+            hint="pass logits=lambda tokens, valid: ..., or let the factory return a Subject",
+        )
+
+    def logits(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        call = {token_name: tokens_BT}
+        if valid_BT is not None:
+            if mask_name is None:
+                raise NotOffered("its forward takes no mask")
+            as_number = mask_name == "attention_mask"
+            call[mask_name] = valid_BT.long() if as_number else valid_BT
+        return _tensor_of(module(**call))
+
+    return logits
+
+
+def _tensor_of(result: Any) -> Tensor:
+    if isinstance(result, Tensor):
+        return result
+    if isinstance(result, Mapping) and "logits" in result:
+        return result["logits"]
+    if isinstance(result, (tuple, list)) and isinstance(result[0], Tensor):
+        return result[0]
+    raise InputError(
+        f"the module returned a {type(result).__name__}",
+        hint="pass logits=lambda tokens, valid: ... that returns a tensor",
+    )
+
+
+class NotOffered(Exception):
+    """The subject has no such ability; the text says which."""
+
+
+def _vocabulary_of(module: nn.Module) -> int:
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            return part.num_embeddings
+    raise InputError(
+        f"{type(module).__name__} has no nn.Embedding, so its vocabulary is unknown",
+        hint="pass vocab_size=",
+    )
+
+
+# --- anything -----------------------------------------------------------------------------------
+
+
+def subject_of(
+    thing: object,
+    *,
+    name: str = "",
+    logits: Logits | None = None,
+    vocab_size: int | None = None,
+    causal: bool = True,
+) -> Subject:
+    """A Subject from a Subject, one of our models, or any module."""
+    match thing:
+        case Subject():
+            return replace(thing, name=name) if name else thing
+        case Model():
+            return subject_of_model(thing.eval(), name=name or type(thing).__name__)
+        case nn.Module():
+            return subject_of_module(
+                thing.eval(), name=name, logits=logits, vocab_size=vocab_size, causal=causal
+            )
+    raise InputError(
+        f"cannot verify a {type(thing).__name__}",
+        hint="give a model, an nn.Module, or a Subject",
+    )
+
+
+def subject_of_factory(reference: str, *, causal: bool = True) -> Subject:
+    """`package.module:factory`, called without arguments; the current folder is searched too."""
+    module_name, _, attribute = reference.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"no module named '{error.name}'", where=reference) from error
+    except ImportError as error:
+        raise FileError(f"the module cannot be imported: {error}", where=reference) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise InputError(
+            f"'{module_name}' has no function '{attribute}'",
+            where=reference,
+            hint="name a function that returns a module or a glassformer Subject",
+        )
+    return subject_of(factory(), name=reference, causal=causal)
