@@ -17,7 +17,8 @@ def test_padding_on_either_side():
     tokens, valid = pad([[1, 2, 3], [4], [5, 6]], side="left", filler=9)
     np.testing.assert_array_equal(tokens, [[1, 2, 3], [9, 9, 4], [9, 5, 6]])
     np.testing.assert_array_equal(valid, [[1, 1, 1], [0, 0, 1], [0, 1, 1]])
-    assert tokens.dtype == np.int64 and valid.dtype == np.bool_
+    assert tokens.dtype == np.int64
+    assert valid.dtype == np.bool_
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -52,7 +53,9 @@ def test_what_went_in_is_what_is_valid(side):
             "weights has shape (5, 3)",
         ),
         (
-            lambda: Batch(tokens=TOKENS, valid=VALID, source=Source(tokens=TOKENS[:2], valid=VALID[:2])),
+            lambda: Batch(
+                tokens=TOKENS, valid=VALID, source=Source(tokens=TOKENS[:2], valid=VALID[:2])
+            ),
             "2 source sequences for 3 target ones",
         ),
         (lambda: Source(tokens=TOKENS, valid=VALID[:2]), "source.valid has shape (2, 5)"),

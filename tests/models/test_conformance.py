@@ -48,7 +48,7 @@ def test_tables_are_no_state(spec):
 
 def sizes_at(name, spec):
     """What the letters mean at this tap."""
-    prefix, _, rest = name.partition("blocks.")
+    _prefix, _, rest = name.partition("blocks.")
     encoding = name.startswith("encoder.")
     sizes = {"B": B, "T": S if encoding else T, "D": spec.d_model}
     sizes["S"] = sizes["T"]

@@ -135,7 +135,7 @@ def test_a_cache_cannot_continue_bidirectional_attention():
 
 
 def test_an_unknown_head_is_named(decoder):
-    with pytest.raises(InputError, match="no head 'nxt'(.|\n)*did you mean 'next'"):
+    with pytest.raises(InputError, match=r"no head 'nxt'(.|\n)*did you mean 'next'"):
         decoder.logits(torch.zeros(1, 1, 13).double(), "nxt")
 
 

@@ -11,7 +11,9 @@ from glassformer.spec.model import Attention
 from tests.tiny import filled, noise
 
 B, K, H, D = 3, 2, 5, 13
-CACHES = pytest.mark.parametrize("make", [GrowingCache, lambda: FixedCache(11)], ids=["grow", "fix"])
+CACHES = pytest.mark.parametrize(
+    "make", [GrowingCache, lambda: FixedCache(11)], ids=["grow", "fix"]
+)
 
 
 def bools(*rows):

@@ -75,7 +75,7 @@ def test_learned_rows_are_added_and_get_their_gradient():
 
 
 def turned(x, rotary, places):
-    """The reference: halves as real and imaginary part, times factor * e^(i * place * frequency)."""
+    """The reference: halves as real and imaginary, times factor * e^(i * place * frequency)."""
     frequencies, factor = rotary_frequencies(rotary, x.shape[-1])
     z = torch.complex(*x.chunk(2, dim=-1))
     angle = torch.from_numpy(np.outer(places, frequencies))

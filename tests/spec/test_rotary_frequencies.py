@@ -12,17 +12,15 @@ def plain(base, d_head):
 
 
 def llama3(base, d_head, s):
-    """Wavelengths: short ones kept, long ones stretched, between them a straight line in 1/length."""
+    """Short wavelengths kept, long ones stretched, between them a straight line in 1/length."""
     f = plain(base, d_head)
     turns = s.original_max_seq_len * f / (2 * np.pi)
-    kept = np.clip(
-        (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0
-    )
+    kept = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
     return kept * f + (1 - kept) * f / s.factor
 
 
 def yarn(base, d_head, s):
-    """Pair i turns L / (2 pi base^(2i/d)) times; the ramp runs between beta_fast and beta_slow turns."""
+    """Pair i turns L / (2 pi base^(2i/d)) times; the ramp runs from beta_fast to beta_slow."""
     f = plain(base, d_head)
 
     def pair(turns):
@@ -39,7 +37,8 @@ def yarn(base, d_head, s):
 def test_default_and_linear(base, d_head):
     frequencies, factor = rotary_frequencies(Rotary(base=base), d_head)
     np.testing.assert_allclose(frequencies, plain(base, d_head), rtol=1e-14)
-    assert factor == 1.0 and len(frequencies) == d_head // 2
+    assert factor == 1.0
+    assert len(frequencies) == d_head // 2
     scaled = Rotary(base=base, scaling=LinearScaling(factor=4.0))
     frequencies, factor = rotary_frequencies(scaled, d_head)
     np.testing.assert_allclose(frequencies, plain(base, d_head) / 4, rtol=1e-14)
@@ -60,7 +59,8 @@ def test_llama3_keeps_the_fast_divides_the_slow_and_bends_between():
     scaling = Llama3Scaling(factor=8.0, original_max_seq_len=8192)
     frequencies, _ = rotary_frequencies(Rotary(base=500_000.0, scaling=scaling), 128)
     ratio = plain(500_000.0, 128) / np.array(frequencies)
-    assert ratio[0] == 1.0 and ratio[-1] == pytest.approx(8.0)
+    assert ratio[0] == 1.0
+    assert ratio[-1] == pytest.approx(8.0)
     assert np.any((ratio > 1.01) & (ratio < 7.99))
     assert np.all(np.diff(ratio) >= -1e-9)
 

@@ -139,8 +139,10 @@ def test_overrides_reach_every_kind_of_field():
 
 
 def test_null_takes_a_part_away():
-    spec = tiny(final_norm=RMSNorm(), position=Rotary(scaling=YarnScaling(
-        factor=4.0, original_max_seq_len=16)))
+    spec = tiny(
+        final_norm=RMSNorm(),
+        position=Rotary(scaling=YarnScaling(factor=4.0, original_max_seq_len=16)),
+    )
     assert override(spec, ["decoder.final_norm=null"]).decoder.final_norm is None
     assert override(spec, ["position.scaling=null"]).position == Rotary()
     assert override(spec, ["position=NoPosition"]).position == NoPosition()

@@ -156,7 +156,8 @@ def test_specs_are_frozen_keyword_only_values():
         spec.d_model = 5
     with pytest.raises(TypeError):
         Attention(2)
-    assert tiny() == spec and hash(tiny()) == hash(spec)
+    assert tiny() == spec
+    assert hash(tiny()) == hash(spec)
     assert tiny(layers=3) != spec
 
 

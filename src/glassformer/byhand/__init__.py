@@ -1,1 +1,1 @@
-"""The same specs in NumPy, with every gradient derived by hand: the witness for every other engine."""
+"""The same specs in NumPy, every gradient derived by hand: the witness for the other engines."""

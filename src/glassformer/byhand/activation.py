@@ -1,7 +1,8 @@
 """ReLU, GELU (exact and tanh), SiLU and dropout: elementwise pairs.
 
 GELU and SiLU keep their slope instead of their input: the forward has everything at hand that the
-slope needs, and backward is one multiplication. Long arrays go through in pieces that stay in the cache.
+slope needs, and backward is one multiplication. Long arrays go through in pieces that stay in the
+cache.
 """
 
 import math
@@ -12,8 +13,8 @@ import numpy as np
 from glassformer.byhand.erf import BELL_HEIGHT, ROOT_HALF, erfc_parts
 from glassformer.byhand.workspace import Array, Workspace, room
 
-#: Entries that pass through a chain of elementwise operations at once; five such float32 arrays fill
-#: half of a 1 MiB second-level cache.
+#: Entries that pass through a chain of elementwise operations at once; five such float32 arrays
+#: fill half of a 1 MiB second-level cache.
 PIECE = 24 * 1024
 
 TANH_SCALE = math.sqrt(2.0 / math.pi)
@@ -92,7 +93,7 @@ def gelu_tanh_forward(
 def silu_forward(
     x: Array, *, out: Array | None = None, ws: Workspace | None = None
 ) -> tuple[Array, Array]:
-    """x sigmoid(x); gives the slope as cache. The sigmoid is (1 + tanh(x/2))/2: it cannot overflow."""
+    """x sigmoid(x), with sigmoid (1 + tanh(x/2))/2, which cannot overflow; cache: the slope."""
     out, slope = _out_and_slope(x, out, ws)
     for x_P, out_P, slope_P, (sigmoid_P,) in _pieces(x, out, slope, 1, ws):
         np.multiply(x_P, 0.5, out=sigmoid_P)
@@ -130,7 +131,7 @@ def _out_and_slope(x: Array, out: Array | None, ws: Workspace | None) -> tuple[A
 def _pieces(
     x: Array, out: Array, slope: Array, scratch: int, ws: Workspace | None
 ) -> Iterator[tuple[Array, Array, Array, list[Array]]]:
-    """Flat pieces of x, out and slope with scratch arrays; x may be out, or a part of a wider array."""
+    """Pieces of x, out and slope with scratch arrays; x may be out, or a part of a wider array."""
     mark = 0 if ws is None else ws.mark()
     columns = x.shape[-1]
     x_RC, out_RC, slope_RC = (a.reshape(-1, columns) for a in (x, out, slope))

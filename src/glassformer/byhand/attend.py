@@ -39,7 +39,7 @@ def attend_forward(
 ) -> tuple[Array, AttendCache]:
     """heads_BTNH, in the order in which the output projection reads them.
 
-    allow: 1 = may attend, 0 = not, of a shape that broadcasts to (B, N, T, S), in the model's dtype.
+    allow: 1 = may attend, 0 = not, broadcasting to (B, N, T, S), in the model's dtype.
     """
     B, N, T, H = q_BNTH.shape
     K, S = k_BKSH.shape[1:3]
@@ -89,10 +89,11 @@ def attend_backward(
     if trip.tap_grads is not None:  # a row that may attend to nothing hands nothing back
         trip.tap_grad(f"{at}weights", dweights * weights.any(axis=-1, keepdims=True))
     trip.tap_grad(f"{at}v", dv_BKSH)
-    # forward: weights = softmax(scores) where allowed, 0 elsewhere: a weight of 0 gets and gives nothing
+    # forward: weights = softmax(scores) where allowed, 0 elsewhere; a weight of 0 passes nothing on
     dscores = softmax_backward(dweights, weights, dx=dweights)
     trip.tap_grad(f"{at}scores", dscores)
-    # forward: scores = q @ k.T / sqrt(H)   =>   dq = dscores @ k / sqrt(H),  dk = dscores.T @ q / sqrt(H)
+    # forward: scores = q @ k.T / sqrt(H)
+    #   =>   dq = dscores @ k / sqrt(H),  dk = dscores.T @ q / sqrt(H)
     dscores *= 1.0 / math.sqrt(H)
     dscores_BKMS = dscores.reshape(B, K, M, S)
     _unfold_product(dscores_BKMS, k_BKSH, dq_BNTH, ws)
@@ -104,7 +105,7 @@ def attend_backward(
 
 
 def _fold(x_BNTH: Array, kv_heads: int, ws: Workspace) -> Array:
-    """The rows of a group under one another: (B, K, G x T, H); a view where each group is one head."""
+    """The rows of a group under one another: (B, K, M, H); a view where each group is one head."""
     B, N, T, H = x_BNTH.shape
     if kv_heads == N:
         return x_BNTH

@@ -1,4 +1,4 @@
-"""Multi-head attention: projections, q/k-norm, rotation, heads, output projection, and all of it back.
+"""Multi-head attention: projections, q/k-norm, rotation, heads, output projection; and back.
 
 q, k and v of self-attention come from one product: their weights lie one after the other in the
 model's storage, so the joined matrix `qkv_proj.weight` is a view, and so is its gradient.
@@ -64,6 +64,7 @@ def multi_head_forward(
     params: dict[str, Array],
     trip: Trip,
     context_BSD: Array | None = None,
+    ready: tuple[Array, Array] | None = None,
     rotation: tuple[Array, Array] | None = None,
     allow: Array | None = None,
     past: Past | None = None,
@@ -72,29 +73,21 @@ def multi_head_forward(
 ) -> tuple[Array, HeadsCache]:
     """o(attend(q(x), k(context), v(context))); context is x for self-attention.
 
-    Order within a head: projection, q/k-norm, rotation. `rotation` is cos and sin for rotate_forward.
+    `ready` are keys and values of a context that were made before; `past` adds the new ones to
+    earlier ones. `rotation` is cos and sin for rotate_forward.
     """
-    d_head = attention.head_width(x_BTD.shape[-1])
-    if context_BSD is None:
+    norms: dict[str, NormCache] = {}
+    if context_BSD is None and ready is None:
         made, projection = _project(x_BTD, "qkv", attention, params, trip)
         projections: tuple[Projection, ...] = (projection,)
     else:
-        made, of_q = _project(x_BTD, "q", attention, params, trip)
-        kv, of_kv = _project(context_BSD, "kv", attention, params, trip)
-        made, projections = made | kv, (of_q, of_kv)
-    norms: dict[str, NormCache] = {}
-    heads: dict[str, Array] = {}
-    for letter, flat in made.items():
-        split_BTNH = flat.reshape(*flat.shape[:2], -1, d_head)
-        if attention.qk_norm is not None and letter != "v":
-            norm, name = attention.qk_norm, f"{letter}_norm"
-            _, norms[letter] = norm_forward(
-                split_BTNH, norm=norm, params=params, name=name, out=split_BTNH, ws=trip.ws
-            )
-        heads[letter] = split_BTNH.transpose(0, 2, 1, 3)
-        if rotation is not None and letter != "v":
-            rotate_forward(heads[letter], cos=rotation[0], sin=rotation[1], ws=trip.ws)
-    k_BKSH, v_BKSH = heads["k"], heads["v"]
+        made, projection = _project(x_BTD, "q", attention, params, trip)
+        projections = (projection,)
+        if context_BSD is not None and ready is None:
+            kv, of_kv = _project(context_BSD, "kv", attention, params, trip)
+            made, projections = made | kv, (projection, of_kv)
+    heads = _finish_heads(made, attention, params, trip, rotation, norms)
+    k_BKSH, v_BKSH = ready if ready is not None else (heads["k"], heads["v"])
     if past is not None:
         k_BKSH, v_BKSH = past.extend(k_BKSH, v_BKSH)
     for letter, tapped in (("q", heads["q"]), ("k", k_BKSH), ("v", v_BKSH)):
@@ -151,6 +144,39 @@ def multi_head_backward(
         for d_BTE, projection in zip(dflat, cache.projections, strict=True)
     ]
     return dinto[0], dinto[1] if len(dinto) == 2 else None
+
+
+def keys_values(
+    context_BSD: Array, *, attention: spec.Attention, params: dict[str, Array], trip: Trip
+) -> tuple[Array, Array]:
+    """k and v of a context that many queries will read, as `ready` for multi_head_forward."""
+    made, _ = _project(context_BSD, "kv", attention, params, trip)
+    heads = _finish_heads(made, attention, params, trip, None, {})
+    return heads["k"], heads["v"]
+
+
+def _finish_heads(
+    made: dict[str, Array],
+    attention: spec.Attention,
+    params: dict[str, Array],
+    trip: Trip,
+    rotation: tuple[Array, Array] | None,
+    norms: dict[str, NormCache],
+) -> dict[str, Array]:
+    """Projections split into heads; q and k normed and turned, in place. Fills `norms`."""
+    heads: dict[str, Array] = {}
+    width = params["q_proj.weight"].shape[0] // attention.n_heads
+    for letter, flat in made.items():
+        split_BTNH = flat.reshape(*flat.shape[:2], -1, width)
+        if attention.qk_norm is not None and letter != "v":
+            norm, name = attention.qk_norm, f"{letter}_norm"
+            _, norms[letter] = norm_forward(
+                split_BTNH, norm=norm, params=params, name=name, out=split_BTNH, ws=trip.ws
+            )
+        heads[letter] = split_BTNH.transpose(0, 2, 1, 3)
+        if rotation is not None and letter != "v":
+            rotate_forward(heads[letter], cos=rotation[0], sin=rotation[1], ws=trip.ws)
+    return heads
 
 
 def _columns(letters: str, attention: spec.Attention, d_head: int) -> dict[str, slice]:

@@ -46,6 +46,7 @@ class Setting:
     rotation: tuple[Array, Array] | None = None
     memory_BSD: Array | None = None
     memory_allow: Array | None = None
+    memory_ready: tuple[Array, Array] | None = None
     past: Past | None = None
 
 
@@ -124,7 +125,8 @@ def block_backward(
             )
             d_BTD += dnormed
         else:
-            # forward: x' = norm(x + keep * part(x))   =>   ds = norm'(dx'),  dx = ds + part'(keep * ds)
+            # forward: x' = norm(s), s = x + keep * part(x)
+            #   =>   ds = norm'(dx'),  dx = ds + part'(keep * ds)
             norm_backward(
                 d_BTD, norm, grads=grads.norms, name=norm_name, biased=biased, dx=d_BTD, ws=ws
             )
@@ -172,6 +174,7 @@ def _part_forward(
             params=params.cross,
             trip=trip,
             context_BSD=setting.memory_BSD,
+            ready=setting.memory_ready,
             allow=setting.memory_allow,
             dropout=dropout.attention,
             at=f"{at}cross.",

@@ -29,7 +29,8 @@ def embedding_forward(
 def embedding_backward(dout_BTD: Array, cache: tuple[Array, float], *, dtable_VD: Array) -> Array:
     """Add to dtable: a token that occurs twice gets both gradients."""
     tokens_BT, scale = cache
-    # forward: out[m] = scale * table[token[m]]   =>   dtable[v] += scale * sum of dout[m] over token[m] = v
+    # forward: out[m] = scale * table[token[m]]
+    #   =>   dtable[v] += scale * sum of dout[m] over all m with token[m] = v
     tokens_M = tokens_BT.reshape(-1)
     dout_MD = dout_BTD.reshape(-1, dout_BTD.shape[-1])
     if len(dtable_VD) <= FEW_ROWS:
@@ -68,7 +69,8 @@ def factorized_backward(
     """Add to du and dv."""
     tokens_BT, rows_BTR, v_RD = cache
     rank, width = v_RD.shape
-    # forward: out = rows @ V, rows = U[token]   =>   dV += rows.T @ dout,  drows = dout @ V.T,  dU[token] += drows
+    # forward: out = rows @ V, rows = U[token]
+    #   =>   dV += rows.T @ dout,  drows = dout @ V.T,  dU[token] += drows
     drows_MR, dv = linear_products(
         dout_BTD.reshape(-1, width), LinearCache(rows_BTR.reshape(-1, rank), v_RD.T)
     )

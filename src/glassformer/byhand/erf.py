@@ -1,8 +1,8 @@
 """The error function, ours: one rational map and one polynomial for the whole axis.
 
-erfc(z) = exp(-z^2) P(s) with s = (2 - z) / (2 + z), for z >= 0. The map folds [0, inf) onto (-1, 1],
-where exp(z^2) erfc(z) is smooth; P was fitted with weight exp(-z^2) (tests/byhand/test_erf.py
-fits it again from nothing but mpmath's erfc). exp(-z^2) is shared with the bell curve of GELU's slope.
+erfc(z) = exp(-z^2) P(s) with s = (2 - z) / (2 + z), for z >= 0. The map folds [0, inf) onto
+(-1, 1], where exp(z^2) erfc(z) is smooth; P was fitted with weight exp(-z^2), and
+tests/byhand/test_erf_fit.py fits it again. exp(-z^2) is also the bell curve of GELU's slope.
 """
 
 import math
@@ -68,7 +68,7 @@ def erfc_parts(z: Array, *, erfc: Array, bell: Array) -> None:
 
 
 def erf(x: Array) -> Array:
-    """2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x; absolute error below 1e-15 in float64."""
+    """2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x; error below 1e-15 in float64."""
     x = np.asarray(x)
     if not np.issubdtype(x.dtype, np.floating):
         x = x.astype(np.float64)

@@ -154,7 +154,8 @@ def swiglu_backward(
     trip.tap_grad(f"{cache.at}hidden", dhidden)
     width = dhidden.shape[-1]
     dboth = ws.take((*dhidden.shape[:-1], 2 * width))
-    # forward: hidden = silu(gate) * up   =>   dup = dhidden * silu(gate),  dgate = dhidden * up * silu'(gate)
+    # forward: hidden = silu(gate) * up
+    #   =>   dup = dhidden * silu(gate),  dgate = dhidden * up * silu'(gate)
     np.multiply(dhidden, cache.opened, out=dboth[..., width:])
     dgate = np.multiply(dhidden, cache.up, out=dboth[..., :width])
     slope_backward(dgate, cache.slope, dx=dgate)

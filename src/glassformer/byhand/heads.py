@@ -40,7 +40,7 @@ def readout_backward(dout_BD: Array, cache: Array, *, dhidden_BTD: Array) -> Arr
 
 
 class HeadCache(NamedTuple):
-    """A head's input, the readout's shares if it is an answer, and for a tied factorized one x V^T."""
+    """A head's input, an answer's shares of each position, and x V^T of a tied factorized head."""
 
     x: Array
     share_BT: Array | None
@@ -55,7 +55,7 @@ def head_forward(
     valid_BT: Array | None = None,
     ws: Workspace | None = None,
 ) -> tuple[Array, HeadCache]:
-    """Logits. `params`: weight and bias, or the tied table as `weight`, or the tied factors as `u` and `v`."""
+    """Logits. `params`: weight (its own, or the tied table) or the tied factors u and v; bias."""
     x, share, middle = hidden_BTD, None, None
     if isinstance(head, spec.AnswerHead):
         x, share = readout_forward(hidden_BTD, valid_BT=valid_BT, readout=head.readout)
@@ -88,7 +88,8 @@ def head_backward(
     if cache.middle is not None:
         middle_RR = cache.middle.reshape(-1, cache.middle.shape[-1])
         # forward: logits = middle @ U.T, middle = x @ V.T
-        #   =>   dmiddle = dlogits @ U,  dU += dlogits.T @ middle,  dx = dmiddle @ V,  dV += dmiddle.T @ x
+        #   =>   dmiddle = dlogits @ U,  dU += dlogits.T @ middle
+        #        dx = dmiddle @ V,  dV += dmiddle.T @ x
         dmiddle, du = linear_products(dlogits_RV, LinearCache(middle_RR, params["u"]), ws=ws)
         _, dv = linear_products(dmiddle, LinearCache(x_RD, params["v"]), dx=dx_RD, ws=ws)
         grads["u"] += du

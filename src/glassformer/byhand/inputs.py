@@ -90,7 +90,7 @@ def positions_of(
     if valid_BS is None:
         assert segments_BT is not None
         valid_BS = np.ones(segments_BT.shape, np.bool_)
-    count_BS = np.maximum(np.cumsum(valid_BS, axis=1) - 1, 0)
+    count_BS: Array = np.maximum(np.cumsum(valid_BS, axis=1) - 1, 0)
     if segments_BT is not None:
         begins_BS = np.ones(valid_BS.shape, np.bool_)
         begins_BS[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
@@ -108,7 +108,10 @@ def allow_of(
     valid_k_BS: Array | None = None,
     segments_BT: Array | None = None,
 ) -> Array | None:
-    """1 = may attend, 0 = not, (1 or B, 1, T, S); None where everything may. The last query stands at the last key."""
+    """1 = may attend, 0 = not, (1 or B, 1, T, S); None where everything may.
+
+    The last query stands at the last key.
+    """
     allow: Array | None = None
     if attention.causal or attention.window is not None:
         ahead_TS = np.arange(keys) - np.arange(keys - queries, keys)[:, None]

@@ -91,6 +91,9 @@ def sum_rows(x_RO: Array, *, out: Array | None = None) -> Array:
 
 def dot_rows(x: Array, vector_D: Array) -> Array:
     """x . vector over the last axis; one matrix-vector product where the rows lie side by side."""
+    out: Array
     if x.flags.c_contiguous:
-        return np.matmul(x.reshape(-1, x.shape[-1]), vector_D).reshape(x.shape[:-1])
-    return np.matmul(x, vector_D)
+        out = np.matmul(x.reshape(-1, x.shape[-1]), vector_D)
+        return out.reshape(x.shape[:-1])
+    out = np.matmul(x, vector_D)
+    return out

@@ -29,7 +29,7 @@ def cross_entropy_forward(
 ) -> tuple[float, LossCache]:
     """Mean of -log p[target] over rows, weighted; a row of weight 0 may hold any target.
 
-    log p = x - max - log(sum exp(x - max)): never the logarithm of 0. If nothing counts, the loss is 0.
+    log p = x - max - log(sum exp(x - max)): never the logarithm of 0. If nothing counts, it is 0.
     """
     classes = logits.shape[-1]
     logits_MC = logits.reshape(-1, classes)
@@ -51,7 +51,8 @@ def cross_entropy_forward(
 def cross_entropy_backward(dloss: float, cache: LossCache) -> Array:
     """dlogits (M, C), in place of the probabilities: the cache is spent."""
     dlogits_MC, targets_M, share_M, smoothing = cache
-    # forward: loss = sum_m share_m (log sum_c exp(x_c) - sum_c q_c x_c)   =>   dx = share * (p - q) * dloss
+    # forward: loss = sum_m share_m (log sum_c exp(x_c) - sum_c q_c x_c)
+    #   =>   dx = share * (p - q) * dloss
     if smoothing:
         dlogits_MC -= smoothing / dlogits_MC.shape[1]
     dlogits_MC[np.arange(len(targets_M)), targets_M] -= 1.0 - smoothing

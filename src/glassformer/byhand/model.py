@@ -9,11 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from glassformer.byhand.embed import l1_penalty
 from glassformer.byhand.heads import HeadCache, head_backward, head_forward
 from glassformer.byhand.inputs import Side, check_side
-from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
-from glassformer.byhand.stack import StackCache, stack_backward, stack_forward, stack_parts
+from glassformer.byhand.loss import LossCache, cross_entropy_backward, cross_entropy_forward
+from glassformer.byhand.objective import Losses, counted_rows, penalty, total_loss
+from glassformer.byhand.stack import (
+    StackCache,
+    StackParts,
+    stack_backward,
+    stack_forward,
+    stack_parts,
+)
 from glassformer.byhand.storage import Storage, under
 from glassformer.byhand.trip import Trip
 from glassformer.byhand.workspace import Array, Workspace
@@ -39,15 +45,6 @@ class Tape(NamedTuple):
     heads: dict[str, HeadCache]
     hidden_BTD: Array
     memory_BSD: Array | None
-
-
-class Losses(NamedTuple):
-    """The number that was differentiated, each head's mean cross-entropy, the penalty, the logits."""
-
-    total: float
-    by_head: dict[str, float]
-    penalty: float
-    logits: dict[str, Array]
 
 
 class Model:
@@ -155,9 +152,13 @@ class Model:
     def logits(
         self, hidden_BTD: Array, *, head: str = "next", valid_BT: Array | None = None
     ) -> Array:
-        """One head's logits: (B, T, V), or (B, V) for an answer."""
+        """One head's logits, (..., V) as the hidden states, or (B, V) for an answer."""
         kind, params = self.spec.head(head), self._heads[head][1]
         return head_forward(hidden_BTD, head=kind, params=params, valid_BT=valid_BT)[0]
+
+    def stack(self, prefix: str) -> StackParts:
+        """One stack's arrays, by the prefix of its names."""
+        return self._stacks[prefix]
 
     def record(
         self,
@@ -216,7 +217,7 @@ class Model:
         tap_grads: dict[str, Array] | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Fill `grads` from the gradient of each head's logits; `accumulate` adds to what is there."""
+        """Fill `grads` from the gradients of the logits; `accumulate` adds to what is there."""
         trip, ws = tape.trip, tape.trip.ws
         trip.tap_grads = tap_grads
         if accumulate:
@@ -271,25 +272,19 @@ class Model:
         accumulate: bool = False,
         scale: float = 1.0,
     ) -> Losses:
-        """One step's work but for the update. `scale` multiplies the gradients, not the numbers returned."""
+        """A step but for its update. `scale` multiplies the gradients, not the numbers returned."""
         logits, tape = self.record(inputs, rng=rng, taps=taps)
         by_head, dlogits = {}, {}
-        factors = head_weights or {}
         for name, target in targets.items():
-            counted = self._counted(name, target, weights, inputs)
-            by_head[name], cache = cross_entropy_forward(
-                logits[name],
-                targets=np.asarray(target),
-                weights=counted,
-                label_smoothing=label_smoothing,
-                ws=self.workspace,
+            by_head[name], cache = self._cross_entropy(
+                name, target, logits, inputs, weights, label_smoothing, self.workspace
             )
-            d = cross_entropy_backward(scale * factors.get(name, 1.0), cache)
+            factor = 1.0 if head_weights is None else head_weights.get(name, 1.0)
+            d = cross_entropy_backward(scale * factor, cache)
             dlogits[name] = d.reshape(logits[name].shape)
         self.backward(dlogits, tape, tap_grads=tap_grads, accumulate=accumulate)
-        penalty = self.penalty(grad_scale=scale)
-        total = penalty + sum(factors.get(name, 1.0) * loss for name, loss in by_head.items())
-        return Losses(total, by_head, penalty, logits)
+        extra = penalty(self.spec, self.params, grads=self.grads, scale=scale)
+        return total_loss(by_head, head_weights=head_weights, penalty=extra, logits=logits)
 
     def loss(
         self,
@@ -303,48 +298,28 @@ class Model:
         """The same numbers without gradients or dropout."""
         logits, _ = self._run(inputs, Trip(Workspace(self.dtype)))
         by_head = {
-            name: cross_entropy_forward(
-                logits[name],
-                targets=np.asarray(target),
-                weights=self._counted(name, target, weights, inputs),
-                label_smoothing=label_smoothing,
-            )[0]
+            name: self._cross_entropy(name, target, logits, inputs, weights, label_smoothing, None)[
+                0
+            ]
             for name, target in targets.items()
         }
-        factors, penalty = head_weights or {}, self.penalty()
-        total = penalty + sum(factors.get(name, 1.0) * loss for name, loss in by_head.items())
-        return Losses(total, by_head, penalty, logits)
+        extra = penalty(self.spec, self.params)
+        return total_loss(by_head, head_weights=head_weights, penalty=extra, logits=logits)
 
-    def penalty(self, *, grad_scale: float = 0.0) -> float:
-        """What the spec adds to every loss: the L1 term of each factorized table that owns its numbers."""
-        embedding = self.spec.embedding
-        if not isinstance(embedding, spec.FactorizedEmbedding) or embedding.l1 == 0.0:
-            return 0.0
-        total = 0.0
-        for name, u_VR in self.params.items():
-            if name.endswith("embed.u"):
-                total += l1_penalty(u_VR, l1=embedding.l1)
-                if grad_scale:
-                    l1_penalty(u_VR, l1=embedding.l1 * grad_scale, du_VR=self.grads[name])
-        return total
-
-    def _counted(
+    def _cross_entropy(
         self,
         head: str,
         target: Array,
-        weights: Array | Mapping[str, Array] | None,
+        logits: Mapping[str, Array],
         inputs: Inputs,
-    ) -> Array | None:
-        """Weights of this head's rows: as given, else 1 wherever a token is real."""
-        if head not in self._heads:
-            raise InputError(
-                f"targets for a head '{head}'", hint=f"this model has: {', '.join(self._heads)}"
-            )
-        given = weights.get(head) if isinstance(weights, Mapping) else weights
-        if given is not None:
-            if given.shape != target.shape:
-                raise InputError(
-                    f"weights of shape {given.shape} for targets['{head}'] of shape {target.shape}"
-                )
-            return np.asarray(given)
-        return inputs.target.valid_BT if target.ndim == 2 else None
+        weights: Array | Mapping[str, Array] | None,
+        label_smoothing: float,
+        ws: Workspace | None,
+    ) -> tuple[float, LossCache]:
+        target = np.asarray(target)
+        counted = counted_rows(
+            head, target, model=self.spec, weights=weights, valid_BT=inputs.target.valid_BT
+        )
+        return cross_entropy_forward(
+            logits[head], targets=target, weights=counted, label_smoothing=label_smoothing, ws=ws
+        )

@@ -22,7 +22,7 @@ PIECE = 32 * 1024
 
 
 class Slot(NamedTuple):
-    """A contiguous stretch of numbers to train, its gradient, and whether weight decay touches it."""
+    """A stretch of numbers to train, its gradient, and whether weight decay touches it."""
 
     param: Array
     grad: Array
@@ -36,7 +36,7 @@ def slots_of(model: Model) -> list[Slot]:
 
 
 class Optimizer(ABC):
-    """Holds the slots and one state array a slot and kind; `step` updates the parameters in place."""
+    """Holds the slots, and a state array for each kind and slot; `step` updates in place."""
 
     kinds: tuple[str, ...]
 
@@ -72,7 +72,7 @@ class Optimizer(ABC):
         """Update one piece."""
 
     def named_state(self) -> Iterator[tuple[str, str, Array]]:
-        """(kind, parameter name, array) of a model's state: what a checkpoint holds. Arrays are views."""
+        """(kind, parameter name, view) of a model's state: what a checkpoint holds."""
         if self.model is None:
             raise InputError("only the optimizer of a model has names for its state")
         storage = self.model.storage
@@ -121,7 +121,7 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """m and v are running means of g and g^2, corrected for their start at 0; p -= lr m / (sqrt(v) + eps).
+    """p -= lr m / (sqrt(v) + eps): running means of g and g^2, corrected for their start at 0.
 
     Weight decay is added to g, as torch.optim.Adam does; `AdamW` keeps it apart.
     """

@@ -48,7 +48,7 @@ def rotations(
 def rotate_forward(
     x_BNTH: Array, *, cos: Array, sin: Array, ws: Workspace | None = None
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Turn each pair (x[i], x[i + H/2]) by its angle, in place. cos and sin: (T, H/2) or (B, 1, T, H/2)."""
+    """Turn each pair (x[i], x[i + H/2]) in place; cos and sin (T, H/2) or (B, 1, T, H/2)."""
     # out1 = x1 cos - x2 sin,  out2 = x2 cos + x1 sin
     _turn(x_BNTH, cos, sin, ws)
     return x_BNTH, (cos, sin)

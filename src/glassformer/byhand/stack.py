@@ -100,16 +100,18 @@ def stack_forward(
     past: int = 0,
     valid_BS: Array | None = None,
     pasts: Sequence[Past] | None = None,
+    ready: Sequence[tuple[Array, Array]] | None = None,
 ) -> tuple[Array, StackCache]:
     """Hidden states (B, T, D) after the final norm.
 
-    With `pasts` (one a layer), `valid_BS` covers the past's places and the new ones.
+    With `pasts` (one a layer), `valid_BS` covers the past's places and the new ones; `ready` are
+    the memory's keys and values of each layer, made before.
     """
     valid_BS = side.valid_BT if pasts is None else valid_BS
     T = side.tokens_BT.shape[1]
     positions = positions_of(T, past=past, valid_BS=valid_BS, segments_BT=side.segments_BT)
     x_BTD, embed, keep = _embed(side, positions, parts, trip)
-    allows = _Allows(side, past, valid_BS, parts.model.d_model, x_BTD.dtype)
+    allows = _Allows(side, past, valid_BS, x_BTD.dtype)
     memory_allow = allows.of_memory(memory_BSD, memory_valid_BS)
     turned = {width: _rows(table, positions) for width, table in parts.rotary.items()}
     caches = []
@@ -119,6 +121,7 @@ def stack_forward(
             rotation=turned.get(block.attention.head_width(parts.model.d_model)),
             memory_BSD=memory_BSD,
             memory_allow=memory_allow,
+            memory_ready=None if ready is None else ready[layer],
             past=None if pasts is None else pasts[layer],
         )
         x_BTD, cache = block_forward(
@@ -167,19 +170,19 @@ def stack_backward(
     if cache.keep is not None:
         d_BTD *= cache.keep
     # forward: x = embed[token] + position.weight[place]   =>   both tables accumulate d
-    grads = parts.own_grads
-    if "position.weight" in grads:
+    tables = parts.own_grads
+    if "position.weight" in tables:
         T = d_BTD.shape[1]
         if isinstance(cache.positions, slice):
-            grads["position.weight"][cache.positions] += d_BTD.sum(axis=0)
+            tables["position.weight"][cache.positions] += d_BTD.sum(axis=0)
         else:
             embedding_backward(
-                d_BTD, (cache.positions, 1.0), dtable_VD=grads["position.weight"][:T]
+                d_BTD, (cache.positions, 1.0), dtable_VD=tables["position.weight"][:T]
             )
     if isinstance(cache.embed, FactorCache):
-        factorized_backward(d_BTD, cache.embed, du_VR=grads["embed.u"], dv_RD=grads["embed.v"])
+        factorized_backward(d_BTD, cache.embed, du_VR=tables["embed.u"], dv_RD=tables["embed.v"])
     else:
-        embedding_backward(d_BTD, cache.embed, dtable_VD=grads["embed.weight"])
+        embedding_backward(d_BTD, cache.embed, dtable_VD=tables["embed.weight"])
 
 
 def _embed(
@@ -217,7 +220,7 @@ class _Allows:
     """The permissions of one pass, made once for each kind of attention among the layers."""
 
     def __init__(
-        self, side: Side, past: int, valid_BS: Array | None, d_model: int, dtype: "np.dtype[Any]"
+        self, side: Side, past: int, valid_BS: Array | None, dtype: "np.dtype[Any]"
     ) -> None:
         self.queries, self.past, self.dtype = side.tokens_BT.shape[1], past, dtype
         self.valid_BS, self.segments_BT = valid_BS, side.segments_BT

@@ -14,13 +14,13 @@ from glassformer.byhand.block import BlockArrays
 from glassformer.byhand.ffn import JOINED as JOINED_GATE_UP
 from glassformer.byhand.workspace import Array
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.inits import Constant, Gaussian, Uniform
+from glassformer.spec.inits import Constant, Gaussian, Rule, Uniform
 from glassformer.spec.manifest import Parameter, manifest
 from glassformer.spec.model import ModelSpec
 
 
 class Storage:
-    """`vector` holds every parameter that owns its numbers; `views` are its parts by manifest name."""
+    """`vector` holds every parameter that owns its numbers; `views` are its parts by name."""
 
     def __init__(self, spec: ModelSpec, dtype: "np.dtype[Any]") -> None:
         every = manifest(spec)
@@ -54,14 +54,7 @@ class Storage:
     def draw(self, rng: np.random.Generator) -> None:
         """Fill by the manifest's rules, in the manifest's order."""
         for name, parameter in self.owners.items():
-            view = self.views[name]
-            match parameter.init:
-                case Constant(value=value):
-                    view.fill(value)
-                case Uniform(bound=bound):
-                    view[...] = rng.uniform(-bound, bound, parameter.shape)
-                case Gaussian(std=std):
-                    view[...] = rng.normal(0.0, std, parameter.shape)
+            fill(self.views[name], rule=parameter.init, rng=rng)
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Copy arrays in; a missing, unexpected or misshapen one is an error that names it."""
@@ -109,6 +102,17 @@ class Storage:
         size = sum(self.owners[name].size for name in names)
         assert self.start[names[-1]] + self.owners[names[-1]].size == start + size
         into[joined] = vector[start : start + size].reshape(-1, width)
+
+
+def fill(array: Array, *, rule: Rule, rng: np.random.Generator) -> None:
+    """Draw an array by a rule of the manifest."""
+    match rule:
+        case Constant(value=value):
+            array.fill(value)
+        case Uniform(bound=bound):
+            array[...] = rng.uniform(-bound, bound, array.shape)
+        case Gaussian(std=std):
+            array[...] = rng.normal(0.0, std, array.shape)
 
 
 def under(views: Mapping[str, Array], prefix: str) -> dict[str, Array]:

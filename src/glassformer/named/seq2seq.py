@@ -34,7 +34,7 @@ def causal_mask(length: int) -> Tensor:
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, allow: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d_k)) v and the weights; q is (B, N, T, d_k), allow True = may attend."""
+    """softmax(q k^T / sqrt(d_k)) v and the weights; q (B, N, T, d_k), allow True = may attend."""
     taps = Taps(read="weights")
     mask = Mask() if allow is None else mask_from_allow(allow)
     out = attention.attend(q, k, v, mask=mask, taps=TapsAt(taps, ""))

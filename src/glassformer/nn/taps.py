@@ -62,7 +62,8 @@ class Taps:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of what was read, where the last backward reached it."""
-        return {name: x.grad for name, x in self.seen.items() if x.grad is not None}
+        kept = {name: x for name, x in self.seen.items() if x.retains_grad or x.is_leaf}
+        return {name: x.grad for name, x in kept.items() if x.grad is not None}
 
     def check(self, spec: ModelSpec) -> None:
         """Refuse a pattern or an edit that matches no tap of this model."""

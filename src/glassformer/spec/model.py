@@ -457,7 +457,7 @@ class ModelSpec:
         return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
 
     def stacks(self) -> dict[str, Stack]:
-        """Stacks by the prefix of their names: "" for a decoder alone, else "encoder.", "decoder."."""
+        """Stacks by the prefix of their names: "" for a decoder alone, else encoder., decoder."""
         if self.encoder is None:
             return {"": self.decoder}
         return {"encoder.": self.encoder, "decoder.": self.decoder}

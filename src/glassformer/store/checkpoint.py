@@ -47,9 +47,21 @@ def save_checkpoint(
     if problems:
         raise InputError(f"the weights do not fit the spec: {problems}")
     contents = dict(files or {})
+    for name in contents:
+        _check_name(name)
     contents[SPEC] = to_json(spec).encode()
     contents[WEIGHTS] = tensor_bytes(weights)
     write_folder(folder, contents)
+
+
+def _check_name(name: str) -> None:
+    """A further file stays inside the folder, and does not take the place of one of ours."""
+    parts = name.split("/")
+    if name in (MANIFEST, SPEC, WEIGHTS) or not all(parts) or ".." in parts:
+        raise InputError(
+            f"'{name}' cannot be the name of a further file",
+            hint="use a relative name other than those of the checkpoint itself",
+        )
 
 
 def write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -61,17 +73,19 @@ def write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
         for name, data in contents.items():
             _write_synced(beside / name, data)
         _write_synced(beside / MANIFEST, _manifest_text(contents).encode())
-        _sync_folder(beside)
+        for inner in {(beside / name).parent for name in contents} | {beside}:
+            _sync_folder(inner)
         beside.rename(folder)
         _sync_folder(folder.parent)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
         size = sum(len(data) for data in contents.values())
         raise MachineError(
             f"could not write the checkpoint: {error.strerror}",
             where=str(folder),
             hint=f"it needs {size:,} bytes; earlier checkpoints are untouched",
         ) from error
+    finally:  # an interrupt too; once renamed, there is nothing left to remove
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _manifest_text(contents: Mapping[str, bytes]) -> str:
@@ -109,7 +123,9 @@ def verify_folder(folder: Path) -> dict[str, Any]:
         )
     try:
         manifest = json.loads(_read_text(path))
-        number, files = manifest["format"], dict(manifest["files"])
+        number, files = manifest["format"], manifest["files"]
+        if not isinstance(files, dict):
+            raise TypeError("its files are not a table")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileError(f"MANIFEST.json cannot be read: {error}", where=str(folder)) from error
     if number != FORMAT:
@@ -123,9 +139,12 @@ def verify_folder(folder: Path) -> dict[str, Any]:
 
 def _verify_file(folder: Path, name: str, entry: Any) -> None:
     path = folder / name
-    inside = path.resolve().is_relative_to(folder.resolve())
-    if not inside or not path.is_file():
-        raise FileError(f"{name} is missing", where=str(folder))
+    try:
+        found = path.resolve().is_relative_to(folder.resolve()) and path.is_file()
+    except (OSError, ValueError):  # a name that no file system takes
+        found = False
+    if not found:
+        raise FileError(f"{name[:80]!a} is missing", where=str(folder))
     if not isinstance(entry, dict) or path.stat().st_size != entry.get("bytes"):
         raise FileError(f"{name} has another size than when it was written", where=str(folder))
     with path.open("rb") as file:

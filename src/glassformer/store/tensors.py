@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from glassformer.spec.errors import FileError
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
 
@@ -51,6 +51,10 @@ def tensor_bytes(arrays: Arrays) -> bytes:
     chunks, offset = [], 0
     for name in sorted(arrays):
         array = arrays[name]
+        if array.dtype not in CODES:
+            raise InputError(
+                f"tensor '{name}' has dtype {array.dtype}", hint=f"use one of {', '.join(DTYPES)}"
+            )
         code = CODES[array.dtype]
         data = array.tobytes()
         end = offset + len(data)
@@ -78,7 +82,14 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise FileError(f"a tensor file with a broken header: {error}", where=path.name) from error
     if len(entries) > COUNT_LIMIT:
         raise FileError(f"{len(entries)} tensors in one file", where=path.name)
@@ -108,10 +119,16 @@ def read_tensors(path: Path) -> dict[str, NDArray]:
     for name, entry in entries:
         code, shape = header[name]
         array = np.frombuffer(entry["data"], dtype=DTYPES[code]).reshape(shape)
-        if code in ("F64", "F32", "F16") and not np.isfinite(array).all():
+        if not _is_finite(array):
             raise FileError(f"tensor {name} holds NaN or infinity", where=path.name)
         arrays[name] = array
     return arrays
+
+
+def _is_finite(array: NDArray) -> bool:
+    if array.dtype == BFLOAT16:  # NaN and infinity: all eight exponent bits set
+        return bool(((array.view("<u2") & 0x7F80) != 0x7F80).all())
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def explain_misfit(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:

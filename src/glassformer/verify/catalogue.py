@@ -96,6 +96,7 @@ SUBJECT_CHECKS = (
     SubjectCheck(
         "attention rows sum to 1, none to PAD or future", "padding", invariants.attention_rows
     ),
+    SubjectCheck("attention falls where the spec allows", "padding", own.attention_pattern),
     SubjectCheck(
         "same input, same bits; no dropout in eval", "determinism", invariants.determinism
     ),
@@ -182,7 +183,7 @@ def _guarded(run: Callable, argument: object) -> Measure:
 
 
 def _cause(narrow: Measure, wide: Measure) -> Verdict:
-    return "rounding" if wide.holds or wide.worst <= ROUNDING_SHARE * narrow.worst else "bug"
+    return "rounding" if wide.holds or wide.worst < ROUNDING_SHARE * narrow.worst else "bug"
 
 
 def _dtype_of(subject: Subject) -> str:
@@ -199,6 +200,9 @@ def _finding(
     verdict: Verdict,
     seconds: float,
 ) -> Finding:
+    note = measure.note
+    if verdict not in ("passed", "not offered") and not note:
+        note = (check.run.__doc__ or "").strip().split("\n")[0]
     return Finding(
         check.name,
         check.group,
@@ -208,6 +212,6 @@ def _finding(
         measure.worst,
         measure.tolerance,
         verdict,
-        measure.note,
+        note,
         seconds,
     )

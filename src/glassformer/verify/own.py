@@ -17,7 +17,7 @@ from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.taps import Taps
 from glassformer.spec.manifest import count_parameters, stored
-from glassformer.spec.model import Dropout
+from glassformer.spec.model import Attention, Dropout
 from glassformer.spec.taps import tap_shapes
 from glassformer.verify.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
 from glassformer.verify.measure import EXACT, Measure, gap, seeded
@@ -94,6 +94,48 @@ def explicit_is_fused(subject: Subject) -> Measure:
 
 
 @torch.no_grad()
+def attention_pattern(subject: Subject) -> Measure:
+    """Weight falls exactly where the spec allows, asked pair by pair: order, window, padding."""
+    model, mistakes = _model(subject), 0
+    tokens = tokens_of(subject, 2, LENGTH, seed=87)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[0, : LENGTH // 3] = False
+    valid[1, LENGTH // 2 :] = False
+    inputs = with_source(model.spec, tokens, valid)
+    taps = Taps(read="*.weights")
+    model(inputs, taps=taps)
+    for prefix, stack in model.spec.stacks().items():
+        side = inputs.source_valid_BS if prefix == "encoder." else valid
+        assert side is not None
+        for layer, block in enumerate(stack.blocks()):
+            at = f"{prefix}blocks.{layer}."
+            seen = {f"{at}attn.weights": (side, side, block.attention)}
+            if block.cross is not None:
+                assert inputs.source_valid_BS is not None
+                seen[f"{at}cross.weights"] = (side, inputs.source_valid_BS, block.cross)
+            for name, (queries, keys, attention) in seen.items():
+                expected = _allowed(queries.tolist(), keys.tolist(), attention)
+                mistakes += int(((taps.seen[name] > 0).all(1) != expected).sum())
+    return Measure(float(mistakes), EXACT, subject.size)
+
+
+def _allowed(queries: list[list[bool]], keys: list[list[bool]], attention: Attention) -> Tensor:
+    """Who may attend to whom, asked of each pair; every head has the same answer."""
+    width = attention.window or math.inf
+    rows = [
+        [
+            [
+                q and k and (s <= t or not attention.causal) and abs(t - s) < width
+                for s, k in enumerate(row_keys)
+            ]
+            for t, q in enumerate(row_queries)
+        ]
+        for row_queries, row_keys in zip(queries, keys, strict=True)
+    ]
+    return torch.tensor(rows)
+
+
+@torch.no_grad()
 def taps_are_named(subject: Subject) -> Measure:
     """Every tap of the spec is seen, none else; an edit reaches the logits; no hook remains."""
     model, inputs = _model(subject), _inputs(subject)
@@ -103,8 +145,8 @@ def taps_are_named(subject: Subject) -> Measure:
     mistakes = len(set(taps.seen) ^ set(wanted))
     mistakes += sum(taps.seen[name].ndim != len(shape) for name, shape in wanted.items())
     for name in wanted:
-        # Scores move all together without effect, so one entry is moved, not the whole tensor.
-        edit = Taps(edit={name: _moved})
+        # Everything is read again, so that the same path is taken and equal bits mean no effect.
+        edit = Taps(read="*", edit={name: _moved})
         changed = model(inputs, taps=edit)
         mistakes += all(torch.equal(changed[head], plain[head]) for head in plain)
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
@@ -112,8 +154,10 @@ def taps_are_named(subject: Subject) -> Measure:
 
 
 def _moved(x: Tensor) -> Tensor:
+    """Two entries changed: scores that move all together have no effect, nor has a padded row."""
     x = x.clone()
-    x[..., -1, 0] += 1.0
+    x[..., 0, 0] += 1.0
+    x[..., -1, -1] += 1.0
     return x
 
 

@@ -64,7 +64,8 @@ class Report:
         """A row for each check, over all subjects; then each failure by itself."""
         rows: dict[tuple[str, str], list[Finding]] = {}
         for f in self.findings:
-            rows.setdefault((f.group, f.name), []).append(f)
+            if f.verdict != "not offered":
+                rows.setdefault((f.group, f.name), []).append(f)
         lines, width = [], max((len(name) for _, name in rows), default=0)
         group = ""
         for (row_group, name), findings in sorted(
@@ -75,10 +76,9 @@ class Report:
                 lines.append(f"\n{group}" if lines else group)
             lines.append(_row(name.ljust(width), findings, style))
         lines += [_failure(f, style) for f in self.findings if f.failed]
-        skipped = sum(f.verdict == "not offered" for f in self.findings)
+        lines += _not_offered(self.findings, style)
         verdict = "failed" if self.failed else "passed"
         total = f"{self.passed} passed, {self.failed} failed"
-        total += f" ({skipped} not offered)" if skipped else ""
         return "\n".join([*lines, "", style(total, verdict)])
 
 
@@ -97,22 +97,31 @@ def _bar(f: Finding) -> str:
 
 
 def _row(name: str, findings: list[Finding], style: Style) -> str:
-    asked = [f for f in findings if f.verdict != "not offered"]
-    if not asked:
-        reasons = ", ".join(dict.fromkeys(f.note for f in findings))
-        return f"  {name}  {style('not offered', 'not offered')} ({reasons})"
     columns = []
-    for dtype in dict.fromkeys(f.dtype for f in asked):
-        worst = max((f for f in asked if f.dtype == dtype), key=lambda f: f.worst)
+    for dtype in dict.fromkeys(f.dtype for f in findings):
+        worst = max((f for f in findings if f.dtype == dtype), key=lambda f: f.worst)
         columns.append(f"{dtype} {_number(worst.worst):>8} of {_bar(worst):<7}")
-    subjects = list(dict.fromkeys(f.subject for f in asked))
-    size = asked[0].size if len(subjects) == 1 else f"{len(subjects)} models"
-    verdict = next((f.verdict for f in asked if f.failed), "passed")
+    subjects = list(dict.fromkeys(f.subject for f in findings))
+    size = findings[0].size if len(subjects) == 1 else f"{len(subjects)} models"
+    verdict = next((f.verdict for f in findings if f.failed), "passed")
     return f"  {name}  {style(verdict.ljust(8), verdict)}  {'  '.join(columns)}  {size}"
 
 
+def _not_offered(findings: Iterable[Finding], style: Style) -> list[str]:
+    """What could not be asked, by reason: never counted as passed."""
+    reasons: dict[str, list[str]] = {}
+    for f in findings:
+        if f.verdict == "not offered":
+            reasons.setdefault(f.note, []).append(f.name)
+    lines = []
+    for reason, names in reasons.items():
+        unique = ", ".join(dict.fromkeys(names))
+        lines.append(style(f"  {reason}: {unique}", "not offered"))
+    return ["", style("not offered", "not offered"), *lines] if lines else []
+
+
 def _failure(f: Finding, style: Style) -> str:
-    note = f": {f.note}" if f.note else ""
+    note = f"\n  {f.note}" if f.note else ""
     where = f"{f.subject}, {f.dtype}, {f.size}" if f.size else f"{f.subject}, {f.dtype}"
     gap = f"{_number(f.worst)}, allowed {_bar(f)}"
     return f"\n{style(f.verdict, f.verdict)}  {f.name}\n  at: {where}\n  worst: {gap}{note}"

@@ -156,12 +156,12 @@ def subject_of_module(
     vocab_size = vocab_size or _vocabulary_of(module)
     call = logits or _call_by_signature(module)
 
-    def double() -> Subject:
-        twin = copy.deepcopy(module).double()
+    def again(twin: nn.Module) -> Subject:
         return subject_of_module(
             twin, name=name, vocab_size=vocab_size, max_length=max_length, causal=causal
         )
 
+    plain = logits is None  # a function of the caller's is bound to its module, not to a copy
     return Subject(
         name=name or type(module).__name__,
         logits=call,
@@ -171,8 +171,44 @@ def subject_of_module(
         size=f"V{vocab_size}",
         parameters=dict(module.named_parameters()),
         train=module.train,
-        double=double if logits is None else None,
+        step=_step_by_signature(module) if plain else None,
+        reload=(lambda: again(_through_state_dict(module))) if plain else None,
+        double=(lambda: again(copy.deepcopy(module).double())) if plain else None,
     )
+
+
+def _through_state_dict(module: nn.Module) -> nn.Module:
+    """A copy whose tensors were wiped and came back from the state dict: what it lacks is lost."""
+    twin = copy.deepcopy(module)
+    saved = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    twin.load_state_dict(saved)
+    return twin
+
+
+def _step_by_signature(module: nn.Module) -> Logits | None:
+    """Token by token through `past_key_values`, for modules that keep to that habit."""
+    names = inspect.signature(module.forward).parameters
+    if not {"input_ids", "attention_mask", "past_key_values", "use_cache"} <= set(names):
+        return None
+
+    def step(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT
+        past, columns = None, []
+        for t in range(tokens_BT.shape[1]):
+            result = module(
+                input_ids=tokens_BT[:, t : t + 1],
+                attention_mask=valid_BT[:, : t + 1].long(),
+                past_key_values=past,
+                use_cache=True,
+            )
+            past = result.past_key_values
+            columns.append(result.logits)
+        return torch.cat(columns, 1)
+
+    return step
 
 
 #: What different libraries call the token ids and the mask (True or 1 = real token).

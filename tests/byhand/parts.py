@@ -1,0 +1,524 @@
+"""Every pair of the by-hand engine with its own reference in torch: one table for shape, parity, gradient.
+
+A `Part` runs forward and backward on float64 arrays; the reference computes the same with torch's own
+functions and leaves the derivative to autograd. Sizes are distinct primes where the part lets them be.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glassformer.byhand.activation import (
+    dropout_backward,
+    dropout_forward,
+    gelu_forward,
+    gelu_tanh_forward,
+    relu_backward,
+    relu_forward,
+    silu_forward,
+    slope_backward,
+)
+from glassformer.byhand.attend import attend_backward, attend_forward
+from glassformer.byhand.attention import multi_head_backward, multi_head_forward
+from glassformer.byhand.block import BlockArrays, Setting, block_backward, block_forward
+from glassformer.byhand.embed import (
+    embedding_backward,
+    embedding_forward,
+    factorized_backward,
+    factorized_forward,
+)
+from glassformer.byhand.ffn import feed_backward, feed_forward, swiglu_backward, swiglu_forward
+from glassformer.byhand.heads import head_backward, head_forward
+from glassformer.byhand.linear import linear_backward, linear_forward
+from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
+from glassformer.byhand.norm import (
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+from glassformer.byhand.position import (
+    rotate_backward,
+    rotate_forward,
+    rotations,
+    sinusoidal_backward,
+    sinusoidal_forward,
+    sinusoids,
+)
+from glassformer.byhand.softmax import softmax_backward, softmax_forward
+from glassformer.byhand.storage import under
+from glassformer.byhand.trip import Trip
+from glassformer.byhand.workspace import Workspace
+from glassformer.spec import model as spec
+from glassformer.spec.inits import HeInit
+from glassformer.spec.manifest import attention_parameters, block_parameters, ffn_parameters
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+
+B, T, S, D, H, F_, V, R = 3, 5, 7, 11, 4, 13, 17, 2
+N, K = 6, 2
+rng = np.random.default_rng(5)
+
+TOKENS = rng.integers(0, V, (B, T))
+TOKENS[0, 1] = TOKENS[0, 2] = TOKENS[1, 0] = 3  # repeated on purpose
+MANY_TOKENS = rng.integers(0, 211, (B, T))
+MANY_TOKENS[:, 0] = 150
+ALLOW = rng.random((B, 1, T, S)) < 0.6
+ALLOW[..., 0] = True
+ALLOW[1, :, 2] = False  # a row that may attend to nothing
+SELF_ALLOW = ALLOW[..., :T]
+KEEP = (rng.random((B, T, D)) < 0.7) / 0.7
+VALID = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], np.bool_)
+TARGETS = rng.integers(0, V, (B, T))
+ROTARY = spec.Rotary(base=100.0)
+COS, SIN = rotations(ROTARY, length=T, d_head=H, dtype=np.dtype(np.float64))
+
+
+@dataclass(frozen=True)
+class Part:
+    """arrays to differentiate; run(arrays, dout) -> out, grads; reference(tensors) -> out; its shape."""
+
+    arrays: Callable[[], Arrays]
+    run: Callable[[Arrays, Array | None], tuple[Array, Arrays]]
+    reference: Callable[[dict[str, Tensor]], Tensor]
+    shape: tuple[int, ...]
+
+
+def normal(**shapes: tuple[int, ...]) -> Callable[[], Arrays]:
+    return lambda: {
+        name: np.random.default_rng(i).standard_normal(shape)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def trip() -> Trip:
+    return Trip(Workspace(np.float64))
+
+
+def simple(forward: Any, backward: Any) -> Callable[[Arrays, Array | None], tuple[Array, Arrays]]:
+    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+        out, cache = forward(a["x"])
+        return out, {} if dout is None else {"x": backward(dout, cache)}
+
+    return run
+
+
+def named(part: Callable[..., Any], width: int) -> Callable[[], Arrays]:
+    """Arrays of a composite part under manifest names, with `x` of that width, none of them trivial."""
+
+    def make() -> Arrays:
+        drawn = np.random.default_rng(8)
+        arrays = {p.name: 0.4 * drawn.standard_normal(p.shape) for p in part()}
+        return arrays | {"x": drawn.standard_normal((B, T, width))}
+
+    return make
+
+
+# --- small parts --------------------------------------------------------------------------------
+
+
+def linear(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    out, cache = linear_forward(a["x"], weight_OI=a["weight"], bias_O=a["bias"])
+    if dout is None:
+        return out, {}
+    return out, dict(zip(("x", "weight", "bias"), linear_backward(dout, cache), strict=True))
+
+
+def embedding(tokens: Array, scale: float = 1.0) -> Any:
+    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+        out, cache = embedding_forward(tokens, table_VD=a["table"], scale=scale)
+        if dout is None:
+            return out, {}
+        return out, {
+            "table": embedding_backward(dout, cache, dtable_VD=np.zeros_like(a["table"]))
+        }
+
+    return run
+
+
+def factorized(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    out, cache = factorized_forward(TOKENS, u_VR=a["u"], v_RD=a["v"])
+    if dout is None:
+        return out, {}
+    grads = factorized_backward(
+        dout, cache, du_VR=np.zeros_like(a["u"]), dv_RD=np.zeros_like(a["v"])
+    )
+    return out, dict(zip("uv", grads, strict=True))
+
+
+def sinusoidal(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    table = sinusoids(29, d_model=D)
+    out = sinusoidal_forward(a["x"].copy(), table_SD=table, positions=slice(0, T))
+    return out, {} if dout is None else {"x": sinusoidal_backward(dout)}
+
+
+def rotary(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    out, cache = rotate_forward(a["x"].copy(), cos=COS, sin=SIN)
+    return out, {} if dout is None else {"x": rotate_backward(dout.copy(), cache)}
+
+
+def rotated(x: Tensor) -> Tensor:
+    """The reference turns complex numbers: another way to the same thing."""
+    angle = torch.tensor(np.arange(T)[:, None] * 100.0 ** (-np.arange(0, H, 2) / H))
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def layer_norm(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    out, cache = layer_norm_forward(a["x"], weight_D=a["weight"], bias_D=a["bias"])
+    if dout is None:
+        return out, {}
+    return out, dict(zip(("x", "weight", "bias"), layer_norm_backward(dout, cache), strict=True))
+
+
+def rms_norm(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    out, cache = rms_norm_forward(a["x"], weight_D=a["weight"])
+    if dout is None:
+        return out, {}
+    return out, dict(zip(("x", "weight"), rms_norm_backward(dout, cache), strict=True))
+
+
+def attend(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    heads, cache = attend_forward(
+        a["q"], k_BKSH=a["k"], v_BKSH=a["v"], trip=trip(), allow=ALLOW.astype(np.float64)
+    )
+    out = heads.transpose(0, 2, 1, 3)
+    if dout is None:
+        return out, {}
+    return out, dict(zip("qkv", attend_backward(dout, cache, trip=trip()), strict=True))
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, allow: Array) -> Tensor:
+    """Written out, with the empty rows erased by hand."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    may = torch.tensor(allow)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~may, -1e300)
+    weights = torch.softmax(scores, -1) * may.any(-1, keepdim=True)
+    return weights @ v
+
+
+# --- composite parts ----------------------------------------------------------------------------
+
+GROUPED = spec.Attention(
+    n_heads=N, n_kv_heads=K, d_head=H, bias="no_key", qk_norm=spec.LayerNorm(), causal=False
+)
+CROSS = spec.Attention(n_heads=2, d_head=H, bias="all", qk_norm=spec.RMSNorm(), causal=False)
+
+
+def multi_head(attention: spec.Attention, *, turned: bool, context: bool) -> Any:
+    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+        carried = trip()
+        params = {name: x for name, x in a.items() if name not in ("x", "context")}
+        out, cache = multi_head_forward(
+            a["x"],
+            attention=attention,
+            params=params,
+            trip=carried,
+            context_BSD=a.get("context"),
+            rotation=(COS, SIN) if turned else None,
+            allow=(ALLOW if context else SELF_ALLOW).astype(np.float64),
+        )
+        if dout is None:
+            return out, {}
+        grads: Arrays = {}
+        dx, dcontext = multi_head_backward(dout, cache, grads=grads, trip=carried)
+        grads["x"] = dx
+        if dcontext is not None:
+            grads["context"] = dcontext
+        return out, grads
+
+    return run
+
+
+def multi_head_reference(attention: spec.Attention, *, turned: bool) -> Any:
+    def run(t: dict[str, Tensor]) -> Tensor:
+        context = t.get("context", t["x"])
+        made = {}
+        for letter, x in (("q", t["x"]), ("k", context), ("v", context)):
+            flat = F.linear(x, t[f"{letter}_proj.weight"], t.get(f"{letter}_proj.bias"))
+            heads = flat.unflatten(-1, (-1, H)).transpose(1, 2)
+            if letter != "v" and isinstance(attention.qk_norm, spec.LayerNorm):
+                weight, bias = t[f"{letter}_norm.weight"], t[f"{letter}_norm.bias"]
+                heads = F.layer_norm(heads, (H,), weight, bias, attention.qk_norm.eps)
+            elif letter != "v" and attention.qk_norm is not None:
+                heads = F.rms_norm(heads, (H,), t[f"{letter}_norm.weight"], attention.qk_norm.eps)
+            made[letter] = rotated(heads) if turned and letter != "v" else heads
+        allow = ALLOW if "context" in t else SELF_ALLOW
+        heads = sdpa(made["q"], made["k"], made["v"], allow)
+        joined = heads.transpose(1, 2).flatten(2)
+        return F.linear(joined, t["o_proj.weight"], t.get("o_proj.bias"))
+
+    return run
+
+
+def with_context(make: Callable[[], Arrays]) -> Callable[[], Arrays]:
+    return lambda: make() | {"context": np.random.default_rng(9).standard_normal((B, S, D))}
+
+
+RELU = spec.MLP(d_ff=F_, activation="relu")
+TANH = spec.MLP(d_ff=F_, activation="gelu_tanh", bias=False)
+GATED = spec.SwiGLU(d_ff=F_, bias=True)
+
+
+def feed(ffn: spec.MLP | spec.SwiGLU) -> Any:
+    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+        carried, params = trip(), {name: x for name, x in a.items() if name != "x"}
+        grads: Arrays = {}
+        if isinstance(ffn, spec.SwiGLU):
+            out, gated = swiglu_forward(a["x"], params=params, trip=carried)
+            if dout is not None:
+                grads["x"] = swiglu_backward(dout, gated, grads=grads, trip=carried)
+            return out, grads
+        out, cache = feed_forward(a["x"], ffn=ffn, params=params, trip=carried)
+        if dout is not None:
+            grads["x"] = feed_backward(dout, cache, grads=grads, trip=carried)
+        return out, grads
+
+    return run
+
+
+def feed_reference(t: dict[str, Tensor], prefix: str = "", act: Any = F.relu) -> Tensor:
+    def line(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, t[f"{prefix}{name}.weight"], t.get(f"{prefix}{name}.bias"))
+
+    if f"{prefix}gate_proj.weight" in t:
+        return line("down_proj", F.silu(line("gate_proj", t["x"])) * line("up_proj", t["x"]))
+    return line("down_proj", act(line("up_proj", t["x"])))
+
+
+def block_of(placement: Any) -> spec.Block:
+    attention = spec.Attention(n_heads=2, d_head=H, bias="all", causal=False)
+    return spec.Block(attention=attention, ffn=RELU, norm=spec.LayerNorm(), placement=placement)
+
+
+def block(placement: str) -> Any:
+    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+        carried = trip()
+        params = BlockArrays(
+            attn=under(a, "attn."),
+            ffn=under(a, "ffn."),
+            norms={name: x for name, x in a.items() if "_norm." in name},
+        )
+        setting = Setting(allow=SELF_ALLOW.astype(np.float64))
+        out, cache = block_forward(
+            a["x"].copy(),
+            block=block_of(placement),
+            params=params,
+            trip=carried,
+            setting=setting,
+            dropout=spec.Dropout(),
+        )
+        if dout is None:
+            return out, {}
+        grads = BlockArrays()
+        dx = block_backward(dout.copy(), cache, grads=grads, trip=carried)
+        found = {"x": dx} | grads.norms
+        for prefix, part in (("attn.", grads.attn), ("ffn.", grads.ffn)):
+            found |= {f"{prefix}{name}": grad for name, grad in part.items()}
+        return out, found
+
+    return run
+
+
+def block_reference(placement: str) -> Any:
+    attention = multi_head_reference(block_of(placement).attention, turned=False)
+
+    def norm(t: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (D,), t[f"{name}.weight"], t[f"{name}.bias"])
+
+    def attn(t: dict[str, Tensor], x: Tensor) -> Tensor:
+        return attention({k.removeprefix("attn."): v for k, v in t.items()} | {"x": x})
+
+    def run(t: dict[str, Tensor]) -> Tensor:
+        x = t["x"]
+        if placement == "pre":
+            x = x + attn(t, norm(t, "attn_norm", x))
+            return x + feed_reference(t | {"x": norm(t, "ffn_norm", x)}, "ffn.")
+        x = norm(t, "attn_norm", x + attn(t, x))
+        return norm(t, "ffn_norm", x + feed_reference(t | {"x": x}, "ffn."))
+
+    return run
+
+
+def head(kind: spec.Head) -> Any:
+    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+        params = {name: x for name, x in a.items() if name != "x"}
+        out, cache = head_forward(a["x"], head=kind, params=params, valid_BT=VALID)
+        if dout is None:
+            return out, {}
+        grads = {name: np.zeros_like(x) for name, x in a.items()}
+        head_backward(dout, cache, params=params, grads=grads, dhidden_BTD=grads["x"])
+        return out, grads
+
+    return run
+
+
+def readout_reference(t: dict[str, Tensor], readout: str) -> Tensor:
+    rows = [
+        x[valid].mean(0) if readout == "mean" else x[valid][-1 if readout == "last" else 0]
+        for x, valid in zip(t["x"], torch.tensor(VALID), strict=True)
+    ]
+    return F.linear(torch.stack(rows), t["weight"], t["bias"])
+
+
+def cross_entropy(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    loss, cache = cross_entropy_forward(
+        a["logits"], targets=TARGETS, weights=VALID, label_smoothing=0.1
+    )
+    if dout is None:
+        return np.array(loss), {}
+    found = cross_entropy_backward(float(dout), cache)
+    return np.array(loss), {"logits": found.reshape(B, T, V)}
+
+
+def cross_entropy_reference(t: dict[str, Tensor]) -> Tensor:
+    kept = torch.tensor(VALID)
+    return F.cross_entropy(t["logits"][kept], torch.tensor(TARGETS)[kept], label_smoothing=0.1)
+
+
+X = normal(x=(B, T, D))
+ANSWER = normal(x=(B, T, D), weight=(V, D), bias=(V,))
+
+PARTS: dict[str, Part] = {
+    "linear": Part(
+        normal(x=(B, T, D), weight=(F_, D), bias=(F_,)),
+        linear,
+        lambda t: F.linear(t["x"], t["weight"], t["bias"]),
+        (B, T, F_),
+    ),
+    "embedding": Part(
+        normal(table=(V, D)),
+        embedding(TOKENS),
+        lambda t: F.embedding(torch.tensor(TOKENS), t["table"]),
+        (B, T, D),
+    ),
+    "scaled embedding, many rows": Part(
+        normal(table=(211, D)),
+        embedding(MANY_TOKENS, 1.7),
+        lambda t: 1.7 * F.embedding(torch.tensor(MANY_TOKENS), t["table"]),
+        (B, T, D),
+    ),
+    "factorized": Part(
+        normal(u=(V, R), v=(R, D)),
+        factorized,
+        lambda t: F.embedding(torch.tensor(TOKENS), t["u"]) @ t["v"],
+        (B, T, D),
+    ),
+    "sinusoidal": Part(
+        X, sinusoidal, lambda t: t["x"] + torch.tensor(sinusoids(T, d_model=D)), (B, T, D)
+    ),
+    "rotary": Part(normal(x=(B, N, T, H)), rotary, lambda t: rotated(t["x"]), (B, N, T, H)),
+    "layer_norm": Part(
+        normal(x=(B, T, D), weight=(D,), bias=(D,)),
+        layer_norm,
+        lambda t: F.layer_norm(t["x"], (D,), t["weight"], t["bias"]),
+        (B, T, D),
+    ),
+    "rms_norm": Part(
+        normal(x=(B, T, D), weight=(D,)),
+        rms_norm,
+        lambda t: F.rms_norm(t["x"], (D,), t["weight"], 1e-6),
+        (B, T, D),
+    ),
+    "relu": Part(X, simple(relu_forward, relu_backward), lambda t: F.relu(t["x"]), (B, T, D)),
+    "gelu": Part(X, simple(gelu_forward, slope_backward), lambda t: F.gelu(t["x"]), (B, T, D)),
+    "gelu_tanh": Part(
+        X,
+        simple(gelu_tanh_forward, slope_backward),
+        lambda t: F.gelu(t["x"], approximate="tanh"),
+        (B, T, D),
+    ),
+    "silu": Part(X, simple(silu_forward, slope_backward), lambda t: F.silu(t["x"]), (B, T, D)),
+    "softmax": Part(
+        X, simple(softmax_forward, softmax_backward), lambda t: torch.softmax(t["x"], -1), (B, T, D)
+    ),
+    "dropout": Part(
+        X,
+        simple(lambda x: dropout_forward(x, keep=KEEP), dropout_backward),
+        lambda t: t["x"] * torch.tensor(KEEP),
+        (B, T, D),
+    ),
+    "attend": Part(
+        normal(q=(B, N, T, H), k=(B, K, S, H), v=(B, K, S, H)),
+        attend,
+        lambda t: sdpa(t["q"], t["k"], t["v"], ALLOW),
+        (B, N, T, H),
+    ),
+    "multi_head": Part(
+        named(lambda: attention_parameters(GROUPED, "", D, init=HeInit()), D),
+        multi_head(GROUPED, turned=True, context=False),
+        multi_head_reference(GROUPED, turned=True),
+        (B, T, D),
+    ),
+    "cross multi_head": Part(
+        with_context(named(lambda: attention_parameters(CROSS, "", D, init=HeInit()), D)),
+        multi_head(CROSS, turned=False, context=True),
+        multi_head_reference(CROSS, turned=False),
+        (B, T, D),
+    ),
+    "feed_forward": Part(
+        named(lambda: ffn_parameters(RELU, "", D, init=HeInit()), D),
+        feed(RELU),
+        feed_reference,
+        (B, T, D),
+    ),
+    "feed_forward, tanh, no bias": Part(
+        named(lambda: ffn_parameters(TANH, "", D, init=HeInit()), D),
+        feed(TANH),
+        lambda t: feed_reference(t, act=lambda x: F.gelu(x, approximate="tanh")),
+        (B, T, D),
+    ),
+    "swiglu": Part(
+        named(lambda: ffn_parameters(GATED, "", D, init=HeInit()), D),
+        feed(GATED),
+        feed_reference,
+        (B, T, D),
+    ),
+    "block, pre": Part(
+        named(lambda: block_parameters(block_of("pre"), "", D, init=HeInit()), D),
+        block("pre"),
+        block_reference("pre"),
+        (B, T, D),
+    ),
+    "block, post": Part(
+        named(lambda: block_parameters(block_of("post"), "", D, init=HeInit()), D),
+        block("post"),
+        block_reference("post"),
+        (B, T, D),
+    ),
+    "tied head": Part(
+        normal(x=(B, T, D), weight=(V, D), bias=(V,)),
+        head(spec.NextHead(tied=True, bias=True)),
+        lambda t: F.linear(t["x"], t["weight"], t["bias"]),
+        (B, T, V),
+    ),
+    "tied factorized head": Part(
+        normal(x=(B, T, D), u=(V, R), v=(R, D)),
+        head(spec.NextHead(tied=True)),
+        lambda t: t["x"] @ t["v"].mT @ t["u"].mT,
+        (B, T, V),
+    ),
+    "answer, last": Part(
+        ANSWER, head(spec.AnswerHead()), lambda t: readout_reference(t, "last"), (B, V)
+    ),
+    "answer, first": Part(
+        ANSWER,
+        head(spec.AnswerHead(readout="first")),
+        lambda t: readout_reference(t, "first"),
+        (B, V),
+    ),
+    "answer, mean": Part(
+        ANSWER,
+        head(spec.AnswerHead(readout="mean")),
+        lambda t: readout_reference(t, "mean"),
+        (B, V),
+    ),
+    "cross_entropy": Part(normal(logits=(B, T, V)), cross_entropy, cross_entropy_reference, ()),
+}

@@ -1,0 +1,160 @@
+"""Whole models: every parameter's gradient and every tap against autograd and central differences."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from glassformer.byhand.check import check_directions, relative_error
+from glassformer.byhand.model import Model
+from glassformer.nn.taps import Taps
+from glassformer.spec.manifest import manifest
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.presets import PRESETS as ALL_PRESETS
+from tests.byhand.witness import PRESETS, case_for, torch_gradients, torch_loss, torch_twin
+from tests.strategies import model_specs
+
+PARITY = 1e-10  # worst seen 4e-13 over presets and random specs
+DIFFERENCES = 1e-6  # worst seen 2e-7
+NOTHING = 1e-6  # below this a gradient is compared absolutely: zero by theory, noise in both
+
+every_preset = pytest.mark.parametrize("spec", PRESETS.values(), ids=PRESETS.keys())
+
+
+def test_no_preset_is_missing() -> None:
+    assert set(PRESETS) == set(ALL_PRESETS)
+
+
+def assert_same_gradients(spec: ModelSpec, *, segments: bool = False) -> None:
+    twin, weights = torch_twin(spec)
+    model, case = Model(spec, params=weights), case_for(spec, segments=segments)
+    head_weights = {name: 0.3 + i for i, name in enumerate(spec.head_names())}
+    want = torch_loss(twin, case, head_weights=head_weights)
+    want.backward()
+    found = model.loss_and_grads(
+        case.inputs(model), targets=case.targets, label_smoothing=0.1, head_weights=head_weights
+    )
+    assert abs(found.total - float(want.detach())) <= 1e-11 * max(1.0, abs(found.total))
+    for name, expected in torch_gradients(twin, spec).items():
+        error = relative_error(model.grads[name], expected, floor=NOTHING)
+        assert error <= PARITY, f"{name}: {error:.1e}"
+
+
+@every_preset
+def test_every_gradient_of_a_preset_is_autograds(spec: ModelSpec) -> None:
+    assert_same_gradients(spec)
+
+
+@pytest.mark.parametrize("name", ["budget-lm", "qwen", "fsm-probe", "qwen-sliding"])
+def test_packed_segments(name: str) -> None:
+    assert_same_gradients(PRESETS[name], segments=True)
+
+
+@settings(max_examples=60)
+@given(spec=model_specs())
+def test_any_spec_has_autograds_gradients(spec: ModelSpec) -> None:
+    assert_same_gradients(spec)
+
+
+@every_preset
+def test_every_tap_and_its_gradient(spec: ModelSpec) -> None:
+    twin, weights = torch_twin(spec)
+    model, case = Model(spec, params=weights), case_for(spec)
+    theirs = Taps(read="*", gradients=True)
+    torch_loss(twin, case, taps=theirs).backward()
+    taps: dict[str, np.ndarray] = {}
+    grads: dict[str, np.ndarray] = {}
+    model.loss_and_grads(
+        case.inputs(model), targets=case.targets, label_smoothing=0.1, taps=taps, tap_grads=grads
+    )
+    assert set(taps) == set(theirs.seen)
+    assert set(grads) == set(theirs.gradients())
+    for name, tensor in theirs.seen.items():
+        assert relative_error(taps[name], tensor.detach().numpy(), floor=1e-3) <= PARITY, name
+        assert tensor.grad is not None
+        assert relative_error(grads[name], tensor.grad.numpy(), floor=NOTHING) <= PARITY, name
+
+
+@every_preset
+def test_gradients_are_slopes(spec: ModelSpec) -> None:
+    model, case = Model(spec, rng=np.random.default_rng(4)), case_for(spec)
+    inputs = case.inputs(model)
+    model.loss_and_grads(inputs, targets=case.targets, label_smoothing=0.1)
+    checks = check_directions(
+        lambda: model.loss(inputs, targets=case.targets, label_smoothing=0.1).total,
+        model.params,
+        model.grads,
+        rng=np.random.default_rng(6),
+        directions=1,
+    )
+    worst = max(checks, key=lambda check: check.error)
+    assert worst.error <= DIFFERENCES, worst
+
+
+def test_gradients_are_slopes_with_dropout() -> None:
+    """The same generator state draws the same masks, so the dropped loss is a function too."""
+    spec = PRESETS["seq2seq"]
+    model, case = Model(spec, rng=np.random.default_rng(4)), case_for(spec)
+    inputs = case.inputs(model)
+
+    def loss() -> float:
+        rng = np.random.default_rng(11)
+        return model.loss_and_grads(inputs, targets=case.targets, rng=rng).total
+
+    dropped = loss()
+    assert abs(dropped - model.loss(inputs, targets=case.targets).total) > 1e-3
+    grads = {name: grad.copy() for name, grad in model.grads.items()}
+    checks = check_directions(
+        loss, model.params, grads, rng=np.random.default_rng(6), directions=1
+    )
+    worst = max(checks, key=lambda check: check.error)
+    assert worst.error <= DIFFERENCES, worst
+
+
+def test_known_zero_gradients_are_the_manifests() -> None:
+    spec = PRESETS["core"]
+    model, case = Model(spec, rng=np.random.default_rng(4)), case_for(spec)
+    model.loss_and_grads(case.inputs(model), targets=case.targets)
+    for parameter in manifest(spec):
+        size = np.abs(model.grads[parameter.name]).max()
+        assert (size < 1e-14) == bool(parameter.zero_gradient), parameter.name
+
+
+def test_accumulation_is_the_sum() -> None:
+    spec = PRESETS["fsm-factorized"]
+    model = Model(spec, rng=np.random.default_rng(4))
+    cases = [case_for(spec, seed=seed) for seed in (0, 1)]
+    apart = []
+    for case in cases:
+        model.loss_and_grads(case.inputs(model), targets=case.targets, scale=0.5)
+        apart.append(model.grad_vector.copy())
+    for case, accumulate in zip(cases, (False, True), strict=True):
+        model.loss_and_grads(
+            case.inputs(model), targets=case.targets, scale=0.5, accumulate=accumulate
+        )
+    np.testing.assert_allclose(model.grad_vector, apart[0] + apart[1], atol=1e-15)
+
+
+def test_weights_travel_both_ways_bit_for_bit() -> None:
+    spec = PRESETS["qwen"]
+    twin, weights = torch_twin(spec)
+    model = Model(spec, params=weights)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            np.testing.assert_array_equal(model.params[name], parameter.numpy())
+    single = Model(spec, rng=np.random.default_rng(0), dtype=np.float32)
+    again = Model(spec, params=single.params, dtype=np.float32)
+    assert again.storage.vector.tobytes() == single.storage.vector.tobytes()
+
+
+def test_float32_is_float64_rounded() -> None:
+    for name in ("digits", "qwen", "seq2seq-pre"):
+        spec = PRESETS[name]
+        wide = Model(spec, rng=np.random.default_rng(2))
+        narrow = Model(spec, params=wide.params, dtype=np.float32)
+        case = case_for(spec)
+        for model in (wide, narrow):
+            model.loss_and_grads(case.inputs(model), targets=case.targets)
+        error = relative_error(narrow.grad_vector, wide.grad_vector)
+        assert narrow.grad_vector.dtype == np.float32
+        assert error <= 1e-5, error  # worst seen 1e-6

@@ -1,0 +1,136 @@
+"""A by-hand model beside the torch model of the same spec: same weights, same batch, same loss."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glassformer.byhand.model import Inputs, Model
+from glassformer.data.batch import Batch, Source
+from glassformer.models.build import build
+from glassformer.nn.taps import Taps
+from glassformer.spec import presets
+from glassformer.spec.manifest import manifest
+from glassformer.spec.model import ModelSpec
+
+#: The presets, shrunk: what a preset decides is kept, its widths are not.
+PRESETS: dict[str, ModelSpec] = {
+    "digits": presets.digits(d_model=12, n_heads=3, d_ff=17),
+    "fsm-probe": presets.fsm_probe(d_model=12, n_heads=3, d_ff=17),
+    "fsm-factorized": presets.fsm_probe(d_model=12, n_heads=3, d_ff=17, rank=5, l1=1e-2),
+    "budget-lm": presets.budget_lm(
+        vocab_size=151, d_model=12, d_ff=17, n_layers=2, n_heads=3, max_seq_len=13
+    ),
+    "core": presets.core(vocab_size=31, d_model=12, n_heads=3, d_ff=17, max_seq_len=13),
+    "qwen": presets.qwen(vocab_size=31, d_model=11, n_heads=6, n_kv_heads=2, d_head=4, d_ff=17),
+    "qwen-sliding": presets.qwen(
+        vocab_size=31, d_model=11, n_heads=6, n_kv_heads=2, d_head=4, d_ff=17, window=3, qk_norm=False
+    ),
+    "seq2seq": presets.seq2seq(
+        vocab_size=31, source_vocab_size=23, d_model=12, n_heads=3, d_ff=17, n_layers=2
+    ),
+    "seq2seq-pre": presets.seq2seq(
+        vocab_size=31, d_model=12, n_heads=3, d_ff=17, n_layers=2, pre_norm=True, activation="gelu"
+    ),
+}
+
+B, T, S = 3, 7, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arrays of one batch."""
+
+    tokens: np.ndarray
+    valid: np.ndarray
+    targets: dict[str, np.ndarray]
+    segments: np.ndarray | None = None
+    source: np.ndarray | None = None
+    source_valid: np.ndarray | None = None
+
+    def batch(self) -> Batch:
+        source = None
+        if self.source is not None and self.source_valid is not None:
+            source = Source(tokens=self.source, valid=self.source_valid)
+        return Batch(tokens=self.tokens, valid=self.valid, segments=self.segments, source=source)
+
+    def inputs(self, model: Model) -> Inputs:
+        return model.inputs(
+            self.tokens,
+            valid_BT=self.valid,
+            segments_BT=self.segments,
+            source_tokens_BS=self.source,
+            source_valid_BS=self.source_valid,
+        )
+
+
+def case_for(spec: ModelSpec, *, seed: int = 0, segments: bool = False) -> Case:
+    """A batch padded on the right in one row and on the left in another, with one token all alone."""
+    rng = np.random.default_rng(seed)
+    length = min(T, spec.max_seq_len)
+    valid = np.ones((B, length), np.bool_)
+    valid[1, max(1, length - 2) :] = False
+    valid[2, : length // 2] = False
+    targets = {
+        head: rng.integers(0, spec.head_size(head), (B,) if head == "answer" else (B, length))
+        for head in spec.head_names()
+    }
+    tokens = rng.integers(0, spec.vocab_size, (B, length))
+    packed = np.sort(rng.integers(0, 3, (B, length)), axis=1) if segments else None
+    if spec.encoder is None:
+        return Case(tokens, valid, targets, packed)
+    source_length = min(S, spec.max_seq_len)
+    source_valid = np.ones((B, source_length), np.bool_)
+    source_valid[0, source_length - 1 :] = False
+    source = rng.integers(0, spec.source_vocab, (B, source_length))
+    return Case(tokens, valid, targets, packed, source, source_valid)
+
+
+def torch_twin(spec: ModelSpec, *, seed: int = 1) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
+    """A float64 torch model in which no gain is 1 and no bias 0, and its weights by owner's name."""
+    model = build(spec).double()
+    generator = torch.Generator().manual_seed(seed)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.5, generator=generator)
+    owned = {p.name: named[p.name].detach().numpy().copy() for p in manifest(spec) if not p.tied_to}
+    return model, owned
+
+
+def torch_gradients(model: torch.nn.Module, spec: ModelSpec) -> dict[str, np.ndarray]:
+    """Gradients by owner's name; zeros where the loss does not reach."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = {}
+    for parameter in manifest(spec):
+        if parameter.tied_to is None:
+            tensor = named[parameter.name]
+            grad = tensor.grad
+            found[parameter.name] = np.zeros(tensor.shape) if grad is None else grad.numpy()
+    return found
+
+
+def torch_loss(
+    model: Any,
+    case: Case,
+    *,
+    label_smoothing: float = 0.1,
+    head_weights: dict[str, float] | None = None,
+    taps: Taps | None = None,
+) -> Tensor:
+    """The loss that `Model.loss_and_grads` describes, written with torch's own functions."""
+    total = model.penalty()
+    for head, logits in model(case.batch(), taps=taps).items():
+        losses = F.cross_entropy(
+            logits.flatten(0, -2),
+            torch.tensor(case.targets[head]).flatten(),
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        counted = torch.ones(B) if head == "answer" else torch.tensor(case.valid).flatten()
+        mean = (losses * counted).sum() / counted.sum()
+        total = total + (head_weights or {}).get(head, 1.0) * mean
+    return total

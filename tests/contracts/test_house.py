@@ -1,0 +1,247 @@
+"""The house: who may import whom, what each package may need, what no file may do."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src"
+HOUSE = ROOT / "glassformer"
+
+#: DESIGN.md's table. A package imports lower ranks only, never one of its own rank.
+RANKS = {
+    "spec": 0,
+    "data": 1,
+    "store": 1,
+    "kernels": 1,
+    "nn": 2,
+    "byhand": 2,
+    "models": 3,
+    "train": 4,
+    "generate": 4,
+    "quant": 4,
+    "lens": 4,
+    "adapters": 5,
+    "verify": 6,
+    "lab": 6,
+    "named": 7,
+    "web": 7,
+    "cli": 8,
+}
+#: Packages that the table gives less than their rank.
+ONLY = {
+    "spec": set(),
+    "data": {"spec"},
+    "store": {"spec"},
+    "kernels": set(),
+    "byhand": {"spec"},
+}
+#: What may be imported from outside, where the table says it.
+OUTSIDE = {
+    "spec": set(),
+    "data": {"numpy", "tokenizers"},
+    "store": {"numpy", "safetensors"},
+    "kernels": {"numpy", "torch"},
+    "nn": {"torch"},
+    "byhand": {"numpy"},
+}
+WITHOUT_TORCH = ("spec", "data", "store", "byhand")
+DRAWERS = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
+
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(HOUSE.rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+
+def package_of(module: str) -> str:
+    """`spec` for `glassformer.spec.model`; empty for the door itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in RANKS else ""
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Full names of imported modules; `from a import b` gives a.b where that is a module."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            base = node.module or ""
+            below = {f"{base}.{alias.name}" for alias in node.names}
+            found |= (below & FILES.keys()) or {base}
+    return found
+
+
+def test_every_package_has_a_place_in_the_table():
+    packages = {path.parent.name for path in HOUSE.glob("*/*.py")}
+    assert packages <= RANKS.keys()
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_down_the_ranks(module):
+    package = package_of(module)
+    if not package:
+        return  # the door opens on every room
+    for target in imports(TREES[module]):
+        if not target.startswith("glassformer"):
+            continue
+        other = package_of(target)
+        assert other, f"{module} imports the door"
+        if other == package:
+            continue
+        assert RANKS[other] < RANKS[package], f"{module} imports {target}"
+        assert other in ONLY.get(package, RANKS), f"{module} imports {target}"
+        assert other != "named", f"{module} imports {target}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_packages_need_only_what_the_table_says(module):
+    package = package_of(module)
+    if package not in OUTSIDE:
+        return
+    outside = {name.split(".")[0] for name in imports(TREES[module])} - {"glassformer"}
+    outside -= sys.stdlib_module_names
+    assert outside <= OUTSIDE[package], f"{module} imports {outside - OUTSIDE[package]}"
+
+
+def test_there_is_no_cycle():
+    waiting = {
+        name: {target for target in imports(tree) if target in FILES and target != name}
+        for name, tree in TREES.items()
+        if package_of(name)
+    }
+    while waiting:
+        free = {name for name, needs in waiting.items() if not needs & waiting.keys()}
+        assert free, f"a cycle among {sorted(waiting)}"
+        waiting = {name: needs for name, needs in waiting.items() if name not in free}
+
+
+def run(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def modules_of(*packages: str) -> list[str]:
+    chosen = [name for name in FILES if package_of(name) in packages]
+    return [name for name in chosen if not name.endswith("__main__")]
+
+
+ALONE = """
+import importlib, sys
+for name in {names}:
+    for loaded in [m for m in sys.modules if m.partition(".")[0] == "glassformer"]:
+        del sys.modules[loaded]
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise SystemExit(f"{{name}}: {{error!r}}")
+print(*(m for m in {unwanted} if m in sys.modules))
+"""
+
+
+def test_every_module_can_be_imported_alone():
+    names = [name for name in FILES if not name.endswith("__main__")]
+    run(ALONE.format(names=names, unwanted=[]))
+
+
+def test_some_packages_never_load_torch():
+    names = modules_of(*WITHOUT_TORCH)
+    assert run(ALONE.format(names=names, unwanted=["torch"])).split() == []
+
+
+def test_specs_load_the_standard_library_alone():
+    unwanted = ["torch", "numpy", "safetensors"]
+    assert run(ALONE.format(names=modules_of("spec"), unwanted=unwanted)).split() == []
+
+
+def test_the_door_is_lazy():
+    assert run(ALONE.format(names=["glassformer"], unwanted=["torch", "numpy"])).split() == []
+
+
+def test_rooms_are_named_for_what_lives_in_them():
+    names = {part for module in FILES for part in module.split(".")}
+    assert not names & DRAWERS
+
+
+# --- what no file may do ------------------------------------------------------------------------
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_nothing_dangerous_is_called(module):
+    """No pickle in any dress, no code made of text, no waiting for a GPU outside bench/."""
+    assert not {name.split(".")[0] for name in imports(TREES[module])} & {
+        "pickle",
+        "cPickle",
+        "dill",
+        "cloudpickle",
+        "joblib",
+        "shelve",
+        "marshal",
+    }
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Call):
+            name = dotted(node.func)
+            where = f"{module}:{node.lineno} calls {name}"
+            assert name not in ("eval", "exec", "builtins.eval", "builtins.exec"), where
+            assert name not in ("torch.load", "torch.save"), where
+            assert not name.endswith("cuda.synchronize"), where
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            assert isinstance(node.value, ast.Constant), module
+            assert node.value.value is False, module
+
+
+def documented_by_contract() -> set[str]:
+    """Methods whose docstring stands once, on the protocol or abstract class that they fulfil."""
+    return {
+        item.name
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and {"Protocol", "ABC"} & {dotted(base).split(".")[-1] for base in node.bases}
+        for item in node.body
+        if isinstance(item, ast.FunctionDef) and ast.get_docstring(item)
+    }
+
+
+CONTRACT = documented_by_contract()
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_what_is_public_is_documented(module):
+    tree, path = TREES[module], FILES[module]
+    bare = []
+    if path.stat().st_size and not ast.get_docstring(tree):
+        bare.append("the module itself")
+
+    def look(body: list[ast.stmt], owner: str) -> None:
+        for node in body:
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            if node.name.startswith("_"):
+                continue
+            excused = owner and node.name in {"forward", "backward", "extra_repr"} | CONTRACT
+            if not excused and not ast.get_docstring(node):
+                bare.append(f"{owner}{node.name}")
+            if isinstance(node, ast.ClassDef):
+                look(node.body, f"{owner}{node.name}.")
+
+    look(tree.body, "")
+    assert not bare, f"{module} leaves without a docstring: {', '.join(bare)}"

@@ -1,0 +1,192 @@
+"""The certificate: all green on ourselves, honest about strangers, and able to tell rounding from a bug."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import glassformer as gf
+from glassformer.spec.errors import CheckFailed, InputError
+from glassformer.spec.presets import PRESETS
+from glassformer.verify.catalogue import (
+    GROUPS,
+    PartCheck,
+    SubjectCheck,
+    run_part_check,
+    run_subject_check,
+    verify_parts,
+)
+from glassformer.verify.measure import Measure
+from glassformer.verify.report import Report, verify
+from glassformer.verify.samples import sample_subject
+from glassformer.verify.subject import Subject, subject_of, subject_of_factory, subject_of_module
+from tests.verify import foreign
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_passes(name):
+    report = verify(sample_subject(name))
+    assert report.failed == 0, str(report)
+    assert report.passed >= 13
+
+
+def test_our_parts_pass_in_both_precisions():
+    findings = list(verify_parts())
+    assert not [f for f in findings if f.failed]
+    for f in findings:
+        if f.tolerance not in (0.0, 1.0):
+            assert f.tolerance == {"float32": 1e-5, "float64": 1e-12}[f.dtype]
+
+
+def test_groups_are_closed():
+    with pytest.raises(InputError, match="no group of checks 'cach'"):
+        list(verify_parts(only="cach"))
+    assert {f.group for f in verify(sample_subject("core"), only="cache").findings} == {"cache"}
+    assert "attention" in GROUPS
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("factory", [foreign.llama, foreign.x_transformer])
+def test_models_of_other_libraries_pass(factory):
+    report = gf.verify(factory())
+    assert report.failed == 0, str(report)
+    assert report.passed >= 7
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_known_fault_of_another_library_is_found():
+    """GPT-2 counts padding as positions when only a mask is given: left padding moves its logits."""
+    report = gf.verify(foreign.gpt2())
+    assert {f.name for f in report.findings if f.failed} == {
+        "more padding on the left changes nothing",
+        "a batch = each sequence alone",
+    }
+
+
+def test_a_leaky_model_is_found_out():
+    failed = {f.name: f for f in gf.verify(foreign.leaky()).findings if f.failed}
+    assert "the future changes no bit of the past" in failed
+    assert "what PAD holds changes no bit" in failed
+    assert "idle" in failed["every parameter gets a gradient"].note
+    assert all(f.verdict == "bug" for f in failed.values())
+
+
+class Shaky(nn.Module):
+    """Right, but for rounding of a size that only a longer sum shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        big = 3e3 * tokens.shape[1]  # adding and taking off a large number loses digits
+        return self.embed(tokens) + big - big
+
+
+def test_rounding_is_called_rounding():
+    torch.manual_seed(0)
+    failed = [f for f in gf.verify(Shaky(), causal=True).findings if f.failed]
+    assert {f.verdict for f in failed} == {"rounding"}
+
+
+def test_a_part_check_tells_rounding_from_bug():
+    def rounds(dtype):
+        return Measure(1e-3 if dtype == torch.float32 else 1e-13, 1e-5 if dtype == torch.float32 else 1e-12)
+
+    def wrong(dtype):
+        return Measure(1e-3, 1e-5)
+
+    assert [f.verdict for f in run_part_check(PartCheck("r", "g", rounds))] == ["rounding", "passed"]
+    assert [f.verdict for f in run_part_check(PartCheck("w", "g", wrong))] == ["bug", "bug"]
+
+
+def test_nan_never_passes():
+    def nan(dtype):
+        return Measure(math.nan, 1e-5)
+
+    assert all(f.failed for f in run_part_check(PartCheck("n", "g", nan)))
+
+
+def test_a_model_that_raises_has_failed():
+    def logits(tokens, valid):
+        raise RuntimeError("out of order")
+
+    subject = Subject(name="broken", logits=logits, vocab_size=7, max_length=16)
+    check = SubjectCheck("c", "g", lambda s: Measure(0.0, 0.0) if s.logits(None, None) else None)
+    finding = run_subject_check(check, subject)
+    assert finding.verdict == "failed"
+    assert "out of order" in finding.note
+
+
+def test_what_is_not_offered_is_never_passed():
+    embed = nn.Embedding(7, 7)
+    subject = Subject(
+        name="bare", logits=lambda tokens, valid: embed(tokens), vocab_size=7, max_length=16
+    )
+    by_name = {f.name: f for f in verify(subject).findings}
+    assert by_name["cached = uncached, token by token"].verdict == "not offered"
+    assert by_name["every parameter gets a gradient"].verdict == "not offered"
+    assert by_name["the future changes no bit of the past"].verdict == "passed"
+
+
+def test_a_function_can_say_how_to_ask():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(11, 5, generator=torch.Generator().manual_seed(1)))
+
+        def forward(self, words):
+            return {"scores": self.table[words]}
+
+    odd = Odd()
+    with pytest.raises(InputError, match="pass vocab_size="):
+        gf.verify(odd)
+    with pytest.raises(InputError, match="which argument of Odd.forward takes token ids"):
+        gf.verify(odd, vocab_size=11)
+    report = gf.verify(odd, vocab_size=11, logits=lambda tokens, valid: odd(tokens)["scores"])
+    assert report.failed == 0
+
+
+def test_subjects_from_anything():
+    model = gf.build(gf.preset("core"))
+    assert subject_of(model).model is model
+    assert subject_of(subject_of(model, name="a"), name="b").name == "b"
+    with pytest.raises(InputError, match="cannot verify a int"):
+        subject_of(3)
+    with pytest.raises(InputError, match="no module named 'nowhere'"):
+        subject_of_factory("nowhere:model")
+    with pytest.raises(InputError, match="has no function 'nothing'"):
+        subject_of_factory("tests.verify.foreign:nothing")
+    assert subject_of_factory("tests.verify.foreign:leaky").vocab_size == 31
+
+
+def test_masks_that_a_module_does_not_take_are_not_offered():
+    module = nn.Sequential()
+    module.embed = nn.Embedding(7, 7)
+    module.forward = lambda tokens: module.embed(tokens)
+    by_name = {f.name: f for f in verify(subject_of_module(module)).findings}
+    assert by_name["what PAD holds changes no bit"].verdict == "not offered"
+    assert by_name["what PAD holds changes no bit"].note == "its forward takes no mask"
+
+
+def test_the_report_counts_and_writes_itself():
+    report = verify(sample_subject("core"), only="cache")
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["passed"] == report.passed == 2
+    assert set(data["checks"][0]) >= {"name", "group", "dtype", "worst", "tolerance", "verdict"}
+    report.raise_if_failed()
+    assert "2 passed, 0 failed" in str(report)
+    bad = gf.verify(foreign.leaky(), only="causality")
+    with pytest.raises(CheckFailed, match="the future changes no bit"):
+        bad.raise_if_failed()
+    assert isinstance(bad, Report)
+    assert "bug  the future changes no bit of the past" in str(bad)
+
+
+def test_verify_leaves_torchs_generator_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    verify(sample_subject("seq2seq"))
+    assert torch.equal(torch.get_rng_state(), before)
