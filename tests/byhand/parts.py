@@ -1,7 +1,7 @@
-"""Every pair of the by-hand engine with its own reference in torch: one table for shape, parity, gradient.
+"""Every pair of the by-hand engine beside its own reference in torch.
 
-A `Part` runs forward and backward on float64 arrays; the reference computes the same with torch's own
-functions and leaves the derivative to autograd. Sizes are distinct primes where the part lets them be.
+A `Part` runs forward and backward on float64 arrays; the reference computes the same with torch's
+own functions and leaves the derivative to autograd. Sizes are distinct primes where they can be.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ COS, SIN = rotations(ROTARY, length=T, d_head=H, dtype=np.dtype(np.float64))
 
 @dataclass(frozen=True)
 class Part:
-    """arrays to differentiate; run(arrays, dout) -> out, grads; reference(tensors) -> out; its shape."""
+    """What to differentiate; run(arrays, dout) -> out, grads; reference(tensors) -> out; shape."""
 
     arrays: Callable[[], Arrays]
     run: Callable[[Arrays, Array | None], tuple[Array, Arrays]]
@@ -110,7 +110,7 @@ def simple(forward: Any, backward: Any) -> Callable[[Arrays, Array | None], tupl
 
 
 def named(part: Callable[..., Any], width: int) -> Callable[[], Arrays]:
-    """Arrays of a composite part under manifest names, with `x` of that width, none of them trivial."""
+    """Arrays of a composite part under manifest names, and `x` of that width; none is trivial."""
 
     def make() -> Arrays:
         drawn = np.random.default_rng(8)
@@ -135,9 +135,7 @@ def embedding(tokens: Array, scale: float = 1.0) -> Any:
         out, cache = embedding_forward(tokens, table_VD=a["table"], scale=scale)
         if dout is None:
             return out, {}
-        return out, {
-            "table": embedding_backward(dout, cache, dtable_VD=np.zeros_like(a["table"]))
-        }
+        return out, {"table": embedding_backward(dout, cache, dtable_VD=np.zeros_like(a["table"]))}
 
     return run
 

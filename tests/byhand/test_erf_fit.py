@@ -1,4 +1,4 @@
-"""The error function: accuracy against the standard library, and where its coefficients come from."""
+"""The error function: its accuracy, and where its coefficients come from."""
 
 import math
 
@@ -50,7 +50,9 @@ def test_coefficients_can_be_found_again() -> None:
         points = [mpmath.cos(mpmath.pi * (i + 0.5) / 60) for i in range(60)]
         s = [(1 + p) * mpmath.mpf(2) / 3 - mpmath.mpf(1) / 3 for p in points]  # z from 0 to 4
         z = [2 * (1 - x) / (1 + x) for x in s]
-        left = mpmath.matrix([[mpmath.exp(-a * a) * b**j for j in range(7)] for a, b in zip(z, s, strict=True)])
+        left = mpmath.matrix(
+            [[mpmath.exp(-a * a) * b**j for j in range(7)] for a, b in zip(z, s, strict=True)]
+        )
         found, _ = mpmath.qr_solve(left, mpmath.matrix([mpmath.erfc(a) for a in z]))
         for place in z:
             x = (2 - place) / (2 + place)

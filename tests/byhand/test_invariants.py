@@ -119,9 +119,7 @@ def test_the_calm_way_of_softmax_is_the_shifted_way() -> None:
 
 def test_attention_weights_sum_to_one_and_empty_rows_give_zeros_both_ways() -> None:
     q, k, v = (rng.standard_normal((B, n, s, H)) for n, s in ((N, T), (K, S), (K, S)))
-    out, cache = attend_forward(
-        q, k_BKSH=k, v_BKSH=v, trip=trip(), allow=ALLOW.astype(np.float64)
-    )
+    out, cache = attend_forward(q, k_BKSH=k, v_BKSH=v, trip=trip(), allow=ALLOW.astype(np.float64))
     total = cache.weights_BNTS.sum(-1)
     np.testing.assert_allclose(total, np.broadcast_to(ALLOW.any(-1), total.shape))
     assert not cache.weights_BNTS[~np.broadcast_to(ALLOW, (B, N, T, S))].any()
@@ -190,14 +188,14 @@ def test_cross_entropy_rows_sum_to_zero_and_what_does_not_count_gets_nothing() -
 
 def test_permissions() -> None:
     def allow(**fields: object) -> np.ndarray:
-        made = allow_of(
-            spec.Attention(n_heads=1, **fields), queries=4, keys=4, dtype=DOUBLE
-        )
+        made = allow_of(spec.Attention(n_heads=1, **fields), queries=4, keys=4, dtype=DOUBLE)
         assert made is not None
         return made[0, 0]
 
     np.testing.assert_array_equal(allow(), np.tril(np.ones((4, 4))))
-    np.testing.assert_array_equal(allow(window=2), np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2))
+    np.testing.assert_array_equal(
+        allow(window=2), np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2)
+    )
     np.testing.assert_array_equal(allow(window=2, causal=False), np.tri(4, k=1) - np.tri(4, k=-2))
     plain = spec.Attention(n_heads=1, causal=False)
     assert allow_of(plain, queries=4, keys=4, dtype=DOUBLE) is None

@@ -1,4 +1,4 @@
-"""Whole models: every parameter's gradient and every tap against autograd and central differences."""
+"""Whole models: every gradient and every tap against autograd and central differences."""
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from glassformer.spec.presets import PRESETS as ALL_PRESETS
 from tests.byhand.witness import PRESETS, case_for, torch_gradients, torch_loss, torch_twin
 from tests.strategies import model_specs
 
-PARITY = 1e-10  # worst seen 4e-13 over presets and random specs
-DIFFERENCES = 1e-6  # worst seen 2e-7
-NOTHING = 1e-6  # below this a gradient is compared absolutely: zero by theory, noise in both
+PARITY = 1e-10  # worst seen 6e-12, where the gradient is 1e-5 of the largest
+DIFFERENCES = 1e-6  # worst seen 3.3e-7
+NOTHING = 1e-5  # of the model's largest gradient: below it one is compared absolutely, as zero
 
 every_preset = pytest.mark.parametrize("spec", PRESETS.values(), ids=PRESETS.keys())
 
@@ -35,8 +35,10 @@ def assert_same_gradients(spec: ModelSpec, *, segments: bool = False) -> None:
         case.inputs(model), targets=case.targets, label_smoothing=0.1, head_weights=head_weights
     )
     assert abs(found.total - float(want.detach())) <= 1e-11 * max(1.0, abs(found.total))
-    for name, expected in torch_gradients(twin, spec).items():
-        error = relative_error(model.grads[name], expected, floor=NOTHING)
+    wanted = torch_gradients(twin, spec)
+    floor = NOTHING * max(np.abs(expected).max() for expected in wanted.values())
+    for name, expected in wanted.items():
+        error = relative_error(model.grads[name], expected, floor=floor)
         assert error <= PARITY, f"{name}: {error:.1e}"
 
 
@@ -72,7 +74,7 @@ def test_every_tap_and_its_gradient(spec: ModelSpec) -> None:
     for name, tensor in theirs.seen.items():
         assert relative_error(taps[name], tensor.detach().numpy(), floor=1e-3) <= PARITY, name
         assert tensor.grad is not None
-        assert relative_error(grads[name], tensor.grad.numpy(), floor=NOTHING) <= PARITY, name
+        assert relative_error(grads[name], tensor.grad.numpy(), floor=1e-5) <= PARITY, name
 
 
 @every_preset
@@ -104,9 +106,7 @@ def test_gradients_are_slopes_with_dropout() -> None:
     dropped = loss()
     assert abs(dropped - model.loss(inputs, targets=case.targets).total) > 1e-3
     grads = {name: grad.copy() for name, grad in model.grads.items()}
-    checks = check_directions(
-        loss, model.params, grads, rng=np.random.default_rng(6), directions=1
-    )
+    checks = check_directions(loss, model.params, grads, rng=np.random.default_rng(6), directions=1)
     worst = max(checks, key=lambda check: check.error)
     assert worst.error <= DIFFERENCES, worst
 
@@ -120,8 +120,9 @@ def test_known_zero_gradients_are_the_manifests() -> None:
         assert (size < 1e-14) == bool(parameter.zero_gradient), parameter.name
 
 
-def test_accumulation_is_the_sum() -> None:
-    spec = PRESETS["fsm-factorized"]
+@pytest.mark.parametrize("name", ["fsm-factorized", "core"])
+def test_accumulation_is_the_sum(name: str) -> None:
+    spec = PRESETS[name]
     model = Model(spec, rng=np.random.default_rng(4))
     cases = [case_for(spec, seed=seed) for seed in (0, 1)]
     apart = []

@@ -50,7 +50,7 @@ def test_gradient_is_the_slope_of_the_forward(part: Part) -> None:
 
         found = numerical_gradient(loss, some)
         analytic = grads[name].reshape(-1)[:: max(1, array.size // 23)]
-        assert relative_error(analytic, found, floor=1e-2) <= DIFFERENCES, name
+        assert relative_error(analytic, found, floor=0.05) <= DIFFERENCES, name
 
 
 @every_part

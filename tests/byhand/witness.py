@@ -27,7 +27,14 @@ PRESETS: dict[str, ModelSpec] = {
     "core": presets.core(vocab_size=31, d_model=12, n_heads=3, d_ff=17, max_seq_len=13),
     "qwen": presets.qwen(vocab_size=31, d_model=11, n_heads=6, n_kv_heads=2, d_head=4, d_ff=17),
     "qwen-sliding": presets.qwen(
-        vocab_size=31, d_model=11, n_heads=6, n_kv_heads=2, d_head=4, d_ff=17, window=3, qk_norm=False
+        vocab_size=31,
+        d_model=11,
+        n_heads=6,
+        n_kv_heads=2,
+        d_head=4,
+        d_ff=17,
+        window=3,
+        qk_norm=False,
     ),
     "seq2seq": presets.seq2seq(
         vocab_size=31, source_vocab_size=23, d_model=12, n_heads=3, d_ff=17, n_layers=2
@@ -68,7 +75,7 @@ class Case:
 
 
 def case_for(spec: ModelSpec, *, seed: int = 0, segments: bool = False) -> Case:
-    """A batch padded on the right in one row and on the left in another, with one token all alone."""
+    """A batch padded on the right in one row and on the left in another."""
     rng = np.random.default_rng(seed)
     length = min(T, spec.max_seq_len)
     valid = np.ones((B, length), np.bool_)
@@ -90,7 +97,7 @@ def case_for(spec: ModelSpec, *, seed: int = 0, segments: bool = False) -> Case:
 
 
 def torch_twin(spec: ModelSpec, *, seed: int = 1) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
-    """A float64 torch model in which no gain is 1 and no bias 0, and its weights by owner's name."""
+    """A float64 torch model in which no gain is 1 and no bias 0, and its weights by owner."""
     model = build(spec).double()
     generator = torch.Generator().manual_seed(seed)
     named = dict(model.named_parameters(remove_duplicate=False))

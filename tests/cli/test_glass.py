@@ -30,7 +30,9 @@ def test_help_imports_no_torch():
 
 
 def test_importing_the_package_imports_no_torch():
-    code = "import sys, glassformer as gf; dir(gf); gf.preset('core'); print('torch' in sys.modules)"
+    code = (
+        "import sys, glassformer as gf; dir(gf); gf.preset('core'); print('torch' in sys.modules)"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
 

@@ -5,7 +5,15 @@ import torch
 
 from glassformer.models.inputs import Inputs
 from glassformer.nn.cache import FixedCache, GrowingCache
-from glassformer.spec.model import Learned, NoPosition, RMSNorm, Rotary, Sinusoidal
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import (
+    AnswerHead,
+    Learned,
+    NoPosition,
+    RMSNorm,
+    Rotary,
+    Sinusoidal,
+)
 from tests.tiny import VOCAB, B, S, T, built, tiny, token_ids
 
 SPECS = {
@@ -125,3 +133,11 @@ def test_a_growing_cache_lets_gradients_through():
     for name, p in model.named_parameters():
         scale = float(p.grad.abs().max())
         torch.testing.assert_close(cached[name], p.grad, rtol=0, atol=1e-10 * scale)
+
+
+@pytest.mark.parametrize("readout", ["first", "mean"])
+def test_an_answer_over_everything_cannot_be_continued(readout):
+    model, cache = built(tiny(heads=(AnswerHead(readout=readout),))), GrowingCache()
+    model(token_ids(B, T), cache=cache)
+    with pytest.raises(InputError, match=f"read at '{readout}' cannot be continued"):
+        model(token_ids(B, 1), cache=cache)

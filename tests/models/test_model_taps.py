@@ -240,3 +240,8 @@ def test_each_place_alone_changes_training(place, drops):
             "ffn": (1, 0),
         }[place]
     )
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(InputError, match=r"no tap matches 'blocks\.9\.resid_pre'"):
+        built(tiny())(token_ids(2, 3), taps=Taps(read="blocks.9.resid_pre"))

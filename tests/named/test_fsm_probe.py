@@ -102,7 +102,6 @@ def test_the_l1_penalty_is_of_u():
 
 
 def test_positions_can_be_left_out():
-    tokens, _ = batch()
     model = SingleLayerTransformer(config(positional_type="none"))
     assert model.model.position is None
     assert add_positional(torch.zeros(2, 5, 6)).shape == (2, 5, 6)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.autograd import gradcheck
 
-from glassformer.nn.ffn import build_ffn
+from glassformer.nn.ffn import activate, build_ffn
 from glassformer.spec.model import MLP, SwiGLU
 from tests.compare import assert_matches
 from tests.tiny import filled, noise
@@ -81,3 +81,14 @@ def test_dropout_only_in_training(ffn):
     assert torch.equal(part(x), part(x))
     part.train()
     assert not torch.equal(part(x), part(x))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_in_place_without_gradients_is_the_same(activation):
+    x = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1))
+    expected = activate(x.clone(), activation)
+    with torch.no_grad():
+        spare = x.clone()
+        assert torch.equal(activate(spare, activation), expected)
+        assert torch.equal(spare, expected)
+    assert not torch.equal(x, expected)

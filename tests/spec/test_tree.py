@@ -175,3 +175,9 @@ def test_a_bad_override_is_bad_input(assignment, words):
     with pytest.raises(InputError) as caught:
         override(tiny(), [assignment])
     assert words in str(caught.value)
+
+
+def test_a_key_that_occurs_twice_is_refused():
+    text = to_json(preset("core")).replace('"d_model"', '"vocab_size"', 1)
+    with pytest.raises(InputError, match="a key occurs twice"):
+        from_json(ModelSpec, text)

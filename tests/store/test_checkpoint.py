@@ -325,3 +325,12 @@ def test_a_link_out_of_the_folder_is_not_followed(folder, tmp_path):
     (folder / "spec.json").symlink_to(outside)
     with pytest.raises(FileError, match=r"spec\.json. is missing"):
         load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_model_that_diverged_is_not_saved(tmp_path, bad):
+    arrays = weights()
+    next(iter(arrays.values())).flat[0] = bad
+    with pytest.raises(InputError, match="holds NaN or infinity, so the model is not saved"):
+        save_checkpoint(tmp_path / "c", SPEC, arrays)
+    assert not list(tmp_path.iterdir())

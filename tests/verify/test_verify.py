@@ -93,12 +93,17 @@ def test_rounding_is_called_rounding():
 
 def test_a_part_check_tells_rounding_from_bug():
     def rounds(dtype):
-        return Measure(1e-3 if dtype == torch.float32 else 1e-13, 1e-5 if dtype == torch.float32 else 1e-12)
+        return Measure(
+            1e-3 if dtype == torch.float32 else 1e-13, 1e-5 if dtype == torch.float32 else 1e-12
+        )
 
     def wrong(dtype):
         return Measure(1e-3, 1e-5)
 
-    assert [f.verdict for f in run_part_check(PartCheck("r", "g", rounds))] == ["rounding", "passed"]
+    assert [f.verdict for f in run_part_check(PartCheck("r", "g", rounds))] == [
+        "rounding",
+        "passed",
+    ]
     assert [f.verdict for f in run_part_check(PartCheck("w", "g", wrong))] == ["bug", "bug"]
 
 
@@ -135,7 +140,9 @@ def test_a_function_can_say_how_to_ask():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.table = nn.Parameter(torch.randn(11, 5, generator=torch.Generator().manual_seed(1)))
+            self.table = nn.Parameter(
+                torch.randn(11, 5, generator=torch.Generator().manual_seed(1))
+            )
 
         def forward(self, words):
             return {"scores": self.table[words]}

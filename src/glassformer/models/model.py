@@ -80,6 +80,10 @@ class Model(nn.Module, ABC):
     ) -> dict[str, Tensor]:
         """Logits by head."""
         taps = self.scoped_taps if taps is None else taps
+        if taps is not None:
+            taps.check(self.spec)
+        if cache is not None and cache.length:
+            self._check_continuation()
         inputs = self.inputs(batch, cache=cache)
         hidden_BTD = self.hidden(inputs, cache=cache, taps=taps)
         answers = {}
@@ -87,6 +91,15 @@ class Model(nn.Module, ABC):
             logits = self.logits(hidden_BTD, head, valid_BT=inputs.valid_BT)
             answers[head] = logits if taps is None else taps.visit(f"logits.{head}", logits)
         return answers
+
+    def _check_continuation(self) -> None:
+        """An answer over the whole sequence cannot be read from its new tokens alone."""
+        for head in self.spec.heads:
+            if isinstance(head, AnswerHead) and head.readout != "last":
+                raise InputError(
+                    f"an answer read at '{head.readout}' cannot be continued from a cache",
+                    hint="give the whole sequence at once",
+                )
 
     def penalty(self) -> Tensor:
         """What the spec adds to every loss: the L1 term of a factorized embedding, else 0."""

@@ -128,7 +128,11 @@ class Rotary:
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
 
     def __post_init__(self) -> None:
-        positive("base", self.base)
+        if not 1.0 < self.base < float("inf"):
+            raise InputError(
+                f"base {self.base} is not above 1, so every pair would turn alike",
+                hint="10000 is the usual base",
+            )
 
 
 Position = NoPosition | Sinusoidal | Learned | Rotary

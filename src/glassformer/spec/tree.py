@@ -56,10 +56,18 @@ def to_json(node: Any) -> str:
 def from_json(cls: type[T], text: str) -> T:
     """The inverse of `to_json`."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
         raise InputError(f"not JSON: {error}") from error
     return from_dict(cls, data)
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: a key that occurs twice is refused, not overwritten."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return made
 
 
 def override(node: T, assignments: Iterable[str]) -> T:

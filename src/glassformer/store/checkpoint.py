@@ -22,6 +22,7 @@ from glassformer.spec.tree import from_json, to_json
 from glassformer.store.tensors import (
     Arrays,
     explain_misfit,
+    is_finite,
     read_header,
     read_tensors,
     tensor_bytes,
@@ -46,6 +47,12 @@ def save_checkpoint(
     problems = explain_misfit(spec, {name: array.shape for name, array in weights.items()})
     if problems:
         raise InputError(f"the weights do not fit the spec: {problems}")
+    for name, array in weights.items():
+        if not is_finite(array):
+            raise InputError(
+                f"{name} holds NaN or infinity, so the model is not saved",
+                hint="go back to the last checkpoint that was written",
+            )
     contents = dict(files or {})
     for name in contents:
         _check_name(name)

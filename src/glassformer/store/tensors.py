@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.tree import unique_keys
 
 #: bfloat16 as NumPy sees it: two bytes with a name, since NumPy has no such number.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
@@ -76,7 +77,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise FileError("a tensor file whose header is cut off or too long", where=path.name)
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = json.loads(text, object_pairs_hook=unique_keys)
         entries = {
             name: (str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
             for name, entry in header.items()
@@ -101,13 +102,6 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return entries
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return made
-
-
 def read_tensors(path: Path) -> dict[str, NDArray]:
     """Every tensor of the file."""
     header = read_header(path)
@@ -119,13 +113,14 @@ def read_tensors(path: Path) -> dict[str, NDArray]:
     for name, entry in entries:
         code, shape = header[name]
         array = np.frombuffer(entry["data"], dtype=DTYPES[code]).reshape(shape)
-        if not _is_finite(array):
+        if not is_finite(array):
             raise FileError(f"tensor {name} holds NaN or infinity", where=path.name)
         arrays[name] = array
     return arrays
 
 
-def _is_finite(array: NDArray) -> bool:
+def is_finite(array: NDArray) -> bool:
+    """No NaN and no infinity; whole numbers are always finite."""
     if array.dtype == BFLOAT16:  # NaN and infinity: all eight exponent bits set
         return bool(((array.view("<u2") & 0x7F80) != 0x7F80).all())
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())

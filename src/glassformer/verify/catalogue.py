@@ -39,6 +39,7 @@ class Finding:
 
     @property
     def failed(self) -> bool:
+        """Whether the claim did not hold, for whatever reason."""
         return self.verdict in ("bug", "rounding", "failed")
 
 

@@ -26,10 +26,12 @@ class Report:
 
     @property
     def passed(self) -> int:
+        """Rows that held."""
         return sum(f.verdict == "passed" for f in self.findings)
 
     @property
     def failed(self) -> int:
+        """Rows that did not."""
         return sum(f.failed for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

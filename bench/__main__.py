@@ -1,0 +1,39 @@
+"""`python -m bench NAME [--json] [--device cpu|cuda]`: a row for each entry, ratios to a peer."""
+
+import argparse
+import importlib
+import json
+import pkgutil
+
+import torch
+
+import bench
+
+
+def main() -> None:
+    """Run one benchmark and print its rows."""
+    skip = ("__main__", "clock")
+    names = [m.name for m in pkgutil.iter_modules(bench.__path__) if m.name not in skip]
+    parser = argparse.ArgumentParser(prog="python -m bench", description=bench.__doc__)
+    parser.add_argument("name", choices=names)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(2)
+    module = importlib.import_module(f"bench.{arguments.name}")
+    devices = {"device": arguments.device} if arguments.device != "cpu" else {}
+    for row in module.run(**devices):
+        print(json.dumps(row) if arguments.json else show(row), flush=True)
+
+
+def show(row: dict[str, object]) -> str:
+    """A row for people."""
+    time = f"{row['median_ms']:>9.3f} ms" if row["median_ms"] is not None else " " * 12
+    ratio = f"{row['ratio']:>8.3f}" if row["ratio"] is not None else " " * 8
+    limit = f"  {row['of_limit']:.0%} of the limit" if row["of_limit"] is not None else ""
+    return f"{row['case']!s:<52}{row['name']!s:<42}{time}{ratio}{limit}"
+
+
+if __name__ == "__main__":
+    main()

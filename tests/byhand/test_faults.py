@@ -1,0 +1,358 @@
+"""Tests are tested: one line of damage in the engine, and a named check turns red.
+
+Each fault names the check that must catch it; the check passes without the fault.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from glassformer.byhand.optim import Adam, AdamW
+from tests.byhand import (
+    test_cached_forward,
+    test_extremes,
+    test_invariants,
+    test_model_parity,
+    test_parts,
+    test_training,
+)
+from tests.byhand.parts import PARTS
+from tests.byhand.witness import PRESETS
+from tests.verify.faults import Fault, planted
+
+
+def steps_like(ours: type[Adam], theirs: type[torch.optim.Optimizer]) -> None:
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    loss_error, weight_error = test_training.trajectories(
+        PRESETS["budget-lm"], ours, theirs, settings, 5
+    )
+    assert loss_error <= 1e-10
+    assert weight_error <= 1e-9
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **{
+        f"part {n}": lambda p=p: test_parts.test_numbers_and_gradients_are_torchs(p)
+        for n, p in PARTS.items()
+    },
+    **{
+        f"model {n}": lambda s=s: test_model_parity.assert_same_gradients(s)
+        for n, s in PRESETS.items()
+    },
+    "segments": lambda: test_model_parity.assert_same_gradients(PRESETS["qwen"], segments=True),
+    "dropout slopes": test_model_parity.test_gradients_are_slopes_with_dropout,
+    "accumulation": lambda: test_model_parity.test_accumulation_is_the_sum("core"),
+    "repeated tokens": lambda: test_invariants.test_repeated_tokens_accumulate(5),
+    "repeated tokens, many rows": lambda: test_invariants.test_repeated_tokens_accumulate(300),
+    "empty rows": test_invariants.test_attention_weights_sum_to_one_and_empty_rows_give_zeros_both_ways,
+    "alone": lambda: test_extremes.test_all_masked_rows_are_finite_and_alone(PRESETS["core"]),
+    "padding": lambda: test_extremes.test_what_padding_holds_is_never_read(PRESETS["core"]),
+    "huge": lambda: test_extremes.test_huge_logits_stay_finite(PRESETS["core"], np.float32),
+    "adam": lambda: steps_like(Adam, torch.optim.Adam),
+    "adamw": lambda: steps_like(AdamW, torch.optim.AdamW),
+    "clipping": test_training.test_clipping_is_torchs,
+    "cached": lambda: test_cached_forward.test_cached_is_uncached(PRESETS["qwen"], "left"),
+    "cached seq2seq": lambda: test_cached_forward.test_cached_is_uncached(
+        PRESETS["seq2seq"], "none"
+    ),
+}
+
+
+def fault(name: str, where: str, old: str, new: str, caught_by: str) -> Fault:
+    return Fault(name, f"byhand.{where}", old, new, caught_by)
+
+
+FAULTS = [
+    fault(
+        "missing transpose",
+        "linear:linear_products",
+        "np.matmul(dout_RO, weight_OI, out",
+        "np.matmul(dout_RO, weight_OI[::-1], out",
+        "part linear",
+    ),
+    fault(
+        "bias gradient is a mean",
+        "linear:sum_rows",
+        "np.ones(len(x_RO), x_RO.dtype)",
+        "np.full(len(x_RO), 1 / len(x_RO), x_RO.dtype)",
+        "part linear",
+    ),
+    fault(
+        "repeated tokens overwrite",
+        "embed:embedding_backward",
+        "dtable_VD[rows] += sums if scale == 1.0 else sums * scale",
+        "dtable_VD[tokens_M] = dout_MD",
+        "repeated tokens, many rows",
+    ),
+    fault(
+        "tied table not accumulated",
+        "embed:embedding_backward",
+        "dtable_VD += np.matmul(chosen_VM, dout_MD)",
+        "dtable_VD[...] = np.matmul(chosen_VM, dout_MD)",
+        "model fsm-probe",
+    ),
+    fault(
+        "embedding scale forgotten backward",
+        "embed:embedding_backward",
+        "np.arange(len(tokens_M))] = scale",
+        "np.arange(len(tokens_M))] = 1.0",
+        "model seq2seq",
+    ),
+    fault(
+        "factor V overwritten",
+        "embed:factorized_backward",
+        "dv_RD += dv.T",
+        "dv_RD[...] = dv.T",
+        "model fsm-factorized",
+    ),
+    fault(
+        "L1 slope missing",
+        "embed:l1_penalty",
+        "du_VR += l1 * np.sign(u_VR)",
+        "du_VR += 0.0",
+        "model fsm-factorized",
+    ),
+    fault(
+        "norm without the mean term",
+        "norm:layer_norm_backward",
+        "dx -= mean[..., None]",
+        "dx -= 0.0",
+        "part layer_norm",
+    ),
+    fault(
+        "norm without the spread term",
+        "norm:layer_norm_backward",
+        "dx -= work",
+        "dx -= 0.0",
+        "part layer_norm",
+    ),
+    fault(
+        "rms norm forgets its rstd",
+        "norm:rms_norm_backward",
+        "dx *= rstd[..., None]",
+        "dx *= 1.0",
+        "part rms_norm",
+    ),
+    fault(
+        "softmax without the Jacobian's second term",
+        "softmax:softmax_backward",
+        "dx = np.subtract(dout, dot, out=dx)",
+        "dx = np.subtract(dout, 0.0, out=dx)",
+        "part softmax",
+    ),
+    fault(
+        "empty rows divide by zero",
+        "softmax:masked_softmax",
+        "total_BNT += total_BNT == 0",
+        "total_BNT += 0",
+        "empty rows",
+    ),
+    fault(
+        "no shift for large scores",
+        "softmax:masked_softmax",
+        "x -= x.max(axis=-1, keepdims=True)",
+        "x -= 0.0",
+        "huge",
+    ),
+    fault(
+        "dropped 1/sqrt(d) backward",
+        "attend:attend_backward",
+        "dscores *= 1.0 / math.sqrt(H)",
+        "dscores *= 1.0",
+        "part attend",
+    ),
+    fault(
+        "dv without its transpose",
+        "attend:attend_backward",
+        "used.reshape(B, K, M, S).swapaxes(-1, -2), dheads_BKMH",
+        "used.reshape(B, K, M, S)[..., ::-1].swapaxes(-1, -2), dheads_BKMH",
+        "part attend",
+    ),
+    fault(
+        "groups mixed up",
+        "attend:_fold",
+        "np.copyto(folded.reshape(B, N, T, H), x_BNTH)",
+        "np.copyto(folded.reshape(B, N, T, H), x_BNTH[:, ::-1])",
+        "part attend",
+    ),
+    fault(
+        "attention dropout forgotten backward",
+        "attend:attend_backward",
+        "dweights *= keep",
+        "dweights *= 1.0",
+        "dropout slopes",
+    ),
+    fault(
+        "rotation turned the same way twice",
+        "position:rotate_backward",
+        "_turn(dout_BNTH, cos, -sin, ws)",
+        "_turn(dout_BNTH, cos, sin, ws)",
+        "part rotary",
+    ),
+    fault(
+        "sin and cos swapped",
+        "position:rotations",
+        "np.cos(angle) * factor",
+        "np.sin(angle) * factor",
+        "model qwen",
+    ),
+    fault(
+        "key bias gradient in the query's place",
+        "attention:_project_backward",
+        'name = f"{letter}_proj.bias"',
+        'name = "q_proj.bias"',
+        "model qwen-sliding",
+    ),
+    fault(
+        "memory gradient of the last layer only",
+        "block:_part_backward",
+        "dmemory_BSD += dcontext",
+        "dmemory_BSD[...] = dcontext",
+        "model seq2seq",
+    ),
+    fault(
+        "residual path cut (pre)",
+        "block:block_backward",
+        "d_BTD += dnormed",
+        "d_BTD[...] = dnormed",
+        "part block, pre",
+    ),
+    fault(
+        "residual path cut (post)",
+        "block:block_backward",
+        "d_BTD += _part_backward(dout, part, name, grads, trip, dmemory_BSD)",
+        "d_BTD[...] = _part_backward(dout, part, name, grads, trip, dmemory_BSD)",
+        "part block, post",
+    ),
+    fault(
+        "gelu slope without the bell",
+        "activation:gelu_forward",
+        "np.add(erfc_P, bell_P, out=slope_P)",
+        "np.add(erfc_P, 0.0, out=slope_P)",
+        "part gelu",
+    ),
+    fault(
+        "relu passes everything",
+        "activation:relu_backward",
+        "cache > 0",
+        "cache >= 0",
+        "part relu",
+    ),
+    fault(
+        "silu slope without x s (1 - s)",
+        "activation:silu_forward",
+        "slope_P *= x_P",
+        "slope_P *= 0.0",
+        "part silu",
+    ),
+    fault(
+        "gate and up swapped",
+        "ffn:swiglu_backward",
+        "np.multiply(dhidden, cache.opened, out=dboth[..., width:])",
+        "np.multiply(dhidden, cache.up, out=dboth[..., width:])",
+        "part swiglu",
+    ),
+    fault(
+        "mean over rows instead of over what counts",
+        "loss:_rows_that_count",
+        "total = weights_M.sum(dtype=np.float64)",
+        "total = float(len(weights_M))",
+        "model core",
+    ),
+    fault(
+        "smoothing forgotten backward",
+        "loss:cross_entropy_backward",
+        "dlogits_MC -= smoothing / dlogits_MC.shape[1]",
+        "dlogits_MC -= 0.0",
+        "part cross_entropy",
+    ),
+    fault(
+        "answer read at the end of the padding",
+        "heads:readout_forward",
+        "T - 1 - np.argmax(valid[:, ::-1], axis=1)",
+        "T - 1",
+        "part answer, last",
+    ),
+    fault(
+        "padded keys are read",
+        "inputs:allow_of",
+        "pairs.append(valid_k_BS[:, None, :])",
+        "pairs.append(valid_k_BS[:, None, :] | True)",
+        "padding",
+    ),
+    fault(
+        "positions count padding",
+        "inputs:positions_of",
+        "np.cumsum(valid_BS, axis=1)",
+        "np.cumsum(valid_BS | True, axis=1)",
+        "model budget-lm",
+    ),
+    fault(
+        "segments see each other",
+        "inputs:allow_of",
+        "segments_BT[:, :, None] == segments_BT[:, None, :]",
+        "segments_BT[:, :, None] >= segments_BT[:, None, :]",
+        "segments",
+    ),
+    fault(
+        "window one too wide",
+        "inputs:allow_of",
+        "np.abs(ahead_TS) < attention.window",
+        "np.abs(ahead_TS) <= attention.window",
+        "model qwen-sliding",
+    ),
+    fault(
+        "gradients of the last batch left standing",
+        "model:Model._zero_shared",
+        'if name.startswith(("embed.", "position.")):',
+        'if name.startswith("position."):',
+        "accumulation",
+    ),
+    fault(
+        "no bias correction",
+        "optim:Adam._update",
+        "work *= lr / (1.0 - beta1**self.steps)",
+        "work *= lr",
+        "adam",
+    ),
+    fault(
+        "decay added to the gradient",
+        "optim:Adam._update",
+        "param_P *= 1.0 - lr * decay",
+        "grad_P = grad_P + decay * param_P",
+        "adamw",
+    ),
+    fault(
+        "norm of norms without the root",
+        "optim:global_norm",
+        "np.sqrt(np.dot(grads, grads))",
+        "np.dot(grads, grads)",
+        "clipping",
+    ),
+    fault(
+        "cache off by one",
+        "decode:_advance",
+        "past=state.length,",
+        "past=max(state.length - 1, 0),",
+        "cached",
+    ),
+    fault(
+        "beams keep another beam's memory",
+        "decode:DecodeState.reorder",
+        "(k[rows_B], v[rows_B])",
+        "(k, v)",
+        "cached seq2seq",
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f.name for f in FAULTS])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a damaged engine may divide by zero
+def test_a_planted_fault_is_caught(fault: Fault) -> None:
+    check = CHECKS[fault.caught_by]
+    check()
+    with planted(fault), pytest.raises((AssertionError, ValueError, IndexError)):
+        check()
+    check()

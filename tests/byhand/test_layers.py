@@ -1,0 +1,142 @@
+"""The classes of source 003 by their names: shapes, gradients by central differences, learning."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from glassformer.byhand.attend import attend_backward
+from glassformer.byhand.check import numerical_gradient, relative_error
+from glassformer.byhand.layers import (
+    CrossEntropyLoss,
+    Embedding,
+    LayerNorm,
+    Linear,
+    PositionalEncoding,
+    ReLU,
+    Softmax,
+    scaled_dot_product_attention,
+)
+from glassformer.byhand.optim import SGD, Adam
+from glassformer.byhand.transformer import (
+    FeedForward,
+    MultiHeadAttention,
+    Transformer,
+    TransformerBlock,
+)
+from glassformer.byhand.trip import Trip
+from glassformer.byhand.workspace import Workspace
+from glassformer.spec.errors import InputError
+from glassformer.spec.presets import digits
+
+B, T, D, F, V = 3, 5, 12, 17, 19
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+X = np.random.default_rng(1).standard_normal((B, T, D))
+LAYERS: dict[str, Any] = {
+    "Linear": lambda: Linear(D, D, rng=rng(), he=True),
+    "LayerNorm": lambda: LayerNorm(D),
+    "ReLU": ReLU,
+    "Softmax": Softmax,
+    "PositionalEncoding": lambda: PositionalEncoding(D, max_seq_len=23),
+    "MultiHeadAttention": lambda: MultiHeadAttention(D, 3, rng=rng()),
+    "FeedForward": lambda: FeedForward(D, F, rng=rng()),
+    "TransformerBlock": lambda: TransformerBlock(D, 3, F, rng=rng()),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_shape_and_gradient(name: str) -> None:
+    layer, x = LAYERS[name](), X.copy()
+    dout = np.random.default_rng(2).standard_normal((B, T, D))
+    assert layer.forward(x).shape == (B, T, D)
+    dx = layer.backward(dout.copy())
+    dx = dx[0] if isinstance(dx, tuple) else dx
+    arrays = {"x": (x, dx)} | {
+        name: (param, layer.grads[name].copy()) for name, param in layer.params.items()
+    }
+    for array_name, (array, analytic) in arrays.items():
+        some, found = array.reshape(-1)[::13], analytic.reshape(-1)[::13]
+        numeric = numerical_gradient(lambda: float(np.vdot(layer.forward(x), dout)), some)
+        assert relative_error(found, numeric, floor=0.05) <= 1e-6, array_name
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_backward_needs_a_forward(name: str) -> None:
+    if name in ("ReLU", "Softmax", "PositionalEncoding"):
+        return  # their gradient has no parameters to wait for
+    with pytest.raises(InputError, match="backward without a forward"):
+        LAYERS[name]().backward(X)
+
+
+def test_embedding_shape_and_repeated_tokens() -> None:
+    layer = Embedding(V, D, rng=rng())
+    tokens = np.array([[1, 1, 4], [1, 0, 4]])
+    assert layer.forward(tokens).shape == (2, 3, D)
+    layer.backward(np.ones((2, 3, D)))
+    np.testing.assert_array_equal(layer.grads["weight"][:5, 0], [1, 3, 0, 0, 2])
+
+
+def test_attention_function() -> None:
+    q, k, v = (np.random.default_rng(i).standard_normal((B, 3, T, 4)) for i in range(3))
+    out, weights, cache = scaled_dot_product_attention(q, k, v)
+    assert out.shape == (B, 3, T, 4)
+    np.testing.assert_allclose(weights.sum(-1), 1)
+    np.testing.assert_allclose(out, weights @ v)
+    grads = attend_backward(np.ones_like(out), cache, trip=Trip(Workspace(np.float64)))
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_mask_of_multi_head_attention() -> None:
+    layer = MultiHeadAttention(D, 3, rng=rng())
+    layer.forward(X, mask=np.tril(np.ones((T, T), bool)))
+    assert layer.weights_BNTS is not None
+    assert not layer.weights_BNTS[..., ~np.tril(np.ones((T, T), bool))].any()
+    layer.forward(X, mask=np.ones((B, T, T), bool))
+    np.testing.assert_allclose(layer.weights_BNTS.sum(-1), 1)
+
+
+def test_cross_entropy_class() -> None:
+    loss, logits = CrossEntropyLoss(label_smoothing=0.1), X.copy()
+    targets = np.arange(B * T).reshape(B, T) % D
+    loss.forward(logits, targets)
+    analytic = loss.backward()
+    assert analytic.shape == logits.shape
+    numeric = numerical_gradient(lambda: loss.forward(logits, targets), logits)
+    assert relative_error(analytic, numeric) <= 1e-6
+    assert CrossEntropyLoss().forward(np.array([[-1e4, 1e4]]), np.array([0])) == 2e4
+    with pytest.raises(InputError, match="backward without a forward"):
+        CrossEntropyLoss().backward()
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_layer_learns(kind: Any) -> None:
+    layer, target = Linear(D, V, rng=rng()), np.random.default_rng(3).standard_normal((B, T, V))
+    optimizer = kind(layer.slots(), lr=0.05)
+    losses = []
+    for _ in range(200):
+        error = layer.forward(X) - target
+        losses.append(float((error**2).mean()))
+        layer.backward(error / B)
+        optimizer.step()
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_transformer_end_to_end() -> None:
+    model = Transformer(digits(d_model=D, n_heads=3, d_ff=F), rng=rng())
+    tokens = np.random.default_rng(0).integers(0, 20, (7, 5))
+    answers, loss = tokens[:, 0], CrossEntropyLoss()
+    optimizer = Adam(model.model, lr=3e-3)
+    losses = []
+    for _ in range(40):
+        logits = model.forward(tokens)
+        assert logits.shape == (7, 20)
+        losses.append(loss.forward(logits, answers))
+        model.backward(loss.backward())
+        optimizer.step()
+    assert losses[-1] < 0.3 * losses[0]
+    assert all(np.isfinite(grad).all() for grad in model.grads.values())
