@@ -113,6 +113,34 @@ def test_results_are_the_callers() -> None:
     np.testing.assert_array_equal(first, kept)
 
 
+def test_a_workspace_serves_batches_of_every_size() -> None:
+    """Short after long after short: what an earlier batch left in the buffers is never read."""
+    spec = PRESETS["seq2seq-pre"]
+    used = made(spec)
+    for seed, length in enumerate((5, 7, 2, 7, 3)):
+        case = case_for(spec, seed=seed)
+        part = slice(0, 1 + length % 3), slice(0, length)
+        arguments: dict[str, Any] = {
+            "valid_BT": case.valid[part],
+            "source_tokens_BS": np.asarray(case.source)[part[0]],
+            "source_valid_BS": np.asarray(case.source_valid)[part[0]],
+        }
+        targets = {"next": case.targets["next"][part]}
+        fresh = made(spec)
+        for model in (used, fresh):
+            model.loss_and_grads(model.inputs(case.tokens[part], **arguments), targets=targets)
+        assert used.grad_vector.tobytes() == fresh.grad_vector.tobytes()
+
+
+def test_an_overwritten_tape_is_refused() -> None:
+    model = made(PRESETS["core"])
+    inputs = model.inputs(np.arange(6).reshape(2, 3))
+    logits, tape = model.record(inputs)
+    model.record(inputs)
+    with pytest.raises(InputError, match="a later pass has overwritten"):
+        model.backward(logits, tape)
+
+
 def test_body_and_heads_compose_to_forward() -> None:
     model = made(PRESETS["fsm-probe"])
     tokens = np.arange(6).reshape(2, 3)

@@ -46,7 +46,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "accumulation": lambda: test_model_parity.test_accumulation_is_the_sum("core"),
     "repeated tokens": lambda: test_invariants.test_repeated_tokens_accumulate(5),
     "repeated tokens, many rows": lambda: test_invariants.test_repeated_tokens_accumulate(300),
-    "empty rows": test_invariants.test_attention_weights_sum_to_one_and_empty_rows_give_zeros_both_ways,
+    "empty rows": test_invariants.test_attention_weights_sum_to_one_and_empty_rows_give_zeros,
     "alone": lambda: test_extremes.test_all_masked_rows_are_finite_and_alone(PRESETS["core"]),
     "padding": lambda: test_extremes.test_what_padding_holds_is_never_read(PRESETS["core"]),
     "huge": lambda: test_extremes.test_huge_logits_stay_finite(PRESETS["core"], np.float32),
@@ -69,8 +69,8 @@ FAULTS = [
         "missing transpose",
         "linear:linear_products",
         "np.matmul(dout_RO, weight_OI, out",
-        "np.matmul(dout_RO, weight_OI[::-1], out",
-        "part linear",
+        "np.matmul(dout_RO, weight_OI.T if len(weight_OI) == len(weight_OI.T) else weight_OI, out",
+        "model core",
     ),
     fault(
         "bias gradient is a mean",
@@ -164,7 +164,7 @@ FAULTS = [
         "part attend",
     ),
     fault(
-        "dv without its transpose",
+        "dv given to the wrong keys",
         "attend:attend_backward",
         "used.reshape(B, K, M, S).swapaxes(-1, -2), dheads_BKMH",
         "used.reshape(B, K, M, S)[..., ::-1].swapaxes(-1, -2), dheads_BKMH",
@@ -203,7 +203,7 @@ FAULTS = [
         "attention:_project_backward",
         'name = f"{letter}_proj.bias"',
         'name = "q_proj.bias"',
-        "model qwen-sliding",
+        "part multi_head",
     ),
     fault(
         "memory gradient of the last layer only",
@@ -229,8 +229,8 @@ FAULTS = [
     fault(
         "gelu slope without the bell",
         "activation:gelu_forward",
-        "np.add(erfc_P, bell_P, out=slope_P)",
-        "np.add(erfc_P, 0.0, out=slope_P)",
+        "np.add(below_P, bell_P, out=slope_P)",
+        "np.add(below_P, 0.0, out=slope_P)",
         "part gelu",
     ),
     fault(
@@ -313,8 +313,8 @@ FAULTS = [
     fault(
         "no bias correction",
         "optim:Adam._update",
-        "work *= lr / (1.0 - beta1**self.steps)",
-        "work *= lr",
+        "work *= lr * root / (1.0 - beta1**self.steps)",
+        "work *= lr * root",
         "adam",
     ),
     fault(

@@ -117,7 +117,7 @@ def test_the_calm_way_of_softmax_is_the_shifted_way() -> None:
     np.testing.assert_allclose(calm, loud, atol=1e-13)
 
 
-def test_attention_weights_sum_to_one_and_empty_rows_give_zeros_both_ways() -> None:
+def test_attention_weights_sum_to_one_and_empty_rows_give_zeros() -> None:
     q, k, v = (rng.standard_normal((B, n, s, H)) for n, s in ((N, T), (K, S), (K, S)))
     out, cache = attend_forward(q, k_BKSH=k, v_BKSH=v, trip=trip(), allow=ALLOW.astype(np.float64))
     total = cache.weights_BNTS.sum(-1)

@@ -55,7 +55,7 @@ def trajectories(
 def test_fifty_adam_steps_beside_torch(name: str) -> None:
     loss_error, weight_error = trajectories(PRESETS[name], Adam, torch.optim.Adam, {"lr": 1e-3}, 50)
     assert loss_error <= 1e-10, loss_error  # worst seen 5e-15
-    # worst seen 1.2e-10, in key biases: their gradient is noise around zero, and Adam divides by it
+    # worst seen 2.7e-10, in key biases: their gradient is noise around zero, and Adam divides by it
     assert weight_error <= 1e-9, weight_error
 
 
@@ -136,7 +136,7 @@ def test_memory_of_a_step(name: str) -> None:
     tracemalloc.stop()
     assert after - before < 4096
     assert model.cached_bytes > 1_000_000
-    # worst seen 1.62
+    # worst seen 1.82; 1.53 at the batch of 128
     assert peak - standing <= 2 * model.cached_bytes, (peak - standing) / model.cached_bytes
 
 

@@ -42,7 +42,7 @@ def x_transformer() -> nn.Module:
 
 
 class Leaky(nn.Module):
-    """A model with three mistakes: it looks ahead, reads PAD, and keeps a parameter it never uses."""
+    """Three mistakes: it looks ahead, reads PAD, and keeps a parameter it never uses."""
 
     def __init__(self) -> None:
         super().__init__()

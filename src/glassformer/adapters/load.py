@@ -7,19 +7,37 @@ from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import MANIFEST, load_checkpoint, save_checkpoint
+from glassformer.store.rundir import RunDirectory
 
 
-def load(path: str | Path) -> Model:
-    """The model in a checkpoint folder, verified, in eval mode."""
-    folder = Path(path)
+def checkpoint_of(path: str | Path) -> Path:
+    """The checkpoint folder that a path means: itself, or a run's best, `RUN@last`, `RUN@120`."""
+    text, _, which = str(path).partition("@")
+    folder = Path(text)
     if not folder.exists():
-        raise InputError(f"there is no folder {folder}", hint="give the path of a checkpoint")
-    if not (folder / MANIFEST).is_file():
+        raise InputError(f"there is no folder {folder}", hint="give a checkpoint or a run")
+    if (folder / MANIFEST).is_file():
+        return folder
+    run = RunDirectory(folder)
+    if not run.steps():
         raise FileError(
-            "not a glassformer checkpoint: MANIFEST.json is missing",
+            "not a glassformer checkpoint, nor a run with one: MANIFEST.json is missing",
             where=str(folder),
             hint="glassformer.save(model, folder) writes one",
         )
+    if which in ("", "best", "last"):
+        step = run.pointed(which or "best") or run.pointed("last") or run.steps()[-1]
+    elif which.isdigit() and int(which) in run.steps():
+        step = int(which)
+    else:
+        known = ", ".join(map(str, run.steps()))
+        raise InputError(f"no checkpoint '{which}' in {folder}", hint=f"best, last, {known}")
+    return run.step_folder(step)
+
+
+def load(path: str | Path) -> Model:
+    """The model in a checkpoint folder or a run, verified, in eval mode."""
+    folder = checkpoint_of(path)
     spec, arrays = load_checkpoint(folder)
     model = build(spec, device="meta").to_empty(device="cpu")
     load_weights(model, arrays, where=str(folder))

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from glassformer.byhand.erf import BELL_HEIGHT, ROOT_HALF, erfc_parts
+from glassformer.byhand.erf import BELL_HEIGHT, erfc_parts
 from glassformer.byhand.workspace import Array, Workspace, room
 
-#: Entries that pass through a chain of elementwise operations at once; five such float32 arrays
-#: fill half of a 1 MiB second-level cache.
-PIECE = 24 * 1024
+#: Entries that pass through a chain of elementwise operations at once, to bound the scratch.
+#: Measured with GELU: half of it costs 7 %, a quarter 25 %; all at once saves 5 %.
+PIECE = 64 * 1024
 
 TANH_SCALE = math.sqrt(2.0 / math.pi)
 TANH_CUBIC = 0.044715
@@ -45,23 +45,21 @@ def gelu_forward(
 ) -> tuple[Array, Array]:
     """x times the probability that a standard normal lies below x; gives the slope as cache.
 
-    With z = |x| / sqrt(2):  gelu = max(x, 0) - |x| erfc(z) / 2,  which needs no sign.
+    With tail = erfc(|x| / sqrt(2)) / 2 that probability is 1 - tail for x > 0 and tail below: in
+    both cases |step - tail|, where step is 1 above zero and 0 elsewhere.
     """
     out, slope = _out_and_slope(x, out, ws)
-    for x_P, out_P, slope_P, (size_P, erfc_P, bell_P, step_P) in _pieces(x, out, slope, 4, ws):
+    for x_P, out_P, slope_P, (size_P, tail_P, bell_P) in _pieces(x, out, slope, 3, ws):
         np.abs(x_P, out=size_P)
-        size_P *= ROOT_HALF
-        np.greater(x_P, 0, out=step_P, casting="unsafe")
-        erfc_parts(size_P, erfc=erfc_P, bell=bell_P)
-        # cdf = 1/2 + (step - 1/2)(1 - erfc);  slope = cdf + x bell / sqrt(2 pi);  gelu = x cdf
-        np.subtract(1.0, erfc_P, out=erfc_P)
-        step_P -= 0.5
-        erfc_P *= step_P
-        erfc_P += 0.5
-        bell_P *= x_P
+        erfc_parts(size_P, erfc=tail_P, bell=bell_P, square=0.5, factor=0.5)
+        step_P = np.greater(x_P, 0, out=size_P, casting="unsafe")
+        step_P -= tail_P
+        below_P = np.abs(step_P, out=step_P)
+        # out = x below,  below' = bell / sqrt(2 pi)   =>   slope = below + x bell / sqrt(2 pi)
         bell_P *= BELL_HEIGHT
-        np.add(erfc_P, bell_P, out=slope_P)
-        np.multiply(x_P, erfc_P, out=out_P)
+        bell_P *= x_P
+        np.add(below_P, bell_P, out=slope_P)
+        np.multiply(x_P, below_P, out=out_P)
     return out, slope
 
 

@@ -15,6 +15,9 @@ from glassformer.byhand.workspace import Array, Workspace
 
 # B batch, T query length, S key length, N query heads, K key-value heads, H d_head, M = N/K x T
 
+#: Queries of a group below which keys are read transposed, and not copied.
+FEW_ROWS = 8
+
 
 class AttendCache(NamedTuple):
     """Folded queries, keys, values, weights before dropout, dropout mask, tap prefix."""
@@ -46,8 +49,9 @@ def attend_forward(
     ws, M = trip.ws, N // K * T
     q_BKMH = _fold(q_BNTH, K, ws)
     scores = ws.take((B, N, T, S))
-    np.matmul(q_BKMH, k_BKSH.swapaxes(-1, -2), out=scores.reshape(B, K, M, S))
-    scores *= 1.0 / math.sqrt(H)
+    _product_with_transposed(
+        q_BKMH, k_BKSH, scores.reshape(B, K, M, S), ws, scale=1.0 / math.sqrt(H)
+    )
     trip.tap(f"{at}scores", scores)
     weights = masked_softmax(scores, allow_BNTS=allow)
     trip.tap(f"{at}weights", weights)
@@ -80,7 +84,7 @@ def attend_backward(
     # forward: heads = (weights * keep) @ v
     #   =>   dweights = (dheads @ v.T) * keep,  dv = (weights * keep).T @ dheads
     dweights = ws.take(weights.shape)
-    np.matmul(dheads_BKMH, v_BKSH.swapaxes(-1, -2), out=dweights.reshape(B, K, M, S))
+    _product_with_transposed(dheads_BKMH, v_BKSH, dweights.reshape(B, K, M, S), ws)
     used = weights
     if keep is not None:
         dweights *= keep
@@ -112,6 +116,25 @@ def _fold(x_BNTH: Array, kv_heads: int, ws: Workspace) -> Array:
     folded = ws.take((B, kv_heads, N // kv_heads * T, H))
     np.copyto(folded.reshape(B, N, T, H), x_BNTH)
     return folded
+
+
+def _product_with_transposed(
+    a_BKMH: Array, b_BKSH: Array, out_BKMS: Array, ws: Workspace, *, scale: float = 1.0
+) -> None:
+    """scale * a @ b.T.
+
+    OpenBLAS is slower at small products with a transposed right side than at copying it first; the
+    copy applies the scale on the way. A few rows (decoding) would not pay for the copy.
+    """
+    if a_BKMH.shape[2] < FEW_ROWS:
+        np.matmul(a_BKMH, b_BKSH.swapaxes(-1, -2), out=out_BKMS)
+        out_BKMS *= scale
+        return
+    mark = ws.mark()
+    B, K, S, H = b_BKSH.shape
+    b_BKHS = np.multiply(b_BKSH.swapaxes(-1, -2), scale, out=ws.take((B, K, H, S)))
+    np.matmul(a_BKMH, b_BKHS, out=out_BKMS)
+    ws.release(mark)
 
 
 def _unfold_product(a_BKMS: Array, b_BKSH: Array, out_BNTH: Array, ws: Workspace) -> None:

@@ -1,7 +1,8 @@
 """Multi-head attention: projections, q/k-norm, rotation, heads, output projection; and back.
 
 q, k and v of self-attention come from one product: their weights lie one after the other in the
-model's storage, so the joined matrix `qkv_proj.weight` is a view, and so is its gradient.
+model's storage, so the joined matrix `qkv_proj.weight` is a view, and so is its gradient (and the
+joined bias, where all three have one).
 """
 
 from typing import NamedTuple, Protocol
@@ -25,7 +26,7 @@ from glassformer.spec import model as spec
 # B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head
 # E width of the joined projection: q only, k and v, or all three
 
-JOINED = "qkv_proj.weight"
+JOINED = "qkv_proj"
 
 
 class Past(Protocol):
@@ -189,22 +190,33 @@ def _columns(letters: str, attention: spec.Attention, d_head: int) -> dict[str, 
     return columns
 
 
+def _joined(
+    arrays: dict[str, Array], leaf: str, letters: str, attention: spec.Attention, d_model: int
+) -> Array | None:
+    """The stretch of the joined weight or bias that belongs to these letters, if there is one."""
+    whole = arrays.get(f"{JOINED}.{leaf}")
+    if whole is None:
+        return None
+    every = _columns("qkv", attention, attention.head_width(d_model))
+    return whole[every[letters[0]].start : every[letters[-1]].stop]
+
+
 def _project(
     x_BTD: Array, letters: str, attention: spec.Attention, params: dict[str, Array], trip: Trip
 ) -> tuple[dict[str, Array], Projection]:
     """x through the projections of these letters, in one product."""
     columns = _columns(letters, attention, attention.head_width(x_BTD.shape[-1]))
-    if JOINED in params:
-        every = _columns("qkv", attention, attention.head_width(x_BTD.shape[-1]))
-        weight_ED = params[JOINED][every[letters[0]].start : every[letters[-1]].stop]
-    else:
+    weight_ED = _joined(params, "weight", letters, attention, x_BTD.shape[-1])
+    if weight_ED is None:
         weight_ED = np.concatenate([params[f"{letter}_proj.weight"] for letter in letters])
-    out_BTE, linear = linear_forward(x_BTD, weight_OI=weight_ED, ws=trip.ws)
+    bias_E = _joined(params, "bias", letters, attention, x_BTD.shape[-1])
+    out_BTE, linear = linear_forward(x_BTD, weight_OI=weight_ED, bias_O=bias_E, ws=trip.ws)
     parts = {letter: out_BTE[..., at] for letter, at in columns.items()}
     biased = "".join(letter for letter in letters if f"{letter}_proj.bias" in params)
-    for letter in biased:
-        part = parts[letter]
-        part += params[f"{letter}_proj.bias"]
+    if bias_E is None:
+        for letter in biased:
+            part = parts[letter]
+            part += params[f"{letter}_proj.bias"]
     return parts, Projection(linear, columns, biased)
 
 
@@ -217,18 +229,19 @@ def _project_backward(
 ) -> Array:
     """dx of one joined projection."""
     columns, weight_ED = projection.columns, projection.linear.weight_OI
-    letters = "".join(columns)
-    if JOINED in grads:
-        every = _columns("qkv", attention, attention.head_width(weight_ED.shape[1]))
-        dweight_ED = grads[JOINED][every[letters[0]].start : every[letters[-1]].stop]
-    else:
+    letters, d_model = "".join(columns), weight_ED.shape[1]
+    dweight_ED = _joined(grads, "weight", letters, attention, d_model)
+    if dweight_ED is None:
         dweight_ED = np.empty_like(weight_ED)
         grads |= {f"{letter}_proj.weight": dweight_ED[at] for letter, at in columns.items()}
     # forward: part = x @ W.T + bias, joined for all letters   =>   one product each for dx and dW
     dx, _ = linear_products(dout_BTE, projection.linear, dweight_OI=dweight_ED, ws=trip.ws)
     dout_RE = dout_BTE.reshape(-1, dout_BTE.shape[-1])
-    for letter, at in columns.items():
-        if letter in projection.biased:
-            name = f"{letter}_proj.bias"
-            grads[name] = sum_rows(dout_RE[:, at], out=grads.get(name))
+    dbias_E = _joined(grads, "bias", letters, attention, d_model)
+    if dbias_E is not None:
+        sum_rows(dout_RE, out=dbias_E)
+        return dx
+    for letter in projection.biased:
+        name = f"{letter}_proj.bias"
+        grads[name] = sum_rows(dout_RE[:, columns[letter]], out=grads.get(name))
     return dx

@@ -50,15 +50,21 @@ def coefficients(dtype: "np.dtype[Any]") -> tuple[float, ...]:
     return DOUBLE if dtype == np.float64 else SINGLE
 
 
-def erfc_parts(z: Array, *, erfc: Array, bell: Array) -> None:
-    """Fill erfc(z) and bell = exp(-z^2) for z >= 0; z itself is overwritten with s."""
-    np.multiply(z, z, out=bell)
-    np.negative(bell, out=bell)
+def erfc_parts(
+    size: Array, *, erfc: Array, bell: Array, square: float = 1.0, factor: float = 1.0
+) -> None:
+    """Fill factor * erfc(z) and bell = exp(-z^2), z^2 = square * size^2, size >= 0.
+
+    size itself is overwritten. Constants are folded into passes that are made anyway.
+    """
+    unit = math.sqrt(square)
+    np.multiply(size, size, out=bell)
+    bell *= -square
     np.exp(bell, out=bell)
-    z += 2.0
-    s = np.divide(4.0, z, out=z)
+    size += 2.0 / unit
+    s = np.divide(4.0 / unit, size, out=size)
     s -= 1.0  # (2 - z) / (2 + z) = 4 / (2 + z) - 1
-    highest, *rest = reversed(coefficients(z.dtype))
+    highest, *rest = (factor * c for c in reversed(coefficients(size.dtype)))
     np.multiply(s, highest, out=erfc)
     for coefficient in rest[:-1]:
         erfc += coefficient
@@ -78,5 +84,4 @@ def erf(x: Array) -> Array:
     return np.copysign(out, x, out=out)
 
 
-ROOT_HALF = math.sqrt(0.5)
 BELL_HEIGHT = 1.0 / math.sqrt(2.0 * math.pi)

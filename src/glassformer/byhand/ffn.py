@@ -26,7 +26,7 @@ from glassformer.spec import model as spec
 
 # B batch, T length, D d_model, F d_ff, W = 2F, gate and up side by side
 
-JOINED = "gate_up_proj.weight"
+JOINED = "gate_up_proj"
 
 
 class FeedCache(NamedTuple):
@@ -117,14 +117,14 @@ def swiglu_forward(
 ) -> tuple[Array, SwiGLUCache]:
     """down(dropout(silu(gate(x)) * up(x))); gate and up are one product."""
     ws = trip.ws
-    weight_WD = params.get(JOINED)
+    weight_WD, bias_W = params.get(f"{JOINED}.weight"), params.get(f"{JOINED}.bias")
     if weight_WD is None:
         weight_WD = np.concatenate([params["gate_proj.weight"], params["up_proj.weight"]])
-    both, into = linear_forward(x_BTD, weight_OI=weight_WD, ws=ws)
+    both, into = linear_forward(x_BTD, weight_OI=weight_WD, bias_O=bias_W, ws=ws)
     width = both.shape[-1] // 2
     gate, up = both[..., :width], both[..., width:]
     biased = "gate_proj.bias" in params
-    if biased:
+    if biased and bias_W is None:
         gate += params["gate_proj.bias"]
         up += params["up_proj.bias"]
     opened, slope = silu_forward(gate, ws=ws)
@@ -159,9 +159,9 @@ def swiglu_backward(
     np.multiply(dhidden, cache.opened, out=dboth[..., width:])
     dgate = np.multiply(dhidden, cache.up, out=dboth[..., :width])
     slope_backward(dgate, cache.slope, dx=dgate)
-    dweight_WD = grads.get(JOINED)
+    dweight_WD = grads.get(f"{JOINED}.weight")
     dx, dweight_WD = linear_products(dboth, cache.into, dweight_OI=dweight_WD, ws=ws)
-    if JOINED not in grads:
+    if f"{JOINED}.weight" not in grads:
         grads["gate_proj.weight"], grads["up_proj.weight"] = dweight_WD[:width], dweight_WD[width:]
     if cache.biased:
         dboth_RW = dboth.reshape(-1, 2 * width)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from glassformer.byhand.linear import dot_rows
 from glassformer.byhand.workspace import Array, Workspace, room
 from glassformer.spec.errors import InputError
 
@@ -40,8 +41,8 @@ def cross_entropy_forward(
     picked_M = work[rows, targets_M]
     mean_M = work.mean(axis=-1) if label_smoothing else 0.0
     np.exp(work, out=work)
-    total_M = work.sum(axis=-1)
-    work /= total_M[:, None]
+    total_M = dot_rows(work, np.ones(classes, work.dtype))
+    work *= (1.0 / total_M)[:, None]
     # -sum_c q_c log p_c with q = (1 - e) onehot + e / C
     expected_M = (1.0 - label_smoothing) * picked_M + label_smoothing * mean_M
     loss = np.dot(np.log(total_M) - expected_M, share_M)

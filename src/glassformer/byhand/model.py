@@ -94,6 +94,7 @@ class Model:
         }
         self.workspace = Workspace(self.dtype)
         self._before: Array | None = None
+        self._recorded: Tape | None = None
         #: Bytes of the arrays that the last recorded pass kept for its backward.
         self.cached_bytes = 0
 
@@ -171,6 +172,7 @@ class Model:
         self.workspace.reset()
         logits, tape = self._run(inputs, Trip(self.workspace, taps=taps, rng=rng))
         self.cached_bytes = self.workspace.taken_bytes
+        self._recorded = tape
         return logits, tape
 
     def _run(self, inputs: Inputs, trip: Trip) -> tuple[dict[str, Array], Tape]:
@@ -218,6 +220,11 @@ class Model:
         accumulate: bool = False,
     ) -> None:
         """Fill `grads` from the gradients of the logits; `accumulate` adds to what is there."""
+        if tape is not self._recorded:
+            raise InputError(
+                "a later pass has overwritten what this tape recorded",
+                hint="call backward before the next record or loss_and_grads",
+            )
         trip, ws = tape.trip, tape.trip.ws
         trip.tap_grads = tap_grads
         if accumulate:

@@ -95,13 +95,14 @@ class Storage:
         leaves: tuple[str, ...],
         joined: str,
     ) -> None:
-        names = [f"{prefix}{leaf}.weight" for leaf in leaves]
-        if names[0] not in self.start:
-            return
-        start, width = self.start[names[0]], self.owners[names[0]].shape[1]
-        size = sum(self.owners[name].size for name in names)
-        assert self.start[names[-1]] + self.owners[names[-1]].size == start + size
-        into[joined] = vector[start : start + size].reshape(-1, width)
+        for kind in ("weight", "bias"):
+            names = [f"{prefix}{leaf}.{kind}" for leaf in leaves]
+            if not all(name in self.start for name in names):
+                continue
+            start, size = self.start[names[0]], sum(self.owners[name].size for name in names)
+            assert self.start[names[-1]] + self.owners[names[-1]].size == start + size
+            rest = self.owners[names[0]].shape[1:]
+            into[f"{joined}.{kind}"] = vector[start : start + size].reshape(-1, *rest)
 
 
 def fill(array: Array, *, rule: Rule, rng: np.random.Generator) -> None:

@@ -74,6 +74,114 @@ def verify(
         raise typer.Exit(1)
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="train.lr=1e-3, task.max_length=8, ..."),
+]
+Runs = Annotated[str, typer.Option(help="The folder that holds the runs.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")]
+
+
+@app.command()
+def train(
+    what: Annotated[str, typer.Argument(metavar="TASK|CONFIG", help="See `glass list`.")],
+    overrides: Overrides = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run; the task's without it.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Short for train.steps=N.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for train.seed=N.")] = None,
+    engine: Annotated[str | None, typer.Option(help="torch or numpy.")] = None,
+    device: Device = "cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start it anew.")] = False,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Train a model on a task; the run can be killed at any moment and resumed exactly.
+
+    Examples:
+
+      glass train reverse
+
+      glass train digits --engine numpy --name by-hand train.steps=500
+
+      glass train runs/reverse/config.toml --name again
+    """
+    from pathlib import Path
+
+    from glassformer.cli import training
+
+    given = list(overrides or [])
+    shorts = {"train.steps": steps, "train.seed": seed, "engine": engine}
+    given += [f"{key}={value}" for key, value in shorts.items() if value is not None]
+    code = training.train(
+        what,
+        given,
+        name=name,
+        runs=Path(runs),
+        device=device,
+        resume=resume,
+        overwrite=overwrite,
+        as_json=as_json,
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, RUN@last, RUN@120.")],
+    split: Annotated[str, typer.Option(help="test, val, train, or the task's own.")] = "test",
+    device: Device = "cpu",
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Measure a run on held-out examples: by group, and against the truth where it is known."""
+    from pathlib import Path
+
+    from glassformer.cli import training
+
+    result = training.evaluate_run(run, runs=Path(runs), split=split, device=device)
+    typer.echo(
+        json.dumps(result.to_dict(), allow_nan=False)
+        if as_json
+        else training.evaluation_text(result)
+    )
+
+
+@app.command(name="list")
+def list_all(runs: Runs = "runs", as_json: AsJson = False) -> None:
+    """Tasks, presets and runs."""
+    from pathlib import Path
+
+    from glassformer.cli import training
+
+    found = training.listing(Path(runs))
+    typer.echo(json.dumps(found) if as_json else training.listing_text(found))
+
+
+@app.command(name="lr-find")
+def lr_find(
+    what: Annotated[str, typer.Argument(metavar="TASK|CONFIG", help="See `glass list`.")],
+    overrides: Overrides = None,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Find a learning rate: a number, a range in which the loss falls, a command to paste."""
+    from glassformer.cli import training
+
+    found = training.lr_find(what, list(overrides or []), device=device)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    typer.echo(
+        f"lr {found['lr']:.1e}  (falls steadily from {found['low']:.1e} to {found['high']:.1e})"
+    )
+    typer.echo(str(found["command"]))
+
+
 def main() -> None:
     """Run a verb; an error that people can mend is three lines and an exit code."""
     debug = "--debug" in sys.argv

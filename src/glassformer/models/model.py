@@ -62,14 +62,19 @@ class Model(nn.Module, ABC):
         """
         if head not in self.heads:
             raise InputError(f"no head '{head}'", hint=nearest(head, self.spec.head_names()))
-        part, kind = self.heads[head], self.spec.head(head)
+        kind = self.spec.head(head)
         if isinstance(kind, AnswerHead):
             hidden_BTD = read_out(hidden_BTD, valid_BT, readout=kind.readout)
         elif positions is not None:
             hidden_BTD = hidden_BTD[:, positions]
+        return self.project(hidden_BTD, head)
+
+    def project(self, rows: Tensor, head: str) -> Tensor:
+        """Hidden vectors (..., D) to a head's logits (..., V), wherever they were read."""
+        part = self.heads[head]
         if isinstance(part, TiedHead):
-            return part(hidden_BTD, self.output_embedding())
-        return part(hidden_BTD)
+            return part(rows, self.output_embedding())
+        return part(rows)
 
     def forward(
         self,

@@ -1,0 +1,100 @@
+"""Which example belongs to which split, decided once for each distinct example.
+
+Ruling C-23: random draws leak, so distinct examples are split. Eight in ten train, one is looked at
+during training (`val`), one afterwards (`test`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.data.batch import Bools, Ints
+from glassformer.spec.errors import InputError, nearest
+
+# N examples, L places, B batch, T length
+
+T = TypeVar("T")
+
+
+def tenths(count: int) -> dict[str, NDArray[np.int64]]:
+    """Numbers 0 … count - 1 by split: of each ten, eight train, then one val and one test.
+
+    Neighbours go to different splits, so groups of examples that stand together are all divided.
+    """
+    numbers = np.arange(count)
+    place = numbers % 10
+    return {"train": numbers[place < 8], "val": numbers[place == 8], "test": numbers[place == 9]}
+
+
+def spread(total: int, capacities: Sequence[int], *, what: str) -> list[int]:
+    """How many of `total` each cell gives: as even as can be, no cell more than it has."""
+    if total > sum(capacities):
+        raise InputError(
+            f"{total} different {what} asked for, there are {sum(capacities)}",
+            hint=f"the nearest valid number of examples is {sum(capacities)}, or allow longer ones",
+        )
+    counts = [0] * len(capacities)
+    left = total
+    smallest_first = sorted(range(len(capacities)), key=lambda cell: capacities[cell])
+    for done, cell in enumerate(smallest_first):
+        counts[cell] = min(capacities[cell], left // (len(capacities) - done))
+        left -= counts[cell]
+    return counts
+
+
+def distinct_rows(
+    rng: np.random.Generator, *, count: int, base: int, length: int
+) -> NDArray[np.int64]:
+    """`count` different rows of `length` numbers below `base`, each set of them equally likely."""
+    assert count <= base**length, "spread() keeps to what there is"
+    if base**length <= 4 * count:  # so few that all can be listed
+        picked = rng.permutation(base**length)[:count]
+        powers = base ** np.arange(length - 1, -1, -1)
+        listed: NDArray[np.int64] = picked[:, None] // powers % base
+        return listed
+    rows_NL = np.empty((0, length), dtype=np.int64)
+    while len(rows_NL) < count:
+        fresh_NL = rng.integers(0, base, size=(count - len(rows_NL), length))
+        rows_NL = np.concatenate([rows_NL, fresh_NL])
+        _, first = np.unique(rows_NL, axis=0, return_index=True)
+        rows_NL = rows_NL[np.sort(first)]
+    return rows_NL
+
+
+def overlap(splits: Mapping[str, Ints]) -> int:
+    """How many distinct rows occur in more than one split; padded alike, width by width."""
+    width = max(rows.shape[1] for rows in splits.values())
+    own = [
+        np.unique(np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1), axis=0)
+        for rows in splits.values()
+    ]
+    together = np.concatenate(own)
+    return len(together) - len(np.unique(together, axis=0))
+
+
+def pick(splits: Mapping[str, T], split: str) -> T:
+    """The split of that name."""
+    if split not in splits:
+        raise InputError(f"there is no split '{split}'", hint=nearest(split, splits))
+    return splits[split]
+
+
+def checked(rows: Ints, *, size: int, split: str) -> NDArray[np.int64]:
+    """Row numbers as int64, refused where they are none: a negative one would count from behind."""
+    rows = np.asarray(rows)
+    if rows.ndim != 1 or len(rows) == 0 or rows.dtype.kind not in "iu":
+        raise InputError(
+            f"rows of shape {rows.shape} and dtype {rows.dtype}", hint="a list of row numbers"
+        )
+    if rows.min() < 0 or rows.max() >= size:
+        wrong = rows[(rows < 0) | (rows >= size)][0]
+        raise InputError(f"there is no row {wrong} in '{split}'", hint=f"0 to {size - 1}")
+    return rows.astype(np.int64)
+
+
+def padded_to_longest(rows_NT: Ints, lengths_N: Ints) -> tuple[NDArray[np.int64], Bools]:
+    """tokens_BT and valid_BT, cut to the longest of these rows."""
+    width = int(lengths_N.max())
+    return rows_NT[:, :width].astype(np.int64), np.arange(width) < lengths_N[:, None]

@@ -1,0 +1,1 @@
+"""Whole runs: training with evaluation and saving, results measured against the truth."""

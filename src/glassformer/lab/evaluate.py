@@ -1,0 +1,195 @@
+"""What a model has learned, measured against the truth, broken down by what the task knows.
+
+One pass over a split: loss and accuracy of every head, exact match of whole sequences, both by the
+task's groups, and the distance to the oracle where there is one.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.data.batch import Batch
+from glassformer.data.task import Oracle, Task
+from glassformer.spec.errors import InputError
+from glassformer.train.engine import Engine, loss_weights
+
+# B batch, T length, V logits
+
+#: Examples evaluated at once; only speed depends on it.
+CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results of one split. `loss` is the plain mean a token of the first head, in nats.
+
+    by: {group: {label: exact match}}; heads: {head: {loss, accuracy}}; oracle: excess (loss minus
+    the truth's entropy) and legal (probability given to what can occur); errors: some rows.
+    """
+
+    split: str
+    examples: int
+    loss: float
+    accuracy: float
+    exact_match: float
+    heads: Mapping[str, Mapping[str, float]]
+    by: Mapping[str, Mapping[str, float]]
+    counts: Mapping[str, Mapping[str, int]]
+    oracle: Mapping[str, float]
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "split": self.split,
+            "examples": self.examples,
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "exact_match": self.exact_match,
+            "heads": {head: dict(values) for head, values in self.heads.items()},
+            "by": {group: dict(values) for group, values in self.by.items()},
+            "oracle": dict(self.oracle),
+        }
+
+
+class _Tally:
+    """Sums over the batches seen so far."""
+
+    def __init__(self, primary: str) -> None:
+        self.primary = primary
+        self.heads: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self.by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+        self.matches = 0
+        self.entropy = 0.0
+        self.legal = 0.0
+        self.judged = 0.0
+        self.errors: list[dict[str, Any]] = []
+
+    def add(self, batch: Batch, logits: Mapping[str, NDArray]) -> NDArray[np.bool_]:
+        """Count every head; give back which sequences the first head has wholly right."""
+        exact = np.ones(len(batch.tokens), dtype=np.bool_)
+        for head, target in batch.targets.items():
+            if head not in logits:
+                continue
+            weights = loss_weights(batch, head).astype(np.float64)
+            nll = -log_probabilities(logits[head], target)
+            right = logits[head].argmax(-1) == target
+            sums = self.heads[head]
+            sums[0] += float((np.where(weights > 0, nll, 0.0) * weights).sum())
+            sums[1] += float((right * weights).sum())
+            sums[2] += float(weights.sum())
+            if head == self.primary:
+                wrong = (~right & (weights > 0)).reshape(len(exact), -1)
+                exact = ~wrong.any(axis=1)
+        self.matches += int(exact.sum())
+        return exact
+
+    def add_groups(self, groups: Mapping[str, list[str]], exact: NDArray[np.bool_]) -> None:
+        """Right and all, for each label of each group."""
+        for group, labels in groups.items():
+            for label, right in zip(labels, exact, strict=True):
+                counts = self.by[group][label]
+                counts[0] += int(right)
+                counts[1] += 1
+
+    def add_truth(self, truth: Oracle, batch: Batch, logits: NDArray) -> None:
+        """Entropy of the truth, and the probability given to what can occur, where it counts."""
+        weights = loss_weights(batch, self.primary).astype(np.float64)
+        self.entropy += float((truth.entropy * weights).sum())
+        self.judged += float(weights.sum())
+        if truth.legal is not None:
+            given = (softmax(logits) * truth.legal).sum(-1)
+            self.legal += float((given * weights).sum())
+        else:
+            self.legal = math.nan
+
+
+def log_probabilities(logits: NDArray, targets: NDArray) -> NDArray[np.float64]:
+    """log p[target] at each position, in float64."""
+    wide = logits.astype(np.float64)
+    wide = wide - wide.max(-1, keepdims=True)
+    picked = np.take_along_axis(wide, targets[..., None].astype(np.int64), -1)[..., 0]
+    return picked - np.log(np.exp(wide).sum(-1))
+
+
+def softmax(logits: NDArray) -> NDArray[np.float64]:
+    """Probabilities in float64."""
+    wide = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return wide / wide.sum(-1, keepdims=True)
+
+
+def evaluate(
+    engine: Engine, task: Task, *, split: str = "test", examples: int | None = None
+) -> Evaluation:
+    """Measure one split, or its first `examples`."""
+    sizes = task.sizes()
+    if split not in sizes:
+        raise InputError(f"no split '{split}'", hint=f"this task has: {', '.join(sizes)}")
+    count = sizes[split] if examples is None else min(examples, sizes[split])
+    if count == 0:
+        raise InputError(f"the split '{split}' has no examples")
+    tally = None
+    for rows in _chunks(count):
+        batch = task.batch(split, rows)
+        logits = engine.logits(batch)
+        if tally is None:
+            tally = _Tally(_primary(engine, batch))
+        exact = tally.add(batch, logits)
+        tally.add_groups(task.groups(split, rows), exact)
+        truth = task.oracle(split, rows)
+        if truth is not None:
+            tally.add_truth(truth, batch, logits[tally.primary])
+        for row in rows[~exact][: 20 - len(tally.errors)]:
+            tally.errors.append({"row": int(row), "example": task.describe(split, int(row))})
+    assert tally is not None
+    return _evaluation(tally, task, split, count)
+
+
+def _chunks(count: int) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, count, CHUNK):
+        yield np.arange(start, min(start + CHUNK, count), dtype=np.int64)
+
+
+def _primary(engine: Engine, batch: Batch) -> str:
+    return next(head for head in engine.spec.head_names() if head in batch.targets)
+
+
+def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation:
+    heads = {
+        head: {"loss": loss / weight, "accuracy": right / weight}
+        for head, (loss, right, weight) in tally.heads.items()
+        if weight > 0
+    }
+    first = heads[tally.primary]
+    oracle = {}
+    if tally.judged:
+        entropy = tally.entropy / tally.judged
+        oracle = {"entropy": entropy, "excess": first["loss"] - entropy}
+        if not math.isnan(tally.legal):
+            oracle["legal"] = tally.legal / tally.judged
+    bytes_per_token = task.facts().get("bytes_per_token")
+    if bytes_per_token:
+        oracle["bits_per_byte"] = first["loss"] / math.log(2) / bytes_per_token
+    return Evaluation(
+        split=split,
+        examples=count,
+        loss=first["loss"],
+        accuracy=first["accuracy"],
+        exact_match=tally.matches / count,
+        heads=heads,
+        by={
+            group: {label: right / all_ for label, (right, all_) in sorted(labels.items())}
+            for group, labels in tally.by.items()
+        },
+        counts={
+            group: {label: all_ for label, (_, all_) in sorted(labels.items())}
+            for group, labels in tally.by.items()
+        },
+        oracle=oracle,
+        errors=tally.errors,
+    )

@@ -1,0 +1,107 @@
+"""Complete runs by name: a task, a model that fits it, and a training that is known to work."""
+
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from glassformer.data.build import build_task
+from glassformer.data.task import Task
+from glassformer.spec import presets
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.schedule import CosineSchedule, InverseSqrtSchedule
+from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask
+from glassformer.spec.train import AdamW, RunSpec, TrainSpec
+from glassformer.spec.tree import from_dict, override
+
+TaskSpec = DigitsTask | SequenceTask | FsmTask | TextTask
+
+
+def _digits_model(task: Task) -> ModelSpec:
+    return presets.digits(vocab_size=len(task.vocab))
+
+
+def _sequence_model(task: Task) -> ModelSpec:
+    return presets.seq2seq(
+        vocab_size=len(task.vocab),
+        d_model=64,
+        n_heads=4,
+        d_ff=256,
+        n_layers=2,
+        max_seq_len=64,
+        dropout=0.0,
+    )
+
+
+def _fsm_model(task: Task) -> ModelSpec:
+    facts = task.facts()
+    return presets.fsm_probe(
+        vocab_size=len(task.vocab),
+        num_classes=int(facts["classes"]),
+        num_states=int(facts["states"]),
+        max_seq_len=int(facts["longest"]) + 2,
+    )
+
+
+def _text_model(task: Task) -> ModelSpec:
+    return presets.budget_lm(
+        vocab_size=len(task.vocab),
+        d_model=64,
+        d_ff=172,
+        n_layers=3,
+        n_heads=4,
+        max_seq_len=int(task.facts()["length"]),
+    )
+
+
+_SHORT = TrainSpec(
+    steps=1_000,
+    batch_size=64,
+    lr=2e-3,
+    schedule=InverseSqrtSchedule(warmup=100),
+    optimizer=AdamW(beta2=0.98, eps=1e-9),
+)
+_LONG = TrainSpec(steps=3_000, batch_size=128, lr=2e-3, schedule=CosineSchedule(warmup=100))
+
+RECIPES: dict[str, tuple[TaskSpec, Callable[[Task], ModelSpec], TrainSpec]] = {
+    "digits": (DigitsTask(), _digits_model, _LONG),
+    "copy": (SequenceTask(kind="copy"), _sequence_model, _SHORT),
+    "reverse": (SequenceTask(kind="reverse"), _sequence_model, _SHORT),
+    "sort": (SequenceTask(kind="sort"), _sequence_model, _SHORT),
+    "parity": (FsmTask(machine="parity"), _fsm_model, _LONG),
+    "mod-3": (FsmTask(machine="mod-3"), _fsm_model, _LONG),
+    "brackets": (FsmTask(machine="brackets-4"), _fsm_model, _LONG),
+    "fsm": (FsmTask(machine="random-4", max_length=32), _fsm_model, _LONG),
+    "text": (
+        TextTask(),
+        _text_model,
+        TrainSpec(steps=600, batch_size=16, lr=3e-3, schedule=CosineSchedule(warmup=50)),
+    ),
+}
+
+
+def recipe(name: str, overrides: Iterable[str] = ()) -> RunSpec:
+    """A run by name. Overrides of `task.` come first, so that the model is made for that task."""
+    if name not in RECIPES:
+        raise InputError(f"no task '{name}'", hint=nearest(name, RECIPES))
+    task_spec, model_for, train = RECIPES[name]
+    ours = [text.removeprefix("task.") for text in overrides if text.startswith("task.")]
+    task_spec = override(task_spec, ours)
+    spec = RunSpec(model=model_for(build_task(task_spec)), task=task_spec, train=train)
+    return override(spec, [text for text in overrides if not text.startswith("task.")])
+
+
+def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
+    """A run from a TOML file, such as the config.toml of another run."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"the file cannot be read as TOML: {error}", where=str(path)) from error
+    return override(from_dict(RunSpec, data), overrides)
+
+
+def with_train(spec: RunSpec, **changes: object) -> RunSpec:
+    """The same run with other training settings; None leaves one as it is."""
+    chosen = {name: value for name, value in changes.items() if value is not None}
+    return replace(spec, train=replace(spec.train, **chosen))  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""What a run writes about itself: lines, hashes, the fingerprint of what its bits depend on."""
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+
+from glassformer.data.task import Task
+from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.train import RunSpec
+from glassformer.spec.tree import from_json, to_dict, to_json
+from glassformer.store.rundir import RunDirectory, plain_numbers
+from glassformer.train.fit import StepRecord
+
+
+def metrics_line(record: StepRecord) -> dict[str, Any]:
+    """A step as a line of metrics.jsonl; `seconds` is the only clock in it."""
+    return dict(
+        plain_numbers(
+            {
+                "step": record.step,
+                "loss": record.loss,
+                "nll": dict(record.nll),
+                "lr": record.lr,
+                "grad_norm": record.grad_norm,
+                "tokens": record.tokens,
+                "seconds": round(record.seconds, 6),
+            }
+        )
+    )
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint."""
+    try:
+        return dict(json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise FileError(f"state.json cannot be read: {error}", where=str(folder)) from error
+
+
+def spec_hash(spec: RunSpec) -> str:
+    """What must be equal for a run to go on; how long it goes on is left out."""
+    same = replace(spec, train=replace(spec.train, steps=1))
+    return hashlib.sha256(to_json(same).encode()).hexdigest()
+
+
+def data_hash(task: Task) -> str:
+    """A hash of what the task says of its data."""
+    text = json.dumps(plain_numbers(dict(task.facts())), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(spec: RunSpec, device: str) -> dict[str, Any]:
+    """What bits depend on besides the spec."""
+    return {
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "numpy": np.__version__,
+        "torch": torch.__version__ if spec.engine == "torch" else None,
+        "threads": torch.get_num_threads() if spec.engine == "torch" else None,
+        "device": device,
+    }
+
+
+def to_toml(spec: RunSpec) -> str:
+    """config.toml: the run's spec; what is None is left out."""
+    return tomli_w.dumps(_without_none(to_dict(spec)))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def load_run_spec(directory: RunDirectory) -> RunSpec:
+    """The spec that a run directory holds."""
+    path = directory.folder / "config.json"
+    if not path.is_file():
+        raise InputError("no config.json here, so this is not a run", where=str(directory.folder))
+    return from_json(RunSpec, path.read_text(encoding="utf-8"))

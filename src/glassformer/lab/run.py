@@ -1,0 +1,312 @@
+"""`TrainingRun`: the one consumer of `fit`. Evaluates, saves, watches, and can be killed at any
+moment.
+
+`events()` yields what happens: steps, evaluations, checkpoints, alerts. Whoever reads them draws or
+prints; setting `stop_requested` ends the run after the current step, with its state saved.
+"""
+
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from glassformer.data.build import build_task
+from glassformer.data.task import Task
+from glassformer.lab.evaluate import Evaluation, evaluate
+from glassformer.lab.record import (
+    data_hash,
+    fingerprint,
+    metrics_line,
+    read_state,
+    spec_hash,
+    to_toml,
+)
+from glassformer.spec.errors import DivergedError, InputError
+from glassformer.spec.train import RunSpec
+from glassformer.spec.tree import to_json
+from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
+from glassformer.store.rundir import RunDirectory, plain_numbers
+from glassformer.store.tensors import read_tensors, tensor_bytes
+from glassformer.train.engine import Engine
+from glassformer.train.fit import StepRecord, fit
+from glassformer.train.numpy_engine import NumpyEngine
+from glassformer.train.torch_engine import TorchEngine
+
+#: A loss this many standard deviations above its recent mean is a spike.
+SPIKE = 6.0
+WINDOW = 128
+#: So many steps in a row that could not be applied end the run.
+PATIENCE_FOR_NAN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation during training."""
+
+    step: int
+    evaluation: Evaluation
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something that deserves a look."""
+
+    step: int
+    kind: str
+    message: str
+
+
+Event = StepRecord | Evaluated | Saved | Alert
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a run remembers between steps; saved with every checkpoint."""
+
+    step: int = 0
+    best_step: int | None = None
+    best_loss: float = math.inf
+    stale: int = 0
+    unapplied: int = 0
+    recent: tuple[float, ...] = ()
+    metrics_bytes: int = 0
+    alerts_bytes: int = 0
+
+
+def build_engine(spec: RunSpec, *, device: str = "cpu") -> Engine:
+    """The engine that the run asks for, with fresh weights."""
+    if spec.engine == "numpy":
+        return NumpyEngine.fresh(spec.model, spec.train)
+    return TorchEngine.fresh(spec.model, spec.train, device=device)
+
+
+def check_fit(spec: RunSpec, task: Task) -> None:
+    """A model that cannot take this task's tokens or answer its questions is refused by name."""
+    batch = task.batch("train", np.arange(1, dtype=np.int64))
+    if len(task.vocab) > spec.model.vocab_size:
+        raise InputError(
+            f"the task has {len(task.vocab)} tokens, the model a vocabulary of "
+            f"{spec.model.vocab_size}",
+            hint=f"model.vocab_size={len(task.vocab)}",
+        )
+    if (batch.source is None) != (spec.model.encoder is None):
+        need = "an encoder-decoder" if batch.source is not None else "a decoder without an encoder"
+        raise InputError(f"the task '{task.name}' needs {need}")
+    missing = [head for head in spec.model.head_names() if head not in batch.targets]
+    if missing:
+        raise InputError(
+            f"the task '{task.name}' has no answers for the head '{missing[0]}'",
+            hint=f"it has answers for: {', '.join(batch.targets)}",
+        )
+    longest = max(int(task.lengths(split).max()) for split in task.sizes() if task.sizes()[split])
+    if longest > spec.model.max_seq_len:
+        raise InputError(
+            f"the task has sequences of {longest} tokens, the model a max_seq_len of "
+            f"{spec.model.max_seq_len}",
+            hint=f"model.max_seq_len={longest}",
+        )
+
+
+class TrainingRun:
+    """One run in one directory."""
+
+    def __init__(self, spec: RunSpec, folder: Path, *, device: str = "cpu") -> None:
+        self.spec = spec
+        self.directory = RunDirectory(folder)
+        self.device = device
+        self.progress = Progress()
+        self.stop_requested = False
+        self.stopped = False
+        self.last_evaluation: Evaluation | None = None
+        self.task = build_task(spec.task)
+        check_fit(spec, self.task)
+        self.engine = build_engine(spec, device=device)
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def prepare(self, *, overwrite: bool = False) -> None:
+        """Make a new run directory; one that holds a run is refused unless told otherwise."""
+        folder = self.directory.folder
+        if (folder / "run.json").exists() or self.directory.steps():
+            if not overwrite:
+                raise InputError(
+                    f"the run {folder.name} exists",
+                    hint="--resume goes on with it, --overwrite starts anew, --name gives another",
+                )
+            for name in ("checkpoints", "eval"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in ("metrics.jsonl", "alerts.jsonl", "run.json"):
+                (folder / name).unlink(missing_ok=True)
+        self.directory.write("config.json", to_json(self.spec))
+        self.directory.write("config.toml", to_toml(self.spec))
+        self._record("running")
+
+    def resume(self) -> list[str]:
+        """Go on from the newest whole checkpoint; what was wrong with newer ones is told."""
+        step, notes = self.directory.newest_whole()
+        if step is None:
+            notes.append("no whole checkpoint: starting at step 0")
+            self.directory.cut(self.directory.metrics, 0)
+            self.directory.cut(self.directory.alerts, 0)
+            return notes
+        folder = self.directory.step_folder(step)
+        model, weights = load_checkpoint(folder)
+        if model != self.spec.model:
+            raise InputError("the checkpoint is of another model", where=str(folder))
+        state = read_state(folder)
+        if state["spec"] != spec_hash(self.spec):
+            raise InputError("the checkpoint is of another run's spec", where=str(folder))
+        if state["data"] != data_hash(self.task):
+            raise InputError(
+                "the data changed since the checkpoint was written",
+                where=str(folder),
+                hint="start a new run, or bring the data back",
+            )
+        here = fingerprint(self.spec, self.device)
+        if state["fingerprint"] != here:
+            changed = [key for key in here if state["fingerprint"].get(key) != here[key]]
+            notes.append(f"not bit-exact: {', '.join(changed)} changed since the checkpoint")
+        self.engine.load_weights(weights)
+        self.engine.load_state(read_tensors(folder / "state.safetensors"))
+        saved = state["progress"]
+        self.progress = Progress(**{**saved, "recent": tuple(saved["recent"])})
+        self.progress.best_loss = float(saved["best_loss"])
+        if self.progress.best_step in self.directory.steps():
+            self.directory.point("best", self.progress.best_step)
+        self.directory.cut(self.directory.metrics, self.progress.metrics_bytes)
+        self.directory.cut(self.directory.alerts, self.progress.alerts_bytes)
+        notes.append(f"resuming at step {self.progress.step}")
+        return notes
+
+    # --- running ------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[Event]:
+        """Train to the end, or until a stop is asked for."""
+        train = self.spec.train
+        self._record("running")
+        with self.directory.metrics.open("a", encoding="utf-8") as log:
+            for record in fit(self.engine, self.task, train, start=self.progress.step):
+                self.progress.step = record.step
+                log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
+                yield record
+                yield from self._watch(record)
+                last = record.step == train.steps or self.stop_requested
+                save = last or record.step % train.checkpoint_every == 0
+                if record.step % train.evaluate_every == 0 or record.step == train.steps:
+                    evaluated = self._evaluate()
+                    line = {"step": record.step, "val": evaluated.evaluation.to_dict()}
+                    log.write(json.dumps(plain_numbers(line), allow_nan=False) + "\n")
+                    yield evaluated
+                    save |= evaluated.best
+                    last |= bool(train.patience) and self.progress.stale >= train.patience
+                    save |= last
+                if save:
+                    log.flush()
+                    yield self._save()
+                if last:
+                    break
+        self.stopped = self.stop_requested and self.progress.step < train.steps
+        self._record("stopped" if self.stopped else "finished")
+
+    def _evaluate(self) -> Evaluated:
+        evaluation = evaluate(
+            self.engine, self.task, split="val", examples=self.spec.train.evaluate_examples
+        )
+        self.last_evaluation = evaluation
+        best = evaluation.loss < self.progress.best_loss
+        if best:
+            self.progress.best_loss = evaluation.loss
+            self.progress.best_step = self.progress.step
+        self.progress.stale = 0 if best else self.progress.stale + 1
+        return Evaluated(self.progress.step, evaluation, best)
+
+    def _watch(self, record: StepRecord) -> Iterator[Alert]:
+        """Spikes are told; steps that could not be applied are counted, too many end the run."""
+        progress, recent = self.progress, self.progress.recent
+        if not record.applied:
+            progress.unapplied += 1
+            what = f"loss {record.loss}, gradient norm {record.grad_norm}: step not applied"
+            yield self._alert(record.step, "not finite", what)
+            if progress.unapplied >= PATIENCE_FOR_NAN:
+                self._record("diverged")
+                good = self.directory.pointed("last")
+                where = f"the last good checkpoint is step {good}" if good else "none was saved"
+                raise DivergedError(
+                    f"{progress.unapplied} steps in a row were not finite",
+                    where=f"step {record.step}; {where}",
+                    hint="lower train.lr, lengthen the warmup, or clip harder",
+                )
+            return
+        progress.unapplied = 0
+        if len(recent) == WINDOW:
+            mean, spread = statistics.fmean(recent), statistics.pstdev(recent)
+            if record.loss > mean + SPIKE * spread and spread > 0:
+                what = f"loss {record.loss:.4g}, recent mean {mean:.4g}"
+                yield self._alert(record.step, "spike", what)
+        progress.recent = (*recent[-WINDOW + 1 :], record.loss)
+
+    def _alert(self, step: int, kind: str, message: str) -> Alert:
+        with self.directory.alerts.open("a", encoding="utf-8") as log:
+            log.write(json.dumps({"step": step, "kind": kind, "message": message}) + "\n")
+        return Alert(step, kind, message)
+
+    def _save(self) -> Saved:
+        """A whole checkpoint, then the pointers, then the pruning."""
+        progress, directory = self.progress, self.directory
+        progress.metrics_bytes = _size(directory.metrics)
+        progress.alerts_bytes = _size(directory.alerts)
+        folder = directory.step_folder(progress.step)
+        state = {
+            "progress": asdict(progress),
+            "spec": spec_hash(self.spec),
+            "data": data_hash(self.task),
+            "fingerprint": fingerprint(self.spec, self.device),
+        }
+        files = {
+            "state.json": (json.dumps(plain_numbers(state), indent=2) + "\n").encode(),
+            "state.safetensors": tensor_bytes(self.engine.state()),
+            "run.json": to_json(self.spec).encode(),
+        }
+        if folder.exists():  # left by an earlier life of this run, and damaged
+            shutil.rmtree(folder)
+        save_checkpoint(folder, self.spec.model, self.engine.weights(), files=files)
+        directory.point("last", progress.step)
+        if progress.best_step == progress.step:
+            directory.point("best", progress.step)
+        directory.prune(keep=self.spec.train.keep)
+        return Saved(progress.step, folder)
+
+    def _record(self, status: str) -> None:
+        evaluation = self.last_evaluation
+        self.directory.write_json(
+            "run.json",
+            {
+                "status": status,
+                "step": self.progress.step,
+                "steps": self.spec.train.steps,
+                "task": self.task.name,
+                "engine": self.spec.engine,
+                "best_step": self.progress.best_step,
+                "fingerprint": fingerprint(self.spec, self.device),
+                "data": dict(self.task.facts()),
+                "val": None if evaluation is None else evaluation.to_dict(),
+            },
+        )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,117 @@
+"""What a model is trained on: tasks as values. `data` makes the examples that they describe."""
+
+from typing import Literal, get_args
+
+from glassformer.spec.base import at_least, one_of, positive, spec
+from glassformer.spec.errors import InputError
+
+OPERATIONS = ("FIRST", "SECOND", "LAST", "MAX", "MIN", "LENGTH", "SUM")
+
+
+def _lengths(shortest: int, longest: int, *, least: int = 1) -> None:
+    at_least("min_length", shortest, least)
+    if longest < shortest:
+        raise InputError(
+            f"max_length {longest} is below min_length {shortest}",
+            hint=f"the nearest valid max_length is {shortest}",
+        )
+
+
+@spec
+class DigitsTask:
+    """Source 003: an operation and digits in, one digit out; SUM is modulo 10."""
+
+    min_length: int = 2
+    max_length: int = 6
+    examples: int = 10_000
+    operations: tuple[str, ...] = OPERATIONS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _lengths(self.min_length, self.max_length, least=2)
+        if self.max_length > 9:
+            raise InputError(
+                f"max_length {self.max_length}: LENGTH must be one digit", hint="9 is the largest"
+            )
+        at_least("examples", self.examples, 10)
+        for operation in self.operations:
+            one_of("operation", operation, OPERATIONS)
+        if not self.operations or len(set(self.operations)) < len(self.operations):
+            raise InputError("operations must be named once each, and at least one")
+
+
+Rearrangement = Literal["copy", "reverse", "sort"]
+
+
+@spec
+class SequenceTask:
+    """Source 004: symbols in, the same symbols copied, reversed or sorted out.
+
+    `vocab_size` counts PAD, BOS and EOS too. `longer` further lengths form the split that asks for
+    generalisation.
+    """
+
+    kind: Rearrangement = "reverse"
+    vocab_size: int = 20
+    min_length: int = 4
+    max_length: int = 10
+    examples: int = 20_000
+    longer: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, get_args(Rearrangement))
+        at_least("vocab_size", self.vocab_size, 5)
+        _lengths(self.min_length, self.max_length)
+        at_least("examples", self.examples, 10)
+        at_least("longer", self.longer, 0)
+
+
+@spec
+class FsmTask:
+    """Source 000: walks of a finite-state machine, with the state and class at each position.
+
+    `machine` is `parity`, `mod-K`, `brackets-D`, `random-N` (N states, `symbols` symbols, drawn by
+    `machine_seed`) or `regex:PATTERN`. `order` "uniform" makes every legal symbol equally likely;
+    "weighted" draws weights for each state.
+    """
+
+    machine: str = "parity"
+    symbols: int = 3
+    machine_seed: int = 0
+    order: Literal["uniform", "weighted"] = "weighted"
+    min_length: int = 1
+    max_length: int = 16
+    examples: int = 20_000
+    longer: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("symbols", self.symbols, 2)
+        _lengths(self.min_length, self.max_length)
+        at_least("examples", self.examples, 10)
+        at_least("longer", self.longer, 0)
+        one_of("order", self.order, ("uniform", "weighted"))
+
+
+@spec
+class TextTask:
+    """Next-token prediction over the text of a file or folder; no path: Python's own manuals."""
+
+    path: str = ""
+    tokenizer: Literal["characters", "bytes", "bpe"] = "bpe"
+    vocab_size: int = 2_000
+    length: int = 128
+    held_out: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("tokenizer", self.tokenizer, ("characters", "bytes", "bpe"))
+        at_least("vocab_size", self.vocab_size, 2)
+        at_least("length", self.length, 2)
+        positive("held_out", self.held_out)
+        if self.held_out > 0.5:
+            raise InputError(f"held_out {self.held_out} is more than half of the text", hint="0.1")
+
+
+Task = DigitsTask | SequenceTask | FsmTask | TextTask

@@ -1,0 +1,136 @@
+"""How a model is trained, and a whole run: model, task and training in one value."""
+
+from typing import Literal
+
+from glassformer.spec.base import at_least, one_of, positive, probability, spec
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.schedule import ConstantSchedule, CosineSchedule, InverseSqrtSchedule
+from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask
+
+
+def _betas(beta1: float, beta2: float) -> None:
+    probability("beta1", beta1)
+    probability("beta2", beta2)
+
+
+@spec
+class SGD:
+    """p -= lr * g, with momentum if asked."""
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        probability("momentum", self.momentum)
+
+
+@spec
+class AdamW:
+    """Adam with decoupled decay on what the manifest marks; weight_decay 0 is plain Adam."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _betas(self.beta1, self.beta2)
+        positive("eps", self.eps)
+        if self.weight_decay < 0:
+            raise InputError(f"weight_decay {self.weight_decay} is negative", hint="0 turns it off")
+
+
+@spec
+class Muon:
+    """Orthogonalised momentum on the matrices of the blocks, AdamW on everything else.
+
+    Source: Jordan and others, 2024. `lr_matrix` is the rate of the matrices, on the same schedule.
+    """
+
+    lr_matrix: float = 0.02
+    momentum: float = 0.95
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("lr_matrix", self.lr_matrix)
+        probability("momentum", self.momentum)
+        _betas(self.beta1, self.beta2)
+        positive("eps", self.eps)
+
+
+@spec
+class HeadWeight:
+    """How much a head's loss counts."""
+
+    head: str
+    weight: float
+
+
+@spec
+class TrainSpec:
+    """Steps, batches, optimizer, schedule, precision, and when to look and to save.
+
+    A step takes `accumulate` batches and weighs every token alike. `clip` 0 turns clipping off;
+    `patience` 0 never stops early, else counts evaluations without a better validation loss.
+    """
+
+    steps: int = 1_000
+    batch_size: int = 64
+    accumulate: int = 1
+    lr: float = 1e-3
+    optimizer: SGD | AdamW | Muon = AdamW()
+    schedule: ConstantSchedule | InverseSqrtSchedule | CosineSchedule = CosineSchedule(warmup=50)
+    clip: float = 1.0
+    label_smoothing: float = 0.0
+    head_weights: tuple[HeadWeight, ...] = ()
+    seed: int = 0
+    precision: Literal["float32", "float64", "bf16"] = "float32"
+    compile: bool = False
+    evaluate_every: int = 100
+    evaluate_examples: int = 1_000
+    checkpoint_every: int = 100
+    keep: int = 2
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulate", "evaluate_every", "checkpoint_every"):
+            at_least(name, getattr(self, name))
+        at_least("evaluate_examples", self.evaluate_examples)
+        at_least("keep", self.keep, 2)
+        at_least("patience", self.patience, 0)
+        positive("lr", self.lr)
+        probability("label_smoothing", self.label_smoothing)
+        one_of("precision", self.precision, ("float32", "float64", "bf16"))
+        if not 0.0 <= self.clip < float("inf"):
+            raise InputError(f"clip {self.clip} is negative", hint="0 turns clipping off")
+
+    def head_weight(self, head: str) -> float:
+        """1 unless said otherwise."""
+        return next((h.weight for h in self.head_weights if h.head == head), 1.0)
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of this step, from 0."""
+        return self.lr * self.schedule.share(step, self.steps)
+
+
+@spec
+class RunSpec:
+    """Everything that decides what a run computes."""
+
+    model: ModelSpec
+    task: DigitsTask | SequenceTask | FsmTask | TextTask
+    train: TrainSpec = TrainSpec()
+    engine: Literal["torch", "numpy"] = "torch"
+
+    def __post_init__(self) -> None:
+        one_of("engine", self.engine, ("torch", "numpy"))
+        for weight in self.train.head_weights:
+            self.model.head(weight.head)
+        if self.engine == "numpy":
+            if self.train.precision == "bf16":
+                raise InputError("half precision is torch's alone", hint="train.precision=float32")
+            if self.train.compile or isinstance(self.train.optimizer, Muon):
+                raise InputError("compile and Muon are torch's alone", hint="engine=torch")

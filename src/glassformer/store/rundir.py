@@ -1,0 +1,144 @@
+"""Run directories: what a run leaves, in files that other tools open.
+
+run.json           status, steps, engine, versions, results; no host, no user, no absolute path
+config.toml/.json  the run's spec, to read and to repeat it
+metrics.jsonl      a line a step and a line an evaluation; append-only, cut back on resume
+alerts.jsonl       spikes, skipped steps, divergence
+checkpoints/       step-000120/ and so on; `best` and `last` name one each
+eval/              results by split
+lock               held by the one writer
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.store.checkpoint import verify_folder
+
+STEP = "step-{:06d}"
+
+
+class RunDirectory:
+    """The files of one run, by their meaning."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.metrics = folder / "metrics.jsonl"
+        self.alerts = folder / "alerts.jsonl"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One writer at a time; the lock is the kernel's, so a killed one leaves none behind."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise MachineError(
+                    f"another process (id {holder}) is writing this run",
+                    where=str(self.folder),
+                    hint="wait for it, or choose another --name",
+                ) from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def write(self, name: str, data: str) -> None:
+        """Replace a small file at once: written beside, synced, renamed."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.tmp")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(path)
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """A JSON file; a number that is not finite becomes a string."""
+        self.write(name, json.dumps(plain_numbers(value), indent=2, allow_nan=False) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the run."""
+        path = self.folder / name
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError as error:
+            raise InputError(
+                f"no {name} here, so this is not a run", where=str(self.folder)
+            ) from error
+        except (ValueError, UnicodeDecodeError) as error:
+            raise FileError(f"{name} cannot be read: {error}", where=str(self.folder)) from error
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def step_folder(self, step: int) -> Path:
+        """Where the checkpoint of that step lies."""
+        return self.checkpoints / STEP.format(step)
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint folder, ascending; whether they are whole is not asked."""
+        found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else ()
+        numbers = (path.name.removeprefix("step-") for path in found)
+        return sorted(int(number) for number in numbers if number.isdigit())
+
+    def newest_whole(self) -> tuple[int | None, list[str]]:
+        """The newest step whose files verify, and what was wrong with newer ones."""
+        problems = []
+        for step in reversed(self.steps()):
+            try:
+                verify_folder(self.step_folder(step))
+            except FileError as error:
+                problems.append(f"{STEP.format(step)}: {error.what}")
+            else:
+                return step, problems
+        return None, problems
+
+    def point(self, name: str, step: int) -> None:
+        """`best` or `last` names a step."""
+        self.write(f"checkpoints/{name}", STEP.format(step) + "\n")
+
+    def pointed(self, name: str) -> int | None:
+        """The step that `best` or `last` names, if it still exists."""
+        path = self.checkpoints / name
+        if not path.is_file():
+            return None
+        number = path.read_text(encoding="utf-8").strip().removeprefix("step-")
+        return int(number) if number.isdigit() and int(number) in self.steps() else None
+
+    def prune(self, *, keep: int) -> None:
+        """Remove all but the newest `keep` and the best, and what a kill left behind."""
+        kept = {*self.steps()[-keep:], self.pointed("best"), self.pointed("last")}
+        for step in self.steps():
+            if step not in kept:
+                shutil.rmtree(self.step_folder(step))
+        for stray in self.checkpoints.glob(".tmp-*"):
+            shutil.rmtree(stray, ignore_errors=True)
+
+    def cut(self, path: Path, size: int) -> None:
+        """Take a log back to where it was when a checkpoint was written."""
+        if path.exists() and path.stat().st_size > size:
+            with path.open("r+b") as file:
+                file.truncate(size)
+
+
+def plain_numbers(value: Any) -> Any:
+    """NaN and infinity as text: JSON has no words for them, and hiding them would be a lie."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_numbers(item) for item in value]
+    return value

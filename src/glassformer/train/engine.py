@@ -1,0 +1,76 @@
+"""What the loop asks of an engine, whichever computes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.data.batch import Batch
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
+
+Arrays = dict[str, NDArray]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One update: loss as differentiated, plain loss by head (means a token), norm before clipping.
+
+    `applied` is False where the loss or a gradient was not finite: then nothing was changed.
+    """
+
+    loss: float
+    nll: Mapping[str, float]
+    grad_norm: float
+    tokens: int
+    applied: bool
+
+
+class Engine(Protocol):
+    """A model with its optimizer; `weights` and `state` hold all that decides the future."""
+
+    spec: ModelSpec
+
+    def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
+        """One update from some batches, every token weighing alike; dropout drawn from `seed`."""
+
+    def logits(self, batch: Batch) -> Arrays:
+        """Logits by head, without dropout."""
+
+    def weights(self) -> Arrays:
+        """Copies of the parameters by manifest name."""
+
+    def load_weights(self, arrays: Mapping[str, NDArray]) -> None:
+        """Put parameters back."""
+
+    def state(self) -> Arrays:
+        """The optimizer's arrays, `kind.parameter` each, and its step count."""
+
+    def load_state(self, arrays: Mapping[str, NDArray]) -> None:
+        """The inverse of `state`."""
+
+
+def loss_weights(batch: Batch, head: str) -> NDArray[np.float32]:
+    """How much each target of a head counts: as the batch says, else 1 at every real token."""
+    target = batch.targets[head]
+    if batch.weights is not None and batch.weights.shape == target.shape:
+        return np.asarray(batch.weights, dtype=np.float32)
+    if target.ndim == 1:
+        return np.ones(target.shape, dtype=np.float32)
+    return batch.valid.astype(np.float32)
+
+
+def totals(batches: Sequence[Batch], spec: ModelSpec) -> dict[str, float]:
+    """Summed weights of each head's targets over all batches of a step."""
+    heads = [head for head in spec.head_names() if head in batches[0].targets]
+    if not heads:
+        raise InputError(
+            f"no targets for any head of the model ({', '.join(spec.head_names())})",
+            hint=f"the batch has targets for: {', '.join(batches[0].targets) or 'nothing'}",
+        )
+    return {
+        head: float(sum(loss_weights(batch, head).sum(dtype=np.float64) for batch in batches))
+        for head in heads
+    }
