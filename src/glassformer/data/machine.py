@@ -130,7 +130,7 @@ class Machine:
         ]
 
     def reachable(self) -> list[int]:
-        """States that some string leads to, in the order in which a breadth-first walk meets them."""
+        """States that some string leads to, in the order of a breadth-first walk."""
         order = [self.start]
         seen = {self.start}
         for state in order:  # grows while it is read
@@ -203,7 +203,7 @@ class Machine:
         return self.ends[state]
 
     def trajectories(self, symbols_NL: Ints) -> NDArray[np.int64]:
-        """States (N, L + 1) of strings of symbol numbers; NOWHERE is filler and where nothing goes on."""
+        """States (N, L + 1) of strings of symbol numbers; NOWHERE behind a string's end."""
         table = np.pad(self.table(), ((0, 1), (0, 1)), constant_values=NOWHERE)
         states = np.full((len(symbols_NL), symbols_NL.shape[1] + 1), self.start, dtype=np.int64)
         for place in range(symbols_NL.shape[1]):

@@ -1,4 +1,4 @@
-"""The library of machines, by name: counters, bounded brackets, regular expressions, random ones."""
+"""The library of machines: counters, bounded brackets, regular expressions, random ones."""
 
 import re
 from collections.abc import Callable
@@ -67,11 +67,11 @@ def random_machine(states: int, *, symbols: int, seed: int, complete: bool = Tru
     at_least("symbols", symbols, 1)
     if symbols > 26:
         raise InputError(f"{symbols} symbols: they are letters", hint="26 is the most")
-    if complete is False and symbols < 2:
+    if not complete and symbols < 2:
         raise InputError("a machine of one symbol cannot lack any", hint="use 2 symbols")
     for attempt in range(1_000):
         rng = stream(seed, "machine", states, symbols, int(complete), attempt)
-        found = _draw_machine(rng, states, symbols, complete)
+        found = _draw_machine(rng, states=states, symbols=symbols, complete=complete)
         if len(found.reachable()) == states and found.minimised().n_states == states:
             # minimised() also numbers the states as they are met
             return found.minimised()
@@ -81,7 +81,9 @@ def random_machine(states: int, *, symbols: int, seed: int, complete: bool = Tru
     )
 
 
-def _draw_machine(rng: np.random.Generator, states: int, symbols: int, complete: bool) -> Machine:
+def _draw_machine(
+    rng: np.random.Generator, *, states: int, symbols: int, complete: bool
+) -> Machine:
     table_QA = rng.integers(0, states, size=(states, symbols))
     if not complete:
         table_QA[rng.random(table_QA.shape) < 1 / 3] = NOWHERE

@@ -54,7 +54,9 @@ class _Parser:
 
     def error(self, what: str, *, hint: str = "") -> InputError:
         """What is wrong, and at which place of the pattern."""
-        return InputError(what, where=f"character {self.place} of regex '{self.pattern}'", hint=hint)
+        return InputError(
+            what, where=f"character {self.place} of regex '{self.pattern}'", hint=hint
+        )
 
     def whole(self) -> tuple[int, int]:
         """The whole pattern."""

@@ -59,8 +59,7 @@ class Sampler:
                 by_length = np.argsort(self._lengths[part], kind="stable")
                 order[start : start + pool] = part[by_length]
         batches = [
-            order[start : start + self.batch_size]
-            for start in range(0, self.size, self.batch_size)
+            order[start : start + self.batch_size] for start in range(0, self.size, self.batch_size)
         ]
         if self._lengths is not None:
             batches = [batches[place] for place in rng.permutation(len(batches))]

@@ -49,7 +49,7 @@ class Sequences:
 
     def __init__(self, spec: SequenceTask) -> None:
         self.spec = spec
-        self.name = spec.kind
+        self.name: str = spec.kind
         symbols = spec.vocab_size - FIRST
         self.tokenizer = Vocab(("PAD", "BOS", "EOS", *(str(i) for i in range(symbols))))
         self.heads: Mapping[str, int] = {"next": spec.vocab_size}

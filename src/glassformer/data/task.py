@@ -1,4 +1,4 @@
-"""What every task offers: numbered examples in splits, batches of them, and the truth about them."""
+"""What every task offers: numbered examples in splits, batches, and the truth about them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Ints
 from glassformer.data.vocab import Tokenizer
+from glassformer.spec.errors import InputError
 
 # B batch, T length, V vocabulary
 
@@ -28,6 +29,27 @@ class Oracle:
     entropy: NDArray[np.float64]
     probabilities: NDArray[np.float64] | None = None
     legal: NDArray[np.bool_] | None = None
+
+    def excess(self, log_probabilities: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+        """A model's cross-entropy against the truth less the truth's entropy, (B, T) or (B,).
+
+        Infinite where the model rules out what can happen; 0 on PAD.
+        """
+        truth = self._distribution()
+        terms = np.where(truth > 0, truth * np.where(truth > 0, log_probabilities, 0.0), 0.0)
+        missing: NDArray[np.float64] = -terms.sum(axis=-1) - self.entropy
+        return missing
+
+    def legal_mass(self, log_probabilities: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+        """How much of a model's probability is on legal answers, (B, T) or (B,); 0 on PAD."""
+        legal = self._distribution() > 0 if self.legal is None else self.legal
+        mass: NDArray[np.float64] = (np.exp(log_probabilities) * legal).sum(axis=-1)
+        return mass
+
+    def _distribution(self) -> NDArray[np.float64]:
+        if self.probabilities is None:
+            raise InputError("this oracle knows the entropy only, not the distribution")
+        return self.probabilities
 
 
 class Task(Protocol):
@@ -53,7 +75,7 @@ class Task(Protocol):
         """Those examples, padded to the longest of them, with targets by head and loss weights."""
 
     def groups(self, split: str, rows: Ints) -> Mapping[str, list[str]]:
-        """Labels by which results are broken down: {"operation": [...], "length": [...]}, one a row."""
+        """Labels, one a row, by which results are broken down: {"length": ["3", "7"]}."""
 
     def oracle(self, split: str, rows: Ints) -> Oracle | None:
         """The truth about `batch(split, rows)`, or None where nobody knows it (text)."""
@@ -62,4 +84,4 @@ class Task(Protocol):
         """One example as people write it."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What is known of the task as a whole, for the run's record: JSON values, hashes included."""
+        """What is known of the task as a whole, for the run's record: JSON values and a hash."""

@@ -15,7 +15,7 @@ SPECIALS = ("PAD", "BOS", "EOS", "SEP")
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Ids are 0 … vocab_size - 1; a special id is None where there is none."""
+    """Text to ids and back. Ids are 0 … vocab_size - 1; a special id may be None."""
 
     @property
     def vocab_size(self) -> int:
@@ -91,9 +91,7 @@ class Vocab:
     def id(self, name: str) -> int:
         """The id of a name."""
         if name not in self._ids:
-            raise InputError(
-                f"'{name}' is not in the vocabulary", hint=nearest(name, self._ids)
-            )
+            raise InputError(f"'{name}' is not in the vocabulary", hint=nearest(name, self._ids))
         return self._ids[name]
 
     def tokenize(self, text: str) -> list[int]:

@@ -98,7 +98,8 @@ class Walk:
 
     def after(self, count: int) -> NDArray[np.float64]:
         """P(event | state) as (Q, E) after so many symbols."""
-        return self.probabilities_MQE[min(count, self.min_length)]
+        chance_QE: NDArray[np.float64] = self.probabilities_MQE[min(count, self.min_length)]
+        return chance_QE
 
     def draw(self, rng: np.random.Generator, *, count: int, cut: int) -> Strings:
         """Strings by chance, each at most `cut` symbols of a walk."""
@@ -126,7 +127,7 @@ class Walk:
         return Strings(symbols_NL=symbols_NL, lengths_N=lengths_N, following_N=following_N)
 
     def prefix_probabilities(self, symbols_NL: Ints) -> NDArray[np.float64]:
-        """P(a walk begins so), (N, L + 1): of the first 0, 1, … symbols; 0 behind a string's end."""
+        """P(a walk begins so), (N, L + 1): with 0, 1, … symbols; 0 behind a string's end."""
         states = self.machine.trajectories(symbols_NL)
         made = np.ones((len(symbols_NL), symbols_NL.shape[1] + 1))
         for place in range(symbols_NL.shape[1]):
@@ -170,9 +171,7 @@ class Walk:
         return nats, events
 
 
-def weighted_walk(
-    machine: Machine, *, min_length: int, max_length: int, seed: int | None
-) -> Walk:
+def weighted_walk(machine: Machine, *, min_length: int, max_length: int, seed: int | None) -> Walk:
     """A walk whose strings, cut at max_length, are about half-way between the two on average.
 
     Weights are whole numbers from 1 to 9 drawn for each state and symbol by `seed`; without a seed
@@ -184,7 +183,8 @@ def weighted_walk(
         weights_QA = stream(seed, "weights").integers(1, 10, size=shape)
     middle = (min_length + max_length) / 2 + 1  # events, the end among them
     best, smallest = None, float("inf")
-    for chance in range(1, ENDS // 2 + 1):
+    # Strings of one length only are always cut; they end there as often as not.
+    for chance in range(1 if max_length > min_length else ENDS // 2, ENDS // 2 + 1):
         walk = Walk.of(machine, end=chance / ENDS, min_length=min_length, weights_QA=weights_QA)
         off = abs(walk.totals(cut=max_length)[1] - middle)
         if off < smallest - 1e-9:

@@ -68,7 +68,9 @@ def head_loss(
 def _sums(
     model: Model, rows_MD: Tensor, head: str, targets_M: Tensor, weights_M: Tensor, smoothing: float
 ) -> LossSums:
-    logits_MV = model.project(rows_MD, head).float()
+    logits_MV = model.project(rows_MD, head)
+    if logits_MV.dtype != torch.float64:
+        logits_MV = logits_MV.float()  # half precision would round the loss itself
     if not smoothing:
         nll = (F.cross_entropy(logits_MV, targets_M, reduction="none") * weights_M).sum()
         return LossSums(nll, nll.detach())

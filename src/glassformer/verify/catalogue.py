@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from glassformer.spec.errors import InputError, nearest
-from glassformer.verify import invariants, layers, own, parts
+from glassformer.verify import invariants, layers, own, parts, twin
 from glassformer.verify.measure import Measure
 from glassformer.verify.subject import NotOffered, Subject
 
@@ -114,6 +114,12 @@ SUBJECT_CHECKS = (
         "cross-attention reads the encoder in every layer", "layers", own.cross_reads_encoder
     ),
     SubjectCheck("dropout acts where the spec says", "dropout", own.dropout_places),
+    SubjectCheck("by hand: every tap = torch's", "by hand", twin.same_results),
+    SubjectCheck("by hand: every gradient = autograd's", "by hand", twin.same_gradients),
+    SubjectCheck(
+        "by hand: gradients = central differences", "by hand", twin.gradients_by_differences
+    ),
+    SubjectCheck("by hand: weights after Adam steps = torch's", "by hand", twin.same_training),
     SubjectCheck("compiled = eager", "compiled", own.compiled_is_eager, deep=True),
 )
 
@@ -208,7 +214,7 @@ def _finding(
         check.name,
         check.group,
         subject,
-        dtype.removeprefix("torch."),
+        measure.dtype or dtype.removeprefix("torch."),
         measure.size,
         measure.worst,
         measure.tolerance,

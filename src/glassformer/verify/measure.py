@@ -30,6 +30,7 @@ class Measure:
     tolerance: float
     size: str = ""
     note: str = ""
+    dtype: str = ""  # where it is not the subject's own
 
     @property
     def holds(self) -> bool:

@@ -1,0 +1,25 @@
+"""From a task's spec to the task."""
+
+from pathlib import Path
+
+from glassformer.data.digits import Digits
+from glassformer.data.fsm import Fsm
+from glassformer.data.sequences import Sequences
+from glassformer.data.task import Task
+from glassformer.data.text import Text
+from glassformer.spec import tasks as spec
+from glassformer.spec.errors import InputError
+
+
+def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
+    """The examples that a spec describes; `cache` is a folder where text keeps its token files."""
+    match task:
+        case spec.DigitsTask():
+            return Digits(task)
+        case spec.SequenceTask():
+            return Sequences(task)
+        case spec.FsmTask():
+            return Fsm(task)
+        case spec.TextTask():
+            return Text(task, cache=cache)
+    raise InputError(f"{type(task).__name__} is no task", hint="a spec of glassformer.spec.tasks")

@@ -1,0 +1,171 @@
+"""The by-hand engine as witness: the same spec and weights in NumPy, gradients derived by hand.
+
+Everything is compared in float64: results and taps, each parameter's gradient against autograd's,
+gradients against central differences, and the weights after some steps of each optimizer.
+"""
+
+import copy
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glassformer.byhand import optim
+from glassformer.byhand.check import check_directions
+from glassformer.byhand.model import Inputs as HandInputs
+from glassformer.byhand.model import Model as HandModel
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.models.state import weights_of
+from glassformer.nn.taps import Taps
+from glassformer.spec.model import ModelSpec
+from glassformer.train.losses import head_loss
+from glassformer.verify.invariants import tokens_of
+from glassformer.verify.measure import Measure, seeded
+from glassformer.verify.subject import NotOffered, Subject, with_source
+
+#: Two derivations of one gradient in float64; the largest entry of the tensor is 1.
+GRADIENT = 1e-10
+#: Central differences have an error of their own.
+DIFFERENCES = 1e-6
+#: Below this share of the model's largest gradient a tensor is compared absolutely.
+FLOOR = 1e-5
+STEPS = 5
+
+
+def _twins(subject: Subject) -> tuple[Model, HandModel, Inputs]:
+    """The model in float64, its by-hand twin of the same weights, and a padded batch."""
+    if subject.model is None:
+        raise NotOffered("not one of our models")
+    if any(p.dtype not in (torch.float32, torch.float64) for p in subject.model.parameters()):
+        raise NotOffered("the by-hand engine has no half precision")
+    model = copy.deepcopy(subject.model).double().cpu()
+    hand = HandModel(model.spec, params=weights_of(model), dtype=np.float64)
+    tokens = tokens_of(subject, 3, 7, seed=91)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[0, 5:] = False
+    valid[1, :2] = False
+    return model, hand, with_source(model.spec, tokens, valid)
+
+
+def hand_inputs(hand: HandModel, inputs: Inputs) -> HandInputs:
+    """The same batch as NumPy arrays."""
+
+    def array(tensor: torch.Tensor | None) -> NDArray | None:
+        return None if tensor is None else tensor.numpy()
+
+    tokens = array(inputs.tokens_BT)
+    assert tokens is not None
+    return hand.inputs(
+        tokens,
+        valid_BT=array(inputs.valid_BT),
+        source_tokens_BS=array(inputs.source_BS),
+        source_valid_BS=array(inputs.source_valid_BS),
+    )
+
+
+def targets_for(spec: ModelSpec, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Random answers for every head."""
+    targets = {}
+    for i, head in enumerate(spec.head_names()):
+        shape = inputs.tokens_BT.shape[:1] if head == "answer" else inputs.tokens_BT.shape
+        draw = seeded(92 + i)
+        targets[head] = torch.randint(0, spec.head_size(head), shape, generator=draw)
+    return targets
+
+
+def torch_loss(
+    model: Model, inputs: Inputs, targets: Mapping[str, torch.Tensor], taps: Taps | None = None
+) -> torch.Tensor:
+    """Mean cross-entropy of every head over real tokens, and the spec's penalty."""
+    hidden_BTD = model.hidden(inputs, taps=taps)
+    total = model.penalty()
+    for head, target in targets.items():
+        counted = inputs.valid_BT if target.ndim == 2 else None
+        weights = torch.ones_like(target) if counted is None else counted
+        weights = weights.to(hidden_BTD.dtype)
+        sums = head_loss(model, hidden_BTD, head, target, weights, valid_BT=inputs.valid_BT)
+        total = total + sums.smoothed / weights.sum()
+    return total
+
+
+def same_results(subject: Subject) -> Measure:
+    """Logits and every tap of the by-hand engine are torch's."""
+    model, hand, inputs = _twins(subject)
+    taps, seen = Taps(read="*"), {}
+    with torch.no_grad():
+        model(inputs, taps=taps)
+    checked = hand_inputs(hand, inputs)
+    hand.record(checked, taps=seen)
+    missing = set(taps.seen) - set(seen)
+    worst = float("inf") if missing else 0.0
+    for name in set(taps.seen) & set(seen):
+        theirs = taps.seen[name].numpy()
+        scale = max(1.0, float(np.abs(theirs).max()))
+        worst = max(worst, float(np.abs(seen[name] - theirs).max()) / scale)
+    note = f"missing: {', '.join(sorted(missing))}" if missing else ""
+    return Measure(worst, GRADIENT, f"{subject.size}, {len(seen)} taps", note, "float64")
+
+
+def same_gradients(subject: Subject) -> Measure:
+    """Each parameter's gradient, derived by hand, is autograd's."""
+    model, hand, inputs = _twins(subject)
+    targets = targets_for(model.spec, inputs)
+    torch_loss(model, inputs, targets).backward()
+    arrays = {head: target.numpy() for head, target in targets.items()}
+    hand.loss_and_grads(hand_inputs(hand, inputs), targets=arrays)
+    grads = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    largest = max(float(np.abs(grad).max()) for grad in grads.values())
+    gaps = {}
+    for name, theirs in grads.items():
+        scale = max(float(np.abs(theirs).max()), FLOOR * largest)
+        gaps[name] = float(np.abs(hand.grads[name] - theirs).max()) / scale
+    name = max(gaps, key=lambda key: gaps[key])
+    size = f"{subject.size}, {len(gaps)} tensors"
+    return Measure(gaps[name], GRADIENT, size, f"worst: {name}", "float64")
+
+
+def gradients_by_differences(subject: Subject) -> Measure:
+    """The by-hand gradient along random directions, against central differences of the loss."""
+    model, hand, inputs = _twins(subject)
+    targets = {h: t.numpy() for h, t in targets_for(model.spec, inputs).items()}
+    checked = hand_inputs(hand, inputs)
+    hand.loss_and_grads(checked, targets=targets)
+    grads = {name: grad.copy() for name, grad in hand.grads.items()}
+
+    def loss() -> float:
+        return hand.loss(checked, targets=targets).total
+
+    # A step may cross the kink of a ReLU, where no difference is a slope: a shorter one decides.
+    errors = dict.fromkeys(hand.params, float("inf"))
+    for epsilon in (3e-5, 3e-6, 3e-7):
+        left = {n: hand.params[n] for n, error in errors.items() if error > DIFFERENCES}
+        rng = np.random.default_rng(93)
+        for entry in check_directions(loss, left, grads, rng=rng, epsilon=epsilon, directions=1):
+            errors[entry.name] = min(errors[entry.name], entry.error)
+    worst = max(errors, key=lambda name: errors[name])
+    return Measure(errors[worst], DIFFERENCES, subject.size, f"worst: {worst}", "float64")
+
+
+def same_training(subject: Subject) -> Measure:
+    """Weights after some AdamW steps beside torch's, from the same weights and batch."""
+    model, hand, inputs = _twins(subject)
+    targets = targets_for(model.spec, inputs)
+    arrays = {head: target.numpy() for head, target in targets.items()}
+    checked = hand_inputs(hand, inputs)
+    # A large eps keeps the zero-by-theory gradients, which are rounding, from being blown up.
+    theirs = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4)
+    ours = optim.Adam(hand, lr=1e-3, eps=1e-4)
+    worst = 0.0
+    for _ in range(STEPS):
+        theirs.zero_grad()
+        loss = torch_loss(model, inputs, targets)
+        loss.backward()
+        theirs.step()
+        mine = hand.loss_and_grads(checked, targets=arrays).total
+        ours.step()
+        worst = max(worst, abs(mine - loss.item()))
+    for name, parameter in model.named_parameters():
+        worst = max(worst, float(np.abs(hand.params[name] - parameter.detach().numpy()).max()))
+    return Measure(worst, GRADIENT, f"{subject.size}, {STEPS} steps", "", "float64")
