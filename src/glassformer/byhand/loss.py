@@ -12,12 +12,16 @@ from glassformer.spec.errors import InputError
 
 
 class LossCache(NamedTuple):
-    """Probabilities, targets (0 where nothing counts), each row's share of the mean, smoothing."""
+    """Probabilities, targets (0 where nothing counts), each row's share of the mean, smoothing.
+
+    `nll` is the loss without smoothing.
+    """
 
     probabilities_MC: Array
     targets_M: Array
     share_M: Array
     smoothing: float
+    nll: float
 
 
 def cross_entropy_forward(
@@ -45,13 +49,15 @@ def cross_entropy_forward(
     work *= (1.0 / total_M)[:, None]
     # -sum_c q_c log p_c with q = (1 - e) onehot + e / C
     expected_M = (1.0 - label_smoothing) * picked_M + label_smoothing * mean_M
-    loss = np.dot(np.log(total_M) - expected_M, share_M)
-    return float(loss), LossCache(work, targets_M, share_M, label_smoothing)
+    log_total_M = np.log(total_M)
+    loss = float(np.dot(log_total_M - expected_M, share_M))
+    nll = float(np.dot(log_total_M - picked_M, share_M)) if label_smoothing else loss
+    return loss, LossCache(work, targets_M, share_M, label_smoothing, nll)
 
 
 def cross_entropy_backward(dloss: float, cache: LossCache) -> Array:
     """dlogits (M, C), in place of the probabilities: the cache is spent."""
-    dlogits_MC, targets_M, share_M, smoothing = cache
+    dlogits_MC, targets_M, share_M, smoothing, _ = cache
     # forward: loss = sum_m share_m (log sum_c exp(x_c) - sum_c q_c x_c)
     #   =>   dx = share * (p - q) * dloss
     if smoothing:

@@ -281,17 +281,18 @@ class Model:
     ) -> Losses:
         """A step but for its update. `scale` multiplies the gradients, not the numbers returned."""
         logits, tape = self.record(inputs, rng=rng, taps=taps)
-        by_head, dlogits = {}, {}
+        by_head, nll, dlogits = {}, {}, {}
         for name, target in targets.items():
             by_head[name], cache = self._cross_entropy(
                 name, target, logits, inputs, weights, label_smoothing, self.workspace
             )
+            nll[name] = cache.nll
             factor = 1.0 if head_weights is None else head_weights.get(name, 1.0)
             d = cross_entropy_backward(scale * factor, cache)
             dlogits[name] = d.reshape(logits[name].shape)
         self.backward(dlogits, tape, tap_grads=tap_grads, accumulate=accumulate)
         extra = penalty(self.spec, self.params, grads=self.grads, scale=scale)
-        return total_loss(by_head, head_weights=head_weights, penalty=extra, logits=logits)
+        return total_loss(by_head, nll=nll, head_weights=head_weights, penalty=extra, logits=logits)
 
     def loss(
         self,
@@ -304,14 +305,14 @@ class Model:
     ) -> Losses:
         """The same numbers without gradients or dropout."""
         logits, _ = self._run(inputs, Trip(Workspace(self.dtype)))
-        by_head = {
-            name: self._cross_entropy(name, target, logits, inputs, weights, label_smoothing, None)[
-                0
-            ]
-            for name, target in targets.items()
-        }
+        by_head, nll = {}, {}
+        for name, target in targets.items():
+            by_head[name], cache = self._cross_entropy(
+                name, target, logits, inputs, weights, label_smoothing, None
+            )
+            nll[name] = cache.nll
         extra = penalty(self.spec, self.params)
-        return total_loss(by_head, head_weights=head_weights, penalty=extra, logits=logits)
+        return total_loss(by_head, nll=nll, head_weights=head_weights, penalty=extra, logits=logits)
 
     def _cross_entropy(
         self,

@@ -12,10 +12,11 @@ from glassformer.spec.errors import InputError
 
 
 class Losses(NamedTuple):
-    """What was differentiated, each head's mean cross-entropy, the penalty, the logits."""
+    """What was differentiated, each head's part of it and plain loss, the penalty, the logits."""
 
     total: float
     by_head: dict[str, float]
+    nll: dict[str, float]
     penalty: float
     logits: dict[str, Array]
 
@@ -23,6 +24,7 @@ class Losses(NamedTuple):
 def total_loss(
     by_head: Mapping[str, float],
     *,
+    nll: Mapping[str, float],
     head_weights: Mapping[str, float] | None,
     penalty: float,
     logits: dict[str, Array],
@@ -30,7 +32,7 @@ def total_loss(
     """Weighted sum over heads (1 where no weight is given) and the penalty."""
     factors = head_weights or {}
     total = penalty + sum(factors.get(name, 1.0) * loss for name, loss in by_head.items())
-    return Losses(total, dict(by_head), penalty, logits)
+    return Losses(total, dict(by_head), dict(nll), penalty, logits)
 
 
 def counted_rows(

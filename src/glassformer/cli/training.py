@@ -7,16 +7,16 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from glassformer.adapters.load import checkpoint_of
 from glassformer.data.build import build_task
-from glassformer.lab.evaluate import Evaluation, evaluate
+from glassformer.lab import session
+from glassformer.lab.evaluate import Evaluation
 from glassformer.lab.recipes import RECIPES, read_config, recipe
 from glassformer.lab.record import load_run_spec
 from glassformer.lab.run import Alert, Evaluated, Event, Saved, TrainingRun, build_engine
@@ -24,7 +24,6 @@ from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.presets import PRESETS
 from glassformer.spec.train import RunSpec
 from glassformer.spec.tree import override
-from glassformer.store.checkpoint import load_checkpoint
 from glassformer.store.rundir import RunDirectory, plain_numbers
 from glassformer.train.fit import StepRecord
 from glassformer.train.lr_find import find_rate
@@ -66,22 +65,26 @@ def train(
         spec = resumed_spec(folder, what, overrides)
     else:
         spec = run_spec(what, overrides)
-    session = TrainingRun(spec, folder, device=device)
+    run = TrainingRun(spec, folder, device=device)
     began, code = time.perf_counter(), 0
-    with session.directory.locked(), stopping(session) as caught:
-        if resume:
-            for note in session.resume() if (folder / "config.json").is_file() else ():
+    with run.directory.locked(), stopping(run) as caught:
+        if resume and (folder / "config.json").is_file():
+            for note in run.resume():
                 tell(note)
-        if not resume or not (folder / "run.json").is_file():
-            session.prepare(overwrite=overwrite or resume)
-        narrator = Narrator(spec.train.steps, start=session.progress.step)
-        for event in session.events():
+        else:
+            if resume:
+                tell("there is no such run yet: starting at step 0")
+            run.prepare(overwrite=overwrite)
+        narrator = Narrator(spec.train.steps, start=run.progress.step)
+        for event in run.events():
             narrator.see(event)
         narrator.finish()
-    if session.stopped:
-        tell(f"stopped at step {session.progress.step}, state saved; go on with --resume")
+    if run.stopped:
+        tell(f"stopped at step {run.progress.step}, state saved; go on with --resume")
         code = 128 + (caught[0] if caught else signal.SIGINT)
-    show_result(session, folder, time.perf_counter() - began, narrator, as_json=as_json)
+    result = session.result_of(run) | {"loss": narrator.loss}
+    result["seconds"] = round(time.perf_counter() - began, 2)
+    show_result(result, as_json=as_json)
     return code
 
 
@@ -98,7 +101,7 @@ def resumed_spec(folder: Path, what: str, overrides: list[str]) -> RunSpec:
 
 
 @contextlib.contextmanager
-def stopping(session: TrainingRun) -> Iterator[list[int]]:
+def stopping(run: TrainingRun) -> Iterator[list[int]]:
     """The first signal asks for a stop after the step; the second one ends at once."""
     caught: list[int] = []
 
@@ -106,7 +109,7 @@ def stopping(session: TrainingRun) -> Iterator[list[int]]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
-        session.stop_requested = True
+        run.stop_requested = True
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -179,23 +182,12 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def show_result(
-    session: TrainingRun, folder: Path, seconds: float, narrator: Narrator, *, as_json: bool
-) -> None:
+def show_result(result: Mapping[str, Any], *, as_json: bool) -> None:
     """The last line: what was trained, and how well."""
-    evaluation = session.last_evaluation
-    result = {
-        "run": folder.name,
-        "steps": session.progress.step,
-        "loss": narrator.loss,
-        "val_loss": None if evaluation is None else evaluation.loss,
-        "val_accuracy": None if evaluation is None else evaluation.accuracy,
-        "seconds": round(seconds, 2),
-    }
     if as_json:
         print(json.dumps(plain_numbers(result), allow_nan=False))
-        return
-    print(" ".join(f"{key}={value}" for key, value in result.items() if value is not None))
+    else:
+        print(" ".join(f"{key}={value}" for key, value in result.items() if value is not None))
 
 
 # --- evaluate, list, lr-find --------------------------------------------------------------------
@@ -211,21 +203,17 @@ def evaluate_run(text: str, *, runs: Path, split: str, device: str) -> Evaluatio
     """Measure a run's checkpoint on a split, and leave the result in its eval folder."""
     check_device(device)
     path = find_run(text, runs)
+    result = session.evaluate(path, split=split, device=device)
     directory = RunDirectory(Path(path.partition("@")[0]))
-    spec = load_run_spec(directory)
-    _, weights = load_checkpoint(checkpoint_of(path))
-    engine = build_engine(spec, device=device)
-    engine.load_weights(weights)
-    evaluation = evaluate(engine, build_task(spec.task), split=split)
-    directory.write_json(f"eval/{split}.json", evaluation.to_dict())
-    lines = (json.dumps(error) for error in evaluation.errors)
+    directory.write_json(f"eval/{split}.json", result.to_dict())
+    lines = (json.dumps(error) for error in result.errors)
     directory.write(f"eval/{split}-errors.jsonl", "".join(f"{line}\n" for line in lines))
-    for group, table in evaluation.confusion.items():
+    for group, table in result.confusion.items():
         directory.write(f"eval/{split}-confusion-{group}.csv", confusion_csv(table))
-    return evaluation
+    return result
 
 
-def confusion_csv(table: dict[str, dict[str, int]]) -> str:
+def confusion_csv(table: Mapping[str, Mapping[str, int]]) -> str:
     """Rows: what was asked; columns: what was answered."""
     columns = sorted({column for row in table.values() for column in row})
     text = io.StringIO()

@@ -105,7 +105,7 @@ class Fsm:
                 "class": np.where(valid_BT, self._classes_Q[states_BT], 0),
                 "state": states_BT,
             },
-            weights=(kept.counts_NT[:, :width] & valid_BT).astype(np.float32),
+            weights=kept.counts_NT[:, :width].astype(np.float32),
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
@@ -198,7 +198,7 @@ class Fsm:
             rare_NL = likeliest_NL * spec.examples <= 1.0
             hash_N = hash_rows(strings.symbols_NL, lengths_N=strings.lengths_N, seed=spec.seed)
             dice_N = rng.integers(0, 10, size=len(hash_N))
-            part_N = np.where(common_N, dice_N, hash_N % np.uint64(10))
+            part_N = np.where(common_N, dice_N, (hash_N % np.uint64(10)).astype(np.int64))
             for split, chosen_N in {
                 "train": part_N < 8,
                 "val": (part_N == 8) & ~common_N,

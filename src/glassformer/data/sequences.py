@@ -49,7 +49,7 @@ class Sequences:
 
     def __init__(self, spec: SequenceTask) -> None:
         self.spec = spec
-        self.name: str = spec.kind
+        self.name: str = spec.operation
         symbols = spec.vocab_size - FIRST
         self.tokenizer = Vocab(("PAD", "BOS", "EOS", *(str(i) for i in range(symbols))))
         self.heads: Mapping[str, int] = {"next": spec.vocab_size}
@@ -152,7 +152,7 @@ class Sequences:
             drawn = distinct_rows(rng, count=many, base=symbols, length=length)
             place = slice(start, start + many)
             source_NS[place, :length] = drawn + FIRST
-            answer_NT[place, :length] = _rearranged(drawn, self.spec.kind) + FIRST
+            answer_NT[place, :length] = _rearranged(drawn, self.spec.operation) + FIRST
             source_NS[place, length] = answer_NT[place, length] = EOS
             start += many
         return _Rows(source_NS, answer_NT, np.repeat(np.array(lengths), counts))

@@ -1,8 +1,8 @@
 """Next-token prediction over text: a corpus becomes one long row of ids, read in windows.
 
 The end of the corpus is held out as `val`. The cut is made in the text, before any tokenizer is
-trained, so pieces are learned from the training part alone, and each part's bytes are known: bits per byte
-= nats per token / ln 2 / bytes per token, which compares across tokenizers.
+trained, so pieces are learned from the training part alone, and each part's bytes are known.
+Bits per byte = nats per token / ln 2 / bytes per token: it compares across tokenizers.
 """
 
 import hashlib

@@ -28,8 +28,9 @@ CHUNK = 256
 class Evaluation:
     """Results of one split. `loss` is the plain mean a token of the first head, in nats.
 
-    by: {group: {label: exact match}}; heads: {head: {loss, accuracy}}; oracle: excess (loss minus
-    the truth's entropy) and legal (probability given to what can occur); errors: some rows.
+    by: {group: {label: exact match}}; heads: {head: {loss, accuracy}}; oracle: the truth's
+    entropy, the excess over it (divergence from the truth, free of the sample's luck), and legal
+    (probability given to what can occur); errors: some rows.
     """
 
     split: str
@@ -41,6 +42,7 @@ class Evaluation:
     by: Mapping[str, Mapping[str, float]]
     counts: Mapping[str, Mapping[str, int]]
     oracle: Mapping[str, float]
+    confusion: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
     errors: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,6 +68,7 @@ class _Tally:
         self.by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
         self.matches = 0
         self.entropy = 0.0
+        self.excess = 0.0
         self.legal = 0.0
         self.judged = 0.0
         self.errors: list[dict[str, Any]] = []
@@ -77,10 +80,11 @@ class _Tally:
             if head not in logits:
                 continue
             weights = loss_weights(batch, head).astype(np.float64)
-            nll = -log_probabilities(logits[head], target)
+            known = np.where(weights > 0, target, 0).astype(np.int64)
+            nll = -np.take_along_axis(log_softmax(logits[head]), known[..., None], -1)[..., 0]
             right = logits[head].argmax(-1) == target
             sums = self.heads[head]
-            sums[0] += float((np.where(weights > 0, nll, 0.0) * weights).sum())
+            sums[0] += float((nll * weights).sum())
             sums[1] += float((right * weights).sum())
             sums[2] += float(weights.sum())
             if head == self.primary:
@@ -98,29 +102,20 @@ class _Tally:
                 counts[1] += 1
 
     def add_truth(self, truth: Oracle, batch: Batch, logits: NDArray) -> None:
-        """Entropy of the truth, and the probability given to what can occur, where it counts."""
+        """Distance to the truth, and probability given to what can occur, where it counts."""
         weights = loss_weights(batch, self.primary).astype(np.float64)
-        self.entropy += float((truth.entropy * weights).sum())
+        logp = log_softmax(logits)
         self.judged += float(weights.sum())
-        if truth.legal is not None:
-            given = (softmax(logits) * truth.legal).sum(-1)
-            self.legal += float((given * weights).sum())
-        else:
-            self.legal = math.nan
+        self.entropy += float((truth.entropy * weights).sum())
+        self.excess += float((truth.excess(logp) * weights).sum())
+        self.legal += float((truth.legal_mass(logp) * weights).sum())
 
 
-def log_probabilities(logits: NDArray, targets: NDArray) -> NDArray[np.float64]:
-    """log p[target] at each position, in float64."""
+def log_softmax(logits: NDArray) -> NDArray[np.float64]:
+    """Logarithms of probabilities, in float64."""
     wide = logits.astype(np.float64)
     wide = wide - wide.max(-1, keepdims=True)
-    picked = np.take_along_axis(wide, targets[..., None].astype(np.int64), -1)[..., 0]
-    return picked - np.log(np.exp(wide).sum(-1))
-
-
-def softmax(logits: NDArray) -> NDArray[np.float64]:
-    """Probabilities in float64."""
-    wide = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    return wide / wide.sum(-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
 def evaluate(
@@ -168,10 +163,11 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
     first = heads[tally.primary]
     oracle = {}
     if tally.judged:
-        entropy = tally.entropy / tally.judged
-        oracle = {"entropy": entropy, "excess": first["loss"] - entropy}
-        if not math.isnan(tally.legal):
-            oracle["legal"] = tally.legal / tally.judged
+        oracle = {
+            "entropy": tally.entropy / tally.judged,
+            "excess": tally.excess / tally.judged,
+            "legal": tally.legal / tally.judged,
+        }
     bytes_per_token = task.facts().get("bytes_per_token")
     if bytes_per_token:
         oracle["bits_per_byte"] = first["loss"] / math.log(2) / bytes_per_token

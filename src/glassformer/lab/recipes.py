@@ -7,10 +7,11 @@ from pathlib import Path
 
 from glassformer.data.build import build_task
 from glassformer.data.task import Task
+from glassformer.lab.run import longest
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.schedule import CosineSchedule, InverseSqrtSchedule
+from glassformer.spec.schedule import CosineSchedule
 from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask
 from glassformer.spec.train import AdamW, RunSpec, TrainSpec
 from glassformer.spec.tree import from_dict, override
@@ -19,12 +20,12 @@ TaskSpec = DigitsTask | SequenceTask | FsmTask | TextTask
 
 
 def _digits_model(task: Task) -> ModelSpec:
-    return presets.digits(vocab_size=len(task.vocab))
+    return presets.digits(vocab_size=task.tokenizer.vocab_size)
 
 
 def _sequence_model(task: Task) -> ModelSpec:
     return presets.seq2seq(
-        vocab_size=len(task.vocab),
+        vocab_size=task.tokenizer.vocab_size,
         d_model=64,
         n_heads=4,
         d_ff=256,
@@ -35,23 +36,22 @@ def _sequence_model(task: Task) -> ModelSpec:
 
 
 def _fsm_model(task: Task) -> ModelSpec:
-    facts = task.facts()
     return presets.fsm_probe(
-        vocab_size=len(task.vocab),
-        num_classes=int(facts["classes"]),
-        num_states=int(facts["states"]),
-        max_seq_len=int(facts["longest"]) + 2,
+        vocab_size=task.tokenizer.vocab_size,
+        num_classes=task.heads["class"],
+        num_states=task.heads["state"],
+        max_seq_len=longest(task),
     )
 
 
 def _text_model(task: Task) -> ModelSpec:
     return presets.budget_lm(
-        vocab_size=len(task.vocab),
+        vocab_size=task.tokenizer.vocab_size,
         d_model=64,
         d_ff=172,
         n_layers=3,
         n_heads=4,
-        max_seq_len=int(task.facts()["length"]),
+        max_seq_len=longest(task),
     )
 
 
@@ -59,16 +59,16 @@ _SHORT = TrainSpec(
     steps=1_000,
     batch_size=64,
     lr=2e-3,
-    schedule=InverseSqrtSchedule(warmup=100),
+    schedule=CosineSchedule(warmup=100),
     optimizer=AdamW(beta2=0.98, eps=1e-9),
 )
 _LONG = TrainSpec(steps=3_000, batch_size=128, lr=2e-3, schedule=CosineSchedule(warmup=100))
 
 RECIPES: dict[str, tuple[TaskSpec, Callable[[Task], ModelSpec], TrainSpec]] = {
     "digits": (DigitsTask(), _digits_model, _LONG),
-    "copy": (SequenceTask(kind="copy"), _sequence_model, _SHORT),
-    "reverse": (SequenceTask(kind="reverse"), _sequence_model, _SHORT),
-    "sort": (SequenceTask(kind="sort"), _sequence_model, _SHORT),
+    "copy": (SequenceTask(operation="copy"), _sequence_model, _SHORT),
+    "reverse": (SequenceTask(operation="reverse"), _sequence_model, _SHORT),
+    "sort": (SequenceTask(operation="sort"), _sequence_model, _SHORT),
     "parity": (FsmTask(machine="parity"), _fsm_model, _LONG),
     "mod-3": (FsmTask(machine="mod-3"), _fsm_model, _LONG),
     "brackets": (FsmTask(machine="brackets-4"), _fsm_model, _LONG),

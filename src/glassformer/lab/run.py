@@ -97,28 +97,37 @@ def build_engine(spec: RunSpec, *, device: str = "cpu") -> Engine:
 def check_fit(spec: RunSpec, task: Task) -> None:
     """A model that cannot take this task's tokens or answer its questions is refused by name."""
     batch = task.batch("train", np.arange(1, dtype=np.int64))
-    if len(task.vocab) > spec.model.vocab_size:
+    tokens = task.tokenizer.vocab_size
+    if tokens > spec.model.vocab_size:
         raise InputError(
-            f"the task has {len(task.vocab)} tokens, the model a vocabulary of "
-            f"{spec.model.vocab_size}",
-            hint=f"model.vocab_size={len(task.vocab)}",
+            f"the task has {tokens} tokens, the model a vocabulary of {spec.model.vocab_size}",
+            hint=f"model.vocab_size={tokens}",
         )
     if (batch.source is None) != (spec.model.encoder is None):
         need = "an encoder-decoder" if batch.source is not None else "a decoder without an encoder"
         raise InputError(f"the task '{task.name}' needs {need}")
-    missing = [head for head in spec.model.head_names() if head not in batch.targets]
-    if missing:
+    for head in spec.model.head_names():
+        if head not in task.heads:
+            raise InputError(
+                f"the task '{task.name}' has no answers for the head '{head}'",
+                hint=f"it has answers for: {', '.join(task.heads)}",
+            )
+        if task.heads[head] > spec.model.head_size(head):
+            raise InputError(
+                f"the task has {task.heads[head]} answers for the head '{head}', the model "
+                f"{spec.model.head_size(head)}"
+            )
+    if longest(task) > spec.model.max_seq_len:
         raise InputError(
-            f"the task '{task.name}' has no answers for the head '{missing[0]}'",
-            hint=f"it has answers for: {', '.join(batch.targets)}",
-        )
-    longest = max(int(task.lengths(split).max()) for split in task.sizes() if task.sizes()[split])
-    if longest > spec.model.max_seq_len:
-        raise InputError(
-            f"the task has sequences of {longest} tokens, the model a max_seq_len of "
+            f"the task has sequences of {longest(task)} tokens, the model a max_seq_len of "
             f"{spec.model.max_seq_len}",
-            hint=f"model.max_seq_len={longest}",
+            hint=f"model.max_seq_len={longest(task)}",
         )
+
+
+def longest(task: Task) -> int:
+    """Tokens of the longest example of any split."""
+    return max(int(task.lengths(split).max()) for split, size in task.sizes().items() if size)
 
 
 class TrainingRun:
@@ -280,6 +289,7 @@ class TrainingRun:
             "state.json": (json.dumps(plain_numbers(state), indent=2) + "\n").encode(),
             "state.safetensors": tensor_bytes(self.engine.state()),
             "run.json": to_json(self.spec).encode(),
+            "tokenizer.json": self.task.tokenizer.to_json().encode(),
         }
         if folder.exists():  # left by an earlier life of this run, and damaged
             shutil.rmtree(folder)

@@ -51,7 +51,7 @@ class SequenceTask:
     generalisation.
     """
 
-    kind: Rearrangement = "reverse"
+    operation: Rearrangement = "reverse"
     vocab_size: int = 20
     min_length: int = 4
     max_length: int = 10
@@ -60,7 +60,7 @@ class SequenceTask:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        one_of("kind", self.kind, get_args(Rearrangement))
+        one_of("operation", self.operation, get_args(Rearrangement))
         at_least("vocab_size", self.vocab_size, 5)
         _lengths(self.min_length, self.max_length)
         at_least("examples", self.examples, 10)
@@ -72,8 +72,9 @@ class FsmTask:
     """Source 000: walks of a finite-state machine, with the state and class at each position.
 
     `machine` is `parity`, `mod-K`, `brackets-D`, `random-N` (N states, `symbols` symbols, drawn by
-    `machine_seed`) or `regex:PATTERN`. `order` "uniform" makes every legal symbol equally likely;
-    "weighted" draws weights for each state.
+    `machine_seed`), `partial-N` (the same, but not every symbol is legal in every state) or
+    `regex:PATTERN`. `order` "uniform" makes every legal symbol equally likely; "weighted" draws
+    weights for each state. Walks are cut after `max_length` symbols, and `longer` ones later.
     """
 
     machine: str = "parity"
@@ -96,7 +97,10 @@ class FsmTask:
 
 @spec
 class TextTask:
-    """Next-token prediction over the text of a file or folder; no path: Python's own manuals."""
+    """Next-token prediction over the text of a file or folder; no path: Python's own manuals.
+
+    `vocab_size` is BPE's; characters and bytes have as many as there are.
+    """
 
     path: str = ""
     tokenizer: Literal["characters", "bytes", "bpe"] = "bpe"
@@ -107,7 +111,7 @@ class TextTask:
 
     def __post_init__(self) -> None:
         one_of("tokenizer", self.tokenizer, ("characters", "bytes", "bpe"))
-        at_least("vocab_size", self.vocab_size, 2)
+        at_least("vocab_size", self.vocab_size, 256 if self.tokenizer == "bpe" else 2)
         at_least("length", self.length, 2)
         positive("held_out", self.held_out)
         if self.held_out > 0.5:

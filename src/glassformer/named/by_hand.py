@@ -1,0 +1,85 @@
+"""Source 003 by its own names: layers with forward and backward, loss, optimizers, an epoch.
+
+The layers are `byhand`'s; an epoch and an evaluation are the house's one loop and one measure, run
+on the NumPy engine.
+"""
+
+from dataclasses import replace
+
+from glassformer.byhand.check import check_directions, numerical_gradient, relative_error
+from glassformer.byhand.layers import (
+    CrossEntropyLoss,
+    Embedding,
+    LayerNorm,
+    Linear,
+    PositionalEncoding,
+    ReLU,
+    Softmax,
+    scaled_dot_product_attention,
+)
+from glassformer.byhand.model import Model
+from glassformer.byhand.optim import SGD, Adam
+from glassformer.byhand.transformer import (
+    FeedForward,
+    MultiHeadAttention,
+    Transformer,
+    TransformerBlock,
+)
+from glassformer.data.digits import create_batch, detokenize, generate_example, tokenize
+from glassformer.data.task import Task
+from glassformer.lab import evaluate as measure
+from glassformer.spec.train import TrainSpec
+from glassformer.train.fit import fit
+from glassformer.train.numpy_engine import NumpyEngine
+
+__all__ = [
+    "Adam",
+    "CrossEntropyLoss",
+    "Embedding",
+    "FeedForward",
+    "LayerNorm",
+    "Linear",
+    "MultiHeadAttention",
+    "PositionalEncoding",
+    "ReLU",
+    "SGD",
+    "Softmax",
+    "Trainer",
+    "Transformer",
+    "TransformerBlock",
+    "check_directions",
+    "create_batch",
+    "detokenize",
+    "evaluate",
+    "generate_example",
+    "numerical_gradient",
+    "relative_error",
+    "scaled_dot_product_attention",
+    "tokenize",
+    "train_one_epoch",
+]
+
+
+class Trainer:
+    """A by-hand model, its task and its optimizer, and how many epochs it has seen."""
+
+    def __init__(self, model: Model, task: Task, train: TrainSpec) -> None:
+        self.engine = NumpyEngine(model, train)
+        self.task = task
+        self.train = train
+        self.epochs = 0
+
+
+def train_one_epoch(trainer: Trainer) -> float:
+    """Every training example once; the mean loss of the epoch's steps."""
+    batches = -(-trainer.task.sizes()["train"] // trainer.train.batch_size)
+    first = trainer.epochs * batches
+    train = replace(trainer.train, steps=first + batches, accumulate=1)
+    losses = [r.loss for r in fit(trainer.engine, trainer.task, train, start=first)]
+    trainer.epochs += 1
+    return sum(losses) / len(losses)
+
+
+def evaluate(trainer: Trainer, *, split: str = "val") -> float:
+    """Accuracy on held-out examples; no gradients."""
+    return measure.evaluate(trainer.engine, trainer.task, split=split).accuracy
