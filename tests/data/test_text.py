@@ -8,7 +8,7 @@ import pytest
 
 from glassformer.data.corpus import read_corpus
 from glassformer.data.text import Text
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.tasks import TextTask
 
 LINES = "".join(f"line {i}: the naïve fox — {i * 7919 % 1000}\n" for i in range(600))
@@ -133,6 +133,14 @@ def test_a_cache_gives_the_same_and_is_found_again(folder, tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 3  # one each, nothing left beside
     Text(spec(folder, tokenizer="bytes", held_out=0.2), cache=tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 4
+
+
+def test_a_damaged_cache_is_named(folder, tmp_path):
+    Text(spec(folder), cache=tmp_path)
+    (stored,) = tmp_path.iterdir()
+    (stored / "val.npy").write_bytes((stored / "val.npy").read_bytes()[:100])
+    with pytest.raises(FileError, match="the cache of tokens is damaged"):
+        Text(spec(folder), cache=tmp_path)
 
 
 def test_facts_name_no_path(folder):

@@ -133,7 +133,9 @@ def train(
 @app.command()
 def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run, RUN@last, RUN@120.")],
-    split: Annotated[str, typer.Option(help="test, val, train, or the task's own.")] = "test",
+    split: Annotated[
+        str | None, typer.Option(help="test, val, train, or the task's own; test without it.")
+    ] = None,
     device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,

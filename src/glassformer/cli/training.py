@@ -199,12 +199,13 @@ def find_run(text: str, runs: Path) -> str:
     return text if Path(name).exists() else str(runs / text)
 
 
-def evaluate_run(text: str, *, runs: Path, split: str, device: str) -> Evaluation:
+def evaluate_run(text: str, *, runs: Path, split: str | None, device: str) -> Evaluation:
     """Measure a run's checkpoint on a split, and leave the result in its eval folder."""
     check_device(device)
     path = find_run(text, runs)
     result = session.evaluate(path, split=split, device=device)
     directory = RunDirectory(Path(path.partition("@")[0]))
+    split = result.split
     directory.write_json(f"eval/{split}.json", result.to_dict())
     lines = (json.dumps(error) for error in result.errors)
     directory.write(f"eval/{split}-errors.jsonl", "".join(f"{line}\n" for line in lines))

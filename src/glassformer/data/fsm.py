@@ -3,16 +3,6 @@
 The model reads `BOS a b b`; targets are what comes next (`a b b EOS`), and the class and the state
 after what was read. A walk is cut after `max_length` symbols; the last target of a cut string is
 what the walk did next. The oracle is the walk itself: P(next | state), exact.
-
-**Splits.** The string that a model reads decides the split, by a hash, eight parts in ten train. A
-string is *common* if one is expected among `examples` draws. Common strings cannot be held out
-without changing what is learned: with `a EOS` in `test`, training would say that nothing ends after
-`a`. So they are all in `train`, thinned to eight in ten like everything else, and `train` follows
-the walk up to the chance of which rare strings the hash kept. `val` and `test` hold rare strings
-only, so before a prefix has left the common strings behind, what comes next there is not the
-walk's: those positions have weight 0. Where weights are 1, targets of a held-out split are draws
-from the oracle, and a perfect model's cross-entropy is the entropy, up to chance.
-In `longer` strings the weight is 1 once more than `max_length` symbols were read.
 """
 
 from collections.abc import Mapping
@@ -51,7 +41,19 @@ class _Rows:
 
 
 class Fsm:
-    """Strings of a machine; heads `next`, `class` and `state`, all (B, T)."""
+    """Strings of a machine; heads `next`, `class` and `state`, all (B, T).
+
+    Splits. The string that a model reads decides the split, by a hash, eight parts in ten train. A
+    string is *common* if one is expected among `examples` draws. Common strings cannot be held out
+    without changing what is learned: with `a EOS` in `test`, training would say that nothing ends
+    after `a`. So they are all in `train`, thinned to eight in ten like everything else, and `train`
+    follows the walk up to the chance of which rare strings the hash kept. `val` and `test` hold
+    rare strings only, so before a prefix has left the common strings behind, what comes next there
+    is not the walk's: those positions have weight 0. Where weights are 1, targets of a held-out
+    split are draws from the oracle, and a perfect model's cross-entropy is the entropy, up to
+    chance.
+    In `longer` strings the weight is 1 once more than `max_length` symbols were read.
+    """
 
     def __init__(self, spec: FsmTask) -> None:
         self.spec = spec
@@ -117,6 +119,12 @@ class Fsm:
             "length": [str(length - 1) for length in kept.lengths_N],
             "class": [names[self.machine.classes[state]] for state in last_B],
         }
+
+    def confusions(
+        self, split: str, rows: Ints, answers: NDArray[np.int64]
+    ) -> dict[str, list[tuple[str, str]]]:
+        """A wrong symbol is no other question's answer: nothing to confuse."""
+        return {}
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
         """P(next | what was read) at every valid position, weighted or not, and its entropy."""

@@ -96,6 +96,12 @@ class Sequences:
         """Each row's number of symbols."""
         return {"length": [str(length) for length in self._take(split, rows).lengths_N]}
 
+    def confusions(
+        self, split: str, rows: Ints, answers: NDArray[np.int64]
+    ) -> dict[str, list[tuple[str, str]]]:
+        """A wrong symbol is no other question's answer: nothing to confuse."""
+        return {}
+
     def oracle(self, split: str, rows: Ints) -> Oracle:
         """One answer is right: entropy (B, T) is 0, and (B, T, V) is 1 on the target; 0 on PAD."""
         kept = self._take(split, rows)

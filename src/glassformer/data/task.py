@@ -77,6 +77,13 @@ class Task(Protocol):
     def groups(self, split: str, rows: Ints) -> Mapping[str, list[str]]:
         """Labels, one a row, by which results are broken down: {"length": ["3", "7"]}."""
 
+    def confusions(
+        self, split: str, rows: Ints, answers: NDArray[np.int64]
+    ) -> Mapping[str, list[tuple[str, str]]]:
+        """What was asked and what the answers look like, one pair a row; {} where there is no such
+        reading. `answers` are the likeliest tokens of the first head.
+        """
+
     def oracle(self, split: str, rows: Ints) -> Oracle | None:
         """The truth about `batch(split, rows)`, or None where nobody knows it (text)."""
 

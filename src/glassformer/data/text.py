@@ -23,7 +23,7 @@ from glassformer.data.letters import Bytes, Characters
 from glassformer.data.splits import checked, pick
 from glassformer.data.tokenizer import tokenizer_from_json
 from glassformer.data.vocab import Tokenizer
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.tasks import TextTask
 
 # B batch, T length
@@ -99,6 +99,12 @@ class Text:
         self._window(split, rows)
         return {}
 
+    def confusions(
+        self, split: str, rows: Ints, answers: NDArray[np.int64]
+    ) -> dict[str, list[tuple[str, str]]]:
+        """A wrong symbol is no other question's answer: nothing to confuse."""
+        return {}
+
     def oracle(self, split: str, rows: Ints) -> None:
         """Nobody knows what comes next in a text."""
         self._window(split, rows)
@@ -145,8 +151,7 @@ class Text:
         key = hashlib.sha256(words.encode()).hexdigest()[:24]
         stored = None if cache is None else cache / f"text-{key}"
         if stored is not None and (stored / "tokenizer.json").is_file():
-            tokenizer = tokenizer_from_json((stored / "tokenizer.json").read_text("utf-8"))
-            ids = {split: np.load(stored / f"{split}.npy", mmap_mode="r") for split in texts}
+            tokenizer, ids = _found(stored, tuple(texts))
         else:
             tokenizer = _tokenizer(spec, texts)
             made = {split: _encoded(tokenizer, text) for split, text in texts.items()}
@@ -215,6 +220,20 @@ def _mapped(array: NDArray[Any]) -> NDArray[Any]:
         file.flush()
         mapped: NDArray[Any] = np.memmap(file, dtype=array.dtype, mode="r", shape=array.shape)
     return mapped
+
+
+def _found(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[str, NDArray[Any]]]:
+    """What the cache holds, which is whole unless someone damaged it."""
+    try:
+        tokenizer = tokenizer_from_json((folder / "tokenizer.json").read_text("utf-8"))
+        ids = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in splits}
+    except (OSError, ValueError) as error:
+        raise FileError(
+            f"the cache of tokens is damaged: {error}",
+            where=folder.name,
+            hint="delete this folder of the cache; it is made anew",
+        ) from error
+    return tokenizer, ids
 
 
 def _stored(

@@ -66,16 +66,23 @@ class _Tally:
         self.primary = primary
         self.heads: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         self.by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+        self.confusion: dict[str, dict[str, dict[str, int]]] = {}
         self.matches = 0
+        self.asked = 0
         self.entropy = 0.0
         self.excess = 0.0
         self.legal = 0.0
         self.judged = 0.0
         self.errors: list[dict[str, Any]] = []
 
-    def add(self, batch: Batch, logits: Mapping[str, NDArray]) -> NDArray[np.bool_]:
-        """Count every head; give back which sequences the first head has wholly right."""
-        exact = np.ones(len(batch.tokens), dtype=np.bool_)
+    def add(
+        self, batch: Batch, logits: Mapping[str, NDArray]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Count every head; give back which sequences the first head has wholly right, and which
+        ask anything at all.
+        """
+        exact = np.zeros(len(batch.tokens), dtype=np.bool_)
+        asked = exact
         for head, target in batch.targets.items():
             if head not in logits:
                 continue
@@ -88,18 +95,35 @@ class _Tally:
             sums[1] += float((right * weights).sum())
             sums[2] += float(weights.sum())
             if head == self.primary:
-                wrong = (~right & (weights > 0)).reshape(len(exact), -1)
-                exact = ~wrong.any(axis=1)
+                counted = (weights > 0).reshape(len(exact), -1)
+                wrong = counted & ~right.reshape(len(exact), -1)
+                asked = counted.any(axis=1)
+                exact = asked & ~wrong.any(axis=1)
         self.matches += int(exact.sum())
-        return exact
+        self.asked += int(asked.sum())
+        return exact, asked
 
-    def add_groups(self, groups: Mapping[str, list[str]], exact: NDArray[np.bool_]) -> None:
-        """Right and all, for each label of each group."""
+    def add_groups(
+        self,
+        groups: Mapping[str, list[str]],
+        exact: NDArray[np.bool_],
+        asked: NDArray[np.bool_],
+    ) -> None:
+        """Right and all, for each label of each group, over the sequences that ask anything."""
         for group, labels in groups.items():
-            for label, right in zip(labels, exact, strict=True):
-                counts = self.by[group][label]
-                counts[0] += int(right)
-                counts[1] += 1
+            for label, right, counts_too in zip(labels, exact, asked, strict=True):
+                if counts_too:
+                    counts = self.by[group][label]
+                    counts[0] += int(right)
+                    counts[1] += 1
+
+    def add_confusions(self, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
+        """How often what was asked was answered as what."""
+        for group, found in pairs.items():
+            table = self.confusion.setdefault(group, {})
+            for asked, answered in found:
+                row = table.setdefault(asked, {})
+                row[answered] = row.get(answered, 0) + 1
 
     def add_truth(self, truth: Oracle, batch: Batch, logits: NDArray) -> None:
         """Distance to the truth, and probability given to what can occur, where it counts."""
@@ -119,10 +143,11 @@ def log_softmax(logits: NDArray) -> NDArray[np.float64]:
 
 
 def evaluate(
-    engine: Engine, task: Task, *, split: str = "test", examples: int | None = None
+    engine: Engine, task: Task, *, split: str | None = None, examples: int | None = None
 ) -> Evaluation:
-    """Measure one split, or its first `examples`."""
+    """Measure one split, or its first `examples`; without a name the test split, else val."""
     sizes = task.sizes()
+    split = split or ("test" if "test" in sizes else "val")
     if split not in sizes:
         raise InputError(f"no split '{split}'", hint=f"this task has: {', '.join(sizes)}")
     count = sizes[split] if examples is None else min(examples, sizes[split])
@@ -134,12 +159,14 @@ def evaluate(
         logits = engine.logits(batch)
         if tally is None:
             tally = _Tally(_primary(engine, batch))
-        exact = tally.add(batch, logits)
-        tally.add_groups(task.groups(split, rows), exact)
+        exact, asked = tally.add(batch, logits)
+        tally.add_groups(task.groups(split, rows), exact, asked)
+        answers = logits[tally.primary].argmax(-1)
+        tally.add_confusions(task.confusions(split, rows, answers))
         truth = task.oracle(split, rows)
         if truth is not None:
             tally.add_truth(truth, batch, logits[tally.primary])
-        for row in rows[~exact][: 20 - len(tally.errors)]:
+        for row in rows[asked & ~exact][: 20 - len(tally.errors)]:
             tally.errors.append({"row": int(row), "example": task.describe(split, int(row))})
     assert tally is not None
     return _evaluation(tally, task, split, count)
@@ -168,15 +195,15 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
             "excess": tally.excess / tally.judged,
             "legal": tally.legal / tally.judged,
         }
-    bytes_per_token = task.facts().get("bytes_per_token")
-    if bytes_per_token:
-        oracle["bits_per_byte"] = first["loss"] / math.log(2) / bytes_per_token
+    width = task.facts().get("bytes_per_token", {}).get(split)
+    if width:
+        oracle["bits_per_byte"] = first["loss"] / math.log(2) / width
     return Evaluation(
         split=split,
         examples=count,
         loss=first["loss"],
         accuracy=first["accuracy"],
-        exact_match=tally.matches / count,
+        exact_match=tally.matches / max(1, tally.asked),
         heads=heads,
         by={
             group: {label: right / all_ for label, (right, all_) in sorted(labels.items())}
@@ -187,5 +214,6 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
             for group, labels in tally.by.items()
         },
         oracle=oracle,
+        confusion=tally.confusion,
         errors=tally.errors,
     )

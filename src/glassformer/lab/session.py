@@ -42,7 +42,7 @@ def train(
 
 
 def evaluate(
-    run: str | Path, *, split: str = "test", device: str = "cpu"
+    run: str | Path, *, split: str | None = None, device: str = "cpu"
 ) -> "evaluation.Evaluation":
     """Measure the checkpoint of a run (`RUN`, `RUN@last`, `RUN@120`) on one split."""
     path = str(run)
