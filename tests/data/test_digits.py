@@ -152,3 +152,20 @@ def test_bad_input_is_named(make, words):
     with pytest.raises(InputError) as caught:
         make()
     assert words in str(caught.value)
+
+
+def test_confusions_name_the_operation_that_fits_the_answer():
+    task = Digits(DigitsTask(examples=2_000))
+    rows = np.arange(50)
+    right = task.batch("val", rows).targets["answer"]
+    pairs = task.confusions("val", rows, right)["operation"]
+    assert all(asked == answered for asked, answered in pairs)
+    asked = task.groups("val", rows)["operation"]
+    wrong = task.confusions("val", rows, np.full(50, 9))["operation"]
+    for row, (question, answered) in enumerate(wrong):
+        assert question == asked[row]
+        digits = [int(d) for d in task.describe("val", row).split()[1:-3]]
+        if answered == "none":
+            assert all(answer_of(op, digits) != 9 for op in task.spec.operations)
+        else:
+            assert answer_of(answered, digits) == 9

@@ -101,6 +101,7 @@ class TrainSpec:
         at_least("evaluate_examples", self.evaluate_examples)
         at_least("keep", self.keep, 2)
         at_least("patience", self.patience, 0)
+        at_least("seed", self.seed, 0)
         positive("lr", self.lr)
         probability("label_smoothing", self.label_smoothing)
         one_of("precision", self.precision, ("float32", "float64", "bf16"))

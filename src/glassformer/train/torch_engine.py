@@ -78,7 +78,7 @@ class TorchEngine:
             if self.train.clip:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.train.clip, norm)
             self._update(lr)
-        plain = {head: mean / counts[head] for head, mean in zip(counts, means, strict=True)}
+        plain = {head: mean / (counts[head] or 1.0) for head, mean in zip(counts, means, strict=True)}
         tokens = sum(int(batch.valid.sum()) for batch in batches)
         return StepResult(total, plain, size, tokens, applied)
 
@@ -97,8 +97,8 @@ class TorchEngine:
                     valid_BT=inputs.valid_BT,
                     label_smoothing=self.train.label_smoothing,
                 )
-                if count > 0:
-                    total = total + self.train.head_weight(head) * loss.smoothed / count
+                # A head of which nothing counts adds 0, with gradients of 0: never 0 / 0, or None.
+                total = total + self.train.head_weight(head) * loss.smoothed / (count or 1.0)
                 sums[head] = loss.nll
         return total, sums
 

@@ -1,0 +1,64 @@
+"""What the recipes learn, measured on unseen examples, with the CPU seconds it took.
+
+Reverse and copy, digits with both engines, and a table of finite-state machines with the number of
+layers that each needed. Run whole by `make figures`; rows have no ratio.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from glassformer.lab.evaluate import Evaluation, evaluate
+from glassformer.lab.recipes import recipe
+from glassformer.lab.run import TrainingRun
+
+SEQUENCES = ("reverse", "copy")
+DIGITS = ("engine=torch", "engine=numpy")
+#: Machine, overrides: what one layer cannot do is shown beside what more can.
+MACHINES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("parity", ("train.steps=4000",)),
+    ("parity", ("train.steps=4000", "model.decoder.layers.count=2")),
+)
+
+
+def learn(name: str, overrides: tuple[str, ...]) -> tuple[Evaluation, float]:
+    """Train a recipe in a temporary folder; the test split, and CPU seconds of training."""
+    with tempfile.TemporaryDirectory() as place:
+        run = TrainingRun(recipe(name, overrides), Path(place) / "run")
+        run.prepare()
+        began = time.process_time()
+        for _ in run.events():
+            pass
+        seconds = time.process_time() - began
+        return evaluate(run.engine, run.task), seconds
+
+
+def row(case: str, text: str, seconds: float) -> dict[str, object]:
+    """A row that informs."""
+    return {
+        "bench": "learning",
+        "case": case,
+        "name": f"{text}, {seconds:.0f} CPU s",
+        "median_ms": None,
+        "ratio": None,
+        "of_limit": None,
+    }
+
+
+def run() -> Iterator[dict[str, object]]:
+    """Every learning figure."""
+    for name in SEQUENCES:
+        found, seconds = learn(name, ())
+        yield row(name, f"loss {found.loss:.4f}, exact {found.exact_match:.2%}", seconds)
+    for engine in DIGITS:
+        found, seconds = learn("digits", (engine,))
+        shares = " ".join(f"{op} {share:.2%}" for op, share in found.by["operation"].items())
+        yield row(f"digits, {engine}", shares, seconds)
+    torch.set_num_threads(1)  # one core is as fast for models this small
+    for name, overrides in MACHINES:
+        found, seconds = learn(name, overrides)
+        truth = f"excess {found.oracle['excess']:.4f}, legal {found.oracle['legal']:.5f}"
+        yield row(" ".join((name, *overrides)), truth, seconds)

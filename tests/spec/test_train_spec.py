@@ -1,0 +1,168 @@
+"""`TrainSpec` and `RunSpec`: refused where they make no sense, the same after JSON and TOML."""
+
+import tomllib
+from dataclasses import fields, is_dataclass, replace
+from typing import get_args, get_type_hints
+
+import pytest
+
+from glassformer.lab.record import spec_hash, to_toml
+from glassformer.lab.recipes import RECIPES, recipe
+from glassformer.spec import presets
+from glassformer.spec.errors import InputError
+from glassformer.spec.presets import PRESETS
+from glassformer.spec.schedule import ConstantSchedule, CosineSchedule, InverseSqrtSchedule
+from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask
+from glassformer.spec.train import SGD, AdamW, HeadWeight, Muon, RunSpec, TrainSpec
+from glassformer.spec.tree import from_dict, from_json, override, to_dict, to_json
+
+DIGITS = RunSpec(model=presets.digits(), task=DigitsTask())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps 0 is below 1"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"accumulate": 0}, "accumulate 0"),
+        ({"evaluate_every": 0}, "evaluate_every 0"),
+        ({"checkpoint_every": 0}, "checkpoint_every 0"),
+        ({"evaluate_examples": 0}, "evaluate_examples 0"),
+        ({"keep": 1}, "keep 1 is below 2"),
+        ({"patience": -1}, "patience -1"),
+        ({"seed": -1}, "seed -1 is below 0"),
+        ({"lr": 0.0}, "lr 0.0"),
+        ({"lr": float("nan")}, "lr nan"),
+        ({"lr": float("inf")}, "lr inf"),
+        ({"clip": -1.0}, "clip -1.0"),
+        ({"clip": float("inf")}, "clip inf"),
+        ({"label_smoothing": 1.0}, "label_smoothing 1.0"),
+        ({"precision": "fp16"}, "precision 'fp16'"),
+        ({"steps": 3.0}, "not a whole number"),
+    ],
+)
+def test_bad_training_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        TrainSpec(**change)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SGD(momentum=1.0),
+        lambda: AdamW(beta1=1.0),
+        lambda: AdamW(beta2=-0.1),
+        lambda: AdamW(eps=0.0),
+        lambda: AdamW(weight_decay=-0.1),
+        lambda: Muon(lr_matrix=0.0),
+        lambda: Muon(momentum=1.0),
+    ],
+)
+def test_bad_optimizers_are_refused(make):
+    with pytest.raises(InputError):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["engine=jax"], "engine"),
+        (["engine=numpy", "train.precision=bf16"], "half precision is torch's alone"),
+        (["engine=numpy", "train.compile=true"], "compile and Muon are torch's alone"),
+        (["engine=numpy", "train.optimizer=Muon"], "compile and Muon are torch's alone"),
+        (['train.head_weights=[{"head": "nxt", "weight": 1.0}]'], "nxt"),
+    ],
+)
+def test_bad_runs_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        override(DIGITS, change)
+
+
+def test_a_weight_is_one_unless_said_otherwise():
+    train = TrainSpec(head_weights=(HeadWeight(head="state", weight=0.25),))
+    assert train.head_weight("state") == 0.25
+    assert train.head_weight("next") == 1.0
+
+
+TRAINS = (
+    TrainSpec(),
+    TrainSpec(optimizer=SGD(momentum=0.9), schedule=ConstantSchedule(warmup=3), clip=0.0),
+    TrainSpec(optimizer=Muon(), schedule=InverseSqrtSchedule(warmup=9), precision="bf16"),
+    TrainSpec(
+        lr=1 / 3,
+        optimizer=AdamW(eps=1e-9, weight_decay=0.1),
+        schedule=CosineSchedule(warmup=1, floor=1e-30),
+        label_smoothing=0.1,
+        head_weights=(HeadWeight(head="answer", weight=0.1 + 0.2),),
+        patience=5,
+        compile=True,
+    ),
+)
+TASKS = (
+    DigitsTask(operations=("SUM", "MAX")),
+    SequenceTask(operation="sort"),
+    FsmTask(machine='regex:(a|b)*"', order="uniform"),
+    TextTask(path="a\\b/ü.txt"),
+)
+
+
+@pytest.mark.parametrize("train", TRAINS, ids=lambda train: type(train.optimizer).__name__)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
+def test_round_trips_lose_nothing(train, task):
+    run = RunSpec(model=presets.digits(), task=task, train=train)
+    assert from_dict(RunSpec, to_dict(run)) == run
+    assert from_json(RunSpec, to_json(run)) == run
+    assert from_dict(RunSpec, tomllib.loads(to_toml(run))) == run
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_toml_holds_every_preset(name):
+    run = RunSpec(model=PRESETS[name](), task=DigitsTask())
+    assert from_dict(RunSpec, tomllib.loads(to_toml(run))) == run
+
+
+def spec_classes(cls):
+    yield cls
+    pending = [get_type_hints(cls)[field.name] for field in fields(cls)]
+    while pending:
+        hint = pending.pop()
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from spec_classes(hint)
+        pending += get_args(hint)
+
+
+def test_what_toml_leaves_out_is_none_by_default():
+    """TOML has no word for nothing, so a field that may be None must be None when left out."""
+    for cls in set(spec_classes(RunSpec)):
+        hints = get_type_hints(cls)
+        for field in fields(cls):
+            if type(None) in get_args(hints[field.name]):
+                assert field.default is None, f"{cls.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "text"])
+def test_recipes_round_trip(name):
+    small = ["task.examples=100"]
+    run = recipe(name, small)
+    assert from_dict(RunSpec, tomllib.loads(to_toml(run))) == run
+
+
+def test_every_problem_of_a_config_is_told_at_once():
+    data = to_dict(DIGITS)
+    data["train"]["stepz"] = 3
+    data["train"]["lr"] = "fast"
+    data["task"]["min_length"] = 1
+    data["model"]["heads"][0]["kind"] = "AnserHead"
+    with pytest.raises(InputError) as caught:
+        from_dict(RunSpec, data)
+    told = str(caught.value)
+    assert "4 problems" in told
+    for part in ("train.stepz", "did you mean 'steps'?", "train.lr", "min_length", "AnswerHead"):
+        assert part in told
+
+
+def test_the_hash_of_a_spec_forgets_only_how_long():
+    longer = replace(DIGITS, train=replace(DIGITS.train, steps=7))
+    assert spec_hash(longer) == spec_hash(DIGITS)
+    for other in ("train.lr=0.1", "train.seed=1", "task.seed=1", "model.d_model=32"):
+        assert spec_hash(override(DIGITS, [other])) != spec_hash(DIGITS)
