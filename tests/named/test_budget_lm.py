@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from glassformer.lab.recipes import recipe
 from glassformer.named.budget_lm import (
     IGNORED,
     LanguageModel,
     MultiHeadAttention,
     SwiGLU,
     TransformerBlock,
+    run_experiment,
     shift_for_lm,
 )
 from glassformer.spec.errors import InputError
@@ -112,3 +114,10 @@ def test_initial_weights_have_std_002():
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             assert abs(parameter.std().item() - 0.02) < 2e-3, name
+
+
+def test_an_experiment_is_a_run(tmp_path):
+    spec = recipe("copy", ["task.examples=300", "train.steps=3", "train.batch_size=8"])
+    result = run_experiment(spec, tmp_path / "runs" / "first")
+    assert result["steps"] == 3
+    assert (tmp_path / "runs" / "first" / "checkpoints" / "last").is_file()

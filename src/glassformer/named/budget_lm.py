@@ -4,19 +4,24 @@ Pre-norm, SwiGLU, no biases in projections, learned positions, tied head. `Langu
 (logits, loss); labels are aligned with the logits, so that shifting is the data's work.
 """
 
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.lab.session import result_of, train
 from glassformer.models.build import build
 from glassformer.nn import attention, block, ffn
-from glassformer.nn.init import initialise
+from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask, mask_from_allow
 from glassformer.spec import manifest
 from glassformer.spec import model as spec
 from glassformer.spec.base import divides
 from glassformer.spec.errors import InputError
 from glassformer.spec.inits import NormalInit
+from glassformer.spec.train import RunSpec
 
 #: A label of this value is left out of the loss.
 IGNORED = -100
@@ -25,14 +30,11 @@ IGNORED = -100
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)): 3 * d_model * d_ff parameters, no biases."""
 
-    def __init__(
-        self, d_model: int, d_ff: int, *, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
         described = spec.SwiGLU(d_ff=d_ff)
-        self.part = ffn.SwiGLU(described, d_model)
         rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
-        initialise(self.part, tuple(rules), generator=generator)
+        self.part = initialised(ffn.SwiGLU(described, d_model), rules)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.part(x)
@@ -61,14 +63,14 @@ class MultiHeadAttention(nn.Module):
         *,
         attention_dropout: float = 0.0,
         output_dropout: float = 0.0,
-        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         described = _described(d_model, n_heads, 1).attention
-        self.part = attention.MultiHeadAttention(described, d_model, dropout=attention_dropout)
         self.output_dropout = output_dropout
         rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
-        initialise(self.part, tuple(rules), generator=generator)
+        self.part = initialised(
+            attention.MultiHeadAttention(described, d_model, dropout=attention_dropout), rules
+        )
 
     def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:
         return F.dropout(self.part(x, mask=_mask(allow)), self.output_dropout, self.training)
@@ -77,21 +79,12 @@ class MultiHeadAttention(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + swiglu(norm(x)); `allow` replaces the triangle."""
 
-    def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        d_ff: int,
-        *,
-        dropout: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         described = _described(d_model, n_heads, d_ff)
         rates = spec.Dropout.from_number(dropout)
-        self.part = block.TransformerBlock(described, d_model, dropout=rates)
         rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
-        initialise(self.part, tuple(rules), generator=generator)
+        self.part = initialised(block.TransformerBlock(described, d_model, dropout=rates), rules)
 
     def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:
         return self.part(x, mask=_mask(allow))
@@ -119,3 +112,9 @@ class LanguageModel(nn.Module):
 def shift_for_lm(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs and aligned labels of next-token prediction: ids[:, :-1] and ids[:, 1:]."""
     return ids[:, :-1], ids[:, 1:]
+
+
+def run_experiment(config: RunSpec, folder: str | Path) -> dict[str, Any]:
+    """Train a whole run in a folder, and give back its outcome: the house's loop, one call."""
+    path = Path(folder)
+    return result_of(train(config, name=path.name, runs=path.parent))

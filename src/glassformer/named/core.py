@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from glassformer.models.build import build
 from glassformer.nn import attention, block, ffn, norm
-from glassformer.nn.init import initialise
+from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask
 from glassformer.spec import manifest, presets
 from glassformer.spec import model as spec
@@ -31,9 +31,10 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         described = _attention(d_model, n_heads)
         self.n_heads = n_heads
-        self.part = attention.MultiHeadAttention(described, d_model)
         rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
-        initialise(self.part, tuple(rules), generator=generator)
+        self.part = initialised(
+            attention.MultiHeadAttention(described, d_model), rules, generator=generator
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.part(x, mask=Mask(causal=True))
@@ -47,9 +48,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         described = spec.MLP(d_ff=d_ff)
-        self.part = ffn.MLP(described, d_model)
         rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
-        initialise(self.part, tuple(rules), generator=generator)
+        self.part = initialised(ffn.MLP(described, d_model), rules, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.part(x)
@@ -61,8 +61,8 @@ class LayerNorm(nn.Module):
     def __init__(self, d_model: int, *, eps: float = 1e-5) -> None:
         super().__init__()
         described = spec.LayerNorm(eps=eps)
-        self.part = norm.build_norm(described, d_model)
-        initialise(self.part, tuple(manifest.norm_parameters(described, "", d_model)))
+        rules = manifest.norm_parameters(described, "", d_model)
+        self.part = initialised(norm.build_norm(described, d_model), rules)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.part(x)
@@ -78,9 +78,12 @@ class TransformerBlock(nn.Module):
         described = spec.Block(
             attention=_attention(d_model, n_heads), ffn=spec.MLP(d_ff=d_ff), norm=spec.LayerNorm()
         )
-        self.part = block.TransformerBlock(described, d_model, dropout=spec.Dropout())
         rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
-        initialise(self.part, tuple(rules), generator=generator)
+        self.part = initialised(
+            block.TransformerBlock(described, d_model, dropout=spec.Dropout()),
+            rules,
+            generator=generator,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.part(x, mask=Mask(causal=True))

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.nn import attention, block
-from glassformer.nn.init import initialise
+from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask, build_mask, causal_allow, mask_from_allow
 from glassformer.nn.position import SinusoidalPosition
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec import manifest, presets
 from glassformer.spec import model as spec
-from glassformer.spec.base import divides
 from glassformer.spec.inits import XavierInit
 
 
@@ -51,22 +50,10 @@ class PositionalEncoding(SinusoidalPosition):
         return super().forward(x, slice(0, x.shape[1]))
 
 
-def _layer(described: spec.Block, d_model: int, dropout: float) -> block.TransformerBlock:
-    part = block.TransformerBlock(
-        described, d_model, dropout=spec.Dropout(attention=dropout, residual=dropout, ffn=dropout)
-    )
-    rules = manifest.block_parameters(described, "", d_model, init=XavierInit())
-    initialise(part, tuple(rules))
-    return part
+class _Layer(nn.Module):
+    """One block of the preset's encoder or decoder, drawn from torch's generator."""
 
-
-def _blocks(d_model: int, heads: int, d_ff: int | None, pre_norm: bool) -> presets.ModelSpec:
-    divides("d_model", d_model, "heads", heads)
-    return presets.seq2seq(d_model=d_model, n_heads=heads, d_ff=d_ff, n_layers=1, pre_norm=pre_norm)
-
-
-class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each with residual and norm; valid True = real token."""
+    side: str
 
     def __init__(
         self,
@@ -78,30 +65,30 @@ class EncoderLayer(nn.Module):
         pre_norm: bool = False,
     ) -> None:
         super().__init__()
-        described = _blocks(d_model, heads, d_ff, pre_norm).encoder
-        assert described is not None
-        self.part = _layer(described.layers[0].block, d_model, dropout)
+        whole = presets.seq2seq(
+            d_model=d_model, n_heads=heads, d_ff=d_ff, n_layers=1, pre_norm=pre_norm
+        )
+        described = getattr(whole, self.side).layers[0].block
+        rates = spec.Dropout(attention=dropout, residual=dropout, ffn=dropout)
+        rules = manifest.block_parameters(described, "", d_model, init=XavierInit())
+        part = block.TransformerBlock(described, d_model, dropout=rates)
+        self.part = initialised(part, rules)
+
+
+class EncoderLayer(_Layer):
+    """Self-attention and feed-forward, each with residual and norm; valid True = real token."""
+
+    side = "encoder"
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         T = x.shape[1]
         return self.part(x, mask=build_mask(T, T, causal=False, valid_q_BT=valid, valid_k_BS=valid))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(_Layer):
     """Masked self-attention, cross-attention to `memory`, feed-forward."""
 
-    def __init__(
-        self,
-        d_model: int = 512,
-        heads: int = 8,
-        d_ff: int | None = None,
-        *,
-        dropout: float = 0.1,
-        pre_norm: bool = False,
-    ) -> None:
-        super().__init__()
-        described = _blocks(d_model, heads, d_ff, pre_norm).decoder
-        self.part = _layer(described.layers[0].block, d_model, dropout)
+    side = "decoder"
 
     def forward(self, x: Tensor, memory: Tensor, memory_valid: Tensor | None = None) -> Tensor:
         reads = build_mask(x.shape[1], memory.shape[1], causal=False, valid_k_BS=memory_valid)

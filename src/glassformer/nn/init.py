@@ -1,10 +1,23 @@
 """Fill parameters by the rules of the manifest, from a generator that the caller passes."""
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 import torch
 from torch import nn
 
 from glassformer.spec.inits import Constant, Gaussian, Uniform
 from glassformer.spec.manifest import Parameter
+
+Part = TypeVar("Part", bound=nn.Module)
+
+
+def initialised(
+    part: Part, rules: Iterable[Parameter], *, generator: torch.Generator | None = None
+) -> Part:
+    """A part on its own, filled by the manifest's rules for it."""
+    initialise(part, tuple(rules), generator=generator)
+    return part
 
 
 @torch.no_grad()

@@ -79,6 +79,8 @@ def _read(curve: list[tuple[float, float]]) -> RateRange:
             "the loss broke before the range test could begin", hint="start from a lower rate"
         )
     lowest = min(range(len(usable)), key=lambda i: usable[i][1])
+    if lowest == 0:
+        raise InputError("the loss never fell, so no rate can be told", hint="try a lower range")
     slopes = [
         (usable[i + 1][1] - usable[i - 1][1]) / math.log(usable[i + 1][0] / usable[i - 1][0])
         for i in range(1, len(usable) - 1)

@@ -113,7 +113,10 @@ class TorchEngine:
     def logits(self, batch: Batch) -> Arrays:
         with self._precision():
             answers = self.model(batch)
-        return {head: logits.float().cpu().numpy() for head, logits in answers.items()}
+        return {
+            head: (logits if logits.dtype == torch.float64 else logits.float()).cpu().numpy()
+            for head, logits in answers.items()
+        }
 
     def weights(self) -> Arrays:
         return weights_of(self.model)
