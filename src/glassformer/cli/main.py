@@ -146,11 +146,7 @@ def evaluate(
     from glassformer.cli import training
 
     result = training.evaluate_run(run, runs=Path(runs), split=split, device=device)
-    typer.echo(
-        json.dumps(result.to_dict(), allow_nan=False)
-        if as_json
-        else training.evaluation_text(result)
-    )
+    typer.echo(training.evaluation_json(result) if as_json else training.evaluation_text(result))
 
 
 @app.command(name="list")

@@ -17,14 +17,14 @@ import torch
 from glassformer.data.build import build_task
 from glassformer.lab import session
 from glassformer.lab.evaluate import Evaluation
-from glassformer.lab.recipes import RECIPES, read_config, recipe
-from glassformer.lab.record import load_run_spec
+from glassformer.lab.recipes import RECIPES, named_task, read_config, recipe
+from glassformer.lab.record import load_run_spec, spec_hash
 from glassformer.lab.run import Alert, Evaluated, Event, Saved, TrainingRun, build_engine
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.presets import PRESETS
 from glassformer.spec.train import RunSpec
 from glassformer.spec.tree import override
-from glassformer.store.rundir import RunDirectory, plain_numbers
+from glassformer.store.rundir import RunDirectory, plain_numbers, run_folder
 from glassformer.train.fit import StepRecord
 from glassformer.train.lr_find import find_rate
 
@@ -60,7 +60,7 @@ def train(
 ) -> int:
     """Train, watch the signals, print the result; the exit code."""
     check_device(device)
-    folder = runs / (name or Path(what).stem)
+    folder = run_folder(runs, name or Path(what).stem)
     if resume and (folder / "config.json").is_file():
         spec = resumed_spec(folder, what, overrides)
     else:
@@ -82,7 +82,7 @@ def train(
     if run.stopped:
         tell(f"stopped at step {run.progress.step}, state saved; go on with --resume")
         code = 128 + (caught[0] if caught else signal.SIGINT)
-    result = session.result_of(run) | {"loss": narrator.loss}
+    result = session.result_of(run)
     result["seconds"] = round(time.perf_counter() - began, 2)
     show_result(result, as_json=as_json)
     return code
@@ -91,6 +91,15 @@ def train(
 def resumed_spec(folder: Path, what: str, overrides: list[str]) -> RunSpec:
     """The spec that the run has; only the number of steps may be changed when it goes on."""
     spec = load_run_spec(RunDirectory(folder))
+    if what.endswith(".toml"):
+        same = spec_hash(read_config(Path(what))) == spec_hash(spec)
+    else:
+        same = type(named_task(what)) is type(spec.task)
+    if not same:
+        raise InputError(
+            f"the run {folder.name} is not one of {what}",
+            hint="resume it by its own task or config, or start a run of another --name",
+        )
     other = [text for text in overrides if not text.startswith("train.steps=")]
     if other and override(spec, other) != spec:
         raise InputError(
@@ -225,6 +234,11 @@ def confusion_csv(table: Mapping[str, Mapping[str, int]]) -> str:
     return text.getvalue()
 
 
+def evaluation_json(evaluation: Evaluation) -> str:
+    """The result for scripts; a number that is not finite is a text."""
+    return json.dumps(plain_numbers(evaluation.to_dict()), allow_nan=False)
+
+
 def evaluation_text(evaluation: Evaluation) -> str:
     """The result for people."""
     lines = [
@@ -268,7 +282,9 @@ def listing_text(found: dict[str, Any]) -> str:
     lines = [f"tasks    {', '.join(found['tasks'])}", f"presets  {', '.join(found['presets'])}"]
     for run in found["runs"]:
         loss = run["val_loss"]
-        score = "" if loss is None else f"  val loss {loss:.4f}, accuracy {run['val_accuracy']:.2%}"
+        score = ""
+        if loss is not None:
+            score = f"  val loss {float(loss):.4f}, accuracy {float(run['val_accuracy']):.2%}"
         lines.append(f"run      {run['run']:<20}{run['status']:<10}step {run['step']}{score}")
     return "\n".join(lines)
 

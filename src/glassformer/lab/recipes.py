@@ -10,7 +10,7 @@ from glassformer.data.task import Task
 from glassformer.lab.run import longest
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.model import Dropout, ModelSpec
+from glassformer.spec.model import Dropout, LayerNorm, ModelSpec
 from glassformer.spec.schedule import CosineSchedule
 from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask
 from glassformer.spec.train import AdamW, RunSpec, TrainSpec
@@ -38,12 +38,15 @@ def _sequence_model(task: Task) -> ModelSpec:
 
 
 def _fsm_model(task: Task) -> ModelSpec:
-    return presets.fsm_probe(
+    model = presets.fsm_probe(
         vocab_size=task.tokenizer.vocab_size,
         num_classes=task.heads["class"],
         num_states=task.heads["state"],
         max_seq_len=longest(task),
+        tied=False,
     )
+    # Source 000 has no final norm; with one, and a head of its own, the excess is less than half.
+    return replace(model, decoder=replace(model.decoder, final_norm=LayerNorm()))
 
 
 def _text_model(task: Task) -> ModelSpec:
@@ -85,11 +88,17 @@ RECIPES: dict[str, tuple[TaskSpec, Callable[[Task], ModelSpec], TrainSpec]] = {
 }
 
 
-def recipe(name: str, overrides: Iterable[str] = ()) -> RunSpec:
-    """A run by name. Overrides of `task.` come first, so that the model is made for that task."""
+def named_task(name: str) -> TaskSpec:
+    """The task of a recipe."""
     if name not in RECIPES:
         raise InputError(f"no task '{name}'", hint=nearest(name, RECIPES))
-    task_spec, model_for, train = RECIPES[name]
+    return RECIPES[name][0]
+
+
+def recipe(name: str, overrides: Iterable[str] = ()) -> RunSpec:
+    """A run by name. Overrides of `task.` come first, so that the model is made for that task."""
+    task_spec = named_task(name)
+    _, model_for, train = RECIPES[name]
     ours = [text.removeprefix("task.") for text in overrides if text.startswith("task.")]
     task_spec = override(task_spec, ours)
     spec = RunSpec(model=model_for(build_task(task_spec)), task=task_spec, train=train)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 import tomli_w
 import torch
 
-from glassformer.data.task import Task
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.train import RunSpec
 from glassformer.spec.tree import from_json, to_dict, to_json
@@ -50,9 +50,9 @@ def spec_hash(spec: RunSpec) -> str:
     return hashlib.sha256(to_json(same).encode()).hexdigest()
 
 
-def data_hash(task: Task) -> str:
-    """A hash of what the task says of its data."""
-    text = json.dumps(plain_numbers(dict(task.facts())), sort_keys=True)
+def data_hash(facts: Mapping[str, Any]) -> str:
+    """A hash of what a task says of its data."""
+    text = json.dumps(plain_numbers(facts), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

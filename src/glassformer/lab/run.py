@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -83,6 +84,7 @@ class Progress:
     stale: int = 0
     unapplied: int = 0
     recent: tuple[float, ...] = ()
+    val: dict[str, Any] | None = None
     metrics_bytes: int = 0
     alerts_bytes: int = 0
 
@@ -140,8 +142,8 @@ class TrainingRun:
         self.progress = Progress()
         self.stop_requested = False
         self.stopped = False
-        self.last_evaluation: Evaluation | None = None
         self.task = build_task(spec.task)
+        self.facts = dict(self.task.facts())
         check_fit(spec, self.task)
         self.engine = build_engine(spec, device=device)
 
@@ -160,9 +162,12 @@ class TrainingRun:
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in ("metrics.jsonl", "alerts.jsonl", "run.json"):
                 (folder / name).unlink(missing_ok=True)
+        self._write_config()
+        self._record("running")
+
+    def _write_config(self) -> None:
         self.directory.write("config.json", to_json(self.spec))
         self.directory.write("config.toml", to_toml(self.spec))
-        self._record("running")
 
     def resume(self) -> list[str]:
         """Go on from the newest whole checkpoint; what was wrong with newer ones is told."""
@@ -179,7 +184,7 @@ class TrainingRun:
         state = read_state(folder)
         if state["spec"] != spec_hash(self.spec):
             raise InputError("the checkpoint is of another run's spec", where=str(folder))
-        if state["data"] != data_hash(self.task):
+        if state["data"] != data_hash(self.facts):
             raise InputError(
                 "the data changed since the checkpoint was written",
                 where=str(folder),
@@ -198,6 +203,7 @@ class TrainingRun:
             self.directory.point("best", self.progress.best_step)
         self.directory.cut(self.directory.metrics, self.progress.metrics_bytes)
         self.directory.cut(self.directory.alerts, self.progress.alerts_bytes)
+        self._write_config()  # it may go on for longer than it was meant to
         notes.append(f"resuming at step {self.progress.step}")
         return notes
 
@@ -205,37 +211,47 @@ class TrainingRun:
 
     def events(self) -> Iterator[Event]:
         """Train to the end, or until a stop is asked for."""
+        with self.directory.writing():
+            self._record("running")
+            if not self._gave_up():
+                with self.directory.metrics.open("a", encoding="utf-8") as log:
+                    yield from self._train(log)
+            unfinished = self.progress.step < self.spec.train.steps and not self._gave_up()
+            self.stopped = self.stop_requested and unfinished
+            self._record("stopped" if self.stopped else "finished")
+
+    def _train(self, log: TextIO) -> Iterator[Event]:
         train = self.spec.train
-        self._record("running")
-        with self.directory.metrics.open("a", encoding="utf-8") as log:
-            for record in fit(self.engine, self.task, train, start=self.progress.step):
-                self.progress.step = record.step
-                log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
-                yield record
-                yield from self._watch(record)
-                last = record.step == train.steps or self.stop_requested
-                save = last or record.step % train.checkpoint_every == 0
-                if record.step % train.evaluate_every == 0 or record.step == train.steps:
-                    evaluated = self._evaluate()
-                    line = {"step": record.step, "val": evaluated.evaluation.to_dict()}
-                    log.write(json.dumps(plain_numbers(line), allow_nan=False) + "\n")
-                    yield evaluated
-                    save |= evaluated.best
-                    last |= bool(train.patience) and self.progress.stale >= train.patience
-                    save |= last
-                if save:
-                    log.flush()
-                    yield self._save()
-                if last:
-                    break
-        self.stopped = self.stop_requested and self.progress.step < train.steps
-        self._record("stopped" if self.stopped else "finished")
+        for record in fit(self.engine, self.task, train, start=self.progress.step):
+            self.progress.step = record.step
+            log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
+            yield record
+            yield from self._watch(record)
+            last = record.step == train.steps or self.stop_requested
+            save = last or record.step % train.checkpoint_every == 0
+            if record.step % train.evaluate_every == 0 or record.step == train.steps:
+                evaluated = self._evaluate()
+                line = {"step": record.step, "val": self.progress.val}
+                log.write(json.dumps(line, allow_nan=False) + "\n")
+                yield evaluated
+                last |= self._gave_up()
+                save |= last or evaluated.best
+            if save:
+                log.flush()
+                yield self._save()
+            if last:
+                break
+
+    def _gave_up(self) -> bool:
+        """Too many evaluations without a better one; a resumed run remembers it."""
+        patience = self.spec.train.patience
+        return bool(patience) and self.progress.stale >= patience
 
     def _evaluate(self) -> Evaluated:
         evaluation = evaluate(
             self.engine, self.task, split="val", examples=self.spec.train.evaluate_examples
         )
-        self.last_evaluation = evaluation
+        self.progress.val = dict(plain_numbers(evaluation.to_dict()))
         best = evaluation.loss < self.progress.best_loss
         if best:
             self.progress.best_loss = evaluation.loss
@@ -282,7 +298,7 @@ class TrainingRun:
         state = {
             "progress": asdict(progress),
             "spec": spec_hash(self.spec),
-            "data": data_hash(self.task),
+            "data": data_hash(self.facts),
             "fingerprint": fingerprint(self.spec, self.device),
         }
         files = {
@@ -301,7 +317,6 @@ class TrainingRun:
         return Saved(progress.step, folder)
 
     def _record(self, status: str) -> None:
-        evaluation = self.last_evaluation
         self.directory.write_json(
             "run.json",
             {
@@ -312,8 +327,8 @@ class TrainingRun:
                 "engine": self.spec.engine,
                 "best_step": self.progress.best_step,
                 "fingerprint": fingerprint(self.spec, self.device),
-                "data": dict(self.task.facts()),
-                "val": None if evaluation is None else evaluation.to_dict(),
+                "data": self.facts,
+                "val": self.progress.val,
             },
         )
 

@@ -13,7 +13,7 @@ from glassformer.lab.run import TrainingRun, build_engine
 from glassformer.spec.train import RunSpec
 from glassformer.spec.tree import override
 from glassformer.store.checkpoint import load_checkpoint
-from glassformer.store.rundir import RunDirectory
+from glassformer.store.rundir import RunDirectory, run_folder
 
 
 def train(
@@ -32,7 +32,7 @@ def train(
     given += [f"train.steps={steps}"] if steps is not None else []
     given += [f"train.seed={seed}"] if seed is not None else []
     spec = recipe(what, given) if isinstance(what, str) else override(what, given)
-    folder = Path(runs) / (name or (what if isinstance(what, str) else "run"))
+    folder = run_folder(Path(runs), name or (what if isinstance(what, str) else "run"))
     run = TrainingRun(spec, folder, device=device)
     with run.directory.locked():
         run.prepare(overwrite=overwrite)
@@ -55,10 +55,12 @@ def evaluate(
 
 def result_of(run: TrainingRun) -> dict[str, Any]:
     """The outcome of a run in a few numbers."""
-    found = run.last_evaluation
+    progress = run.progress
+    val = progress.val or {}
     return {
         "run": run.directory.folder.name,
-        "steps": run.progress.step,
-        "val_loss": None if found is None else found.loss,
-        "val_accuracy": None if found is None else found.accuracy,
+        "steps": progress.step,
+        "loss": progress.recent[-1] if progress.recent else None,
+        "val_loss": val.get("loss"),
+        "val_accuracy": val.get("accuracy"),
     }

@@ -14,6 +14,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,18 @@ from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.store.checkpoint import verify_folder
 
 STEP = "step-{:06d}"
+#: Names of runs: one folder below `runs`, and no `@`, which asks for a checkpoint.
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+
+def run_folder(runs: Path, name: str) -> Path:
+    """Where the run of that name lies; a name that leads elsewhere is refused."""
+    if not NAME.fullmatch(name):
+        raise InputError(
+            f"{name[:80]!r} cannot be the name of a run",
+            hint="up to 64 letters, digits, dots, - and _, not a dot first; --runs names a folder",
+        )
+    return runs / name
 
 
 class RunDirectory:
@@ -37,8 +50,10 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One writer at a time; the lock is the kernel's, so a killed one leaves none behind."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("a+") as file:
+        with self.writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            opened = (self.folder / "lock").open("a+")
+        with opened as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -54,16 +69,29 @@ class RunDirectory:
             file.flush()
             yield
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A disk that is full, or not ours to write to, is told as such."""
+        try:
+            yield
+        except OSError as error:
+            raise MachineError(
+                f"could not write the run: {error.strerror or error}",
+                where=str(self.folder),
+                hint="make room and go on with --resume; earlier checkpoints are untouched",
+            ) from error
+
     def write(self, name: str, data: str) -> None:
         """Replace a small file at once: written beside, synced, renamed."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.tmp")
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(path)
+        with self.writing():
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.rename(path)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """A JSON file; a number that is not finite becomes a string."""

@@ -1,0 +1,158 @@
+"""A finite-state machine as a mask on the next token: every string that comes out is one of its.
+
+A table says, for each state and number of tokens made, whether the string can still come to a legal
+end within the limits; a token that leads where it cannot is masked. So no sequence is cut in an
+illegal place, and what cannot be done at all is refused before any work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.data.machine import NOWHERE, Machine
+from glassformer.data.regex import machine_of_regex
+from glassformer.data.vocab import Tokenizer, Vocab
+from glassformer.spec.errors import InputError
+
+# B batch, Q states, V vocab
+
+
+class Constraint:
+    """A machine over a tokenizer's tokens.
+
+    A token of a `Vocab` is one symbol, its name; a token of any other tokenizer is the characters
+    of its text. Tokens with other symbols are never legal.
+    """
+
+    def __init__(self, machine: Machine, *, tokenizer: Tokenizer) -> None:
+        self.machine = machine
+        self.vocab_size = tokenizer.vocab_size
+        table_QA = machine.table()
+        number = {symbol: place for place, symbol in enumerate(machine.alphabet)}
+        #: (Q, V): the state after a token, NOWHERE if it is not possible.
+        self.target_QV = np.full((machine.n_states, self.vocab_size), NOWHERE, dtype=np.int64)
+        for token in range(self.vocab_size):
+            text = tokenizer.decode([token])
+            symbols = (text,) if isinstance(tokenizer, Vocab) else tuple(text)
+            if symbols and all(symbol in number for symbol in symbols):
+                state_Q = np.arange(machine.n_states)
+                for symbol in symbols:
+                    here = table_QA[state_Q, number[symbol]]
+                    state_Q = np.where(state_Q == NOWHERE, NOWHERE, here)
+                self.target_QV[:, token] = state_Q
+        if (self.target_QV == NOWHERE).all():
+            raise InputError(
+                "no token of the vocabulary is a symbol of the constraint's machine",
+                hint=f"its symbols: {' '.join(machine.alphabet[:12])}",
+            )
+
+    @classmethod
+    def of_regex(cls, pattern: str, *, tokenizer: Tokenizer) -> "Constraint":
+        """Strings that match the whole pattern (the regular expressions of `data.regex`)."""
+        return cls(machine_of_regex(pattern), tokenizer=tokenizer)
+
+    def within(
+        self,
+        *,
+        shortest: int,
+        longest: int,
+        eos: Sequence[int] = (),
+        forbidden: Sequence[int] = (),
+        forced: Sequence[int] = (),
+    ) -> "Bounded":
+        """This constraint for sequences of `shortest` to `longest` tokens, the end among them.
+
+        Without an `eos` a sequence ends at `longest`, or where nothing can follow.
+        """
+        target_QV = self.target_QV.copy()
+        target_QV[:, list(forbidden)] = NOWHERE
+        ends = [token for token in eos if token not in forbidden]
+        target_QV[:, list(eos)] = NOWHERE
+        if eos and not ends:
+            raise InputError("every end is forbidden, and the constraint asks for one")
+        can_LQ = self._reachable_ends(target_QV, shortest, longest, ends, forced)
+        if not can_LQ[0, self.machine.start]:
+            raise InputError(
+                f"the constraint allows no sequence of {shortest} to {longest} tokens"
+                + (f" that begins with {list(forced)}" if forced else ""),
+                hint="allow more new tokens, or loosen the constraint",
+            )
+        return Bounded(
+            start=self.machine.start,
+            target_QV=target_QV,
+            can_LQ=can_LQ,
+            ends_Q=np.array(self.machine.ends),
+            eos=tuple(ends),
+            shortest=shortest,
+            longest=longest,
+        )
+
+    def _reachable_ends(
+        self,
+        target_QV: NDArray[np.int64],
+        shortest: int,
+        longest: int,
+        ends: Sequence[int],
+        forced: Sequence[int],
+    ) -> NDArray[np.bool_]:
+        """(longest + 1, Q): after so many tokens in this state, can a legal end still come?"""
+        n_states = self.machine.n_states
+        ends_Q = np.array(self.machine.ends)
+        adjacent_QQ = np.zeros((n_states, n_states), dtype=np.bool_)
+        for state in range(n_states):
+            targets = target_QV[state]
+            adjacent_QQ[state, targets[targets != NOWHERE]] = True
+        can_LQ = np.zeros((longest + 1, n_states), dtype=np.bool_)
+        for made in range(longest, -1, -1):
+            onward_Q = np.zeros(n_states, dtype=np.bool_)
+            if made < longest:
+                following_QQ = adjacent_QQ
+                if made < len(forced):
+                    target_Q = target_QV[:, forced[made]]
+                    following_QQ = target_Q[:, None] == np.arange(n_states)
+                onward_Q = (following_QQ & can_LQ[made + 1]).any(axis=1)
+            if ends:
+                end_fits = shortest <= made + 1 <= longest
+                forced_end = made >= len(forced) or forced[made] in ends
+                stop_Q = ends_Q & (end_fits and forced_end)
+            else:
+                stop_Q = ends_Q & (made >= shortest) & (made >= len(forced))
+                if made < longest:
+                    stop_Q &= ~onward_Q
+            can_LQ[made] = stop_Q | onward_Q
+        return can_LQ
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A constraint with its limits: states go along with the rows of a batch."""
+
+    start: int
+    target_QV: NDArray[np.int64]
+    can_LQ: NDArray[np.bool_]
+    ends_Q: NDArray[np.bool_]
+    eos: tuple[int, ...]
+    shortest: int
+    longest: int
+
+    def allow(self, state: int, made: int) -> NDArray[np.bool_]:
+        """(V,): which tokens may come in this state after so many."""
+        target_V = self.target_QV[state]
+        if made < self.longest:
+            allow_V = (target_V != NOWHERE) & self.can_LQ[made + 1][target_V]
+        else:
+            allow_V = np.zeros(target_V.shape, dtype=np.bool_)
+        if self.ends_Q[state] and self.shortest <= made + 1:
+            allow_V[list(self.eos)] = True
+        return allow_V
+
+    def advance(self, state: int, token: int) -> int:
+        """The state after a token; an end changes nothing."""
+        target = int(self.target_QV[state, token])
+        return state if target == NOWHERE else target
+
+    def over(self, state: int, made: int) -> bool:
+        """Without an end token: can nothing follow here?"""
+        return not self.eos and not self.allow(state, made).any()

@@ -1,0 +1,156 @@
+"""From logits to tokens: pure functions, and the chain of them that a `DecodeSpec` describes.
+
+A token that is left out has a logit of -inf. Ties are kept or left out together, so that no rule
+depends on the order of the vocabulary, and each rule keeps at least the likeliest token.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from glassformer.spec.decoding import GREEDY, DecodeSpec
+
+# B batch, V vocab
+
+_MASK = (1 << 64) - 1
+
+
+def scale_by_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
+    """logits / temperature; at 1e-5 or less only the first of the likeliest stays."""
+    if temperature > GREEDY:
+        return logits_BV / temperature
+    best_B1 = greedy(logits_BV)[:, None]
+    alone_BV = torch.full_like(logits_BV, -math.inf)
+    return alone_BV.scatter_(1, best_B1, logits_BV.gather(1, best_B1))
+
+
+def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
+    """Tokens that fewer than k others beat."""
+    if k >= logits_BV.shape[-1]:
+        return logits_BV
+    kth_B1 = logits_BV.topk(k).values[:, -1:]
+    return logits_BV.masked_fill(logits_BV < kth_B1, -math.inf)
+
+
+def keep_top_p(logits_BV: Tensor, p: float) -> Tensor:
+    """Tokens whose strictly likelier ones together have a probability below p (nucleus)."""
+    if p >= 1.0:
+        return logits_BV
+    sorted_BV = logits_BV.sort(dim=-1, descending=True).values
+    chance_BV = sorted_BV.double().softmax(-1)
+    before_BV = chance_BV.cumsum(-1) - chance_BV
+    before_BV[:, 0] = 0.0  # the difference may round to something
+    least_B1 = sorted_BV.masked_fill(before_BV >= p, math.inf).amin(-1, keepdim=True)
+    return logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+
+
+def keep_min_p(logits_BV: Tensor, p: float) -> Tensor:
+    """Tokens at least p times as likely as the likeliest."""
+    if p <= 0.0:
+        return logits_BV
+    least_B1 = logits_BV.amax(-1, keepdim=True) + math.log(p)
+    return logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+
+
+def penalise_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Logits of seen tokens / penalty where above 0, else * penalty (Keskar and others, 2019)."""
+    lowered_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return torch.where(seen_BV, lowered_BV, logits_BV)
+
+
+def forbid(logits_BV: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Without these tokens."""
+    if not tokens:
+        return logits_BV
+    ids = torch.tensor(tokens, device=logits_BV.device)
+    return logits_BV.index_fill(1, ids, -math.inf)
+
+
+def force(logits_BV: Tensor, token: int) -> Tensor:
+    """Nothing but this token."""
+    forced_BV = torch.full_like(logits_BV, -math.inf)
+    forced_BV[:, token] = 0.0
+    return forced_BV
+
+
+def greedy(logits_BV: Tensor) -> Tensor:
+    """The likeliest token of each row; the first of equal ones."""
+    return logits_BV.argmax(-1)
+
+
+def uniform(seed: int, row: int, step: int) -> float:
+    """A number in [0, 1) that depends on these three alone (SplitMix64 over each in turn).
+
+    No state is carried, so a row's draws are the same in any batch, and after any resumption.
+    """
+    mixed = 0
+    for part in (seed, row, step):
+        mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return float((mixed >> 11) * 2.0**-53)
+
+
+def draw(logits_BV: Tensor, *, seed: int, rows: Sequence[int], step: int) -> Tensor:
+    """One token a row, with probability softmax(logits): the inverse of the cumulative sum.
+
+    `rows` are the rows' names; the same name draws the same way whoever else is in the batch.
+    """
+    sum_BV = logits_BV.double().softmax(-1).cumsum(-1)
+    share_B1 = torch.tensor([[uniform(seed, row, step)] for row in rows], dtype=torch.float64)
+    total_B1 = sum_BV[:, -1:]
+    below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    point_B1 = torch.minimum(share_B1.to(sum_BV.device) * total_B1, below_total_B1)
+    # The first token whose sum lies above the point: one of probability 0 never does.
+    return torch.searchsorted(sum_BV, point_B1, right=True)[:, 0]
+
+
+class Sampler(Protocol):
+    """Logits to tokens."""
+
+    def __call__(
+        self,
+        logits_BV: Tensor,
+        *,
+        step: int,
+        rows: Sequence[int],
+        seen_BV: Tensor | None = None,
+        allow_BV: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens (B,) of the new place `step`, from 0; `allow` is a constraint's permission."""
+
+
+def make_sampler(spec: DecodeSpec) -> Sampler:
+    """The chain that the spec describes, in the order that it gives."""
+
+    def sample(
+        logits_BV: Tensor,
+        *,
+        step: int,
+        rows: Sequence[int],
+        seen_BV: Tensor | None = None,
+        allow_BV: Tensor | None = None,
+    ) -> Tensor:
+        if step < len(spec.forced):
+            return torch.full((len(logits_BV),), spec.forced[step], device=logits_BV.device)
+        x_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+        if spec.repetition_penalty != 1.0 and seen_BV is not None:
+            x_BV = penalise_repetition(x_BV, seen_BV, spec.repetition_penalty)
+        x_BV = forbid(x_BV, spec.forbidden)
+        if step + 1 < spec.min_new_tokens:
+            x_BV = forbid(x_BV, spec.eos)
+        if allow_BV is not None:
+            x_BV = x_BV.masked_fill(~allow_BV, -math.inf)
+        if spec.greedy:
+            return greedy(x_BV)
+        x_BV = scale_by_temperature(x_BV, spec.temperature)
+        if spec.top_k is not None:
+            x_BV = keep_top_k(x_BV, spec.top_k)
+        x_BV = keep_min_p(keep_top_p(x_BV, spec.top_p), spec.min_p)
+        return draw(x_BV, seed=spec.seed, rows=rows, step=step)
+
+    return sample

@@ -1,0 +1,171 @@
+"""Evaluation against a slow one that looks at one example and one position at a time."""
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from glassformer.data.build import build_task
+from glassformer.lab import evaluate as module
+from glassformer.lab.evaluate import evaluate, log_softmax
+from glassformer.spec.errors import InputError
+from glassformer.train.fit import fit
+from tests.train.samples import ENGINES, RUNS, digits, engine_of, machine
+
+
+def half_trained(name: str, kind: str = "torch", *changes: str):
+    """Right about some answers and wrong about others."""
+    run = RUNS[name]("train.precision=float64", "train.steps=25", "train.lr=0.02", *changes)
+    engine, task = engine_of(run, kind), build_task(run.task)
+    for _ in fit(engine, task, run.train):
+        pass
+    return engine, task
+
+
+def one_at_a_time(engine, task, split: str, count: int):
+    """Loss, accuracy, exact match, groups and oracle, example by example, without padding."""
+    nll, right, seen = defaultdict(float), defaultdict(float), defaultdict(float)
+    groups = defaultdict(lambda: defaultdict(list))
+    exact, truth = [], defaultdict(float)
+    first = next(head for head in engine.spec.head_names() if head in task.heads)
+    for row in range(count):
+        batch = task.batch(split, np.array([row]))
+        logits = engine.logits(batch)
+        oracle = task.oracle(split, np.array([row]))
+        whole = True
+        for head, target in batch.targets.items():
+            for place in np.ndindex(target.shape):
+                same_shape = batch.weights is not None and batch.weights.shape == target.shape
+                weight = float(batch.weights[place]) if same_shape else 1.0
+                if weight == 0.0 or (target.ndim == 2 and not batch.valid[place]):
+                    continue
+                row_logits = logits[head][place]
+                probabilities = np.exp(row_logits - row_logits.max())
+                probabilities /= probabilities.sum()
+                answer = int(target[place])
+                nll[head] -= weight * math.log(probabilities[answer])
+                hit = int(row_logits.argmax()) == answer
+                right[head] += weight * hit
+                seen[head] += weight
+                if head == first:
+                    whole &= hit
+                    if oracle is not None:
+                        q = oracle.probabilities[place]
+                        ours = -sum(a * math.log(b) for a, b in zip(q, probabilities) if a > 0)
+                        entropy = -sum(a * math.log(a) for a in q if a > 0)
+                        truth["excess"] += weight * (ours - entropy)
+                        truth["entropy"] += weight * entropy
+                        truth["legal"] += weight * probabilities[oracle.legal[place]].sum()
+        exact.append(whole)
+        for group, labels in task.groups(split, np.array([row])).items():
+            groups[group][labels[0]].append(whole)
+    return {
+        "heads": {
+            head: {"loss": nll[head] / seen[head], "accuracy": right[head] / seen[head]}
+            for head in seen
+        },
+        "exact_match": sum(exact) / count,
+        "by": {g: {k: sum(v) / len(v) for k, v in t.items()} for g, t in groups.items()},
+        "counts": {g: {k: len(v) for k, v in t.items()} for g, t in groups.items()},
+        "oracle": {key: value / seen[first] for key, value in truth.items()},
+        "errors": [row for row in range(count) if not exact[row]],
+    }
+
+
+def evaluation_is_the_slow_one(name: str, kind: str = "torch") -> None:
+    engine, task = half_trained(name, kind)
+    for split in ("train", "val"):
+        count = min(21, task.sizes()[split])
+        found = evaluate(engine, task, split=split, examples=count)
+        want = one_at_a_time(engine, task, split, count)
+        first = engine.spec.head_names()[0]
+        assert found.examples == count
+        assert found.heads.keys() == want["heads"].keys()
+        for head, values in want["heads"].items():
+            assert found.heads[head] == pytest.approx(values, rel=1e-10)
+        assert found.loss == found.heads[first]["loss"]
+        assert found.accuracy == found.heads[first]["accuracy"]
+        assert found.exact_match == pytest.approx(want["exact_match"])
+        assert found.by == want["by"]
+        assert found.counts == want["counts"]
+        assert found.oracle == pytest.approx(want["oracle"], rel=1e-9)
+        assert [error["row"] for error in found.errors] == want["errors"][:20]
+        for error in found.errors:
+            assert error["example"] == task.describe(split, error["row"])
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("name", RUNS)
+def test_evaluation_is_the_slow_one(name, kind):
+    evaluation_is_the_slow_one(name, kind)
+
+
+def chunks_change_nothing(monkeypatch) -> None:
+    engine, task = half_trained("machine")
+    whole = evaluate(engine, task, split="train")
+    monkeypatch.setattr(module, "CHUNK", 7)
+    parts = evaluate(engine, task, split="train")
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert parts.oracle == pytest.approx(whole.oracle, rel=1e-12)
+    assert (parts.exact_match, parts.by, parts.counts) == (whole.exact_match, whole.by, whole.counts)
+    assert [e["row"] for e in parts.errors] == [e["row"] for e in whole.errors]
+
+
+def test_chunks_change_nothing(monkeypatch):
+    chunks_change_nothing(monkeypatch)
+
+
+def test_the_truth_is_never_beaten():
+    """Excess is a divergence: not negative, and 0 for an engine that answers with the oracle."""
+    run = machine()
+    task = build_task(run.task)
+    engine = engine_of(run)
+    untrained = evaluate(engine, task, split="val")
+    assert untrained.oracle["excess"] > 0
+    assert 0 < untrained.oracle["legal"] < 1
+
+    class Knowing:
+        spec = run.model
+
+        def logits(self, batch):
+            truth = task.oracle("val", np.arange(len(batch.tokens)))
+            made = engine.logits(batch)
+            with np.errstate(divide="ignore"):
+                return made | {"next": np.maximum(np.log(truth.probabilities), -1e3)}
+
+    knowing = evaluate(Knowing(), task, split="val")
+    assert knowing.oracle["excess"] == pytest.approx(0.0, abs=1e-12)
+    assert knowing.oracle["legal"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_evaluating_changes_nothing(kind):
+    run = digits("model.decoder.dropout=0.3")
+    engine, task = engine_of(run, kind), build_task(run.task)
+    records = fit(engine, task, run.train)
+    next(records)
+    weights, state, rng = engine.weights(), engine.state(), torch.get_rng_state()
+    assert evaluate(engine, task).to_dict() == evaluate(engine, task).to_dict()
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(np.array_equal(weights[n], a) for n, a in engine.weights().items())
+    assert all(np.array_equal(state[n], a) for n, a in engine.state().items())
+    undisturbed = engine_of(run, kind)
+    other = fit(undisturbed, task, run.train)
+    next(other)
+    assert next(records).loss == next(other).loss
+
+
+def test_log_softmax_is_exact_and_safe():
+    x = np.array([[1e5, 0.0], [-1e30, -1e30]], np.float32)
+    assert log_softmax(x)[0, 0] == 0.0
+    assert log_softmax(x)[1] == pytest.approx([-math.log(2)] * 2)
+    assert log_softmax(x).dtype == np.float64
+
+
+def test_a_split_that_is_not_there_is_refused():
+    engine, task = half_trained("digits")
+    with pytest.raises(InputError, match="no split 'tset'") as caught:
+        evaluate(engine, task, split="tset")
+    assert "test" in caught.value.hint
