@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import glassformer as gf
@@ -97,4 +98,13 @@ def test_a_saved_model_comes_back(tmp_path):
     again = gf.load(gf.save(model, tmp_path / "qwen"))
     assert gf.count_parameters(again.spec) == sum(p.numel() for p in model.parameters())
     for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert ours.equal(theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_model_comes_back_in_its_precision(tmp_path, dtype):
+    model = gf.build(gf.preset("digits")).to(dtype)
+    again = gf.load(gf.save(model, tmp_path / "digits"))
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype
         assert ours.equal(theirs)

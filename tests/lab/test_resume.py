@@ -13,9 +13,8 @@ from glassformer.spec.errors import DivergedError
 from glassformer.spec.tree import override
 from glassformer.store.rundir import RunDirectory
 from glassformer.store.tensors import read_tensors, tensor_bytes
-from tests.lab.runs import KEPT, assert_same, killed_after, outcome, resumed, rewritten
+from tests.lab.runs import KEPT, assert_same, killed_after, outcome, resumed, rewritten, trained
 from tests.lab.runs import sample as sample_run
-from tests.lab.runs import trained
 from tests.train.samples import ENGINES, RUNS, engine_of, uneven
 
 MOMENTUM = 'train.optimizer={"kind": "SGD", "momentum": 0.9}'
@@ -94,9 +93,7 @@ def test_resuming_what_is_finished_changes_nothing(tmp_path):
 
 def early_stop_is_remembered(folder: Path) -> None:
     """Killed between the last checkpoint of an early stop and its end: it does not train on."""
-    spec = sample_run(
-        "torch", KEPT, "train.patience=2", "train.lr=1e-30", "train.evaluate_every=2"
-    )
+    spec = sample_run("torch", KEPT, "train.patience=2", "train.lr=1e-30", "train.evaluate_every=2")
     run = trained(spec, folder / "whole")
     assert run.progress.step == 6, "2 is the best, 4 and 6 are not better"
     whole = outcome(folder / "whole")
@@ -264,9 +261,14 @@ def test_steps_that_could_not_be_applied_are_counted_across_a_stop(engine, tmp_p
 
 def test_the_list_of_pieces_is_whole(tmp_path):
     """A new piece of state must come with a test that notices its loss."""
-    tested = {
-        piece.partition(".")[2] for piece in SHARED if piece.startswith("progress.")
-    } | {"stale", "best_loss", "best_step", "val", "unapplied", "alerts_bytes"}
+    tested = {piece.partition(".")[2] for piece in SHARED if piece.startswith("progress.")} | {
+        "stale",
+        "best_loss",
+        "best_step",
+        "val",
+        "unapplied",
+        "alerts_bytes",
+    }
     assert tested == set(Progress.__dataclass_fields__)
     for engine in ENGINES:
         run = trained(sample_run(engine, "train.steps=3"), tmp_path / engine)

@@ -314,9 +314,10 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_not_ours_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match="Not a directory"), RunDirectory(
-        tmp_path / "file" / "run"
-    ).locked():
+    with (
+        pytest.raises(MachineError, match="Not a directory"),
+        RunDirectory(tmp_path / "file" / "run").locked(),
+    ):
         pass
 
 

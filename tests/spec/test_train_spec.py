@@ -6,8 +6,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from glassformer.lab.record import spec_hash, to_toml
 from glassformer.lab.recipes import RECIPES, recipe
+from glassformer.lab.record import spec_hash, to_toml
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import PRESETS
@@ -158,6 +158,15 @@ def test_every_problem_of_a_config_is_told_at_once():
     told = str(caught.value)
     assert "4 problems" in told
     for part in ("train.stepz", "did you mean 'steps'?", "train.lr", "min_length", "AnswerHead"):
+        assert part in told
+
+
+def test_every_bad_override_is_told_at_once():
+    with pytest.raises(InputError) as caught:
+        override(DIGITS, ["train.stepz=3", "train.lr=0.1", "engin=torch", "train.lr.x=1", "x"])
+    told = str(caught.value)
+    assert "4 problems" in told
+    for part in ("did you mean 'steps'?", "did you mean 'engine'?", "train.lr.x", "'x' is not an"):
         assert part in told
 
 

@@ -42,9 +42,7 @@ def engine_gap(name: str) -> tuple[float, float]:
     task = build_task(run.task)
     one, other = engine_of(run, "torch"), engine_of(run, "numpy")
     worst = 0.0
-    for ours, theirs in zip(
-        fit(one, task, run.train), fit(other, task, run.train), strict=True
-    ):
+    for ours, theirs in zip(fit(one, task, run.train), fit(other, task, run.train), strict=True):
         assert ours.applied
         assert (ours.step, ours.lr, ours.tokens) == (theirs.step, theirs.lr, theirs.tokens)
         assert ours.nll.keys() == theirs.nll.keys()

@@ -76,7 +76,8 @@ def test_records_tell_what_the_engine_said():
 
 def test_seeds_of_steps_are_the_same_everywhere():
     assert [step_seed(0, 0), step_seed(0, 1), step_seed(1, 0)] == [
-        int(np.random.SeedSequence(words).generate_state(1)[0]) for words in ([0, 0], [0, 1], [1, 0])
+        int(np.random.SeedSequence(words).generate_state(1)[0])
+        for words in ([0, 0], [0, 1], [1, 0])
     ]
 
 

@@ -158,9 +158,7 @@ def test_answers_are_read_where_the_head_says(readout):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_nothing_counted_is_nothing_lost(smoothing):
     model, hidden, targets, _ = sample()
-    found = head_loss(
-        model, hidden, "next", targets, torch.zeros(B, T), label_smoothing=smoothing
-    )
+    found = head_loss(model, hidden, "next", targets, torch.zeros(B, T), label_smoothing=smoothing)
     assert found.smoothed.item() == found.nll.item() == 0.0
     found.smoothed.backward()
     assert not hidden.grad.abs().any()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from glassformer.models.build import build
 from glassformer.models.model import Model
-from glassformer.models.state import load_weights, weights_of
+from glassformer.models.state import dtype_of, load_weights, weights_of
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import MANIFEST, load_checkpoint, save_checkpoint
 from glassformer.store.rundir import RunDirectory
@@ -39,7 +39,7 @@ def load(path: str | Path) -> Model:
     """The model in a checkpoint folder or a run, verified, in eval mode."""
     folder = checkpoint_of(path)
     spec, arrays = load_checkpoint(folder)
-    model = build(spec, device="meta").to_empty(device="cpu")
+    model = build(spec, device="meta").to_empty(device="cpu").to(dtype_of(arrays))
     load_weights(model, arrays, where=str(folder))
     return model.eval()
 

@@ -101,9 +101,10 @@ def resumed_spec(folder: Path, what: str, overrides: list[str]) -> RunSpec:
             hint="resume it by its own task or config, or start a run of another --name",
         )
     other = [text for text in overrides if not text.startswith("train.steps=")]
-    if other and override(spec, other) != spec:
+    if override(spec, other) != spec:
+        changes = [text for text in other if override(spec, [text]) != spec]
         raise InputError(
-            f"a resumed run keeps its spec, and {other[0]} changes it",
+            f"a resumed run keeps its spec, and {', '.join(changes)} changes it",
             hint="leave it out, or start a run of another --name",
         )
     return override(spec, [text for text in overrides if text.startswith("train.steps=")])

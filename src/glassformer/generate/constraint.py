@@ -6,7 +6,7 @@ illegal place, and what cannot be done at all is refused before any work.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from glassformer.data.vocab import Tokenizer, Vocab
 from glassformer.spec.errors import InputError
 
 # B batch, Q states, V vocab
+
+MOST_KEPT = 1_000  # masks that are remembered
 
 
 class Constraint:
@@ -58,15 +60,23 @@ class Constraint:
         *,
         shortest: int,
         longest: int,
+        vocab_size: int,
         eos: Sequence[int] = (),
         forbidden: Sequence[int] = (),
         forced: Sequence[int] = (),
     ) -> "Bounded":
         """This constraint for sequences of `shortest` to `longest` tokens, the end among them.
 
-        Without an `eos` a sequence ends at `longest`, or where nothing can follow.
+        Without an `eos` a sequence ends at `longest`, or where nothing can follow. A model may know
+        more tokens than the tokenizer does; those are never legal.
         """
-        target_QV = self.target_QV.copy()
+        if vocab_size < self.vocab_size:
+            raise InputError(
+                f"the constraint's tokenizer has {self.vocab_size} tokens, the model {vocab_size}",
+                hint="use the model's own tokenizer",
+            )
+        more = vocab_size - self.vocab_size
+        target_QV = np.pad(self.target_QV, ((0, 0), (0, more)), constant_values=NOWHERE)
         target_QV[:, list(forbidden)] = NOWHERE
         ends = [token for token in eos if token not in forbidden]
         target_QV[:, list(eos)] = NOWHERE
@@ -79,7 +89,7 @@ class Constraint:
                 + (f" that begins with {list(forced)}" if forced else ""),
                 hint="allow more new tokens, or loosen the constraint",
             )
-        return Bounded(
+        bounded = Bounded(
             start=self.machine.start,
             target_QV=target_QV,
             can_LQ=can_LQ,
@@ -88,6 +98,12 @@ class Constraint:
             shortest=shortest,
             longest=longest,
         )
+        if bounded.over(self.machine.start, 0):
+            raise InputError(
+                "the constraint allows nothing but an empty sequence, and no end token is known",
+                hint="give eos, or loosen the constraint",
+            )
+        return bounded
 
     def _reachable_ends(
         self,
@@ -136,17 +152,21 @@ class Bounded:
     eos: tuple[int, ...]
     shortest: int
     longest: int
+    _made: dict[tuple[int, bytes], NDArray[np.bool_]] = field(default_factory=dict)
 
     def allow(self, state: int, made: int) -> NDArray[np.bool_]:
-        """(V,): which tokens may come in this state after so many."""
-        target_V = self.target_QV[state]
-        if made < self.longest:
-            allow_V = (target_V != NOWHERE) & self.can_LQ[made + 1][target_V]
-        else:
-            allow_V = np.zeros(target_V.shape, dtype=np.bool_)
-        if self.ends_Q[state] and self.shortest <= made + 1:
-            allow_V[list(self.eos)] = True
-        return allow_V
+        """(V,): which tokens may come in this state after so many. Not to be written to."""
+        end = bool(self.ends_Q[state]) and self.shortest <= made + 1
+        can_Q = self.can_LQ[made + 1] if made < self.longest else np.zeros_like(self.ends_Q)
+        key = (2 * state + end, can_Q.tobytes())  # far from the limits it is always the same
+        if key not in self._made:
+            if len(self._made) >= MOST_KEPT:
+                self._made.clear()
+            target_V = self.target_QV[state]
+            allow_V = (target_V != NOWHERE) & can_Q[target_V]
+            allow_V[list(self.eos)] = end
+            self._made[key] = allow_V
+        return self._made[key]
 
     def advance(self, state: int, token: int) -> int:
         """The state after a token; an end changes nothing."""

@@ -129,6 +129,8 @@ class _Tally:
         """Distance to the truth, and probability given to what can occur, where it counts."""
         weights = loss_weights(batch, self.primary).astype(np.float64)
         logp = log_softmax(logits)
+        if truth.probabilities is not None:  # a model may have answers that the task has not
+            logp = logp[..., : truth.probabilities.shape[-1]]
         self.judged += float(weights.sum())
         self.entropy += float((truth.entropy * weights).sum())
         self.excess += float((truth.excess(logp) * weights).sum())
@@ -172,6 +174,12 @@ def evaluate(
     return _evaluation(tally, task, split, count)
 
 
+def _natural(item: tuple[str, Any]) -> tuple[int, str]:
+    """Numbers by their size, then words: 4 before 10."""
+    label = item[0]
+    return (int(label), "") if label.isdigit() else (1 << 62, label)
+
+
 def _chunks(count: int) -> Iterator[NDArray[np.int64]]:
     for start in range(0, count, CHUNK):
         yield np.arange(start, min(start + CHUNK, count), dtype=np.int64)
@@ -187,6 +195,10 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
         for head, (loss, right, weight) in tally.heads.items()
         if weight > 0
     }
+    if tally.primary not in heads:
+        raise InputError(
+            f"nothing counts in the first {count} examples of '{split}'", hint="take more of them"
+        )
     first = heads[tally.primary]
     oracle = {}
     if tally.judged:
@@ -206,11 +218,13 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
         exact_match=tally.matches / max(1, tally.asked),
         heads=heads,
         by={
-            group: {label: right / all_ for label, (right, all_) in sorted(labels.items())}
+            group: {
+                label: right / all_ for label, (right, all_) in sorted(labels.items(), key=_natural)
+            }
             for group, labels in tally.by.items()
         },
         counts={
-            group: {label: all_ for label, (_, all_) in sorted(labels.items())}
+            group: {label: all_ for label, (_, all_) in sorted(labels.items(), key=_natural)}
             for group, labels in tally.by.items()
         },
         oracle=oracle,

@@ -8,7 +8,6 @@ prints; setting `stop_requested` ends the run after the current step, with its s
 import json
 import math
 import shutil
-import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -278,7 +277,8 @@ class TrainingRun:
             return
         progress.unapplied = 0
         if len(recent) == WINDOW:
-            mean, spread = statistics.fmean(recent), statistics.pstdev(recent)
+            mean = math.fsum(recent) / WINDOW
+            spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in recent) / WINDOW)
             if record.loss > mean + SPIKE * spread and spread > 0:
                 what = f"loss {record.loss:.4g}, recent mean {mean:.4g}"
                 yield self._alert(record.step, "spike", what)

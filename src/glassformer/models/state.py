@@ -28,6 +28,12 @@ def load_weights(model: Model, arrays: Mapping[str, np.ndarray], *, where: str =
         own[name].copy_(_tensor(array))
 
 
+def dtype_of(arrays: Mapping[str, np.ndarray]) -> torch.dtype:
+    """The precision that a model of these arrays has: the widest of them."""
+    found = {_tensor(array[:0] if array.ndim else array).dtype for array in arrays.values()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
+
+
 def _array(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.cpu().contiguous()
     if tensor.dtype == torch.bfloat16:

@@ -5,6 +5,7 @@ on the NumPy engine.
 """
 
 from dataclasses import replace
+from itertools import islice
 
 from glassformer.byhand.check import check_directions, numerical_gradient, relative_error
 from glassformer.byhand.layers import (
@@ -74,8 +75,11 @@ def train_one_epoch(trainer: Trainer) -> float:
     """Every training example once; the mean loss of the epoch's steps."""
     batches = -(-trainer.task.sizes()["train"] // trainer.train.batch_size)
     first = trainer.epochs * batches
-    train = replace(trainer.train, steps=first + batches, accumulate=1)
-    losses = [r.loss for r in fit(trainer.engine, trainer.task, train, start=first)]
+    # The schedule is the whole training's: an epoch must not end it, nor start it anew.
+    steps = max(trainer.train.steps, first + batches)
+    train = replace(trainer.train, steps=steps, accumulate=1)
+    records = fit(trainer.engine, trainer.task, train, start=first)
+    losses = [record.loss for record in islice(records, batches)]
     trainer.epochs += 1
     return sum(losses) / len(losses)
 

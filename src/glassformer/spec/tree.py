@@ -76,12 +76,19 @@ def override(node: T, assignments: Iterable[str]) -> T:
     Where the path meets a tuple, a number picks one item and a field name means every item:
     `decoder.layers.count=2`, `decoder.layers.0.block.ffn.d_ff=64`.
     """
-    data = to_dict(node)
+    data, errors = to_dict(node), []
     for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        if not equals or not path:
-            raise InputError(f"'{assignment}' is not an override", hint="write path=value")
-        _assign(data, path.split("."), _parse(text), path)
+        try:
+            path, equals, text = assignment.partition("=")
+            if not equals or not path:
+                raise InputError(f"'{assignment}' is not an override", hint="write path=value")
+            _assign(data, path.split("."), _parse(text), path)
+        except InputError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise InputError(_several([f"{error.what} ({error.hint})" for error in errors]))
     return from_dict(type(node), data)
 
 

@@ -78,7 +78,9 @@ class TorchEngine:
             if self.train.clip:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.train.clip, norm)
             self._update(lr)
-        plain = {head: mean / (counts[head] or 1.0) for head, mean in zip(counts, means, strict=True)}
+        plain = {
+            head: mean / (counts[head] or 1.0) for head, mean in zip(counts, means, strict=True)
+        }
         tokens = sum(int(batch.valid.sum()) for batch in batches)
         return StepResult(total, plain, size, tokens, applied)
 
