@@ -17,9 +17,14 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Every figure of the README and the docs, again; about half an hour on two cores.
 figures: $(STAMP)
-	$(BIN)/python -m bench layer
 	$(BIN)/glass verify --deep
+	$(BIN)/python -m bench layer
+	$(BIN)/python -m bench byhand
+	$(BIN)/python -m bench loop
+	$(BIN)/python -m bench kills
+	$(BIN)/python -m bench learning
 
 # torch is asked for first and exactly: a looser request may pull gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt

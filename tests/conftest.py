@@ -1,5 +1,10 @@
 """How every test runs: one thread, and properties searched the same way each time."""
 
+import os
+
+# Two thread pools on two cores wait for each other; OpenBLAS reads this when NumPy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import torch
 from hypothesis import HealthCheck, settings
 
