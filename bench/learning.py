@@ -17,10 +17,41 @@ from glassformer.lab.run import TrainingRun
 
 SEQUENCES = ("reverse", "copy")
 DIGITS = ("engine=torch", "engine=numpy")
-#: Machine, overrides: what one layer cannot do is shown beside what more can.
+#: The hard operation alone, on all numbers of two and three digits: what it takes is weight decay.
+SUM = (
+    'task.operations=["SUM"]',
+    "task.max_length=3",
+    "task.examples=1100",
+    "train.steps=8000",
+    "train.optimizer.weight_decay=1.0",
+    "model.decoder.dropout=0.0",
+)
+TWO, THREE = "model.decoder.layers.count=2", "model.decoder.layers.count=3"
+MANY = "task.examples=60000"
+#: Recipe, overrides: what one layer cannot do stands beside what more can.
 MACHINES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("parity", ("train.steps=4000",)),
-    ("parity", ("train.steps=4000", "model.decoder.layers.count=2")),
+    ("parity", ("train.steps=3000",)),
+    ("parity", ("train.steps=5000", TWO)),
+    ("mod-3", ("train.steps=3000",)),
+    ("mod-3", ("train.steps=5000", TWO)),
+    ("brackets", ("train.steps=3000",)),
+    ("brackets", ("train.steps=6000", TWO)),
+    ("fsm", ("task.machine=random-3", "train.steps=3000")),
+    ("fsm", ("task.machine=random-3", "train.steps=5000", TWO)),
+    ("fsm", ("task.machine=random-4", "train.steps=5000", TWO)),
+    ("fsm", ("task.machine=random-5", "train.steps=3000")),
+    ("fsm", ("task.machine=random-5", MANY, "train.steps=6000", THREE)),
+    (
+        "fsm",
+        (
+            "task.machine=random-6",
+            "task.examples=200000",
+            "train.steps=8000",
+            "train.batch_size=256",
+            THREE,
+        ),
+    ),
+    ("fsm", ("task.machine=random-8", "train.steps=5000", THREE)),
 )
 
 
@@ -57,6 +88,8 @@ def run() -> Iterator[dict[str, object]]:
         found, seconds = learn("digits", (engine,))
         shares = " ".join(f"{op} {share:.2%}" for op, share in found.by["operation"].items())
         yield row(f"digits, {engine}", shares, seconds)
+    found, seconds = learn("digits", SUM)
+    yield row("digits, SUM alone", f"{found.accuracy:.2%}", seconds)
     torch.set_num_threads(1)  # one core is as fast for models this small
     for name, overrides in MACHINES:
         found, seconds = learn(name, overrides)

@@ -112,6 +112,26 @@ def cached_is_uncached(*, steppers=tuple(STEPPERS), specs=tuple(SPECS)) -> None:
                 assert worst <= limit, f"{name}, {stepper}, {dtype}: off by {worst:.1e}"
 
 
+def masked_is_sliced() -> None:
+    """The form of the step that is compiled, run without a compiler, in memory that was used."""
+
+    def make(model: Model) -> Decoder:
+        decoder = Decoder(model, routines="linear")
+        generate(decoder, prompts_for(model), spec=DecodeSpec(max_new_tokens=20))
+        with torch.inference_mode():
+            for kv_BXSH in decoder._kvs:
+                kv_BXSH.fill_(7.0)  # what an earlier decoding left there
+        decoder.compile = True  # from here on; what was built is not compiled
+        return decoder
+
+    for name in SPECS:
+        model = built(SPECS[name])
+        for count in (1, 3):
+            prompts = prompts_for(model, count)
+            worst = max(paired_logits(make, model, prompts, steps=6))
+            assert worst <= 1e-12, f"{name}: off by {worst:.1e}"
+
+
 def batch_is_singles() -> None:
     """Greedy and sampled, either padding, rows that end at different places."""
     for name, make in itertools.product(("learned", "window", "encoder"), ("fixed", "lean")):

@@ -3,6 +3,7 @@
 from tests.generate import (
     checks,
     definitions,
+    markov,
     test_beam,
     test_constraint,
     test_decode,
@@ -18,6 +19,7 @@ CHECKS = {
         checks.batch_is_singles,
         checks.rows_end_alone,
         checks.steps_are_counted,
+        checks.masked_is_sliced,
         checks.beams_are_exact,
         checks.narrow_beams_are_plain,
         checks.beam_one_is_greedy,
@@ -29,6 +31,7 @@ CHECKS = {
         definitions.draws_follow_the_softmax,
         definitions.draws_are_independent,
         definitions.the_chain_is_in_order,
+        markov.steep_searches_are_exact,
         test_beam.penalties_are_their_formulas,
         test_beam.groups_differ,
         test_beam.searches_end_early,
@@ -45,7 +48,9 @@ CHECKS = {
 FAULTS = (
     # steps and caches
     Fault("cache off by one", "generate.decoder:Slots.extend", "kv_BXSH[:, :K, self.length : end] = k_BKTH", "kv_BXSH[:, :K, self.length + 1 : end] = k_BKTH[:, :, 1:]", "cached_is_uncached"),
-    Fault("one position too far", "generate.decoder:Decoder.step", "place=slots.length,", "place=slots.length + 1,", "cached_is_uncached"),
+    Fault("one position too far", "generate.lean:LeanModel.step", "at = end - 1 if", "at = end if", "cached_is_uncached"),
+    Fault("a masked step sees the next place", "generate.lean:LeanAttention._until", "column_S < end_1", "column_S <= end_1", "masked_is_sliced"),
+    Fault("a masked window one too wide", "generate.lean:LeanAttention._until", "column_S >= end_1 - self.window", "column_S >= end_1 - self.window - 1", "masked_is_sliced"),
     Fault("length not moved on", "generate.decoder:Decoder.step", "slots.length += 1", "slots.length += 0", "cached_is_uncached"),
     Fault("padded rows stand still", "generate.decoder:Decoder.step", "past.places_B += 1", "past.places_B += 0", "cached_is_uncached"),
     Fault("lean window one too wide", "generate.lean:LeanAttention.heads", "end - self.window)", "end - self.window - 1)", "cached_is_uncached"),
@@ -86,8 +91,8 @@ FAULTS = (
     # beams
     Fault("beams not reordered", "generate.beam:_search", "past.reorder(torch.tensor(order))", "past.reorder(torch.arange(len(order)) % len(logits_RV))", "narrow_beams_are_plain"),
     Fault("EOS not counted", "generate.beam:_continue", "score=spec.score(total, made)", 'score=spec.score(total, max(1, made - (finish == "eos")))', "beams_are_exact"),
-    Fault("stop bound inadmissible", "spec.decoding:BeamSpec.bound", "max(self.score(logprob, shortest), self.score(logprob, longest))", "min(self.score(logprob, shortest), self.score(logprob, longest))", "beams_are_exact"),
-    Fault("stop bound for short ones only", "spec.decoding:BeamSpec.bound", "max(self.score(logprob, shortest), self.score(logprob, longest))", "self.score(logprob, shortest)", "beams_are_exact"),
+    Fault("stop bound inadmissible", "spec.decoding:BeamSpec.bound", "max(self.score(logprob, shortest), self.score(logprob, longest))", "min(self.score(logprob, shortest), self.score(logprob, longest))", "steep_searches_are_exact"),
+    Fault("stop bound for short ones only", "spec.decoding:BeamSpec.bound", "max(self.score(logprob, shortest), self.score(logprob, longest))", "self.score(logprob, shortest)", "steep_searches_are_exact"),
     Fault("stops at the first n complete", "generate.beam:_Item.settled", "return last >= spec.bound", "return True or last >= spec.bound", "beams_are_exact"),
     Fault("never stops early", "generate.beam:_Item.settled", "return last >= spec.bound", "return False and last >= spec.bound", "searches_end_early"),
     Fault("penalty sign", "spec.decoding:BeamSpec.length_penalty", "base**self.alpha", "base**-self.alpha", "penalties_are_their_formulas"),
@@ -99,9 +104,9 @@ FAULTS = (
     Fault("diversity attracts", "generate.beam:_grow", "totals_IWV - paid_IV[:, None]", "totals_IWV + paid_IV[:, None]", "groups_differ"),
     Fault("every candidate of the first beam", "generate.beam:_grow", "before[i][number // vocab]", "before[i][0]", "narrow_beams_are_plain"),
     # constraints and text
-    Fault("a constraint forgets its limit", "generate.constraint:Bounded.allow", "& can_Q[target_V]", "", "everything_is_legal"),
+    Fault("a constraint forgets its limit", "generate.constraint:Bounded._mask", "& can_Q[target_V]", "", "everything_is_legal"),
     Fault("a constraint stands still", "generate.decode:_Row.take", "self.state = self.bounded.advance(self.state, token)", "pass", "everything_is_legal"),
     Fault("a beam's constraint stands still", "generate.beam:_continue", "item.bounded.advance(parent.state, token)", "parent.state", "everything_is_legal"),
-    Fault("the end is always allowed", "generate.constraint:Bounded.allow", "allow_V[list(self.eos)] = end", "allow_V[list(self.eos)] = True", "everything_is_legal"),
+    Fault("the end is always allowed", "generate.constraint:Bounded._mask", "allow_V[list(self.eos)] = end", "allow_V[list(self.eos)] = True", "everything_is_legal"),
     Fault("half a character shown", "generate.text:TextStream.push", " - text.endswith(BROKEN)", "", "text_streams_whole"),
 )  # fmt: skip

@@ -13,12 +13,16 @@ from glassformer.generate.prompts import Prompts
 from glassformer.generate.stepper import NaiveStepper, TorchStepper
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.errors import InputError
-from tests.generate import checks
+from tests.generate import checks, markov
 from tests.tiny import VOCAB, built
 
 
 def test_the_n_best_list_of_full_width_is_exact():
     checks.beams_are_exact(models=60)
+
+
+def test_searches_of_extreme_probabilities_are_exact():
+    markov.steep_searches_are_exact()
 
 
 def test_narrow_beams_are_a_plain_search():

@@ -90,12 +90,12 @@ def test_choices_are_recorded():
 
 
 @pytest.mark.parametrize("routine", ["linear", "transposed", "columns"])
-@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("rows", [1, 3, 11, 17])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(routine, rows, biased):
     weight, x, residual = noise(5, 7), noise(rows, 7, seed=1), noise(rows, 5, seed=2)
     bias = noise(5, seed=3) if biased else None
-    product = Product(weight, bias, one=routine, few=routine)
+    product = Product(weight, bias, routines=(routine,) * 3)
     want = torch.nn.functional.linear(x, weight, bias)
     torch.testing.assert_close(product(x), want, rtol=0, atol=1e-13)
     torch.testing.assert_close(
@@ -109,7 +109,7 @@ def test_joined_products_and_unknown_routines():
     assert torch.equal(bias, torch.cat((torch.zeros(2, dtype=torch.float64), noise(4))))
     assert joined([(noise(2, 3), None)])[1] is None
     with pytest.raises(InputError, match="no routine 'fast'"):
-        Product(weight, bias, one="fast", few="linear")
+        Product(weight, bias, routines=("linear", "fast", "linear"))
 
 
 def test_layers_of_another_kind_are_refused():

@@ -38,6 +38,10 @@ def test_every_preset_decodes_alike_with_and_without_a_cache(name, dtype, limit)
         assert max(checks.paired_logits(make, model, prompts, steps=8)) <= limit
 
 
+def test_the_form_that_is_compiled_is_the_same_step():
+    checks.masked_is_sliced()
+
+
 def test_a_batch_is_its_rows_alone_padded_on_either_side():
     checks.batch_is_singles()
 

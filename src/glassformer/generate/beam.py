@@ -9,7 +9,6 @@ the last of them, by `BeamSpec.bound`, whatever the sign of the length penalty.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ class _Item:
 
 
 def beam_search(
-    stepper: Stepper[Any],
+    stepper: Stepper,
     prompts: Prompts | Sequence[Sequence[int]],
     *,
     spec: BeamSpec = BeamSpec(),  # noqa: B008  frozen
@@ -109,7 +108,7 @@ def beam_search(
     return [_found(item, spec, record) for item in items]
 
 
-def _search(stepper: Stepper[Any], prompts: Prompts, items: list[_Item], spec: BeamSpec) -> None:
+def _search(stepper: Stepper, prompts: Prompts, items: list[_Item], spec: BeamSpec) -> None:
     logits_RV, past = stepper.start(prompts, room=max(item.limit for item in items))
     going = items
     for made in range(1, spec.max_new_tokens + 1):

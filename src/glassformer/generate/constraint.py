@@ -152,21 +152,30 @@ class Bounded:
     eos: tuple[int, ...]
     shortest: int
     longest: int
-    _made: dict[tuple[int, bytes], NDArray[np.bool_]] = field(default_factory=dict)
+    _at: dict[tuple[int, int], NDArray[np.bool_]] = field(default_factory=dict)
+    _masks: dict[tuple[int, bytes], NDArray[np.bool_]] = field(default_factory=dict)
 
     def allow(self, state: int, made: int) -> NDArray[np.bool_]:
         """(V,): which tokens may come in this state after so many. Not to be written to."""
+        found = self._at.get((state, made))
+        if found is None:
+            if len(self._masks) >= MOST_KEPT:
+                self._at.clear()
+                self._masks.clear()
+            found = self._at[state, made] = self._mask(state, made)
+        return found
+
+    def _mask(self, state: int, made: int) -> NDArray[np.bool_]:
+        """Far from the limits it is the same after any number of tokens, and kept once."""
         end = bool(self.ends_Q[state]) and self.shortest <= made + 1
         can_Q = self.can_LQ[made + 1] if made < self.longest else np.zeros_like(self.ends_Q)
-        key = (2 * state + end, can_Q.tobytes())  # far from the limits it is always the same
-        if key not in self._made:
-            if len(self._made) >= MOST_KEPT:
-                self._made.clear()
+        key = (2 * state + end, can_Q.tobytes())
+        if key not in self._masks:
             target_V = self.target_QV[state]
             allow_V = (target_V != NOWHERE) & can_Q[target_V]
             allow_V[list(self.eos)] = end
-            self._made[key] = allow_V
-        return self._made[key]
+            self._masks[key] = allow_V
+        return self._masks[key]
 
     def advance(self, state: int, token: int) -> int:
         """The state after a token; an end changes nothing."""

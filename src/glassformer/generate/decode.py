@@ -6,7 +6,6 @@ that has ended leaves the batch; its draws, limits and constraint never depended
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +55,7 @@ class Generated:
 
 
 def decode(
-    stepper: Stepper[Any],
+    stepper: Stepper,
     prompts: Prompts | Sequence[Sequence[int]],
     *,
     spec: DecodeSpec = DecodeSpec(),  # noqa: B008  frozen
@@ -98,7 +97,7 @@ def decode(
 
 
 def generate(
-    stepper: Stepper[Any],
+    stepper: Stepper,
     prompts: Prompts | Sequence[Sequence[int]],
     *,
     spec: DecodeSpec = DecodeSpec(),  # noqa: B008  frozen
@@ -205,7 +204,7 @@ class _Row:
 
 
 def _columns(
-    stepper: Stepper[Any], prompts: Prompts, rows: list[_Row], spec: DecodeSpec, logprobs: bool
+    stepper: Stepper, prompts: Prompts, rows: list[_Row], spec: DecodeSpec, logprobs: bool
 ) -> Iterator[Column]:
     sample = make_sampler(spec)
     seen_BV = _seen(prompts, stepper.vocab_size) if spec.repetition_penalty != 1.0 else None
@@ -265,14 +264,11 @@ def _permission(
     """(B, V) of the rows' constraints, None without."""
     masks = []
     for i in going:
-        bounded = rows[i].bounded
-        if bounded is None:
+        row = rows[i]
+        if row.bounded is None:
             return None
-        masks.append(bounded.allow(rows[i].state, made))
-    allow_BV = (
-        torch.from_numpy(masks[0])[None] if len(masks) == 1 else torch.from_numpy(np.stack(masks))
-    )
-    return allow_BV.to(device)
+        masks.append(row.bounded.allow(row.state, made))
+    return torch.from_numpy(np.stack(masks)).to(device)
 
 
 def _seen(prompts: Prompts, vocab_size: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from glassformer.generate.lean import LeanModel
-from glassformer.generate.product import Product, Routine, fastest_routine
+from glassformer.generate.product import TRIED_AT, Product, Routine, fastest_routine
 from glassformer.generate.prompts import Prompts
 from glassformer.generate.stepper import check_decodes, check_eval, read_prompts
 from glassformer.models.encoder_decoder import EncoderDecoder
@@ -93,9 +93,10 @@ class LeanPast:
 class Decoder:
     """A `Stepper` for one model, to be kept and used again.
 
-    `routines` says how products are asked for: "auto" tries each shape once, for one row and for a
-    few; a name is used for all. What was chosen stands in `chosen`, by (outputs, inputs).
-    `compile=True` runs the step through torch.compile. One decoding at a time: memory is shared.
+    `routines` says how products are asked for: "auto" tries each shape once, with 1, 4 and 8 rows;
+    a name is used for all. What was chosen stands in `chosen`, by (outputs, inputs).
+    `compile=True` runs the step through torch.compile, which attends to the whole memory behind a
+    mask, so that every step has one shape. One decoding at a time: memory is shared.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Decoder:
         self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
         self.encoder_calls = 0
         self.positions = 0
-        self.chosen: dict[tuple[int, ...], tuple[Routine, Routine]] = {}
+        self.chosen: dict[tuple[int, ...], tuple[Routine, ...]] = {}
         self._step: Callable[..., Tensor] | None = None
         self._version: tuple[int, ...] = ()
         self._kvs: list[Tensor] = []
@@ -140,7 +141,9 @@ class Decoder:
         dtype = hidden_BTD.dtype
         if inputs.valid_BT is not None:
             past.places_B = inputs.valid_BT.sum(1)
-            past.mask_B11S = _added(inputs.valid_BT, room, dtype)
+            past.mask_B11S = _added(inputs.valid_BT, slots.kvs[0].shape[2] - T, dtype)
+        elif self.compile:
+            past.places_B = torch.full((B,), T, device=past.device)
         if inputs.source_valid_BS is not None:
             past.cross_mask_B11S = _added(inputs.source_valid_BS, 0, dtype)
         return self.model.project(hidden_BTD[:, -1], "next"), past
@@ -154,11 +157,11 @@ class Decoder:
             )
         slots = past.slots
         assert self._step is not None
+        end = slots.length + 1
         logits_BV = self._step(
             tokens_B.to(past.device),
             slots.kvs,
-            slots.length + 1,
-            place=slots.length,
+            torch.tensor([end], device=past.device) if self.compile else end,
             places_B=past.places_B,
             mask_B11S=past.mask_B11S,
             crosses=past.crosses,
@@ -208,12 +211,10 @@ class Decoder:
         shape = tuple(weight_OI.shape)
         if shape not in self.chosen:
             if self.routines == "auto":
-                one = fastest_routine(weight_OI, rows=1)
-                self.chosen[shape] = (one, fastest_routine(weight_OI, rows=8))
+                self.chosen[shape] = tuple(fastest_routine(weight_OI, rows=n) for n in TRIED_AT)
             else:
-                self.chosen[shape] = (self.routines, self.routines)
-        one, few = self.chosen[shape]
-        return Product(weight_OI, bias_O, one=one, few=few)
+                self.chosen[shape] = (self.routines,) * len(TRIED_AT)
+        return Product(weight_OI, bias_O, routines=self.chosen[shape])
 
 
 def _added(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:

@@ -4,8 +4,6 @@ It shares no code with the search: every prefix is read anew from its first toke
 and the penalties are written out a second time.
 """
 
-from typing import Any
-
 from glassformer.generate.prompts import Prompts
 from glassformer.generate.ranking import Hypothesis
 from glassformer.generate.stepper import Stepper
@@ -15,9 +13,7 @@ from glassformer.spec.errors import InputError
 MOST = 50_000  # sequences
 
 
-def every_hypothesis(
-    stepper: Stepper[Any], prompts: Prompts, *, spec: BeamSpec
-) -> list[Hypothesis]:
+def every_hypothesis(stepper: Stepper, prompts: Prompts, *, spec: BeamSpec) -> list[Hypothesis]:
     """All sequences that end with an `eos`, or at the limit without one, best first.
 
     For one prompt. `width`, `n_best` and groups mean nothing here.

@@ -6,6 +6,7 @@ before it, so there is no causal mask, a window is a slice, and only padding nee
 was made when the prompt was read. Grouped heads are rows of one product, nothing is repeated.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -89,12 +90,16 @@ class LeanAttention:
         self,
         x_BD: Tensor,
         kv_BXSH: Tensor,
-        end: int,
+        end: "int | Tensor",
         *,
         rotation: tuple[Tensor, Tensor] | None,
         mask_B11S: Tensor | None,
     ) -> Tensor:
-        """What the heads read, (B, N * H); position end - 1 of the cache is written."""
+        """What the heads read, (B, N * H); position end - 1 of the cache is written.
+
+        As a number, `end` is a slice of the cache; as a tensor it is a mask over all of it, which
+        reads more but has one shape for every step, as a compiled step needs.
+        """
         B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
         qkv_BXH = self.qkv(x_BD).view(B, N + 2 * K, self.d_head)
         turned_BXH = qkv_BXH[:, : N + K]
@@ -104,15 +109,28 @@ class LeanAttention:
             cos, sin = rotation  # both halves; sin with the first half's sign turned
             swapped_BXH = turned_BXH.roll(self.d_head // 2, -1)
             turned_BXH.mul_(cos).addcmul_(swapped_BXH, sin)
-        kv_BXSH[:, :, end - 1] = qkv_BXH[:, N:]
-        begin = 0 if self.window is None else max(0, end - self.window)
-        past_BXSH = kv_BXSH[:, :, begin:end]
+        if isinstance(end, int):
+            kv_BXSH[:, :, end - 1] = qkv_BXH[:, N:]
+            begin = 0 if self.window is None else max(0, end - self.window)
+            past_BXSH = kv_BXSH[:, :, begin:end]
+            mask = None if mask_B11S is None else mask_B11S[..., begin:end]
+        else:
+            past_BXSH = kv_BXSH.index_copy_(2, end - 1, qkv_BXH[:, N:, None])
+            mask = self._until(end, kv_BXSH, mask_B11S)
         q_BKGH = qkv_BXH[:, :N].view(B, K, N // K, self.d_head)
-        mask = None if mask_B11S is None else mask_B11S[..., begin:end]
         heads_BKGH = F.scaled_dot_product_attention(
             q_BKGH, past_BXSH[:, :K], past_BXSH[:, K:], attn_mask=mask
         )
         return heads_BKGH.reshape(B, N * self.d_head)
+
+    def _until(self, end_1: Tensor, kv_BXSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
+        """To be added to scores over the whole cache: -inf from `end` on and before a window."""
+        column_S = torch.arange(kv_BXSH.shape[2], device=kv_BXSH.device)
+        seen_S = column_S < end_1
+        if self.window is not None:
+            seen_S = seen_S & (column_S >= end_1 - self.window)
+        mask_S = torch.zeros_like(column_S, dtype=kv_BXSH.dtype).masked_fill(~seen_S, -math.inf)
+        return mask_S[None, None, None] if mask_B11S is None else mask_B11S + mask_S
 
 
 class LeanCross:
@@ -174,7 +192,7 @@ class LeanBlock:
         self,
         x_BD: Tensor,
         kv_BXSH: Tensor,
-        end: int,
+        end: "int | Tensor",
         *,
         rotation: tuple[Tensor, Tensor] | None,
         mask_B11S: Tensor | None,
@@ -221,9 +239,8 @@ class LeanModel:
         self,
         tokens_B: Tensor,
         kvs: list[Tensor],
-        end: int,
+        end: "int | Tensor",
         *,
-        place: int,
         places_B: Tensor | None,
         mask_B11S: Tensor | None,
         crosses: list[tuple[Tensor, Tensor]],
@@ -231,9 +248,9 @@ class LeanModel:
     ) -> Tensor:
         """Logits (B, V) after one more token; it becomes position end - 1 of the cache.
 
-        `place` is where the token stands, or `places_B` where rows stand in different places.
+        `places_B` says where rows stand if not all at end - 1, as padded ones do.
         """
-        at = place if places_B is None else places_B
+        at = end - 1 if places_B is None else places_B
         x_BD = self._embedded(tokens_B, at)
         rotations = {
             width: (cos[at], sin[at]) if places_B is None else (cos[at][:, None], sin[at][:, None])

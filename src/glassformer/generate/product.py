@@ -19,53 +19,51 @@ from glassformer.spec.errors import InputError
 
 Routine = Literal["linear", "transposed", "columns"]
 ROUTINES: tuple[Routine, ...] = ("linear", "transposed", "columns")
-FEW = 16  # rows up to which the layout matters more than the arithmetic
+#: Rows up to which one choice holds; with more the arithmetic matters, not the layout.
+CLASSES = (1, 5, 16)
+TRIED_AT = (1, 4, 8)  # rows of the trials for these classes
 TRIES = 3
 SMALL_BYTES = 1 << 16  # weights that any cache holds: the call costs more than the reading
 MANY_BYTES = 1 << 26  # the trials go around more memory than caches hold, as decoding does
 
 
 class Product:
-    """x W^T + b, and residual + x W^T + b: one routine for a single row, another for a few."""
+    """x W^T + b, and residual + x W^T + b; `routines` has one choice for each class of rows."""
 
     def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None, *, one: Routine, few: Routine
+        self, weight_OI: Tensor, bias_O: Tensor | None, *, routines: Sequence[Routine]
     ) -> None:
-        for routine in (one, few):
+        for routine in routines:
             if routine not in ROUTINES:
                 raise InputError(f"no routine '{routine}'", hint=f"known: {', '.join(ROUTINES)}")
         self.bias_O = bias_O
         self.weight_OI = weight_OI
-        self.few_are_columns = few == "columns"
         plain_IO = weight_OI.t()
-        turned_IO = plain_IO.contiguous() if "transposed" in (one, few) else plain_IO
-        self.one_IO = turned_IO if one == "transposed" else plain_IO
-        self.few_IO = turned_IO if few == "transposed" else plain_IO
-        self.many_IO = plain_IO
+        turned_IO = plain_IO.contiguous() if "transposed" in routines else plain_IO
+        #: By number of rows: the weights that are multiplied from the right; None for columns.
+        self.by_rows: list[Tensor | None] = [plain_IO]
+        for routine, most in zip(routines, CLASSES, strict=True):
+            form = {"linear": plain_IO, "transposed": turned_IO, "columns": None}[routine]
+            self.by_rows += [form] * (most + 1 - len(self.by_rows))
+        self.by_rows.append(plain_IO)
 
     def __call__(self, x_BI: Tensor) -> Tensor:
-        rows = x_BI.shape[0]
-        if self.few_are_columns and 1 < rows <= FEW:
+        weight_IO = self.by_rows[min(x_BI.shape[0], CLASSES[-1] + 1)]
+        if weight_IO is None:
             out_BO = torch.mm(self.weight_OI, x_BI.t()).t()
             return out_BO.contiguous() if self.bias_O is None else out_BO + self.bias_O
-        weight_IO = self._weight(rows)
         if self.bias_O is None:
             return torch.mm(x_BI, weight_IO)
         return torch.addmm(self.bias_O, x_BI, weight_IO)
 
     def onto(self, residual_BO: Tensor, x_BI: Tensor) -> Tensor:
         """residual + x W^T + b; the residual is spent."""
-        rows = x_BI.shape[0]
-        if self.few_are_columns and 1 < rows <= FEW:
+        weight_IO = self.by_rows[min(x_BI.shape[0], CLASSES[-1] + 1)]
+        if weight_IO is None:
             residual_BO = residual_BO.add_(torch.mm(self.weight_OI, x_BI.t()).t())
         else:
-            residual_BO = torch.addmm(residual_BO, x_BI, self._weight(rows))
+            residual_BO = torch.addmm(residual_BO, x_BI, weight_IO)
         return residual_BO if self.bias_O is None else residual_BO.add_(self.bias_O)
-
-    def _weight(self, rows: int) -> Tensor:
-        if rows == 1:
-            return self.one_IO
-        return self.few_IO if rows <= FEW else self.many_IO
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
@@ -90,9 +88,8 @@ def fastest_routine(weight_OI: Tensor, *, rows: int) -> Routine:
     for routine in ROUTINES:
         if routine == "columns" and rows == 1:
             continue  # the same call as linear's
-        products = [
-            Product(weight_OI.clone(), None, one=routine, few=routine) for _ in range(copies)
-        ]
+        every = [routine] * len(CLASSES)
+        products = [Product(weight_OI.clone(), None, routines=every) for _ in range(copies)]
         taken = []
         for attempt in range(TRIES * copies):
             begin = time.perf_counter()

@@ -6,7 +6,7 @@ the by-hand engine. The past is passed in and out, never parked on the model.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -32,11 +32,11 @@ class Past(Protocol):
         """Row b becomes what row rows_B[b] was; rows may repeat, or be fewer."""
 
 
-P = TypeVar("P", bound=Past)
+class Stepper(Protocol):
+    """`encoder_calls` and `positions` count what was done: runs of the encoder, columns read.
 
-
-class Stepper(Protocol[P]):
-    """`encoder_calls` and `positions` count what was done: runs of the encoder, columns read."""
+    A past belongs to the stepper that began it.
+    """
 
     vocab_size: int
     source_vocab: int | None
@@ -44,10 +44,10 @@ class Stepper(Protocol[P]):
     encoder_calls: int
     positions: int
 
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, P]:
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Any]:
         """Read checked prompts: next-token logits (B, V), and the past with `room` to grow."""
 
-    def step(self, tokens_B: Tensor, *, past: P) -> Tensor:
+    def step(self, tokens_B: Tensor, *, past: Any) -> Tensor:
         """One more token for each row of the past: next-token logits (B, V)."""
 
 

@@ -32,7 +32,7 @@ from glassformer.spec.model import (
 )
 
 MOST_SEQUENCES = 5_000
-N_BEST = (1, 2, 3, 5, 8, 13, 21, 34, MOST_SEQUENCES)
+N_BEST = (1, 2, 3, 8, MOST_SEQUENCES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def disagreements(
     models: int,
     *,
     first: int = 0,
-    steppers: Sequence[Callable[[Model], Stepper[Any]]] = (TorchStepper,),
+    steppers: Sequence[Callable[[Model], Stepper]] = (TorchStepper,),
 ) -> Iterator[str]:
     """What is wrong with the n-best lists of full width, a line for each; nothing if all is well.
 

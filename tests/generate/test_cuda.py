@@ -1,0 +1,38 @@
+"""The same tokens on a GPU; skipped where there is none."""
+
+import pytest
+import torch
+
+from glassformer.data.machines import brackets
+from glassformer.data.vocab import Vocab
+from glassformer.generate.beam import beam_search
+from glassformer.generate.constraint import Constraint
+from glassformer.generate.decode import generate
+from glassformer.generate.decoder import Decoder
+from glassformer.generate.stepper import NaiveStepper, TorchStepper
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from tests.generate import checks
+from tests.tiny import built
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("name", checks.SPECS)
+def test_the_gpu_gives_the_tokens_of_the_cpu(name):
+    model = built(checks.SPECS[name])
+    prompts = checks.prompts_for(model)
+    sampled = DecodeSpec(max_new_tokens=12, temperature=1.1, top_p=0.9, repetition_penalty=1.2)
+    beams = BeamSpec(max_new_tokens=8, eos=(1,), groups=2, diversity=0.5)
+    names = Vocab(("PAD", "BOS", "EOS", "(", ")"))
+    legal = DecodeSpec(max_new_tokens=9, temperature=1.0, eos=(2,))
+
+    def answers(stepper):
+        bound = Constraint(brackets(3), tokenizer=names)
+        yield [g.tokens for g in generate(stepper, prompts, spec=sampled)]
+        yield [h.tokens for b in beam_search(stepper, prompts, spec=beams) for h in b.hypotheses]
+        yield [g.tokens for g in generate(stepper, prompts, spec=legal, constraint=bound)]
+
+    want = list(answers(NaiveStepper(model)))
+    model.cuda()
+    for make in (TorchStepper, Decoder):
+        assert list(answers(make(model))) == want
