@@ -43,7 +43,8 @@ def test_a_run_leaves_what_other_tools_open(engine, tmp_path):
     run = trained(sample(engine, "train.steps=8"), tmp_path / "run")
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {
-        *("run.json", "config.json", "config.toml", "metrics.jsonl", "checkpoints", "lock")
+        *("run.json", "config.json", "config.toml", "metrics.jsonl", "checkpoints", "lock"),
+        "tensorboard",
     }
     lines = metrics(tmp_path / "run")
     steps = [line for line in lines if "loss" in line]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from glassformer.data.tokenizer import tokenizer_from_json
+from glassformer.data.vocab import Tokenizer
 from glassformer.models.build import build
 from glassformer.models.model import Model
 from glassformer.models.state import dtype_of, load_weights, weights_of
@@ -42,6 +44,16 @@ def load(path: str | Path) -> Model:
     model = build(spec, device="meta").to_empty(device="cpu").to(dtype_of(arrays))
     load_weights(model, arrays, where=str(folder))
     return model.eval()
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer that a checkpoint holds; without one, tokens have no names."""
+    file = checkpoint_of(path) / "tokenizer.json"
+    if not file.is_file():
+        raise InputError(
+            "the checkpoint holds no tokenizer.json", where=str(path), hint="give token ids"
+        )
+    return tokenizer_from_json(file.read_text(encoding="utf-8"))
 
 
 def save(model: Model, path: str | Path) -> Path:

@@ -180,6 +180,63 @@ def lr_find(
     typer.echo(str(found["command"]))
 
 
+@app.command()
+def generate(
+    run: Annotated[str, typer.Argument(metavar="MODEL", help="A run, RUN@120, a checkpoint.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads stdin.")],
+    max_new: Annotated[int, typer.Option(help="New tokens at most.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest.")] = None,
+    top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop below this share of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages.")] = 1.0,
+    beams: Annotated[int | None, typer.Option(help="Beam search of this width.")] = None,
+    length_penalty: Annotated[float, typer.Option(help="Alpha of the beams' penalty.")] = 0.6,
+    constrain: Annotated[str | None, typer.Option(help="A regex the output must match.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute everything.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt, or translate it with an encoder-decoder; text streams as it is made.
+
+    Examples:
+
+      glass generate reverse "a b c d" --beams 4
+
+      glass generate text "Return the" --temperature 0.8 --top-p 0.95
+    """
+    from pathlib import Path
+
+    from glassformer.cli import generating, training
+    from glassformer.spec.decoding import BeamSpec, DecodeSpec
+
+    path = training.find_run(run, Path(runs))
+    eos = generating.eos_of(path)
+    spec = DecodeSpec(
+        max_new_tokens=max_new,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        eos=eos,
+        seed=seed,
+    )
+    search = None
+    if beams is not None:
+        search = BeamSpec(width=beams, alpha=length_penalty, max_new_tokens=max_new, eos=eos)
+    generating.run(
+        path,
+        prompt,
+        spec=spec,
+        beams=search,
+        constrain=constrain,
+        cached=not no_cache,
+        as_json=as_json,
+    )
+
+
 def main() -> None:
     """Run a verb; an error that people can mend is three lines and an exit code."""
     debug = "--debug" in sys.argv

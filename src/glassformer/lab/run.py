@@ -17,6 +17,7 @@ import numpy as np
 
 from glassformer.data.build import build_task
 from glassformer.data.task import Task
+from glassformer.lab.board import EVERY, Board
 from glassformer.lab.evaluate import Evaluation, evaluate
 from glassformer.lab.record import (
     data_hash,
@@ -157,7 +158,7 @@ class TrainingRun:
                     f"the run {folder.name} exists",
                     hint="--resume goes on with it, --overwrite starts anew, --name gives another",
                 )
-            for name in ("checkpoints", "eval"):
+            for name in ("checkpoints", "eval", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in ("metrics.jsonl", "alerts.jsonl", "run.json"):
                 (folder / name).unlink(missing_ok=True)
@@ -213,17 +214,23 @@ class TrainingRun:
         with self.directory.writing():
             self._record("running")
             if not self._gave_up():
-                with self.directory.metrics.open("a", encoding="utf-8") as log:
-                    yield from self._train(log)
+                with (
+                    self.directory.metrics.open("a", encoding="utf-8") as log,
+                    Board(self.directory.folder / "tensorboard") as board,
+                ):
+                    yield from self._train(log, board)
             unfinished = self.progress.step < self.spec.train.steps and not self._gave_up()
             self.stopped = self.stop_requested and unfinished
             self._record("stopped" if self.stopped else "finished")
 
-    def _train(self, log: TextIO) -> Iterator[Event]:
+    def _train(self, log: TextIO, board: Board) -> Iterator[Event]:
         train = self.spec.train
         for record in fit(self.engine, self.task, train, start=self.progress.step):
             self.progress.step = record.step
             log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
+            if record.step % EVERY == 0:
+                curves = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm}
+                board.add(record.step, curves)
             yield record
             yield from self._watch(record)
             last = record.step == train.steps or self.stop_requested
@@ -232,6 +239,8 @@ class TrainingRun:
                 evaluated = self._evaluate()
                 line = {"step": record.step, "val": self.progress.val}
                 log.write(json.dumps(line, allow_nan=False) + "\n")
+                found = evaluated.evaluation
+                board.add(record.step, {"val_loss": found.loss, "val_accuracy": found.accuracy})
                 yield evaluated
                 last |= self._gave_up()
                 save |= last or evaluated.best
