@@ -84,6 +84,7 @@ def test_config_toml_repeats_the_run(engine, tmp_path):
     trained(sample(engine, "train.steps=9"), tmp_path / "one")
     again = read_config(tmp_path / "one" / "config.toml")
     assert again == load_run_spec(RunDirectory(tmp_path / "one"))
+    assert again == read_config(tmp_path / "one" / "config.json")
     trained(again, tmp_path / "two")
     assert_same(outcome(tmp_path / "two"), outcome(tmp_path / "one"))
     trained(override(again, ["train.seed=1"]), tmp_path / "three")

@@ -34,7 +34,7 @@ QUIET_SECONDS = 10.0
 
 def run_spec(what: str, overrides: list[str]) -> RunSpec:
     """A recipe by name, or a TOML file, with overrides."""
-    if what.endswith(".toml"):
+    if what.endswith((".toml", ".json")):
         return read_config(Path(what), overrides)
     return recipe(what, overrides)
 
@@ -91,7 +91,7 @@ def train(
 def resumed_spec(folder: Path, what: str, overrides: list[str]) -> RunSpec:
     """The spec that the run has; only the number of steps may be changed when it goes on."""
     spec = load_run_spec(RunDirectory(folder))
-    if what.endswith(".toml"):
+    if what.endswith((".toml", ".json")):
         same = spec_hash(read_config(Path(what))) == spec_hash(spec)
     else:
         same = type(named_task(what)) is type(spec.task)

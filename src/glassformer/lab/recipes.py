@@ -1,5 +1,6 @@
 """Complete runs by name: a task, a model that fits it, and a training that is known to work."""
 
+import json
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -106,11 +107,13 @@ def recipe(name: str, overrides: Iterable[str] = ()) -> RunSpec:
 
 
 def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
-    """A run from a TOML file, such as the config.toml of another run."""
+    """A run from a TOML or JSON file, such as the config of another run."""
+    read = json.loads if path.suffix == ".json" else tomllib.loads
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"the file cannot be read as TOML: {error}", where=str(path)) from error
+        data = read(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        kind = path.suffix.removeprefix(".").upper()
+        raise InputError(f"the file cannot be read as {kind}: {error}", where=str(path)) from error
     return override(from_dict(RunSpec, data), overrides)
 
 

@@ -1,6 +1,7 @@
 """What a run writes about itself: lines, hashes, the fingerprint of what its bits depend on."""
 
 import hashlib
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 import torch
 
 from glassformer.spec.errors import FileError, InputError
@@ -67,8 +67,12 @@ def fingerprint(spec: RunSpec, device: str) -> dict[str, Any]:
     }
 
 
-def to_toml(spec: RunSpec) -> str:
-    """config.toml: the run's spec; what is None is left out."""
+def to_toml(spec: RunSpec) -> str | None:
+    """config.toml, what is None left out; nothing where no TOML writer is installed."""
+    if importlib.util.find_spec("tomli_w") is None:
+        return None  # config.json says the same, and `glass train` reads it too
+    import tomli_w
+
     return tomli_w.dumps(_without_none(to_dict(spec)))
 
 

@@ -167,7 +167,9 @@ class TrainingRun:
 
     def _write_config(self) -> None:
         self.directory.write("config.json", to_json(self.spec))
-        self.directory.write("config.toml", to_toml(self.spec))
+        toml = to_toml(self.spec)
+        if toml is not None:
+            self.directory.write("config.toml", toml)
 
     def resume(self) -> list[str]:
         """Go on from the newest whole checkpoint; what was wrong with newer ones is told."""
