@@ -78,6 +78,8 @@ GRADIENTS = "every parameter gets a gradient"
 MANIFEST = "parameters = manifest"
 TAPS = "every tap seen, every edit felt, no hook"
 CAUSALITY = "the future changes no bit of the past"
+DECODING = "every way of decoding gives the same tokens"
+ONE_TOKEN = "one token a cached step, one run of the encoder"
 ROWS = "attention rows sum to 1, none to PAD or future"
 
 ATTEND = "nn.attention:_attend_explicitly"
@@ -176,4 +178,8 @@ FAULTS = (
     Fault("weights transposed on disk", "store.tensors:tensor_bytes", "array.tobytes()", "array.T.tobytes()", "saved and loaded, same bits", "core"),
     Fault("edits ignored", "nn.taps:Taps.visit", "x = _replaced(name, x, edit)", "_replaced(name, x, edit)", TAPS, "core"),
     Fault("a tap renamed", "nn.ffn:MLP.forward", '"hidden"', '"inner"', TAPS, "core"),
+    # decoding
+    Fault("cached values from the start", "nn.cache:FixedCache.extend", "v_all[:, :, self.length : end] = v_BKTH", "v_all[:, :, : end - self.length] = v_BKTH", DECODING, "core"),
+    Fault("the second likeliest token", "generate.stepper:TorchStepper._read", 'self.model.project(hidden_BTD[:, -1], "next")', '-self.model.project(hidden_BTD[:, -1], "next")', DECODING, "seq2seq"),
+    Fault("every token read twice", "generate.stepper:TorchStepper._read", "self.positions += tokens_BT.shape[1]", "self.positions += 2 * tokens_BT.shape[1]", ONE_TOKEN, "seq2seq"),
 )  # fmt: skip

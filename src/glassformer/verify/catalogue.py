@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from glassformer.spec.errors import InputError, nearest
-from glassformer.verify import invariants, layers, own, parts, twin
+from glassformer.verify import decoding, invariants, layers, own, parts, twin
 from glassformer.verify.measure import Measure
 from glassformer.verify.subject import NotOffered, Subject
 
@@ -120,6 +120,12 @@ SUBJECT_CHECKS = (
         "by hand: gradients = central differences", "by hand", twin.gradients_by_differences
     ),
     SubjectCheck("by hand: weights after Adam steps = torch's", "by hand", twin.same_training),
+    SubjectCheck(
+        "every way of decoding gives the same tokens", "decoding", decoding.every_way_is_greedy
+    ),
+    SubjectCheck(
+        "one token a cached step, one run of the encoder", "decoding", decoding.one_token_a_step
+    ),
     SubjectCheck("compiled = eager", "compiled", own.compiled_is_eager, deep=True),
 )
 
