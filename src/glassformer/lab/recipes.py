@@ -22,7 +22,7 @@ TaskSpec = DigitsTask | SequenceTask | FsmTask | TextTask
 
 def _digits_model(task: Task) -> ModelSpec:
     model = presets.digits(vocab_size=task.tokenizer.vocab_size)
-    # SUM is learned by heart, and pulls the others along unless something holds against it.
+    # Chosen of three settings by their score; why it helps the other operations was not examined.
     return replace(model, decoder=replace(model.decoder, dropout=Dropout.from_number(0.05)))
 
 
@@ -46,7 +46,8 @@ def _fsm_model(task: Task) -> ModelSpec:
         max_seq_len=longest(task),
         tied=False,
     )
-    # Source 000 has no final norm; with one, and a head of its own, the excess is less than half.
+    # Source 000 has no final norm. With one, and an untied head, the excess on mod-3 fell from
+    # 0.0138 to 0.0055, on brackets from 0.0076 to 0.0065 (two layers, one seed each).
     return replace(model, decoder=replace(model.decoder, final_norm=LayerNorm()))
 
 
