@@ -42,26 +42,27 @@ CHECKS = {
         test_decoder.one_decoding_at_a_time,
         test_text.text_streams_whole,
         test_text.stop_strings_stop,
+        test_text.stops_are_held_back,
     )
 }
 
 FAULTS = (
     # steps and caches
-    Fault("cache off by one", "generate.decoder:Slots.extend", "kv_BXSH[:, :K, self.length : end] = k_BKTH", "kv_BXSH[:, :K, self.length + 1 : end] = k_BKTH[:, :, 1:]", "cached_is_uncached"),
+    Fault("cache off by one", "generate.memory:Slots.extend", "kv_BXSH[:, :K, self.length : end] = k_BKTH", "kv_BXSH[:, :K, self.length + 1 : end] = k_BKTH[:, :, 1:]", "cached_is_uncached"),
     Fault("one position too far", "generate.lean:LeanModel.step", "at = end - 1 if", "at = end if", "cached_is_uncached"),
     Fault("a masked step sees the next place", "generate.lean:LeanAttention._until", "column_S < end_1", "column_S <= end_1", "masked_is_sliced"),
     Fault("a masked window one too wide", "generate.lean:LeanAttention._until", "column_S >= end_1 - self.window", "column_S >= end_1 - self.window - 1", "masked_is_sliced"),
     Fault("length not moved on", "generate.decoder:Decoder.step", "slots.length += 1", "slots.length += 0", "cached_is_uncached"),
     Fault("padded rows stand still", "generate.decoder:Decoder.step", "past.places_B += 1", "past.places_B += 0", "cached_is_uncached"),
     Fault("lean window one too wide", "generate.lean:LeanAttention.heads", "end - self.window)", "end - self.window - 1)", "cached_is_uncached"),
-    Fault("lean step sees padding", "generate.lean:LeanAttention.heads", "None if mask_B11S is None", "None if True", "cached_is_uncached"),
+    Fault("lean step sees padding", "generate.lean:LeanAttention.heads", "mask = None if mask_B11S is None", "mask = None if True", "cached_is_uncached"),
     Fault("lean step sees the source's padding", "generate.lean:LeanCross.heads", "attn_mask=mask_B11S", "attn_mask=None", "cached_is_uncached"),
     Fault("lean rotation backwards", "generate.lean:_both_halves", "(-sin, sin)", "(sin, -sin)", "cached_is_uncached"),
-    Fault("lean q/k-norm forgotten", "generate.lean:LeanAttention.heads", "if self.norms is not None", "if False", "cached_is_uncached"),
-    Fault("lean gate and up exchanged", "generate.lean:LeanFeed.hidden", "F.silu(wide[:, : self.d_ff]) * wide[:, self.d_ff :]", "wide[:, : self.d_ff] * F.silu(wide[:, self.d_ff :])", "cached_is_uncached"),
+    Fault("lean q/k-norm forgotten", "generate.lean:LeanAttention.heads", "if self.norms is not None:", "if False:", "cached_is_uncached"),
+    Fault("lean gate and up exchanged", "generate.projection:Projection.__call__", "F.silu(gate_BF) * up_BF", "gate_BF * F.silu(up_BF)", "cached_is_uncached"),
     Fault("lean embedding unscaled", "generate.lean:LeanModel._embedded", "1.0 if embed.scale is None else embed.scale", "1.0", "cached_is_uncached"),
-    Fault("rows of the memory not moved", "generate.decoder:Slots.reorder", "index_select(0, rows_B)", "index_select(0, torch.arange(len(rows_B)))", "cached_is_uncached"),
-    Fault("source keys not moved", "generate.decoder:Slots.reorder", "self.cross[layer] = (k[rows_B], v[rows_B])", "self.cross[layer] = (k[: len(rows_B)], v[: len(rows_B)])", "batch_is_singles"),
+    Fault("rows of the memory not moved", "generate.memory:Slots.reorder", "index_select(0, rows_B)", "index_select(0, torch.arange(len(rows_B)))", "cached_is_uncached"),
+    Fault("source keys not moved", "generate.memory:Slots.reorder", "self.cross[layer] = (k[rows_B], v[rows_B])", "self.cross[layer] = (k[: len(rows_B)], v[: len(rows_B)])", "batch_is_singles"),
     Fault("the naive way forgets padding", "generate.stepper:NaiveStepper.step", "if past.valid_BT is not None", "if past.valid_BT is not None and False", "cached_is_uncached"),
     Fault("derived weights kept too long", "generate.decoder:Decoder._notice_new_weights", "if now != self._version", "if not self._version", "new_weights_are_noticed"),
     Fault("memory shared in silence", "generate.decoder:Decoder.step", "if past.call != self._call", "if False", "one_decoding_at_a_time"),
@@ -74,7 +75,7 @@ FAULTS = (
     Fault("finished rows sampled on", "generate.decode:_columns", "if rows[i].finish is None]", "if True]", "rows_end_alone"),
     Fault("the wrong rows stay", "generate.decode:_columns", "going = [going[line] for line in stay]", "going = going[: len(stay)]", "rows_end_alone"),
     Fault("eos ignored", "generate.decode:_Row.take", "if token in self.spec.eos", "if token in self.spec.eos[1:]", "rows_end_alone"),
-    Fault("what was made is not seen", "generate.decode:_columns", "seen_BV.scatter_(1, tokens_B.cpu()[:, None], True)", "pass", "repetition_counts_everything"),
+    Fault("what was made is not seen", "generate.decode:_columns", "seen_BV.scatter_(1, torch.tensor(chosen)[:, None], True)", "pass", "repetition_counts_everything"),
     Fault("a stop string over two tokens missed", "generate.decode:_Row.take", "self.tail + self.stream.push(token)", "self.stream.push(token)", "stop_strings_stop"),
     # samplers
     Fault("top-p drops the first token", "generate.samplers:keep_top_p", "before_BV[:, 0] = 0.0", "before_BV[:, 0] = 1.0", "top_p_is_its_definition"),
@@ -109,4 +110,6 @@ FAULTS = (
     Fault("a beam's constraint stands still", "generate.beam:_continue", "item.bounded.advance(parent.state, token)", "parent.state", "everything_is_legal"),
     Fault("the end is always allowed", "generate.constraint:Bounded._mask", "allow_V[list(self.eos)] = end", "allow_V[list(self.eos)] = True", "everything_is_legal"),
     Fault("half a character shown", "generate.text:TextStream.push", " - text.endswith(BROKEN)", "", "text_streams_whole"),
+    Fault("the beginning of a stop string shown", "generate.text:StopFilter.push", "return text[: len(text) - most]", "return text", "stops_are_held_back"),
+    Fault("what was no stop string swallowed", "generate.text:StopFilter.push", "text = self._held + piece", "text = piece", "stops_are_held_back"),
 )  # fmt: skip

@@ -36,3 +36,22 @@ def test_the_gpu_gives_the_tokens_of_the_cpu(name):
     model.cuda()
     for make in (TorchStepper, Decoder):
         assert list(answers(make(model))) == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_end_leave_the_others_as_they_were(dtype):
+    """Batches that shrink go through several recorded graphs; a second call finds them again."""
+    model = built(checks.SPECS["rotary"]).to(dtype).cuda()
+    draw = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(model.spec.vocab_size, (3 + n % 5,), generator=draw).tolist()
+        for n in range(13)
+    ]
+    ends = tuple(range(0, model.spec.vocab_size, 4))
+    spec = DecodeSpec(max_new_tokens=16, temperature=1.0, eos=ends)
+    want = [g.tokens for g in generate(TorchStepper(model), prompts, spec=spec)]
+    assert len({len(tokens) for tokens in want}) > 3
+    decoder = Decoder(model)
+    for _ in range(2):
+        assert [g.tokens for g in generate(decoder, prompts, spec=spec)] == want
+    assert [g.tokens for g in generate(Decoder(model, graph=False), prompts, spec=spec)] == want

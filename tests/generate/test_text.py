@@ -9,7 +9,7 @@ from glassformer.data.letters import Bytes, Characters
 from glassformer.data.vocab import Vocab
 from glassformer.generate.decode import decode, generate
 from glassformer.generate.stepper import TorchStepper
-from glassformer.generate.text import TextStream
+from glassformer.generate.text import StopFilter, TextStream
 from glassformer.spec.decoding import DecodeSpec
 from tests.generate import checks
 from tests.tiny import built
@@ -88,3 +88,35 @@ def stop_strings_stop() -> None:
 
 def test_stop_strings_stop():
     stop_strings_stop()
+
+
+def stops_are_held_back() -> None:
+    """Nothing of a stop string is shown, and nothing else is lost."""
+    stops = ("</s>", "ab")
+    for text in ("one</s>two", "a<a</", "aab", "</sab", "<<</s>", "a", "xyz"):
+        cuts = [text.find(stop) for stop in stops if stop in text]
+        want = text[: min(cuts)] if cuts else text
+        for width in (1, 2, 3):
+            visible = StopFilter(stops)
+            shown = ""
+            for start in range(0, len(text), width):
+                shown += visible.push(text[start : start + width])
+                assert want.startswith(shown)
+            assert shown + visible.flush() == want
+            assert visible.over == bool(cuts)
+
+
+def test_stops_are_held_back():
+    stops_are_held_back()
+
+
+def test_nothing_is_held_longer_than_it_may_be_a_stop():
+    visible = StopFilter(("</s>",))
+    assert [visible.push(piece) for piece in ("a<", "b", "</", "s", "x")] == [
+        "a",
+        "<b",
+        "",
+        "",
+        "</sx",
+    ]
+    assert StopFilter(()).push("all") == "all"

@@ -4,7 +4,7 @@ Everything that can be refused is refused by the call, before the first column i
 that has ended leaves the batch; its draws, limits and constraint never depended on the others.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -209,8 +209,9 @@ def _columns(
     sample = make_sampler(spec)
     seen_BV = _seen(prompts, stepper.vocab_size) if spec.repetition_penalty != 1.0 else None
     going = list(range(len(rows)))  # the row that each line of the batch belongs to
-    logits_BV, past = stepper.start(prompts, room=max(row.limit for row in rows))
-    for step in range(max(row.limit for row in rows)):
+    longest = max(row.limit for row in rows)
+    logits_BV, past = stepper.start(prompts, room=longest)
+    for step in range(longest):
         tokens_B = sample(
             logits_BV,
             step=step,
@@ -218,8 +219,13 @@ def _columns(
             seen_BV=None if seen_BV is None else seen_BV.to(logits_BV.device),
             allow_BV=_permission(rows, going, step, logits_BV.device),
         )
-        chosen = tokens_B.tolist()
-        values = _logprobs(logits_BV, tokens_B) if logprobs else [float("nan")] * len(chosen)
+        values_B = _logprobs(logits_BV, tokens_B) if logprobs else None
+        fetch = _on_its_way(tokens_B, values_B)
+        # A GPU goes on while we read: rows that turn out to have ended are then left out.
+        ahead = tokens_B.is_cuda and step + 1 < longest
+        if ahead:
+            logits_BV = stepper.step(tokens_B, past=past)
+        chosen, values = fetch()
         for i, token in zip(going, chosen, strict=True):
             rows[i].take(token)
         yield _column(rows, going, chosen, values)
@@ -227,14 +233,41 @@ def _columns(
         if not stay:
             return
         if seen_BV is not None:
-            seen_BV.scatter_(1, tokens_B.cpu()[:, None], True)
+            seen_BV.scatter_(1, torch.tensor(chosen)[:, None], True)
         if len(stay) < len(going):
             kept = torch.tensor(stay)
             past.reorder(kept)
-            tokens_B = tokens_B[kept.to(tokens_B.device)]
+            kept_here = kept.to(tokens_B.device)
+            tokens_B, logits_BV = tokens_B[kept_here], logits_BV[kept_here]
             seen_BV = None if seen_BV is None else seen_BV[kept]
             going = [going[line] for line in stay]
-        logits_BV = stepper.step(tokens_B, past=past)
+        if not ahead:
+            logits_BV = stepper.step(tokens_B, past=past)
+
+
+def _on_its_way(
+    tokens_B: Tensor, values_B: Tensor | None
+) -> Callable[[], tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities as lists, when called; from a GPU they set out at once."""
+    here_B, there_B = tokens_B, values_B
+    arrived = None
+    if tokens_B.is_cuda:
+        here_B = tokens_B.to("cpu", non_blocking=True)
+        there_B = None if values_B is None else values_B.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def fetch() -> tuple[list[int], list[float]]:
+        if arrived is not None:
+            arrived.synchronize()
+        values = [float("nan")] * len(here_B) if there_B is None else there_B.tolist()
+        if there_B is not None and any(value != value for value in values):
+            raise DivergedError(
+                "the model's logits are not numbers", hint="its weights hold NaN or infinity"
+            )
+        return here_B.tolist(), values
+
+    return fetch
 
 
 def _column(rows: list[_Row], going: list[int], chosen: list[int], values: list[float]) -> Column:
@@ -247,15 +280,9 @@ def _column(rows: list[_Row], going: list[int], chosen: list[int], values: list[
     return Column(tokens_B, logprobs_B, finished_B, finish)
 
 
-def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> list[float]:
+def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
     wide_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
-    chosen_B = wide_BV.gather(1, tokens_B[:, None])[:, 0] - wide_BV.logsumexp(-1)
-    values: list[float] = chosen_B.tolist()
-    if any(value != value for value in values):
-        raise DivergedError(
-            "the model's logits are not numbers", hint="its weights hold NaN or infinity"
-        )
-    return values
+    return wide_BV.gather(1, tokens_B[:, None])[:, 0] - wide_BV.logsumexp(-1)
 
 
 def _permission(

@@ -4,90 +4,28 @@ The prompt goes through the model itself, once, into memory that is kept and wri
 new token then goes through the lean step. The tokens are those of the plain path.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from glassformer.generate.graph import Recorded, record
 from glassformer.generate.lean import LeanModel
-from glassformer.generate.product import TRIED_AT, Product, Routine, fastest_routine
+from glassformer.generate.memory import LeanPast, Slots, added_mask
+from glassformer.generate.projection import Maker, gpu_kernels
 from glassformer.generate.prompts import Prompts
 from glassformer.generate.stepper import check_decodes, check_eval, read_prompts
+from glassformer.kernels.choice import CHOICES
+from glassformer.kernels.product import CLASSES, Product, Routine
 from glassformer.models.encoder_decoder import EncoderDecoder
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Holder, Model, model_of
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import ModelSpec
 
 # B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head, V vocab
 
-
-def cache_bytes(spec: ModelSpec, *, batch: int, length: int, itemsize: int) -> int:
-    """Keys and values of so many positions in every decoder layer."""
-    numbers = sum(
-        2 * block.attention.kv_heads * block.attention.head_width(spec.d_model)
-        for block in spec.decoder.blocks()
-    )
-    return numbers * batch * length * itemsize
-
-
-@dataclass(slots=True)
-class Slots:
-    """The cache of a prompt's forward: layer by layer (B, 2 K, S, H), keys before values."""
-
-    kvs: list[Tensor]
-    length: int = 0
-    valid_BS: Tensor | None = None
-    cross: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        kv_BXSH, K = self.kvs[layer], k_BKTH.shape[1]
-        end = self.length + k_BKTH.shape[2]
-        kv_BXSH[:, :K, self.length : end] = k_BKTH
-        kv_BXSH[:, K:, self.length : end] = v_BKTH
-        return kv_BXSH[:, :K, :end], kv_BXSH[:, K:, :end]
-
-    def advance(self, count: int, valid_BT: Tensor | None) -> None:
-        self.length += count
-        self.valid_BS = valid_BT
-
-    def reorder(self, rows_B: Tensor) -> None:
-        """Rows move within the memory; more rows than it has need new memory."""
-        for layer, kv_BXSH in enumerate(self.kvs):
-            if len(rows_B) > len(kv_BXSH):
-                self.kvs[layer] = kv_BXSH[rows_B]
-                continue
-            here_BXSH = kv_BXSH[: len(rows_B)]
-            here_BXSH[:, :, : self.length] = kv_BXSH[:, :, : self.length].index_select(0, rows_B)
-            self.kvs[layer] = here_BXSH
-        for layer, (k, v) in self.cross.items():
-            self.cross[layer] = (k[rows_B], v[rows_B])
-
-
-@dataclass(slots=True)
-class LeanPast:
-    """The slots, where each row stands, and the masks that padding needs, made once."""
-
-    slots: Slots
-    call: int
-    device: torch.device
-    places_B: Tensor | None = None
-    mask_B11S: Tensor | None = None
-    cross_mask_B11S: Tensor | None = None
-    crosses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    @torch.inference_mode()
-    def reorder(self, rows_B: Tensor) -> None:
-        rows_B = rows_B.to(self.device)
-        self.slots.reorder(rows_B)
-        self.places_B = None if self.places_B is None else self.places_B[rows_B]
-        self.mask_B11S = None if self.mask_B11S is None else self.mask_B11S[rows_B]
-        if self.cross_mask_B11S is not None:
-            self.cross_mask_B11S = self.cross_mask_B11S[rows_B]
-        self.crosses = [self.slots.cross[layer] for layer in range(len(self.crosses))]
+MEMORY_STEP, SOURCE_STEP = 128, 32  # lengths are rounded up to these where steps are recorded
 
 
 class Decoder:
@@ -96,17 +34,28 @@ class Decoder:
     `routines` says how products are asked for: "auto" tries each shape once, with 1, 4 and 8 rows;
     a name is used for all. What was chosen stands in `chosen`, by (outputs, inputs).
     `compile=True` runs the step through torch.compile, which attends to the whole memory behind a
-    mask, so that every step has one shape. One decoding at a time: memory is shared.
+    mask, so that every step has one shape. On a GPU the step is our kernels, where they can run
+    (`gpu_kernels`), recorded as one CUDA graph, unless `graph=False`. One decoding at a time:
+    memory is shared.
     """
 
     def __init__(
-        self, model: Model, *, routines: Literal["auto"] | Routine = "auto", compile: bool = False
+        self,
+        model: Model | Holder,
+        *,
+        routines: Literal["auto"] | Routine = "auto",
+        compile: bool = False,
+        graph: bool = True,
     ) -> None:
+        model = model_of(model)
         check_decodes(model.spec)
         check_eval(model)
+        if compile and routines == "c":
+            raise InputError("a compiled step cannot hold our C kernels", hint="routines='auto'")
         self.model = model
         self.routines = routines
         self.compile = compile
+        self.graph = graph
         self.vocab_size = model.spec.vocab_size
         self.max_seq_len = model.spec.max_seq_len
         self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
@@ -116,6 +65,7 @@ class Decoder:
         self._step: Callable[..., Tensor] | None = None
         self._version: tuple[int, ...] = ()
         self._kvs: list[Tensor] = []
+        self._records: dict[tuple[object, ...], Recorded] = {}
         self._call = 0
 
     @torch.inference_mode()
@@ -124,7 +74,7 @@ class Decoder:
         B, T = inputs.tokens_BT.shape
         self._call += 1
         self._notice_new_weights()
-        slots = Slots(self._memory(B, T + room))
+        slots = Slots(self._memory(B, T + room), B)
         past = LeanPast(slots, self._call, inputs.tokens_BT.device)
         given = Inputs(inputs.tokens_BT, inputs.valid_BT, source_valid_BS=inputs.source_valid_BS)
         if isinstance(self.model, EncoderDecoder):
@@ -141,11 +91,13 @@ class Decoder:
         dtype = hidden_BTD.dtype
         if inputs.valid_BT is not None:
             past.places_B = inputs.valid_BT.sum(1)
-            past.mask_B11S = _added(inputs.valid_BT, slots.kvs[0].shape[2] - T, dtype)
-        elif self.compile:
+            past.mask_B11S = added_mask(inputs.valid_BT, slots.whole[0].shape[2] - T, dtype)
+        elif self._one_shape:
             past.places_B = torch.full((B,), T, device=past.device)
         if inputs.source_valid_BS is not None:
-            past.cross_mask_B11S = _added(inputs.source_valid_BS, 0, dtype)
+            past.cross_mask_B11S = added_mask(inputs.source_valid_BS, 0, dtype)
+        if self._recording and past.crosses:
+            past.widen_crosses(to_multiple_of=SOURCE_STEP)
         return self.model.project(hidden_BTD[:, -1], "next"), past
 
     @torch.inference_mode()
@@ -157,9 +109,18 @@ class Decoder:
             )
         slots = past.slots
         assert self._step is not None
+        if slots.whole is not self._kvs:  # a search needed more lines than there were
+            self._kvs = slots.whole
+            self._records.clear()
         end = slots.length + 1
+        tokens_B = tokens_B.to(past.device)
+        slots.length += 1
+        self.positions += 1
+        if self._recording:
+            past.record = past.record or self._taken_up(past, end)
+            return past.record.step(tokens_B, past.lines_B)
         logits_BV = self._step(
-            tokens_B.to(past.device),
+            tokens_B,
             slots.kvs,
             torch.tensor([end], device=past.device) if self.compile else end,
             places_B=past.places_B,
@@ -167,8 +128,6 @@ class Decoder:
             crosses=past.crosses,
             cross_mask_B11S=past.cross_mask_B11S,
         )
-        slots.length += 1
-        self.positions += 1
         if past.places_B is not None:
             past.places_B += 1
         return logits_BV
@@ -178,10 +137,38 @@ class Decoder:
         """Of the keys and values that are kept."""
         return sum(kv.nbytes for kv in self._kvs)
 
+    @property
+    def _recording(self) -> bool:
+        return self.graph and next(self.model.parameters()).is_cuda
+
+    @property
+    def _one_shape(self) -> bool:
+        """Whether every step must look alike: compiled, or recorded."""
+        return self.compile or self._recording
+
+    def _taken_up(self, past: LeanPast, end: int) -> Recorded:
+        """The graph for such a batch, recorded at need, with this decoding's state."""
+        shape = past.crosses[0][0].shape if past.crosses else None
+        key = (past.slots.batch, past.mask_B11S is None, shape)
+        assert self._step is not None and past.places_B is not None
+        state = {
+            "places_B": past.places_B,
+            "mask_B11S": past.mask_B11S,
+            "crosses": past.crosses,
+            "cross_mask_B11S": past.cross_mask_B11S,
+        }
+        if key not in self._records:
+            self._records[key] = record(self._step, past.slots.kvs, end, **state)
+        self._records[key].take_up(end, **state)
+        return self._records[key]
+
     def _memory(self, batch: int, length: int) -> list[Tensor]:
         """Kept memory, or new where it is too small: (B, 2 K, S, H) for each layer."""
+        if self._recording:  # few lengths, so that graphs serve again
+            length = -(-length // MEMORY_STEP) * MEMORY_STEP
         if not self._kvs or len(self._kvs[0]) < batch or self._kvs[0].shape[2] < length:
             like = next(self.model.parameters())
+            self._records.clear()
             self._kvs = [
                 like.new_zeros(
                     batch,
@@ -191,35 +178,30 @@ class Decoder:
                 )
                 for block in self.model.spec.decoder.blocks()
             ]
-        return [kv[:batch] for kv in self._kvs]
+        return self._kvs
 
     def _notice_new_weights(self) -> None:
         """Derived forms are made anew when the model was trained on, loaded or moved."""
         now = tuple(x for p in self.model.parameters() for x in (p._version, p.data_ptr()))
         if now != self._version:
             self._kvs = []  # the model may have another dtype or device now
+            self._records.clear()
             self._build()
             self._version = now
 
     def _build(self) -> None:
         """Derived weights, and the step over them."""
         self.chosen = {}
-        lean = LeanModel(self.model, make=self._product)
+        like = next(self.model.parameters())
+        gpu = None if self.compile else gpu_kernels(like)
+        lean = LeanModel(self.model, make=Maker(self._product, gpu))
         self._step = torch.compile(lean.step) if self.compile else lean.step
 
     def _product(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product:
         shape = tuple(weight_OI.shape)
         if shape not in self.chosen:
             if self.routines == "auto":
-                self.chosen[shape] = tuple(fastest_routine(weight_OI, rows=n) for n in TRIED_AT)
+                self.chosen[shape] = CHOICES.of(weight_OI, compiled=self.compile)
             else:
-                self.chosen[shape] = (self.routines,) * len(TRIED_AT)
+                self.chosen[shape] = (self.routines,) * len(CLASSES)
         return Product(weight_OI, bias_O, routines=self.chosen[shape])
-
-
-def _added(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:
-    """(B, 1, 1, S + more), to be added to scores: -inf for padding, 0 for all that is real."""
-    mask_BS = torch.zeros(len(valid_BS), valid_BS.shape[1] + more, dtype=dtype)
-    mask_BS = mask_BS.to(valid_BS.device)
-    mask_BS[:, : valid_BS.shape[1]].masked_fill_(~valid_BS, -math.inf)
-    return mask_BS[:, None, None]

@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.generate.product import Product, joined
+from glassformer.generate.projection import (
+    HeadNorms,
+    Maker,
+    OwnProduct,
+    Projection,
+    make_norm,
+)
 from glassformer.models.encoder_decoder import EncoderDecoder
 from glassformer.models.model import Model
 from glassformer.models.stack import StackParts
@@ -22,69 +28,36 @@ from glassformer.nn.block import TransformerBlock
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
 from glassformer.nn.ffn import MLP, SwiGLU, activate
 from glassformer.nn.heads import TiedHead
-from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import RotaryPosition
 from glassformer.spec import model as spec
-from glassformer.spec.errors import InputError
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
 # X = N + 2 K heads of one product, F d_ff, V vocab
-
-MakeProduct = Callable[[Tensor, Tensor | None], Product]
-
-
-def make_norm(part: LayerNorm | RMSNorm) -> Callable[[Tensor], Tensor]:
-    """The norm as one call."""
-    weight, eps, shape = part.weight.detach(), part.eps, tuple(part.weight.shape)
-    if isinstance(part, LayerNorm):
-        bias = part.bias.detach()
-        return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
-    return lambda x: torch.rms_norm(x, shape, weight, eps)
-
-
-def linear_parts(part: object) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a plain linear layer; others have products of their own."""
-    if type(part) is not Linear:
-        raise InputError(
-            f"a lean step needs plain linear layers, and found {type(part).__name__}",
-            hint="use TorchStepper, which runs any model",
-        )
-    return part.weight.detach(), None if part.bias is None else part.bias.detach()
-
-
-class HeadNorms:
-    """q/k-norm of all heads at once: one normalisation, a gain for each head's kind."""
-
-    def __init__(self, parts: list[tuple[LayerNorm | RMSNorm, int]]) -> None:
-        self.kind, self.eps = type(parts[0][0]), parts[0][0].eps
-        self.shape = tuple(parts[0][0].weight.shape)
-        self.gain_XH = torch.cat([part.weight.detach().expand(n, -1) for part, n in parts])
-        self.bias_XH = None
-        if self.kind is LayerNorm:
-            self.bias_XH = torch.cat([part.bias.detach().expand(n, -1) for part, n in parts])
-
-    def __call__(self, x_BXH: Tensor) -> Tensor:
-        if self.kind is LayerNorm:
-            assert self.bias_XH is not None
-            x_BXH = torch.layer_norm(x_BXH, self.shape, None, None, self.eps)
-            return torch.addcmul(self.bias_XH, x_BXH, self.gain_XH)
-        return torch.rms_norm(x_BXH, self.shape, None, self.eps) * self.gain_XH
 
 
 class LeanAttention:
     """Self-attention of one new token: q, k and v by one product, written and read in place."""
 
     def __init__(
-        self, part: MultiHeadAttention, attention: spec.Attention, make: MakeProduct
+        self,
+        part: MultiHeadAttention,
+        attention: spec.Attention,
+        make: Maker,
+        *,
+        norm: LayerNorm | RMSNorm | None,
     ) -> None:
         self.d_head, self.window = part.d_head, attention.window
         self.n_heads, self.n_kv_heads = attention.n_heads, attention.kv_heads
-        self.qkv = make(*joined([linear_parts(p) for p in (part.q_proj, part.k_proj, part.v_proj)]))
-        self.out = make(*linear_parts(part.o_proj))
-        self.norms = None
+        self.qkv = make.linear(part.q_proj, part.k_proj, part.v_proj, norm=norm)
+        self.out = make.linear(part.o_proj)
+        self.norms = self.gains = None
         if part.q_norm is not None and part.k_norm is not None:
             self.norms = HeadNorms([(part.q_norm, self.n_heads), (part.k_norm, self.n_kv_heads)])
+            self.gains = (part.q_norm.weight.detach(), part.k_norm.weight.detach())
+        fusible = self.norms is None or self.norms.kind is RMSNorm
+        self.gpu = make.gpu if fusible else None
+        self.table: tuple[Tensor, Tensor] | None = None  # of every place; the model sets it
 
     def heads(
         self,
@@ -93,15 +66,30 @@ class LeanAttention:
         end: "int | Tensor",
         *,
         rotation: tuple[Tensor, Tensor] | None,
+        places_B: Tensor | None,
         mask_B11S: Tensor | None,
     ) -> Tensor:
         """What the heads read, (B, N * H); position end - 1 of the cache is written.
 
         As a number, `end` is a slice of the cache; as a tensor it is a mask over all of it, which
-        reads more but has one shape for every step, as a compiled step needs.
+        reads more but has one shape for every step, as a compiled or recorded step needs. Our GPU
+        kernel reads the number itself, from memory, and no more than it says.
         """
         B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
         qkv_BXH = self.qkv(x_BD).view(B, N + 2 * K, self.d_head)
+        if self.gpu is not None and isinstance(end, Tensor):
+            return self.gpu.attend(
+                qkv_BXH,
+                kv_BXSH,
+                end,
+                n_heads=N,
+                places_B=places_B,
+                rotation=self.table,
+                gains=self.gains,
+                eps=0.0 if self.norms is None else self.norms.eps,
+                window=self.window,
+                mask_BS=None if mask_B11S is None else mask_B11S[:, 0, 0],
+            )
         turned_BXH = qkv_BXH[:, : N + K]
         if self.norms is not None:
             turned_BXH = turned_BXH.copy_(self.norms(turned_BXH))
@@ -137,12 +125,17 @@ class LeanCross:
     """Cross-attention of one new token: keys and values are those of the prompt's forward."""
 
     def __init__(
-        self, part: MultiHeadAttention, attention: spec.Attention, make: MakeProduct
+        self,
+        part: MultiHeadAttention,
+        attention: spec.Attention,
+        make: Maker,
+        *,
+        norm: LayerNorm | RMSNorm | None,
     ) -> None:
         self.d_head = part.d_head
         self.n_heads, self.n_kv_heads = attention.n_heads, attention.kv_heads
-        self.query = make(*linear_parts(part.q_proj))
-        self.out = make(*linear_parts(part.o_proj))
+        self.query = make.linear(part.q_proj, norm=norm)
+        self.out = make.linear(part.o_proj)
         self.norm = None if part.q_norm is None else make_norm(part.q_norm)
 
     def heads(self, x_BD: Tensor, kv: tuple[Tensor, Tensor], *, mask_B11S: Tensor | None) -> Tensor:
@@ -158,35 +151,43 @@ class LeanCross:
 class LeanFeed:
     """The feed-forward half; gate and up are one product."""
 
-    def __init__(self, part: MLP | SwiGLU, make: MakeProduct) -> None:
-        self.down = make(*linear_parts(part.down_proj))
+    def __init__(
+        self, part: MLP | SwiGLU, make: Maker, *, norm: LayerNorm | RMSNorm | None
+    ) -> None:
+        self.down = make.linear(part.down_proj)
         if isinstance(part, SwiGLU):
-            self.d_ff, self.activation = part.gate_proj.d_out, ""
-            self.up = make(*joined([linear_parts(part.gate_proj), linear_parts(part.up_proj)]))
+            self.activation = ""
+            self.up = make.linear(part.gate_proj, part.up_proj, norm=norm, gated=True)
         else:
-            self.d_ff, self.activation = part.up_proj.d_out, part.activation
-            self.up = make(*linear_parts(part.up_proj))
+            self.activation = part.activation
+            self.up = make.linear(part.up_proj, norm=norm)
 
     def hidden(self, x_BD: Tensor) -> Tensor:
         """(B, F)."""
         wide = self.up(x_BD)
-        if self.activation:
-            return activate(wide, self.activation)
-        return F.silu(wide[:, : self.d_ff]) * wide[:, self.d_ff :]
+        return activate(wide, self.activation) if self.activation else wide
 
 
 class LeanBlock:
-    """The three residual lines of a block, for one new token a row."""
+    """The three residual lines of a block, for one new token a row.
 
-    def __init__(self, part: TransformerBlock, block: spec.Block, make: MakeProduct) -> None:
-        self.pre = part.pre
-        self.attention = LeanAttention(part.attn, block.attention, make)
-        self.feed = LeanFeed(part.ffn, make)
-        self.attn_norm, self.ffn_norm = make_norm(part.attn_norm), make_norm(part.ffn_norm)
-        self.cross = self.cross_norm = None
+    Norms before a part belong to the part's first product; those after it stand here.
+    """
+
+    def __init__(self, part: TransformerBlock, block: spec.Block, make: Maker) -> None:
+        pre = part.pre
+        self.attention = LeanAttention(
+            part.attn, block.attention, make, norm=part.attn_norm if pre else None
+        )
+        self.feed = LeanFeed(part.ffn, make, norm=part.ffn_norm if pre else None)
+        self.attn_norm = _same if pre else make_norm(part.attn_norm)
+        self.ffn_norm = _same if pre else make_norm(part.ffn_norm)
+        self.cross, self.cross_norm = None, _same
         if part.cross is not None and part.cross_norm is not None and block.cross is not None:
-            self.cross = LeanCross(part.cross, block.cross, make)
-            self.cross_norm = make_norm(part.cross_norm)
+            self.cross = LeanCross(
+                part.cross, block.cross, make, norm=part.cross_norm if pre else None
+            )
+            self.cross_norm = _same if pre else make_norm(part.cross_norm)
 
     def __call__(
         self,
@@ -195,45 +196,46 @@ class LeanBlock:
         end: "int | Tensor",
         *,
         rotation: tuple[Tensor, Tensor] | None,
+        places_B: Tensor | None,
         mask_B11S: Tensor | None,
         cross: tuple[Tensor, Tensor] | None,
         cross_mask_B11S: Tensor | None,
     ) -> Tensor:
         own, feed = self.attention, self.feed
-        y_BD = self.attn_norm(x_BD) if self.pre else x_BD
-        heads = own.heads(y_BD, kv_BXSH, end, rotation=rotation, mask_B11S=mask_B11S)
-        x_BD = own.out.onto(x_BD, heads)
-        x_BD = x_BD if self.pre else self.attn_norm(x_BD)
+        heads = own.heads(
+            x_BD, kv_BXSH, end, rotation=rotation, places_B=places_B, mask_B11S=mask_B11S
+        )
+        x_BD = self.attn_norm(own.out.onto(x_BD, heads))
         if self.cross is not None:
-            assert self.cross_norm is not None and cross is not None
-            y_BD = self.cross_norm(x_BD) if self.pre else x_BD
-            x_BD = self.cross.out.onto(
-                x_BD, self.cross.heads(y_BD, cross, mask_B11S=cross_mask_B11S)
-            )
-            x_BD = x_BD if self.pre else self.cross_norm(x_BD)
-        y_BD = self.ffn_norm(x_BD) if self.pre else x_BD
-        x_BD = feed.down.onto(x_BD, feed.hidden(y_BD))
-        return x_BD if self.pre else self.ffn_norm(x_BD)
+            assert cross is not None
+            heads = self.cross.heads(x_BD, cross, mask_B11S=cross_mask_B11S)
+            x_BD = self.cross_norm(self.cross.out.onto(x_BD, heads))
+        return self.ffn_norm(feed.down.onto(x_BD, feed.hidden(x_BD)))
+
+
+def _same(x_BD: Tensor) -> Tensor:
+    return x_BD
 
 
 class LeanModel:
     """A whole decoder as one function of the new tokens; see `step`."""
 
-    def __init__(self, model: Model, *, make: MakeProduct) -> None:
+    def __init__(self, model: Model, *, make: Maker) -> None:
         parts: StackParts = model.decoder if isinstance(model, EncoderDecoder) else model
         self.embed = parts.embed
         self.blocks = [
             LeanBlock(part, block, make)
             for part, block in zip(parts.blocks, parts.stack.blocks(), strict=True)
         ]
-        self.final_norm = None if parts.final_norm is None else make_norm(parts.final_norm)
         dtype = next(model.parameters()).dtype
         self.places_SD = None
         if parts.position is not None:
             table = getattr(parts.position, "table", None)
             self.places_SD = (parts.position.weight if table is None else table).detach().to(dtype)
         self.turns = {int(w): _both_halves(r, dtype) for w, r in parts.rotary.items()}
-        self.head = _make_head(model, make)
+        for block in self.blocks:
+            block.attention.table = self.turns.get(block.attention.d_head)
+        self.head = _make_head(model, make, norm=parts.final_norm)
 
     def step(
         self,
@@ -252,9 +254,12 @@ class LeanModel:
         """
         at = end - 1 if places_B is None else places_B
         x_BD = self._embedded(tokens_B, at)
+        turned_by_kernels = isinstance(end, Tensor) and all(
+            block.attention.gpu is not None for block in self.blocks
+        )
         rotations = {
             width: (cos[at], sin[at]) if places_B is None else (cos[at][:, None], sin[at][:, None])
-            for width, (cos, sin) in self.turns.items()
+            for width, (cos, sin) in ({} if turned_by_kernels else self.turns).items()
         }
         for layer, block in enumerate(self.blocks):
             x_BD = block(
@@ -262,20 +267,22 @@ class LeanModel:
                 kvs[layer],
                 end,
                 rotation=rotations.get(block.attention.d_head),
+                places_B=places_B,
                 mask_B11S=mask_B11S,
                 cross=crosses[layer] if crosses else None,
                 cross_mask_B11S=cross_mask_B11S,
             )
-        return self.head(x_BD if self.final_norm is None else self.final_norm(x_BD))
+        return self.head(x_BD)
 
     def _embedded(self, tokens_B: Tensor, at: "int | Tensor") -> Tensor:
         embed = self.embed
-        if isinstance(embed, TokenEmbedding):
+        if type(embed) is TokenEmbedding:
             x_BD = embed.weight.detach().index_select(0, tokens_B)
             scale = 1.0 if embed.scale is None else embed.scale
-        else:
-            assert isinstance(embed, FactorizedTokenEmbedding)
+        elif isinstance(embed, FactorizedTokenEmbedding):
             x_BD, scale = embed.u.detach().index_select(0, tokens_B) @ embed.v.detach(), 1.0
+        else:
+            x_BD, scale = embed(tokens_B), 1.0
         if self.places_SD is not None:
             return torch.add(self.places_SD[at], x_BD, alpha=scale)
         return x_BD if scale == 1.0 else x_BD * scale
@@ -287,13 +294,18 @@ def _both_halves(part: RotaryPosition, dtype: torch.dtype) -> tuple[Tensor, Tens
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def _make_head(model: Model, make: MakeProduct) -> Callable[[Tensor], Tensor]:
+def _make_head(
+    model: Model, make: Maker, *, norm: LayerNorm | RMSNorm | None
+) -> Callable[[Tensor], Tensor]:
     part = model.heads["next"]
     if not isinstance(part, TiedHead):
-        return make(*linear_parts(part))
+        return make.linear(part, norm=norm)
     bias = None if part.bias is None else part.bias.detach()
     embed = model.output_embedding()
-    if isinstance(embed, TokenEmbedding):
-        return make(embed.weight.detach(), bias)
-    narrow, wide = make(embed.v.detach(), None), make(embed.u.detach(), bias)
+    if type(embed) is TokenEmbedding:
+        return make.projection(embed.weight.detach(), bias, norm=norm)
+    if isinstance(embed, OwnProduct):
+        return Projection(embed.product(bias), norm=norm, gated=False, gpu=None)
+    narrow = make.projection(embed.v.detach(), None, norm=norm)
+    wide = make.projection(embed.u.detach(), bias)
     return lambda x: wide(narrow(x))

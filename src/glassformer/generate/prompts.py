@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from glassformer.data.batch import Batch
+from glassformer.data.vocab import Tokenizer
 from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
 
 # B batch, T length, S source length
 
@@ -93,6 +95,23 @@ class Prompts:
     def room(self, reader: Reader, max_new_tokens: int) -> list[int]:
         """How many new tokens each row may have."""
         return [min(max_new_tokens, reader.max_seq_len - len(row)) for row in self.tokens]
+
+
+def text_prompt(spec: ModelSpec, tokenizer: Tokenizer, text: str) -> Prompts:
+    """A text as the model was trained to see it: BOS before it, or as the source of a BOS."""
+    if "next" not in spec.head_names():
+        raise InputError(
+            "this model has no next-token head, so it cannot continue a text",
+            hint="glass evaluate measures what it answers",
+        )
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise InputError("an empty prompt", hint="give some text, or - to read stdin")
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    if spec.encoder is None:
+        return Prompts.of([begin + ids])
+    end = [] if tokenizer.eos is None else [tokenizer.eos]
+    return Prompts.of([begin], sources=[ids + end])
 
 
 def padded(rows: Sequence[Ids]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:

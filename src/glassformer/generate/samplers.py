@@ -137,6 +137,9 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
     ) -> Tensor:
         if step < len(spec.forced):
             return torch.full((len(logits_BV),), spec.forced[step], device=logits_BV.device)
+        untouched = spec.repetition_penalty == 1.0 and not spec.forbidden and allow_BV is None
+        if spec.greedy and untouched and step + 1 >= spec.min_new_tokens:
+            return greedy(logits_BV)
         x_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
         if spec.repetition_penalty != 1.0 and seen_BV is not None:
             x_BV = penalise_repetition(x_BV, seen_BV, spec.repetition_penalty)

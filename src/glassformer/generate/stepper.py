@@ -17,7 +17,7 @@ from glassformer.byhand.model import Model as HandModel
 from glassformer.generate.prompts import Prompts, padded
 from glassformer.models.encoder_decoder import EncoderDecoder
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.cache import Cache, FixedCache, GrowingCache
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -48,7 +48,7 @@ class Stepper(Protocol):
         """Read checked prompts: next-token logits (B, V), and the past with `room` to grow."""
 
     def step(self, tokens_B: Tensor, *, past: Any) -> Tensor:
-        """One more token for each row of the past: next-token logits (B, V)."""
+        """One more token for each row: next-token logits (B, V), good until the next step."""
 
 
 def check_decodes(spec: ModelSpec) -> None:
@@ -109,7 +109,10 @@ class TorchPast:
 class TorchStepper:
     """A model with a cache: the prompt once, then one new token a row and step."""
 
-    def __init__(self, model: Model, *, cache: Literal["fixed", "growing"] = "fixed") -> None:
+    def __init__(
+        self, model: Model | Holder, *, cache: Literal["fixed", "growing"] = "fixed"
+    ) -> None:
+        model = model_of(model)
         check_decodes(model.spec)
         check_eval(model)
         self.model = model
@@ -168,7 +171,8 @@ class Rows:
 class NaiveStepper:
     """No cache: the whole sequence through the whole model at every step."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model | Holder) -> None:
+        model = model_of(model)
         check_decodes(model.spec)
         check_eval(model)
         self.model = model

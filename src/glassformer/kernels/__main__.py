@@ -1,0 +1,31 @@
+"""`python -m glassformer.kernels [build]`: compile the C kernels, or say what is in use."""
+
+import argparse
+import sys
+
+from glassformer.kernels import build, native
+from glassformer.spec.errors import GlassError
+
+
+def main() -> int:
+    """The exit code of the error, or 0; without the library `show` says so and returns 1."""
+    reader = argparse.ArgumentParser(prog="python -m glassformer.kernels", description=__doc__)
+    reader.add_argument("job", nargs="?", choices=("show", "build"), default="show")
+    reader.add_argument("--compiler", help="default: the first of cc, gcc, clang")
+    given = reader.parse_args()
+    try:
+        if given.job == "build":
+            print(build.build(compiler=given.compiler))
+    except GlassError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if not native.available():
+        print(native.why_not())
+        return 1
+    pool = "torch's" if native.shares_threads() else "none: one thread"
+    print(f"variant: {native.variant()} of {', '.join(native.variants())}; thread pool: {pool}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

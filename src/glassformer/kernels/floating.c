@@ -1,0 +1,180 @@
+/* y (+)= x W^T + b for a few rows of float32, with W as it lies: row-major, float32 or bfloat16.
+
+   Reading W once is what it costs, so four outputs are computed together, for as many rows as there
+   are registers. Each output of each row is summed in one order, whatever the rows beside it:
+   a row alone and in a batch give the same bits. */
+
+#include <string.h>
+
+#include "native.h"
+
+#define OUTS 4 /* outputs computed together */
+#define PANEL_BYTES (1 << 16)
+#define SHORT_BYTES (1 << 13)
+
+struct floating {
+    const void *weight; /* (O, I) */
+    const float *bias;  /* (O) or null */
+    int64_t outputs, inputs;
+    int32_t bfloat16;   /* else float32 */
+};
+
+struct job {
+    const struct floating *w;
+    const float *x; /* (B, I) */
+    float *y;       /* (B, O) */
+    int64_t rows;
+    int onto; /* add to what y holds */
+};
+
+INLINE float widened(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+INLINE void put(const struct job *job, int64_t row, int64_t out, float sum) {
+    const struct floating *w = job->w;
+    float *y = job->y + row * w->outputs + out;
+    if (w->bias) sum += w->bias[out];
+    *y = job->onto ? *y + sum : sum;
+}
+
+/* --- portable --------------------------------------------------------------------------------- */
+
+#define LANES 16 /* partial sums that a compiler can keep in vectors of any width */
+
+static float dot(const struct floating *w, int64_t out, const float *x) {
+    float lanes[LANES] = {0}, sum = 0;
+    const float *wide = (const float *)w->weight + out * w->inputs;
+    const uint16_t *half = (const uint16_t *)w->weight + out * w->inputs;
+    int64_t i = 0;
+    for (; i + LANES <= w->inputs; i += LANES)
+        for (int l = 0; l < LANES; l++)
+            lanes[l] += (w->bfloat16 ? widened(half[i + l]) : wide[i + l]) * x[i + l];
+    for (int l = 0; i < w->inputs; i++, l++)
+        lanes[l] += (w->bfloat16 ? widened(half[i]) : wide[i]) * x[i];
+    for (int l = 0; l < LANES; l++) sum += lanes[l];
+    return sum;
+}
+
+static void portable(void *data, int64_t first, int64_t last) {
+    const struct job *job = data;
+    for (int64_t out = first; out < last; out++)
+        for (int64_t row = 0; row < job->rows; row++)
+            put(job, row, out, dot(job->w, out, job->x + row * job->w->inputs));
+}
+
+#ifdef GLASS_X86
+
+/* --- AVX2 and FMA: 4 outputs x 3 rows in 16 registers ----------------------------------------- */
+
+AVX2 INLINE __m256 wide8(const uint16_t *from) {
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+
+AVX2 INLINE __m256 some8(const float *from, int64_t count) {
+    float all[8] = {0};
+    memcpy(all, from, sizeof(float) * count);
+    return _mm256_loadu_ps(all);
+}
+
+AVX2 INLINE __m256 some_wide8(const uint16_t *from, int64_t count) {
+    uint16_t all[8] = {0};
+    memcpy(all, from, sizeof(uint16_t) * count);
+    return wide8(all);
+}
+
+AVX2 INLINE float sum8(__m256 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+#define TARGET AVX2
+#define VEC __m256
+#define WIDTH 8
+#define ROWS 3
+#define LOAD_X _mm256_loadu_ps
+#define SUM sum8
+#define FMA _mm256_fmadd_ps
+#define ZERO _mm256_setzero_ps
+
+#define NAME(what) avx2_float32_##what
+#define WEIGHT float
+#define LOAD _mm256_loadu_ps
+#define LOAD_SOME some8
+#define LINES 2
+#include "floating_block.h"
+#define NAME(what) avx2_bfloat16_##what
+#define WEIGHT uint16_t
+#define LOAD wide8
+#define LOAD_SOME some_wide8
+#define LINES 1
+#include "floating_block.h"
+#undef TARGET
+#undef VEC
+#undef WIDTH
+#undef ROWS
+#undef LOAD_X
+#undef SUM
+#undef FMA
+#undef ZERO
+
+/* --- AVX-512: 4 outputs x 6 rows in 32 registers ---------------------------------------- */
+
+AVX512 INLINE __m512 wide16(const uint16_t *from) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+AVX512 INLINE __m512 some16(const float *from, int64_t count) {
+    return _mm512_maskz_loadu_ps((__mmask16)((1 << count) - 1), from);
+}
+
+AVX512 INLINE __m512 some_wide16(const uint16_t *from, int64_t count) {
+    uint16_t all[16] = {0};
+    memcpy(all, from, sizeof(uint16_t) * count);
+    return wide16(all);
+}
+
+#define TARGET AVX512
+#define VEC __m512
+#define WIDTH 16
+#define ROWS 6
+#define LOAD_X _mm512_loadu_ps
+#define SUM _mm512_reduce_add_ps
+#define FMA _mm512_fmadd_ps
+#define ZERO _mm512_setzero_ps
+
+#define NAME(what) avx512_float32_##what
+#define WEIGHT float
+#define LOAD _mm512_loadu_ps
+#define LOAD_SOME some16
+#define LINES 4
+#include "floating_block.h"
+#define NAME(what) avx512_bfloat16_##what
+#define WEIGHT uint16_t
+#define LOAD wide16
+#define LOAD_SOME some_wide16
+#define LINES 2
+#include "floating_block.h"
+
+#endif
+
+EXPORT void glass_floating(const struct floating *w, const float *x, float *y, int64_t rows,
+                           int onto, int threads) {
+    struct job job = {w, x, y, rows, onto};
+    part_fn part = portable;
+#ifdef GLASS_X86
+    if (glass_variant() == AVX2_FMA)
+        part = w->bfloat16 ? avx2_bfloat16_part : avx2_float32_part;
+    if (glass_variant() == AVX512_VNNI)
+        part = w->bfloat16 ? avx512_bfloat16_part : avx512_float32_part;
+#endif
+    int64_t chunk = w->outputs / threads / 4, least = SHARED / w->inputs;
+    chunk = ((chunk < least ? least : chunk) / OUTS + 1) * OUTS;
+    glass_share(part, &job, w->outputs, chunk, threads);
+}

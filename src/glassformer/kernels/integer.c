@@ -1,0 +1,168 @@
+/* Products of int8 activations with int8 or 4-bit weights; integer.py states the arithmetic.
+
+   Weights lie in tiles of 16 outputs. A block of 64 bytes has, for each of the 16 in turn, 4 inputs
+   of int8 (stored plus 128), or 8 of 4 bits: inputs 0-3 in the low nibbles, 4-7 in the high ones.
+   So 16 sums grow side by side, none is ever added across a vector, and a group's sum is exact
+   before it meets its scale: every variant gives the same bits, for any number of rows. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "native.h"
+
+#define TILE 16
+#define BLOCK 64
+
+struct integer {
+    const uint8_t *weight;    /* tiles x blocks x 64 */
+    const void *scale, *zero; /* tiles x groups x 16; zero may be null: 8 everywhere */
+    int64_t outputs, inputs, groups, group; /* inputs = groups x group; int8 has one group */
+    int32_t bits, scale_kind, zero_kind;    /* an enum kind each */
+};
+
+enum kind { FLOAT, HALF, BYTE }; /* float32, float16, uint8; integer.py has the same order */
+
+struct job {
+    const struct integer *w;
+    const float *bias;   /* outputs, or null */
+    const float *x;      /* rows x inputs */
+    float *y;            /* rows x outputs */
+    int64_t rows, width; /* width: inputs, padded with zeros to a multiple of 8 */
+    int8_t *xq;          /* rows x width */
+    int32_t *sums;       /* rows x groups: sums of xq */
+    float *size;         /* rows: what one step of xq is worth */
+};
+
+/* --- activations ------------------------------------------------------------------------------ */
+
+INLINE void quantize(const struct job *job, int64_t first, int64_t last) {
+    const struct integer *w = job->w;
+    for (int64_t row = first; row < last; row++) {
+        const float *x = job->x + row * w->inputs;
+        int8_t *xq = job->xq + row * job->width;
+        uint32_t most = 0; /* bits of |x| order as |x| does, infinities and NaN above all */
+        for (int64_t i = 0; i < w->inputs; i++) {
+            uint32_t bits;
+            memcpy(&bits, x + i, 4);
+            bits &= 0x7fffffffu;
+            most = bits > most ? bits : most;
+        }
+        float top, size;
+        memcpy(&top, &most, 4);
+        size = top / 127.0f;
+        memset(xq, 0, (size_t)job->width);
+        if (most >= 0x7f800000u) size = NAN;
+        else if (size > 0)
+            for (int64_t i = 0; i < w->inputs; i++) {
+                float step = rintf(x[i] / size);
+                step = step > 127.0f ? 127.0f : step < -127.0f ? -127.0f : step;
+                xq[i] = (int8_t)step;
+            }
+        job->size[row] = size;
+        for (int64_t g = 0; g < w->groups; g++) {
+            int32_t sum = 0;
+            for (int64_t i = g * w->group; i < (g + 1) * w->group; i++) sum += xq[i];
+            job->sums[row * w->groups + g] = sum;
+        }
+    }
+}
+
+static void portable_rows(void *job, int64_t first, int64_t last) { quantize(job, first, last); }
+
+/* --- portable --------------------------------------------------------------------------------- */
+
+static float from_half(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, bits = half & 0x7fffu;
+    float value;
+    if (bits < 0x0400u) { /* subnormal, or 0: exact as a product */
+        value = (float)bits * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    bits = bits >= 0x7c00u ? 0x7f800000u | (bits & 0x3ffu) << 13 : (bits << 13) + 0x38000000u;
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE float number(const void *from, int32_t kind, int64_t at) {
+    if (kind == BYTE) return ((const uint8_t *)from)[at];
+    return kind == HALF ? from_half(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+}
+
+INLINE void add_block(int32_t *sums, const uint8_t *at, const int8_t *x, int bits) {
+    for (int l = 0; l < TILE; l++)
+        for (int j = 0; j < 4; j++) {
+            int q = at[4 * l + j];
+            sums[l] += bits == 8 ? q * x[j] : (q & 15) * x[j] + (q >> 4) * x[j + 4];
+        }
+}
+
+INLINE void tiles(const struct job *job, int64_t first, int64_t last, int bits) {
+    const struct integer *w = job->w;
+    int64_t per = bits == 8 ? 4 : 8, blocks = job->width / per / w->groups;
+    for (int64_t tile = first; tile < last; tile++)
+        for (int64_t row = 0; row < job->rows; row++) {
+            const uint8_t *at = w->weight + tile * blocks * w->groups * BLOCK;
+            const int8_t *x = job->xq + row * job->width;
+            float acc[TILE] = {0};
+            for (int64_t g = 0; g < w->groups; g++) {
+                int32_t sums[TILE] = {0}, xsum = job->sums[row * w->groups + g];
+                int64_t begin = (tile * w->groups + g) * TILE;
+                for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += per)
+                    add_block(sums, at, x, bits);
+                for (int l = 0; l < TILE; l++) {
+                    float scale = number(w->scale, w->scale_kind, begin + l);
+                    if (bits == 8) {
+                        acc[l] = (float)(sums[l] - 128 * xsum) * scale;
+                    } else {
+                        float zero = w->zero ? number(w->zero, w->zero_kind, begin + l) : 8.0f;
+                        acc[l] = acc[l] + ((float)sums[l] - zero * (float)xsum) * scale;
+                    }
+                }
+            }
+            for (int64_t l = 0, out = tile * TILE; l < TILE && out < w->outputs; l++, out++) {
+                float y = acc[l] * job->size[row];
+                job->y[row * w->outputs + out] = job->bias ? y + job->bias[out] : y;
+            }
+        }
+}
+
+static void portable_int8(void *job, int64_t first, int64_t last) { tiles(job, first, last, 8); }
+static void portable_int4(void *job, int64_t first, int64_t last) { tiles(job, first, last, 4); }
+
+#ifdef GLASS_X86
+#include "integer_x86.h"
+/* The same lines as portable_rows, for wider vectors. */
+AVX2 static void avx2_rows(void *job, int64_t first, int64_t last) { quantize(job, first, last); }
+AVX512 static void avx512_rows(void *job, int64_t first, int64_t last) {
+    quantize(job, first, last);
+}
+#endif
+
+/* 0, or 1 where there was no memory. */
+EXPORT int glass_integer(const struct integer *w, const float *bias, const float *x, float *y,
+                         int64_t rows, int threads) {
+    struct job job = {w, bias, x, y, rows, (w->inputs + 7) / 8 * 8, 0, 0, 0};
+    part_fn by_rows = portable_rows, by_tiles = w->bits == 8 ? portable_int8 : portable_int4;
+#ifdef GLASS_X86
+    if (glass_variant() == AVX2_FMA)
+        by_rows = avx2_rows, by_tiles = w->bits == 8 ? avx2_int8 : avx2_int4;
+    if (glass_variant() == AVX512_VNNI)
+        by_rows = avx512_rows, by_tiles = w->bits == 8 ? avx512_int8 : avx512_int4;
+#endif
+    job.xq = malloc((size_t)(rows * job.width));
+    job.sums = malloc((size_t)(rows * w->groups) * sizeof(int32_t));
+    job.size = malloc((size_t)rows * sizeof(float));
+    int failed = !job.xq || !job.sums || !job.size;
+    if (!failed) {
+        int64_t count = (w->outputs + TILE - 1) / TILE, chunk = count / threads / 4 + 1;
+        int64_t least = SHARED / (TILE * w->inputs) + 1; /* less is not worth a thread */
+        glass_share(by_rows, &job, rows, rows * w->inputs < SHARED ? rows : 4, threads);
+        glass_share(by_tiles, &job, count, chunk < least ? least : chunk, threads);
+    }
+    free(job.xq);
+    free(job.sums);
+    free(job.size);
+    return failed;
+}

@@ -1,0 +1,234 @@
+/* The kernels of integer.c for x86-64: one tile, and as many rows as registers hold. */
+
+#define FETCH 4096 /* bytes ahead that are fetched */
+
+/* All rows of tiles first .. last - 1, in as few passes as can be, of about the same size. */
+#define PART(NAME, TARGET, MOST, CASES)                                                          \
+    TARGET static void NAME(void *data, int64_t first, int64_t last) {                           \
+        const struct job *job = data;                                                            \
+        int64_t passes = (job->rows + MOST - 1) / MOST;                                          \
+        for (int64_t tile = first; tile < last; tile++)                                          \
+            for (int64_t pass = 0; pass < passes; pass++) {                                      \
+                int64_t row = job->rows * pass / passes;                                         \
+                switch (job->rows * (pass + 1) / passes - row) { CASES }                         \
+            }                                                                                    \
+    }
+#define FETCH_LINE(at) _mm_prefetch((const char *)(at) + FETCH, _MM_HINT_T1)
+
+/* --- AVX2: vpmaddubsw adds pairs of products in 16 bits. They fit: 2 * 128 * 127, and for 4 bits
+   even 8 pairs, 16 * 15 * 127 ------------------------------------------------------------------ */
+
+AVX2 INLINE __m256 numbers8(const void *from, int32_t kind, int64_t at) {
+    if (kind == FLOAT) return _mm256_loadu_ps((const float *)from + at);
+    if (kind == BYTE) {
+        __m128i bytes = _mm_loadl_epi64((const __m128i *)((const uint8_t *)from + at));
+        return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+    }
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)from + at)));
+}
+
+AVX2 INLINE __m256i four8(const int8_t *x) {
+    int32_t word;
+    memcpy(&word, x, 4);
+    return _mm256_set1_epi32(word);
+}
+
+AVX2 INLINE void put8(const struct job *job, int64_t row, int64_t out, __m256 acc) {
+    const struct integer *w = job->w;
+    int64_t left = w->outputs - out;
+    float *to = job->y + row * w->outputs + out, y[8];
+    acc = _mm256_mul_ps(acc, _mm256_set1_ps(job->size[row]));
+    if (left >= 8) {
+        if (job->bias) acc = _mm256_add_ps(acc, _mm256_loadu_ps(job->bias + out));
+        _mm256_storeu_ps(to, acc);
+        return;
+    }
+    _mm256_storeu_ps(y, acc);
+    for (int64_t l = 0; l < left; l++) to[l] = job->bias ? y[l] + job->bias[out + l] : y[l];
+}
+
+AVX2 INLINE void int8_avx2(const struct job *job, int64_t tile, int side, int64_t row, int rows) {
+    const struct integer *w = job->w;
+    int64_t blocks = job->width / 4, out = tile * TILE + side * 8;
+    const uint8_t *at = w->weight + tile * blocks * BLOCK + side * 32;
+    const int8_t *x = job->xq + row * job->width;
+    const __m256i ones = _mm256_set1_epi16(1), top = _mm256_set1_epi8((char)0x80);
+    __m256i sums[6];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) sums[r] = _mm256_setzero_si256();
+    for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += 4) {
+        FETCH_LINE(at);
+        __m256i q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)at), top);
+        __m256i size = _mm256_abs_epi8(q); /* -128 gives 128, and is read without a sign */
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            __m256i turned = _mm256_sign_epi8(four8(x + r * job->width), q);
+            __m256i pairs = _mm256_maddubs_epi16(size, turned);
+            sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(pairs, ones));
+        }
+    }
+    __m256 scale = numbers8(w->scale, w->scale_kind, out);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        put8(job, row + r, out, _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r]), scale));
+}
+
+AVX2 INLINE void int4_avx2(const struct job *job, int64_t tile, int side, int64_t row, int rows) {
+    const struct integer *w = job->w;
+    int64_t blocks = w->group / 8;
+    const uint8_t *at = w->weight + tile * w->groups * blocks * BLOCK + side * 32;
+    const int8_t *x = job->xq + row * job->width;
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    __m256 acc[4];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) acc[r] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < w->groups; g++) {
+        __m256i sums[4];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) sums[r] = _mm256_setzero_si256();
+        for (int64_t b = 0; b < blocks;) {
+            __m256i pairs[4];
+            int64_t end = b + 4 < blocks ? b + 4 : blocks; /* as many as fit into 16 bits */
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) pairs[r] = _mm256_setzero_si256();
+            for (; b < end; b++, at += BLOCK, x += 8) {
+                FETCH_LINE(at);
+                __m256i both = _mm256_loadu_si256((const __m256i *)at);
+                __m256i q0 = _mm256_and_si256(both, low);
+                __m256i q1 = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    const int8_t *xr = x + r * job->width;
+                    __m256i p0 = _mm256_maddubs_epi16(q0, four8(xr));
+                    __m256i p1 = _mm256_maddubs_epi16(q1, four8(xr + 4));
+                    pairs[r] = _mm256_add_epi16(pairs[r], _mm256_add_epi16(p0, p1));
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+                sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(pairs[r], ones));
+        }
+        int64_t begin = (tile * w->groups + g) * TILE + side * 8;
+        __m256 scale = numbers8(w->scale, w->scale_kind, begin);
+        __m256 zero = w->zero ? numbers8(w->zero, w->zero_kind, begin) : _mm256_set1_ps(8.0f);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            __m256 xsum = _mm256_set1_ps((float)job->sums[(row + r) * w->groups + g]);
+            __m256 sum = _mm256_sub_ps(_mm256_cvtepi32_ps(sums[r]), _mm256_mul_ps(zero, xsum));
+            acc[r] = _mm256_add_ps(acc[r], _mm256_mul_ps(sum, scale));
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) put8(job, row + r, tile * TILE + side * 8, acc[r]);
+}
+
+#define ROWS8(n) \
+    case n: int8_avx2(job, tile, 0, row, n), int8_avx2(job, tile, 1, row, n); break;
+#define ROWS4(n) \
+    case n: int4_avx2(job, tile, 0, row, n), int4_avx2(job, tile, 1, row, n); break;
+PART(avx2_int8, AVX2, 6, ROWS8(1) ROWS8(2) ROWS8(3) ROWS8(4) ROWS8(5) ROWS8(6))
+PART(avx2_int4, AVX2, 4, ROWS4(1) ROWS4(2) ROWS4(3) ROWS4(4))
+#undef ROWS8
+#undef ROWS4
+
+/* --- AVX-512 VNNI: vpdpbusd adds four products in 32 bits, and does not saturate ------------- */
+
+AVX512 INLINE __m512 numbers16(const void *from, int32_t kind, int64_t at) {
+    if (kind == FLOAT) return _mm512_loadu_ps((const float *)from + at);
+    if (kind == BYTE) {
+        __m128i bytes = _mm_loadu_si128((const __m128i *)((const uint8_t *)from + at));
+        return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+    }
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at)));
+}
+
+AVX512 INLINE __m512i four16(const int8_t *x) {
+    int32_t word;
+    memcpy(&word, x, 4);
+    return _mm512_set1_epi32(word);
+}
+
+AVX512 INLINE void put16(const struct job *job, int64_t row, int64_t tile, __m512 acc) {
+    const struct integer *w = job->w;
+    int64_t out = tile * TILE, left = w->outputs - out;
+    __mmask16 some = left >= TILE ? 0xffff : (__mmask16)((1 << left) - 1);
+    acc = _mm512_mul_ps(acc, _mm512_set1_ps(job->size[row]));
+    if (job->bias) acc = _mm512_add_ps(acc, _mm512_maskz_loadu_ps(some, job->bias + out));
+    _mm512_mask_storeu_ps(job->y + row * w->outputs + out, some, acc);
+}
+
+AVX512 INLINE void int8_avx512(const struct job *job, int64_t tile, int64_t row, int rows) {
+    const struct integer *w = job->w;
+    int64_t blocks = job->width / 4; /* an even number */
+    const uint8_t *at = w->weight + tile * blocks * BLOCK;
+    const int8_t *x = job->xq + row * job->width;
+    __m512i sums[12], more[12]; /* two chains, so that one need not wait for the other */
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) sums[r] = more[r] = _mm512_setzero_si512();
+    for (int64_t b = 0; b < blocks; b += 2, at += 2 * BLOCK, x += 8) {
+        FETCH_LINE(at);
+        FETCH_LINE(at + BLOCK);
+        __m512i q0 = _mm512_loadu_si512(at), q1 = _mm512_loadu_si512(at + BLOCK);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            const int8_t *xr = x + r * job->width;
+            sums[r] = _mm512_dpbusd_epi32(sums[r], q0, four16(xr));
+            more[r] = _mm512_dpbusd_epi32(more[r], q1, four16(xr + 4));
+        }
+    }
+    __m512 scale = numbers16(w->scale, w->scale_kind, tile * TILE);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        __m512i shift = _mm512_set1_epi32(128 * job->sums[row + r]);
+        __m512i sum = _mm512_sub_epi32(_mm512_add_epi32(sums[r], more[r]), shift);
+        put16(job, row + r, tile, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale));
+    }
+}
+
+AVX512 INLINE void int4_avx512(const struct job *job, int64_t tile, int64_t row, int rows) {
+    const struct integer *w = job->w;
+    int64_t blocks = w->group / 8;
+    const uint8_t *at = w->weight + tile * w->groups * blocks * BLOCK;
+    const int8_t *x = job->xq + row * job->width;
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 acc[12];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) acc[r] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < w->groups; g++) {
+        __m512i sums[12];
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) sums[r] = _mm512_setzero_si512();
+        for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += 8) {
+            FETCH_LINE(at);
+            __m512i both = _mm512_loadu_si512(at);
+            __m512i q0 = _mm512_and_si512(both, low);
+            __m512i q1 = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                const int8_t *xr = x + r * job->width;
+                sums[r] = _mm512_dpbusd_epi32(sums[r], q0, four16(xr));
+                sums[r] = _mm512_dpbusd_epi32(sums[r], q1, four16(xr + 4));
+            }
+        }
+        int64_t begin = (tile * w->groups + g) * TILE;
+        __m512 scale = numbers16(w->scale, w->scale_kind, begin);
+        __m512 zero = w->zero ? numbers16(w->zero, w->zero_kind, begin) : _mm512_set1_ps(8.0f);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            __m512 xsum = _mm512_set1_ps((float)job->sums[(row + r) * w->groups + g]);
+            __m512 sum = _mm512_sub_ps(_mm512_cvtepi32_ps(sums[r]), _mm512_mul_ps(zero, xsum));
+            acc[r] = _mm512_add_ps(acc[r], _mm512_mul_ps(sum, scale));
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) put16(job, row + r, tile, acc[r]);
+}
+
+#define ROWS(KERNEL, n) \
+    case n: KERNEL(job, tile, row, n); break;
+#define UP_TO_12(KERNEL)                                                                         \
+    ROWS(KERNEL, 1) ROWS(KERNEL, 2) ROWS(KERNEL, 3) ROWS(KERNEL, 4) ROWS(KERNEL, 5)              \
+    ROWS(KERNEL, 6) ROWS(KERNEL, 7) ROWS(KERNEL, 8) ROWS(KERNEL, 9) ROWS(KERNEL, 10)             \
+    ROWS(KERNEL, 11) ROWS(KERNEL, 12)
+PART(avx512_int8, AVX512, 12, UP_TO_12(int8_avx512))
+PART(avx512_int4, AVX512, 12, UP_TO_12(int4_avx512))

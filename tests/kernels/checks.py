@@ -1,0 +1,190 @@
+"""What must hold of the C kernels, as functions, so that planted faults can be held against them.
+
+Sizes are primes and their neighbours: no multiple of a vector, a tile, or a panel. Every check goes
+through every variant that the machine has.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from glassformer.kernels import native
+from glassformer.kernels.integer import Int4Weight, Int8Weight
+from glassformer.kernels.product import Product
+from glassformer.kernels.reference import reference_int4, reference_int8
+from tests.tiny import noise
+
+# B rows, I inputs, O outputs, G groups
+
+C = ("c", "c", "c")
+SHAPES = ((1, 1), (3, 7), (5, 8), (17, 31), (37, 129), (131, 53), (29, 2111))
+ROWS = (1, 2, 3, 5, 7, 11, 16)
+GROUPED = ((3, 8, 8), (17, 96, 32), (37, 264, 24), (5, 1280, 128), (33, 512, 512))
+
+
+def single(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Unit normal numbers in float32."""
+    return noise(*shape, seed=seed, dtype=torch.float32)
+
+
+def int8(outputs: int, inputs: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights from -128 to 127, and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    qweight = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+    return qweight, torch.rand(outputs, generator=generator) + 0.1
+
+
+def int4(outputs: int, inputs: int, group: int, seed: int = 0):
+    """Weights from 0 to 15, scales, and zero points that are no whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    qweight = torch.randint(16, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scale, zero = torch.rand(2, outputs, inputs // group, generator=generator)
+    return qweight, scale + 0.1, 15 * zero
+
+
+def floats_are_torchs() -> None:
+    """x W^T + b and residual + x W^T + b, within rounding of float64."""
+    for outputs, inputs in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            weight, bias = single(outputs, inputs).to(dtype), single(outputs, seed=1).to(dtype)
+            for given in (None, bias):
+                product = Product(weight, given, routines=C)
+                for rows in ROWS:
+                    x, residual = single(rows, inputs, seed=2), single(rows, outputs, seed=3)
+                    x, residual = x.to(dtype), residual.to(dtype)
+                    want = F.linear(
+                        x.double(), weight.double(), None if given is None else given.double()
+                    )
+                    small, large = (1e-6, 1e-6) if dtype == torch.float32 else (1e-2, 2**-7)
+                    limit = small * (inputs**0.5 + 1) + large * (want.abs() + residual.abs())
+                    for name in native.variants():
+                        with native.use_variant(name):
+                            assert ((product(x) - want).abs() <= limit).all(), (
+                                name,
+                                outputs,
+                                inputs,
+                            )
+                            got = product.onto(residual.clone(), x) - residual.double()
+                            assert ((got - want).abs() <= 2 * limit).all(), (name, outputs, inputs)
+
+
+def int8_is_the_reference() -> None:
+    """Bit for bit, in every variant, with a bias and without."""
+    for outputs, inputs in SHAPES:
+        qweight, scale = int8(outputs, inputs)
+        weight, bias = Int8Weight(qweight, scale), single(outputs, seed=1)
+        for rows in (*ROWS, 41):
+            x = single(rows, inputs, seed=2) * torch.logspace(-9, 9, rows)[:, None]
+            for given in (None, bias):
+                want = reference_int8(x, qweight, scale, given)
+                for name in native.variants():
+                    with native.use_variant(name):
+                        assert torch.equal(weight.product(x, given), want), (name, outputs, inputs)
+
+
+def int4_is_the_reference() -> None:
+    """Bit for bit: halves, floats, bytes, zero points or 8, groups that end within a vector."""
+    for outputs, inputs, group in GROUPED:
+        qweight, scale, zero = int4(outputs, inputs, group)
+        bias = single(outputs, seed=1)
+        for scales in (scale, scale.half()):
+            for zeros in (None, zero, zero.half(), (17 * zero).to(torch.uint8)):  # to 254
+                weight = Int4Weight(qweight, scales, zeros, group=group)
+                for rows in (1, 3, 13, 41):
+                    x = single(rows, inputs, seed=2)
+                    want = reference_int4(x, qweight, scales, zeros, bias)
+                    for name in native.variants():
+                        with native.use_variant(name):
+                            assert torch.equal(weight.product(x, bias), want), (name, inputs, group)
+
+
+def nothing_saturates() -> None:
+    """Everything at its largest, of either sign: exact."""
+    inputs, x = 1280, torch.full((2, 1280), 3.0)
+    x[1] = -3.0
+    for level in (-128, 127):
+        qweight = torch.full((19, inputs), level, dtype=torch.int8)
+        for name in native.variants():
+            with native.use_variant(name):
+                got = Int8Weight(qweight, torch.ones(19)).product(x)
+                want = reference_int8(x, qweight, torch.ones(19))
+                assert torch.equal(got, want) and bool((got[0] == 3.0 * inputs * level).all()), name
+    for level in (0, 15):
+        qweight = torch.full((19, inputs), level, dtype=torch.uint8)
+        for group in (32, 128, 1280):
+            scale = torch.ones(19, inputs // group)
+            for name in native.variants():
+                with native.use_variant(name):
+                    got = Int4Weight(qweight, scale, group=group).product(x)
+                    assert torch.equal(got, reference_int4(x, qweight, scale)), (name, group)
+
+
+def rows_are_their_own() -> None:
+    """A row alone and beside one a million times larger: the same bits, integers and floats."""
+    qweight8, scale8 = int8(37, 129)
+    qweight4, scale4, zero4 = int4(37, 256, 32)
+    kinds = (
+        (Int8Weight(qweight8, scale8).product, 129, 41),
+        (Int4Weight(qweight4, scale4, zero4, group=32).product, 256, 41),
+        (Product(single(37, 129), single(37, seed=1), routines=C), 129, 16),
+        (Product(single(37, 2111), None, routines=C), 2111, 16),
+    )
+    for name in native.variants():
+        with native.use_variant(name):
+            for product, inputs, most in kinds:
+                x = single(most, inputs, seed=2)
+                x[most // 2] *= 1e6
+                for rows in (2, 5, most):
+                    together = product(x[:rows])
+                    alone = torch.cat([product(row[None]) for row in x[:rows]])
+                    assert torch.equal(together, alone), (name, inputs, rows)
+
+
+def threads_change_nothing() -> None:
+    """One thread, two and three: the same bits, and every output is written."""
+    before = torch.get_num_threads()
+    qweight8, scale8 = int8(2003, 129)
+    qweight4, scale4, zero4 = int4(2003, 128, 64)
+    kinds = (
+        (Int8Weight(qweight8, scale8).product, 129),
+        (Int4Weight(qweight4, scale4, zero4, group=64).product, 128),
+        (Product(single(2003, 129), None, routines=C), 129),
+    )
+    try:
+        for product, inputs in kinds:
+            x = single(3, inputs, seed=1)
+            answers = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                answers.append(product(x))
+            assert torch.equal(answers[0], answers[1]), inputs
+            assert torch.equal(answers[0], answers[2]), inputs
+    finally:
+        torch.set_num_threads(before)
+
+
+def activations_are_rounded_as_said() -> None:
+    """Halves go to even; zeros stay; what is not finite gives NaN, in its own row only."""
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 126.5], [0.0] * 5, [1.0, torch.nan, 1.0, 1.0, 1.0]])
+    x = torch.cat((x, torch.tensor([[torch.inf] + [1.0] * 4, [3e-44, 1e-45, 0.0, 0.0, -3e-44]])))
+    weight = Int8Weight(torch.eye(5, dtype=torch.int8), torch.ones(5))
+    for name in native.variants():
+        with native.use_variant(name):
+            got = weight.product(x)
+            assert got[0].tolist() == [127.0, 0.0, 2.0, -2.0, 126.0], name
+            assert got[1].tolist() == [0.0] * 5, name
+            assert bool(got[2:4].isnan().all()), name
+            assert torch.equal(got[4], reference_int8(x[4:], *weight.unpack())[0]), name
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        floats_are_torchs,
+        int8_is_the_reference,
+        int4_is_the_reference,
+        nothing_saturates,
+        rows_are_their_own,
+        threads_change_nothing,
+        activations_are_rounded_as_said,
+    )
+}

@@ -1,0 +1,112 @@
+"""The GPU kernels of a decoding step against plain torch in float64; skipped without a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# I inputs, O outputs, B rows, N query heads, K key-value heads, H d_head, S places
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return made.to("cuda", dtype)
+
+
+@pytest.mark.parametrize("n_in", [17, 96, 1024, 1409])
+@pytest.mark.parametrize("norm", ["", "rms", "layer"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_product_of_one_row(n_in, norm, gated, extra):
+    from glassformer.kernels import gpu
+
+    n_out = 37
+    x, weight = draw(1, n_in), draw(2 * n_out if gated else n_out, n_in, seed=1)
+    bias = draw(len(weight), seed=2) if extra else None
+    gain, shift = draw(n_in, seed=3), draw(n_in, seed=4)
+    residual = draw(1, n_out, seed=5) if extra else None
+    wide = x.double()
+    if norm == "rms":
+        wide = wide / (wide.square().mean() + 1e-6).sqrt() * gain
+    if norm == "layer":
+        wide = F.layer_norm(wide, (n_in,), gain.double(), shift.double(), 1e-6)
+    want = wide @ weight.double().t() + (0 if bias is None else bias)
+    if gated:
+        want = F.silu(want[:, :n_out]) * want[:, n_out:]
+    want = want if residual is None else want + residual
+    shown = gpu.product(
+        x,
+        weight,
+        bias,
+        norm=norm,
+        gain_I=gain if norm else None,
+        shift_I=shift if norm == "layer" else None,
+        eps=1e-6,
+        gated=gated,
+        residual_1O=residual,
+    )
+    assert (shown - want).abs().max() <= 2e-6 * want.abs().max()
+
+
+def test_a_gate_of_many_rows():
+    from glassformer.kernels import gpu
+
+    wide = draw(5, 2 * 1031)
+    want = F.silu(wide[:, :1031].double()) * wide[:, 1031:]
+    assert (gpu.gate(wide) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 3, 70])
+@pytest.mark.parametrize("end", [1, 64, 65, 301])
+@pytest.mark.parametrize("window", [None, 7, 100])
+@pytest.mark.parametrize("extra", [False, True])
+def test_one_query_looks_back(batch, end, window, extra):
+    """With `extra`: padding on the left, rotation and a norm of the heads."""
+    from glassformer.kernels import gpu
+
+    N, K, H, S = 6, 2, 24, 320
+    qkv, kv = draw(batch, N + 2 * K, H), draw(batch, 2 * K, S, H, seed=1)
+    given = kv.double().clone()
+    start = torch.arange(batch, device="cuda") % 3 if extra and end > 3 else None
+    mask = rotation = gains = None
+    places = torch.full((batch,), end - 1, device="cuda")
+    turned = qkv.double().clone()
+    if extra:
+        gains = (draw(H, seed=2), draw(H, seed=3))
+        for heads, gain in zip((slice(0, N), slice(N, N + K)), gains, strict=True):
+            x = turned[:, heads]
+            turned[:, heads] = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
+        angle = draw(S, H // 2, seed=4)
+        cos, sin = angle.cos(), angle.sin()
+        rotation = (torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))
+        if start is not None:
+            places = places - start
+            mask = torch.zeros(batch, S, device="cuda")
+            mask.masked_fill_(torch.arange(S, device="cuda") < start[:, None], -torch.inf)
+        x = turned[:, : N + K]
+        both = [table[places].double()[:, None] for table in rotation]
+        turned[:, : N + K] = x * both[0] + x.roll(H // 2, -1) * both[1]
+    given[:, :, end - 1] = turned[:, N:]
+    column = torch.arange(S, device="cuda")
+    seen = (column < end) & (column >= (0 if window is None else end - window))
+    score = torch.einsum(
+        "bkgh,bksh->bkgs", turned[:, :N].view(batch, K, N // K, H), given[:, :K]
+    ) / (H**0.5)
+    score = score.masked_fill(~seen, -torch.inf)
+    score = score if mask is None else score + mask[:, None, None].double()
+    want = torch.einsum("bkgs,bksh->bkgh", score.softmax(-1), given[:, K:]).reshape(batch, N * H)
+    shown = gpu.attend(
+        qkv,
+        kv,
+        torch.tensor([end], device="cuda"),
+        n_heads=N,
+        places_B=places,
+        rotation=rotation,
+        gains=gains,
+        eps=1e-6,
+        window=window,
+        mask_BS=mask,
+    )
+    assert (shown - want).abs().max() < 1e-5
+    assert (kv - given).abs().max() < 1e-5
