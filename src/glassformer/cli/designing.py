@@ -1,0 +1,189 @@
+"""What `glass design` does: a budget in, a table, its costs and what gave way out."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from glassformer.spec.allocation import (
+    format_allocation,
+    format_alternatives,
+    format_dimensions,
+)
+from glassformer.spec.budget import Answer, Budget, Design, Exact
+from glassformer.spec.costs import cache_bytes, flops, training_memory, weight_bytes
+from glassformer.spec.errors import InputError
+from glassformer.spec.infeasible import InfeasibleBudget, show
+from glassformer.spec.quantity import format_bytes, format_flops, format_seconds
+from glassformer.spec.tasks import TextTask
+from glassformer.spec.train import RunSpec
+
+#: From here on a text run has the learning rate of the 10 M recipe.
+LARGE = 3_000_000
+
+
+def design_json(answer: Answer) -> str:
+    """The answer for scripts."""
+    found = _numbers(answer.best)
+    found["gave_way"] = list(answer.gave_way)
+    found["alternatives"] = [
+        {"name": design.name, **_numbers(design)} for design in answer.alternatives
+    ]
+    return json.dumps(found)
+
+
+def _numbers(design: Design) -> dict[str, Any]:
+    sizes = design.sizes
+    tied = design.spec.heads[0].tied  # type: ignore[union-attr]  # a design has a next head
+    return {
+        "target": design.target,
+        "params": design.params,
+        "error": design.error,
+        "d_model": sizes.d_model,
+        "d_head": sizes.d_head,
+        "d_ff": sizes.d_ff,
+        "n_layers": sizes.n_layers,
+        "n_heads": sizes.n_heads,
+        "embedding_ratio": design.embedding_ratio,
+        "glu_expansion": design.glu_expansion,
+        "tied": tied,
+    }
+
+
+def infeasible_json(error: InfeasibleBudget) -> str:
+    """The certificate for scripts."""
+    found = error.certificate
+    return json.dumps({"infeasible": {"why": found.why, "nearest": found.nearest}})
+
+
+def infeasible_text(error: InfeasibleBudget) -> str:
+    """The certificate for people."""
+    found = error.certificate
+    lines = [f"infeasible: {found.why}"]
+    works = {name: value for name, value in found.nearest.items() if value is not None}
+    if works:
+        lines.append("any one of these changes alone makes it feasible:")
+        lines += [f"  {_option(name, value, found.budget)}" for name, value in works.items()]
+    helpless = [name for name in found.nearest if name not in works]
+    if helpless:
+        names = ("untied" if name == "tied" else name.replace("_", "-") for name in helpless)
+        lines.append(f"no change of one of these alone does: --{' --'.join(names)}")
+    return "\n".join(lines)
+
+
+def _option(name: str, value: Any, budget: Budget) -> str:
+    """The change as words of the command line."""
+    if name == "tied":
+        return "without --untied" if value else "--untied"
+    words = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return words
+    text = f"{words} {show(value).replace(',', '')}"
+    if name == "ratio_within" and isinstance(budget.embedding_ratio, Exact):
+        return f"{text} instead of --exact-ratio"
+    if name == "glu_within" and isinstance(budget.glu_expansion, Exact):
+        return f"{text} instead of --exact-expansion"
+    return text
+
+
+def design_text(answer: Answer, *, batch: int) -> str:
+    """The answer for people, but for the step's time, which takes a moment to calibrate."""
+    parts = [str(answer.best), format_allocation(answer.spec)]
+    parts.append(format_dimensions(answer.best, answer.budget))
+    if answer.gave_way:
+        parts.append("gave way\n" + "\n".join(f"  {line}" for line in answer.gave_way))
+    if answer.alternatives:
+        parts.append("other designs within the tolerance\n" + format_alternatives(answer))
+    parts.append(costs_text(answer, batch=batch))
+    return "\n\n".join(parts)
+
+
+def costs_text(answer: Answer, *, batch: int) -> str:
+    """FLOPs, memory and cache."""
+    model, length = answer.spec, answer.spec.max_seq_len
+    work, kept = flops(model, length=length), training_memory(model, batch=batch, length=length)
+    forms = weight_bytes(model)
+    cache = cache_bytes(model, batch=1, length=1, itemsize=4)
+    weights = "   ".join(f"{form} {format_bytes(count)}" for form, count in forms.items())
+    if forms["int4"] == forms["int8"]:
+        weights += "   (32 divides neither width, so int4 stays int8)"
+    return "\n".join(
+        [
+            f"FLOPs per token    forward {format_flops(work.forward / length)}   training "
+            f"{format_flops(work.training / length)}   (length {length})",
+            f"weights            {weights}",
+            f"training memory    {format_bytes(kept.peak)} at batch {batch} x {length} in float32",
+            f"                   weights {format_bytes(kept.weights)}, AdamW "
+            f"{format_bytes(kept.optimizer)}, activations {format_bytes(kept.activations)}, the "
+            f"gradient of the loss {format_bytes(kept.passing)}",
+            f"KV cache per token {format_bytes(cache)} in float32, {format_bytes(cache / 2)} in "
+            "bf16",
+        ]
+    )
+
+
+def time_text(answer: Answer, *, batch: int, device: str) -> str:
+    """The predicted time of a training step, after two seconds of measuring this machine."""
+    from glassformer.cli.training import check_device
+    from glassformer.lab.calibrate import calibrate
+    from glassformer.spec.timing import step_time
+
+    check_device(device)
+    length = answer.spec.max_seq_len
+    rates = calibrate(device=device)
+    seconds = step_time(answer.spec, rates, batch=batch, length=length).total
+    threads = f", {rates.threads} threads" if device == "cpu" else ""
+    return (
+        f"training step      about {format_seconds(seconds)} at batch {batch} x {length} on this "
+        f"machine ({device}{threads}): {batch * length / seconds:,.0f} tokens a second"
+    )
+
+
+def run_spec(answer: Answer, *, batch: int) -> RunSpec:
+    """A whole run of the design: text, in byte pairs of the asked vocabulary."""
+    budget = answer.budget
+    if budget.vocab_size < 256:
+        raise InputError(
+            f"a text run has 256 byte pairs or more, and the vocabulary is {budget.vocab_size}",
+            hint="the nearest that can be saved is --vocab 256",
+        )
+    from glassformer.lab.recipes import RECIPES
+
+    task = TextTask(tokenizer="bpe", vocab_size=budget.vocab_size, length=budget.max_seq_len)
+    train = RECIPES["lm"][2]
+    if answer.best.params > LARGE:
+        train = replace(train, lr=RECIPES["lm-10m"][2].lr)
+    return RunSpec(model=answer.spec, task=task, train=replace(train, batch_size=batch))
+
+
+def save(answer: Answer, path: Path, *, batch: int) -> None:
+    """Write a config that `glass train` takes."""
+    if path.suffix != ".toml":
+        raise InputError(
+            f"--save {path} is not a .toml", hint=f"--save {path.with_suffix('.toml')}"
+        )
+    from glassformer.lab.record import to_toml
+
+    text = to_toml(run_spec(answer, batch=batch))
+    if text is None:
+        raise InputError("writing TOML needs the library tomli_w", hint="pip install tomli-w")
+    _write(path, text.encode())
+    print(f"saved {path}: glass train {path}", file=sys.stderr)
+
+
+def draw(answer: Answer, path: Path) -> None:
+    """The allocation, and the landscape of ratio and expansion around it."""
+    if path.suffix != ".png":
+        raise InputError(f"--png {path} is not a .png", hint=f"--png {path.with_suffix('.png')}")
+    from glassformer.lab.design_figure import design_figure
+
+    _write(path, design_figure(answer))
+    print(f"saved {path}", file=sys.stderr)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error

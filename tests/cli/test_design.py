@@ -1,0 +1,197 @@
+"""`glass design` as a person or a script meets it: JSON, the table, refusals, files."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from glassformer.cli import main as command
+from glassformer.lab.recipes import read_config
+from glassformer.models.build import build
+from glassformer.spec.manifest import count_parameters
+
+KEYS = {
+    "target",
+    "params",
+    "error",
+    "d_model",
+    "d_head",
+    "d_ff",
+    "n_layers",
+    "n_heads",
+    "embedding_ratio",
+    "glu_expansion",
+    "tied",
+}
+ASKED = ("--params", "10M", "--vocab", "16000", "--embedding-ratio", "0.35")
+SMALL = ("--params", "60k", "--vocab", "300", "--length", "24", "--heads", "4", "--batch", "4")
+
+
+@pytest.fixture
+def glass(capsys, monkeypatch):
+    """The command in this process: exit code, stdout, stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["glass", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
+
+    return run
+
+
+@pytest.mark.parametrize("untied", [(), ("--untied",)])
+def test_json_has_the_promised_keys_and_the_count_is_the_models(glass, untied):
+    code, out, err = glass(
+        *("design", *ASKED, "--glu-expansion", "2.66", "--heads", 8, *untied),
+        *("--tolerance", "0.5%", "--json"),
+    )
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert set(found) == KEYS | {"gave_way", "alternatives"}
+    assert found["target"] == 10_000_000
+    assert abs(found["error"]) <= 0.005
+    assert found["error"] == found["params"] / found["target"] - 1
+    assert found["tied"] is not bool(untied)
+    assert all(set(other) == KEYS | {"name"} for other in found["alternatives"])
+    assert all(isinstance(line, str) for line in found["gave_way"])
+
+
+def test_json_needs_neither_torch_nor_numpy():
+    code = (
+        "import sys; sys.argv = ['glass', 'design', '--params', '10M', '--json']\n"
+        "from glassformer.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip().endswith("False False")
+
+
+def numbers(line):
+    return int(re.search(r"([\d,]+)\s+[\d.]+%", line)[1].replace(",", ""))
+
+
+def test_the_table_adds_up_to_the_unit_and_to_the_whole(glass):
+    _, out, _ = glass("design", *ASKED, "--no-time")
+    table = out[out.index("component") : out.index("from the target")].splitlines()[1:]
+    lines = {line[:20].rstrip(): line for line in table if re.search(r"\d%", line[35:46])}
+    parts = ("token embedding", "position embedding", "head", "layers", "final norm")
+    assert sum(numbers(lines[part]) for part in parts) == numbers(lines["total"])
+    inside = ("  attention", "  feed-forward", "  norms")
+    assert sum(numbers(lines[part]) for part in inside) == numbers(lines["layers"])
+    for part in (*inside, "layers"):
+        count, each = re.search(r"(\d+) x ([\d,]+)$", lines[part]).groups()
+        assert int(count) * int(each.replace(",", "")) == numbers(lines[part])
+    for line in lines.values():
+        share = float(re.search(r"([\d.]+)%", line)[1])
+        assert share == pytest.approx(100 * numbers(line) / numbers(lines["total"]), abs=0.005)
+
+
+def test_people_are_told_dimensions_drift_and_costs(glass):
+    code, out, _ = glass("design", *SMALL)
+    assert code == 0
+    for words in (
+        "d_model",
+        "from the target of 60,000",
+        "gave way",
+        "FLOPs per token    forward",
+        "weights            float32",
+        "int4",
+        "training memory",
+        "KV cache per token",
+        "training step      about",
+        "deepest",
+    ):
+        assert words in out
+
+
+def test_what_is_saved_trains(glass, tmp_path):
+    path = tmp_path / "spec.toml"
+    code, _, err = glass("design", *SMALL, "--no-time", "--save", path)
+    assert code == 0
+    assert f"glass train {path}" in err
+    spec = read_config(path)
+    assert abs(count_parameters(spec.model) - 60_000) <= 300
+    assert spec.task.vocab_size == spec.model.vocab_size == 300
+    assert (spec.task.length, spec.train.batch_size) == (24, 4)
+    assert tomllib.loads(path.read_text())["model"]["vocab_size"] == 300
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    code, out, _ = glass(
+        *("train", path, "--steps", 2, "--runs", tmp_path / "runs", "--json"),
+        *(f"task.path={text}", "train.evaluate_examples=8"),
+    )
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["steps"] == 2
+    assert sum(p.numel() for p in build(spec.model, device="meta").parameters()) == (
+        count_parameters(spec.model)
+    )
+
+
+def test_a_picture_is_drawn(glass, tmp_path):
+    path = tmp_path / "design.png"
+    assert glass("design", *SMALL, "--json", "--png", path)[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_infeasible_is_exit_1_with_a_certificate(glass):
+    code, out, err = glass("design", "--params", "100k", "--vocab", "16000", "--json")
+    assert (code, err) == (1, "")
+    found = json.loads(out)
+    assert set(found) == {"infeasible"}
+    assert set(found["infeasible"]) == {"why", "nearest"}
+    nearest = found["infeasible"]["nearest"]
+    again = ("design", "--params", nearest["params"], "--vocab", "16000", "--json")
+    assert glass(*again)[0] == 0
+    code, out, _ = glass("design", "--params", "100k", "--vocab", "16000")
+    assert code == 1
+    assert out.startswith("infeasible: 16,000 tokens at the narrowest width allowed, 8")
+    assert f"  --vocab {nearest['vocab']}\n" in out
+    assert "no change of one of these alone does: --length --untied" in out
+    vocab = re.search(r"--vocab (\d+)", out)[1]
+    assert glass("design", "--params", "100k", "--vocab", vocab, "--json")[0] == 0
+
+
+def test_every_change_of_the_certificate_can_be_pasted(glass):
+    asked = ["design", "--params", "10M", "--vocab", "16000"]
+    exact = ["--exact-ratio", "--exact-expansion"]
+    _, out, _ = glass(*asked, *exact)
+    changes = re.findall(r"^  (--.*)$", out, re.M)
+    assert len(changes) > 8
+    for change in changes:
+        change, _, instead = change.partition(" instead of ")
+        flags = [flag for flag in exact if flag != instead]
+        # A value that is given twice is the later one's.
+        assert glass(*asked, *flags, *change.split(), "--json")[0] == 0, change
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--params", "ten"), "params 'ten' is not a number"),
+        (("--params", "-5"), "total -5 is below 1"),
+        (("--params", "10M", "--embedding-ratio", "1.5"), "outside (0, 1)"),
+        (("--params", "10M", "--tolerance", "0"), "a tolerance of 0"),
+        (("--params", "10M", "--vocab", "0"), "vocab_size 0 is below 1"),
+        (("--params", "10M", "--heads", "some"), "heads 'some' is not a number"),
+        (("--params", "10M", "--batch", "0"), "batch 0 is below 1"),
+        (("--params", "10M", "--rank", "-1"), "rank -1 is below 1"),
+        (("--params", "10M", "--position", "rotery"), "did you mean 'rotary'?"),
+        (("--params", "10M", "--no-time", "--save", "x.json"), "is not a .toml"),
+        (("--params", "10M", "--no-time", "--png", "x.jpg"), "is not a .png"),
+        (("--params", "60k", "--vocab", "99", "--no-time", "--save", "x.toml"), "256 byte pairs"),
+        (("--params", "60k", "--vocab", "300", "--json", "--save", "/no/x.toml"), "cannot be"),
+    ],
+)
+def test_bad_input_is_exit_2_three_lines_and_a_hint(glass, words, message):
+    code, _, err = glass("design", *words)
+    assert code == 2
+    assert message in err
+    if "--json" not in words:
+        assert len(err.strip().splitlines()) <= 3

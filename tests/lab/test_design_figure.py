@@ -1,0 +1,28 @@
+"""The picture of a design: a PNG whose landscape is the solver's own answers."""
+
+from glassformer.lab.design_figure import EXPANSIONS, RATIOS, design_figure, drift, landscape
+from glassformer.spec.budget import Budget
+from glassformer.spec.design import design
+
+
+def test_the_figure_is_a_png():
+    picture = design_figure(design("300k", 2000, length=64, heads=4))
+    assert picture.startswith(b"\x89PNG")
+    assert 10_000 < len(picture) < 200_000
+
+
+def test_the_landscape_is_the_solvers():
+    budget = design("1M", 4000, length=64, heads=4).budget
+    cells = landscape(budget)
+    assert len(cells) == len(EXPANSIONS)
+    for row, glu in zip(cells, EXPANSIONS, strict=True):
+        for found, ratio in zip(row, RATIOS, strict=True):
+            asked = design("1M", 4000, length=64, heads=4, embedding_ratio=ratio, glu_expansion=glu)
+            assert found == asked.best
+            assert drift(found) >= 0
+        break
+
+
+def test_what_no_limit_admits_is_left_open():
+    cells = landscape(Budget(total=100_000, vocab_size=16_000))
+    assert all(found is None for row in cells for found in row)

@@ -1,0 +1,154 @@
+"""Tests are tested: a planted mistake in the solver or the costs, and the named check turns red."""
+
+import random
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from glassformer.spec import counting
+from glassformer.spec.allocation import format_allocation
+from glassformer.spec.budget import Budget, Exact, Free, Target
+from glassformer.spec.errors import GlassError
+from glassformer.spec.model import NoPosition, Rotary
+from glassformer.spec.presets import budget_lm
+from glassformer.spec.search import Search
+from glassformer.spec.train import SGD, AdamW, Muon
+from glassformer.spec.widths import heads_of
+from tests.spec import test_budget, test_costs
+from tests.spec.faults import FAULTS
+from tests.verify.faults import planted
+
+#: Without shrinking: a red check has said enough.
+SEARCHED = settings(
+    max_examples=300,
+    phases=[Phase.generate],
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def answers() -> None:
+    @SEARCHED
+    @given(test_budget.small_budgets())
+    def search(budget):
+        test_budget.answer_is_there_and_best(budget)
+
+    search()
+
+
+def limits() -> None:
+    """A wide tolerance, so that the ratio's own limit decides."""
+    for total in range(200, 1200, 20):
+        for wish in (Exact(value=0.31), Target(value=0.31, within=0.003)):
+            budget = Budget(
+                total=total, tolerance=0.1, vocab_size=29, max_seq_len=3, n_heads=2, max_layers=2,
+                embedding_ratio=wish, glu_expansion=Exact(value=2.0),
+            )  # fmt: skip
+            test_budget.answer_is_there_and_best(budget)
+
+
+def certificates() -> None:
+    found = []
+
+    @settings(SEARCHED, max_examples=60)
+    @given(test_budget.small_budgets())
+    def collect(budget):
+        found.append(budget)
+
+    collect()
+    for budget in [b for b in found if not Search(b).feasible()][:12]:
+        test_budget.certificate_is_true(budget)
+
+
+def laws() -> None:
+    draw = random.Random(0)
+    for tied in (True, False):
+        for position in (Rotary(), NoPosition()):
+            budget = Budget(tied=tied, position=position, n_kv_heads=2, rank=3, bias="all")
+            sizes = [draw.randint(2, 9) for _ in range(5)]
+            test_budget.laws_are_counts(budget, *sizes[:2], 6, *sizes[2:])
+
+
+def grouped() -> None:
+    budget = Budget(
+        total=60_000, vocab_size=50, max_seq_len=8, n_heads=None, n_kv_heads=2, tolerance=0.02,
+        embedding_ratio=Free(), max_layers=1,
+    )  # fmt: skip
+    found = Search(budget).best()
+    assert found is not None
+    assert found.frame.n_heads % 2 == 0
+    for d_model in (16, 17, 48):
+        for heads, _ in heads_of(budget, d_model):
+            assert heads % 2 == 0
+
+
+def flop_counts() -> None:
+    for name in ("budget-lm", "qwen", "fsm-factorized"):
+        test_costs.test_training_is_three_forwards(name)
+    spec = test_costs.calm(test_costs.SMALLER["seq2seq"])
+    said = test_costs.flops(spec, length=test_costs.T, source_length=test_costs.S).forward
+    assert test_costs.B * said == test_costs.counted(spec, backward=False)
+
+
+def kept() -> None:
+    for name in ("budget-lm", "qwen", "digits"):
+        test_costs.test_activations_of_the_presets(name)
+
+
+def table() -> None:
+    spec = budget_lm(vocab_size=97, d_model=24, d_ff=31, n_layers=5, n_heads=3, max_seq_len=41)
+    rows = re.findall(r"^( *\S[^\d\n]*?) +([\d,]+) +([\d.]+)%", format_allocation(spec), re.M)
+    counts = {name: int(count.replace(",", "")) for name, count, _ in rows}
+    total = counts.pop("total")
+    inside = [count for name, count in counts.items() if name.startswith(" ")]
+    assert sum(inside) == counts["layers"]
+    assert sum(counts.values()) - sum(inside) == total
+    for name, _, share in rows[:-1]:
+        assert float(share) == pytest.approx(100 * counts[name] / total, abs=0.006)
+
+
+def optimizers() -> None:
+    for optimizer in (SGD(momentum=0.9), AdamW(), Muon()):
+        test_costs.test_optimizer_state_is_what_torch_holds(optimizer)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "answers": answers,
+    "limits": limits,
+    "laws": laws,
+    "grouped": grouped,
+    "certificates": certificates,
+    "flops": flop_counts,
+    "activations": kept,
+    "optimizers": optimizers,
+    "table": table,
+}
+RED = (AssertionError, GlassError, ValueError, IndexError, pytest.fail.Exception)
+
+
+@pytest.fixture(autouse=True)
+def fresh_laws():
+    """Laws are remembered from one budget to the next; a planted mistake must reach them."""
+    counting._laws.cache_clear()
+    yield
+    counting._laws.cache_clear()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_every_check_passes_without_a_fault(name):
+    CHECKS[name]()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_caught(fault):
+    with planted(fault), pytest.raises(RED):
+        CHECKS[fault.caught_by]()
+
+
+def test_there_are_enough_faults_with_names_of_their_own():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
+    assert {fault.caught_by for fault in FAULTS} == set(CHECKS)
