@@ -1,21 +1,28 @@
 """Source 001's model side: exact parameter counts, causality, (logits, loss)."""
 
+import re
+
 import pytest
 import torch
 
 from glassformer.lab.recipes import recipe
+from glassformer.named import budget_lm as budget_lm_module
 from glassformer.named.budget_lm import (
     IGNORED,
     LanguageModel,
+    ModelConfig,
     MultiHeadAttention,
     SwiGLU,
     TransformerBlock,
+    compute_model_dims,
+    print_param_table,
     run_experiment,
     shift_for_lm,
 )
-from glassformer.spec.errors import InputError
+from glassformer.named.budget_lm import count_parameters as count_trainable
+from glassformer.spec.errors import CheckFailed, InputError
 from glassformer.spec.manifest import count_parameters
-from glassformer.spec.presets import budget_lm
+from glassformer.spec.presets import budget_lm, modern_lm
 
 
 def x(*shape):
@@ -116,8 +123,120 @@ def test_initial_weights_have_std_002():
             assert abs(parameter.std().item() - 0.02) < 2e-3, name
 
 
+def test_no_label_at_all_is_a_loss_of_nothing():
+    model = LanguageModel(tiny())
+    ids = torch.tensor([[3, 1, 4]])
+    _, loss = model(ids, labels=torch.full_like(ids, IGNORED))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_the_scaling_of_residual_projections_is_named_in_the_spec():
+    """Four layers write eight times into the residual stream: 0.02 / sqrt(8) there, 0.02 else."""
+    sizes = {"vocab_size": 211, "d_model": 64, "d_ff": 170, "n_layers": 4, "n_heads": 4}
+    for spec, scaled in (
+        (budget_lm(**sizes), False),
+        (budget_lm(**sizes, scale_residual=True), True),
+        (modern_lm(**sizes, n_kv_heads=2), True),
+    ):
+        assert spec.init.scale_residual is scaled
+        for name, parameter in LanguageModel(spec).named_parameters():
+            if parameter.ndim == 2:
+                small = scaled and name.endswith(("o_proj.weight", "down_proj.weight"))
+                expected = 0.02 / 8**0.5 if small else 0.02
+                assert parameter.std().item() == pytest.approx(expected, rel=0.12), name
+
+
+def test_the_modern_alternative_has_the_same_face():
+    """Rotary positions, RMSNorm, grouped keys and values: other parts behind (logits, loss)."""
+    sizes = {"vocab_size": 23, "d_model": 24, "d_ff": 19, "n_layers": 2, "max_seq_len": 13}
+    spec = modern_lm(**sizes, n_heads=6, n_kv_heads=2)
+    model = LanguageModel(spec)
+    names = [name for name, _ in model.named_parameters()]
+    assert not any("bias" in name or "position" in name for name in names)
+    assert count(model) == count_parameters(spec)
+    per_layer = 2 * 24 * 24 + 2 * 24 * 8 + 3 * 24 * 19 + 2 * 24
+    assert count(model) == 23 * 24 + 2 * per_layer + 24
+    ids = torch.randint(0, 23, (3, 11), generator=torch.Generator().manual_seed(2))
+    inputs, labels = shift_for_lm(ids)
+    logits, loss = model(inputs, labels=labels)
+    assert logits.shape == (3, 10, 23)
+    loss.backward()
+    changed = inputs.clone()
+    changed[:, 6:] = 0
+    assert torch.equal(model(changed)[0][:, :6], model(inputs)[0][:, :6])
+
+
+def test_the_module_exports_the_sources_names():
+    named = {"SwiGLU", "MultiHeadAttention", "TransformerBlock", "LanguageModel"}
+    assert named <= set(budget_lm_module.__all__)
+    assert all(hasattr(budget_lm_module, name) for name in budget_lm_module.__all__)
+
+
 def test_an_experiment_is_a_run(tmp_path):
     spec = recipe("copy", ["task.examples=300", "train.steps=3", "train.batch_size=8"])
     result = run_experiment(spec, tmp_path / "runs" / "first")
     assert result["steps"] == 3
     assert (tmp_path / "runs" / "first" / "checkpoints" / "last").is_file()
+
+
+# --- the budget ---------------------------------------------------------------------------------
+
+
+def test_the_default_configuration_is_the_sources():
+    config = ModelConfig()
+    assert (config.vocab_size, config.total_params, config.n_heads) == (16_000, 10_000_000, 8)
+    assert (config.embedding_ratio, config.glu_expansion, config.tied_lm_head) == (0.35, 2.66, True)
+    d_model, d_ff, n_layers = compute_model_dims(config)
+    assert d_model % config.n_heads == 0
+    assert abs(d_ff / d_model / 2.66 - 1) < 0.06
+    assert abs(count_parameters(config.spec()) - 10_000_000) <= 50_000
+    assert n_layers == config.spec().n_layers
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_small_budget_is_kept_by_the_built_model(tied):
+    config = ModelConfig(
+        total_params=200_000, vocab_size=900, n_heads=4, max_seq_length=32, tied_lm_head=tied
+    )
+    model = LanguageModel(config)
+    assert abs(count_trainable(model) - 200_000) <= 1_000
+    logits, _ = model(torch.zeros(2, 8, dtype=torch.long))
+    assert logits.shape == (2, 8, 900)
+    deep, shallow = compute_model_dims(config), compute_model_dims(ModelConfig())
+    assert deep != shallow
+
+
+def test_the_table_adds_up_and_tells_the_target(capsys):
+    config = ModelConfig(
+        total_params=200_000, vocab_size=900, n_heads=4, max_seq_length=32, tied_lm_head=False
+    )
+    model = LanguageModel(config)
+    print_param_table(model)
+    shown = capsys.readouterr().out
+    found = {
+        name.strip(): int(count.replace(",", ""))
+        for name, count in re.findall(r"^([^\d\n]+?) +([\d,]+)(?: +[\d.]+%)?$", shown, re.M)
+    }
+    layer = sum(found[f"{part} (per layer)"] for part in ("Attention", "FFN/SwiGLU", "LayerNorm"))
+    assert layer * found["Num layers"] == found["Transformer Backbone"]
+    parts = ("Token Embedding", "Position Embedding", "LM Head (output)", "Final LayerNorm")
+    total = sum(found[part] for part in parts) + found["Transformer Backbone"]
+    assert total == found["TOTAL"] == count_trainable(model)
+    shares = [float(share) for share in re.findall(r"([\d.]+)%$", shown.split("TOTAL")[0], re.M)]
+    assert sum(shares) == pytest.approx(100, abs=0.03)
+    for words in ("d_model:", "tied_lm_head: False", "Target params: 200,000", "Difference: "):
+        assert words in shown
+
+
+def test_a_spec_without_a_budget_has_a_table_too(capsys):
+    print_param_table(LanguageModel(tiny()))
+    assert "Target" not in capsys.readouterr().out
+
+
+def test_a_budget_that_nothing_meets_is_refused():
+    with pytest.raises(CheckFailed, match="infeasible: 16,000 tokens"):
+        LanguageModel(ModelConfig(total_params=100_000))
+    with pytest.raises(InputError, match="outside"):
+        ModelConfig(embedding_ratio=1.5)

@@ -1,30 +1,40 @@
 """Source 001's model side: `SwiGLU`, `MultiHeadAttention`, `TransformerBlock`, `LanguageModel`.
 
-Pre-norm, SwiGLU, no biases in projections, learned positions, tied head. `LanguageModel` returns
-(logits, loss); labels are aligned with the logits, so that shifting is the data's work.
+Pre-norm, SwiGLU, no biases in projections, learned positions, tied head. The whole model lives in
+`language_model`, beside its loss.
 """
 
-from pathlib import Path
-from typing import Any
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.lab.session import result_of, train
-from glassformer.models.build import build
+from glassformer.named.language_model import IGNORED, LanguageModel, run_experiment, shift_for_lm
+from glassformer.named.parameter_budget import (
+    ModelConfig,
+    compute_model_dims,
+    count_parameters,
+    print_param_table,
+)
 from glassformer.nn import attention, block, ffn
 from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask, mask_from_allow
 from glassformer.spec import manifest
 from glassformer.spec import model as spec
 from glassformer.spec.base import divides
-from glassformer.spec.errors import InputError
 from glassformer.spec.inits import NormalInit
-from glassformer.spec.train import RunSpec
 
-#: A label of this value is left out of the loss.
-IGNORED = -100
+__all__ = [
+    "IGNORED",
+    "LanguageModel",
+    "ModelConfig",
+    "MultiHeadAttention",
+    "SwiGLU",
+    "TransformerBlock",
+    "compute_model_dims",
+    "count_parameters",
+    "print_param_table",
+    "run_experiment",
+    "shift_for_lm",
+]
 
 
 class SwiGLU(nn.Module):
@@ -88,33 +98,3 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:
         return self.part(x, mask=_mask(allow))
-
-
-class LanguageModel(nn.Module):
-    """model(ids) -> (logits, None); model(ids, labels=...) -> (logits, mean cross-entropy)."""
-
-    def __init__(
-        self, described: spec.ModelSpec, *, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__()
-        self.model = build(described, generator=generator)
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits = self.model(ids)["next"]
-        if labels is None:
-            return logits, None
-        if labels.shape != ids.shape:
-            raise InputError(f"labels have shape {tuple(labels.shape)}, the ids {tuple(ids.shape)}")
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        return logits, loss
-
-
-def shift_for_lm(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and aligned labels of next-token prediction: ids[:, :-1] and ids[:, 1:]."""
-    return ids[:, :-1], ids[:, 1:]
-
-
-def run_experiment(config: RunSpec, folder: str | Path) -> dict[str, Any]:
-    """Train a whole run in a folder, and give back its outcome: the house's loop, one call."""
-    path = Path(folder)
-    return result_of(train(config, name=path.name, runs=path.parent))

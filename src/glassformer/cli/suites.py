@@ -1,0 +1,87 @@
+"""What `glass evaluate MODEL --suite NAME` does: a suite's own measures of a model."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glassformer.adapters.load import load
+from glassformer.adapters.native import NativeAdapter
+from glassformer.lab.smallbench.examinee import examinee_of
+from glassformer.lab.smallbench.suite import ITEMS, smallbench
+from glassformer.spec.errors import InputError, nearest
+from glassformer.store.rundir import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The options of the command that a suite may take."""
+
+    tasks: tuple[str, ...] = ()
+    tasks_dir: Path | None = None
+    limit: int | None = None
+    items: int | None = None
+    seed: int | None = None
+    device: str = "cpu"
+
+    def refuse(self, suite: str, *options: str) -> None:
+        """Options that are another suite's are not left unread."""
+        for option in options:
+            if getattr(self, option) is not None:
+                spelled = f"--{option.replace('_', '-')}"
+                raise InputError(f"{spelled} is no option of {suite}", hint=f"leave out {spelled}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A suite's result, for scripts and for people."""
+
+    data: Mapping[str, Any]
+    text: str
+
+
+def run_suite(name: str, path: str, asked: Asked) -> Outcome:
+    """The suite of that name on the model at a path."""
+    if name not in SUITES:
+        raise InputError(f"no suite '{name}'", hint=nearest(name, SUITES))
+    return SUITES[name](path, asked)
+
+
+def harness(path: str, asked: Asked) -> Outcome:
+    """lm-evaluation-harness, offline: data sets come from files or from the local cache."""
+    asked.refuse("lm-eval", "items", "seed")
+    # Its libraries read these when they are imported.
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        os.environ.setdefault(name, "1")
+    from glassformer.lab.harness import run_harness
+
+    adapter = load(path, device=asked.device)
+    assert isinstance(adapter, NativeAdapter)
+    data = run_harness(adapter, asked.tasks, tasks_dir=asked.tasks_dir, limit=asked.limit)
+    lines = []
+    for task, metrics in data["tasks"].items():
+        lines.append(f"{task}: {data['examples'].get(task, '?')} examples")
+        lines += [f"  {name:<24}{value:.4f}" for name, value in metrics.items()]
+    return Outcome(data, "\n".join(lines))
+
+
+def small(path: str, asked: Asked) -> Outcome:
+    """SmallBench; a run keeps the result in its eval folder."""
+    asked.refuse("smallbench", "tasks_dir", "limit")
+    adapter = load(path, device=asked.device)
+    assert isinstance(adapter, NativeAdapter)
+    folder = Path(path.partition("@")[0])
+    examinee = examinee_of(adapter.model, adapter.tokenizer, name=folder.name)
+    result = smallbench(
+        examinee,
+        items=ITEMS if asked.items is None else asked.items,
+        seed=asked.seed or 0,
+        only=asked.tasks or None,
+    )
+    if (folder / "run.json").is_file():
+        RunDirectory(folder).write_json("eval/smallbench.json", result.to_dict())
+    return Outcome(result.to_dict(), result.table())
+
+
+SUITES: dict[str, Callable[[str, Asked], Outcome]] = {"smallbench": small, "lm-eval": harness}

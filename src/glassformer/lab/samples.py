@@ -1,0 +1,61 @@
+"""What a language model writes: continuations of held-out text, at every evaluation of a run.
+
+The same openings and the same draws each time, so that samples of two steps, or of a run and its
+resumption, can be laid side by side.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from glassformer.data.task import Task
+from glassformer.data.text import Text
+from glassformer.generate.decode import generate
+from glassformer.generate.stepper import HandStepper, Stepper, TorchStepper
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.store.rundir import RunDirectory
+from glassformer.train.engine import Engine
+from glassformer.train.numpy_engine import NumpyEngine
+from glassformer.train.torch_engine import TorchEngine
+
+COUNT = 3
+#: Tokens of an opening and of its continuation, where the model's context has room for both.
+OPENING, LENGTH = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A held-out opening, and how the model goes on."""
+
+    opening: str
+    text: str
+
+
+def write_samples(engine: Engine, task: Task) -> tuple[Sample, ...]:
+    """Some continuations, spread over the held-out part; none for tasks that are no text."""
+    if not isinstance(task, Text):
+        return ()
+    windows = task.sizes()["val"]
+    rows = np.unique(np.arange(COUNT) * windows // COUNT)
+    opening = min(OPENING, task.spec.length - 1)
+    ids = task.batch("val", rows).tokens[:, :opening].tolist()
+    spec = DecodeSpec(max_new_tokens=LENGTH, temperature=0.8, top_p=0.95)
+    made = generate(_stepper(engine), ids, spec=spec, tokenizer=task.tokenizer, logprobs=False)
+    return tuple(
+        Sample(task.tokenizer.decode(begun), one.text) for begun, one in zip(ids, made, strict=True)
+    )
+
+
+def keep_samples(directory: RunDirectory, step: int, samples: tuple[Sample, ...]) -> None:
+    """A line for each in the run's folder, in a file of this step's own; no file for none."""
+    if samples:
+        lines = (json.dumps(asdict(sample)) for sample in samples)
+        directory.write(f"samples/step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
+
+
+def _stepper(engine: Engine) -> Stepper:
+    if isinstance(engine, NumpyEngine):
+        return HandStepper(engine.model)
+    assert isinstance(engine, TorchEngine)
+    return TorchStepper(engine.model)

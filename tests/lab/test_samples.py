@@ -1,0 +1,65 @@
+"""Samples: held-out openings, the same draws each time, in the run's folder; only for text."""
+
+import json
+import types
+from dataclasses import replace
+
+import pytest
+
+from glassformer.data.build import build_task
+from glassformer.lab.assemble import build_engine
+from glassformer.lab.recipes import recipe
+from glassformer.lab.run import Evaluated, TrainingRun
+from glassformer.lab.samples import write_samples
+from glassformer.spec.tasks import DigitsTask
+from tests.lab.runs import sample
+
+SMALL = (
+    f"task.path={types.__file__}",
+    "task.vocab_size=300",
+    "task.length=24",
+    "train.steps=4",
+    "train.batch_size=4",
+    "train.evaluate_every=2",
+    "model.decoder.layers.count=1",
+)
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return recipe("lm", SMALL)
+
+
+def test_every_evaluation_of_a_text_has_samples(spec, tmp_path):
+    run = TrainingRun(spec, tmp_path / "run")
+    run.prepare()
+    looks = [event for event in run.events() if isinstance(event, Evaluated)]
+    files = sorted((tmp_path / "run" / "samples").iterdir())
+    assert [file.name for file in files] == ["step-000002.jsonl", "step-000004.jsonl"]
+    for look, file in zip(looks, files, strict=True):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [(line["opening"], line["text"]) for line in lines] == [
+            (one.opening, one.text) for one in look.samples
+        ]
+        assert len(lines) == 3
+        assert all(line["text"] for line in lines)
+    first, last = (look.samples for look in looks)
+    assert [one.opening for one in first] == [one.opening for one in last]
+    held_out = run.task.describe("val", 0)
+    assert held_out.startswith(first[0].opening)
+    run.prepare(overwrite=True)
+    assert not (tmp_path / "run" / "samples").exists()
+
+
+@pytest.mark.parametrize("engine", ["torch", "numpy"])
+def test_both_engines_write_and_write_the_same_twice(spec, engine):
+    task = build_task(spec.task)
+    made = [write_samples(build_engine(replace(spec, engine=engine)), task) for _ in range(2)]
+    assert made[0] == made[1]
+    assert len(made[0]) == 3
+
+
+def test_other_tasks_have_none():
+    run = sample("torch")
+    task = build_task(DigitsTask(examples=100))
+    assert write_samples(build_engine(run), task) == ()
