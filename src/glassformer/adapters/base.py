@@ -1,0 +1,200 @@
+"""`BaseAdapter`: one face for every architecture, for training and for inference.
+
+The methods are source 002's, by its names. An adapter holds a model and what came with it; which
+parts the model is made of, how its tensors are named on disk and how its text is cut are its own
+affair.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.adapters.origin import find_tokenizer
+from glassformer.adapters.whole_stepper import WholeStepper
+from glassformer.data.vocab import Tokenizer, Vocab
+from glassformer.generate.decode import generate
+from glassformer.generate.prompts import Prompts, text_prompt
+from glassformer.generate.stepper import Stepper
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
+
+# B batch, T length, V vocab
+
+
+class BaseAdapter(nn.Module, ABC):
+    """A model behind one interface.
+
+    spec: what the model is. origin: the folder it came from, or None. reference: a live module of
+    another library that must compute the same, or None; it is no part of this module, so it is
+    neither trained nor saved nor moved with it.
+    """
+
+    architecture_type: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        spec: ModelSpec,
+        origin: Path | None = None,
+        tokenizer: Tokenizer | None = None,
+        reference: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.training = model.training
+        self.model = model
+        self.spec = spec
+        self.origin = origin
+        self._tokenizer = tokenizer
+        self._reference = (reference,)  # a tuple: torch would register a bare module
+
+    # --- source 002's methods ---------------------------------------------------------------------
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V). The mask is (B, T), 1 or True for real tokens."""
+
+    @abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """The configuration as plain data, in the words of whoever wrote it."""
+
+    @abstractmethod
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write the model, and what came with it, to a folder that `glassformer.load` opens."""
+
+    @abstractmethod
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Read weights of the same architecture into this model; optimizers keep their hold."""
+
+    def get_architecture_type(self) -> str:
+        """`custom-transformer`, `qwen`, `llama`, ..."""
+        return self.architecture_type
+
+    def get_num_parameters(self) -> int:
+        """How many numbers the model has; what is tied counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that came with the model; None for a model of tokens without names."""
+        if self._tokenizer is None and self.origin is not None:
+            self._tokenizer = find_tokenizer(self.origin)
+        return self._tokenizer
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """For an optimizer: each once, without those that were frozen."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    # --- what follows from them -------------------------------------------------------------------
+
+    @property
+    def reference(self) -> nn.Module | None:
+        """The live module that parity is measured against."""
+        return self._reference[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """`get_tokenizer`, or an error where there is none."""
+        found = self.get_tokenizer()
+        if found is None:
+            raise InputError(
+                "this model came without a tokenizer, so it reads token ids and no text",
+                where=str(self.origin or ""),
+                hint="adapter(ids) gives logits; glassformer.generate continues rows of ids",
+            )
+        return found
+
+    def stepper(self) -> Stepper:
+        """What decoding runs on: without a cache, unless the adapter knows better."""
+        return WholeStepper(self, self.spec, device=next(self.parameters()).device)
+
+    def prompt(self, text: str) -> Prompts:
+        """A text as the model expects it."""
+        return text_prompt(self.spec, self.tokenizer, text)
+
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids at which a text of this model ends, all of them."""
+        several: tuple[int, ...] = getattr(self.tokenizer, "eos_ids", ())
+        own = self.tokenizer.eos
+        return several or (() if own is None else (own,))
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> str:
+        """The text that follows a prompt, greedy or drawn; of a model that answers, its answer."""
+        if "next" not in self.spec.head_names():
+            if temperature or top_k is not None or top_p != 1.0 or stop:
+                raise InputError("this model gives one answer: there is nothing to draw or to stop")
+            return self.answer(prompt)
+        was_training = self.training
+        self.eval()
+        try:
+            spec = DecodeSpec(
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop=tuple(stop),
+                eos=self.end_ids(),
+                forbidden=self.nameless_ids(),
+                seed=seed,
+            )
+            made = generate(
+                self.stepper(), self.prompt(prompt), spec=spec, tokenizer=self.tokenizer
+            )
+            return made[0].text
+        finally:
+            self.train(was_training)
+
+    @torch.no_grad()
+    def answer(self, prompt: str) -> str:
+        """The likeliest answer of a model that gives one for a whole sequence."""
+        ids, tokenizer = self.tokenizer.encode(prompt), self.tokenizer
+        if isinstance(tokenizer, Vocab) and tokenizer.sep is not None:
+            ids = ids if ids[-1:] == [tokenizer.sep] else [*ids, tokenizer.sep]
+        if "answer" not in self.spec.head_names():
+            raise InputError(
+                "this model has no head that answers or continues a text",
+                hint=f"it has: {', '.join(self.spec.head_names())}",
+            )
+        was_training = self.training
+        self.eval()
+        logits_1V = self(torch.tensor([ids], device=next(self.parameters()).device))
+        self.train(was_training)
+        return tokenizer.decode([int(logits_1V.argmax())])
+
+    def nameless_ids(self) -> tuple[int, ...]:
+        """Ids that the model's table has and its tokenizer does not: they say nothing."""
+        unnamed: tuple[int, ...] = getattr(self.tokenizer, "unnamed", ())
+        return tuple(i for i in unnamed if i < self.spec.vocab_size)
+
+
+def valid_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """An attention mask of zeros and ones as our own: True = real token."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != input_ids.shape:
+        raise InputError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, the ids "
+            f"{tuple(input_ids.shape)}",
+            hint="one number for each token: 1 = real, 0 = padding",
+        )
+    if attention_mask.dtype == torch.bool:
+        return attention_mask
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise InputError(
+            "attention_mask holds other numbers than 0 and 1", hint="1 = real token, 0 = padding"
+        )
+    return attention_mask == 1

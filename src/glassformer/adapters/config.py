@@ -1,0 +1,212 @@
+"""`Config`: a foreign config.json, read key by key.
+
+Every key must be asked for, be known to change nothing, or stand at the value that does nothing:
+what is left over could change the computation, so it is refused by its name. Values of the wrong
+kind are refused too, with the file they stand in.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from glassformer.adapters.sidecars import read_object
+from glassformer.spec.errors import FileError, InputError
+
+FILE = "config.json"
+LIMIT = 10_000_000
+MOST_LAYERS = 1_000
+MOST_POSITIONS = 2**22  # each has a row in a table of positions
+
+#: Keys that cannot change what a model computes from tokens: names, ids, generation defaults.
+HARMLESS = frozenset(
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "suppress_tokens",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+        "chunk_size_feed_forward",
+        "use_bfloat16",
+    ]
+)
+#: Keys that do nothing at these values, whichever family.
+IDLE: dict[str, Any] = {
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1.0,
+    "pretraining_tp": 1,
+    "pruned_heads": {},
+    "quantization_config": None,
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+}
+_NOTHING = object()
+
+
+class Config:
+    """The values of one config.json; each method reads a key and remembers that it was read."""
+
+    def __init__(self, data: Mapping[str, Any], *, where: str = FILE, file: str = FILE) -> None:
+        self.data = dict(data)
+        self.where = where
+        self.file = file
+        self._read: set[str] = set()
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Config":
+        """config.json of a folder."""
+        path = folder / FILE
+        if not path.is_file():
+            raise FileError(
+                "there is no config.json, so this is no Hugging Face model", where=str(folder)
+            )
+        return cls(read_object(path, limit=LIMIT), where=str(path))
+
+    @classmethod
+    def of_module(cls, module: Any) -> "Config":
+        """The config of a live transformers module."""
+        if not hasattr(getattr(module, "config", None), "to_dict"):
+            raise InputError(
+                f"{type(module).__name__} has no config to read",
+                hint="give a module of transformers, or one of glassformer's models",
+            )
+        return cls(module.config.to_dict(), where=type(module).__name__)
+
+    def whole(self, *keys: str, default: Any = _NOTHING, most: int = 2**31) -> int:
+        """A whole number above 0 and within reason: what is huge must not be tried first."""
+        value = self.any(*keys, default=default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise self.bad(keys[0], value, f"a whole number from 1 to {most:,}")
+        return value
+
+    def number(self, *keys: str, default: Any = _NOTHING) -> float:
+        """A finite number."""
+        value = self.any(*keys, default=default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.bad(keys[0], value, "a number")
+        if not math.isfinite(value):
+            raise self.bad(keys[0], value, "a finite number")
+        return float(value)
+
+    def flag(self, *keys: str, default: Any = _NOTHING) -> bool:
+        """true or false."""
+        value = self.any(*keys, default=default)
+        if not isinstance(value, bool):
+            raise self.bad(keys[0], value, "true or false")
+        return value
+
+    def one_of(self, key: str, choices: Mapping[str, str], *, default: Any = _NOTHING) -> str:
+        """What the word at a key means here."""
+        value = self.any(key, default=default)
+        if not isinstance(value, str) or value not in choices:
+            raise self.bad(key, value, f"one of {', '.join(sorted(choices))}")
+        return choices[value]
+
+    def any(self, *keys: str, default: Any = _NOTHING) -> Any:
+        """The value at the first of these keys that is there; null counts as absent."""
+        self._read.update(keys)
+        for key in keys:
+            if self.data.get(key) is not None:
+                return self.data[key]
+        if default is _NOTHING:
+            raise FileError(f"{self.file} has no '{keys[0]}'", where=self.where)
+        return default
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self.data
+
+    def bad(self, key: str, value: Any, wanted: str) -> FileError:
+        """The error of a value that cannot be."""
+        shown = json.dumps(value, default=str)[:60]
+        return FileError(f"{self.file}: '{key}' is {shown}, not {wanted}", where=self.where)
+
+    def finish(
+        self, *, harmless: Iterable[str] = (), idle: Mapping[str, Any] | None = None
+    ) -> None:
+        """Refuse whatever was not read and could matter."""
+        known = HARMLESS | set(harmless) | self._read
+        still = IDLE | dict(idle or {})
+        left = {key: value for key, value in self.data.items() if key not in known}
+        if left.get("quantization_config"):
+            raise FileError(
+                "the weights are quantized in another format ('quantization_config')",
+                where=self.where,
+                hint="take the original weights; glass quantize makes small ones of them",
+            )
+        if left.get("auto_map"):
+            raise FileError(
+                "config.json asks for code of its own ('auto_map'), and none is ever run",
+                where=self.where,
+                hint="if the model is a plain one of its model_type, remove that key",
+            )
+        odd = {
+            key: value
+            for key, value in left.items()
+            if not (value == still[key] if key in still else _is_off(value))
+        }
+        if odd:
+            shown = ", ".join(f"{key}={json.dumps(odd[key], default=str)[:40]}" for key in odd)
+            raise FileError(
+                f"{self.file} sets what is not handled here: {shown[:300]}",
+                where=self.where,
+                hint="these could change the computation, so the model is not read without them",
+            )
+
+
+def _is_off(value: Any) -> bool:
+    """What a switch that nobody here knows looks like when it is off."""
+    return value is None or value is False or value in ({}, [], "")

@@ -1,0 +1,1 @@
+"""llama.cpp's file format, both ways: one file that holds settings, tokenizer and tensors."""

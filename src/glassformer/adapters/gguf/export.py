@@ -1,0 +1,159 @@
+"""Writing a GGUF file: the library writes the head, the tensors follow one after the other.
+
+The architecture is the one whose file, read again, gives the same spec. Vectors (norms, biases)
+stay float32 whatever is asked for; nothing is held in memory but the tensor being written. The
+file appears whole or not at all.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassformer.adapters.chat import read_templates
+from glassformer.adapters.counterpart import differences, nearest_of
+from glassformer.adapters.export import Exported, Tensors
+from glassformer.adapters.generation_config import GenerationDefaults, generation_defaults
+from glassformer.adapters.gguf.head import ALIGNMENT, SUFFIX
+from glassformer.adapters.gguf.kinds import F16, F32, Q8_0, Kind, kind_of, library, packed
+from glassformer.adapters.gguf.names import FACTORS
+from glassformer.adapters.gguf.settings import FAMILIES, factors_of, read_again, write_settings
+from glassformer.adapters.gguf.vocabulary import write_templates, write_vocabulary
+from glassformer.adapters.native import NativeAdapter
+from glassformer.adapters.table import Plan
+from glassformer.spec.base import one_of
+from glassformer.spec.errors import GlassError, InputError
+from glassformer.spec.model import ModelSpec
+from glassformer.store.publish import publishing_file
+
+#: What may be asked for: the kind of matrices, and the format's number for such a file.
+DTYPES = {"f32": (F32, 0), "f16": (F16, 1), "q8_0": (Q8_0, 7)}
+PACKING_VERSION = 2  # of the format's quantized kinds
+
+
+def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32") -> Exported:
+    """Write a file; one that exists is never overwritten."""
+    one_of("dtype", dtype, DTYPES)
+    place, spec = Path(path), adapter.spec
+    if place.exists():
+        raise InputError(f"{place} exists", hint="choose another name, or remove it first")
+    if place.suffix.lower() != SUFFIX:
+        raise InputError(f"{place} does not end in {SUFFIX}", hint=f"{place}{SUFFIX}")
+    library()
+    kind, plan = architecture_of(spec, first=str((adapter.config or {}).get("model_type", "")))
+    tensors = Tensors(adapter, plan)
+    wanted, number = DTYPES[dtype]
+    kinds = {name: _kind(entry.shape, wanted) for name, entry in plan.entries.items()}
+    words, notes = write_vocabulary(adapter.get_tokenizer(), size=spec.vocab_size)
+    templates = {} if adapter.origin is None else read_templates(adapter.origin)
+    if adapter.origin is not None and _sampling(adapter.origin):
+        notes = (*notes, "how answers are drawn (generation_config.json) is not written")
+    metadata = write_settings(spec, kind) | {
+        "general.name": place.stem,
+        "general.file_type": number,
+        "general.quantization_version": PACKING_VERSION,
+    }
+    shapes = {name: entry.shape for name, entry in plan.entries.items()}
+    factors = factors_of(spec)
+    if factors is not None:
+        shapes[FACTORS], kinds[FACTORS] = (len(factors),), _kind((1,), F32)
+    odd = sum(len(shape) > 1 and kinds[name].number != wanted for name, shape in shapes.items())
+    if odd:
+        notes = (*notes, f"{odd} tensors whose rows are no multiple of 32 numbers are F16")
+    size = sum(kinds[name].bytes_of(shape) for name, shape in shapes.items())
+    with publishing_file(place, size=size) as beside:
+        _write_head(beside, metadata | words | write_templates(templates), shapes, kinds)
+        with beside.open("ab") as file:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            for name in shapes:
+                tensor = torch.tensor(factors) if name == FACTORS else tensors.read(name)
+                for chunk in _chunks(tensor, kinds[name], name):
+                    file.write(chunk)
+                del tensor
+            file.flush()
+            os.fsync(file.fileno())
+    return Exported(place, kind, notes)
+
+
+def architecture_of(spec: ModelSpec, *, first: str = "") -> tuple[str, Plan]:
+    """The architecture that computes a spec, and its tensors; an error with the nearest if none."""
+    tried = {}
+    for kind in sorted(FAMILIES, key=lambda name: name != first):
+        try:
+            if spec.encoder is not None:
+                raise InputError("encoder: has one, and that is a decoder alone")
+            if any(block.attention.window is not None for block in spec.decoder.blocks()):
+                raise InputError("attention in a sliding window, which none of them has")
+            plan, again = read_again(spec, kind)
+            reasons = differences(spec, again)
+        except GlassError as error:
+            reasons = [error.what]
+        if not reasons:
+            return kind, plan
+        tried[kind] = reasons
+    raise InputError(
+        "no GGUF architecture that is written here computes this model",
+        where=nearest_of(tried),
+        hint="--to native keeps every spec",
+    )
+
+
+def _sampling(origin: Path) -> bool:
+    """Whether the model's folder suggests more than where texts end."""
+    return replace(generation_defaults(origin), eos=()) != GenerationDefaults()
+
+
+def _kind(shape: tuple[int, ...], wanted: int) -> Kind:
+    """Of a tensor: vectors are float32; where blocks do not fit a row, half precision."""
+    found = kind_of(F32 if len(shape) == 1 else wanted)
+    if found is not None and not found.fits(shape):
+        found = kind_of(F16)
+    assert found is not None
+    return found
+
+
+def _chunks(tensor: Tensor, kind: Kind, name: str) -> Iterator[bytes]:
+    written = 0
+    for array in packed(tensor, kind, name=name):
+        written += array.nbytes
+        yield array.tobytes()
+    yield bytes(-written % ALIGNMENT)
+
+
+def _write_head(
+    path: Path,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    kinds: Mapping[str, Kind],
+) -> None:
+    gguf = library()
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    for key, value in metadata.items():
+        match value:
+            case _ if key == "general.architecture":
+                continue  # the writer's own
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case list():
+                writer.add_array(key, value)
+    for name, shape in shapes.items():
+        number = gguf.GGMLQuantizationType(kinds[name].number)
+        size = kinds[name].bytes_of(shape)
+        writer.add_tensor_info(name, shape, np.dtype("float32"), size, raw_dtype=number)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()

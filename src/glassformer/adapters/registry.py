@@ -1,0 +1,83 @@
+"""Which adapter reads what: by architecture type, and by the `model_type` of a config.
+
+`register(MyAdapter)` adds one; from then on `glassformer.load` opens its folders.
+"""
+
+from typing import TypeVar
+
+from glassformer.adapters.config import Config
+from glassformer.adapters.custom import CustomTransformerAdapter
+from glassformer.adapters.family import Family
+from glassformer.adapters.gpt2 import GPT2Adapter
+from glassformer.adapters.llama import LlamaAdapter
+from glassformer.adapters.native import NativeAdapter
+from glassformer.adapters.qwen import QwenAdapter
+from glassformer.spec.errors import FileError, InputError, nearest
+
+ADAPTERS: dict[str, type[NativeAdapter]] = {}
+
+Adapter = TypeVar("Adapter", bound=type[NativeAdapter])
+
+#: Signs of layers that are no part of a `ModelSpec`, in a config of whatever name.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+HYBRID = ("linear_num_value_heads", "full_attention_interval", "mamba_d_state", "ssm_cfg")
+
+
+def register(adapter: Adapter) -> Adapter:
+    """Let `load` find an adapter by its architecture type and its families; also a decorator."""
+    name = adapter.architecture_type
+    known = ADAPTERS.get(name)
+    if known is not None and known is not adapter:
+        raise InputError(f"'{name}' is registered already, as {known.__name__}")
+    theirs = {family.model_type: other for other in ADAPTERS.values() for family in other.families}
+    for family in adapter.families:
+        if theirs.get(family.model_type, adapter) is not adapter:
+            reader = theirs[family.model_type].__name__
+            raise InputError(f"model_type '{family.model_type}' is read by {reader} already")
+    ADAPTERS[name] = adapter
+    return adapter
+
+
+for _adapter in (CustomTransformerAdapter, QwenAdapter, LlamaAdapter, GPT2Adapter):
+    register(_adapter)
+
+
+def adapter_named(architecture_type: str) -> type[NativeAdapter]:
+    """The adapter of an architecture type."""
+    if architecture_type not in ADAPTERS:
+        raise InputError(
+            f"no architecture '{architecture_type}'", hint=nearest(architecture_type, ADAPTERS)
+        )
+    return ADAPTERS[architecture_type]
+
+
+def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
+    """The adapter and the family that read a config; others are refused, with what is read."""
+    kind = str(config.any("model_type", default=""))
+    for adapter in ADAPTERS.values():
+        for family in adapter.families:
+            if family.model_type == kind:
+                return adapter, family
+    known = sorted(
+        family.model_type for adapter in ADAPTERS.values() for family in adapter.families
+    )
+    why = ""
+    if "moe" in kind or any(config.data.get(key) for key in EXPERTS):
+        why = ", a mixture of experts"
+    elif any(config.data.get(key) for key in HYBRID):
+        why = ", a hybrid of attention and recurrence"
+    raise FileError(
+        f"no adapter reads model_type '{kind[:60]}'{why}",
+        where=config.where,
+        hint=f"read here: {', '.join(known)}",
+    )
+
+
+def families_that_write() -> dict[str, Family]:
+    """Families by model_type that a spec can be exported to."""
+    return {
+        family.model_type: family
+        for adapter in ADAPTERS.values()
+        for family in adapter.families
+        if family.write is not None
+    }

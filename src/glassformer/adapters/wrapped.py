@@ -1,0 +1,94 @@
+"""`WrappedAdapter`: a live transformers module behind the same interface, computed by itself.
+
+It is what `backend="transformers"` gives: something to measure against, and a way in for those who
+already have a module in hand.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.adapters.base import BaseAdapter, valid_of
+from glassformer.adapters.config import Config
+from glassformer.adapters.origin import read_origin
+from glassformer.adapters.weights import folder_weights
+from glassformer.data.vocab import Tokenizer
+from glassformer.spec.errors import InputError, MachineError
+from glassformer.spec.model import ModelSpec
+
+Backend = Literal["native", "transformers"]
+
+
+class WrappedAdapter(BaseAdapter):
+    """transformers computes; `spec` says what our own parts would be."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        spec: ModelSpec,
+        architecture_type: str,
+        origin: Path | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        super().__init__(model.eval(), spec=spec, origin=origin, tokenizer=tokenizer)
+        self.wrapped_type = architecture_type
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """The module's own logits."""
+        valid = valid_of(input_ids, attention_mask)
+        mask = None if valid is None else valid.long()
+        logits: Tensor = self.model(input_ids=input_ids, attention_mask=mask).logits
+        return logits
+
+    def get_architecture_type(self) -> str:
+        """That of the adapter which would read it."""
+        return self.wrapped_type
+
+    def get_config(self) -> dict[str, Any]:
+        """The module's config as plain data."""
+        return Config.of_module(self.model).data
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """By transformers itself: a Hugging Face folder, the tokenizer's files as they came."""
+        folder = Path(path)
+        if folder.exists():
+            raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
+        module: Any = self.model
+        module.save_pretrained(folder)
+        for name, data in ({} if self.origin is None else read_origin(self.origin)).items():
+            if not (folder / name).exists():
+                (folder / name).write_bytes(data)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Weights of a Hugging Face folder into this module, every one of them."""
+        folder = Path(path)
+        weights = folder_weights(folder)
+        own = dict(self.model.named_parameters())
+        if set(weights.shapes) != set(own):
+            odd = sorted(set(weights.shapes) ^ set(own))
+            raise InputError(f"the weights do not fit the module: {odd[0]}", where=str(folder))
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights.read(name, again=True))
+        self.origin = folder
+
+
+def open_with_transformers(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
+    """transformers' own module of a folder, without network, pickle or code of the folder's."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise MachineError(
+            "transformers is not installed", hint="pip install 'glassformer[hf]'"
+        ) from error
+    loader: Any = AutoModelForCausalLM
+    return loader.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        dtype=dtype or "auto",
+    ).eval()

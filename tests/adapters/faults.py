@@ -1,0 +1,136 @@
+"""Planted faults of a conversion: one line of damage each, and the case that must show it."""
+
+from tests.verify.faults import Fault
+
+FAULTS = [
+    Fault("theta forgotten", "adapters.rope:read_rotary", "base=inner", "base=THETA", "qwen2 tied"),
+    Fault(
+        "theta of the 5.x file not read",
+        "adapters.rope:read_rotary",
+        "Config(old or new",
+        "Config(old",
+        "qwen2 untied",
+    ),
+    Fault(
+        "bias dropped",
+        "nn.linear:Linear.forward",
+        "F.linear(x, self.weight, self.bias)",
+        "F.linear(x, self.weight)",
+        "qwen2 untied",
+    ),
+    Fault(
+        "bias not asked for", "adapters.qwen:read_qwen2", 'bias="qkv"', 'bias="none"', "qwen2 tied"
+    ),
+    Fault(
+        "output's bias forgotten",
+        "adapters.llama:read_llama",
+        '"all" if',
+        '"qkv" if',
+        "llama3 biases",
+    ),
+    Fault(
+        "eps of another family",
+        "adapters.llama:read_stack",
+        'config.number("rms_norm_eps", default=1e-6)',
+        "1e-6",
+        "llama",
+    ),
+    Fault(
+        "q-norm dropped",
+        "nn.attention:MultiHeadAttention.queries",
+        "q_BNTH = self.q_norm(q_BNTH)",
+        "pass",
+        "qwen3 wide heads",
+    ),
+    Fault(
+        "q/k-norm not asked for",
+        "adapters.qwen:read_qwen3",
+        "qk_norm=True",
+        "qk_norm=False",
+        "qwen3 bias",
+    ),
+    Fault(
+        "window dropped",
+        "adapters.qwen:read_windows",
+        "window if kind == SLIDING else None",
+        "None",
+        "qwen2 window",
+    ),
+    Fault(
+        "window one too wide",
+        "adapters.llama:read_mistral",
+        "(window,)",
+        "(window and window + 1,)",
+        "mistral",
+    ),
+    Fault(
+        "interleaved rotary",
+        "nn.position:rotate",
+        "x_BNTH.chunk(2, dim=-1)",
+        "(x_BNTH[..., ::2], x_BNTH[..., 1::2])",
+        "llama",
+    ),
+    Fault(
+        "order of key-value heads",
+        "nn.attention:MultiHeadAttention.keys_values",
+        "self.v_proj(context_BSD), self.d_head)",
+        "self.v_proj(context_BSD), self.d_head).flip(1)",
+        "llama",
+    ),
+    Fault(
+        "tied head taken for its own",
+        "adapters.llama:read_stack",
+        'tied=config.flag("tie_word_embeddings", default=False)',
+        "tied=False",
+        "qwen2 tied",
+    ),
+    Fault(
+        "own head taken for tied",
+        "adapters.llama:read_stack",
+        'tied=config.flag("tie_word_embeddings", default=False)',
+        "tied=True",
+        "llama",
+    ),
+    Fault(
+        "width of a head guessed",
+        "adapters.qwen:read_qwen3",
+        'config.whole("head_dim", default=128)',
+        "None",
+        "qwen3 wide heads",
+    ),
+    Fault(
+        "yarn's factor on cos and sin",
+        "nn.position:rotations",
+        "table * factor",
+        "table",
+        "qwen3 yarn",
+    ),
+    Fault(
+        "scaling forgotten",
+        "adapters.rope:read_rotary",
+        "scaling=_scaling(found, kind, max_seq_len)",
+        "scaling=None",
+        "llama3 biases",
+    ),
+    Fault(
+        "matrices not transposed",
+        "adapters.table:Columns.split",
+        "tensor.T, shapes",
+        "tensor.reshape(tensor.T.shape), shapes",
+        "gpt2",
+    ),
+    Fault(
+        "q, k, v in another order",
+        "adapters.table:Rows.split",
+        "[shape[0] for shape in shapes])",
+        "[shape[0] for shape in shapes])[::-1]",
+        "gpt2",
+    ),
+    Fault(
+        "gelu of the other kind",
+        "adapters.gpt2:read_gpt2",
+        "activation=ACTIVATIONS[word]",
+        'activation="gelu"',
+        "gpt2",
+    ),
+]

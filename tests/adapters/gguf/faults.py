@@ -1,0 +1,96 @@
+"""Planted faults of reading and of writing GGUF, and the case that must show each."""
+
+from tests.verify.faults import Fault
+
+SETTINGS = "adapters.gguf.settings:read_settings"
+READING = [
+    Fault(
+        "rows not reordered", "adapters.gguf.names:table_of", 'kind == "llama"', "False", "llama"
+    ),
+    Fault(
+        "Qwen reordered too",
+        "adapters.gguf.names:table_of",
+        'kind == "llama" and',
+        "",
+        "qwen2 tied",
+    ),
+    Fault(
+        "k not reordered",
+        "adapters.gguf.names:table_of",
+        "part in TURNED",
+        'part == "attn_q"',
+        "llama",
+    ),
+    Fault(
+        "reordered the other way",
+        "adapters.table:Interleaved.split",
+        "self.d_head // 2, 2",
+        "2, self.d_head // 2",
+        "llama",
+    ),
+    Fault("tied forgotten", SETTINGS, '"output.weight" not in tensors', "False", "smollm2"),
+    Fault(
+        "theta dropped",
+        SETTINGS,
+        "NUMBER.items()}",
+        'NUMBER.items()} | {"rope_theta": 1e4}',
+        "qwen2 tied",
+    ),
+    Fault(
+        "eps of another family",
+        SETTINGS,
+        "NUMBER.items()}",
+        'NUMBER.items()} | {"rms_norm_eps": 1e-6}',
+        "llama",
+    ),
+    Fault("bias dropped", SETTINGS, '"blk.0.attn_q.bias" in tensors', "False", "llama3 biases"),
+    Fault(
+        "head's width dropped", SETTINGS, 'config["head_dim"] = width', "pass", "qwen3 wide heads"
+    ),
+    Fault("factors dropped", SETTINGS, "if factors is not None:", "if False:", "llama3 biases"),
+    Fault(
+        "yarn's context dropped",
+        "adapters.gguf.settings:_scaling",
+        '"original_max_position_embeddings"] = original',
+        '"original_max_position_embeddings"] = context',
+        "qwen3 yarn",
+    ),
+    Fault(
+        "linear scaling dropped",
+        "adapters.gguf.settings:_scaling",
+        'kind == "none"',
+        'kind != "yarn"',
+        "linear rope",
+    ),
+    Fault(
+        "dimensions not turned around",
+        "adapters.gguf.head:_Cursor.stored",
+        "reversed(",
+        "list(",
+        "llama",
+    ),
+]
+
+WRITING = [
+    Fault(
+        "written as it is",
+        "adapters.table:Interleaved.join",
+        "self._turned(tensors[0], 2, self.d_head // 2)",
+        "tensors[0]",
+        "llama",
+    ),
+    Fault(
+        "theta not written",
+        "adapters.gguf.settings:write_settings",
+        "for theirs, name in NUMBER.items()",
+        'for theirs, name in NUMBER.items() if "rope" not in theirs',
+        "qwen2 tied",
+    ),
+    Fault(
+        "eps not as it was",
+        "adapters.gguf.settings:write_settings",
+        "float(config[name])",
+        "2 * float(config[name])",
+        "llama",
+    ),
+]

@@ -1,0 +1,71 @@
+"""The tests are tested: every planted fault is seen, as other logits or as a named error."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from glassformer.adapters.llama import LLAMA, LlamaAdapter
+from glassformer.adapters.load import load
+from glassformer.adapters.table import Row, Table
+from glassformer.spec.errors import FileError
+from tests.adapters.checkpoints import folder_of, live, tokens
+from tests.adapters.faults import FAULTS
+from tests.verify.faults import Fault, planted
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+
+@torch.no_grad()
+def agrees(case: str, folder) -> bool:
+    """Opened, and the logits are transformers'; a named error is a fault that was seen."""
+    ids = tokens(2, 64)
+    try:
+        return float((load(folder)(ids) - live(case)(ids).logits).abs().max()) <= 1e-5
+    except FileError:
+        return False
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_seen(fault: Fault, tmp_path):
+    folder = folder_of(fault.caught_by, tmp_path)
+    live(fault.caught_by)
+    assert agrees(fault.caught_by, folder), "red before the fault was planted"
+    with torch.no_grad():
+        expected = live(fault.caught_by)(tokens(2, 64)).logits
+    with planted(fault):
+        try:
+            with torch.no_grad():
+                gap = float((load(folder)(tokens(2, 64)) - expected).abs().max())
+        except FileError:
+            gap = float("inf")
+    assert gap > 1e-5
+    assert agrees(fault.caught_by, folder), "the fault was not taken out"
+
+
+SWAPS = {
+    "the two norms": ("input_layernorm", "post_attention_layernorm"),
+    "gate and up": ("mlp.gate_proj", "mlp.up_proj"),
+    "k and v": ("self_attn.k_proj", "self_attn.v_proj"),
+}
+
+
+@pytest.mark.parametrize("names", SWAPS.values(), ids=SWAPS)
+def test_a_table_with_two_names_swapped_is_seen(names, tmp_path, monkeypatch):
+    one, other = names
+    folder = folder_of("llama", tmp_path)
+
+    def swapped(row: Row) -> Row:
+        if one in row.theirs:
+            return replace(row, theirs=row.theirs.replace(one, other))
+        return replace(row, theirs=row.theirs.replace(other, one))
+
+    table = Table(tuple(map(swapped, LLAMA.table.rows)), LLAMA.table.ignored)
+    assert agrees("llama", folder)
+    monkeypatch.setattr(LlamaAdapter, "families", (replace(LLAMA, table=table),))
+    assert not agrees("llama", folder)
+
+
+def test_there_are_enough_faults_with_names_of_their_own():
+    assert len(FAULTS) >= 10
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)

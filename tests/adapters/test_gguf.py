@@ -1,0 +1,266 @@
+"""GGUF both ways: against files and readers that share no code with ours, and there and back."""
+
+import json
+import sys
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import glassformer as gf
+from glassformer.adapters.counterpart import differences
+from glassformer.adapters.custom import CustomTransformerAdapter
+from glassformer.adapters.export import export
+from glassformer.adapters.gguf.export import export_gguf
+from glassformer.adapters.gguf.head import read_head, shortest
+from glassformer.adapters.load import load
+from glassformer.cli.main import app
+from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.rotary import single
+from tests.adapters.checkpoints import CASES, folder_of, live, tokens
+from tests.adapters.gguf.files import ARCHITECTURES, arrays_of, finish, write_foreign
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+CLOSE = 1e-5
+
+
+@torch.no_grad()
+def gap(one, other, ids=None) -> float:
+    ids = tokens(2, 64) if ids is None else ids
+    logits = [m(ids).logits if hasattr(m, "config_class") else m(ids) for m in (one, other)]
+    return float((logits[0] - logits[1]).abs().max())
+
+
+def same_weights(one, other) -> bool:
+    other = dict(other.model.named_parameters())
+    return all(
+        p.dtype == other[name].dtype and torch.equal(p, other[name])
+        for name, p in one.model.named_parameters()
+    )
+
+
+# --- against others -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_a_file_made_by_others_computes_the_same(case, tmp_path):
+    adapter = load(write_foreign(case, tmp_path / "m.gguf"))
+    assert gap(adapter, live(case)) <= CLOSE
+    assert not differences(load(folder_of(case, tmp_path)).spec, adapter.spec)
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_our_file_is_the_one_that_others_make(case, tmp_path):
+    """The library's own reader finds its tensors, byte for byte, and its settings."""
+    theirs = gguf.GGUFReader(write_foreign(case, tmp_path / "theirs.gguf"))
+    export_gguf(load(folder_of(case, tmp_path)), tmp_path / "ours.gguf")
+    ours = gguf.GGUFReader(tmp_path / "ours.gguf")
+    found = {tensor.name: tensor for tensor in ours.tensors}
+    assert set(found) == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        if tensor.name != "rope_freqs.weight":
+            assert np.array_equal(found[tensor.name].data, tensor.data), tensor.name
+        assert np.abs(found[tensor.name].data - tensor.data).max() <= 1e-6
+    for key, field in theirs.fields.items():
+        if not key.startswith("GGUF."):
+            assert ours.fields[key].contents() == field.contents(), key
+
+
+ORACLE = ("llama", "smollm2", "qwen2 tied", "qwen2 untied", "mistral wide", "qwen3 128")
+
+
+@pytest.mark.parametrize("case", ORACLE)
+def test_transformers_reads_our_file(case, tmp_path, monkeypatch):
+    """Its reader of GGUF; it takes every head of Qwen3 for 128 wide, and knows no scaling."""
+    import transformers
+
+    monkeypatch.setitem(CASES, "qwen3 128", ("Qwen3Config", {"head_dim": 128}))
+    export_gguf(load(folder_of(case, tmp_path)), tmp_path / "m.gguf")
+    module = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    )
+    assert gap(module, live(case)) <= CLOSE
+
+
+def test_llama_3_is_known_by_its_factors(tmp_path):
+    """Of a released model's file: factors alone, without a word on how they were made."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    folder = folder_of("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    adapter = load(folder)
+    export_gguf(adapter, tmp_path / "m.gguf")
+    head = read_head(tmp_path / "m.gguf")
+    arrays = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    keys = {k: v for k, v in head.metadata.items() if not k.startswith("glassformer")}
+    finish(gguf.GGUFWriter(tmp_path / "bare.gguf", "llama"), arrays, keys)
+    assert load(tmp_path / "bare.gguf").spec.position == adapter.spec.position
+    arrays["rope_freqs.weight"] = arrays["rope_freqs.weight"] * np.float32(1.01)
+    finish(gguf.GGUFWriter(tmp_path / "odd.gguf", "llama"), arrays, keys)
+    with pytest.raises(FileError, match="not Llama 3's"):
+        load(tmp_path / "odd.gguf")
+
+
+# --- there and back -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_there_and_back_are_the_same_numbers(case, tmp_path):
+    native = load(gf.save(load(folder_of(case, tmp_path)), tmp_path / "native"))
+    written = export_gguf(native, tmp_path / "m.gguf")
+    assert (written.model_type, written.notes) == (ARCHITECTURES[case], ())
+    again = load(gf.save(load(tmp_path / "m.gguf"), tmp_path / "again"))
+    assert same_weights(native, again)
+    assert gap(native, again) == 0.0
+    back = load(export(again, tmp_path / "hf").folder)
+    assert same_weights(native, back)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+def test_smaller_kinds_round_as_they_must(dtype, tmp_path):
+    adapter = load(folder_of("llama", tmp_path))
+    written = export_gguf(adapter, tmp_path / "m.gguf", dtype=dtype)
+    again = load(tmp_path / "m.gguf")
+    others = dict(again.model.named_parameters())
+    for name, p in adapter.model.named_parameters():
+        error = (p - others[name]).abs()
+        if p.ndim == 1:
+            assert not error.any()
+        elif dtype == "f16" or p.shape[1] % 32:  # half a unit in the last of 11 places
+            assert (error <= p.abs() * 2**-11 + 2**-25).all()
+        else:  # half a step; the step is rounded to half precision too
+            step = p.reshape(-1, 32).abs().amax(1) / 127
+            assert (error.reshape(-1, 32) <= (0.5 + 127 * 2**-11) * step[:, None]).all()
+    assert written.notes == (
+        ("3 tensors whose rows are no multiple of 32 numbers are F16",) if dtype == "q8_0" else ()
+    )
+    unpacked = ("unpacked to float32: 20 Q8_0",) if dtype == "q8_0" else ()
+    assert again.report.notes == unpacked
+    assert 0 < gap(adapter, again) < (0.02 if dtype == "f16" else 0.5)  # seen: 0.0077, 0.264
+
+
+def test_what_half_precision_cannot_hold_is_refused(tmp_path):
+    adapter = load(folder_of("llama", tmp_path))
+    with torch.no_grad():
+        adapter.model.get_parameter("blocks.1.ffn.up_proj.weight")[3, 4] = 1e5
+    with pytest.raises(InputError, match=r"blk\.1\.ffn_up\.weight holds 100000"):
+        export_gguf(adapter, tmp_path / "m.gguf", dtype="f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    export_gguf(adapter, tmp_path / "m.gguf", dtype="q8_0")
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_precisions_go_out_and_come_in(precision, tmp_path):
+    adapter = load(folder_of("qwen2 tied", tmp_path), dtype=precision)
+    export_gguf(adapter, tmp_path / "m.gguf")
+    assert same_weights(adapter, load(tmp_path / "m.gguf", dtype=precision)) or (
+        precision == torch.float64
+    )
+    if precision == torch.bfloat16:  # stored as such, with vectors of float32
+        raw = {}
+        for name, array in arrays_of(live("qwen2 tied"), "qwen2").items():
+            kind = gguf.GGMLQuantizationType.BF16
+            packed = gguf.quants.quantize(array, kind)
+            raw[name] = array if array.ndim == 1 else (packed, kind)
+        keys = dict(read_head(tmp_path / "m.gguf").metadata)
+        finish(gguf.GGUFWriter(tmp_path / "b.gguf", "qwen2"), raw, keys)
+        again = load(tmp_path / "b.gguf", dtype=torch.bfloat16)
+        assert torch.equal(again.model.embed.weight, adapter.model.embed.weight)
+
+
+PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_kinds_are_unpacked(name, tmp_path):
+    """Random bytes, small enough that no step is NaN; rows of 256 numbers, as some kinds need."""
+    kind = gguf.GGMLQuantizationType[name]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    spec = replace(gf.preset("qwen"), vocab_size=16, d_model=256)
+    export_gguf(CustomTransformerAdapter(gf.build(spec)), tmp_path / "plain.gguf")
+    arrays = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "plain.gguf").tensors}
+    data = np.random.default_rng(5).integers(0, 60, (16, 256 // block * size), dtype=np.uint8)
+    arrays["token_embd.weight"] = (data, kind)
+    keys = dict(read_head(tmp_path / "plain.gguf").metadata)
+    finish(gguf.GGUFWriter(tmp_path / "m.gguf", keys["general.architecture"]), arrays, keys)
+    found = load(tmp_path / "m.gguf")
+    assert torch.equal(found.model.embed.weight, torch.from_numpy(gguf.dequantize(data, kind)))
+    assert found.report.notes == (f"unpacked to float32: 1 {name}",)
+    assert load(tmp_path / "m.gguf", dtype=torch.float16).model.embed.weight.dtype == torch.float16
+
+
+# --- the command, refusals ----------------------------------------------------------------------
+
+
+def glass(*words: object):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_the_command_goes_both_ways(tmp_path):
+    folder, file = folder_of("qwen2 tied", tmp_path), tmp_path / "m.gguf"
+    there = glass("convert", folder, file, "--to", "gguf", "--dtype", "q8_0", "--json")
+    assert there.exit_code == 0, there.output
+    found = json.loads(there.stdout)
+    assert (found["model_type"], found["dtype"]) == ("qwen2", "q8_0")
+    back = glass("convert", file, tmp_path / "native", "--to", "native")
+    assert "unpacked to float32: 19 Q8_0" in back.stderr, back.output
+    assert same_weights(load(file), load(tmp_path / "native"))
+    assert glass("convert", file, tmp_path / "hf", "--to", "hf").exit_code == 0
+    assert same_weights(load(file), load(tmp_path / "hf"))
+    rows = glass("verify", file, "--only", "causality", "--json")
+    assert rows.exit_code == 0, rows.output
+    assert json.loads(rows.stdout)["passed"] >= 1
+
+
+def test_what_cannot_be_said_is_refused(tmp_path):
+    for case, said in {
+        "qwen2 window": "sliding window",
+        "qwen3 bias": "attention.bias: all here, none there",
+        "mistral": "sliding window",
+        "gpt2": "no row for position.weight",
+    }.items():
+        folder = folder_of(case, tmp_path / case.replace(" ", "-"))
+        with pytest.raises(InputError, match="no GGUF architecture") as error:
+            export_gguf(load(folder), tmp_path / "m.gguf")
+        assert said in error.value.where
+    adapter = load(folder_of("llama", tmp_path))
+    with pytest.raises(InputError, match=r"does not end in \.gguf"):
+        export_gguf(adapter, tmp_path / "m")
+    with pytest.raises(InputError, match="dtype"):
+        export_gguf(adapter, tmp_path / "m.gguf", dtype="q4_0")
+    export_gguf(adapter, tmp_path / "m.gguf")
+    with pytest.raises(InputError, match="exists"):
+        export_gguf(adapter, tmp_path / "m.gguf")
+    with pytest.raises(InputError, match="transformers opens folders"):
+        load(tmp_path / "m.gguf", reference=True)
+    with pytest.raises(InputError, match="there is no file"):
+        load(tmp_path / "none.gguf")
+    result = glass("convert", tmp_path / "m.gguf", tmp_path / "x", "--to", "hf", "--dtype", "f16")
+    assert "--dtype does not go with --to hf" in result.exception.what
+
+
+def test_without_the_library_its_extra_is_named(tmp_path, monkeypatch):
+    adapter = load(folder_of("llama", tmp_path))
+    export_gguf(adapter, tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    from glassformer.adapters.gguf.kinds import kind_of
+
+    kind_of.cache_clear()
+    for use in (
+        lambda: load(tmp_path / "m.gguf"),
+        lambda: export_gguf(adapter, tmp_path / "n.gguf"),
+    ):
+        with pytest.raises(MachineError) as error:
+            use()
+        assert "glassformer[gguf]" in error.value.hint
+
+
+@pytest.mark.parametrize("number", [1e-6, 1e-5, 5e5, 1e6, 0.1, 1 / 3, 0.0, -2.5, 3.4e38, 1e-45])
+def test_the_shortest_decimal_is_the_same_number(number):
+    assert single(shortest(single(number))) == single(number)
+    assert shortest(single(number)) == number or number in (1 / 3, 1e-45)
