@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from glassformer.data import text as module
 from glassformer.data.corpus import read_corpus
-from glassformer.data.text import Text
+from glassformer.data.text import Text, held_out_text
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.tasks import TextTask
 
@@ -192,3 +193,32 @@ def test_a_spec_that_cannot_be():
     with pytest.raises(InputError, match="the nearest valid vocab_size is 256"):
         TextTask(vocab_size=100)
     assert TextTask(vocab_size=100, tokenizer="bytes").vocab_size == 100
+
+
+def test_one_huge_line_is_learned_from_in_parts(tmp_path):
+    """Without a space, too: learning takes a time that grows with the text, not with its square."""
+    (tmp_path / "spaces.txt").write_text("many words on one line " * 9_000)
+    (tmp_path / "none.txt").write_text("abcde" * 60_000)
+    task = Text(spec(tmp_path))
+    assert all(len(line) <= module.LONGEST_LINE for line in module._lines("x" * 5_000))
+    assert task.facts()["bytes_per_token"]["train"] > 4
+    assert joined(task, "train").count("\n") <= 2  # between the files
+
+
+def parts_of_a_line_are_the_line():
+    text = "a b" * 900 + "\n" + "y" * 3_500 + " end\nshort\n"
+    parts = list(module._lines(text))
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= module.LONGEST_LINE
+    assert parts[-1] == "short\n"
+
+
+def test_parts_of_a_line_are_the_line():
+    parts_of_a_line_are_the_line()
+
+
+def test_the_held_out_text_is_what_val_is_made_of(folder):
+    task = Text(spec(folder, tokenizer="characters"))
+    text = held_out_text(spec(folder))
+    assert text.startswith(joined(task, "val"))
+    assert len(text) == task.facts()["tokens"]["val"]

@@ -22,4 +22,9 @@ def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
             return Fsm(task)
         case spec.TextTask():
             return Text(task, cache=cache)
+        case spec.FinetuneTask():
+            raise InputError(
+                "a fine-tuning task is made of its base's tokens",
+                hint="glassformer.lab.assemble.assemble(run) builds task and engine together",
+            )
     raise InputError(f"{type(task).__name__} is no task", hint="a spec of glassformer.spec.tasks")

@@ -8,7 +8,7 @@ Bits per byte = nats per token / ln 2 / bytes per token: it compares across toke
 import hashlib
 import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from glassformer.data.letters import Bytes, Characters
 from glassformer.data.splits import checked, pick
 from glassformer.data.tokenizer import tokenizer_from_json
 from glassformer.data.vocab import Tokenizer
-from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.tasks import TextTask
 
 # B batch, T length
 
 FORMAT = 1  # of the files in the cache; another number makes new ones
+LONGEST_LINE = 1_000  # characters that pieces are learned from at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,15 @@ class Text:
         """The window's text."""
         return self.tokenizer.decode(self._window(split, np.array([row]))[0, :-1].tolist())
 
+    def notes(self) -> list[str]:
+        """What people should know before they train on it."""
+        made, asked = self.tokenizer.vocab_size, self.spec.vocab_size
+        if self.spec.tokenizer != "bpe" or made >= asked:
+            return []
+        return [
+            f"the text is too short for {asked:,} different pieces: the vocabulary has {made:,}"
+        ]
+
     def facts(self) -> dict[str, Any]:
         """Where the text is from, its size and hash, tokens and bytes per token of each part."""
         source = "files"
@@ -162,6 +172,15 @@ class Text:
         return tokenizer, {split: _Part(ids[split], len(text)) for split, text in texts.items()}
 
 
+def held_out_text(spec: TextTask) -> str:
+    """What a task of this spec holds out, as text, without making any tokens."""
+    documents = read_corpus(spec.path, seed=spec.seed)
+    for document in documents:
+        document.text()
+    whole = _joined(documents)
+    return whole[_cut(whole, held_out=spec.held_out) :].decode("utf-8")
+
+
 def _joined(documents: Sequence[Document]) -> bytes:
     """All documents, an empty line between them."""
     return b"\n\n".join(document.content.strip(b"\n") for document in documents) + b"\n"
@@ -186,9 +205,24 @@ def _tokenizer(spec: TextTask, texts: Mapping[str, bytes]) -> Tokenizer:
             return Characters.of(text.decode("utf-8") for text in texts.values())
         case _:
             return BytePairs.train(
-                texts["train"].decode("utf-8").splitlines(keepends=True),
-                vocab_size=spec.vocab_size,
+                _lines(texts["train"].decode("utf-8")), vocab_size=spec.vocab_size
             )
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines to learn pieces from; a long one in parts, at a space if it has one.
+
+    The time that a word takes there grows with the square of its length: a megabyte without a
+    space would never be done.
+    """
+    for line in text.splitlines(keepends=True):
+        start = 0
+        while len(line) - start > LONGEST_LINE:
+            end = line.rfind(" ", start + 1, start + LONGEST_LINE)
+            end = start + LONGEST_LINE if end < 0 else end
+            yield line[start:end]
+            start = end
+        yield line[start:]
 
 
 def _encoded(tokenizer: Tokenizer, text: bytes) -> NDArray[np.unsignedinteger[Any]]:
@@ -240,15 +274,21 @@ def _stored(
     folder: Path, tokenizer: Tokenizer, arrays: Mapping[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
     """Written beside and renamed, so that a folder that is there is whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
-        beside = Path(name) / folder.name
-        beside.mkdir()
-        for split, array in arrays.items():
-            np.save(beside / f"{split}.npy", array, allow_pickle=False)
-        (beside / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        try:
-            beside.rename(folder)
-        except OSError:  # someone else was faster; theirs is the same
-            assert (folder / "tokenizer.json").is_file()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
+            beside = Path(name) / folder.name
+            beside.mkdir()
+            for split, array in arrays.items():
+                np.save(beside / f"{split}.npy", array, allow_pickle=False)
+            (beside / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+            if not folder.exists():  # else someone was faster; theirs is the same
+                beside.rename(folder)
+    except OSError as error:
+        if not (folder / "tokenizer.json").is_file():  # faster by a hair, and not a full disk
+            raise MachineError(
+                f"could not write the tokens: {error.strerror or error}",
+                where=str(folder.parent),
+                hint="make room there, or choose another folder",
+            ) from error
     return {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in arrays}

@@ -20,7 +20,12 @@ class DecoderLM(Model):
         self.heads = build_heads(spec)
 
     def hidden(
-        self, inputs: Inputs, *, cache: Cache | None = None, taps: Taps | None = None
+        self,
+        inputs: Inputs,
+        *,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+        recompute: bool = False,
     ) -> Tensor:
         return run_stack(
             self,
@@ -29,6 +34,7 @@ class DecoderLM(Model):
             segments_BT=inputs.segments_BT,
             cache=cache,
             taps=taps,
+            recompute=recompute,
         )
 
     def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:

@@ -25,7 +25,9 @@ class EncoderDecoder(Model):
             self.decoder.embed = self.encoder.embed
         self.heads = build_heads(spec)
 
-    def encode(self, inputs: Inputs, *, taps: Taps | None = None) -> Tensor:
+    def encode(
+        self, inputs: Inputs, *, taps: Taps | None = None, recompute: bool = False
+    ) -> Tensor:
         """The memory (B, S, D) that every decoder layer reads."""
         assert inputs.source_BS is not None
         return run_stack(
@@ -34,6 +36,7 @@ class EncoderDecoder(Model):
             valid_BT=inputs.source_valid_BS,
             taps=taps,
             prefix="encoder.",
+            recompute=recompute,
         )
 
     def decode(
@@ -43,6 +46,7 @@ class EncoderDecoder(Model):
         *,
         cache: Cache | None = None,
         taps: Taps | None = None,
+        recompute: bool = False,
     ) -> Tensor:
         """Hidden states (B, T, D) of the target tokens; with a cache, of the new ones."""
         return run_stack(
@@ -54,12 +58,19 @@ class EncoderDecoder(Model):
             cache=cache,
             taps=taps,
             prefix="decoder.",
+            recompute=recompute,
         )
 
     def hidden(
-        self, inputs: Inputs, *, cache: Cache | None = None, taps: Taps | None = None
+        self,
+        inputs: Inputs,
+        *,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+        recompute: bool = False,
     ) -> Tensor:
-        return self.decode(inputs, self.encode(inputs, taps=taps), cache=cache, taps=taps)
+        memory_BSD = self.encode(inputs, taps=taps, recompute=recompute)
+        return self.decode(inputs, memory_BSD, cache=cache, taps=taps, recompute=recompute)
 
     def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
         return self.decoder.embed

@@ -1,6 +1,7 @@
 """What every model is: a body that makes hidden states, and heads that read them."""
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,9 +33,17 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def hidden(
-        self, inputs: Inputs, *, cache: Cache | None = None, taps: Taps | None = None
+        self,
+        inputs: Inputs,
+        *,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+        recompute: bool = False,
     ) -> Tensor:
-        """The body: hidden states (B, T, D) after the final norm."""
+        """The body: hidden states (B, T, D) after the final norm.
+
+        `recompute` saves memory in training: the backward runs each block again.
+        """
 
     @abstractmethod
     def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
@@ -112,6 +121,17 @@ class Model(nn.Module, ABC):
             part.penalty() for part in self.modules() if isinstance(part, FactorizedTokenEmbedding)
         ]
         return torch.stack(terms).sum() if terms else next(self.parameters()).new_zeros(())
+
+
+class Holder(Protocol):
+    """Whoever holds a model, as an adapter does."""
+
+    model: Model
+
+
+def model_of(thing: Model | Holder) -> Model:
+    """The model itself, whether it comes bare or held."""
+    return thing if isinstance(thing, Model) else thing.model
 
 
 def build_heads(spec: ModelSpec) -> nn.ModuleDict:

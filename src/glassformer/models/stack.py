@@ -1,10 +1,12 @@
 """Embedding, position, blocks, final norm: the way of a sequence through one stack."""
 
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.cache import Cache, joined_valid
@@ -74,8 +76,13 @@ def run_stack(
     cache: Cache | None = None,
     taps: Taps | None = None,
     prefix: str = "",
+    recompute: bool = False,
 ) -> Tensor:
-    """Hidden states (B, T, D) of the new tokens; with a cache, the past is read and extended."""
+    """Hidden states (B, T, D) of the new tokens; with a cache, the past is read and extended.
+
+    With `recompute`, the backward runs each block again instead of keeping what is inside it.
+    """
+    assert not recompute or (cache is None and taps is None), "a block run twice writes twice"
     at = None if taps is None else TapsAt(taps, prefix)
     T, past = tokens_BT.shape[1], 0 if cache is None else cache.length
     valid_BS = valid_BT
@@ -100,7 +107,8 @@ def run_stack(
     x_BTD = F.dropout(x_BTD, parts.stack.dropout.embedding, parts.training)
     x_BTD = tap(at, "embed", x_BTD)
     for layer, (module, block) in enumerate(zip(parts.blocks, parts.stack.blocks(), strict=True)):
-        x_BTD = module(
+        run = partial(checkpoint, module, use_reentrant=False) if recompute else module
+        x_BTD = run(
             x_BTD,
             mask=masks.of(block.attention),
             memory_BSD=memory_BSD,

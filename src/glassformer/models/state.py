@@ -1,5 +1,6 @@
 """Weights between a model and plain arrays, checked against the manifest."""
 
+import hashlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -7,41 +8,80 @@ import torch
 
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError
-from glassformer.spec.manifest import stored
-from glassformer.store.tensors import BFLOAT16, explain_misfit
+from glassformer.spec.manifest import Parameter, stored
+from glassformer.store.tensors import BFLOAT16, CODES, explain_difference
+
+Rules = Mapping[str, Parameter]
 
 
-def weights_of(model: Model) -> dict[str, np.ndarray]:
-    """Every parameter that owns its storage, by manifest name, as NumPy arrays (copies)."""
+def weights_of(model: Model, *, rules: Rules | None = None) -> dict[str, np.ndarray]:
+    """Every parameter that owns its storage, by manifest name, as NumPy arrays (copies).
+
+    With `rules`, the parameters that they name. Without, a model that carries LoRA is refused: its
+    weights alone are not the model.
+    """
     own = dict(model.named_parameters())
-    return {name: _array(own[name].detach()) for name in stored(model.spec)}
+    names = stored(model.spec) if rules is None else rules
+    added = sorted(set(own) - set(names))
+    if rules is None and added:
+        raise InputError(
+            f"the model has parameters that its spec does not name: {added[0]} and "
+            f"{len(added) - 1} more",
+            hint="merge LoRA into the weights first: glassformer.nn.lora.merge(model)",
+        )
+    lacking = sorted(set(names) - set(own))
+    if lacking:
+        raise InputError(
+            f"the model has no plain weights for {lacking[0]} and {len(lacking) - 1} more",
+            hint="a quantized model: quant.dequantize_model first",
+        )
+    return {name: array_of(own[name].detach()) for name in names}
+
+
+def weights_hash(model: Model) -> str:
+    """SHA-256 of all weights as they are stored: names, types, shapes and values."""
+    own, total = dict(model.named_parameters()), hashlib.sha256()
+    for name in sorted(stored(model.spec)):
+        array = array_of(own[name].detach())
+        total.update(f"{name} {CODES[array.dtype]} {array.shape}".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()
 
 
 @torch.no_grad()
-def load_weights(model: Model, arrays: Mapping[str, np.ndarray], *, where: str = "") -> None:
+def load_weights(
+    model: Model,
+    arrays: Mapping[str, np.ndarray],
+    *,
+    where: str = "",
+    rules: Rules | None = None,
+) -> None:
     """Put arrays into the model; a missing, unexpected or misshapen one is named in an error."""
-    problems = explain_misfit(model.spec, {name: a.shape for name, a in arrays.items()})
+    wanted = stored(model.spec) if rules is None else rules
+    problems = explain_difference(wanted, {name: a.shape for name, a in arrays.items()})
     if problems:
         raise InputError(f"the weights do not fit the model: {problems}", where=where)
     own = dict(model.named_parameters())
     for name, array in arrays.items():
-        own[name].copy_(_tensor(array))
+        own[name].copy_(tensor_of(array))
 
 
 def dtype_of(arrays: Mapping[str, np.ndarray]) -> torch.dtype:
     """The precision that a model of these arrays has: the widest of them."""
-    found = {_tensor(array[:0] if array.ndim else array).dtype for array in arrays.values()}
+    found = {tensor_of(array[:0] if array.ndim else array).dtype for array in arrays.values()}
     return max(found, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """A copy as NumPy holds it."""
     tensor = tensor.cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().copy().view(BFLOAT16)
     return tensor.numpy().copy()
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """A copy as torch holds it."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))

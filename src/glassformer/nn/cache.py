@@ -77,6 +77,13 @@ class GrowingCache:
         self.valid_BS = joined_valid(self.valid_BS, self.length, valid_BT, count)
         self.length += count
 
+    def cut(self, length: int) -> None:
+        """Forget everything from this place on."""
+        for layer, (k, v) in self._layers.items():
+            self._layers[layer] = (k[:, :, :length], v[:, :, :length])
+        self.valid_BS = None if self.valid_BS is None else self.valid_BS[:, :length]
+        self.length = length
+
     def reorder(self, rows_B: Tensor) -> None:
         for kept in (self._layers, self.cross):
             for layer, (k, v) in kept.items():

@@ -21,10 +21,10 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sinusoids(length: int, d_model: int, *, base: float = 10_000.0) -> Tensor:
     """The (length, d_model) table in float64: even columns sin, odd ones cos of the same angle."""
-    place = torch.arange(length, dtype=torch.float64)[:, None]
-    even = torch.arange(0, d_model, 2, dtype=torch.float64)
+    place = torch.arange(length, dtype=torch.float64, device="cpu")[:, None]
+    even = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu")
     angle = place * base ** (-even / d_model)
-    table = torch.empty(length, d_model, dtype=torch.float64)
+    table = torch.empty(length, d_model, dtype=torch.float64, device="cpu")
     table[:, 0::2] = angle.sin()
     table[:, 1::2] = angle.cos()[:, : d_model // 2]
     return table
@@ -33,9 +33,10 @@ def sinusoids(length: int, d_model: int, *, base: float = 10_000.0) -> Tensor:
 def rotations(rotary: Rotary, length: int, d_head: int, *, dtype: torch.dtype) -> Tensor:
     """cos and sin of every position and pair: (2, length, d_head / 2)."""
     frequencies, factor = rotary_frequencies(rotary, d_head)
-    place = torch.arange(length, dtype=dtype)[:, None]
-    angle = place * torch.tensor(frequencies, dtype=dtype)
-    return torch.stack((angle.cos(), angle.sin())) * factor
+    place = torch.arange(length, dtype=dtype, device="cpu")[:, None]
+    angle = place * torch.tensor(frequencies, dtype=dtype, device="cpu")
+    table = torch.stack((angle.cos(), angle.sin()))
+    return table if factor == 1.0 else table * factor
 
 
 class SinusoidalPosition(nn.Module):
@@ -48,7 +49,8 @@ class SinusoidalPosition(nn.Module):
         self.max_seq_len = max_seq_len
         self.d_model = d_model
         self.base = base
-        self.register_buffer("table", self.make(torch.get_default_dtype()), persistent=False)
+        self.table_shape = (max_seq_len, d_model)
+        self.register_buffer("table", _first_table(self), persistent=False)
 
     def make(self, dtype: torch.dtype) -> Tensor:
         """The table at the precision that a model of this dtype needs."""
@@ -83,7 +85,8 @@ class RotaryPosition(nn.Module):
         self.rotary = rotary
         self.max_seq_len = max_seq_len
         self.d_head = d_head
-        self.register_buffer("table", self.make(torch.get_default_dtype()), persistent=False)
+        self.table_shape = (2, max_seq_len, d_head // 2)
+        self.register_buffer("table", _first_table(self), persistent=False)
 
     def make(self, dtype: torch.dtype) -> Tensor:
         """The table at the precision that a model of this dtype needs."""
@@ -105,11 +108,30 @@ def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def make_tables(module: nn.Module, device: torch.device | str) -> None:
+    """Give every table of a module that was built on meta its values, on this device."""
+    for part in module.modules():
+        if isinstance(part, (SinusoidalPosition, RotaryPosition)):
+            part.table = _table_on(part, part.table.dtype, torch.device(device))
+
+
+def _first_table(part):  # type: ignore[no-untyped-def]
+    """On torch's present device, in its present precision."""
+    return _table_on(part, torch.get_default_dtype(), torch.empty(0).device)
+
+
+def _table_on(part, dtype, device):  # type: ignore[no-untyped-def]
+    """The table, computed on the CPU so that every device has the same; on meta its shape alone."""
+    if device.type == "meta":
+        return torch.empty(part.table_shape, dtype=table_dtype(dtype), device=device)
+    return part.make(dtype).to(device)
+
+
 def _apply_and_remake(part, apply, fn, recurse):  # type: ignore[no-untyped-def]
     """Let torch move and cast the module, then put the table back at full precision.
 
     The buffer tells the device and whether the cast was to float64; its values may be rounded.
     """
     apply(fn, recurse)
-    part.table = part.make(part.table.dtype).to(part.table.device)
+    part.table = _table_on(part, part.table.dtype, part.table.device)
     return part

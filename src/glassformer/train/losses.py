@@ -13,12 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from glassformer.models.model import Model
 from glassformer.nn.heads import read_out
+from glassformer.spec.activations import PIECE
 from glassformer.spec.model import AnswerHead
 
 # B batch, T length, D d_model, M rows that count, V logits
-
-#: Logits of more entries than this are made in pieces, and made again for the backward.
-PIECE = 1 << 25
 
 
 class LossSums(NamedTuple):

@@ -23,6 +23,8 @@ class NumpyEngine:
         self.spec: ModelSpec = model.spec
         self.model = model
         self.train = train
+        if train.gradient_checkpointing:
+            raise InputError("gradient checkpointing is torch's alone", hint="engine=torch")
         match train.optimizer:
             case SGD(momentum=momentum):
                 self.optimizer: optim.SGD | optim.AdamW = optim.SGD(

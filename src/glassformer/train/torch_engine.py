@@ -1,6 +1,7 @@
 """The torch engine: autograd, fused AdamW where there is one, bf16 and compilation on request."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -14,28 +15,34 @@ from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
-from glassformer.spec.manifest import stored
+from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
+from glassformer.spec.tuning import LoRA, lora_manifest
 from glassformer.train.engine import Arrays, StepResult, loss_weights, totals
 from glassformer.train.losses import head_loss
 
 
 class TorchEngine:
-    """A built model with its optimizers."""
+    """A built model with its optimizers. With `lora`, the corrections that it carries train, and
+    `weights` and `load_weights` mean them; the rest of the model stands still.
+    """
 
-    def __init__(self, model: Model, train: TrainSpec) -> None:
+    def __init__(self, model: Model, train: TrainSpec, *, lora: LoRA | None = None) -> None:
         self.spec: ModelSpec = model.spec
         self.model = model
         self.train = train
+        self.rules = stored(self.spec) if lora is None else lora_manifest(self.spec, lora)
         self.steps = 0
         self.device = next(model.parameters()).device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizers = build_optimizers(model, train)
-        self.hidden: Callable[[Inputs], Tensor] = model.hidden
+        self.optimizers = build_optimizers(model, train, self.rules)
+        self.hidden: Callable[[Inputs], Tensor] = functools.partial(
+            model.hidden, recompute=train.gradient_checkpointing
+        )
         if train.compile:
-            self.hidden = torch.compile(model.hidden)
-        self.random = any(
+            self.hidden = torch.compile(self.hidden)
+        self.random = (lora is not None and lora.dropout > 0) or any(
             rate > 0
             for stack in model.spec.stacks().values()
             for rate in (
@@ -121,10 +128,10 @@ class TorchEngine:
         }
 
     def weights(self) -> Arrays:
-        return weights_of(self.model)
+        return weights_of(self.model, rules=self.rules)
 
     def load_weights(self, arrays: Mapping[str, NDArray]) -> None:
-        load_weights(self.model, arrays)
+        load_weights(self.model, arrays, rules=self.rules)
 
     def state(self) -> Arrays:
         arrays: Arrays = {"steps": np.array(self.steps)}
@@ -167,9 +174,11 @@ class TorchEngine:
         return contextlib.nullcontext()
 
 
-def build_optimizers(model: Model, train: TrainSpec) -> list[tuple[torch.optim.Optimizer, float]]:
+def build_optimizers(
+    model: Model, train: TrainSpec, rules: Mapping[str, Parameter]
+) -> list[tuple[torch.optim.Optimizer, float]]:
     """Optimizers with their rates as shares of the run's; decay only where the manifest says."""
-    own, rules = dict(model.named_parameters()), stored(model.spec)
+    own = dict(model.named_parameters())
     named = {name: p for name, p in own.items() if p.requires_grad and name in rules}
     match train.optimizer:
         case SGD(momentum=momentum):
