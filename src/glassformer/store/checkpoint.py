@@ -7,18 +7,16 @@ that a flipped bit is noticed when the folder is read.
 
 import hashlib
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.tree import from_json, to_json
+from glassformer.store.publish import publishing, write_synced
 from glassformer.store.tensors import (
     Arrays,
     explain_misfit,
@@ -32,6 +30,7 @@ FORMAT = 1
 MANIFEST = "MANIFEST.json"
 SPEC = "spec.json"
 WEIGHTS = "model.safetensors"
+QUANTIZATION = "quantization.json"  # there where layers are quantized
 TEXT_LIMIT = 10_000_000
 
 
@@ -64,7 +63,7 @@ def save_checkpoint(
 def _check_name(name: str) -> None:
     """A further file stays inside the folder, and does not take the place of one of ours."""
     parts = name.split("/")
-    if name in (MANIFEST, SPEC, WEIGHTS) or not all(parts) or ".." in parts:
+    if name in (MANIFEST, SPEC, WEIGHTS, QUANTIZATION) or not all(parts) or ".." in parts:
         raise InputError(
             f"'{name}' cannot be the name of a further file",
             hint="use a relative name other than those of the checkpoint itself",
@@ -73,26 +72,11 @@ def _check_name(name: str) -> None:
 
 def write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write files and their manifest beside the folder's place, sync, rename."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.parent / f".tmp-{folder.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    try:
-        beside.mkdir()
+    size = sum(len(data) for data in contents.values())
+    with publishing(folder, size=size, what="checkpoint") as beside:
         for name, data in contents.items():
-            _write_synced(beside / name, data)
-        _write_synced(beside / MANIFEST, _manifest_text(contents).encode())
-        for inner in {(beside / name).parent for name in contents} | {beside}:
-            _sync_folder(inner)
-        beside.rename(folder)
-        _sync_folder(folder.parent)
-    except OSError as error:
-        size = sum(len(data) for data in contents.values())
-        raise MachineError(
-            f"could not write the checkpoint: {error.strerror}",
-            where=str(folder),
-            hint=f"it needs {size:,} bytes; earlier checkpoints are untouched",
-        ) from error
-    finally:  # an interrupt too; once renamed, there is nothing left to remove
-        shutil.rmtree(beside, ignore_errors=True)
+            write_synced(beside / name, [data])
+        write_synced(beside / MANIFEST, [_manifest_text(contents).encode()])
 
 
 def _manifest_text(contents: Mapping[str, bytes]) -> str:
@@ -101,22 +85,6 @@ def _manifest_text(contents: Mapping[str, bytes]) -> str:
         for name, data in sorted(contents.items())
     }
     return json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n"
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def verify_folder(folder: Path) -> dict[str, Any]:
@@ -129,7 +97,7 @@ def verify_folder(folder: Path) -> dict[str, Any]:
             hint="a checkpoint folder holds MANIFEST.json, spec.json and model.safetensors",
         )
     try:
-        manifest = json.loads(_read_text(path))
+        manifest = json.loads(read_text(path))
         number, files = manifest["format"], manifest["files"]
         if not isinstance(files, dict):
             raise TypeError("its files are not a table")
@@ -165,11 +133,17 @@ def _verify_file(folder: Path, name: str, entry: Any) -> None:
 def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray]]:
     """The spec and the weights, verified, and every tensor of the shape that the spec says."""
     manifest = verify_folder(folder)
+    if QUANTIZATION in manifest["files"]:
+        raise InputError(
+            "the checkpoint is quantized, and plain weights are needed here",
+            where=str(folder),
+            hint="open it with glassformer.load; quant.dequantize_model gives plain weights",
+        )
     for name in (SPEC, WEIGHTS):
         if name not in manifest["files"]:
             raise FileError(f"the checkpoint holds no {name}", where=str(folder))
     try:
-        spec = from_json(ModelSpec, _read_text(folder / SPEC))
+        spec = from_json(ModelSpec, read_text(folder / SPEC))
     except InputError as error:
         raise FileError(f"spec.json: {error.what}", where=str(folder)) from error
     shapes = {name: shape for name, (_, shape) in read_header(folder / WEIGHTS).items()}
@@ -179,7 +153,8 @@ def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray]]:
     return spec, read_tensors(folder / WEIGHTS)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A small text file of a checkpoint."""
     if path.stat().st_size > TEXT_LIMIT:
         raise FileError(f"{path.name} is too large", where=str(path.parent))
     try:

@@ -6,6 +6,7 @@ metrics.jsonl      a line a step and a line an evaluation; append-only, cut back
 alerts.jsonl       spikes, skipped steps, divergence
 checkpoints/       step-000120/ and so on; `best` and `last` name one each
 eval/              results by split
+samples/           what a language model wrote at each evaluation
 lock               held by the one writer
 """
 
@@ -36,6 +37,11 @@ def run_folder(runs: Path, name: str) -> Path:
             hint="up to 64 letters, digits, dots, - and _, not a dot first; --runs names a folder",
         )
     return runs / name
+
+
+def cache_folder(runs: Path) -> Path:
+    """Where the runs of a folder keep what can be made anew: the token files of their texts."""
+    return runs / ".cache"
 
 
 class RunDirectory:

@@ -5,9 +5,10 @@ cost before anything is allocated, and require that every tensor fits the manife
 """
 
 import json
+import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.manifest import stored
+from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.tree import unique_keys
 
@@ -43,28 +44,38 @@ Arrays = Mapping[str, NDArray]
 
 
 def tensor_bytes(arrays: Arrays) -> bytes:
-    """The bytes of a safetensors file, names sorted: equal weights give equal bytes.
+    """The bytes of a safetensors file, names sorted: equal weights give equal bytes."""
+    described = {}
+    for name in sorted(arrays):
+        if arrays[name].dtype not in CODES:
+            raise InputError(
+                f"tensor '{name}' has dtype {arrays[name].dtype}",
+                hint=f"use one of {', '.join(DTYPES)}",
+            )
+        described[name] = (CODES[arrays[name].dtype], arrays[name].shape)
+    return b"".join(tensor_chunks(described, arrays.__getitem__))
+
+
+def tensor_chunks(
+    described: Mapping[str, tuple[str, tuple[int, ...]]], array_of: Callable[[str], NDArray]
+) -> Iterator[bytes]:
+    """A safetensors file piece by piece: dtype code and shape of each tensor first, then the data.
 
     Written here because the library's own writer takes no bfloat16 without torch: eight bytes of
-    header length, the header as JSON padded to eight bytes, then the data.
+    header length, the header as JSON padded to eight bytes, then the data, an array at a time.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    chunks, offset = [], 0
-    for name in sorted(arrays):
-        array = arrays[name]
-        if array.dtype not in CODES:
-            raise InputError(
-                f"tensor '{name}' has dtype {array.dtype}", hint=f"use one of {', '.join(DTYPES)}"
-            )
-        code = CODES[array.dtype]
-        data = array.tobytes()
-        end = offset + len(data)
-        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": (offset, end)}
-        chunks.append(data)
+    offset = 0
+    for name, (code, shape) in described.items():
+        end = offset + DTYPES[code].itemsize * math.prod(shape)
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": (offset, end)}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join((struct.pack("<Q", len(text)), text, *chunks))
+    yield struct.pack("<Q", len(text))
+    yield text
+    for name in described:
+        yield array_of(name).tobytes()
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -128,7 +139,13 @@ def is_finite(array: NDArray) -> bool:
 
 def explain_misfit(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """What is missing, unexpected or misshapen against the manifest; empty when everything fits."""
-    wanted = stored(spec)
+    return explain_difference(stored(spec), shapes)
+
+
+def explain_difference(
+    wanted: Mapping[str, Parameter], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+    """The same against any set of parameters."""
     parts = []
     missing = [name for name in wanted if name not in shapes]
     unexpected = [name for name in shapes if name not in wanted]

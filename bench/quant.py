@@ -1,0 +1,234 @@
+"""Quantized layers and models beside float32: one thread by its CPU time, two by the wall clock.
+
+The baseline is eager float32 (`F.linear`, and a model that decodes through it with a cache); our
+fastest float32 stands beside it, so that nobody takes a better loop for a gain of quantization.
+`ratio` = time over the baseline's. Sides take turns. Weights are drawn, not trained: only time and
+memory are measured here.
+"""
+
+import copy
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from glassformer.generate.decoder import Decoder
+from glassformer.generate.prompts import Prompts
+from glassformer.generate.stepper import TorchStepper
+from glassformer.kernels.choice import CHOICES
+from glassformer.kernels.product import Product
+from glassformer.models.build import build
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.quant.convert import quantize_model
+from glassformer.quant.layers import QuantizedLinear
+from glassformer.quant.report import is_model_quantized, resident_bytes
+from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
+from glassformer.spec import presets
+from glassformer.spec.errors import GlassError
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.quantization import QuantSpec, Scheme
+
+LAYERS = ((512, 512), (896, 896), (4864, 896), (896, 4864))
+ROWS = (1, 8, 64)
+SCHEMES = {
+    "int8": Scheme(),
+    "int4 g64": Scheme(bits=4, group=64, symmetric=False),
+    "int4 g32 symmetric": Scheme(bits=4, group=32),
+}
+SPECS = {"int8": QuantSpec(bits=8), "int4": QuantSpec(bits=4, method="absmax")}
+PAST, PREFILL = 128, 64
+PEERS = {"torchao": "torchao", "onnxruntime": "ONNX Runtime", "llama_cpp": "llama.cpp"}
+EAGER, FASTEST = "float32, eager", "float32, our fastest"
+
+Side = Callable[[], object]
+
+
+def run(device: str = "cpu", rounds: int = 7) -> Iterator[dict[str, object]]:
+    """Layers by shape, then whole models."""
+    for name, title in PEERS.items():
+        found = importlib.util.find_spec(name) is not None
+        word = "installed, and not driven from here" if found else "not installed"
+        yield _row("peers", f"{title}: {word}")
+    threads = torch.get_num_threads()
+    for count in (1, 2) if device == "cpu" else (threads,):
+        torch.set_num_threads(count)
+        if count == 1 or device != "cpu":
+            yield from layers(device=device, rounds=rounds)
+        yield from small_model(device=device, rounds=rounds)
+        yield from large_model(device=device, rounds=rounds)
+    torch.set_num_threads(threads)
+
+
+def _row(case: str, name: str, ms: float | None = None, ratio: float | None = None) -> dict:
+    return {
+        "bench": "quant",
+        "case": case,
+        "name": name,
+        "median_ms": None if ms is None else round(ms, 4),
+        "ratio": None if ratio is None else round(ratio, 3),
+        "of_limit": None,
+    }
+
+
+def _clock(device: str) -> tuple[Callable[[], float], str]:
+    if device != "cpu":
+
+        def now() -> float:
+            torch.cuda.synchronize()
+            return time.perf_counter()
+
+        return now, "cuda"
+    if torch.get_num_threads() == 1:
+        return time.process_time, "1 thread, CPU time"
+    return time.perf_counter, "2 threads, wall time"
+
+
+def _timed(sides: dict[str, Side], *, device: str, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a call, every side in turn; enough calls to fill 20 ms."""
+    now, _ = _clock(device)
+    calls = {}
+    for name, side in sides.items():
+        side()
+        begin = now()
+        side()
+        calls[name] = max(1, min(200, int(0.02 / max(1e-6, now() - begin))))
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            begin = now()
+            for _ in range(calls[name]):
+                side()
+            times[name].append((now() - begin) / calls[name] * 1e3)
+    return times
+
+
+def _rows(case: str, times: dict[str, list[float]], device: str) -> Iterator[dict[str, object]]:
+    for name, values in times.items():
+        shares = [ours / theirs for ours, theirs in zip(values, times[EAGER], strict=True)]
+        label = f"{case}, {_clock(device)[1]}"
+        yield _row(label, name, statistics.median(values), statistics.median(shares))
+
+
+@torch.inference_mode()
+def layers(
+    *,
+    device: str = "cpu",
+    rounds: int = 7,
+    shapes: tuple[tuple[int, int], ...] = LAYERS,
+    batches: tuple[int, ...] = ROWS,
+) -> Iterator[dict[str, object]]:
+    """One product of each shape, by every backend that serves."""
+    generator = torch.Generator().manual_seed(0)
+    for outputs, inputs in shapes:
+        weight = (torch.randn(outputs, inputs, generator=generator) * 0.02).to(device)
+        made = {name: quantize_tensor(weight, scheme) for name, scheme in SCHEMES.items()}
+        for rows in batches:
+            x = torch.randn(rows, inputs, generator=generator).to(device)
+            sides: dict[str, Side] = {EAGER: lambda x=x, w=weight: F.linear(x, w)}
+            if device == "cpu":
+                product = Product(weight, None, routines=CHOICES.of(weight))
+                sides[FASTEST] = lambda x=x, p=product: p(x)
+            for name, tensor in made.items():
+                for backend in ("c", "fbgemm", "aten"):
+                    layer = _layer(tensor, backend)
+                    if layer is not None:
+                        sides[f"{name}, {backend}"] = lambda x=x, q=layer: q(x)
+            times = _timed(sides, device=device, rounds=rounds)
+            yield from _rows(f"layer {outputs}x{inputs}, {rows} rows", times, device)
+
+
+def _layer(tensor: QuantizedTensor, backend: str) -> QuantizedLinear | None:
+    try:
+        return QuantizedLinear(tensor, None, backend=backend)
+    except GlassError:
+        return None
+
+
+def small_model(*, device: str, rounds: int) -> Iterator[dict[str, object]]:
+    """About 10 M parameters, untied as its measurements elsewhere are; decoding, batch 1."""
+    spec = presets.qwen(
+        vocab_size=4096, d_model=320, n_heads=5, n_kv_heads=5, d_head=64, d_ff=864, n_layers=6,
+        max_seq_len=256, qk_norm=False,
+    )  # fmt: skip
+    models = _models(spec, device)
+    yield from _bytes("10 M", models)
+    sides = _decoders(models)
+    yield from _rows("10 M, decode", _timed(sides, device=device, rounds=rounds), device)
+    sides = _prefills(models)
+    yield from _rows("10 M, prefill 64", _timed(sides, device=device, rounds=rounds), device)
+
+
+def large_model(*, device: str, rounds: int) -> Iterator[dict[str, object]]:
+    """Qwen2.5-0.5B's shape, all of it."""
+    spec = presets.qwen(
+        vocab_size=151_936, d_model=896, n_heads=14, n_kv_heads=2, d_head=64, d_ff=4864,
+        n_layers=24, max_seq_len=256, qk_norm=False,
+    )  # fmt: skip
+    models = _models(spec, device)
+    yield from _bytes("Qwen2.5-0.5B shape", models)
+    for name, make in (("decode", _decoders), ("prefill 64", _prefills)):
+        times = _timed(make(models), device=device, rounds=rounds)
+        yield from _rows(f"Qwen2.5-0.5B shape, {name}", times, device)
+
+
+def _models(spec: ModelSpec, device: str) -> dict[str, Model]:
+    full = build(spec, generator=torch.Generator().manual_seed(0), device=device)
+    found: dict[str, Model] = {EAGER: full}
+    for name, wish in SPECS.items():
+        found[name] = quantize_model(copy.deepcopy(full), wish)
+    return found
+
+
+def _bytes(case: str, models: dict[str, Model]) -> Iterator[dict[str, object]]:
+    linears = sum(
+        p.numel() * 4 for p in models[EAGER].parameters() if p.ndim == 2
+    )  # the shared table is the head
+    for name, model in models.items():
+        report = is_model_quantized(model)
+        if report:
+            with torch.inference_mode():
+                model(torch.zeros(1, 2, dtype=torch.long))
+            report = is_model_quantized(model)
+            share = sum(layer.nbytes for layer in report.layers.values()) / linears
+            whole = resident_bytes(model) / resident_bytes(models[EAGER])
+            kinds = ", ".join(report.backends)
+            yield _row(case, f"{name}: linears {share:.3f} x, resident {whole:.3f} x ({kinds})")
+
+
+def _decoders(models: dict[str, Model]) -> dict[str, Side]:
+    """One step each, at a past of 128 that does not grow: the same place is written again."""
+    sides: dict[str, Side] = {EAGER: _step(TorchStepper(models[EAGER]))}
+    for name, model in models.items():
+        sides[FASTEST if name == EAGER else name] = _step(Decoder(model))
+    return sides
+
+
+def _step(stepper: TorchStepper | Decoder) -> Side:
+    prompt = torch.randint(1000, (PAST,), generator=torch.Generator().manual_seed(1)).tolist()
+    _, past = stepper.start(Prompts.of([prompt]), room=2)
+    token = torch.zeros(1, dtype=torch.long)
+    memory = past.slots if isinstance(stepper, Decoder) else past.cache
+
+    def step() -> object:
+        memory.length = PAST
+        return stepper.step(token, past=past)
+
+    return step
+
+
+def _prefills(models: dict[str, Model]) -> dict[str, Side]:
+    tokens = torch.randint(1000, (1, PREFILL), generator=torch.Generator().manual_seed(2))
+    return {name: _prefill(model, tokens) for name, model in models.items()}
+
+
+def _prefill(model: Model, tokens: torch.Tensor) -> Side:
+    @torch.inference_mode()
+    def call() -> object:
+        hidden = model.hidden(model.inputs(Inputs(tokens)))
+        return model.project(hidden[:, -1], "next")
+
+    return call

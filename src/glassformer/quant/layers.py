@@ -1,0 +1,224 @@
+"""`QuantizedLinear` and `QuantizedEmbedding`: a stored form that any machine reads, and in its
+place, while running, the form of the backend that this machine has.
+
+State dicts always hold the stored form (`qweight`, `scale`, `zero`, `bias`). Moving a layer to
+another device brings it back, and the next product makes the form that fits there.
+"""
+
+from abc import ABC
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.quant.backends import (
+    BACKENDS,
+    REFERENCE,
+    Form,
+    check_backend,
+    choose,
+)
+from glassformer.quant.reference import reference_product, reference_rows
+from glassformer.quant.schemes import QuantizedTensor, dequantize
+from glassformer.spec.errors import InputError
+from glassformer.spec.quantization import Method, Scheme
+
+# B batch, T length, M rows, D d_model, V vocab, O outputs, I inputs
+
+
+class QuantizedWeight(nn.Module, ABC):
+    """A quantized (O, I) matrix. `wanted` is the backend asked for, `backend` the one in use."""
+
+    lookup = False
+
+    def __init__(
+        self,
+        tensor: QuantizedTensor,
+        *,
+        method: Method,
+        backend: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.scheme: Scheme = tensor.scheme
+        self.shape = tensor.shape
+        self.method: Method = method
+        self.dtype = dtype
+        self.form: Form | None = None
+        self.home = tensor.qweight.device
+        for name in ("qweight", "scale", "zero"):
+            self.register_buffer(name, getattr(tensor, name))
+        self.use(backend)
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs it, or will, where it is now."""
+        if self.wanted == "auto":
+            return choose(self.scheme, self.shape, self.device, lookup=self.lookup)
+        return self.wanted
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.home if self.qweight is None else self.qweight.device
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes of the weights, in the form they have now."""
+        return self.stored().nbytes if self.form is None else self.form.nbytes
+
+    def use(self, backend: str) -> None:
+        """Run by this backend from now on; one that cannot is refused."""
+        if self.form is not None:
+            self.restore()
+        check_backend(backend, self.scheme, self.shape, self.device, lookup=self.lookup)
+        self.wanted = backend
+
+    def stored(self) -> QuantizedTensor:
+        """The stored form, made from the running one if need be."""
+        if self.form is not None:
+            return self.form.unpack()
+        return QuantizedTensor(self.qweight, self.scale, self.zero, self.scheme)
+
+    def restore(self) -> None:
+        """Hold the stored form again."""
+        if self.form is not None:
+            tensor = self.form.unpack()
+            self.form = None
+            self.qweight, self.scale, self.zero = tensor.qweight, tensor.scale, tensor.zero
+
+    def weights(self) -> Tensor:
+        """The float32 weights (O, I) that these levels stand for."""
+        return dequantize(self.stored())
+
+    def ready(self) -> Form | None:
+        """The running form, made now if there is none yet; None for the reference."""
+        if self.form is None and self.backend != REFERENCE:
+            form = BACKENDS[self.backend].pack(self.stored(), lookup=self.lookup)
+            self.form, self.home = form, self.device
+            self.qweight = self.scale = self.zero = None
+        return self.form
+
+    def times(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + b for x (..., I)."""
+        form = self.ready()
+        if form is None:
+            return reference_product(x, self.stored(), bias_O)
+        rows_MI = x.detach().reshape(-1, self.shape[1]).float()
+        bias = None if bias_O is None else bias_O.float()
+        return form.product(rows_MI, bias).view(*x.shape[:-1], self.shape[0]).to(x.dtype)
+
+    def train(self, mode: bool = True) -> "QuantizedWeight":
+        """Whole numbers have no gradients: training is refused, not ignored."""
+        if mode:
+            raise InputError(
+                "a quantized model cannot be trained: its weights are whole numbers",
+                hint="prepare_model_for_quantization(model, mode='qat') trains with rounded "
+                "weights; dequantize_model gives a float model",
+            )
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedWeight":
+        self.restore()
+        scale, before = self.scale, self.dtype
+        super()._apply(fn, recurse)
+        # Scales stay as they are stored, whatever precision the model computes in.
+        self.scale = scale.to(self.qweight.device)
+        self.dtype = fn(torch.zeros(1, dtype=before)).dtype
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.restore()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.restore()
+        super()._load_from_state_dict(*arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the stored form, which any machine reads."""
+        self.restore()
+        return self.__dict__
+
+    def extra_repr(self) -> str:
+        return f"{self.shape[1]} -> {self.shape[0]}, {self.scheme.describe()}, {self.wanted}"
+
+
+class QuantizedLinear(QuantizedWeight):
+    """y = x W^T + b, with W = (level - zero) * scale."""
+
+    def __init__(
+        self,
+        tensor: QuantizedTensor,
+        bias_O: Tensor | None,
+        *,
+        method: Method = "absmax",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(tensor, method=method, backend=backend)
+        self.d_out, self.d_in = tensor.shape
+        self.register_buffer("bias", bias_O)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.times(x, self.bias)
+
+    def product(self) -> "QuantizedProduct":
+        """What a lean step calls."""
+        return QuantizedProduct(self, self.bias)
+
+
+class QuantizedEmbedding(QuantizedWeight):
+    """Rows of the table, dequantized as they are read; `as_linear` multiplies with the same table.
+
+    `multiplier` is sqrt(d_model) where the spec scales its embedding, else None; `dtype` is the
+    precision of what comes out.
+    """
+
+    lookup = True
+
+    def __init__(
+        self,
+        tensor: QuantizedTensor,
+        *,
+        multiplier: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        method: Method = "absmax",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(tensor, method=method, backend=backend, dtype=dtype)
+        self.multiplier = multiplier
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        form = self.ready()
+        if form is None:
+            x = reference_rows(self.stored(), tokens).to(self.dtype)
+        else:
+            x = form.rows(tokens.reshape(-1)).view(*tokens.shape, self.shape[1]).to(self.dtype)
+        return x if self.multiplier is None else x * self.multiplier
+
+    def as_linear(self, x_BTD: Tensor) -> Tensor:
+        """Logits x @ table^T; the multiplier belongs to the input side only."""
+        return self.times(x_BTD, None)
+
+    def product(self, bias_V: Tensor | None = None) -> "QuantizedProduct":
+        """What a lean step calls for its logits."""
+        return QuantizedProduct(self, bias_V)
+
+
+class QuantizedProduct:
+    """x W^T + b, and residual + x W^T + b, of rows (M, I)."""
+
+    def __init__(self, layer: QuantizedWeight, bias_O: Tensor | None) -> None:
+        self.layer = layer
+        self.bias_O = None if bias_O is None else bias_O.detach().float()
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        form = self.layer.form
+        if form is None or x_MI.dtype != torch.float32:
+            return self.layer.times(x_MI, self.bias_O)
+        return form.product(x_MI, self.bias_O)
+
+    def onto(self, residual_MO: Tensor, x_MI: Tensor) -> Tensor:
+        """residual + x W^T + b; the residual is spent."""
+        return residual_MO.add_(self(x_MI))

@@ -1,0 +1,83 @@
+"""`is_model_quantized`: yes or no, and what there is to know of every layer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from glassformer.quant.convert import quantized_layers
+from glassformer.quant.layers import QuantizedWeight
+from glassformer.spec.quantization import Method, Quantization, QuantizedLayer, Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One quantized layer."""
+
+    scheme: Scheme
+    method: Method
+    backend: str
+    shape: tuple[int, int]
+    nbytes: int
+
+    @property
+    def bits(self) -> int:
+        """8 or 4."""
+        return self.scheme.bits
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """True if any layer is quantized. `bits` is the widest, `mode` how the weights were found."""
+
+    layers: dict[str, LayerReport]
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def bits(self) -> int | None:
+        """Of most weights."""
+        weights: dict[int, int] = {}
+        for layer in self.layers.values():
+            weights[layer.bits] = weights.get(layer.bits, 0) + layer.shape[0] * layer.shape[1]
+        return max(weights, key=lambda bits: weights[bits], default=None)
+
+    @property
+    def mode(self) -> Literal["ptq", "qat"] | None:
+        """Rounded after training, or trained with rounded weights."""
+        if not self.layers:
+            return None
+        return "qat" if any(layer.method == "qat" for layer in self.layers.values()) else "ptq"
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Those in use."""
+        return tuple(sorted({layer.backend for layer in self.layers.values()}))
+
+
+def is_model_quantized(model: nn.Module) -> QuantizationReport:
+    """Truthy where a layer is quantized; `.layers[path]` has its bits, method, backend, bytes."""
+    return QuantizationReport(
+        {path: _layer_report(layer) for path, layer in quantized_layers(model)}
+    )
+
+
+def _layer_report(layer: QuantizedWeight) -> LayerReport:
+    return LayerReport(layer.scheme, layer.method, layer.backend, layer.shape, layer.nbytes)
+
+
+def quantization_of(model: nn.Module) -> Quantization | None:
+    """What a checkpoint says of this model's quantized layers; None if there are none."""
+    layers = tuple(
+        QuantizedLayer(name=path, scheme=layer.scheme, method=layer.method)
+        for path, layer in quantized_layers(model)
+    )
+    return Quantization(layers=layers) if layers else None
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of everything that the model holds: parameters, buffers, running forms; shared once."""
+    held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    forms = sum(layer.nbytes for _, layer in quantized_layers(model) if layer.form is not None)
+    return sum(held.values()) + forms

@@ -1,0 +1,98 @@
+"""Checkpoints with quantized layers: the same folder, and `quantization.json` to say which.
+
+The tensors are whole numbers, scales and zeros in our own layout, whatever machine wrote them; each
+is held to the shape and type that the spec and the quantization give it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from numpy.typing import NDArray
+
+from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.quantization import Quantization, Stored, stored_tensors
+from glassformer.spec.tree import from_json, to_json
+from glassformer.store.checkpoint import (
+    QUANTIZATION,
+    SPEC,
+    WEIGHTS,
+    read_text,
+    verify_folder,
+    write_folder,
+)
+from glassformer.store.tensors import (
+    CODES,
+    Arrays,
+    explain_difference,
+    is_finite,
+    read_header,
+    read_tensors,
+    tensor_bytes,
+)
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a checkpoint folder holds quantized layers."""
+    return (folder / QUANTIZATION).is_file()
+
+
+def save_quantized(
+    folder: Path,
+    spec: ModelSpec,
+    quantization: Quantization,
+    weights: Arrays,
+    *,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a new checkpoint folder; one that exists is never overwritten."""
+    if folder.exists():
+        raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
+    header = {name: (CODES[array.dtype], array.shape) for name, array in weights.items()}
+    problems = _explain(stored_tensors(spec, quantization), header)
+    if problems:
+        raise InputError(f"the weights do not fit the spec: {problems}")
+    for name, array in weights.items():
+        if not is_finite(array):
+            raise InputError(f"{name} holds NaN or infinity, so the model is not saved")
+    contents = dict(files or {})
+    contents[SPEC] = to_json(spec).encode()
+    contents[QUANTIZATION] = to_json(quantization).encode()
+    contents[WEIGHTS] = tensor_bytes(weights)
+    write_folder(folder, contents)
+
+
+def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDArray]]:
+    """The spec, what is quantized, and the tensors, verified."""
+    manifest = verify_folder(folder)
+    for name in (SPEC, WEIGHTS, QUANTIZATION):
+        if name not in manifest["files"]:
+            raise FileError(f"the checkpoint holds no {name}", where=str(folder))
+    try:
+        spec = from_json(ModelSpec, read_text(folder / SPEC))
+        quantization = from_json(Quantization, read_text(folder / QUANTIZATION))
+        wanted = stored_tensors(spec, quantization)
+    except InputError as error:
+        raise FileError(f"a bad description: {error.what}", where=str(folder)) from error
+    problems = _explain(wanted, read_header(folder / WEIGHTS))
+    if problems:
+        raise FileError(f"the weights do not fit the spec: {problems}", where=str(folder))
+    return spec, quantization, read_tensors(folder / WEIGHTS)
+
+
+def _explain(
+    wanted: Mapping[str, Stored], header: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> str:
+    """What is missing, unexpected, misshapen or of another type; empty when everything fits."""
+    problems = explain_difference(wanted, {name: shape for name, (_, shape) in header.items()})
+    mistyped = [
+        f"{name} {header[name][0]} instead of {tensor.dtype or 'a float'}"
+        for name, tensor in wanted.items()
+        if name in header and not _fits(header[name][0], tensor.dtype)
+    ]
+    parts = [problems, f"mistyped: {', '.join(mistyped)}" if mistyped else ""]
+    return "; ".join(part for part in parts if part)
+
+
+def _fits(code: str, wanted: str) -> bool:
+    return code == wanted if wanted else code in ("F64", "F32", "F16", "BF16")

@@ -1,0 +1,152 @@
+"""`glass quantize`: the folder that every command takes, the comparison, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import glassformer as gf
+from glassformer.adapters.load import load_model
+from glassformer.cli.main import app
+from glassformer.quant.report import is_model_quantized
+from glassformer.spec.errors import FileError, InputError
+from glassformer.store.quantized import load_quantized
+
+pytestmark = pytest.mark.filterwarnings("ignore::glassformer.quant.backends.SlowQuantization")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A language model and an encoder-decoder, hardly trained."""
+    place = tmp_path_factory.mktemp("runs")
+    text = place / "corpus.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog again and again\n" * 300)
+    short = ["train.batch_size=8", "train.evaluate_every=3"]
+    task = [f"task.path={text}", "task.vocab_size=256", "task.length=16"]
+    gf.train(
+        "text",
+        steps=3,
+        runs=place,
+        overrides=[*short, *task, "model.decoder.layers.block.ffn.d_ff=192"],
+    )
+    gf.train("reverse", steps=3, runs=place, overrides=[*short, "task.examples=300"])
+    return place
+
+
+def glass(runs, *words):
+    result = CliRunner().invoke(app, [*words, "--runs", str(runs)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+def test_the_folder_is_a_model_for_every_command(runs):
+    found = json.loads(glass(runs, "quantize", "text", "--bits", "4", "--json"))
+    assert found["folder"] == str(runs / "text-int4")
+    before, after = found["disk"]
+    assert after < 0.5 * before and found["resident"][1] < found["resident"][0]
+    agreement = found["agreement"]
+    assert agreement["top1"] > 0.5 and agreement["full_to_small"]["mean"] >= 0
+    assert {"worst", "example", "position"} <= set(agreement["small_to_full"])
+    assert found["prefill"]["ratio"] > 0 and found["decode"]["ratio"] > 0 and found["layers"]
+    evaluated = json.loads(glass(runs, "evaluate", "text-int4", "--json"))
+    plain = json.loads(glass(runs, "evaluate", "text", "--json"))
+    assert abs(evaluated["loss"] - plain["loss"]) < 0.2
+    said = json.loads(glass(runs, "generate", "text-int4", "the quick", "--max-new", "4", "--json"))
+    assert len(said["tokens"]) <= 4
+    result = CliRunner().invoke(app, ["verify", str(runs / "text-int4"), "--only", "quantization"])
+    assert result.exit_code == 0 and "5 passed, 0 failed" in result.stdout
+    back = runs / "text-back"
+    glass(runs, "quantize", "text-int4", "--dequantize", "--out", str(back))
+    model = load_model(back)
+    assert not is_model_quantized(model)
+    tokens = torch.tensor([[1, 2, 3]])
+    small = gf.load(runs / "text-int4").model
+    expected = small(tokens)["next"].norm()
+    assert (model(tokens)["next"] - small(tokens)["next"]).norm() < 0.05 * expected
+
+
+def test_people_read_a_table_that_says_what_is_slower(runs):
+    said = glass(runs, "quantize", "reverse", "--bits", "8", "--out", str(runs / "small-reverse"))
+    for words in ("bytes on disk", "perplexity", "decode tokens/s", "divergence", "worst layers"):
+        assert words in said
+    assert glass(runs, "evaluate", "small-reverse").startswith("test")
+
+
+def test_a_text_calibrates_and_training_goes_on(runs):
+    words = ("quantize", "text", "--bits", "4", "--json", "--calibrate", str(runs / "corpus.txt"))
+    glass(runs, *words, "--out", str(runs / "by-gptq"))
+    methods = {
+        layer.method for layer in is_model_quantized(load_model(runs / "by-gptq")).layers.values()
+    }
+    assert methods == {"gptq"}
+    glass(runs, "quantize", "text", "--bits", "4", "--qat", "2", "--out", str(runs / "by-qat"))
+    assert is_model_quantized(load_model(runs / "by-qat")).mode == "qat"
+
+
+def test_auto_keeps_float_where_that_is_faster(runs):
+    words = ("quantize", "text", "--auto", "--json", "--out", str(runs / "by-clock"))
+    result = CliRunner().invoke(app, [*words, "--runs", str(runs)])
+    if result.exception is not None:  # on this machine float may win everywhere, at such a size
+        assert "float is faster for every layer" in str(result.exception)
+        return
+    found = json.loads(result.stdout)
+    assert found["timings"] and set(found["kept_float"]) == {
+        t["path"] for t in found["timings"] if t["float_ms"] <= t["quantized_ms"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bits", "3"], "neither 8 nor 4"),
+        (["--bits", "4", "--group", "48"], "not one of 32, 64, 128"),
+        (["--bits", "4", "--group", "128"], "does not divide"),
+        (["--method", "awq"], "not one of"),
+        (["--tied", "both"], "not one of"),
+        (["--qat", "-1"], "negative"),
+        (["--qat", "2", "--method", "mse"], "by training"),
+        (["--method", "mse", "--calibrate", "x.txt"], "needs no text"),
+        (["--calibrate", "no-such.txt"], "cannot be read"),
+        (["--backend", "gpu"], "no backend"),
+        (["--dequantize"], "writes a folder"),
+    ],
+)
+def test_bad_wishes_are_refused_and_nothing_is_written(runs, tmp_path, words, said):
+    out = tmp_path / "out"
+    place = [] if "--dequantize" in words else ["--out", str(out)]
+    with pytest.raises(InputError, match=said):
+        glass(runs, "quantize", "text", *words, *place)
+    assert not out.exists()
+
+
+def test_what_is_quantized_already_or_there_already_is_refused(runs, tmp_path):
+    small = tmp_path / "small"
+    glass(runs, "quantize", "text", "--out", str(small))
+    with pytest.raises(InputError, match="quantized already"):
+        glass(runs, "quantize", str(small), "--out", str(tmp_path / "again"))
+    with pytest.raises(InputError, match="exists"):
+        glass(runs, "quantize", "text", "--out", str(small))
+
+
+def test_a_damaged_folder_is_refused_by_name(runs, tmp_path):
+    small = tmp_path / "small"
+    glass(runs, "quantize", "text", "--out", str(small))
+    file = small / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(FileError, match="was changed after it was written"):
+        load_quantized(small)
+
+
+def test_one_call_in_python(runs):
+    model = gf.load(runs / "text")
+    small = gf.quantize(model, bits=8)
+    assert is_model_quantized(small.model) and not is_model_quantized(model.model)
+    again = gf.load(gf.save(small, runs / "saved"))
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(again(tokens), small(tokens))
+    calibrated = gf.quantize(model.model, bits=4, calibrate=[torch.tensor([[1, 2, 3, 4]])])
+    assert {layer.method for layer in is_model_quantized(calibrated).layers.values()} == {"gptq"}

@@ -1,0 +1,288 @@
+"""What is claimed of quantization, each claim as one function that raises when it does not hold."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+
+from glassformer.models.build import build
+from glassformer.models.model import Model
+from glassformer.quant.arrays import quantized_arrays, restored_model
+from glassformer.quant.backends import BACKENDS, why_not
+from glassformer.quant.convert import (
+    dequantize_model,
+    prepare_model_for_quantization,
+    quantize_model,
+    quantized_layers,
+)
+from glassformer.quant.fake import fake_quantize
+from glassformer.quant.gptq import quantize_with_inputs
+from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear
+from glassformer.quant.report import is_model_quantized, resident_bytes
+from glassformer.quant.schemes import dequantize, pack, quantize_tensor, unpack
+from glassformer.spec import presets
+from glassformer.spec.quantization import QuantSpec, Scheme
+from glassformer.spec.tree import override
+
+CPU = torch.device("cpu")
+SCHEMES = [
+    Scheme(bits=8),
+    Scheme(bits=8, symmetric=False),
+    *(Scheme(bits=4, group=group, symmetric=s) for group in (32, 64, 128) for s in (True, False)),
+]
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(outputs: int = 37, inputs: int = 256) -> torch.Tensor:
+    """Rows of very different sizes, columns too, and not around 0."""
+    weight = noise(outputs, inputs) + 0.3
+    weight *= torch.logspace(-2, 1, outputs)[:, None]
+    weight[:, inputs // 2 :] *= 5.0
+    weight[3] = 0.0
+    weight[5] = weight[5].abs() + 2.0  # far from 0
+    return weight
+
+
+def model(name: str = "qwen") -> Model:
+    made = build(presets.preset(name), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for i, p in enumerate(made.parameters()):
+            if p.ndim == 1:
+                p.add_(0.1 * noise(*p.shape, seed=i))
+    return made
+
+
+def tokens(of: Model, rows: int = 3, length: int = 7) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(of.spec.vocab_size, (rows, length), generator=generator)
+
+
+@torch.no_grad()
+def logits(of: Model) -> torch.Tensor:
+    return of(tokens(of))["next"]
+
+
+# --- schemes --------------------------------------------------------------------------------------
+
+
+def by_definition(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """The grid over each group's range, a group at a time, as a page of a book would write it."""
+    out = torch.empty_like(weight)
+    width = scheme.group or weight.shape[1]
+    for row in range(weight.shape[0]):
+        for start in range(0, weight.shape[1], width):
+            group = weight[row, start : start + width].double()
+            if scheme.symmetric:
+                low, high = (-127, 127) if scheme.bits == 8 else (-8, 7)
+                step = group.abs().max() / high
+                zero = torch.zeros(())
+            else:
+                low, high = (-128, 127) if scheme.bits == 8 else (0, 15)
+                bottom, top = group.min().clamp(max=0), group.max().clamp(min=0)
+                step = (top - bottom) / (high - low)
+                zero = torch.round(low - bottom / step) if step > 0 else torch.zeros(())
+            step = step.float() if scheme.group is None else step.half()
+            step = step.double() if step > 0 else torch.ones((), dtype=torch.float64)
+            level = (torch.round(group / step) + zero).clamp(low, high)
+            out[row, start : start + width] = ((level - zero) * step).float()
+    return out
+
+
+def schemes_are_their_definition() -> None:
+    for scheme in SCHEMES:
+        weight = matrix()
+        found = dequantize(quantize_tensor(weight, scheme))
+        expected = by_definition(weight, scheme)
+        step = quantize_tensor(weight, scheme).scale.float().reshape(len(weight), -1)
+        room = step.repeat_interleave(weight.shape[1] // step.shape[1], 1)
+        # In float32 a tie may fall the other way: then it is one whole step, and rare.
+        off = (found - expected).abs() > 1e-4 * room
+        assert off.float().mean() < 1e-3, (scheme, int(off.sum()))
+        assert ((found - expected).abs() <= 1.01 * room).all(), scheme
+
+
+def errors_are_half_a_step() -> None:
+    for scheme in SCHEMES:
+        weight = matrix()
+        tensor = quantize_tensor(weight, scheme)
+        step = tensor.scale.float().reshape(len(weight), -1)
+        room = step.repeat_interleave(weight.shape[1] // step.shape[1], 1)
+        # A rounded zero level moves both ends of an asymmetric grid by up to half a step more.
+        share = 0.502 if scheme.symmetric else 1.01
+        assert ((dequantize(tensor) - weight).abs() <= share * room).all(), scheme
+
+
+def nibbles_keep_their_order() -> None:
+    levels = torch.arange(16, dtype=torch.uint8).repeat(2, 2)
+    packed = pack(levels)
+    assert packed[0, 0] == 0 | 1 << 4  # the even column low, the odd one high
+    assert torch.equal(unpack(packed), levels)
+
+
+def least_squares_are_less() -> None:
+    for scheme in SCHEMES:
+        weight = matrix()
+        plain = (dequantize(quantize_tensor(weight, scheme)) - weight).square().sum()
+        least = dequantize(quantize_tensor(weight, scheme, least_squares=True)) - weight
+        assert least.square().sum() <= plain, scheme
+    assert least.square().sum() < 0.97 * plain
+
+
+def gptq_keeps_products() -> None:
+    mixed = noise(400, 128, seed=1) @ noise(128, 128, seed=2)
+    weight = noise(24, 128, seed=3)
+    for scheme in (Scheme(bits=4, group=32, symmetric=False), Scheme(bits=4, group=64)):
+        exact = mixed @ weight.T
+        errors = [
+            float((mixed @ dequantize(tensor).T - exact).norm() / exact.norm())
+            for tensor in (
+                quantize_tensor(weight, scheme, least_squares=True),
+                quantize_with_inputs(weight, scheme, moment_II=mixed.T @ mixed),
+            )
+        ]
+        assert errors[1] < 0.75 * errors[0], (scheme, errors)
+
+
+# --- layers and backends --------------------------------------------------------------------------
+
+
+def backends_are_within_their_bound() -> None:
+    weight = matrix(48)
+    x = noise(20, 256, seed=9)
+    x[1] *= 20.0
+    x[2] = x[2].sign()  # all at their ends
+    x[3] = 0.0
+    asked = 0
+    for scheme in SCHEMES:
+        tensor = quantize_tensor(weight, scheme)
+        exact = x.double() @ dequantize(tensor).double().T
+        for name, backend in BACKENDS.items():
+            if why_not(name, scheme, tensor.shape, CPU):
+                continue
+            bias = noise(48, seed=4)
+            layer = QuantizedLinear(tensor, bias, backend=name)
+            room = backend.bound(x, dequantize(tensor)) + 1e-5 * exact.abs().max()
+            assert ((layer(x) - bias - exact).abs() <= room).all(), (name, scheme)
+            asked += 1
+        layer = QuantizedLinear(tensor, None, backend="reference")
+        assert (layer(x) - exact).abs().max() < 1e-4 * exact.abs().max()
+    assert asked, "this machine has no backend but the reference"
+
+
+def rows_are_alone() -> None:
+    weight, x = matrix(48), noise(40, 256, seed=8)
+    x[1:] *= 20.0
+    for scheme in SCHEMES:
+        tensor = quantize_tensor(weight, scheme)
+        for name in ("c", "fbgemm"):
+            if not why_not(name, scheme, tensor.shape, CPU):
+                layer = QuantizedLinear(tensor, None, backend=name)
+                for rows in (2, 16, 17, 40):
+                    assert torch.equal(layer(x[:1]), layer(x[:rows])[:1]), (name, scheme, rows)
+
+
+def forms_come_back() -> None:
+    for scheme in SCHEMES:
+        tensor = quantize_tensor(matrix(48), scheme)
+        for name in BACKENDS:
+            if why_not(name, scheme, tensor.shape, CPU):
+                continue
+            layer = QuantizedLinear(tensor, noise(48), backend=name)
+            layer(noise(2, 256))
+            assert layer.form is not None and layer.qweight is None  # in place of the stored form
+            if name == "c":  # 48 outputs fill their tiles
+                assert layer.nbytes == tensor.nbytes, scheme
+            state = layer.state_dict()
+            assert torch.equal(state["qweight"], tensor.qweight)
+            assert torch.equal(state["scale"], tensor.scale)
+            assert (tensor.zero is None) or torch.equal(state["zero"], tensor.zero)
+            twin = copy.deepcopy(layer)
+            assert torch.equal(twin(noise(2, 256)), layer(noise(2, 256)))
+
+
+def lookups_are_rows() -> None:
+    for scheme in SCHEMES:
+        tensor = quantize_tensor(matrix(48), scheme)
+        for name in (*BACKENDS, "reference"):
+            if name != "reference" and why_not(name, scheme, tensor.shape, CPU, lookup=True):
+                continue
+            table = QuantizedEmbedding(tensor, multiplier=3.0, backend=name)
+            ids = torch.tensor([[0, 5], [47, 5]])
+            expected = F.embedding(ids, dequantize(tensor)) * 3.0
+            assert torch.allclose(table(ids), expected, rtol=1e-6), (name, scheme)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def converted_is_rounded() -> None:
+    for bits in (8, 4):
+        for preset in ("qwen", "core"):
+            rounded = prepare_model_for_quantization(
+                model(preset), QuantSpec(bits=bits), mode="qat"
+            )
+            before = logits(rounded)
+            assert not torch.equal(before, logits(model(preset)))
+            assert torch.equal(logits(quantize_model(rounded, backend="reference")), before)
+
+
+def gradients_go_straight_through() -> None:
+    scheme = Scheme(bits=4, group=32, symmetric=False)
+    weight = noise(8, 64).requires_grad_()
+    push = noise(8, 64, seed=6)
+    (fake_quantize(weight, scheme) * push).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, push)
+
+
+def dequantized_is_what_was_used() -> None:
+    for spec in (QuantSpec(), QuantSpec(bits=4), QuantSpec(bits=4, tied="untie")):
+        for preset in ("qwen", "core"):
+            small = quantize_model(model(preset), spec, backend="reference")
+            used = {path: layer.weights() for path, layer in quantized_layers(small)}
+            expected = logits(small)
+            back = dequantize_model(small)
+            assert not is_model_quantized(back)
+            assert torch.equal(logits(back), expected)
+            for path, weights in used.items():
+                assert torch.equal(back.get_submodule(path).weight, weights)
+            assert not [n for n, _ in back.named_buffers() if "scale" in n or "zero" in n]
+
+
+def tied_tables_are_shared() -> None:
+    full = model("qwen")  # tied
+    small = quantize_model(copy.deepcopy(full), QuantSpec())
+    assert "embed" in is_model_quantized(small).layers
+    logits(small)
+    assert resident_bytes(small) < 0.28 * resident_bytes(full)
+    untied = quantize_model(copy.deepcopy(full), QuantSpec(tied="untie"))
+    assert set(is_model_quantized(untied).layers) - set(is_model_quantized(small).layers) == {
+        "heads.next"
+    }
+    assert not untied.spec.heads[0].tied
+    skipped = quantize_model(copy.deepcopy(full), QuantSpec(tied="skip"))
+    assert not {"embed", "heads.next"} & set(is_model_quantized(skipped).layers)
+    assert skipped.embed.weight.equal(full.embed.weight)
+    for one in (small, untied, skipped):
+        found, expected = logits(one), logits(full)
+        assert (found - expected).norm() < 0.1 * expected.norm()
+        assert resident_bytes(one) < resident_bytes(full)
+
+
+def arrays_come_back() -> None:
+    for spec in (QuantSpec(), QuantSpec(bits=4), QuantSpec(tied="untie", symmetric=False)):
+        small = quantize_model(model(), spec)
+        quantization, arrays = quantized_arrays(small)
+        again = restored_model(small.spec, quantization, arrays)
+        assert torch.equal(logits(again), logits(small))
+
+
+def both_sides_share_one_table() -> None:
+    spec = override(presets.seq2seq(vocab_size=67, d_model=64, n_heads=4, n_layers=1), ())
+    full = build(spec, generator=torch.Generator().manual_seed(1))
+    small = quantize_model(copy.deepcopy(full), QuantSpec())
+    if spec.share_embedding:
+        assert small.encoder.embed is small.decoder.embed
+    assert is_model_quantized(small)

@@ -1,0 +1,61 @@
+"""Planted faults of quantization: one line of damage each, and the check that must notice."""
+
+from tests.quant import checks
+from tests.verify.faults import Fault
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        checks.schemes_are_their_definition,
+        checks.errors_are_half_a_step,
+        checks.nibbles_keep_their_order,
+        checks.least_squares_are_less,
+        checks.gptq_keeps_products,
+        checks.backends_are_within_their_bound,
+        checks.rows_are_alone,
+        checks.forms_come_back,
+        checks.lookups_are_rows,
+        checks.converted_is_rounded,
+        checks.gradients_go_straight_through,
+        checks.dequantized_is_what_was_used,
+        checks.tied_tables_are_shared,
+        checks.arrays_come_back,
+    )
+}
+
+FAULTS = (
+    # schemes
+    Fault("scale by column", "quant.schemes:grid", "reach_OG = weight_OGE.abs().amax(-1) * shrink", "reach_OG = weight_OGE.abs().amax(0, keepdim=True).amax(-1).expand(len(weight_OI), -1) * shrink", "schemes_are_their_definition"),
+    Fault("one scale for everything", "quant.schemes:grid", "weight_OGE.abs().amax(-1) * shrink", "weight_OGE.abs().amax().expand(weight_OGE.shape[:2]) * shrink", "schemes_are_their_definition"),
+    Fault("scale one level too small", "quant.schemes:grid", "(scheme.highest - scheme.middle)", "(scheme.highest - scheme.middle + 1)", "schemes_are_their_definition"),
+    Fault("zero ignored", "quant.schemes:_values", "(levels_OGE - zero_OG[..., None])", "levels_OGE", "errors_are_half_a_step"),
+    Fault("stored zero ignored", "quant.schemes:dequantize", "if tensor.zero is None:", "if True:", "errors_are_half_a_step"),
+    Fault("0 outside the range", "quant.schemes:grid", "weight_OGE.amin(-1).clamp(max=0)", "weight_OGE.amin(-1)", "errors_are_half_a_step"),
+    Fault("clip missing", "quant.schemes:nearest_levels", "levels_OGE.clamp(scheme.lowest, scheme.highest).flatten(1)", "levels_OGE.flatten(1)", "least_squares_are_less"),
+    Fault("rounded down", "quant.schemes:nearest_levels", "torch.round(weight_OGE / scale_OG[..., None])", "torch.floor(weight_OGE / scale_OG[..., None])", "errors_are_half_a_step"),
+    Fault("group boundary off by one", "quant.schemes:nearest_levels", "weight_OGE = _grouped(weight_OI, scheme)", "weight_OGE = _grouped(weight_OI.roll(1, 1), scheme)", "errors_are_half_a_step"),
+    Fault("nibbles exchanged when packed", "quant.schemes:pack", "levels_OI[:, 0::2] | (levels_OI[:, 1::2] << 4)", "levels_OI[:, 1::2] | (levels_OI[:, 0::2] << 4)", "nibbles_keep_their_order"),
+    Fault("nibbles exchanged when read", "quant.schemes:unpack", "(packed & 15, packed >> 4)", "(packed >> 4, packed & 15)", "nibbles_keep_their_order"),
+    Fault("the worst grid kept", "quant.schemes:least_squares_grid", "better_OG = error_OG < best_OG", "better_OG = error_OG > best_OG", "least_squares_are_less"),
+    # GPTQ
+    Fault("no correction within a block", "quant.gptq:quantize_with_inputs", "weight_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])", "pass", "gptq_keeps_products"),
+    Fault("correction with the wrong sign", "quant.gptq:quantize_with_inputs", "weight_OI[:, i + 1 : end] -= ", "weight_OI[:, i + 1 : end] += ", "gptq_keeps_products"),
+    Fault("the moment itself for its inverse", "quant.gptq:_inverse_factor", "torch.cholesky_inverse(torch.linalg.cholesky(damped_II))", "damped_II", "gptq_keeps_products"),
+    # backends
+    Fault("activations scaled by the batch", "quant.fbgemm:FbgemmForm.product", "x_MI.abs().amax(-1, keepdim=True)", "x_MI.abs().amax().expand(len(x_MI), 1)", "rows_are_alone"),
+    Fault("activations of eight bits", "quant.fbgemm:FbgemmForm.product", "1.0 / STEPS, 64, self.packed", "1.0 / 255, 64, self.packed", "backends_are_within_their_bound"),
+    Fault("rows not scaled back", "quant.fbgemm:FbgemmForm.product", "out_MO.mul_(largest_M1)", "out_MO", "backends_are_within_their_bound"),
+    Fault("bias forgotten", "quant.fbgemm:FbgemmForm.product", "out_MO if bias_O is None else out_MO.add_(bias_O)", "out_MO", "backends_are_within_their_bound"),
+    Fault("asymmetric zeros dropped", "quant.native:NativeForm.__init__", "tensor.scale, tensor.zero, group", "tensor.scale, None, group", "backends_are_within_their_bound"),
+    Fault("zeros lost on the way back", "quant.native:NativeForm.unpack", "scale, zero, self.scheme", "scale, None, self.scheme", "forms_come_back"),
+    Fault("the stored form kept too", "quant.layers:QuantizedWeight.ready", "self.qweight = self.scale = self.zero = None", "pass", "forms_come_back"),
+    # layers and models
+    Fault("lookups unscaled", "quant.layers:QuantizedEmbedding.forward", "x if self.multiplier is None else x * self.multiplier", "x", "lookups_are_rows"),
+    Fault("STE gradient missing", "quant.fake:StraightThrough.backward", "return gradient, None", "return torch.zeros_like(gradient), None", "gradients_go_straight_through"),
+    Fault("weights not rounded in training", "quant.fake:RoundedLinear.forward", "fake_quantize(self.weight, self.scheme)", "self.weight", "converted_is_rounded"),
+    Fault("a table not rounded in training", "quant.fake:RoundedEmbedding.forward", "fake_quantize(self.weight, self.scheme)", "self.weight", "converted_is_rounded"),
+    Fault("tied table forgotten", "spec.quantization:targets", 'keep_tables = factorized or tied != "share"', "keep_tables = True", "tied_tables_are_shared"),
+    Fault("untied head beside a tied spec", "quant.convert:_untie", "model.spec = untied(model.spec)", "pass", "tied_tables_are_shared"),
+    Fault("bias lost on the way back", "quant.convert:dequantize_model", "plain.bias = nn.Parameter(layer.bias)", "plain.bias = nn.Parameter(torch.zeros_like(layer.bias))", "dequantized_is_what_was_used"),
+    Fault("zero lost on disk", "quant.arrays:_layer", 'leaves.get("zero")', "None", "arrays_come_back"),
+)  # fmt: skip

@@ -1,0 +1,218 @@
+"""Whole models: selection, reports, refusals, training with rounded weights, decoding, copies."""
+
+import copy
+
+import pytest
+import torch
+
+from glassformer.data.build import build_task
+from glassformer.generate.decode import generate
+from glassformer.generate.decoder import Decoder
+from glassformer.generate.prompts import Prompts
+from glassformer.generate.stepper import TorchStepper
+from glassformer.models.build import build
+from glassformer.models.state import weights_of
+from glassformer.quant import backends
+from glassformer.quant.auto import keeping_float, time_layers
+from glassformer.quant.backends import SlowQuantization
+from glassformer.quant.convert import (
+    dequantize_model,
+    prepare_model_for_quantization,
+    quantize_model,
+    use_backend,
+)
+from glassformer.quant.report import is_model_quantized, resident_bytes
+from glassformer.quant.schemes import quantize_tensor
+from glassformer.spec import presets
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import InputError, MachineError
+from glassformer.spec.quantization import QuantSpec, Scheme
+from glassformer.spec.tasks import SequenceTask
+from glassformer.spec.train import TrainSpec
+from glassformer.train.fit import fit
+from glassformer.train.torch_engine import TorchEngine
+from tests.quant.checks import both_sides_share_one_table, logits, model, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore::glassformer.quant.backends.SlowQuantization")
+
+
+def test_every_linear_layer_and_the_head_are_quantized_with_their_parameters():
+    for preset in ("qwen", "core"):
+        full = model(preset)
+        small = quantize_model(copy.deepcopy(full), QuantSpec(bits=4))
+        report = is_model_quantized(small)
+        assert report and report.bits == 4 and report.mode == "ptq" and report.backends
+        for leaf in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj", "ffn.down_proj"):
+            assert f"blocks.0.{leaf}" in report.layers
+        head = report.layers.get("heads.next") or report.layers["embed"]
+        assert head.bits == 8
+        state = small.state_dict()
+        assert {"blocks.0.attn.q_proj.qweight", "blocks.0.attn.q_proj.scale"} <= set(state)
+        assert logits(small).shape == logits(full).shape
+        assert logits(small).dtype == torch.float32
+        assert not is_model_quantized(full)
+
+
+def test_memory_falls_as_promised():
+    full = build(presets.qwen(vocab_size=512, d_model=256, d_head=32, d_ff=768))
+    linears = 4 * sum(p.numel() for p in full.parameters() if p.ndim == 2)
+    for spec, most in ((QuantSpec(), 0.27), (QuantSpec(bits=4, head_bits=4), 0.17)):
+        small = quantize_model(copy.deepcopy(full), spec)
+        logits(small)
+        layers = is_model_quantized(small).layers.values()
+        assert sum(layer.nbytes for layer in layers) <= most * linears
+        assert resident_bytes(small) <= (most + 0.01) * resident_bytes(full)
+
+
+def test_a_predicate_selects():
+    small = quantize_model(model(), select=lambda path, module: "ffn" in path)
+    assert all("ffn" in path for path in is_model_quantized(small).layers)
+    with pytest.raises(InputError, match="no layer is left"):
+        quantize_model(model(), select=lambda path, module: False)
+
+
+def test_both_sides_of_an_encoder_decoder():
+    both_sides_share_one_table()
+
+
+def test_ptq_watches_then_converts():
+    prepared = prepare_model_for_quantization(model(), QuantSpec(bits=4, method="gptq"))
+    with pytest.raises(InputError, match="prepared already"):
+        prepare_model_for_quantization(prepared)
+    prepared(tokens(prepared))
+    assert prepared.blocks[0].attn.q_proj.watch.rows == 21
+    small = quantize_model(prepared)
+    assert {layer.method for layer in is_model_quantized(small).layers.values()} == {"gptq"}
+    blind = prepare_model_for_quantization(model(), QuantSpec(bits=4, method="gptq"))
+    with pytest.raises(InputError, match="has seen nothing"):
+        quantize_model(blind)
+
+
+def test_training_with_rounded_weights_learns_and_converts_exactly():
+    task = build_task(SequenceTask(operation="copy", vocab_size=11, max_length=4, examples=200))
+    spec = presets.seq2seq(
+        vocab_size=task.tokenizer.vocab_size, d_model=32, n_heads=2, d_ff=64, n_layers=1,
+        max_seq_len=16, dropout=0.0,
+    )  # fmt: skip
+    start = build(spec, generator=torch.Generator().manual_seed(0))
+    rounded = prepare_model_for_quantization(start, QuantSpec(bits=4), mode="qat")
+    train = TrainSpec(steps=30, batch_size=32, lr=3e-3)
+    records = list(fit(TorchEngine(rounded, train), task, train))
+    assert records[-1].loss < 0.8 * records[0].loss
+    batch = task.batch("val", torch.arange(8).numpy())
+    with torch.no_grad():
+        before = rounded.eval()(batch)["next"]
+        small = quantize_model(rounded, backend="reference")
+        assert torch.equal(small(batch)["next"], before)
+    assert is_model_quantized(small).mode == "qat"
+
+
+def test_decoding_is_the_same_lean_or_not():
+    for spec in (QuantSpec(), QuantSpec(bits=4), QuantSpec(tied="untie")):
+        small = quantize_model(model(), spec)
+        prompts = Prompts.of([[5, 6, 7], [8]])
+        greedy = DecodeSpec(max_new_tokens=8)
+        found = [
+            [list(one.tokens) for one in generate(stepper, prompts, spec=greedy)]
+            for stepper in (TorchStepper(small), Decoder(small))
+        ]
+        assert found[0] == found[1]
+
+
+def test_copies_and_precisions_keep_every_scale():
+    small = quantize_model(model(), QuantSpec(bits=4))
+    expected = logits(small)
+    assert torch.equal(logits(copy.deepcopy(small)), expected)
+    wide = copy.deepcopy(small).double()
+    assert logits(wide).dtype == torch.float64
+    assert torch.equal(logits(wide.float()), expected)
+    again = copy.deepcopy(small).bfloat16().float()
+    for (path, one), (_, other) in zip(
+        is_model_quantized(small).layers.items(),
+        is_model_quantized(again).layers.items(),
+        strict=True,
+    ):
+        assert one == other, path
+    scale = small.get_submodule("blocks.0.attn.q_proj").stored().scale
+    assert torch.equal(again.get_submodule("blocks.0.attn.q_proj").stored().scale, scale)
+
+
+def test_auto_times_each_shape_and_keeps_what_loses():
+    timings = time_layers(model(), QuantSpec())
+    assert {timing.path for timing in timings} == set(
+        is_model_quantized(quantize_model(model())).layers
+    )
+    select = keeping_float(timings)
+    for timing in timings:
+        assert select(timing.path, None) == timing.wins
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [0, 2, 3, 16])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(InputError, match="neither 8 nor 4"):
+        QuantSpec(bits=bits)
+
+
+def test_groups_that_do_not_fit_are_refused_by_layer():
+    with pytest.raises(InputError, match="group 48 is not one of"):
+        QuantSpec(bits=4, group=48)
+    with pytest.raises(InputError, match="no group of 32"):
+        QuantSpec(bits=8, group=32)
+    narrow = build(presets.core(d_model=48, d_ff=64))
+    with pytest.raises(InputError, match="group 32 does not divide the 48 inputs") as error:
+        quantize_model(narrow, QuantSpec(bits=4))
+    assert error.value.where == "blocks.0.attn.q_proj"
+    mixed = quantize_model(copy.deepcopy(narrow), QuantSpec(bits=4, indivisible="int8"))
+    assert is_model_quantized(mixed).layers["blocks.0.attn.q_proj"].bits == 8
+    kept = quantize_model(copy.deepcopy(narrow), QuantSpec(bits=4, indivisible="keep"))
+    assert "blocks.0.attn.q_proj" not in is_model_quantized(kept).layers
+
+
+def test_quantizing_twice_is_refused():
+    small = quantize_model(model())
+    for again in (quantize_model, prepare_model_for_quantization):
+        with pytest.raises(InputError, match="quantized already"):
+            again(small)
+    with pytest.raises(InputError, match="not quantized"):
+        dequantize_model(model())
+
+
+def test_training_a_quantized_model_is_refused():
+    small = quantize_model(model())
+    with pytest.raises(InputError, match="cannot be trained"):
+        small.train()
+    with pytest.raises(InputError, match="no plain weights"):
+        weights_of(small)
+
+
+def test_methods_that_need_more_are_refused():
+    for method in ("gptq", "qat"):
+        with pytest.raises(InputError, match="needs a prepared model"):
+            quantize_model(model(), QuantSpec(method=method))
+    with pytest.raises(InputError, match="does not go with"):
+        prepare_model_for_quantization(model(), QuantSpec(method="gptq"), mode="qat")
+    with pytest.raises(InputError, match="no mode 'both'"):
+        prepare_model_for_quantization(model(), mode="both")
+    with pytest.raises(InputError, match="not finite"):
+        quantize_tensor(torch.full((2, 64), torch.nan), Scheme())
+    with pytest.raises(InputError, match="too large"):
+        quantize_tensor(torch.full((2, 64), 1e9), Scheme(bits=4, group=32))
+
+
+def test_a_backend_that_is_not_here_is_refused_or_replaced_with_one_warning(monkeypatch):
+    with pytest.raises(InputError, match="no backend 'cc'"):
+        quantize_model(model(), backend="cc")
+    with pytest.raises(MachineError, match="'fbgemm' cannot run int4"):
+        quantize_model(model(), QuantSpec(bits=4, head_bits=4), backend="fbgemm")
+    for backend in backends.BACKENDS.values():
+        monkeypatch.setattr(type(backend), "why_not", lambda *a, **k: "is not here")
+    backends._warn_once.cache_clear()
+    small = quantize_model(model())
+    with pytest.warns(SlowQuantization, match="right and small, not fast") as caught:
+        found = logits(small)
+    assert len(caught) == 1
+    assert is_model_quantized(small).backends == ("reference",)
+    assert torch.equal(found, logits(use_backend(small, "reference")))
