@@ -80,6 +80,12 @@ TAPS = "every tap seen, every edit felt, no hook"
 CAUSALITY = "the future changes no bit of the past"
 DECODING = "every way of decoding gives the same tokens"
 ONE_TOKEN = "one token a cached step, one run of the encoder"
+STEPS = "every decoding step = uncached"
+WIDE_STEPS = "every decoding step = uncached, float64"
+BATCHES = "a batch decodes as its rows, padded left or right"
+EVERYTHING = "top-k of everything = plain sampling"
+WIDEST = "the widest beams = brute force"
+SEARCHES = "beams of random models = brute force"
 ROWS = "attention rows sum to 1, none to PAD or future"
 
 ATTEND = "nn.attention:_attend_explicitly"
@@ -139,7 +145,7 @@ FAULTS = (
     Fault("rotary sin and cos swapped", "nn.position:rotations", "angle.cos(), angle.sin()", "angle.sin(), angle.cos()", ROTARY),
     Fault("sinusoid sin and cos swapped", "nn.position:sinusoids", "angle.sin()", "angle.cos()", SINUSOIDS),
     Fault("sinusoid exponent doubled", "nn.position:sinusoids", "-even / d_model", "-2 * even / d_model", SINUSOIDS),
-    Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", self.make(torch.get_default_dtype()), persistent=False)', "self.table = nn.Parameter(self.make(torch.get_default_dtype()))", SINUSOIDS),
+    Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", _first_table(self), persistent=False)', "self.table = nn.Parameter(_first_table(self))", SINUSOIDS),
     Fault("table in the checkpoint", "nn.position:RotaryPosition.__init__", "persistent=False", "persistent=True", MANIFEST, "qwen"),
     # norms, feed-forward, blocks
     Fault("LayerNorm eps 1e-6 for 1e-5", "nn.norm:build_norm", "LayerNorm(width, eps=norm.eps)", "LayerNorm(width, eps=1e-6)", "LayerNorm = nn.LayerNorm"),
@@ -155,7 +161,7 @@ FAULTS = (
     Fault("gradient cut", FORWARD, "self.ffn(x, taps", "self.ffn(x.detach(), taps", ENCODER),
     Fault("feed-forward detached", FORWARD, 'self.ffn(x, taps=under(taps, "ffn."))', 'self.ffn(x, taps=under(taps, "ffn.")).detach()', GRADIENTS, "core"),
     Fault("final norm forgotten", "models.stack:run_stack", "if parts.final_norm is not None", "if False", WHOLE),
-    Fault("memory of the encoder's embedding", "models.encoder_decoder:EncoderDecoder.hidden", "self.encode(inputs, taps=taps)", "self.encoder.embed(inputs.source_BS)", WHOLE),
+    Fault("memory of the encoder's embedding", "models.encoder_decoder:EncoderDecoder.hidden", "self.encode(inputs, taps=taps, recompute=recompute)", "self.encoder.embed(inputs.source_BS)", WHOLE),
     # embeddings and heads
     Fault("sqrt(d_model) missing", "nn.embedding:TokenEmbedding.forward", "x_BTD * self.scale", "x_BTD", WHOLE),
     Fault("tied head from one factor", "nn.embedding:FactorizedTokenEmbedding.as_linear", "F.linear(F.linear(x_BTD, self.v), self.u)", "F.linear(F.linear(x_BTD, self.v.detach()), self.u.sign())", "factorized embedding = U @ V"),
@@ -175,11 +181,25 @@ FAULTS = (
     Fault("no embedding dropout", "models.stack:run_stack", "F.dropout(x_BTD, parts.stack.dropout.embedding, parts.training)", "x_BTD", DROPOUT, "core"),
     Fault("uniform without its lower half", "nn.init:initialise", "uniform_(-bound, bound", "uniform_(0.0, bound", "initial weights follow their rule"),
     Fault("std squared", "nn.init:initialise", "normal_(0.0, std,", "normal_(0.0, std**2,", "initial weights follow their rule"),
-    Fault("weights transposed on disk", "store.tensors:tensor_bytes", "array.tobytes()", "array.T.tobytes()", "saved and loaded, same bits", "core"),
+    Fault("weights transposed on disk", "store.tensors:tensor_chunks", "array_of(name).tobytes()", "array_of(name).T.tobytes()", "saved and loaded, same bits", "core"),
     Fault("edits ignored", "nn.taps:Taps.visit", "x = _replaced(name, x, edit)", "_replaced(name, x, edit)", TAPS, "core"),
     Fault("a tap renamed", "nn.ffn:MLP.forward", '"hidden"', '"inner"', TAPS, "core"),
+    # by hand
+    Fault("a hand-made gradient a little too large", "byhand.linear:linear_products", "np.matmul(dout_RO.T, x_RI", "np.matmul(dout_RO.T * 1.0001, x_RI", "by hand: gradients = central differences", "core"),
     # decoding
     Fault("cached values from the start", "nn.cache:FixedCache.extend", "v_all[:, :, self.length : end] = v_BKTH", "v_all[:, :, : end - self.length] = v_BKTH", DECODING, "core"),
     Fault("the second likeliest token", "generate.stepper:TorchStepper._read", 'self.model.project(hidden_BTD[:, -1], "next")', '-self.model.project(hidden_BTD[:, -1], "next")', DECODING, "seq2seq"),
     Fault("every token read twice", "generate.stepper:TorchStepper._read", "self.positions += tokens_BT.shape[1]", "self.positions += 2 * tokens_BT.shape[1]", ONE_TOKEN, "seq2seq"),
+    Fault("logits a little too large", "generate.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "1.0001 * hidden_BTD[:, -1]", STEPS, "core"),
+    Fault("a lean step in the wrong place", "generate.decoder:Decoder.step", "end = slots.length + 1", "end = max(1, slots.length)", STEPS, "core"),
+    Fault("float64 through float32", "generate.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "hidden_BTD[:, -1].float().to(hidden_BTD.dtype)", WIDE_STEPS, "qwen"),
+    Fault("prompts at the wrong side", "generate.prompts:padded", "tokens_BT[place, longest - len(row) :] = row", "tokens_BT[place, : len(row)] = row", BATCHES, "core"),
+    Fault("padding read as tokens", "generate.prompts:_rows", "row[real] for row, real", "row for row, real", BATCHES, "seq2seq"),
+    Fault("draws by the place in the batch", "generate.samplers:draw", "for row in rows]", "for row in range(len(rows))]", BATCHES, "core"),
+    Fault("top-k never more than half", "generate.samplers:keep_top_k", "if k >= logits_BV.shape[-1]:\n        return logits_BV", "k = min(k, logits_BV.shape[-1] // 2)", EVERYTHING, "fsm-probe"),
+    Fault("the same chance at every step", "generate.samplers:draw", "uniform(seed, row, step)", "uniform(seed, row, 0)", EVERYTHING, "core"),
+    Fault("log-probabilities not summed", "generate.beam:_totals", "sums[i, : len(beams)] = [beam.total for beam in beams]", "sums[i, : len(beams)] = 0.0", WIDEST, "core"),
+    Fault("the wrong rows go on", "generate.beam:_search", "past.reorder(torch.tensor(order))", "past.reorder(torch.arange(len(order)) % len(logits_RV))", WIDEST, "seq2seq"),
+    Fault("long ones punished", "spec.decoding:BeamSpec.length_penalty", "base**self.alpha", "base**-self.alpha", SEARCHES),
+    Fault("the search ends too early", "generate.beam:_Item.settled", "return last >= spec.bound", "return True or last >= spec.bound", SEARCHES),
 )  # fmt: skip

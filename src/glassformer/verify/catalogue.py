@@ -4,6 +4,7 @@ A float32 failure is repeated in float64: what shrinks with the precision was *r
 is a *bug*.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Literal
 import torch
 
 from glassformer.spec.errors import InputError, nearest
-from glassformer.verify import decoding, invariants, layers, own, parts, twin
+from glassformer.verify import decoding, invariants, layers, own, parts, quantization, twin
 from glassformer.verify.measure import Measure
 from glassformer.verify.subject import NotOffered, Subject
 
@@ -50,6 +51,8 @@ class PartCheck:
     name: str
     group: str
     run: Callable[[torch.dtype], Measure]
+    deep: bool = False
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,19 @@ PART_CHECKS = (
     PartCheck("sinusoids = formula, and no parameter", "positions", parts.sinusoidal_closed_form),
     PartCheck("factorized embedding = U @ V", "parts", parts.factorized_embedding),
     PartCheck("initial weights follow their rule", "parts", parts.initialisation),
+    PartCheck(
+        "beams of random models = brute force",
+        "decoding",
+        decoding.searches_are_exact,
+        dtypes=(torch.float64,),
+    ),
+    PartCheck(
+        "beams of many random models = brute force",
+        "decoding",
+        decoding.many_searches_are_exact,
+        deep=True,
+        dtypes=(torch.float64,),
+    ),
 )
 
 SUBJECT_CHECKS = (
@@ -106,6 +122,7 @@ SUBJECT_CHECKS = (
     SubjectCheck("cached = uncached, token by token", "cache", invariants.cached_is_full),
     SubjectCheck("growing cache in pieces, reordered = uncached", "cache", own.growing_is_fixed),
     SubjectCheck("saved and loaded, same bits", "files", invariants.reloaded),
+    SubjectCheck("logits = the reference's", "reference", invariants.like_reference),
     SubjectCheck("parameters = manifest", "names", own.conforms_to_manifest),
     SubjectCheck("tied head shares the embedding", "names", own.tied),
     SubjectCheck("weights shown or not, same logits", "taps", own.explicit_is_fused),
@@ -123,8 +140,39 @@ SUBJECT_CHECKS = (
     SubjectCheck(
         "every way of decoding gives the same tokens", "decoding", decoding.every_way_is_greedy
     ),
+    SubjectCheck("every decoding step = uncached", "decoding", decoding.every_step_is_uncached),
+    SubjectCheck(
+        "every decoding step = uncached, float64", "decoding", decoding.every_wide_step_is_uncached
+    ),
+    SubjectCheck(
+        "a batch decodes as its rows, padded left or right",
+        "decoding",
+        decoding.a_batch_decodes_as_its_rows,
+    ),
+    SubjectCheck(
+        "top-k of everything = plain sampling", "decoding", decoding.all_kept_is_plain_sampling
+    ),
+    SubjectCheck("the widest beams = brute force", "decoding", decoding.beams_are_brute_force),
     SubjectCheck(
         "one token a cached step, one run of the encoder", "decoding", decoding.one_token_a_step
+    ),
+    SubjectCheck(
+        "compiled decoding = eager", "compiled", decoding.compiled_steps_are_eager, deep=True
+    ),
+    SubjectCheck(
+        "quantized = rounded weights, every bit", "quantization", quantization.equals_rounded
+    ),
+    SubjectCheck(
+        "dequantized = the weights that were used", "quantization", quantization.dequantizes_exactly
+    ),
+    SubjectCheck(
+        "quantized: a row is the same in any batch", "quantization", quantization.rows_stand_alone
+    ),
+    SubjectCheck(
+        "quantized: saved and loaded, same bits", "quantization", quantization.saves_and_loads
+    ),
+    SubjectCheck(
+        "quantized: backends within their bound", "quantization", quantization.backends_agree
     ),
     SubjectCheck("compiled = eager", "compiled", own.compiled_is_eager, deep=True),
 )
@@ -138,18 +186,18 @@ def check_group(only: str | None) -> None:
         raise InputError(f"no group of checks '{only}'", hint=nearest(only, GROUPS))
 
 
-def verify_parts(*, only: str | None = None) -> Iterator[Finding]:
-    """Our parts, in float32 and float64."""
+def verify_parts(*, only: str | None = None, deep: bool = False) -> Iterator[Finding]:
+    """Our parts, in float32 and float64; `deep` adds what takes long."""
     check_group(only)
     for check in PART_CHECKS:
-        if only in (None, check.group):
+        if only in (None, check.group) and (deep or not check.deep):
             yield from run_part_check(check)
 
 
 def run_part_check(check: PartCheck) -> Iterator[Finding]:
     """One part check in both precisions; the second tells what the first one meant."""
     measures = {}
-    for dtype in (torch.float32, torch.float64):
+    for dtype in check.dtypes:
         start = time.perf_counter()
         measures[dtype] = (_guarded(check.run, dtype), time.perf_counter() - start)
     wide = measures[torch.float64][0]
@@ -179,7 +227,8 @@ def run_subject_check(check: SubjectCheck, subject: Subject) -> Finding:
         if not measure.holds:
             verdict = "failed"
             if subject.double is not None and dtype == "torch.float32":
-                verdict = _cause(measure, _guarded(check.run, subject.double()))
+                with contextlib.suppress(NotOffered):  # of the twin alone: it failed all the same
+                    verdict = _cause(measure, _guarded(check.run, subject.double()))
     except NotOffered as reason:
         measure, verdict = Measure(0.0, 0.0, subject.size, str(reason)), "not offered"
     return _finding(check, subject.name, dtype, measure, verdict, time.perf_counter() - start)

@@ -203,6 +203,20 @@ def reloaded(subject: Subject) -> Measure:
 
 
 @torch.no_grad()
+def like_reference(subject: Subject) -> Measure:
+    """The same logits as the module it was made of, whole and padded."""
+    if subject.reference is None:
+        raise NotOffered("nothing to compare it with")
+    tokens = tokens_of(subject, 3, 64, seed=72)
+    whole = subject.logits(tokens, None)
+    worst = scaled_gap(whole, subject.reference(tokens, None))
+    padded, valid = _padded(tokens, _lengths(tokens), left=False)
+    ours, theirs = subject.logits(padded, valid), subject.reference(padded, valid)
+    worst = max(worst, scaled_gap(ours[valid], theirs[valid]))
+    return Measure(worst, tolerance_of(whole), subject.size)
+
+
+@torch.no_grad()
 def attention_rows(subject: Subject) -> Measure:
     """Weights of a row sum to 1, or to 0 for padding; nothing goes to PAD or to the future."""
     if subject.weights is None:

@@ -237,9 +237,11 @@ def qk_norm(dtype: torch.dtype) -> Measure:
 
 
 def turn_by_hand(x_BTH: Tensor, H: int) -> Tensor:
-    """Pair (i, i + H/2) as a complex number, turned by t * 10000^(-2i/H)."""
+    """Pair (i, i + H/2) as a complex number, turned by t / 10000^(2i/H), a float32 frequency."""
     T, half = x_BTH.shape[1], H // 2
-    turns = [[cmath.exp(1j * t * 10_000 ** (-2 * i / H)) for i in range(half)] for t in range(T)]
+    exponents = torch.tensor([2 * i / H for i in range(half)], dtype=torch.float32).double()
+    frequencies = (1.0 / (10_000.0**exponents).float()).tolist()
+    turns = [[cmath.exp(1j * t * frequency) for frequency in frequencies] for t in range(T)]
     kind = torch.complex128 if x_BTH.dtype == torch.float64 else torch.complex64
     turned = torch.complex(x_BTH[..., :half], x_BTH[..., half:]) * torch.tensor(turns, dtype=kind)
     return torch.cat((turned.real, turned.imag), -1)

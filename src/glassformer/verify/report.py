@@ -146,7 +146,7 @@ def verify(
     if thing is not None:
         subject = subject_of(thing, name=name, logits=logits, vocab_size=vocab_size, causal=causal)
         return Report(tuple(verify_subject(subject, only=only, deep=deep)))
-    findings = list(verify_parts(only=only))
+    findings = list(verify_parts(only=only, deep=deep))
     for subject in sample_subjects():
         findings += verify_subject(subject, only=only, deep=deep)
     if deep:

@@ -16,6 +16,9 @@ from glassformer.verify.subject import Subject, subject_of_model
 #: Narrow stand-ins of the presets whose claims do not depend on the width; `deep` takes them whole.
 NARROW: dict[str, ModelSpec] = {
     "budget-lm": presets.budget_lm(vocab_size=211, d_model=48, d_ff=128, n_layers=3),
+    "modern-lm": presets.modern_lm(
+        vocab_size=211, d_model=48, d_ff=128, n_layers=3, n_heads=6, n_kv_heads=2
+    ),
     "seq2seq": presets.seq2seq(vocab_size=101, d_model=48, n_heads=4, n_layers=2),
     "seq2seq-pre": presets.seq2seq(
         vocab_size=101, d_model=48, n_heads=4, n_layers=2, pre_norm=True

@@ -17,20 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glassformer.adapters.base import BaseAdapter
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
 from glassformer.nn.cache import FixedCache
 from glassformer.nn.taps import Taps
+from glassformer.quant.convert import dequantize_model
+from glassformer.quant.report import is_model_quantized
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import ModelSpec
 from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
+from glassformer.verify.calling import (
+    Logits,
+    step_by_signature,
+    tensor_of,
+    through_state_dict,
+    vocabulary_of,
+)
 from glassformer.verify.measure import seeded
 
 # B batch, T length, S source length, V logits
-
-Logits = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +50,9 @@ class Subject:
     parameters by name (for gradient flow), names whose gradient is zero by theory, `train` to
     switch the mode, `step` for logits computed one token at a time through a cache, `reload` for
     the model after a trip through the disk, `double` for the same model in float64, `weights` for
-    the attention weights by tap name.
+    the attention weights by tap name, `reference` for logits of another library's same model.
+    A quantized model of ours stands in `quantized`; `model` and all else are its float twin, whose
+    weights are exactly those that it uses.
     """
 
     name: str
@@ -59,6 +69,8 @@ class Subject:
     reload: Callable[[], "Subject"] | None = None
     double: Callable[[], "Subject"] | None = None
     weights: Callable[[Tensor, Tensor | None], dict[str, Tensor]] | None = None
+    reference: Logits | None = None
+    quantized: Model | None = None
     model: Model | None = None
 
 
@@ -67,6 +79,9 @@ class Subject:
 
 def subject_of_model(model: Model, *, name: str) -> Subject:
     """One of our models; an encoder-decoder is examined on its target side with a fixed source."""
+    if is_model_quantized(model):
+        twin = dequantize_model(copy.deepcopy(model))
+        return replace(subject_of_model(twin, name=name), quantized=model)
     spec = model.spec
 
     def inputs(tokens_BT: Tensor, valid_BT: Tensor | None) -> Inputs:
@@ -153,7 +168,7 @@ def subject_of_module(
     causal: bool = True,
 ) -> Subject:
     """Any module. `logits` says how to call it; without it the forward's argument names decide."""
-    vocab_size = vocab_size or _vocabulary_of(module)
+    vocab_size = vocab_size or vocabulary_of(module)
     call = logits or _call_by_signature(module)
 
     def again(twin: nn.Module) -> Subject:
@@ -171,44 +186,10 @@ def subject_of_module(
         size=f"V{vocab_size}",
         parameters=dict(module.named_parameters()),
         train=module.train,
-        step=_step_by_signature(module) if plain else None,
-        reload=(lambda: again(_through_state_dict(module))) if plain else None,
+        step=step_by_signature(module) if plain else None,
+        reload=(lambda: again(through_state_dict(module))) if plain else None,
         double=(lambda: again(copy.deepcopy(module).double())) if plain else None,
     )
-
-
-def _through_state_dict(module: nn.Module) -> nn.Module:
-    """A copy whose tensors were wiped and came back from the state dict: what it lacks is lost."""
-    twin = copy.deepcopy(module)
-    saved = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    twin.load_state_dict(saved)
-    return twin
-
-
-def _step_by_signature(module: nn.Module) -> Logits | None:
-    """Token by token through `past_key_values`, for modules that keep to that habit."""
-    names = inspect.signature(module.forward).parameters
-    if not {"input_ids", "attention_mask", "past_key_values", "use_cache"} <= set(names):
-        return None
-
-    def step(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
-        valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT
-        past, columns = None, []
-        for t in range(tokens_BT.shape[1]):
-            result = module(
-                input_ids=tokens_BT[:, t : t + 1],
-                attention_mask=valid_BT[:, : t + 1].long(),
-                past_key_values=past,
-                use_cache=True,
-            )
-            past = result.past_key_values
-            columns.append(result.logits)
-        return torch.cat(columns, 1)
-
-    return step
 
 
 #: What different libraries call the token ids and the mask (True or 1 = real token).
@@ -237,35 +218,47 @@ def _call_by_signature(module: nn.Module) -> Logits:
                 raise NotOffered("its forward takes no mask")
             as_number = mask_name == "attention_mask"
             call[mask_name] = valid_BT.long() if as_number else valid_BT
-        return _tensor_of(module(**call))
+        return tensor_of(module(**call))
 
     return logits
-
-
-def _tensor_of(result: Any) -> Tensor:
-    if isinstance(result, Tensor):
-        return result
-    if isinstance(result, Mapping) and "logits" in result:
-        return result["logits"]
-    if isinstance(result, (tuple, list)) and isinstance(result[0], Tensor):
-        return result[0]
-    raise InputError(
-        f"the module returned a {type(result).__name__}",
-        hint="pass logits=lambda tokens, valid: ... that returns a tensor",
-    )
 
 
 class NotOffered(Exception):
     """The subject has no such ability; the text says which."""
 
 
-def _vocabulary_of(module: nn.Module) -> int:
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):
-            return part.num_embeddings
-    raise InputError(
-        f"{type(module).__name__} has no nn.Embedding, so its vocabulary is unknown",
-        hint="pass vocab_size=",
+# --- adapters -----------------------------------------------------------------------------------
+
+
+def subject_of_adapter(adapter: BaseAdapter, *, name: str = "") -> Subject:
+    """What an adapter holds, and the module that it was made of as its reference."""
+    name = name or adapter.get_architecture_type()
+    if isinstance(adapter.model, Model):
+        subject = subject_of_model(adapter.model.eval(), name=name)
+    else:
+        subject = subject_of_module(
+            adapter.model.eval(),
+            name=name,
+            vocab_size=adapter.spec.vocab_size,
+            max_length=adapter.spec.max_seq_len,
+        )
+    return _compared(subject, adapter.reference)
+
+
+def _compared(subject: Subject, reference: nn.Module | None) -> Subject:
+    """With a reference, and its float64 twin beside the subject's own."""
+    if reference is None:
+        return subject
+    again = subject.double
+
+    def double() -> Subject:
+        assert again is not None
+        return _compared(again(), copy.deepcopy(reference).double())
+
+    return replace(
+        subject,
+        reference=_call_by_signature(reference.eval()),
+        double=None if again is None else double,
     )
 
 
@@ -280,12 +273,14 @@ def subject_of(
     vocab_size: int | None = None,
     causal: bool = True,
 ) -> Subject:
-    """A Subject from a Subject, one of our models, or any module."""
+    """A Subject from a Subject, one of our models, an adapter, or any module."""
     match thing:
         case Subject():
             return replace(thing, name=name) if name else thing
         case Model():
             return subject_of_model(thing.eval(), name=name or type(thing).__name__)
+        case BaseAdapter():
+            return subject_of_adapter(thing, name=name)
         case nn.Module():
             return subject_of_module(
                 thing.eval(), name=name, logits=logits, vocab_size=vocab_size, causal=causal
