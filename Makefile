@@ -4,13 +4,17 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint figures clean
+.PHONY: demo test lint figures tokenizers clean
 
 demo: $(STAMP)
-	$(BIN)/glass verify
+	$(BIN)/glass demo
 
-test: $(STAMP)
+test: $(STAMP) tokenizers
 	$(BIN)/python -m pytest
+
+# The official Qwen tokenizers (31 MB, checked by their hashes) for the tests that need them.
+tokenizers: $(STAMP)
+	$(BIN)/python -m tests.adapters.official
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -25,9 +29,14 @@ figures: $(STAMP)
 	$(BIN)/python -m bench loop
 	$(BIN)/python -m bench kills
 	$(BIN)/python -m bench learning
+	$(BIN)/python -m bench language
+	$(BIN)/python -m bench budget
+	$(BIN)/python -m bench adapters
+	$(BIN)/python -m bench generate
 
 # torch is asked for first and exactly: a looser request may pull gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt
+KERNELS := $(wildcard src/glassformer/kernels/*.c src/glassformer/kernels/*.h)
+$(STAMP): pyproject.toml constraints.txt setup.py $(KERNELS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'

@@ -1,7 +1,8 @@
-"""`python -m bench NAME [--json] [--device cpu|cuda]`: a row for each entry, ratios to a peer."""
+"""`python -m bench NAME [--json] [--device cpu|cuda] [--quick]`: rows, with ratios to a peer."""
 
 import argparse
 import importlib
+import inspect
 import json
 import pkgutil
 
@@ -12,18 +13,22 @@ import bench
 
 def main() -> None:
     """Run one benchmark and print its rows."""
-    skip = ("__main__", "clock")
+    skip = ("__main__", "clock", "peers", "translation")
     names = [m.name for m in pkgutil.iter_modules(bench.__path__) if m.name not in skip]
     parser = argparse.ArgumentParser(prog="python -m bench", description=bench.__doc__)
     parser.add_argument("name", choices=names)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(2)
     module = importlib.import_module(f"bench.{arguments.name}")
     devices = {"device": arguments.device} if arguments.device != "cpu" else {}
-    for row in module.run(**devices):
+    if arguments.quick and "quick" not in inspect.signature(module.run).parameters:
+        parser.error(f"{arguments.name} has no quick sizes")
+    sizes = {"quick": True} if arguments.quick else {}
+    for row in module.run(**devices, **sizes):
         print(json.dumps(row) if arguments.json else show(row), flush=True)
 
 

@@ -1,8 +1,18 @@
 """Timing on a machine that others use too: every side in turn, many rounds, medians, ratios."""
 
+import gc
+import importlib.util
+import os
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+Row = dict[str, object]
+Sides = dict[str, Callable[[], object]]
 
 
 def interleave(
@@ -25,7 +35,7 @@ def interleave(
 
 def rows(
     times: Mapping[str, list[float]], *, bench: str, case: str, baseline: str
-) -> Iterator[dict[str, object]]:
+) -> Iterator[Row]:
     """One row a side; `ratio` is the median over rounds of its time over the baseline's."""
     for name, values in times.items():
         shares = [ours / theirs for ours, theirs in zip(values, times[baseline], strict=True)]
@@ -37,3 +47,58 @@ def rows(
             "ratio": round(statistics.median(shares), 3),
             "of_limit": None,
         }
+
+
+def said(bench: str, case: str, name: str) -> Row:
+    """A row that only informs."""
+    row = {"bench": bench, "case": case, "name": name}
+    return {**row, "median_ms": None, "ratio": None, "of_limit": None}
+
+
+def installed(name: str) -> bool:
+    """Is there such a peer here?"""
+    return importlib.util.find_spec(name) is not None
+
+
+def bandwidth(device: str) -> float:
+    """Bytes a second, reading: the faster of a sum and a product with itself, of a large array."""
+    data = torch.ones(1 << (26 if device == "cpu" else 28), device=device)
+    best = 0.0
+    for read in (torch.sum, lambda x: torch.dot(x[: len(x) // 2], x[len(x) // 2 :])):
+        times = []
+        for _ in range(9):
+            begin = time.perf_counter()
+            float(read(data))  # reading the result waits for it
+            times.append(time.perf_counter() - begin)
+        best = max(best, data.nbytes / statistics.median(times))
+    return best
+
+
+def growth(call: Callable[[int], None], *, times: int, warmup: int) -> str:
+    """What so many calls add to the process's memory, to Python's, and to the live tensors."""
+    for number in range(warmup):
+        call(number)
+    gc.collect()
+    tensors, resident = live_tensors(), resident_bytes()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(times):
+        call(number)
+    gc.collect()
+    python = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    more = (resident_bytes() - resident) // 1024
+    return (
+        f"growth: {live_tensors() - tensors} tensors, {max(0, python) // 1024} KiB of Python, "
+        f"{max(0, more)} KiB resident"
+    )
+
+
+def live_tensors() -> int:
+    """Tensors that somebody still holds."""
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def resident_bytes() -> int:
+    """Of this process, in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

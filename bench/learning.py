@@ -1,7 +1,8 @@
 """What the recipes learn, measured on unseen examples, with the CPU seconds it took.
 
-Reverse and copy, digits with both engines, and a table of finite-state machines with the number of
-layers that each needed. Run whole by `make figures`; rows have no ratio.
+Reverse and copy (also decoded whole, greedily and with beams), digits with both engines, and a
+table of finite-state machines with the number of layers that each needed. Run whole by `make
+figures`; rows have no ratio.
 """
 
 import tempfile
@@ -14,10 +15,13 @@ import torch
 
 from glassformer.data.build import build_task
 from glassformer.data.task import Task
+from glassformer.generate.stepper import TorchStepper
+from glassformer.lab.decoded import decode_split
 from glassformer.lab.evaluate import Evaluation, evaluate
 from glassformer.lab.recipes import recipe
 from glassformer.lab.run import TrainingRun
 from glassformer.spec.tasks import DigitsTask
+from glassformer.train.torch_engine import TorchEngine
 
 SEQUENCES = ("reverse", "copy")
 DIGITS = ("engine=torch", "engine=numpy")
@@ -75,6 +79,14 @@ def learn(name: str, overrides: tuple[str, ...]) -> tuple[TrainingRun, Evaluatio
         return run, evaluate(run.engine, run.task), seconds
 
 
+def decoded(run: TrainingRun, beams: int | None) -> str:
+    """Whole answers to the held-out sources, decoded from the source alone."""
+    assert isinstance(run.engine, TorchEngine)
+    model = run.engine.model
+    found = decode_split(TorchStepper(model.eval()), run.task, beams=beams)
+    return f"{found.right} of {found.examples} wholly right, {found.exact_match:.2%}"
+
+
 def prompts(task: Task, split: str) -> list[tuple[int, ...]]:
     """Every prompt of a split, without its padding."""
     batch = task.batch(split, np.arange(task.sizes()[split]))
@@ -110,8 +122,12 @@ def row(case: str, text: str, seconds: float) -> dict[str, object]:
 def run() -> Iterator[dict[str, object]]:
     """Every learning figure."""
     for name in SEQUENCES:
-        _, found, seconds = learn(name, ())
+        trained, found, seconds = learn(name, ())
         yield row(name, f"loss {found.loss:.4f}, exact {found.exact_match:.2%}", seconds)
+        for way, beams in (("greedy", None), ("beam 4", 4)):
+            began = time.process_time()
+            text = decoded(trained, beams)
+            yield row(name, f"decoded, {way}: {text}", time.process_time() - began)
     for engine in DIGITS:
         trained, _, seconds = learn("digits", (engine,))
         counts = fresh_digits(trained)

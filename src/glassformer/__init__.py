@@ -16,6 +16,7 @@ from typing import Any
 
 _DOOR = {
     "Batch": "glassformer.data.batch",
+    "Examinee": "glassformer.lab.smallbench.examinee",
     "GlassError": "glassformer.spec.errors",
     "Inputs": "glassformer.models.inputs",
     "ModelSpec": "glassformer.spec.model",
@@ -24,12 +25,15 @@ _DOOR = {
     "Taps": "glassformer.nn.taps",
     "build": "glassformer.models.build",
     "count_parameters": "glassformer.spec.manifest",
+    "design": "glassformer.spec.design",
     "evaluate": "glassformer.lab.session",
     "load": "glassformer.adapters.load",
     "manifest": "glassformer.spec.manifest",
     "override": "glassformer.spec.tree",
     "preset": "glassformer.spec.presets",
+    "quantize": "glassformer.adapters.quantized",
     "save": "glassformer.adapters.load",
+    "smallbench": "glassformer.lab.smallbench.suite",
     "trace": "glassformer.nn.taps",
 }
 

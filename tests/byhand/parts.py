@@ -163,7 +163,9 @@ def rotary(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
 
 def rotated(x: Tensor) -> Tensor:
     """The reference turns complex numbers: another way to the same thing."""
-    angle = torch.tensor(np.arange(T)[:, None] * 100.0 ** (-np.arange(0, H, 2) / H))
+    exponent = (np.arange(0, H, 2) / H).astype(np.float32).astype(np.float64)
+    frequency = (1.0 / (100.0**exponent).astype(np.float32)).astype(np.float64)  # single precision
+    angle = torch.tensor(np.arange(T)[:, None] * frequency)
     pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 

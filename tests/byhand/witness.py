@@ -24,6 +24,9 @@ PRESETS: dict[str, ModelSpec] = {
     "budget-lm": presets.budget_lm(
         vocab_size=151, d_model=12, d_ff=17, n_layers=2, n_heads=3, max_seq_len=13
     ),
+    "modern-lm": presets.modern_lm(
+        vocab_size=31, d_model=12, d_ff=17, n_layers=2, n_heads=6, n_kv_heads=2, max_seq_len=13
+    ),
     "core": presets.core(vocab_size=31, d_model=12, n_heads=3, d_ff=17, max_seq_len=13),
     "qwen": presets.qwen(vocab_size=31, d_model=11, n_heads=6, n_kv_heads=2, d_head=4, d_ff=17),
     "qwen-sliding": presets.qwen(

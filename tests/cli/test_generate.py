@@ -1,13 +1,16 @@
-"""`glass generate`: greedy, beams, constraints, JSON, and what it refuses."""
+"""`glass generate`: greedy, draws, beams, constraints, JSON, and what it refuses."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 import glassformer as gf
+from glassformer.cli import generating
+from glassformer.cli import main as command
 from glassformer.cli.main import app
-from glassformer.spec.errors import InputError
+from glassformer.data.machines import parity
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def test_json_tells_text_tokens_probabilities_and_why_it_ended(runs):
 
 def test_the_cache_changes_nothing_and_stdin_is_read(runs):
     words = ("reverse", "3 1 4", "--max-new", "6")
-    assert glass(runs, *words) == glass(runs, *words, "--no-cache")
+    assert glass(runs, *words) == glass(runs, *words, "--no-cache") == glass(runs, *words, "--lean")
     assert glass(runs, *words) == glass(runs, "reverse", "-", "--max-new", "6", stdin="3 1 4")
 
 
@@ -52,6 +55,18 @@ def test_one_beam_is_greedy_and_more_are_a_list(runs):
     assert "EOS" not in three["hypotheses"][0]["text"]
 
 
+def test_beams_take_their_options(runs):
+    words = ("reverse", "3 1 4", "--max-new", "4", "--beams", "4", "--json")
+    plain = json.loads(glass(runs, *words))["hypotheses"]
+    best = json.loads(glass(runs, *words, "--n-best", "2"))["hypotheses"]
+    assert [row["tokens"] for row in best] == [row["tokens"] for row in plain[:2]]
+    short = json.loads(glass(runs, *words, "--penalty", "power", "--length-penalty", "-2"))
+    for row in short["hypotheses"]:
+        assert row["score"] == pytest.approx(sum(row["logprobs"]) * len(row["tokens"]) ** 2)
+    apart = json.loads(glass(runs, *words, "--groups", "4", "--diversity", "50"))["hypotheses"]
+    assert len({row["tokens"][0] for row in apart}) == 4
+
+
 def test_the_seed_decides_a_draw(runs):
     words = ("parity", "0", "--temperature", "1", "--max-new", "12")
     draws = [glass(runs, *words, "--seed", str(seed)) for seed in (5, 5, 6, 7)]
@@ -59,19 +74,104 @@ def test_the_seed_decides_a_draw(runs):
     assert len(set(draws)) > 1
 
 
+def test_tokens_are_forbidden_forced_and_stopped_at(runs):
+    words = ("parity", "0", "--temperature", "1", "--max-new", "12", "--min-new", "12", "--json")
+    free = json.loads(glass(runs, *words, "--seed", "4"))
+    assert len(free["tokens"]) == 12
+    assert "1" in free["text"]
+    without = json.loads(glass(runs, *words, "--forbid", "1"))
+    assert "1" not in without["text"]
+    begun = json.loads(glass(runs, *words, "--force", "1 1 0"))
+    assert begun["text"].startswith("1 1 0")
+    cut = json.loads(glass(runs, *words, "--seed", "4", "--stop", "1"))
+    assert cut["text"] == free["text"].partition("1")[0]
+    assert cut["finish"] == "stop"
+
+
+def test_a_machine_or_a_pattern_is_kept_to(runs):
+    """Beams and draws alike; symbols of the vocabulary are the machine's."""
+    words = ("parity", "0", "--max-new", "9", "--machine", "parity", "--json")
+    drawn = json.loads(glass(runs, *words, "--temperature", "3"))["text"]
+    found = [row["text"] for row in json.loads(glass(runs, *words, "--beams", "3"))["hypotheses"]]
+    for text in (drawn, *found):
+        assert parity().accepts(text.split())
+    exact = glass(runs, "parity", "0", "--constrain", "1(01)?0", "--max-new", "9")
+    assert exact.split() in (["1", "0"], ["1", "0", "1", "0"])
+
+
+def test_options_without_effect_are_told(runs, capsys):
+    glass(runs, "reverse", "3 1", "--max-new", "2", "--top-p", "0.9")
+    result = CliRunner().invoke(app, ["generate", "reverse", "3 1", "--top-k", "3", "--runs", runs])
+    assert "note: --top-k" in result.stderr
+
+
+TOO_LONG = " ".join(["3"] * 70)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("reverse", ""), "an empty prompt"),
+        (("reverse", "   "), "an empty prompt"),
+        (("reverse", TOO_LONG), "a source of 71 tokens exceeds max_seq_len 64"),
+        (("parity", " ".join(["1"] * 40)), "a prompt of 41 tokens leaves no room"),
         (("reverse", "elephant"), "not in the vocabulary"),
-        (("reverse", "3 1", "--temperature", "-1"), "temperature"),
+        (("reverse", "3 1", "--temperature", "-1"), "temperature -1.0"),
+        (("reverse", "3 1", "--temperature", "nan"), "temperature nan"),
+        (("reverse", "3 1", "--temperature", "inf"), "temperature inf"),
         (("reverse", "3 1", "--top-p", "0"), "top_p"),
+        (("reverse", "3 1", "--top-p", "nan"), "top_p"),
+        (("reverse", "3 1", "--top-k", "0"), "top_k"),
         (("reverse", "3 1", "--beams", "0"), "width"),
         (("reverse", "3 1", "--max-new", "0"), "max_new_tokens"),
+        (("reverse", "3 1", "--constrain", "[a-z]+"), "no token of the vocabulary"),
+        (("parity", "0", "--constrain", "1" * 50), "the constraint allows no sequence"),
+        (("parity", "0", "--constrain", "(1"), "a ( that is not closed"),
+        (("parity", "0", "--machine", "parrot"), "machine 'parrot' is not known"),
+        (("parity", "0", "--machine", "parity", "--constrain", "1"), "two constraints"),
+        (("reverse", "3 1", "--forbid", "elephant"), "not in the vocabulary"),
+        (("reverse", "3 1", "--n-best", "2"), "--n-best belongs to a beam search"),
+        (("reverse", "3 1", "--beams", "2", "--temperature", "1"), "does not go with --beams"),
+        (("reverse", "3 1", "--beams", "2", "--penalty", "long"), "penalty 'long'"),
+        (("reverse", "3 1", "--no-cache", "--lean"), "--no-cache is the plain loop"),
+        (("reverse", "3 1", "--device", "tpu"), "unknown device 'tpu'"),
         (("digits", "FIRST 1 2 SEP"), "no next-token head"),
         (("nowhere", "3 1"), "there is no folder"),
     ],
 )
-def test_bad_input_is_refused_before_work_starts(runs, words, message):
-    with pytest.raises(InputError, match=message):
-        glass(runs, *words)
+def test_bad_input_is_three_lines_before_work_starts(runs, words, message, monkeypatch, capsys):
+    """Exit code 2, nothing on stdout, and no model has made a step."""
+    work = []
+    for name in ("TorchStepper", "NaiveStepper"):
+        stepper = getattr(generating, name)
+        seen = type(name, (stepper,), {"start": lambda self, *_, **__: work.append(self)})
+        monkeypatch.setattr(generating, name, seen)
+    monkeypatch.setattr(sys, "argv", ["glass", "generate", *words, "--runs", runs])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 2
+    assert shown.out == ""
+    assert message in shown.err
+    assert len(shown.err.strip().splitlines()) <= 3
+    assert not work
+
+
+def test_ctrl_c_ends_a_stream_cleanly(runs, monkeypatch, capsys):
+    """What was made stays on stdout; the exit code is a signal's."""
+
+    class Interrupted(generating.TorchStepper):
+        def step(self, tokens_B, *, past):
+            if self.positions > 3:
+                raise KeyboardInterrupt
+            return super().step(tokens_B, past=past)
+
+    monkeypatch.setattr(generating, "TorchStepper", Interrupted)
+    words = ["glass", "generate", "parity", "0", "--min-new", "9", "--runs", runs]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 130
+    assert len(shown.out.split()) == 3
+    assert shown.err.strip() == "stopped"

@@ -120,7 +120,7 @@ def test_list_tells_tasks_presets_and_runs(glass, tmp_path):
     code, out, _ = glass("list", "--runs", tmp_path, "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["tasks"] == list(RECIPES)
+    assert found["tasks"] == [*RECIPES, "finetune"]
     assert found["presets"] == list(PRESETS)
     (run,) = found["runs"]
     assert (run["run"], run["status"], run["step"]) == ("a", "finished", 3)

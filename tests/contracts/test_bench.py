@@ -1,7 +1,9 @@
 """The benchmarks run and give rows of the promised form; memory is asserted, time never."""
 
 import torch
-from bench.clock import interleave, rows
+from bench import generate as decoding
+from bench import quant
+from bench.clock import growth, interleave, rows
 from bench.layer import B, D, T, capture, memory, ours
 
 from glassformer.nn.mask import Mask
@@ -30,3 +32,35 @@ def test_ratios_are_medians_of_rounds():
     assert [len(values) for values in times.values()] == [3, 3]
     made = list(rows({"a": [2.0, 4.0], "b": [1.0, 1.0]}, bench="x", case="y", baseline="b"))
     assert [row["ratio"] for row in made] == [3.0, 1.0]
+
+
+def test_the_generation_benchmark_gives_rows():
+    """The naive loop beside the cached and the lean one, at the sizes that the figures name."""
+    assert {(64, 2), (128, 2), (256, 4)} <= set(decoding.Size().small)
+    found = list(decoding.against_naive(32, 1, size=decoding.QUICK))
+    assert [row["name"] for row in found] == [
+        "naive loop, no cache",
+        "glassformer, cached",
+        "glassformer, lean",
+    ]
+    for row in (*found, *decoding.constrained(decoding.QUICK)):
+        assert set(row) == FIELDS
+
+
+def test_memory_is_flat_over_generations_and_growth_is_noticed():
+    generations, cache = decoding.flat(decoding.QUICK)
+    assert str(generations["name"]).startswith("growth: 0 tensors, 0 KiB of Python")
+    made, _, predicted = str(cache["name"]).partition(", predicted ")
+    assert made == f"cache {predicted} bytes"
+    kept = []
+    found = growth(lambda number: kept.append(torch.zeros(9)), times=5, warmup=1)
+    assert found.startswith("growth: 5 tensors")
+
+
+def test_the_quantization_benchmark_gives_rows():
+    """Both float32 sides beside every backend that serves here."""
+    found = list(quant.layers(shapes=((64, 128),), batches=(1, 3), rounds=2))
+    for row in found:
+        assert set(row) == FIELDS
+    names = [row["name"] for row in found]
+    assert names.count("float32, eager") == names.count("float32, our fastest") == 2

@@ -61,7 +61,7 @@ FAULTS = (
     # evaluation
     Fault("PAD counted in accuracy", ADD, "sums[1] += float((right * weights).sum())", "sums[1] += float(right.sum())", "evaluation"),
     Fault("exact match of PAD too", ADD, "counted = (weights > 0).reshape(len(exact), -1)", "counted = (weights >= 0).reshape(len(exact), -1)", "exact match"),
-    Fault("half the loss of a short last chunk", "lab.evaluate:_chunks", "min(start + CHUNK, count)", "start + CHUNK - 1", "chunks"),
+    Fault("half the loss of a short last chunk", "lab.evaluate:_chunks", "min(start + size, count)", "start + size - 1", "chunks"),
     Fault("entropy everywhere", "lab.evaluate:_Tally.add_truth", "self.entropy += float((truth.entropy * weights).sum())", "self.entropy += float(truth.entropy.sum())", "evaluation"),
     Fault("the rate that breaks is suggested", "train.lr_find:_read", "suggestion = min(usable[steepest][0], high)", "suggestion = usable[-1][0]", "rates"),
 )  # fmt: skip

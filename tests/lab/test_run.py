@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from glassformer.lab import recipes
+from glassformer.lab.assemble import check_fit
 from glassformer.lab.recipes import read_config
 from glassformer.lab.record import load_run_spec, metrics_line
-from glassformer.lab.run import SPIKE, WINDOW, Alert, Evaluated, Saved, TrainingRun, check_fit
+from glassformer.lab.run import SPIKE, WINDOW, Alert, Evaluated, Saved, TrainingRun
 from glassformer.lab.session import evaluate, result_of, train
 from glassformer.spec.errors import DivergedError, FileError, InputError, MachineError
 from glassformer.spec.tree import override

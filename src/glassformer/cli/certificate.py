@@ -1,11 +1,15 @@
 """What `glass verify` does: find the subject, ask, show."""
 
+import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import typer
 
-from glassformer.adapters.load import load
+from glassformer.adapters.load import folder_of, load
+from glassformer.adapters.origin import is_native
+from glassformer.cli.finding import find_model
 from glassformer.spec.presets import PRESETS
 from glassformer.verify.report import Report, verify
 from glassformer.verify.samples import sample_subject
@@ -19,14 +23,25 @@ COLOURS = {
 
 
 def certificate(model: str | None, *, only: str | None, deep: bool, causal: bool) -> Report:
-    """The report on a preset, a factory's model, a checkpoint, or on ourselves."""
+    """The report on a preset, a factory's model, a model on disk, or on ourselves."""
     if model is None:
         return verify(only=only, deep=deep)
     if model in PRESETS:
         return verify(sample_subject(model, deep=deep), only=only, deep=deep)
     if ":" in model:
         return verify(subject_of_factory(model, causal=causal), only=only, deep=deep)
-    return verify(load(model), name=model, only=only, deep=deep)
+    place = place_of(model)
+    folder = folder_of(place)
+    is_foreign = not is_native(folder) and folder.is_dir()
+    # transformers is asked what it computes itself, where it is there and time is no matter
+    compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
+    return verify(load(place, reference=compared), name=model, only=only, deep=deep)
+
+
+def place_of(model: str) -> str:
+    """The path that a word means; where there is none, the word itself, for the error to name."""
+    found = find_model(model, runs=Path("runs"))
+    return found if Path(found.partition("@")[0]).exists() else model
 
 
 def show(report: Report, *, as_json: bool) -> None:

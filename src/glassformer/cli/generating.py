@@ -1,20 +1,115 @@
 """What `glass generate` does: a model and a prompt in, text out as it is made."""
 
 import json
+import signal
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from glassformer.adapters.load import load, load_tokenizer
+from glassformer.adapters.tokenizer import FolderTokenizer
+from glassformer.cli.narrator import tell
+from glassformer.cli.training import check_device
+from glassformer.data.machines import machine_named
 from glassformer.data.vocab import Tokenizer
 from glassformer.generate.beam import beam_search
 from glassformer.generate.constraint import Constraint
 from glassformer.generate.decode import decode
+from glassformer.generate.decoder import Decoder
 from glassformer.generate.prompts import Prompts
 from glassformer.generate.stepper import NaiveStepper, Stepper, TorchStepper
-from glassformer.generate.text import TextStream
+from glassformer.generate.text import StopFilter, TextStream
 from glassformer.models.model import Model
-from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, LengthPenalty
 from glassformer.spec.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The command's options; texts become tokens when the tokenizer is known."""
+
+    max_new: int = 100
+    min_new: int = 0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    forbid: tuple[str, ...] = ()
+    force: str = ""
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    beams: int | None = None
+    n_best: int | None = None
+    penalty: str | None = None
+    length_penalty: float | None = None
+    groups: int | None = None
+    diversity: float | None = None
+
+    def spec(self, tokenizer: Tokenizer) -> DecodeSpec | BeamSpec:
+        """The search or the draws that were asked for; options of the other are refused."""
+        eos = () if tokenizer.eos is None else (tokenizer.eos,)
+        nameless: tuple[int, ...] = ()
+        if isinstance(tokenizer, FolderTokenizer):
+            eos, nameless = tokenizer.eos_ids or eos, tokenizer.unnamed
+        chosen = {token for text in self.forbid for token in tokenizer.encode(text)}
+        forbidden = tuple(sorted({*chosen, *nameless}))
+        draws = DecodeSpec(
+            max_new_tokens=self.max_new,
+            min_new_tokens=self.min_new,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            forbidden=forbidden,
+            forced=tuple(tokenizer.encode(self.force)),
+            eos=eos,
+            stop=self.stop,
+            seed=self.seed or 0,
+        )
+        if self.beams is None:
+            self._refuse("n_best", "penalty", "length_penalty", "groups", "diversity", why="beams")
+            self._mention_what_changes_nothing()
+            return draws
+        self._refuse(
+            *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "force", "stop"),
+            "seed",
+            why="",
+        )
+        return BeamSpec(
+            width=self.beams,
+            n_best=self.n_best,
+            groups=1 if self.groups is None else self.groups,
+            diversity=self.diversity or 0.0,
+            penalty=cast(LengthPenalty, self.penalty or "gnmt"),
+            alpha=0.6 if self.length_penalty is None else self.length_penalty,
+            max_new_tokens=self.max_new,
+            min_new_tokens=self.min_new,
+            forbidden=forbidden,
+            eos=eos,
+        )
+
+    def _given(self, *names: str) -> list[str]:
+        """Those that differ from their defaults, as they are typed."""
+        plain = Options()
+        differ = [name for name in names if getattr(self, name) != getattr(plain, name)]
+        return [f"--{name.replace('_', '-')}" for name in differ]
+
+    def _refuse(self, *names: str, why: str) -> None:
+        given = self._given(*names)
+        if given and why:
+            raise InputError(f"{given[0]} belongs to a beam search", hint="add --beams 4")
+        if given:
+            raise InputError(
+                f"{given[0]} does not go with --beams, which draws nothing and reads on to the end",
+                hint="leave out one of the two",
+            )
+
+    def _mention_what_changes_nothing(self) -> None:
+        given = self._given("top_k", "top_p", "min_p", "seed")
+        if given and self.temperature == 0.0:
+            tell(f"note: {', '.join(given)}: nothing is drawn at temperature 0; --temperature 1?")
 
 
 def prompt_of(model: Model, tokenizer: Tokenizer, text: str) -> Prompts:
@@ -34,61 +129,112 @@ def prompt_of(model: Model, tokenizer: Tokenizer, text: str) -> Prompts:
     return Prompts.of([begin], sources=[ids + end])
 
 
+def constraint_of(
+    tokenizer: Tokenizer, *, pattern: str | None, machine: str | None
+) -> Constraint | None:
+    """A regular expression or one of the laboratory's machines, over this tokenizer's tokens."""
+    if pattern is not None and machine is not None:
+        raise InputError("--constrain and --machine are two constraints", hint="give one of them")
+    if pattern is not None:
+        return Constraint.of_regex(pattern, tokenizer=tokenizer)
+    return None if machine is None else Constraint(machine_named(machine), tokenizer=tokenizer)
+
+
+def stepper_of(model: Model, *, cached: bool, lean: bool, compiled: bool) -> Stepper:
+    """How the model is asked: anew at each step, with a cache, or with the lean step."""
+    if not cached and (lean or compiled):
+        raise InputError("--no-cache is the plain loop", hint="leave out --lean and --compile")
+    if not cached:
+        return NaiveStepper(model)
+    return Decoder(model, compile=compiled) if lean or compiled else TorchStepper(model)
+
+
 def run(
     path: str,
     text: str,
     *,
-    spec: DecodeSpec,
-    beams: BeamSpec | None,
-    constrain: str | None,
+    options: Options,
+    pattern: str | None,
+    machine: str | None,
     cached: bool,
+    lean: bool,
+    compiled: bool,
+    device: str,
+    as_json: bool,
+) -> int:
+    """Generate, streaming; with beams, the n-best list. The exit code: 130 after Ctrl-C."""
+    tokenizer = load_tokenizer(path)
+    spec = options.spec(tokenizer)
+    constraint = constraint_of(tokenizer, pattern=pattern, machine=machine)
+    check_device(device)
+    model = load(path).to(device)
+    stepper = stepper_of(model, cached=cached, lean=lean, compiled=compiled)
+    prompts = prompt_of(model, tokenizer, sys.stdin.read() if text == "-" else text)
+    try:
+        if isinstance(spec, BeamSpec):
+            _search(stepper, prompts, tokenizer, spec, constraint=constraint, as_json=as_json)
+        else:
+            _stream(stepper, prompts, tokenizer, spec, constraint=constraint, as_json=as_json)
+    except KeyboardInterrupt:
+        tell("\nstopped")
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _search(
+    stepper: Stepper,
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    spec: BeamSpec,
+    *,
+    constraint: Constraint | None,
     as_json: bool,
 ) -> None:
-    """Generate, streaming; with beams, the n-best list."""
-    model, tokenizer = load(path), load_tokenizer(path)
-    stepper: Stepper = TorchStepper(model) if cached else NaiveStepper(model)
-    prompts = prompt_of(model, tokenizer, sys.stdin.read() if text == "-" else text)
-    constraint = None if constrain is None else Constraint.of_regex(constrain, tokenizer=tokenizer)
-    if beams is not None:
-        found = beam_search(stepper, prompts, spec=beams, constraint=constraint)[0]
-        rows = [
-            {
-                "text": tokenizer.decode([token for token in one.tokens if token not in beams.eos]),
-                "tokens": list(one.tokens),
-                "logprobs": list(one.logprobs),
-                "score": one.score,
-                "finish": one.finish,
-            }
-            for one in found.hypotheses
-        ]
-        show_beams(rows, as_json=as_json)
+    (found,) = beam_search(stepper, prompts, spec=spec, constraint=constraint)
+    rows: list[dict[str, Any]] = [
+        {
+            "text": tokenizer.decode([token for token in one.tokens if token not in spec.eos]),
+            "tokens": list(one.tokens),
+            "logprobs": list(one.logprobs),
+            "score": one.score,
+            "finish": one.finish,
+        }
+        for one in found.hypotheses
+    ]
+    if as_json:
+        print(json.dumps({"hypotheses": rows}))
         return
-    stream, tokens, logprobs, finish = TextStream(tokenizer), [], [], "length"
-    pieces = []
+    for row in rows:
+        print(f"{row['score']:9.4f}  {row['text'] or '(nothing)'}")
+
+
+def _stream(
+    stepper: Stepper,
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    spec: DecodeSpec,
+    *,
+    constraint: Constraint | None,
+    as_json: bool,
+) -> None:
+    stream, visible = TextStream(tokenizer), StopFilter(spec.stop)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    pieces: list[str] = []
+    finish = "length"
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if not as_json:
+            print(piece, end="", flush=True)
+
     for column in decode(stepper, prompts, spec=spec, constraint=constraint, tokenizer=tokenizer):
         token = int(column.tokens_B[0])
         tokens.append(token)
         logprobs.append(float(column.logprobs_B[0]))
         finish = column.finish[0] or finish
         if token not in spec.eos:
-            pieces.append(stream.push(token))
-            if not as_json:
-                print(pieces[-1], end="", flush=True)
-    pieces.append(stream.flush())
+            show(visible.push(stream.push(token)))
+    show(visible.push(stream.flush()) + visible.flush())
     result = {"text": "".join(pieces), "tokens": tokens, "logprobs": logprobs, "finish": finish}
-    print(json.dumps(result) if as_json else pieces[-1])
-
-
-def show_beams(rows: list[dict[str, Any]], *, as_json: bool) -> None:
-    """The n-best list."""
-    if as_json:
-        print(json.dumps({"hypotheses": rows}))
-        return
-    for row in rows:
-        print(f"{row['score']:9.4f}  {row['text']}")
-
-
-def eos_of(path: str) -> tuple[int, ...]:
-    """The ids at which a text of this model ends."""
-    eos = load_tokenizer(path).eos
-    return () if eos is None else (eos,)
+    print(json.dumps(result) if as_json else "")

@@ -5,7 +5,6 @@ import csv
 import io
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,29 +13,40 @@ from typing import Any
 
 import torch
 
-from glassformer.data.build import build_task
+from glassformer.cli.narrator import Narrator, tell
+from glassformer.cli.suites import SUITES
 from glassformer.lab import session
+from glassformer.lab.assemble import assemble
 from glassformer.lab.evaluate import Evaluation
-from glassformer.lab.recipes import RECIPES, named_task, read_config, recipe
+from glassformer.lab.finetune import NAME as FINETUNE
+from glassformer.lab.finetune import spelled_out
+from glassformer.lab.recipes import RECIPES, kind_of, read_config, recipe
 from glassformer.lab.record import load_run_spec, spec_hash
-from glassformer.lab.run import Alert, Evaluated, Event, Saved, TrainingRun, build_engine
+from glassformer.lab.run import TrainingRun
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.presets import PRESETS
 from glassformer.spec.train import RunSpec
 from glassformer.spec.tree import override
-from glassformer.store.rundir import RunDirectory, plain_numbers, run_folder
-from glassformer.train.fit import StepRecord
+from glassformer.store.rundir import RunDirectory, cache_folder, plain_numbers, run_folder
 from glassformer.train.lr_find import find_rate
 
-#: Seconds between lines when nobody watches a terminal.
-QUIET_SECONDS = 10.0
 
-
-def run_spec(what: str, overrides: list[str]) -> RunSpec:
+def run_spec(what: str, overrides: list[str], *, cache: Path | None = None) -> RunSpec:
     """A recipe by name, or a TOML file, with overrides."""
     if what.endswith((".toml", ".json")):
         return read_config(Path(what), overrides)
-    return recipe(what, overrides)
+    return recipe(what, overrides, cache=cache)
+
+
+def found_base(overrides: list[str], runs: Path) -> list[str]:
+    """`base=NAME` means a folder, else the run of that name."""
+    made = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        name = value.partition("@")[0]
+        named = key == "base" and name and not Path(name).exists() and (runs / name).exists()
+        made.append(f"base={runs / value}" if named else text)
+    return made
 
 
 def check_device(device: str) -> None:
@@ -60,12 +70,15 @@ def train(
 ) -> int:
     """Train, watch the signals, print the result; the exit code."""
     check_device(device)
+    overrides = found_base(overrides, runs) if what == FINETUNE else overrides
     folder = run_folder(runs, name or Path(what).stem)
     if resume and (folder / "config.json").is_file():
         spec = resumed_spec(folder, what, overrides)
     else:
-        spec = run_spec(what, overrides)
+        spec = run_spec(what, overrides, cache=cache_folder(runs))
     run = TrainingRun(spec, folder, device=device)
+    for note in run.notes:
+        tell(note)
     began, code = time.perf_counter(), 0
     with run.directory.locked(), stopping(run) as caught:
         if resume and (folder / "config.json").is_file():
@@ -75,10 +88,7 @@ def train(
             if resume:
                 tell("there is no such run yet: starting at step 0")
             run.prepare(overwrite=overwrite)
-        narrator = Narrator(spec.train.steps, start=run.progress.step)
-        for event in run.events():
-            narrator.see(event)
-        narrator.finish()
+        follow(run)
     if run.stopped:
         tell(f"stopped at step {run.progress.step}, state saved; go on with --resume")
         code = 128 + (caught[0] if caught else signal.SIGINT)
@@ -88,13 +98,22 @@ def train(
     return code
 
 
+def follow(run: TrainingRun) -> None:
+    """Train to the end or to a stop, telling how it goes."""
+    title, steps = run.directory.folder.name, run.spec.train.steps
+    with Narrator(title, steps=steps, start=run.progress.step) as narrator:
+        for event in run.events():
+            narrator.see(event)
+
+
 def resumed_spec(folder: Path, what: str, overrides: list[str]) -> RunSpec:
     """The spec that the run has; only the number of steps may be changed when it goes on."""
     spec = load_run_spec(RunDirectory(folder))
     if what.endswith((".toml", ".json")):
         same = spec_hash(read_config(Path(what))) == spec_hash(spec)
     else:
-        same = type(named_task(what)) is type(spec.task)
+        same = kind_of(what) is type(spec.task)
+        overrides = spelled_out(overrides) if what == FINETUNE else overrides
     if not same:
         raise InputError(
             f"the run {folder.name} is not one of {what}",
@@ -127,69 +146,6 @@ def stopping(run: TrainingRun) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class Narrator:
-    """Tells a run on stderr: one live line on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, steps: int, *, start: int) -> None:
-        self.steps, self.start = steps, start
-        self.live = sys.stderr.isatty()
-        self.began = self.told = time.perf_counter()
-        self.tokens = 0
-        self.loss = self.val = float("nan")
-        self.rate = 0.0
-
-    def see(self, event: Event) -> None:
-        """Take note of what happened, and tell it when it is time."""
-        match event:
-            case StepRecord():
-                self.tokens += event.tokens
-                self.loss, self.rate = event.loss, event.lr
-                self._tell(event.step)
-            case Evaluated():
-                self.val = event.evaluation.loss
-                if not self.live:
-                    self._tell(event.step, now=True)
-            case Alert():
-                self.clear()
-                tell(f"alert at step {event.step}: {event.kind}: {event.message}")
-            case Saved():
-                pass
-
-    def _tell(self, step: int, *, now: bool = False) -> None:
-        moment = time.perf_counter()
-        pause = 0.1 if self.live else QUIET_SECONDS
-        if not now and moment - self.told < pause and step != self.steps:
-            return
-        self.told = moment
-        passed = max(1e-9, moment - self.began)
-        left = passed / max(1, step - self.start) * (self.steps - step)
-        line = (
-            f"step={step}/{self.steps} loss={self.loss:.4f} val={self.val:.4f} "
-            f"lr={self.rate:.2e} tokens/s={self.tokens / passed:,.0f} left={left:.0f}s"
-        )
-        print(
-            f"\r\x1b[2K{line}" if self.live else line,
-            end="" if self.live else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def clear(self) -> None:
-        """Leave the live line before something else is told."""
-        if self.live:
-            print("\r\x1b[2K", end="", file=sys.stderr)
-
-    def finish(self) -> None:
-        """End the live line."""
-        if self.live:
-            print(file=sys.stderr)
-
-
-def tell(text: str) -> None:
-    """Narration goes to stderr."""
-    print(text, file=sys.stderr)
 
 
 def show_result(result: Mapping[str, Any], *, as_json: bool) -> None:
@@ -260,7 +216,7 @@ def evaluation_text(evaluation: Evaluation) -> str:
 
 
 def listing(runs: Path) -> dict[str, Any]:
-    """Tasks, presets and runs."""
+    """Tasks, presets, suites and runs."""
     found = []
     for path in sorted(runs.glob("*/run.json")) if runs.is_dir() else ():
         record = RunDirectory(path.parent).read_json("run.json")
@@ -275,12 +231,13 @@ def listing(runs: Path) -> dict[str, Any]:
                 "val_accuracy": val.get("accuracy"),
             }
         )
-    return {"tasks": list(RECIPES), "presets": list(PRESETS), "runs": found}
+    tasks = [*RECIPES, FINETUNE]
+    return {"tasks": tasks, "presets": list(PRESETS), "suites": list(SUITES), "runs": found}
 
 
 def listing_text(found: dict[str, Any]) -> str:
     """The listing for people."""
-    lines = [f"tasks    {', '.join(found['tasks'])}", f"presets  {', '.join(found['presets'])}"]
+    lines = [f"{kind:<9}{', '.join(found[kind])}" for kind in ("tasks", "presets", "suites")]
     for run in found["runs"]:
         loss = run["val_loss"]
         score = ""
@@ -294,7 +251,8 @@ def lr_find(what: str, overrides: list[str], *, device: str) -> dict[str, Any]:
     """The range test on a model of its own."""
     check_device(device)
     spec = run_spec(what, overrides)
-    found = find_rate(build_engine(spec, device=device), build_task(spec.task), spec.train)
+    parts = assemble(spec, device=device)
+    found = find_rate(parts.engine, parts.task, spec.train)
     rate = float(f"{found.suggestion:.1e}")
     return {
         "lr": rate,

@@ -20,8 +20,9 @@ from glassformer.train.engine import Engine, loss_weights
 
 # B batch, T length, V logits
 
-#: Examples evaluated at once; only speed depends on it.
+#: Examples evaluated at once, and logits made at once; only speed and memory depend on them.
 CHUNK = 256
+LOGITS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,10 @@ def evaluate(
     if count == 0:
         raise InputError(f"the split '{split}' has no examples")
     tally = None
-    for rows in _chunks(count):
+    size = int(task.lengths(split)[:count].max()) * max(
+        map(engine.spec.head_size, engine.spec.head_names())
+    )
+    for rows in _chunks(count, max(1, min(CHUNK, LOGITS // size))):
         batch = task.batch(split, rows)
         logits = engine.logits(batch)
         if tally is None:
@@ -180,9 +184,9 @@ def _natural(item: tuple[str, Any]) -> tuple[int, str]:
     return (int(label), "") if label.isdigit() else (1 << 62, label)
 
 
-def _chunks(count: int) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, count, CHUNK):
-        yield np.arange(start, min(start + CHUNK, count), dtype=np.int64)
+def _chunks(count: int, size: int) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, count, size):
+        yield np.arange(start, min(start + size, count), dtype=np.int64)
 
 
 def _primary(engine: Engine, batch: Batch) -> str:

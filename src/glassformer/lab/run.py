@@ -13,10 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
-from glassformer.data.build import build_task
-from glassformer.data.task import Task
+from glassformer.lab.assemble import assemble, read_checkpoint, write_checkpoint
 from glassformer.lab.board import EVERY, Board
 from glassformer.lab.evaluate import Evaluation, evaluate
 from glassformer.lab.record import (
@@ -27,16 +24,13 @@ from glassformer.lab.record import (
     spec_hash,
     to_toml,
 )
+from glassformer.lab.samples import Sample, keep_samples, write_samples
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
-from glassformer.spec.tree import to_json
-from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
-from glassformer.store.rundir import RunDirectory, plain_numbers
+from glassformer.spec.tree import to_dict, to_json
+from glassformer.store.rundir import RunDirectory, cache_folder, plain_numbers
 from glassformer.store.tensors import read_tensors, tensor_bytes
-from glassformer.train.engine import Engine
 from glassformer.train.fit import StepRecord, fit
-from glassformer.train.numpy_engine import NumpyEngine
-from glassformer.train.torch_engine import TorchEngine
 
 #: A loss this many standard deviations above its recent mean is a spike.
 SPIKE = 6.0
@@ -47,11 +41,12 @@ PATIENCE_FOR_NAN = 3
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """An evaluation during training."""
+    """An evaluation during training; a language model also writes something."""
 
     step: int
     evaluation: Evaluation
     best: bool
+    samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,49 +84,6 @@ class Progress:
     alerts_bytes: int = 0
 
 
-def build_engine(spec: RunSpec, *, device: str = "cpu") -> Engine:
-    """The engine that the run asks for, with fresh weights."""
-    if spec.engine == "numpy":
-        return NumpyEngine.fresh(spec.model, spec.train)
-    return TorchEngine.fresh(spec.model, spec.train, device=device)
-
-
-def check_fit(spec: RunSpec, task: Task) -> None:
-    """A model that cannot take this task's tokens or answer its questions is refused by name."""
-    batch = task.batch("train", np.arange(1, dtype=np.int64))
-    tokens = task.tokenizer.vocab_size
-    if tokens > spec.model.vocab_size:
-        raise InputError(
-            f"the task has {tokens} tokens, the model a vocabulary of {spec.model.vocab_size}",
-            hint=f"model.vocab_size={tokens}",
-        )
-    if (batch.source is None) != (spec.model.encoder is None):
-        need = "an encoder-decoder" if batch.source is not None else "a decoder without an encoder"
-        raise InputError(f"the task '{task.name}' needs {need}")
-    for head in spec.model.head_names():
-        if head not in task.heads:
-            raise InputError(
-                f"the task '{task.name}' has no answers for the head '{head}'",
-                hint=f"it has answers for: {', '.join(task.heads)}",
-            )
-        if task.heads[head] > spec.model.head_size(head):
-            raise InputError(
-                f"the task has {task.heads[head]} answers for the head '{head}', the model "
-                f"{spec.model.head_size(head)}"
-            )
-    if longest(task) > spec.model.max_seq_len:
-        raise InputError(
-            f"the task has sequences of {longest(task)} tokens, the model a max_seq_len of "
-            f"{spec.model.max_seq_len}",
-            hint=f"model.max_seq_len={longest(task)}",
-        )
-
-
-def longest(task: Task) -> int:
-    """Tokens of the longest example of any split."""
-    return max(int(task.lengths(split).max()) for split, size in task.sizes().items() if size)
-
-
 class TrainingRun:
     """One run in one directory."""
 
@@ -142,10 +94,10 @@ class TrainingRun:
         self.progress = Progress()
         self.stop_requested = False
         self.stopped = False
-        self.task = build_task(spec.task)
+        parts = assemble(spec, device=device, cache=cache_folder(folder.parent))
+        self.task, self.engine, self.files = parts.task, parts.engine, parts.files
+        self.notes = parts.notes
         self.facts = dict(self.task.facts())
-        check_fit(spec, self.task)
-        self.engine = build_engine(spec, device=device)
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -158,7 +110,7 @@ class TrainingRun:
                     f"the run {folder.name} exists",
                     hint="--resume goes on with it, --overwrite starts anew, --name gives another",
                 )
-            for name in ("checkpoints", "eval", "tensorboard"):
+            for name in ("checkpoints", "eval", "samples", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in ("metrics.jsonl", "alerts.jsonl", "run.json"):
                 (folder / name).unlink(missing_ok=True)
@@ -180,9 +132,7 @@ class TrainingRun:
             self.directory.cut(self.directory.alerts, 0)
             return notes
         folder = self.directory.step_folder(step)
-        model, weights = load_checkpoint(folder)
-        if model != self.spec.model:
-            raise InputError("the checkpoint is of another model", where=str(folder))
+        weights = read_checkpoint(folder, self.spec)
         state = read_state(folder)
         if state["spec"] != spec_hash(self.spec):
             raise InputError("the checkpoint is of another run's spec", where=str(folder))
@@ -267,7 +217,9 @@ class TrainingRun:
             self.progress.best_loss = evaluation.loss
             self.progress.best_step = self.progress.step
         self.progress.stale = 0 if best else self.progress.stale + 1
-        return Evaluated(self.progress.step, evaluation, best)
+        samples = write_samples(self.engine, self.task) if math.isfinite(evaluation.loss) else ()
+        keep_samples(self.directory, self.progress.step, samples)
+        return Evaluated(self.progress.step, evaluation, best, samples)
 
     def _watch(self, record: StepRecord) -> Iterator[Alert]:
         """Spikes are told; steps that could not be applied are counted, too many end the run."""
@@ -316,11 +268,11 @@ class TrainingRun:
             "state.json": (json.dumps(plain_numbers(state), indent=2) + "\n").encode(),
             "state.safetensors": tensor_bytes(self.engine.state()),
             "run.json": to_json(self.spec).encode(),
-            "tokenizer.json": self.task.tokenizer.to_json().encode(),
+            **self.files,
         }
         if folder.exists():  # left by an earlier life of this run, and damaged
             shutil.rmtree(folder)
-        save_checkpoint(folder, self.spec.model, self.engine.weights(), files=files)
+        write_checkpoint(folder, self.spec, self.engine.weights(), files=files)
         directory.point("last", progress.step)
         if progress.best_step == progress.step:
             directory.point("best", progress.step)
@@ -328,10 +280,12 @@ class TrainingRun:
         return Saved(progress.step, folder)
 
     def _record(self, status: str) -> None:
+        tuning = self.spec.tuning
         self.directory.write_json(
             "run.json",
             {
                 "status": status,
+                **({} if tuning is None else {"tuning": to_dict(tuning)}),
                 "step": self.progress.step,
                 "steps": self.spec.train.steps,
                 "task": self.task.name,

@@ -1,19 +1,22 @@
 """Training and evaluation as one call each, for Python and for the sources' own faces."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glassformer.adapters.load import checkpoint_of
-from glassformer.data.build import build_task
+from glassformer.adapters.load import checkpoint_of, load_model
 from glassformer.lab import evaluate as evaluation
+from glassformer.lab.assemble import Parts, assemble, read_checkpoint
 from glassformer.lab.recipes import recipe
 from glassformer.lab.record import load_run_spec
-from glassformer.lab.run import TrainingRun, build_engine
-from glassformer.spec.train import RunSpec
+from glassformer.lab.run import TrainingRun
+from glassformer.spec.errors import InputError
+from glassformer.spec.train import SGD, RunSpec
 from glassformer.spec.tree import override
-from glassformer.store.checkpoint import load_checkpoint
-from glassformer.store.rundir import RunDirectory, run_folder
+from glassformer.store.quantized import is_quantized
+from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
+from glassformer.train.torch_engine import TorchEngine
 
 
 def train(
@@ -31,7 +34,8 @@ def train(
     given = list(overrides)
     given += [f"train.steps={steps}"] if steps is not None else []
     given += [f"train.seed={seed}"] if seed is not None else []
-    spec = recipe(what, given) if isinstance(what, str) else override(what, given)
+    cache = cache_folder(Path(runs))
+    spec = recipe(what, given, cache=cache) if isinstance(what, str) else override(what, given)
     folder = run_folder(Path(runs), name or (what if isinstance(what, str) else "run"))
     run = TrainingRun(spec, folder, device=device)
     with run.directory.locked():
@@ -47,20 +51,43 @@ def evaluate(
     """Measure the checkpoint of a run (`RUN`, `RUN@last`, `RUN@120`) on one split."""
     path = str(run)
     spec = load_run_spec(RunDirectory(Path(path.partition("@")[0])))
-    _, weights = load_checkpoint(checkpoint_of(path))
-    engine = build_engine(spec, device=device)
-    engine.load_weights(weights)
-    return evaluation.evaluate(engine, build_task(spec.task), split=split)
+    parts = assemble(spec, device=device, cache=_known_cache(path))
+    _check_tokens(parts, checkpoint_of(path))
+    if is_quantized(checkpoint_of(path)):
+        engine = TorchEngine(load_model(path).to(device), replace(spec.train, optimizer=SGD()))
+        return evaluation.evaluate(engine, parts.task, split=split)
+    parts.engine.load_weights(read_checkpoint(checkpoint_of(path), spec))
+    return evaluation.evaluate(parts.engine, parts.task, split=split)
+
+
+def _known_cache(path: str) -> Path | None:
+    """The cache beside a run, if there is one: measuring makes none."""
+    cache = cache_folder(Path(path.partition("@")[0]).parent)
+    return cache if cache.is_dir() else None
+
+
+def _check_tokens(parts: Parts, folder: Path) -> None:
+    """A text that has changed since gives other tokens, which would mean nothing to the model."""
+    file = folder / "tokenizer.json"
+    ours = parts.files.get(file.name)
+    if ours is not None and file.is_file() and file.read_bytes() != ours:
+        raise InputError(
+            "the task's tokens are not those that the model was trained on: its data has changed",
+            where=str(folder),
+            hint="bring the data back, or the Python version whose manuals they are",
+        )
 
 
 def result_of(run: TrainingRun) -> dict[str, Any]:
     """The outcome of a run in a few numbers."""
     progress = run.progress
     val = progress.val or {}
+    bits = val.get("oracle", {}).get("bits_per_byte")
     return {
         "run": run.directory.folder.name,
         "steps": progress.step,
         "loss": progress.recent[-1] if progress.recent else None,
         "val_loss": val.get("loss"),
         "val_accuracy": val.get("accuracy"),
+        **({"bits_per_byte": bits} if bits is not None else {}),
     }

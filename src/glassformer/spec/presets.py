@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.inits import HeInit, NormalInit, XavierInit
+from glassformer.spec.language_presets import budget_lm, modern_lm
 from glassformer.spec.model import (
     MLP,
     AnswerHead,
@@ -99,34 +100,6 @@ def fsm_probe(
 def fsm_factorized() -> ModelSpec:
     """Source 000 with the factorized, L1-penalised, tied embedding."""
     return fsm_probe(rank=5, l1=1e-4)
-
-
-def budget_lm(
-    *,
-    vocab_size: int = 16_000,
-    d_model: int = 216,
-    d_ff: int = 607,
-    n_layers: int = 11,
-    n_heads: int = 8,
-    max_seq_len: int = 512,
-    tied: bool = True,
-    dropout: float = 0.0,
-) -> ModelSpec:
-    """Source 001: pre-norm, SwiGLU, no biases, learned positions, tied head, normal 0.02."""
-    block = Block(attention=Attention(n_heads=n_heads), ffn=SwiGLU(d_ff=d_ff), norm=LayerNorm())
-    return ModelSpec(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        max_seq_len=max_seq_len,
-        position=Learned(),
-        decoder=Stack(
-            layers=(Layers(count=n_layers, block=block),),
-            final_norm=LayerNorm(),
-            dropout=Dropout.from_number(dropout),
-        ),
-        heads=(NextHead(tied=tied),),
-        init=NormalInit(std=0.02),
-    )
 
 
 def core(
@@ -273,6 +246,7 @@ PRESETS: dict[str, Callable[[], ModelSpec]] = {
     "fsm-probe": fsm_probe,
     "fsm-factorized": fsm_factorized,
     "budget-lm": budget_lm,
+    "modern-lm": modern_lm,
     "core": core,
     "qwen": qwen,
     "qwen-sliding": qwen_sliding,

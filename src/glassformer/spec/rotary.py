@@ -1,26 +1,39 @@
 """The angles of rotary positions, with the scalings that long-context models use.
 
 Pure numbers, so that every engine turns by the same angles. Formulas: RoFormer for the default,
-Llama 3.1's release for llama3, and the YaRN paper (section 3) for yarn.
+Llama 3.1's release for llama3, and the YaRN paper (section 3) for yarn. They are single-precision
+numbers, rounded where the programs that train such models round: a frequency that is right to more
+digits would turn a released model's late positions by other angles than it has learned.
 """
 
 import math
+import struct
 
 from glassformer.spec.model import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
 
 def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]:
     """Angle per position of each of d_head / 2 pairs, and the factor on cos and sin."""
-    plain = [rotary.base ** (-(2 * i) / d_head) for i in range(d_head // 2)]
+    powers = [rotary.base ** single(2 * i / d_head) for i in range(d_head // 2)]
+    plain = [single(1.0 / single(power)) for power in powers]
     match rotary.scaling:
         case None:
             return plain, 1.0
         case LinearScaling(factor=factor):
-            return [f / factor for f in plain], 1.0
+            return [single(f / factor) for f in plain], 1.0
         case Llama3Scaling() as scaling:
-            return [_llama3(f, scaling) for f in plain], 1.0
+            return [single(_llama3(f, scaling)) for f in plain], 1.0
         case YarnScaling() as scaling:
-            return _yarn(plain, scaling, rotary.base, d_head)
+            scaled, factor = _yarn(plain, scaling, rotary.base, d_head)
+            return [single(f) for f in scaled], factor
+
+
+def single(number: float) -> float:
+    """The nearest single-precision number; what is too large for one stays as it is."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", number))[0])
+    except OverflowError:
+        return number
 
 
 def _llama3(frequency: float, scaling: Llama3Scaling) -> float:

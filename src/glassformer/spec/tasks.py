@@ -118,4 +118,30 @@ class TextTask:
             raise InputError(f"held_out {self.held_out} is more than half of the text", hint="0.1")
 
 
-Task = DigitsTask | SequenceTask | FsmTask | TextTask
+@spec
+class FinetuneTask:
+    """Chats, prompts with completions, or plain text, in the words of the model that is tuned.
+
+    `path`: JSON lines with `messages`, `prompt` and `completion`, or `text`; other files are text.
+    An example has at most `length` positions: an answer is cut there, and the cut is reported; text
+    goes on in the next example. `packing` puts several into one row, which do not see each other.
+    `answers_only`: what the user said is read, but not learned.
+    """
+
+    path: str
+    length: int = 512
+    packing: bool = True
+    answers_only: bool = True
+    held_out: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise InputError("no data to fine-tune on", hint="data=FILE")
+        at_least("length", self.length, 2)
+        positive("held_out", self.held_out)
+        if self.held_out > 0.5:
+            raise InputError(f"held_out {self.held_out} is more than half of the data", hint="0.1")
+
+
+Task = DigitsTask | SequenceTask | FsmTask | TextTask | FinetuneTask

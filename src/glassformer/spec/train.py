@@ -6,7 +6,8 @@ from glassformer.spec.base import at_least, one_of, positive, probability, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.schedule import ConstantSchedule, CosineSchedule, InverseSqrtSchedule
-from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask
+from glassformer.spec.tasks import DigitsTask, FinetuneTask, FsmTask, SequenceTask, TextTask
+from glassformer.spec.tuning import Tuning
 
 
 def _betas(beta1: float, beta2: float) -> None:
@@ -75,6 +76,8 @@ class TrainSpec:
 
     A step takes `accumulate` batches and weighs every token alike. `clip` 0 turns clipping off;
     `patience` 0 never stops early, else counts evaluations without a better validation loss.
+    `gradient_checkpointing` keeps each block's input only, and computes the rest once more in the
+    backward: the same bits, in more time and less memory.
     """
 
     steps: int = 1_000
@@ -89,6 +92,7 @@ class TrainSpec:
     seed: int = 0
     precision: Literal["float32", "float64", "bf16"] = "float32"
     compile: bool = False
+    gradient_checkpointing: bool = False
     evaluate_every: int = 100
     evaluate_examples: int = 1_000
     checkpoint_every: int = 100
@@ -119,12 +123,13 @@ class TrainSpec:
 
 @spec
 class RunSpec:
-    """Everything that decides what a run computes."""
+    """Everything that decides what a run computes; with `tuning` it starts from a base."""
 
     model: ModelSpec
-    task: DigitsTask | SequenceTask | FsmTask | TextTask
+    task: DigitsTask | SequenceTask | FsmTask | TextTask | FinetuneTask
     train: TrainSpec = TrainSpec()
     engine: Literal["torch", "numpy"] = "torch"
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         one_of("engine", self.engine, ("torch", "numpy"))
@@ -135,3 +140,9 @@ class RunSpec:
                 raise InputError("half precision is torch's alone", hint="train.precision=float32")
             if self.train.compile or isinstance(self.train.optimizer, Muon):
                 raise InputError("compile and Muon are torch's alone", hint="engine=torch")
+            if self.train.gradient_checkpointing:
+                raise InputError("gradient checkpointing is torch's alone", hint="engine=torch")
+            if self.tuning is not None and self.tuning.lora is not None:
+                raise InputError("LoRA is torch's alone", hint="engine=torch, or no lora")
+        if isinstance(self.task, FinetuneTask) and self.tuning is None:
+            raise InputError("fine-tuning needs a base", hint="base=MODEL")

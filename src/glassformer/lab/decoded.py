@@ -1,0 +1,94 @@
+"""Whole answers, decoded and compared: what a task's exact match means when nobody helps.
+
+An evaluation gives the model the right answer so far at every place; here it has only its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from glassformer.data.batch import Batch
+from glassformer.data.task import Task
+from glassformer.generate.beam import beam_search
+from glassformer.generate.decode import generate
+from glassformer.generate.prompts import Prompts
+from glassformer.generate.stepper import Stepper
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.errors import InputError
+
+#: Rows decoded at once; only speed depends on it.
+CHUNK = 250
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """How many answers of a split came out whole, and the rows of those that did not."""
+
+    split: str
+    examples: int
+    right: int
+    wrong: list[int] = field(default_factory=list)
+
+    @property
+    def exact_match(self) -> float:
+        """The share that is right from the first token to the end."""
+        return self.right / self.examples
+
+
+def decode_split(
+    stepper: Stepper,
+    task: Task,
+    *,
+    split: str = "test",
+    examples: int | None = None,
+    beams: int | None = None,
+) -> Decoded:
+    """Answer the first `examples` sources of a split, greedily or with the best of `beams`.
+
+    For tasks with a source: its answer is asked for with the first token alone.
+    """
+    sizes = task.sizes()
+    if split not in sizes:
+        raise InputError(f"no split '{split}'", hint=f"this task has: {', '.join(sizes)}")
+    count = sizes[split] if examples is None else min(examples, sizes[split])
+    if count < 1:
+        raise InputError(f"{count} examples of '{split}'", hint="ask for at least one")
+    wrong = []
+    for first in range(0, count, CHUNK):
+        rows = np.arange(first, min(first + CHUNK, count), dtype=np.int64)
+        batch = task.batch(split, rows)
+        if batch.source is None:
+            raise InputError(
+                f"the task '{task.name}' has no source to answer",
+                hint="copy, reverse and sort have one",
+            )
+        found = answers(stepper, batch, eos=task.tokenizer.eos, beams=beams)
+        for row, ours, truth in zip(rows.tolist(), found, wanted(batch), strict=True):
+            if ours != truth:
+                wrong.append(row)
+    return Decoded(split, count, count - len(wrong), wrong)
+
+
+def answers(stepper: Stepper, batch: Batch, *, eos: int | None, beams: int | None) -> list[Ids]:
+    """What the model says to each source of a batch, the end among it."""
+    assert batch.source is not None
+    prompts = Prompts.of(
+        batch.tokens[:, :1], sources=batch.source.tokens, source_valid=batch.source.valid
+    )
+    # One token more than any truth has: who goes on and on is wrong, and need not be heard out.
+    longest = batch.tokens.shape[1] + 1
+    ends = () if eos is None else (eos,)
+    if beams is None:
+        greedy = DecodeSpec(max_new_tokens=longest, eos=ends)
+        return [one.tokens for one in generate(stepper, prompts, spec=greedy, logprobs=False)]
+    spec = BeamSpec(width=beams, n_best=1, max_new_tokens=longest, eos=ends)
+    return [one.hypotheses[0].tokens for one in beam_search(stepper, prompts, spec=spec)]
+
+
+def wanted(batch: Batch) -> Iterator[Ids]:
+    """The right answer of each row, without padding."""
+    for target, valid in zip(batch.targets["next"], batch.valid, strict=True):
+        yield tuple(target[valid].tolist())
