@@ -48,6 +48,9 @@ def test_the_folder_is_a_model_for_every_command(runs):
     assert after < 0.5 * before and found["resident"][1] < found["resident"][0]
     agreement = found["agreement"]
     assert agreement["top1"] > 0.5 and agreement["full_to_small"]["mean"] >= 0
+    worse, better = agreement["perplexity"][1], agreement["perplexity"][0]
+    assert agreement["change"] == pytest.approx(worse / better - 1, abs=1e-9)
+    assert agreement["change_error"] > 0 and agreement["examples"] > 1
     assert {"worst", "example", "position"} <= set(agreement["small_to_full"])
     assert found["prefill"]["ratio"] > 0 and found["decode"]["ratio"] > 0 and found["layers"]
     evaluated = json.loads(glass(runs, "evaluate", "text-int4", "--json"))
@@ -69,7 +72,14 @@ def test_the_folder_is_a_model_for_every_command(runs):
 
 def test_people_read_a_table_that_says_what_is_slower(runs):
     said = glass(runs, "quantize", "reverse", "--bits", "8", "--out", str(runs / "small-reverse"))
-    for words in ("bytes on disk", "perplexity", "decode tokens/s", "divergence", "worst layers"):
+    for words in (
+        "bytes on disk",
+        "perplexity",
+        " ± ",
+        "decode tokens/s",
+        "divergence",
+        "worst layers",
+    ):
         assert words in said
     assert glass(runs, "evaluate", "small-reverse").startswith("test")
 

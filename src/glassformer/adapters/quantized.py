@@ -9,7 +9,8 @@ from torch import nn
 
 from glassformer.adapters.native import NativeAdapter
 from glassformer.models.model import Model
-from glassformer.quant.convert import prepare_model_for_quantization, quantize_model
+from glassformer.quant.convert import quantize_model
+from glassformer.quant.in_turn import quantize_in_turn
 from glassformer.spec.quantization import Method, QuantSpec, Tied
 
 M = TypeVar("M", Model, NativeAdapter)
@@ -53,7 +54,4 @@ def _quantized(
 ) -> Model:
     if calibrate is None:
         return quantize_model(model, spec, select=select, backend=backend)
-    prepare_model_for_quantization(model, spec, select=select)
-    for batch in calibrate:
-        model(batch)
-    return quantize_model(model, backend=backend)
+    return quantize_in_turn(model, calibrate, spec, select=select, backend=backend)

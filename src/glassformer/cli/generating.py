@@ -16,7 +16,7 @@ from glassformer.generate.beam import beam_search
 from glassformer.generate.constraint import Constraint
 from glassformer.generate.decode import decode
 from glassformer.generate.decoder import Decoder
-from glassformer.generate.prompts import Prompts
+from glassformer.generate.prompts import Prompts, text_prompt
 from glassformer.generate.stepper import NaiveStepper, Stepper, TorchStepper
 from glassformer.generate.text import StopFilter, TextStream
 from glassformer.models.model import Model
@@ -112,23 +112,6 @@ class Options:
             tell(f"note: {', '.join(given)}: nothing is drawn at temperature 0; --temperature 1?")
 
 
-def prompt_of(model: Model, tokenizer: Tokenizer, text: str) -> Prompts:
-    """The prompt as the model was trained to see it: BOS before it, or as the source of a BOS."""
-    if "next" not in model.spec.head_names():
-        raise InputError(
-            "this model has no next-token head, so it cannot continue a text",
-            hint="glass evaluate measures what it answers",
-        )
-    ids = tokenizer.encode(text)
-    if not ids:
-        raise InputError("an empty prompt", hint="give some text, or - to read stdin")
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    if model.spec.encoder is None:
-        return Prompts.of([begin + ids])
-    end = [] if tokenizer.eos is None else [tokenizer.eos]
-    return Prompts.of([begin], sources=[ids + end])
-
-
 def constraint_of(
     tokenizer: Tokenizer, *, pattern: str | None, machine: str | None
 ) -> Constraint | None:
@@ -169,7 +152,7 @@ def run(
     check_device(device)
     model = load(path).to(device)
     stepper = stepper_of(model, cached=cached, lean=lean, compiled=compiled)
-    prompts = prompt_of(model, tokenizer, sys.stdin.read() if text == "-" else text)
+    prompts = text_prompt(model.spec, tokenizer, sys.stdin.read() if text == "-" else text)
     try:
         if isinstance(spec, BeamSpec):
             _search(stepper, prompts, tokenizer, spec, constraint=constraint, as_json=as_json)

@@ -1,6 +1,7 @@
 """`glass`: one function for each verb. Torch is imported only by verbs that need it."""
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
@@ -69,6 +70,9 @@ def verify(
 
       glass verify my_package.models:tiny_model --json
     """
+    if "numpy" not in sys.modules:
+        # Its products here are small; on a busy machine a second thread makes them much slower.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from glassformer.cli.certificate import certificate, show
 
     report = certificate(model, only=only, deep=deep, causal=not bidirectional)

@@ -60,6 +60,7 @@ def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
     found, agreement = outcome.comparison, outcome.comparison.agreement
     before, after = agreement.perplexity
     there, back = agreement.full_to_small, agreement.small_to_full
+    error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
     lines = [
         f"written to {outcome.folder}",
         f"{outcome.layers} layers, {spec.scheme(spec.bits).describe()} by {spec.way}, "
@@ -71,10 +72,11 @@ def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
         lines.append(_bytes_line("bytes on disk", found.disk))
     lines += [
         _bytes_line("bytes resident", found.resident),
-        f"{'perplexity':<22}{before:>14.4f}{after:>14.4f}{after / before - 1:>+10.2%}",
+        f"{'perplexity':<22}{before:>14.4f}{after:>14.4f}{agreement.change:>+10.2%}{error}",
         *_speed_lines(found),
         "",
-        f"measured on {found.material}, {agreement.positions:,} positions",
+        f"measured on {found.material}, {agreement.examples:,} examples, "
+        f"{agreement.positions:,} positions",
         f"same likeliest answer  {agreement.top1:.2%}",
     ]
     for name, one in (("before to after", there), ("after to before", back)):

@@ -19,7 +19,7 @@ from glassformer.spec.errors import InputError
 
 LENGTH, ROWS = 128, 16
 #: Batches that calibrate at most, and that measure at most.
-CALIBRATING, MEASURING = 64, 12
+CALIBRATING, MEASURING = 16, 32
 #: Share of a text that is kept for measuring.
 HELD_OUT = 0.2
 
@@ -70,8 +70,16 @@ def of_text(path: Path, tokenizer: Tokenizer, model: Model) -> Material:
             hint="some thousand words serve best",
         )
     return Material(
-        tuple(parts[0][:CALIBRATING]), tuple(parts[1][:MEASURING]), f"the end of {path.name}"
+        tuple(_spread(parts[0], CALIBRATING)),
+        tuple(_spread(parts[1], MEASURING)),
+        f"the end of {path.name}",
     )
+
+
+def _spread(batches: list[Batch], most: int) -> list[Batch]:
+    """At most so many, at even distances."""
+    places = np.unique(np.linspace(0, len(batches) - 1, min(len(batches), most)).astype(np.int64))
+    return [batches[place] for place in places]
 
 
 def of_model(model: Model, *, seed: int = 0) -> Material:

@@ -45,10 +45,17 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far two models are apart on some batches; `perplexity` is of (full, small)."""
+    """How far two models are apart on some batches; `perplexity` is of (full, small).
+
+    `change` is small / full - 1, and `change_error` its standard error: examples are taken as
+    independent, and each is compared with itself. None where there is one example only.
+    """
 
     positions: int
+    examples: int
     perplexity: tuple[float, float]
+    change: float
+    change_error: float | None
     full_to_small: Divergence
     small_to_full: Divergence
     top1: float
@@ -105,15 +112,18 @@ def compare(
 def agree(full: Model, small: Model, batches: Sequence[Batch]) -> Agreement:
     """Perplexities, divergences both ways, and how often the likeliest answer is the same."""
     nll, same, count, weight, examples = np.zeros(2), 0, 0, 0.0, 0
-    tallies = [_Tally(), _Tally()]
+    tallies, worse, weighed = [_Tally(), _Tally()], [], []
     for batch in batches:
         head = next(name for name in full.spec.head_names() if name in batch.targets)
         p, q = (model(batch)[head].double().log_softmax(-1).cpu() for model in (full, small))
         weights = torch.from_numpy(loss_weights(batch, head)).double()
         counted = weights > 0
         targets = torch.from_numpy(np.where(counted.numpy(), batch.targets[head], 0)).long()
-        for side, logp in enumerate((p, q)):
-            nll[side] -= float((logp.gather(-1, targets[..., None])[..., 0] * weights).sum())
+        lost = [-logp.gather(-1, targets[..., None])[..., 0] * weights for logp in (p, q)]
+        for side, one in enumerate(lost):
+            nll[side] += float(one.sum())
+        worse.append((lost[1] - lost[0]).reshape(len(p), -1).sum(1).numpy())
+        weighed.append(weights.reshape(len(p), -1).sum(1).numpy())
         weight += float(weights.sum())
         same += int(((p.argmax(-1) == q.argmax(-1)) & counted).sum())
         count += int(counted.sum())
@@ -124,7 +134,19 @@ def agree(full: Model, small: Model, batches: Sequence[Batch]) -> Agreement:
         raise InputError("nothing counts in these examples", hint="take others, or more")
     ppl = np.exp(np.minimum(nll / weight, 700.0))
     there, back = (tally.divergence(count) for tally in tallies)
-    return Agreement(count, (float(ppl[0]), float(ppl[1])), there, back, same / count)
+    change, error = _paired(np.concatenate(worse), np.concatenate(weighed))
+    pair = (float(ppl[0]), float(ppl[1]))
+    return Agreement(count, examples, pair, change, error, there, back, same / count)
+
+
+def _paired(worse_N: np.ndarray, weight_N: np.ndarray) -> tuple[float, float | None]:
+    """The relative change of the perplexity, and its standard error, as of a ratio of sums."""
+    mean = float(worse_N.sum() / weight_N.sum())
+    ratio = float(np.exp(min(mean, 700.0)))
+    if len(worse_N) < 2:
+        return ratio - 1.0, None
+    spread = np.square(worse_N - mean * weight_N).sum() * len(worse_N) / (len(worse_N) - 1)
+    return ratio - 1.0, ratio * float(np.sqrt(spread) / weight_N.sum())
 
 
 class _Tally:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from glassformer.adapters.load import folder_of, load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.saving import save_model
@@ -23,6 +21,7 @@ from glassformer.quant.convert import (
     prepare_model_for_quantization,
     quantize_model,
 )
+from glassformer.quant.in_turn import quantize_in_turn
 from glassformer.quant.report import is_model_quantized
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
@@ -161,14 +160,11 @@ def _quantized(
         for record in _trained(model, run, task, steps=wish.qat_steps):
             if watch is not None:
                 watch(record)
-    elif wish.spec.way == "gptq":
-        prepare_model_for_quantization(model, wish.spec, select=select)
-        with torch.no_grad():
-            for batch in material.calibrating:
-                model(batch)
-    else:
-        return quantize_model(model, wish.spec, select=select, backend=wish.backend)
-    return quantize_model(model, backend=wish.backend)
+        return quantize_model(model, backend=wish.backend)
+    if wish.spec.way == "gptq":
+        batches = material.calibrating
+        return quantize_in_turn(model, batches, wish.spec, select=select, backend=wish.backend)
+    return quantize_model(model, wish.spec, select=select, backend=wish.backend)
 
 
 def _trained(model: Model, run: RunSpec, task: Task, *, steps: int) -> Iterator[StepRecord]:

@@ -119,7 +119,7 @@ def quantize_model(
     for module, scheme in chosen:
         method: Method = spec.way if spec is not None else _method_of(module)
         tensor = _quantized(module, scheme, method)
-        replace_module(model, module, _quantized_layer(module, tensor, method, backend))
+        replace_module(model, module, quantized_layer(module, tensor, method, backend))
     return model.eval()
 
 
@@ -130,7 +130,7 @@ def _quantized(module: nn.Module, scheme: Scheme, method: Method) -> QuantizedTe
     return quantize_tensor(module.weight, scheme, least_squares=method == "mse")
 
 
-def _quantized_layer(
+def quantized_layer(
     module: nn.Module, tensor: QuantizedTensor, method: Method, backend: str
 ) -> QuantizedWeight:
     if isinstance(module, TokenEmbedding):

@@ -3,21 +3,34 @@
 With H = sum x x^T over calibration rows, rounding column i costs error^2 / [H^-1]_ii, and the best
 answer of the later columns is to move along row i of the upper Cholesky factor of H^-1 (Frantar and
 others, 2022). Grids are found group by group, from the weights as they have become by then.
+
+That is greedy: early columns were rounded before anyone knew the later errors. So afterwards, where
+there are few levels, each column is rounded again with all others as they are, and each scale takes
+its least-squares value for the levels; the error of the products falls with every such step, but
+for the rounding of the scales themselves.
 """
 
 import torch
 from torch import Tensor
 
-from glassformer.quant.schemes import QuantizedTensor, assemble, check_matrix, least_squares_grid
+from glassformer.quant.schemes import (
+    QuantizedTensor,
+    assemble,
+    check_matrix,
+    grid_values,
+    least_squares_grid,
+)
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import Scheme
 
 # O outputs, I inputs, G groups, E columns of a group
 
 #: Added to the diagonal, as a share of its mean: inputs that were seen rarely stay where they are.
-DAMPING = 0.01
+DAMPING = 0.1
 #: Columns that are corrected at once; corrections beyond them are made together.
 BLOCK = 128
+#: Rounds over all columns after the first.
+SWEEPS = 3
 
 
 @torch.no_grad()
@@ -26,8 +39,10 @@ def quantize_with_inputs(
 ) -> QuantizedTensor:
     """The matrix on its grid, rounded so that its products with inputs like those seen stay."""
     check_matrix(weight_OI, scheme)
+    moment_II = _damped(moment_II)
     factor_II = _inverse_factor(moment_II)
-    weight_OI = weight_OI.float().clone()
+    wanted_OI = weight_OI.float()
+    weight_OI = wanted_OI.clone()
     inputs = weight_OI.shape[1]
     width = scheme.group or inputs
     levels_OI = torch.empty_like(weight_OI)
@@ -50,11 +65,81 @@ def quantize_with_inputs(
             weight_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])
             errors_OB[:, i - start] = error_O
         weight_OI[:, end:] -= errors_OB @ factor_II[start:end, end:]
-    return assemble(levels_OI, torch.cat(scales, 1), torch.cat(zeros, 1), scheme)
+    scale_OG, zero_OG = torch.cat(scales, 1), torch.cat(zeros, 1)
+    if scheme.bits == 4:
+        for _ in range(SWEEPS):
+            levels_OI = _rounded_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, scheme)
+            scale_OG = _scales_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, scheme)
+    return assemble(levels_OI, scale_OG, zero_OG, scheme)
 
 
-def _inverse_factor(moment_II: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped second moment."""
+def making_up(weight_OI: Tensor, *, moment_II: Tensor, cross_II: Tensor) -> Tensor:
+    """The weights whose products with the inputs y that a layer gets come nearest to those of the
+    given weights with the inputs x it should get: W (sum x y^T) (sum y y^T)^-1, damped."""
+    damped_II = _damped(moment_II)
+    extra_II = damped_II - moment_II.double()
+    wanted_OI = weight_OI.double() @ (cross_II.double() + extra_II)
+    return torch.linalg.solve(damped_II, wanted_OI, left=False).float()
+
+
+def _rounded_again(
+    levels_OI: Tensor,
+    scale_OG: Tensor,
+    zero_OG: Tensor,
+    wanted_OI: Tensor,
+    moment_II: Tensor,
+    scheme: Scheme,
+) -> Tensor:
+    """Each column at its best level, given the others. slope = (rounded - wanted) H."""
+    width, moment_II = scheme.group or wanted_OI.shape[1], moment_II.float()
+    levels_OI, inputs = levels_OI.clone(), wanted_OI.shape[1]
+    slope_OI = (grid_values(levels_OI, scale_OG, zero_OG, scheme) - wanted_OI) @ moment_II
+    for start in range(0, inputs, BLOCK):
+        end = min(start + BLOCK, inputs)
+        steps_OB = torch.zeros_like(slope_OI[:, start:end])
+        for i in range(start, end):
+            scale_O, zero_O = scale_OG[:, i // width], zero_OG[:, i // width]
+            before_O = (levels_OI[:, i] - zero_O) * scale_O
+            best_O = before_O - slope_OI[:, i] / moment_II[i, i]
+            level_O = torch.round(best_O / scale_O) + zero_O
+            levels_OI[:, i] = level_O.clamp(scheme.lowest, scheme.highest)
+            step_O = (levels_OI[:, i] - zero_O) * scale_O - before_O
+            slope_OI[:, start:end] += torch.outer(step_O, moment_II[i, start:end])
+            steps_OB[:, i - start] = step_O
+        slope_OI[:, end:] += steps_OB @ moment_II[start:end, end:]
+    return levels_OI
+
+
+def _scales_again(
+    levels_OI: Tensor,
+    scale_OG: Tensor,
+    zero_OG: Tensor,
+    wanted_OI: Tensor,
+    moment_II: Tensor,
+    scheme: Scheme,
+) -> Tensor:
+    """The scales of least squared error of the products, all groups of a row together."""
+    groups = scale_OG.shape[1]
+    units_OI = grid_values(levels_OI, torch.ones_like(scale_OG), zero_OG, scheme).double()
+    units_OGE, moment_GEI = (
+        units_OI.unflatten(1, (groups, -1)),
+        moment_II.unflatten(0, (groups, -1)),
+    )
+    left_OGG = units_OI.new_empty(len(units_OI), groups, groups)
+    right_OG = units_OI.new_empty(len(units_OI), groups)
+    for g in range(groups):
+        pull_OI = units_OGE[:, g] @ moment_GEI[g]
+        left_OGG[:, g] = (pull_OI.unflatten(1, (groups, -1)) * units_OGE).sum(-1)
+        right_OG[:, g] = (pull_OI * wanted_OI).sum(-1)
+    # A group whose levels are all zero has no say; the small share keeps the others solvable.
+    size_O = left_OGG.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30)
+    left_OGG.diagonal(dim1=1, dim2=2).add_(1e-9 * size_O[:, None])
+    found_OG = torch.linalg.solve(left_OGG, right_OG).half().float()
+    return torch.where((found_OG > 0) & found_OG.isfinite(), found_OG, scale_OG)
+
+
+def _damped(moment_II: Tensor) -> Tensor:
+    """The second moment with a share of its mean on the diagonal, in float64."""
     moment_II = moment_II.double()
     diagonal_I = moment_II.diagonal()
     if not bool(torch.isfinite(moment_II).all()):
@@ -64,6 +149,10 @@ def _inverse_factor(moment_II: Tensor) -> Tensor:
             "calibration has seen nothing of this layer's inputs",
             hint="run some batches through the prepared model first",
         )
-    damped_II = moment_II + torch.diag(torch.full_like(diagonal_I, DAMPING * diagonal_I.mean()))
+    return moment_II + torch.diag(torch.full_like(diagonal_I, DAMPING * diagonal_I.mean()))
+
+
+def _inverse_factor(damped_II: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse."""
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(damped_II))
     return torch.linalg.cholesky(inverse_II, upper=True).float()

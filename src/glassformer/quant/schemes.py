@@ -94,7 +94,7 @@ def least_squares_grid(weight_OI: Tensor, scheme: Scheme) -> tuple[Tensor, Tenso
     for shrink in SHRINKS:
         scale_OG, zero_OG = grid(weight_OI, scheme, shrink=shrink)
         levels_OI = nearest_levels(weight_OI, scale_OG, zero_OG, scheme)
-        error_OI = _values(levels_OI, scale_OG, zero_OG, scheme) - weight_OI
+        error_OI = grid_values(levels_OI, scale_OG, zero_OG, scheme) - weight_OI
         error_OG = _grouped(error_OI.square(), scheme).sum(-1)
         if best_OG is None:
             best_OG, best_scale_OG, best_zero_OG = error_OG, scale_OG, zero_OG
@@ -143,7 +143,7 @@ def dequantize(tensor: QuantizedTensor) -> Tensor:
         zero_OG = torch.full_like(scale_OG, scheme.middle)
     else:
         zero_OG = tensor.zero.reshape(scale_OG.shape).to(scale_OG.dtype)
-    return _values(tensor.levels().to(scale_OG.dtype), scale_OG, zero_OG, scheme)
+    return grid_values(tensor.levels().to(scale_OG.dtype), scale_OG, zero_OG, scheme)
 
 
 def check_matrix(weight_OI: Tensor, scheme: Scheme) -> None:
@@ -167,7 +167,8 @@ def _grouped(x_OI: Tensor, scheme: Scheme) -> Tensor:
     return x_OI.unflatten(1, (scheme.groups(x_OI.shape[1]), -1))
 
 
-def _values(levels_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, scheme: Scheme) -> Tensor:
+def grid_values(levels_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, scheme: Scheme) -> Tensor:
+    """(level - zero) * scale, (O, I)."""
     levels_OGE = _grouped(levels_OI, scheme)
     return ((levels_OGE - zero_OG[..., None]) * scale_OG[..., None]).flatten(1)
 

@@ -1,0 +1,27 @@
+"""The paired standard error, against its definition."""
+
+import numpy as np
+import pytest
+
+from glassformer.lab.precision import _paired
+
+
+def test_equal_weights_give_the_standard_error_of_a_mean():
+    worse = np.random.default_rng(0).normal(0.01, 0.1, 37)
+    change, error = _paired(5.0 * worse, np.full(37, 5.0))
+    assert change == pytest.approx(np.expm1(worse.mean()))
+    assert error == pytest.approx(np.exp(worse.mean()) * worse.std(ddof=1) / 37**0.5)
+
+
+def test_the_error_is_what_other_examples_would_show():
+    rng = np.random.default_rng(1)
+    found = []
+    for _ in range(2000):
+        weight = rng.integers(1, 9, 60).astype(float)
+        found.append(_paired(rng.normal(0.02, 0.05, 60) * weight, weight))
+    changes, errors = np.array(found).T
+    assert errors.mean() == pytest.approx(changes.std(), rel=0.1)
+
+
+def test_one_example_has_no_error():
+    assert _paired(np.array([0.0]), np.array([3.0])) == (0.0, None)
