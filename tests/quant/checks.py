@@ -154,7 +154,7 @@ def errors_are_made_up_for() -> None:
     moved = making_up(weight, moment_II=got.T @ got, cross_II=due.T @ got)
     best = torch.linalg.lstsq(got, due @ weight.T).solution.T
     errors = [float((got @ w.T - due @ weight.T).norm()) for w in (weight, moved, best)]
-    assert errors[1] < 0.7 * errors[0] and errors[1] < 1.05 * errors[2], errors
+    assert errors[1] < 0.7 * errors[0] and errors[1] < 1.1 * errors[2], errors
 
 
 def turns_keep_answers() -> None:
