@@ -57,7 +57,9 @@ def test_a_path_that_exists_is_itself(cache, tmp_path, monkeypatch):
         "/x/y",
     ],
 )
-def test_what_is_not_there_is_said(text, cache):
+def test_what_is_not_there_is_said(text, cache, monkeypatch, tmp_path):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     if text == "":
         text = "nothing-here"
     with pytest.raises(InputError, match=r"not in the local cache|there is no folder"):

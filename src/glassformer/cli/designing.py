@@ -23,6 +23,10 @@ from glassformer.spec.train import RunSpec
 LARGE = 3_000_000
 
 
+#: Width over depth below which a design is called odd.
+ODD_ASPECT = 4
+
+
 def design_json(answer: Answer) -> str:
     """The answer for scripts."""
     found = _numbers(answer.best)
@@ -93,6 +97,12 @@ def design_text(answer: Answer, *, batch: int) -> str:
     parts.append(format_dimensions(answer.best, answer.budget))
     if answer.gave_way:
         parts.append("gave way\n" + "\n".join(f"  {line}" for line in answer.gave_way))
+    sizes = answer.best.sizes
+    if sizes.d_model < ODD_ASPECT * sizes.n_layers:
+        parts.append(
+            f"an odd shape: {sizes.n_layers} layers of width {sizes.d_model}; "
+            f"--min-aspect {ODD_ASPECT} asks for d_model of at least {ODD_ASPECT} x the layers"
+        )
     if answer.alternatives:
         parts.append("other designs within the tolerance\n" + format_alternatives(answer))
     parts.append(costs_text(answer, batch=batch))

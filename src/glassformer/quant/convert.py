@@ -133,6 +133,7 @@ def _quantized(module: nn.Module, scheme: Scheme, method: Method) -> QuantizedTe
 def quantized_layer(
     module: nn.Module, tensor: QuantizedTensor, method: Method, backend: str
 ) -> QuantizedWeight:
+    """The layer that takes the place of a linear one or a table, with this matrix in it."""
     if isinstance(module, TokenEmbedding):
         return QuantizedEmbedding(
             tensor,
