@@ -7,7 +7,6 @@ memory are measured here.
 """
 
 import copy
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from bench.quant_peers import installed, peers_of
 from glassformer.generate.decoder import Decoder
 from glassformer.generate.prompts import Prompts
 from glassformer.generate.stepper import TorchStepper
@@ -41,7 +41,6 @@ SCHEMES = {
 }
 SPECS = {"int8": QuantSpec(bits=8), "int4": QuantSpec(bits=4, method="absmax")}
 PAST, PREFILL = 128, 64
-PEERS = {"torchao": "torchao", "onnxruntime": "ONNX Runtime", "llama_cpp": "llama.cpp"}
 EAGER, FASTEST = "float32, eager", "float32, our fastest"
 
 Side = Callable[[], object]
@@ -49,10 +48,8 @@ Side = Callable[[], object]
 
 def run(device: str = "cpu", rounds: int = 7) -> Iterator[dict[str, object]]:
     """Layers by shape, then whole models."""
-    for name, title in PEERS.items():
-        found = importlib.util.find_spec(name) is not None
-        word = "installed, and not driven from here" if found else "not installed"
-        yield _row("peers", f"{title}: {word}")
+    for title, found in installed().items():
+        yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
     threads = torch.get_num_threads()
     for count in (1, 2) if device == "cpu" else (threads,):
         torch.set_num_threads(count)
@@ -126,6 +123,7 @@ def layers(
     for outputs, inputs in shapes:
         weight = (torch.randn(outputs, inputs, generator=generator) * 0.02).to(device)
         made = {name: quantize_tensor(weight, scheme) for name, scheme in SCHEMES.items()}
+        peers = dict(peers_of(weight)) if device == "cpu" else {}
         for rows in batches:
             x = torch.randn(rows, inputs, generator=generator).to(device)
             sides: dict[str, Side] = {EAGER: lambda x=x, w=weight: F.linear(x, w)}
@@ -137,6 +135,7 @@ def layers(
                     layer = _layer(tensor, backend)
                     if layer is not None:
                         sides[f"{name}, {backend}"] = lambda x=x, q=layer: q(x)
+            sides |= {name: lambda x=x, call=call: call(x) for name, call in peers.items()}
             times = _timed(sides, device=device, rounds=rounds)
             yield from _rows(f"layer {outputs}x{inputs}, {rows} rows", times, device)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -307,3 +308,9 @@ def test_signals_are_given_back_after_the_run(glass, tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     glass("train", "digits", "--steps=3", f"--runs={tmp_path}", *SMALL)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_freed_memory_is_kept_where_the_c_library_can():
+    from glassformer.cli.heap import keep_freed_memory
+
+    assert keep_freed_memory() == ("glibc" in platform.libc_ver()[0])

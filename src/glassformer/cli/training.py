@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from glassformer.cli.heap import keep_freed_memory
 from glassformer.cli.narrator import Narrator, tell
 from glassformer.cli.suites import SUITES
 from glassformer.lab import session
@@ -70,6 +71,7 @@ def train(
 ) -> int:
     """Train, watch the signals, print the result; the exit code."""
     check_device(device)
+    keep_freed_memory()
     overrides = found_base(overrides, runs) if what == FINETUNE else overrides
     folder = run_folder(runs, name or Path(what).stem)
     if resume and (folder / "config.json").is_file():

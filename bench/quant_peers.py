@@ -1,0 +1,107 @@
+"""The same matrix in other libraries' quantized layers, where they are installed.
+
+Each gives calls `x -> x W^T` by name; what a library cannot do on this machine is left out.
+llama.cpp runs whole files only (`glass convert MODEL FILE --to gguf`), so no layer of it is here.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# O outputs, I inputs, M rows
+
+Call = Callable[[Tensor], object]
+NAMES = {"torchao": "torchao", "onnxruntime": "ONNX Runtime", "llama_cpp": "llama.cpp"}
+
+
+def installed() -> dict[str, bool]:
+    """By title."""
+    return {title: importlib.util.find_spec(name) is not None for name, title in NAMES.items()}
+
+
+def peers_of(weight_OI: Tensor) -> Iterator[tuple[str, Call]]:
+    """Every call that works, with its name; on a CPU."""
+    have = installed()
+    if have["torchao"]:
+        yield from torchao_calls(weight_OI)
+    if have["ONNX Runtime"] and importlib.util.find_spec("onnx") is not None:
+        yield from onnx_calls(weight_OI)
+
+
+def torchao_calls(weight_OI: Tensor) -> Iterator[tuple[str, Call]]:
+    """Its 8-bit settings; the 4-bit ones want packages for other machines."""
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        from torchao.quantization import (
+            Int8DynamicActivationInt8WeightConfig,
+            Int8WeightOnlyConfig,
+            quantize_,
+        )
+
+        settings = {
+            "int8, torchao, weights only": Int8WeightOnlyConfig(),
+            "int8, torchao, dynamic": Int8DynamicActivationInt8WeightConfig(),
+        }
+        for name, setting in settings.items():
+            layer = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False)
+            layer.weight = nn.Parameter(weight_OI.clone(), requires_grad=False)
+            model = nn.Sequential(layer)
+            quantize_(model, setting)
+            yield name, model
+
+
+def onnx_calls(weight_OI: Tensor) -> Iterator[tuple[str, Call]]:
+    """Dynamic 8 bits, and 4 bits in groups of 32 with 8-bit activations."""
+    import onnx
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+
+    def call(path: Path) -> Call:
+        session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+        return lambda x_MI: session.run(None, {"x": x_MI.numpy()})
+
+    plain = onnx_product(weight_OI.numpy())
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given, made = Path(folder) / "plain.onnx", Path(folder) / "int8.onnx"
+        onnx.save(plain, str(given))
+        quantize_dynamic(given, made, weight_type=QuantType.QInt8)
+        yield "int8, ONNX Runtime, dynamic", call(made)
+        if importlib.util.find_spec("onnx_ir") is None:  # which its 4-bit packer needs
+            return
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+        packer = MatMulNBitsQuantizer(plain, block_size=32, is_symmetric=True, accuracy_level=4)
+        packer.process()
+        packed = Path(folder) / "int4.onnx"
+        onnx.save(packer.model.model, str(packed))
+        yield "int4 g32 symmetric, ONNX Runtime", call(packed)
+
+
+def onnx_product(weight_OI: np.ndarray) -> object:
+    """A graph of one product."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    outputs, inputs = weight_OI.shape
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
+        "layer",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", inputs])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", outputs])],
+        [numpy_helper.from_array(np.ascontiguousarray(weight_OI.T), "w")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
