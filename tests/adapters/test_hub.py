@@ -43,6 +43,14 @@ def test_a_path_that_exists_is_itself(cache, tmp_path, monkeypatch):
     assert hub.resolve("Org/Name-0.5B", cache=cache) == Path("Org/Name-0.5B")
 
 
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working folder beside which there is nothing."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+
+
+@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     "text",
     [
@@ -57,9 +65,7 @@ def test_a_path_that_exists_is_itself(cache, tmp_path, monkeypatch):
         "/x/y",
     ],
 )
-def test_what_is_not_there_is_said(text, cache, monkeypatch, tmp_path):
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
+def test_what_is_not_there_is_said(text, cache):
     if text == "":
         text = "nothing-here"
     with pytest.raises(InputError, match=r"not in the local cache|there is no folder"):
