@@ -169,9 +169,11 @@ def batch_for(model: ModelSpec, *, batch: int, length: int) -> Batch:
 
 def memory_rows(device: str) -> Iterator[dict[str, object]]:
     """Weights, optimizer and activations: predicted, measured; on CUDA the peak too."""
+    if device == "cuda":  # cuBLAS takes its workspaces at its first products, both ways
+        torch.nn.Linear(8, 8, device=device)(torch.ones(8, 8, device=device)).sum().backward()
     for params, vocab, batch, length in SIZES:
         model = design(params, vocab, length=length).spec
-        said = training_memory(model, batch=batch, length=length)
+        said = training_memory(model, batch=batch, length=length, device=device)
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         engine = TorchEngine.fresh(model, TrainSpec(), device=device)
         given = batch_for(model, batch=batch, length=length)

@@ -152,6 +152,21 @@ def test_dropout_on_attention_is_refused_not_guessed():
         activations(fsm_probe(dropout=0.1), batch=2, length=8)
 
 
+def test_on_a_gpu_heads_are_padded_and_keys_repeated():
+    """Seven numbers are kept as eight, and what comes out is laid out anew; 28 stay 28."""
+    sizes = {"vocab_size": 50, "d_ff": 40, "n_layers": 3, "n_heads": 4, "max_seq_len": 16}
+    odd, even = budget_lm(d_model=28, **sizes), budget_lm(d_model=32, **sizes)
+    rows, heads = 2 * 16, 4
+    kept = {
+        device: activations(odd, batch=2, length=16, device=device).kept
+        for device in ("cpu", "cuda")
+    }
+    assert kept["cuda"] - kept["cpu"] == 3 * 4 * rows * heads * (4 * 1 + 7)
+    for device in ("cpu", "cuda"):
+        plain = activations(even, batch=2, length=16, device=device)
+        assert plain == activations(even, batch=2, length=16)
+
+
 def test_weights_in_four_forms():
     forms = weight_bytes(qwen(d_model=128, d_ff=384))
     numbers = sum(p.size for p in stored(qwen(d_model=128, d_ff=384)).values())
@@ -199,6 +214,15 @@ def test_step_time_is_work_over_rates():
     narrow = replace(spec, decoder=budget_lm(d_model=64, n_heads=8, d_ff=64, n_layers=2).decoder)
     slower = step_time(narrow, RATES, batch=4, length=32)
     assert slower.attention == pytest.approx(2 * time.attention)
+
+
+def test_where_host_and_device_overlap_the_longer_counts():
+    spec = budget_lm(vocab_size=100, d_model=64, d_ff=64, n_layers=2, n_heads=2, max_seq_len=32)
+    busy = step_time(spec, replace(RATES, device="cuda"), batch=4, length=32)
+    alone = step_time(spec, RATES, batch=4, length=32)
+    assert busy.total == alone.total - alone.dispatch
+    called = step_time(spec, replace(RATES, device="cuda", dispatch=1.0), batch=4, length=32)
+    assert called.total == called.dispatch > busy.total
 
 
 @pytest.mark.parametrize("name", PRESETS)

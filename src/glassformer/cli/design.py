@@ -54,7 +54,7 @@ def design(
     min_aspect: Annotated[float, typer.Option(help="d_model / layers at least.")] = 0.0,
     max_aspect: Annotated[float | None, typer.Option(help="d_model / layers at most.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences, for memory and time.")] = 8,
-    device: Annotated[str, typer.Option(help="cpu or cuda, for the time.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda, for memory and time.")] = "cpu",
     no_time: Annotated[
         bool, typer.Option("--no-time", help="Do not calibrate: no predicted step time.")
     ] = False,
@@ -117,7 +117,7 @@ def design(
     if as_json:
         typer.echo(designing.design_json(answer))
     else:
-        typer.echo(designing.design_text(answer, batch=batch))
+        typer.echo(designing.design_text(answer, batch=batch, device=device))
         if not no_time:
             typer.echo(designing.time_text(answer, batch=batch, device=device))
     if save is not None:

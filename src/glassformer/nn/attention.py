@@ -17,6 +17,7 @@ from glassformer.nn.norm import build_norm
 from glassformer.nn.position import rotate
 from glassformer.nn.taps import TapsAt, tap
 from glassformer.spec import model as spec
+from glassformer.spec.activations import GPU_HEAD_MULTIPLE
 
 # B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head
 
@@ -34,16 +35,31 @@ def attend(
     if taps is not None and (taps.wants("scores") or taps.wants("weights")):
         out_BNTH = _attend_explicitly(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps)
     else:
-        out_BNTH = F.scaled_dot_product_attention(
-            q_BNTH,
-            k_BKSH,
-            v_BKSH,
-            attn_mask=mask.allow,
-            dropout_p=dropout,
-            is_causal=mask.causal,
-            enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
-        )
+        out_BNTH = _attend_fused(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout)
     return out_BNTH if mask.empty is None else out_BNTH.masked_fill(mask.empty, 0.0)
+
+
+def _attend_fused(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, mask: Mask, dropout: float
+) -> Tensor:
+    T, H = q_BNTH.shape[2:]
+    if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32 and T > 1:
+        # The kernels that take float32 want a key for every query head, and heads of a certain
+        # multiple; else all T x S weights are made and kept. Zeros beside a head change nothing.
+        k_BKSH, v_BKSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
+        if missing := -H % GPU_HEAD_MULTIPLE:
+            q_BNTH, k_BKSH, v_BKSH = (F.pad(x, (0, missing)) for x in (q_BNTH, k_BKSH, v_BKSH))
+    out_BNTH = F.scaled_dot_product_attention(
+        q_BNTH,
+        k_BKSH,
+        v_BKSH,
+        attn_mask=mask.allow,
+        dropout_p=dropout,
+        is_causal=mask.causal,
+        scale=1 / math.sqrt(H),
+        enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
+    )
+    return out_BNTH[..., :H]
 
 
 def _attend_explicitly(

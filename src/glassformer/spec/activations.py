@@ -1,8 +1,9 @@
 """What autograd keeps between forward and backward, in bytes, from the spec alone.
 
 It follows the parts of `nn` operation by operation, in float32 and with fused attention: each
-tensor that some backward will read counts once. A saved-tensor hook measures the same
-(`lab.footprint`), and a test holds the two together.
+tensor that some backward will read counts once. On a GPU the fused kernel wants heads of a multiple
+of four numbers and a key for every query head, and is given them. A saved-tensor hook measures the
+same (`lab.footprint`), and a test holds the two together.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from glassformer.spec.model import (
 )
 
 FLOAT, LONG = 4, 8
+#: The fused attention of a GPU takes heads of a multiple of so many float32 numbers.
+GPU_HEAD_MULTIPLE = 4
 #: Logits of more entries than this are made in pieces, and made again for the backward.
 PIECE = 1 << 25
 
@@ -46,7 +49,12 @@ class Activations:
 
 
 def activations(
-    model: ModelSpec, *, batch: int, length: int, source_length: int | None = None
+    model: ModelSpec,
+    *,
+    batch: int,
+    length: int,
+    source_length: int | None = None,
+    device: str = "cpu",
 ) -> Activations:
     """Of one training batch in which every place is a real token."""
     if any(stack.dropout.attention for stack in model.stacks().values()):
@@ -62,7 +70,7 @@ def activations(
         memory = batch * source if prefix == "decoder." else 0
         body += sum(_embedding(model, stack, rows))
         for block in stack.blocks():
-            body += sum(_block(model, block, stack, rows, memory))
+            body += sum(_block(model, block, stack, rows, memory, device))
             window = block.attention.window
             if window is not None and window < rows // batch:
                 body += FLOAT * (rows // batch) ** 2  # the mask
@@ -103,7 +111,9 @@ def _norm(norm: Norm, rows: int, width: int) -> Iterator[int]:
         yield FLOAT * rows * (1 + width)
 
 
-def _block(model: ModelSpec, block: Block, stack: Stack, rows: int, memory: int) -> Iterator[int]:
+def _block(
+    model: ModelSpec, block: Block, stack: Stack, rows: int, memory: int, device: str
+) -> Iterator[int]:
     d_model = model.d_model
     parts = 2 if block.cross is None else 3
     for _ in range(parts):
@@ -111,9 +121,9 @@ def _block(model: ModelSpec, block: Block, stack: Stack, rows: int, memory: int)
         yield FLOAT * rows * d_model  # the normed input, which the products read
         if stack.dropout.residual:
             yield FLOAT * rows * d_model
-    yield from _attention(model, block.attention, rows, rows, rotated=True)
+    yield from _attention(model, block.attention, rows, rows, rotated=True, device=device)
     if block.cross is not None:
-        yield from _attention(model, block.cross, rows, memory, rotated=False)
+        yield from _attention(model, block.cross, rows, memory, rotated=False, device=device)
     wide = FLOAT * rows * block.ffn.d_ff
     if not isinstance(block.ffn, MLP):
         yield 4 * wide  # gate, silu(gate), up, and their product
@@ -126,15 +136,26 @@ def _block(model: ModelSpec, block: Block, stack: Stack, rows: int, memory: int)
 
 
 def _attention(
-    model: ModelSpec, attention: Attention, queries: int, keys: int, *, rotated: bool
+    model: ModelSpec,
+    attention: Attention,
+    queries: int,
+    keys: int,
+    *,
+    rotated: bool,
+    device: str,
 ) -> Iterator[int]:
     """Queries, keys, values, the result, and the logarithm of each row's sum."""
     d_head = attention.head_width(model.d_model)
     q, kv = queries * attention.n_heads, keys * attention.kv_heads
-    yield FLOAT * (d_head * (2 * q + 2 * kv) + q)
+    padded, read = d_head, kv
+    if device != "cpu":
+        padded = -(-d_head // GPU_HEAD_MULTIPLE) * GPU_HEAD_MULTIPLE
+        read = keys * attention.n_heads
+    yield FLOAT * (padded * (2 * q + 2 * read) + q)
     turned = rotated and isinstance(model.position, Rotary)
-    if turned or isinstance(attention.qk_norm, LayerNorm):
-        yield FLOAT * d_head * q  # these lay queries out head by head, so the result is joined anew
+    by_head = turned or isinstance(attention.qk_norm, LayerNorm)
+    if padded != d_head or (by_head and device == "cpu"):
+        yield FLOAT * d_head * q  # the result does not lie as it is read next: it is joined anew
     if attention.qk_norm is not None:
         yield from _norm(attention.qk_norm, q, d_head)
         yield from _norm(attention.qk_norm, kv, d_head)

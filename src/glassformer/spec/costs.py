@@ -137,10 +137,15 @@ class TrainingMemory:
 
 
 def training_memory(
-    model: ModelSpec, *, batch: int, length: int, optimizer: SGD | AdamW | Muon | None = None
+    model: ModelSpec,
+    *,
+    batch: int,
+    length: int,
+    optimizer: SGD | AdamW | Muon | None = None,
+    device: str = "cpu",
 ) -> TrainingMemory:
     """Of the house's training step on one batch of whole sequences; AdamW unless said otherwise."""
-    kept = activations(model, batch=batch, length=length)
+    kept = activations(model, batch=batch, length=length, device=device)
     weights = FLOAT * sum(p.size for p in stored(model).values())
     return TrainingMemory(
         weights=weights,

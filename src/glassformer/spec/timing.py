@@ -61,11 +61,16 @@ DROPOUT = (3.0, 3)
 GATHER = (1.0, 2)
 #: Calls that a product with weights, or attention, is made of, forward and backward.
 PRODUCT_CALLS, ATTENTION_CALLS = 4, 6
+#: And what each tensor's clipping and update are.
+UPDATE_CALLS = 3
 
 
 @spec
 class StepTime:
-    """Seconds of a predicted step, by what they are spent on."""
+    """Seconds of a predicted step, by what they are spent on.
+
+    A GPU works while the host calls: where they overlap, the longer of the two counts.
+    """
 
     products: float
     attention: float
@@ -73,12 +78,13 @@ class StepTime:
     loss: float
     optimizer: float
     dispatch: float
+    overlapped: bool = False
 
     @property
     def total(self) -> float:
-        """All of them."""
-        parts = (self.products, self.attention, self.elementwise, self.loss, self.optimizer)
-        return sum(parts) + self.dispatch
+        """All of them, or the longer side."""
+        work = self.products + self.attention + self.elementwise + self.loss + self.optimizer
+        return max(work, self.dispatch) if self.overlapped else work + self.dispatch
 
 
 def rate_at(curve: Curve, size: float) -> float:
@@ -135,8 +141,9 @@ def step_time(
         attention=work * slower / rate_at(rates.attention, length),
         elementwise=elementwise,
         loss=loss,
-        optimizer=sum(p.size for p in own) / rates.updates + 3 * len(own) * rates.dispatch,
-        dispatch=calls * rates.dispatch,
+        optimizer=sum(p.size for p in own) / rates.updates,
+        dispatch=(calls + UPDATE_CALLS * len(own)) * rates.dispatch,
+        overlapped=rates.device != "cpu",
     )
 
 
