@@ -13,12 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from glassformer.adapters.inspecting import inspect_text, question
 from glassformer.adapters.origin import find_tokenizer
 from glassformer.adapters.whole_stepper import WholeStepper
-from glassformer.data.vocab import Tokenizer, Vocab
+from glassformer.data.vocab import Tokenizer
 from glassformer.generate.decode import generate
 from glassformer.generate.prompts import Prompts, text_prompt
 from glassformer.generate.stepper import Stepper
+from glassformer.lens.headname import HeadName
+from glassformer.lens.look import Look
+from glassformer.models.model import Model
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -161,9 +165,7 @@ class BaseAdapter(nn.Module, ABC):
     @torch.no_grad()
     def answer(self, prompt: str) -> str:
         """The likeliest answer of a model that gives one for a whole sequence."""
-        ids, tokenizer = self.tokenizer.encode(prompt), self.tokenizer
-        if isinstance(tokenizer, Vocab) and tokenizer.sep is not None:
-            ids = ids if ids[-1:] == [tokenizer.sep] else [*ids, tokenizer.sep]
+        ids = question(self.tokenizer, prompt)
         if "answer" not in self.spec.head_names():
             raise InputError(
                 "this model has no head that answers or continues a text",
@@ -173,7 +175,33 @@ class BaseAdapter(nn.Module, ABC):
         self.eval()
         logits_1V = self(torch.tensor([ids], device=next(self.parameters()).device))
         self.train(was_training)
-        return tokenizer.decode([int(logits_1V.argmax())])
+        return self.tokenizer.decode([int(logits_1V.argmax())])
+
+    def inspect(
+        self, text: str, *, target: str | None = None, ablate: Sequence[str | HeadName] = ()
+    ) -> Look:
+        """One forward pass over a text with everything kept: attention, lens, norms, losses.
+
+        `target` is what should follow: the loss is then of its tokens alone, else of the text's
+        own. A model that answers takes its answer. Of an encoder-decoder the text is the source,
+        and without a target the model's own greedy answer is looked at. `ablate` silences heads.
+        """
+        if not isinstance(self.model, Model):
+            raise InputError(
+                f"{type(self.model).__name__} computes by itself and has no taps, so its "
+                "attention, lens, norms and heads are not offered",
+                hint='load it with backend="native"',
+            )
+        greedy = DecodeSpec(max_new_tokens=100, eos=self.end_ids(), forbidden=self.nameless_ids())
+        return inspect_text(
+            self.model,
+            self.tokenizer,
+            text,
+            target=target,
+            ablate=ablate,
+            stepper=self.stepper,
+            greedy=greedy,
+        )
 
     def nameless_ids(self) -> tuple[int, ...]:
         """Ids that the model's table has and its tokenizer does not: they say nothing."""

@@ -11,7 +11,7 @@ from glassformer.adapters.native import NativeAdapter
 from glassformer.models.model import Model
 from glassformer.quant.convert import quantize_model
 from glassformer.quant.in_turn import quantize_in_turn
-from glassformer.spec.quantization import Method, QuantSpec, Tied
+from glassformer.spec.quantization import Indivisible, Method, QuantSpec, Tied
 
 M = TypeVar("M", Model, NativeAdapter)
 
@@ -25,6 +25,7 @@ def quantize(
     method: Method | None = None,
     head_bits: int | None = None,
     tied: Tied = "share",
+    indivisible: Indivisible = "refuse",
     calibrate: "list[torch.Tensor] | None" = None,
     select: Callable[[str, nn.Module], bool] | None = None,
     backend: str = "auto",
@@ -33,7 +34,13 @@ def quantize(
     if method is None and calibrate is not None:
         method = "gptq"
     spec = QuantSpec(
-        bits=bits, group=group, symmetric=symmetric, method=method, head_bits=head_bits, tied=tied
+        bits=bits,
+        group=group,
+        symmetric=symmetric,
+        method=method,
+        head_bits=head_bits,
+        tied=tied,
+        indivisible=indivisible,
     )
     if isinstance(model, NativeAdapter):
         twin = copy.copy(model)

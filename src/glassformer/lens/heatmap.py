@@ -1,0 +1,128 @@
+"""`Heat`: one attention map with its words, and which of its cells may be attended to."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from glassformer.lens import markup, picture
+from glassformer.lens.face import Face, Row
+from glassformer.lens.heat import heat_text
+from glassformer.lens.words import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# T queries (rows), S keys (columns)
+
+#: Maps up to this many rows and columns are written out cell by cell; larger ones by their peaks.
+WRITTEN = 32
+THUMBNAIL = 64
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Heat(Face):
+    """One map: row t says where position t looks. `allowed` is False where it may not look."""
+
+    weights_TS: Tensor
+    allowed: Tensor
+    rows_words: tuple[str, ...]
+    columns_words: tuple[str, ...]
+    title: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weights (T, S); each row sums to 1, or to 0 where nothing may be attended to."""
+        return self.weights_TS
+
+    def rows(self) -> list[Row]:
+        """Every allowed cell: query, key, weight."""
+        weights, allowed = self.tensor.tolist(), self.allowed.tolist()
+        return [
+            {"query": t, "query_word": q, "key": s, "key_word": k, "weight": weights[t][s]}
+            for t, q in enumerate(self.rows_words)
+            for s, k in enumerate(self.columns_words)
+            if allowed[t][s]
+        ]
+
+    def peaks(self, most: int = 10) -> list[tuple[int, int, float]]:
+        """The strongest cells: query, key, weight; masked ones are none."""
+        weights_TS = self.tensor.masked_fill(~self.allowed, -1.0)
+        best = weights_TS.flatten().topk(min(most, int(self.allowed.sum())))
+        S = self.tensor.shape[1]
+        return [
+            (i // S, i % S, value)
+            for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+
+    def text(self) -> str:
+        """A picture of characters, or the strongest cells of a large map."""
+        T, S = self.tensor.shape
+        top = f"{self.title}: {T} queries x {S} keys"
+        if max(T, S) <= WRITTEN:
+            rows = [shown(word, most=12) for word in self.rows_words]
+            columns = [shown(word, most=12) for word in self.columns_words]
+            return f"{top}\n{heat_text(self.tensor, rows=rows, columns=columns)}"
+        lines = [
+            f"  {weight:.3f}  {t} {shown(self.rows_words[t])} -> {s} {shown(self.columns_words[s])}"
+            for t, s, weight in self.peaks()
+        ]
+        return "\n".join([f"{top}; the strongest:", *lines])
+
+    def svg(self, *, side: int = 384) -> str:
+        """The labelled map, masked cells hatched."""
+        return picture.heat_svg(
+            self.tensor.numpy(),
+            rows=self.rows_words,
+            columns=self.columns_words,
+            allowed=self.allowed.numpy(),
+            label=self.summary(),
+            side=side,
+        )
+
+    def thumbnail(self) -> str:
+        """A small map without words, the peaks of a large one kept."""
+        small = picture.pooled(self.tensor.numpy(), most=THUMBNAIL)
+        allowed = picture.pooled(self.allowed.numpy(), most=THUMBNAIL)
+        scale = max(1, 96 // max(small.shape))
+        uri = picture.data_uri(picture.heat_png(small, allowed=allowed, scale=scale))
+        T, S = small.shape
+        return (
+            f'<img src="{uri}" width="{96 * S // max(T, S)}" height="{96 * T // max(T, S)}" '
+            f'style="outline:1px solid #8888" alt="{markup.escape_line(self.summary())}">'
+        )
+
+    def summary(self) -> str:
+        """One line for those who do not see the picture."""
+        if not bool(self.allowed.any()):
+            return f"attention {self.title}: nothing may be attended to"
+        t, s, weight = self.peaks(1)[0]
+        words = f"'{shown(self.rows_words[t])}' to '{shown(self.columns_words[s])}'"
+        return f"attention {self.title}: strongest {weight:.3f}, from {words}"
+
+    def parts(self) -> Iterator[str]:
+        """The map, then its cells as a table."""
+        yield markup.captioned(self.svg(), self.summary())
+        T, S = self.tensor.shape
+        if max(T, S) <= WRITTEN:
+            cells = zip(self.rows_words, self.tensor.tolist(), self.allowed.tolist(), strict=True)
+            lines = (
+                [word, *(f"{v:.3f}" if ok else None for v, ok in zip(values, may, strict=True))]
+                for word, values, may in cells
+            )
+            inside = markup.table(["", *self.columns_words], lines, caption=self.title)
+        else:
+            lines = (
+                [t, self.rows_words[t], s, self.columns_words[s], weight]
+                for t, s, weight in self.peaks(200)
+            )
+            caption = f"{self.title}: the 200 strongest of {int(self.allowed.sum()):,} cells"
+            inside = markup.table(["query", "", "key", "", "weight"], lines, caption=caption)
+        yield markup.folded("as a table", inside)
+
+    def figure(self) -> "Figure":
+        """The map on paper."""
+        from glassformer.lens.figure import heat_figure
+
+        return heat_figure([self], columns=1)

@@ -1,0 +1,50 @@
+"""Words of tokens as people can see them: no control character is obeyed, no blank is lost."""
+
+from collections.abc import Callable, Sequence
+
+from glassformer.spec.errors import InputError
+
+#: The word of an id. A list of words, one an id, is as good.
+Names = Callable[[int], str]
+
+BLANK = "\u2423"
+_SPOKEN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def shown(word: str, *, most: int = 0) -> str:
+    """A word for a label: blanks at its ends as marks, control characters as escapes."""
+    inner = word.strip(" ")
+    before = len(word) - len(word.lstrip(" "))
+    after = len(word) - before - len(inner)
+    text = BLANK * before + "".join(map(_visible, inner)) + BLANK * after
+    if not text:
+        return "''"
+    return text if not most or len(text) <= most else text[: most - 1] + "…"
+
+
+def _visible(sign: str) -> str:
+    if sign in _SPOKEN:
+        return _SPOKEN[sign]
+    # Escapes for what a terminal obeys, and for what turns the direction of a line around.
+    return sign if sign.isprintable() else f"\\u{ord(sign):04x}"
+
+
+def naming(names: "Names | Sequence[str] | None") -> Names:
+    """A function from ids to words; numbers where nobody gave words."""
+    if names is None:
+        return str
+    if callable(names):
+        return names
+    listed = list(names)
+    return lambda i: listed[i] if 0 <= i < len(listed) else str(i)
+
+
+def checked_words(
+    words: Sequence[str] | None, ids: Sequence[int], names: Names | None, *, what: str = "words"
+) -> tuple[str, ...]:
+    """One word for each token."""
+    if words is None:
+        return tuple((names or str)(i) for i in ids)
+    if len(words) != len(ids):
+        raise InputError(f"{len(words)} {what} for {len(ids)} tokens", hint="one for each token")
+    return tuple(words)

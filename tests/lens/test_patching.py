@@ -1,0 +1,85 @@
+"""Patching: everything is clean, nothing is corrupt, each cell is a forward by hand."""
+
+import pytest
+import torch
+
+import glassformer as gf
+from glassformer.lens.look import look
+from glassformer.spec.errors import InputError
+from tests.lens import patch_checks
+from tests.lens.models import inputs_of, model_of
+from tests.tiny import VOCAB, T, token_ids
+
+
+def test_patching_everything_is_clean_and_nothing_corrupt():
+    patch_checks.patching_everything_is_clean_and_nothing_corrupt()
+
+
+def test_patching_the_encoder_is_clean():
+    patch_checks.patching_the_encoder_is_clean()
+
+
+def test_patches_are_forwards_by_hand():
+    patch_checks.patches_are_forwards_by_hand()
+
+
+def test_the_answers_are_the_two_likeliest():
+    model, clean, corrupt = model_of("grouped"), token_ids(T), token_ids(T, seed=5)
+    right, wrong = (look(model, ids).next(None, 1)[0][0] for ids in (clean, corrupt))
+    assert right != wrong
+    made = gf.patch(model, clean, corrupt)
+    assert torch.equal(made.tensor, gf.patch(model, clean, corrupt, answers=(right, wrong)).tensor)
+    assert made.clean > 0 > made.corrupt
+
+
+def test_one_token_at_one_position_is_all_that_differs():
+    model, clean = model_of("grouped"), token_ids(T)
+    corrupt = clean.clone()
+    corrupt[2] = (corrupt[2] + 1) % VOCAB
+    made = gf.patch(model, clean, corrupt, position=4, metric="loss")
+    likeliest = look(model, clean).next(4, 1)[0][0]
+    asked = look(model, clean, targets=[None] * 4 + [likeliest] + [None] * 2)
+    assert made.clean == pytest.approx(asked.loss, abs=1e-12)
+    # What the two share before, and what comes after the position that is read, changes nothing.
+    assert made.tensor[0].tolist() == pytest.approx([0, 0, 1, 0, 0, 0, 0], abs=1e-9)
+    assert made.tensor[:, 5:].abs().max() < 1e-12
+
+
+def test_looks_bring_their_words():
+    model = model_of("decoder")
+    clean, corrupt = inputs_of("decoder"), inputs_of("decoder", seed=5)
+    looks = [look(model, inputs, names=lambda i: f"w{i}") for inputs in (clean, corrupt)]
+    made = gf.patch(model, *looks, answers=(3, 8))
+    assert torch.equal(made.tensor, gf.patch(model, clean, corrupt, answers=(3, 8)).tensor)
+    first = [inputs.tokens_BT[0, 0].item() for inputs in (clean, corrupt)]
+    assert made.columns_words[0] == f"w{first[0]}/w{first[1]}"
+    heads = gf.patch(model, *looks, sites="heads", answers=(3, 8))
+    assert heads.columns_words == ("H0", "H1", "H2") and heads.tensor.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"corrupt": token_ids(T - 1)}, "7 tokens and a corrupt one of 6"),
+        ({"corrupt": token_ids(T), "answers": (3, 8)}, "nothing to bring back"),
+        ({"answers": (3, 3)}, "no difference"),
+        ({"answers": (3, 99)}, "ids run from"),
+        ({"position": 9}, "no position"),
+        ({"metric": "kl"}, "metric"),
+        ({"sites": "everything", "answers": (3, 8)}, "sites"),
+        ({"kind": "cross", "answers": (3, 8)}, "no attention of kind"),
+        ({"head": "class"}, "no head"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    corrupt = arguments.pop("corrupt", token_ids(T, seed=5))
+    with pytest.raises(InputError, match=message):
+        gf.patch(model_of("decoder"), token_ids(T), corrupt, **arguments)
+
+
+def test_cross_attention_has_no_residual_of_its_own():
+    name = "encoder-decoder"
+    with pytest.raises(InputError, match="no 'residual' of cross"):
+        gf.patch(
+            model_of(name), inputs_of(name), inputs_of(name, seed=5), kind="cross", answers=(3, 8)
+        )
