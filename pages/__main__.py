@@ -1,0 +1,30 @@
+"""`python -m pages quotes` or `python -m pages figures [NAME ...]`, from the repository's root."""
+
+import argparse
+
+from pages.figures import FIGURES, draw
+from pages.quotes import ROOT, refresh
+
+
+def main() -> None:
+    """Write what was asked for, and tell which files changed."""
+    parser = argparse.ArgumentParser(prog="python -m pages", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("quotes", help="write every quote of docs/ as its source is now")
+    figures = verbs.add_parser("figures", help="draw the figures of docs/learn; about two minutes")
+    figures.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
+    asked = parser.parse_args()
+    if asked.verb == "quotes":
+        changed = refresh()
+        print("\n".join(str(path.relative_to(ROOT)) for path in changed) or "nothing has changed")
+        return
+    unknown = [name for name in asked.names if name not in FIGURES]
+    if unknown:
+        parser.error(f"no figure '{unknown[0]}'; there are {', '.join(FIGURES)}")
+    for name in asked.names or FIGURES:
+        path = draw(name)
+        print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1000:.0f} kB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
