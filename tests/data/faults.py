@@ -2,6 +2,7 @@
 
 from tests.verify.faults import Fault
 
+TRANSLATION = "data.translation:Translation."
 FSM = "data.fsm:Fsm."
 SHIFT = "tokens_BT[:, 1:] = next_BT[:, :-1]"
 TRAIN_WALK = "train follows the walk"
@@ -19,7 +20,13 @@ FAULTS = (
     Fault("FSM class is the state", FSM + "batch", "np.where(valid_BT, self._classes_Q[states_BT], 0)", "np.where(valid_BT, states_BT, 0)", "rows"),
     Fault("text labels not shifted", "data.text:Text.batch", "window_BT[:, 1:]", "window_BT[:, :-1]", "text targets"),
     Fault("text windows overlap", "data.text:Text._window", "rows[:, None] * self.spec.length", "rows[:, None] * (self.spec.length - 1)", "text targets"),
+    Fault("translation not shifted", TRANSLATION + "batch", "tokens_BT[:, 1:] = next_BT[:, :-1]", "tokens_BT[:, 1:] = next_BT[:, 1:]", "translation batches"),
+    Fault("translation PAD weighted", TRANSLATION + "batch", "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "translation batches"),
+    Fault("source of another pair", TRANSLATION + "batch", "pairs.source_NS[rows], pairs", "pairs.source_NS[rows[::-1]], pairs", "translation batches"),
     # answers
+    Fault("the other form's words", TRANSLATION + "_pair", "written(value.kind, value.value, wanted)", "written(value.kind, value.value, given)", "translations"),
+    Fault("dates a day late", "data.written:_date", "format_date(date,", "format_date(date + datetime.timedelta(1),", "translations"),
+    Fault("numbers one more", "data.written:_number", "num2words(value,", "num2words(value + 1,", "translations"),
     Fault("SECOND is the first", "data.digits:_answers", "digits[:, 1]", "digits[:, 0]", "digits"),
     Fault("SUM modulo 9", "data.digits:_answers", "% 10", "% 9", "digits"),
     Fault("answers of other rows", "data.digits:Digits.__init__", "every.answers_N[mixed]", "every.answers_N[numbers]", "digits"),
@@ -42,6 +49,7 @@ FAULTS = (
     Fault("only what happened is rare", FSM + "_divided", "rest_LQ[np.arange(spec.max_length + 1), states_NL]", "1e-9", DRAWS),
     Fault("longer counts from the start", FSM + "_longer", "np.arange(cut + 1) > spec.max_length", "np.arange(cut + 1) >= 0", DRAWS),
     Fault("hash reads the padding", "data.streams:hash_rows", "np.where(place < lengths_N, mixed_N, hash_N)", "mixed_N", "row hashes"),
+    Fault("pairs split, not values", "data.translation:_divided", 'mixed.permutation(numbers)]', 'mixed.permutation(len(values))[: len(numbers)]]', "translation splits"),
     # oracle
     Fault("oracle forgets min_length", FSM + "oracle", "np.minimum(np.arange(width), self.spec.min_length)", "np.full(width, self.spec.min_length)", "oracle"),
     Fault("oracle of the next state", FSM + "oracle", "states_BT = kept.states_NT[:, :width]", "states_BT = np.roll(kept.states_NT[:, :width], -1, axis=1)", "oracle"),

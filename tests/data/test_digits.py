@@ -154,6 +154,15 @@ def test_bad_input_is_named(make, words):
     assert words in str(caught.value)
 
 
+def test_confusions_name_the_digit_and_the_token_that_was_answered():
+    task = Digits(DigitsTask(examples=2_000))
+    rows = np.arange(50)
+    right = task.batch("val", rows).targets["answer"]
+    answers = np.where(rows % 2 == 0, right, VOCAB.id("SEP"))
+    pairs = task.confusions("val", rows, answers)["answer"]
+    assert pairs == [(str(d), str(d) if row % 2 == 0 else "SEP") for row, d in enumerate(right)]
+
+
 def test_confusions_name_the_operation_that_fits_the_answer():
     task = Digits(DigitsTask(examples=2_000))
     rows = np.arange(50)

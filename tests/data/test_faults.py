@@ -8,6 +8,7 @@ import pytest
 
 from glassformer.data.machines import machine_named
 from glassformer.data.walk import weighted_walk
+from glassformer.data.written import written
 from glassformer.spec.errors import GlassError
 from tests.data import (
     test_digits,
@@ -18,6 +19,7 @@ from tests.data import (
     test_sequences,
     test_tasks,
     test_text,
+    test_translation,
     test_walk,
 )
 from tests.data.faults import FAULTS
@@ -33,6 +35,19 @@ def in_a_folder(check: Callable[[Path], None]) -> Callable[[], None]:
                 (folder / "a.txt").write_text(test_text.LINES, encoding="utf-8")
                 (folder / "b" / "c.txt").write_text(test_text.LINES.upper(), encoding="utf-8")
             check(folder)
+
+    return run
+
+
+def fresh(check: Callable[[], None]) -> Callable[[], None]:
+    """Words that were written before a fault was planted are not remembered."""
+
+    def run() -> None:
+        written.cache_clear()
+        try:
+            check()
+        finally:
+            written.cache_clear()
 
     return run
 
@@ -58,6 +73,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "sequences": sequences,
     "sequence padding": test_sequences.padding_has_no_weight,
     "sequence splits": test_sequences.no_source_is_in_two_splits,
+    "translations": fresh(test_translation.pairs_mean_the_same),
+    "translation batches": test_translation.batches_say_what_is_described,
+    "translation splits": test_translation.nothing_held_out_is_trained_on,
     "rows": lambda: test_fsm.rows_say_what_the_machine_does("brackets-4"),
     "FSM padding": test_fsm.padding_has_no_weight_and_no_truth,
     "FSM splits": test_fsm.no_string_is_in_two_splits,

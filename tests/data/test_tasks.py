@@ -14,7 +14,13 @@ from glassformer.data.streams import digest, hash_rows, stream
 from glassformer.data.task import Oracle
 from glassformer.data.tokenizer import tokenizer_from_json
 from glassformer.spec.errors import InputError
-from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask
+from glassformer.spec.tasks import (
+    DigitsTask,
+    FsmTask,
+    SequenceTask,
+    TextTask,
+    TranslationTask,
+)
 
 SPECS = {
     "digits": DigitsTask(examples=1_000),
@@ -23,6 +29,7 @@ SPECS = {
     "sort": SequenceTask(operation="sort", examples=1_000),
     "parity": FsmTask(examples=2_000),
     "random": FsmTask(machine="random-5", max_length=32, examples=2_000),
+    "translation": TranslationTask(examples=900),
     "text": TextTask(path=types.__file__, length=16, vocab_size=300),
 }
 TASKS = {name: build_task(spec) for name, spec in SPECS.items()}
@@ -131,7 +138,7 @@ def test_something_else_is_no_task():
 
 
 def test_seeds_make_other_data():
-    for spec in (DigitsTask, SequenceTask, FsmTask):
+    for spec in (DigitsTask, SequenceTask, FsmTask, TranslationTask):
         hashes = {build_task(spec(examples=2_000, seed=s)).facts()["sha256"] for s in (-1, 0, 1)}
         assert len(hashes) == 3
 

@@ -18,26 +18,40 @@ if TYPE_CHECKING:
 class BytePairs:
     """Pieces of words, from 256 bytes upwards: any text goes in and the same text comes out."""
 
-    pad: None = None
-    bos: None = None
-    eos: None = None
-
     def __init__(self, engine: "Engine") -> None:
+        # A text that spells a special token's name means the letters, never the token.
+        engine.encode_special_tokens = True
         self._engine = engine
         self._size = int(engine.get_vocab_size())
+        added = engine.get_added_tokens_decoder()
+        names = {token.content: int(i) for i, token in added.items() if token.special}
+        self.pad, self.bos, self.eos = (names.get(name) for name in ("PAD", "BOS", "EOS"))
 
     @classmethod
-    def train(cls, texts: Iterable[str], *, vocab_size: int) -> "BytePairs":
-        """Merge the most frequent pairs until there are `vocab_size` pieces, or no pair is left."""
-        at_least("vocab_size", vocab_size, 256)
+    def train(
+        cls,
+        texts: Iterable[str],
+        *,
+        vocab_size: int,
+        specials: Sequence[str] = (),
+        digits_apart: bool = False,
+    ) -> "BytePairs":
+        """Merge the most frequent pairs until there are `vocab_size` pieces, or no pair is left.
+
+        `specials` get the first ids. `digits_apart`: a digit is never part of a longer piece.
+        """
+        at_least("vocab_size", vocab_size, 256 + len(specials))
         _library()
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         engine = Tokenizer(models.BPE())
-        engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        single = pre_tokenizers.Digits(individual_digits=True)
+        engine.pre_tokenizer = pre_tokenizers.Sequence([single, level]) if digits_apart else level
         engine.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
+            special_tokens=list(specials),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )

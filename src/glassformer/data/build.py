@@ -7,6 +7,7 @@ from glassformer.data.fsm import Fsm
 from glassformer.data.sequences import Sequences
 from glassformer.data.task import Task
 from glassformer.data.text import Text
+from glassformer.data.translation import Translation
 from glassformer.spec import tasks as spec
 from glassformer.spec.errors import InputError
 
@@ -22,6 +23,8 @@ def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
             return Fsm(task)
         case spec.TextTask():
             return Text(task, cache=cache)
+        case spec.TranslationTask():
+            return Translation(task)
         case spec.FinetuneTask():
             raise InputError(
                 "a fine-tuning task is made of its base's tokens",

@@ -153,14 +153,17 @@ class Digits:
     def confusions(
         self, split: str, rows: Ints, answers: NDArray[np.int64]
     ) -> dict[str, list[tuple[str, str]]]:
-        """The operation asked for, and the one that would have given this answer (or `none`)."""
-        tokens_BT, lengths_B, _ = self._take(split, rows)
+        """The operation asked for, and the one that would have given this answer (or `none`); the
+        digit that is right, and the token that was answered.
+        """
+        tokens_BT, lengths_B, answers_B = self._take(split, rows)
         pairs = []
         for tokens, length, answer in zip(tokens_BT, lengths_B, answers, strict=True):
             asked, digits = VOCAB.names[tokens[0]], [int(d) for d in tokens[1 : length - 1]]
             fits = [op for op in self.spec.operations if answer_of(op, digits) == int(answer)]
             pairs.append((asked, asked if asked in fits else (fits[0] if fits else "none")))
-        return {"operation": pairs}
+        names = [VOCAB.names[token] for token in answers]
+        return {"operation": pairs, "answer": list(zip(map(str, answers_B), names, strict=True))}
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
         """One answer is right: entropy (B,) is 0, and all probability (B, V) is on that answer."""

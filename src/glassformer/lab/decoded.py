@@ -5,15 +5,19 @@ An evaluation gives the model the right answer so far at every place; here it ha
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
+from glassformer.data.translation import Translation
 from glassformer.generate.beam import beam_search
 from glassformer.generate.decode import generate
 from glassformer.generate.prompts import Prompts
 from glassformer.generate.stepper import Stepper
+from glassformer.lab.evaluate import natural
+from glassformer.lab.text_scores import corpus_scores
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
 
@@ -25,12 +29,15 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """How many answers of a split came out whole, and the rows of those that did not."""
+    """How many answers of a split came out whole, the rows of those that did not, and what was
+    said to each row, the end included.
+    """
 
     split: str
     examples: int
     right: int
     wrong: list[int] = field(default_factory=list)
+    said: list[Ids] = field(default_factory=list)
 
     @property
     def exact_match(self) -> float:
@@ -56,7 +63,8 @@ def decode_split(
     count = sizes[split] if examples is None else min(examples, sizes[split])
     if count < 1:
         raise InputError(f"{count} examples of '{split}'", hint="ask for at least one")
-    wrong = []
+    wrong: list[int] = []
+    said: list[Ids] = []
     for first in range(0, count, CHUNK):
         rows = np.arange(first, min(first + CHUNK, count), dtype=np.int64)
         batch = task.batch(split, rows)
@@ -66,10 +74,41 @@ def decode_split(
                 hint="copy, reverse and sort have one",
             )
         found = answers(stepper, batch, eos=task.tokenizer.eos, beams=beams)
+        said += found
         for row, ours, truth in zip(rows.tolist(), found, wanted(batch), strict=True):
             if ours != truth:
                 wrong.append(row)
-    return Decoded(split, count, count - len(wrong), wrong)
+    return Decoded(split, count, count - len(wrong), wrong, said)
+
+
+def decoded_scores(stepper: Stepper, task: Task, *, split: str) -> dict[str, Any]:
+    """A whole split, decoded greedily: exact match, also by group; of texts chrF and BLEU too."""
+    found = decode_split(stepper, task, split=split)
+    rows = np.arange(found.examples, dtype=np.int64)
+    wrong = set(found.wrong)
+    by: dict[str, dict[str, float]] = {}
+    for group, labels in task.groups(split, rows).items():
+        marks: dict[str, list[bool]] = {}
+        for row, label in enumerate(labels):
+            marks.setdefault(label, []).append(row not in wrong)
+        ordered = sorted(marks.items(), key=natural)
+        by[group] = {label: sum(right) / len(right) for label, right in ordered}
+    scores = text_scores(found, task) if isinstance(task, Translation) else {}
+    return {"examples": found.examples, "exact_match": found.exact_match, **scores, "by": by}
+
+
+def text_scores(found: Decoded, task: Task) -> dict[str, float]:
+    """chrF and BLEU of what was said, beside the right answers, both as texts."""
+    ends = {task.tokenizer.eos, task.tokenizer.pad}
+
+    def text(ids: Ids) -> str:
+        return task.tokenizer.decode([token for token in ids if token not in ends])
+
+    truths: list[Ids] = []
+    for first in range(0, found.examples, CHUNK):
+        rows = np.arange(first, min(first + CHUNK, found.examples), dtype=np.int64)
+        truths += wanted(task.batch(found.split, rows))
+    return corpus_scores([text(ids) for ids in found.said], [text(ids) for ids in truths])
 
 
 def answers(stepper: Stepper, batch: Batch, *, eos: int | None, beams: int | None) -> list[Ids]:

@@ -31,7 +31,9 @@ class Evaluation:
 
     by: {group: {label: exact match}}; heads: {head: {loss, accuracy}}; oracle: the truth's
     entropy, the excess over it (divergence from the truth, free of the sample's luck), and legal
-    (probability given to what can occur); errors: some rows.
+    (probability given to what can occur); errors: some rows. pairs: what each row asked and was
+    answered as, by group, from row 0 on; `confusion` counts them. decoded: the same answers with
+    only the model's own tokens before each, where the task has a source.
     """
 
     split: str
@@ -45,6 +47,8 @@ class Evaluation:
     oracle: Mapping[str, float]
     confusion: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
     errors: list[dict[str, Any]] = field(default_factory=list)
+    pairs: Mapping[str, list[tuple[str, str]]] = field(default_factory=dict)
+    decoded: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -57,6 +61,7 @@ class Evaluation:
             "heads": {head: dict(values) for head, values in self.heads.items()},
             "by": {group: dict(values) for group, values in self.by.items()},
             "oracle": dict(self.oracle),
+            **({"decoded": dict(self.decoded)} if self.decoded else {}),
         }
 
 
@@ -68,6 +73,7 @@ class _Tally:
         self.heads: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         self.by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
         self.confusion: dict[str, dict[str, dict[str, int]]] = {}
+        self.pairs: dict[str, list[tuple[str, str]]] = {}
         self.matches = 0
         self.asked = 0
         self.entropy = 0.0
@@ -121,6 +127,7 @@ class _Tally:
     def add_confusions(self, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
         """How often what was asked was answered as what."""
         for group, found in pairs.items():
+            self.pairs.setdefault(group, []).extend(found)
             table = self.confusion.setdefault(group, {})
             for asked, answered in found:
                 row = table.setdefault(asked, {})
@@ -178,7 +185,7 @@ def evaluate(
     return _evaluation(tally, task, split, count)
 
 
-def _natural(item: tuple[str, Any]) -> tuple[int, str]:
+def natural(item: tuple[str, Any]) -> tuple[int, str]:
     """Numbers by their size, then words: 4 before 10."""
     label = item[0]
     return (int(label), "") if label.isdigit() else (1 << 62, label)
@@ -223,15 +230,16 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
         heads=heads,
         by={
             group: {
-                label: right / all_ for label, (right, all_) in sorted(labels.items(), key=_natural)
+                label: right / all_ for label, (right, all_) in sorted(labels.items(), key=natural)
             }
             for group, labels in tally.by.items()
         },
         counts={
-            group: {label: all_ for label, (_, all_) in sorted(labels.items(), key=_natural)}
+            group: {label: all_ for label, (_, all_) in sorted(labels.items(), key=natural)}
             for group, labels in tally.by.items()
         },
         oracle=oracle,
         confusion=tally.confusion,
         errors=tally.errors,
+        pairs=tally.pairs,
     )

@@ -14,11 +14,18 @@ from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Dropout, LayerNorm, ModelSpec
 from glassformer.spec.schedule import CosineSchedule
-from glassformer.spec.tasks import DigitsTask, FinetuneTask, FsmTask, SequenceTask, TextTask
+from glassformer.spec.tasks import (
+    DigitsTask,
+    FinetuneTask,
+    FsmTask,
+    SequenceTask,
+    TextTask,
+    TranslationTask,
+)
 from glassformer.spec.train import AdamW, RunSpec, TrainSpec
 from glassformer.spec.tree import from_dict, override
 
-TaskSpec = DigitsTask | SequenceTask | FsmTask | TextTask
+TaskSpec = DigitsTask | SequenceTask | FsmTask | TextTask | TranslationTask
 
 
 def _digits_model(task: Task) -> ModelSpec:
@@ -28,6 +35,18 @@ def _digits_model(task: Task) -> ModelSpec:
 
 
 def _sequence_model(task: Task) -> ModelSpec:
+    return presets.seq2seq(
+        vocab_size=task.tokenizer.vocab_size,
+        d_model=64,
+        n_heads=4,
+        d_ff=256,
+        n_layers=2,
+        max_seq_len=64,
+        dropout=0.0,
+    )
+
+
+def _translation_model(task: Task) -> ModelSpec:
     return presets.seq2seq(
         vocab_size=task.tokenizer.vocab_size,
         d_model=64,
@@ -113,6 +132,9 @@ _LARGE_TEXT = replace(
     patience=6,
 )
 
+#: Under five minutes on two cores.
+_TRANSLATE = replace(_SHORT, steps=2_500, batch_size=128, evaluate_every=500, checkpoint_every=500)
+
 _DIGITS = replace(_LONG, steps=4_000, optimizer=AdamW(weight_decay=0.1))
 
 RECIPES: dict[str, tuple[TaskSpec, Callable[[Task], ModelSpec], TrainSpec]] = {
@@ -120,6 +142,7 @@ RECIPES: dict[str, tuple[TaskSpec, Callable[[Task], ModelSpec], TrainSpec]] = {
     "copy": (SequenceTask(operation="copy"), _sequence_model, _SHORT),
     "reverse": (SequenceTask(operation="reverse"), _sequence_model, _SHORT),
     "sort": (SequenceTask(operation="sort"), _sequence_model, _SHORT),
+    "translate": (TranslationTask(), _translation_model, _TRANSLATE),
     "parity": (FsmTask(machine="parity"), _fsm_model, _LONG),
     "mod-3": (FsmTask(machine="mod-3"), _fsm_model, _LONG),
     "brackets": (FsmTask(machine="brackets-4"), _fsm_model, _LONG),

@@ -41,7 +41,9 @@ def write_samples(engine: Engine, task: Task) -> tuple[Sample, ...]:
     opening = min(OPENING, task.spec.length - 1)
     ids = task.batch("val", rows).tokens[:, :opening].tolist()
     spec = DecodeSpec(max_new_tokens=LENGTH, temperature=0.8, top_p=0.95)
-    made = generate(_stepper(engine), ids, spec=spec, tokenizer=task.tokenizer, logprobs=False)
+    made = generate(
+        engine_stepper(engine), ids, spec=spec, tokenizer=task.tokenizer, logprobs=False
+    )
     return tuple(
         Sample(task.tokenizer.decode(begun), one.text) for begun, one in zip(ids, made, strict=True)
     )
@@ -54,7 +56,8 @@ def keep_samples(directory: RunDirectory, step: int, samples: tuple[Sample, ...]
         directory.write(f"samples/step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
 
-def _stepper(engine: Engine) -> Stepper:
+def engine_stepper(engine: Engine) -> Stepper:
+    """How an engine's model is asked for one token after another."""
     if isinstance(engine, NumpyEngine):
         return HandStepper(engine.model)
     assert isinstance(engine, TorchEngine)

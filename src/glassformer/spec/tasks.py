@@ -118,6 +118,44 @@ class TextTask:
             raise InputError(f"held_out {self.held_out} is more than half of the text", hint="0.1")
 
 
+LANGUAGES = ("de", "en", "es", "fr")
+
+
+@spec
+class TranslationTask:
+    """Numbers and dates between figures and the words of two languages, every way round.
+
+    Numbers run from 1 to `digits` places, dates over whole years; half of the `examples` are of
+    each kind, and no number or date is asked twice. `pieces` is the vocabulary's size.
+    """
+
+    languages: tuple[str, ...] = ("en", "de")
+    digits: int = 6
+    first_year: int = 1900
+    last_year: int = 2099
+    examples: int = 60_000
+    pieces: int = 600
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for language in self.languages:
+            one_of("language", language, LANGUAGES)
+        if len(set(self.languages)) != 2 or len(self.languages) != 2:
+            raise InputError(
+                f"languages {', '.join(self.languages)}: two different ones are needed",
+                hint='task.languages=["en","de"]',
+            )
+        at_least("digits", self.digits)
+        if self.digits > 6:
+            raise InputError(f"digits {self.digits}: words end at 999,999", hint="6 is the most")
+        at_least("first_year", self.first_year, 1000)
+        at_least("last_year", self.last_year, self.first_year)
+        if self.last_year > 9999:
+            raise InputError(f"last_year {self.last_year} has five digits", hint="9999 is the last")
+        at_least("examples", self.examples, 100)
+        at_least("pieces", self.pieces, 259)
+
+
 @spec
 class FinetuneTask:
     """Chats, prompts with completions, or plain text, in the words of the model that is tuned.
@@ -144,4 +182,4 @@ class FinetuneTask:
             raise InputError(f"held_out {self.held_out} is more than half of the data", hint="0.1")
 
 
-Task = DigitsTask | SequenceTask | FsmTask | TextTask | FinetuneTask
+Task = DigitsTask | SequenceTask | FsmTask | TextTask | TranslationTask | FinetuneTask
