@@ -1,4 +1,7 @@
-"""`python -m bench NAME [--json] [--device cpu|cuda] [--quick]`: rows, with ratios to a peer."""
+"""`python -m bench NAME [--json] [--device cpu|cuda] [--quick]`: rows, with ratios to a peer.
+
+A benchmark may have options of its own; `python -m bench NAME --help` lists them.
+"""
 
 import argparse
 import importlib
@@ -13,22 +16,30 @@ import bench
 
 def main() -> None:
     """Run one benchmark and print its rows."""
-    skip = ("__main__", "clock", "peers", "translation")
+    skip = ("__main__", "bare", "clock", "peers", "translation")
     names = [m.name for m in pkgutil.iter_modules(bench.__path__) if m.name not in skip]
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("name", nargs="?")
+    chosen = first.parse_known_args()[0].name
     parser = argparse.ArgumentParser(prog="python -m bench", description=bench.__doc__)
     parser.add_argument("name", choices=names)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
+    module = importlib.import_module(f"bench.{chosen}") if chosen in names else None
+    own = getattr(module, "options", None)
+    if own is not None:
+        own(parser)
     arguments = parser.parse_args()
+    assert module is not None, "the parser ends where no benchmark has that name"
     if arguments.device == "cpu":
         torch.set_num_threads(2)
-    module = importlib.import_module(f"bench.{arguments.name}")
     devices = {"device": arguments.device} if arguments.device != "cpu" else {}
     if arguments.quick and "quick" not in inspect.signature(module.run).parameters:
         parser.error(f"{arguments.name} has no quick sizes")
     sizes = {"quick": True} if arguments.quick else {}
-    for row in module.run(**devices, **sizes):
+    asked = {} if own is None else {"asked": arguments}
+    for row in module.run(**devices, **sizes, **asked):
         print(json.dumps(row) if arguments.json else show(row), flush=True)
 
 
