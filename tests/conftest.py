@@ -1,10 +1,14 @@
 """How every test runs: one thread, and properties searched the same way each time."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 # Two thread pools on two cores wait for each other; OpenBLAS reads this when NumPy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -19,3 +23,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("glassformer")
+
+
+@pytest.fixture(scope="session")
+def documentation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make docs` builds, in a folder of its own; a warning is an error."""
+    folder = tmp_path_factory.mktemp("documentation") / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
