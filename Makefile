@@ -4,22 +4,39 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint figures tokenizers clean
+.PHONY: demo test lint docs figures findings tokenizers chromium clean
 
 demo: $(STAMP)
 	$(BIN)/glass demo
 
-test: $(STAMP) tokenizers
+test: $(STAMP) tokenizers chromium
 	$(BIN)/python -m pytest
 
 # The official Qwen tokenizers (31 MB, checked by their hashes) for the tests that need them.
 tokenizers: $(STAMP)
 	$(BIN)/python -m tests.adapters.official
 
+# The explorer's pages are looked at in a real browser: Debian's, or the one GLASS_CHROMIUM names.
+APT := apt-get install -y chromium
+chromium:
+	@if command -v "$${GLASS_CHROMIUM:-chromium}" > /dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ]; then as=; elif sudo -n true 2> /dev/null; then as=sudo; \
+	else echo "the tests need Chromium: sudo $(APT)" >&2; exit 1; fi; \
+	$$as apt-get update -qq && $$as $(APT) || { echo "the tests need Chromium: $(APT)" >&2; exit 1; }
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The documentation as a site, to open in a browser: build/site/index.html. A broken link ends it.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo build/site/index.html
+
+# docs/findings.md: what is missing in docs/findings.json is run, then the page is made again.
+findings: $(STAMP)
+	$(BIN)/python -m bench findings --jobs 2
 
 # Every figure of the README and the docs, again; about half an hour on two cores.
 figures: $(STAMP)
@@ -33,6 +50,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench budget
 	$(BIN)/python -m bench adapters
 	$(BIN)/python -m bench generate
+	$(BIN)/python -m bench lens
 
 # torch is asked for first and exactly: a looser request may pull gigabytes of CUDA libraries.
 KERNELS := $(wildcard src/glassformer/kernels/*.c src/glassformer/kernels/*.h)

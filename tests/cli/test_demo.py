@@ -77,13 +77,23 @@ def test_what_it_says_to_try_next_works_as_printed(made, monkeypatch):
     place, found = made
     monkeypatch.chdir(place)
     lines = found[0][1].partition("Next:\n")[2].splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 5
     for line in lines:
         words = shlex.split(line.split("   ")[0].strip())
         assert words[0] == "glass"
+        if words[1] == "explore":  # serves until it is stopped: tests/web and tests/browser run it
+            assert (place / words[2]).is_dir()
+            continue
         code, out, err = run(monkeypatch, *words[1:])
         assert code == 0, err
         assert out
+
+
+def test_it_leaves_a_report_with_the_checks_it_made(made):
+    place, found = made
+    assert "report    runs/demo/report.html" in found[0][1]
+    text = (place / "runs/demo/report.html").read_text()
+    assert f"{json.loads(found[1][1])['verify']['passed']} checks passed, 0 failed" in text
 
 
 def test_overwrite_starts_the_run_anew(tmp_path):

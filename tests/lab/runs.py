@@ -94,6 +94,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "metrics": metrics(folder),
         "alerts": directory.alerts.read_text() if directory.alerts.exists() else "",
         "run": directory.read_json("run.json"),
+        "probes": {path.name: _sha256(path) for path in sorted((folder / "probes").glob("*"))},
     }
 
 

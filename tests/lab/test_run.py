@@ -45,7 +45,7 @@ def test_a_run_leaves_what_other_tools_open(engine, tmp_path):
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {
         *("run.json", "config.json", "config.toml", "metrics.jsonl", "checkpoints", "lock"),
-        "tensorboard",
+        *("tensorboard", "probes"),
     }
     lines = metrics(tmp_path / "run")
     steps = [line for line in lines if "loss" in line]

@@ -3,7 +3,6 @@
 import json
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from glassformer.adapters.load import load_model
 from glassformer.cli.narrator import Bar, tell
+from glassformer.cli.terminal import is_unicode
 from glassformer.cli.training import follow, stopping
 from glassformer.data.task import Task
 from glassformer.data.vocab import Vocab
@@ -33,6 +33,7 @@ from glassformer.store.rundir import plain_numbers, run_folder
 from glassformer.verify.catalogue import SUBJECT_CHECKS, verify_subject
 from glassformer.verify.report import Report
 from glassformer.verify.subject import subject_of
+from glassformer.web.report import report_html
 
 # T answer, S source, N heads
 
@@ -93,9 +94,11 @@ def free_folder(runs: Path, name: str, *, overwrite: bool) -> Path:
 
 
 def next_commands(folder: Path) -> list[tuple[str, str]]:
-    """Three things to try with the run, as they can be pasted."""
+    """What to try with the run, as it can be pasted."""
     place = shlex.quote(str(folder))
     return [
+        (f"glass explore {place}", "look around in it, in a browser"),
+        (f'glass inspect {place} "3 1 4 15 9" --kind cross', "where it looks while it answers"),
         (f'glass generate {place} "3 1 4 15 9" --beams 4', "its four likeliest answers"),
         (f"glass evaluate {place} --split longer", "rows longer than it ever saw"),
         (f"glass verify {place}", "the certificate, row by row"),
@@ -147,6 +150,11 @@ def _after_training(run: TrainingRun, result: dict[str, Any], say: Any) -> int:
     look = _look(model, run.task)
     result["attention"] = look.to_dict()
     say(look.text())
+    page = report_html(str(run.directory.folder), certificate=report)
+    run.directory.write("report.html", page)
+    result["report"] = str(run.directory.folder / "report.html")
+    say(f"\nreport    {result['report']}: all of this and more, for any browser")
+    say(f"          (glass report {shlex.quote(str(run.directory.folder))} makes it anew)")
     return 1 if report.failed else 0
 
 
@@ -191,7 +199,7 @@ class Look:
 
     def text(self) -> str:
         """The example and its heat map; reversing shows as a falling diagonal from the right."""
-        shades = SHADES if _unicode() else ASCII_SHADES
+        shades = SHADES if is_unicode(SHADES) else ASCII_SHADES
         picture = heat_text(self.weights_TS, rows=self.answer, columns=self.source, shades=shades)
         lines = [
             f"\nasked     {_words(self.source)}",
@@ -229,12 +237,3 @@ def _look(model: Model, task: Task) -> Look:
 
 def _words(names: Sequence[str]) -> str:
     return " ".join(name for name in names if name != "EOS")
-
-
-def _unicode() -> bool:
-    """Can stdout write the shades?"""
-    try:
-        SHADES.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

@@ -2,57 +2,30 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from glassformer.lab.designs import design_numbers, odd_shapes, run_of_design
 from glassformer.spec.allocation import (
     format_allocation,
     format_alternatives,
     format_dimensions,
 )
-from glassformer.spec.budget import Answer, Budget, Design, Exact
+from glassformer.spec.budget import Answer, Budget, Exact
 from glassformer.spec.costs import cache_bytes, flops, training_memory, weight_bytes
 from glassformer.spec.errors import InputError
 from glassformer.spec.infeasible import InfeasibleBudget, show
 from glassformer.spec.quantity import format_bytes, format_flops, format_seconds
-from glassformer.spec.tasks import TextTask
-from glassformer.spec.train import RunSpec
-
-#: From here on a text run has the learning rate of the 10 M recipe.
-LARGE = 3_000_000
-
-
-#: Width over depth below which a design is called odd.
-ODD_ASPECT = 4
 
 
 def design_json(answer: Answer) -> str:
     """The answer for scripts."""
-    found = _numbers(answer.best)
+    found = design_numbers(answer.best)
     found["gave_way"] = list(answer.gave_way)
     found["alternatives"] = [
-        {"name": design.name, **_numbers(design)} for design in answer.alternatives
+        {"name": design.name, **design_numbers(design)} for design in answer.alternatives
     ]
     return json.dumps(found)
-
-
-def _numbers(design: Design) -> dict[str, Any]:
-    sizes = design.sizes
-    tied = design.spec.heads[0].tied  # type: ignore[union-attr]  # a design has a next head
-    return {
-        "target": design.target,
-        "params": design.params,
-        "error": design.error,
-        "d_model": sizes.d_model,
-        "d_head": sizes.d_head,
-        "d_ff": sizes.d_ff,
-        "n_layers": sizes.n_layers,
-        "n_heads": sizes.n_heads,
-        "embedding_ratio": design.embedding_ratio,
-        "glu_expansion": design.glu_expansion,
-        "tied": tied,
-    }
 
 
 def infeasible_json(error: InfeasibleBudget) -> str:
@@ -91,28 +64,28 @@ def _option(name: str, value: Any, budget: Budget) -> str:
     return text
 
 
-def design_text(answer: Answer, *, batch: int) -> str:
+def design_text(answer: Answer, *, batch: int, device: str = "cpu") -> str:
     """The answer for people, but for the step's time, which takes a moment to calibrate."""
     parts = [str(answer.best), format_allocation(answer.spec)]
     parts.append(format_dimensions(answer.best, answer.budget))
     if answer.gave_way:
         parts.append("gave way\n" + "\n".join(f"  {line}" for line in answer.gave_way))
-    sizes = answer.best.sizes
-    if sizes.d_model < ODD_ASPECT * sizes.n_layers:
-        parts.append(
-            f"an odd shape: {sizes.n_layers} layers of width {sizes.d_model}; "
-            f"--min-aspect {ODD_ASPECT} asks for d_model of at least {ODD_ASPECT} x the layers"
-        )
+    parts += [
+        f"{odd.what}; --{odd.option.replace('_', '-')} {odd.value} asks for d_model of at "
+        f"{'least' if odd.option == 'min_aspect' else 'most'} {odd.value} x the layers"
+        for odd in odd_shapes(answer.best)
+    ]
     if answer.alternatives:
         parts.append("other designs within the tolerance\n" + format_alternatives(answer))
-    parts.append(costs_text(answer, batch=batch))
+    parts.append(costs_text(answer, batch=batch, device=device))
     return "\n\n".join(parts)
 
 
-def costs_text(answer: Answer, *, batch: int) -> str:
+def costs_text(answer: Answer, *, batch: int, device: str) -> str:
     """FLOPs, memory and cache."""
     model, length = answer.spec, answer.spec.max_seq_len
-    work, kept = flops(model, length=length), training_memory(model, batch=batch, length=length)
+    work = flops(model, length=length)
+    kept = training_memory(model, batch=batch, length=length, device=device)
     forms = weight_bytes(model)
     cache = cache_bytes(model, batch=1, length=1, itemsize=4)
     weights = "   ".join(f"{form} {format_bytes(count)}" for form, count in forms.items())
@@ -150,23 +123,6 @@ def time_text(answer: Answer, *, batch: int, device: str) -> str:
     )
 
 
-def run_spec(answer: Answer, *, batch: int) -> RunSpec:
-    """A whole run of the design: text, in byte pairs of the asked vocabulary."""
-    budget = answer.budget
-    if budget.vocab_size < 256:
-        raise InputError(
-            f"a text run has 256 byte pairs or more, and the vocabulary is {budget.vocab_size}",
-            hint="the nearest that can be saved is --vocab 256",
-        )
-    from glassformer.lab.recipes import RECIPES
-
-    task = TextTask(tokenizer="bpe", vocab_size=budget.vocab_size, length=budget.max_seq_len)
-    train = RECIPES["lm"][2]
-    if answer.best.params > LARGE:
-        train = replace(train, lr=RECIPES["lm-10m"][2].lr)
-    return RunSpec(model=answer.spec, task=task, train=replace(train, batch_size=batch))
-
-
 def save(answer: Answer, path: Path, *, batch: int) -> None:
     """Write a config that `glass train` takes."""
     if path.suffix != ".toml":
@@ -175,7 +131,7 @@ def save(answer: Answer, path: Path, *, batch: int) -> None:
         )
     from glassformer.lab.record import to_toml
 
-    text = to_toml(run_spec(answer, batch=batch))
+    text = to_toml(run_of_design(answer, batch=batch))
     if text is None:
         raise InputError("writing TOML needs the library tomli_w", hint="pip install tomli-w")
     _write(path, text.encode())

@@ -8,7 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from glassformer.cli.design import design
+from glassformer.cli.explore import explore
+from glassformer.cli.inspect import inspect
 from glassformer.cli.quantize import quantize
+from glassformer.cli.report import report
 from glassformer.spec.errors import GlassError, InputError
 
 app = typer.Typer(
@@ -87,6 +90,7 @@ Overrides = Annotated[
 ]
 Runs = Annotated[str, typer.Option(help="The folder that holds the runs.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Output = Annotated[str | None, typer.Option("-o", "--output", help="A file to write.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")]
 
 
@@ -154,6 +158,10 @@ def evaluate(
     ] = None,
     items: Annotated[int | None, typer.Option(help="Of smallbench: questions of each.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of smallbench: draws the questions.")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("-o", "--output", help="What was taken for what, as .png, .svg or .csv."),
+    ] = None,
     device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
@@ -163,6 +171,8 @@ def evaluate(
     Examples:
 
       glass evaluate reverse
+
+      glass evaluate digits -o confusion.png
 
       glass evaluate lm --suite smallbench
 
@@ -176,8 +186,8 @@ def evaluate(
         from glassformer.cli import finding, suites
 
         training.check_device(device)
-        if split is not None:
-            raise InputError("--split is of a run's own task", hint="leave out --suite")
+        if split is not None or output is not None:
+            raise InputError("--split and -o are of a run's own task", hint="leave out --suite")
         asked = suites.Asked(
             tasks=tuple(filter(None, (tasks or "").split(","))),
             tasks_dir=None if tasks_dir is None else Path(tasks_dir),
@@ -194,8 +204,16 @@ def evaluate(
             "--tasks, --tasks-dir, --limit, --items and --seed are a suite's",
             hint="--suite smallbench, or --suite lm-eval",
         )
+    from glassformer.cli import figures, terminal
+
+    target = figures.target_of(output, figures.CONFUSION_ENDINGS)
     result = training.evaluate_run(run, runs=Path(runs), split=split, device=device)
-    typer.echo(training.evaluation_json(result) if as_json else training.evaluation_text(result))
+    if as_json:
+        typer.echo(training.evaluation_json(result))
+    else:
+        typer.echo(training.evaluation_text(result, width=terminal.columns()))
+    if target is not None:
+        figures.save_confusion(result, target, title=f"{run}, {result.split}")
 
 
 @app.command(name="list")
@@ -213,16 +231,25 @@ def list_all(runs: Runs = "runs", as_json: AsJson = False) -> None:
 def lr_find(
     what: Annotated[str, typer.Argument(metavar="TASK|CONFIG", help="See `glass list`.")],
     overrides: Overrides = None,
+    output: Output = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Find a learning rate: a number, a range in which the loss falls, a command to paste."""
-    from glassformer.cli import training
+    """Find a learning rate: a curve, a range in which the loss falls, a command to paste.
 
-    found = training.lr_find(what, list(overrides or []), device=device)
+    -o writes the curve as .png, .svg or .csv.
+    """
+    from glassformer.cli import figures, training
+
+    target = figures.target_of(output, figures.LR_ENDINGS)
+    tested = training.lr_find(what, list(overrides or []), device=device)
+    found = training.lr_json(tested, what, list(overrides or []))
+    if target is not None:
+        figures.save_lr(tested, target, title=what)
     if as_json:
         typer.echo(json.dumps(found))
         return
+    typer.echo(figures.lr_text(tested))
     typer.echo(
         f"lr {found['lr']:.1e}  (falls steadily from {found['low']:.1e} to {found['high']:.1e})"
     )
@@ -415,7 +442,10 @@ def convert(
 
 
 app.command()(design)
+app.command()(explore)
+app.command()(inspect)
 app.command()(quantize)
+app.command()(report)
 
 
 def main() -> None:

@@ -1,8 +1,6 @@
 """What `glass train`, `evaluate`, `list` and `lr-find` do: find the run, go, tell what happens."""
 
 import contextlib
-import csv
-import io
 import json
 import signal
 import time
@@ -18,6 +16,7 @@ from glassformer.cli.narrator import Narrator, tell
 from glassformer.cli.suites import SUITES
 from glassformer.lab import session
 from glassformer.lab.assemble import assemble
+from glassformer.lab.confusion import confusion_csv, confusion_text
 from glassformer.lab.evaluate import Evaluation
 from glassformer.lab.finetune import NAME as FINETUNE
 from glassformer.lab.finetune import spelled_out
@@ -29,7 +28,7 @@ from glassformer.spec.presets import PRESETS
 from glassformer.spec.train import RunSpec
 from glassformer.spec.tree import override
 from glassformer.store.rundir import RunDirectory, cache_folder, plain_numbers, run_folder
-from glassformer.train.lr_find import find_rate
+from glassformer.train.lr_find import RateRange, find_rate
 
 
 def run_spec(what: str, overrides: list[str], *, cache: Path | None = None) -> RunSpec:
@@ -182,24 +181,13 @@ def evaluate_run(text: str, *, runs: Path, split: str | None, device: str) -> Ev
     return result
 
 
-def confusion_csv(table: Mapping[str, Mapping[str, int]]) -> str:
-    """Rows: what was asked; columns: what was answered."""
-    columns = sorted({column for row in table.values() for column in row})
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["", *columns])
-    for name, row in table.items():
-        writer.writerow([name, *(row.get(column, 0) for column in columns)])
-    return text.getvalue()
-
-
 def evaluation_json(evaluation: Evaluation) -> str:
     """The result for scripts; a number that is not finite is a text."""
     return json.dumps(plain_numbers(evaluation.to_dict()), allow_nan=False)
 
 
-def evaluation_text(evaluation: Evaluation) -> str:
-    """The result for people."""
+def evaluation_text(evaluation: Evaluation, *, width: int = 80) -> str:
+    """The result for people, no wider than their terminal."""
     lines = [
         f"{evaluation.split}: {evaluation.examples:,} examples",
         f"  loss {evaluation.loss:.4f}  accuracy {evaluation.accuracy:.2%}  "
@@ -214,7 +202,23 @@ def evaluation_text(evaluation: Evaluation) -> str:
         for label, share in labels.items():
             count = evaluation.counts[group][label]
             lines.append(f"  {label:<12}{share:>9.2%}  of {count:,}")
+    lines += decoded_lines(evaluation.decoded)
+    for group, table in evaluation.confusion.items():
+        lines += ["", confusion_text(group, table, width=width)]
     return "\n".join(lines)
+
+
+def decoded_lines(decoded: Mapping[str, Any]) -> list[str]:
+    """The answers that the model gave on its own; nothing where it was not asked."""
+    if not decoded:
+        return []
+    scores = {"chrf": "chrF", "bleu": "BLEU"}
+    told = "".join(f"  {scores[key]} {decoded[key]:.2f}" for key in scores if key in decoded)
+    lines = ["decoded, from the source alone", f"  exact match {decoded['exact_match']:.2%}{told}"]
+    for group, labels in decoded["by"].items():
+        shares = ", ".join(f"{label} {share:.1%}" for label, share in labels.items())
+        lines.append(f"  by {group}: {shares}")
+    return lines
 
 
 def listing(runs: Path) -> dict[str, Any]:
@@ -249,12 +253,16 @@ def listing_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def lr_find(what: str, overrides: list[str], *, device: str) -> dict[str, Any]:
+def lr_find(what: str, overrides: list[str], *, device: str) -> RateRange:
     """The range test on a model of its own."""
     check_device(device)
     spec = run_spec(what, overrides)
     parts = assemble(spec, device=device)
-    found = find_rate(parts.engine, parts.task, spec.train)
+    return find_rate(parts.engine, parts.task, spec.train)
+
+
+def lr_json(found: RateRange, what: str, overrides: list[str]) -> dict[str, Any]:
+    """The rate, its range, the command to paste, and the curve."""
     rate = float(f"{found.suggestion:.1e}")
     return {
         "lr": rate,

@@ -20,15 +20,14 @@ def landscape(budget: Budget) -> list[list[Design | None]]:
 
     None where a hard limit leaves none.
     """
+    return [[neighbour(budget, ratio, glu) for ratio in RATIOS] for glu in EXPANSIONS]
 
-    def cell(ratio: float, glu: float) -> Design | None:
-        asked = replace(
-            budget, embedding_ratio=Target(value=ratio), glu_expansion=Target(value=glu)
-        )
-        found = Search(asked).best()
-        return None if found is None else design_of("best", asked, found)
 
-    return [[cell(ratio, glu) for ratio in RATIOS] for glu in EXPANSIONS]
+def neighbour(budget: Budget, ratio: float, glu: float) -> Design | None:
+    """The best design of the same budget with other wishes."""
+    asked = replace(budget, embedding_ratio=Target(value=ratio), glu_expansion=Target(value=glu))
+    found = Search(asked).best()
+    return None if found is None else design_of("best", asked, found)
 
 
 def drift(design: Design) -> float:

@@ -19,6 +19,7 @@ from glassformer.data.batch import Batch
 from glassformer.generate.decode import generate
 from glassformer.generate.decoder import Decoder
 from glassformer.generate.prompts import Prompts
+from glassformer.lens.reading import divergence
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.quant.convert import quantized_layers
@@ -95,13 +96,12 @@ def compare(
         raise InputError("nothing to compare on", hint="give a text, or a run with its task")
     errors = sorted(layer_errors(full, small, batches[0]), key=lambda error: -error[1])
     agreement = agree(full, small, batches)
-    prefill = speed(full, small, _prefill)
-    decodes = "next" in full.spec.head_names()
+    prefill, decode = speeds(full, small)
     return Comparison(
         resident=(resident_bytes(full), resident_bytes(small)),
         agreement=agreement,
         prefill=prefill,
-        decode=speed(full, small, _decode) if decodes else None,
+        decode=decode,
         layers=tuple(errors[:worst]),
         backends=is_model_quantized(small).backends,
         material=material,
@@ -128,7 +128,7 @@ def agree(full: Model, small: Model, batches: Sequence[Batch]) -> Agreement:
         same += int(((p.argmax(-1) == q.argmax(-1)) & counted).sum())
         count += int(counted.sum())
         for tally, (one, other) in zip(tallies, ((p, q), (q, p)), strict=True):
-            tally.add((one.exp() * (one - other)).sum(-1) * counted, first=examples)
+            tally.add(divergence(one, other) * counted, first=examples)
         examples += len(batch.tokens)
     if count == 0:
         raise InputError("nothing counts in these examples", hint="take others, or more")
@@ -153,9 +153,9 @@ class _Tally:
     def __init__(self) -> None:
         self.total, self.worst, self.place = 0.0, -1.0, (0, 0)
 
-    def add(self, divergence: Tensor, *, first: int) -> None:
+    def add(self, far: Tensor, *, first: int) -> None:
         """(B, T), or (B,) for an answer."""
-        flat = divergence.reshape(len(divergence), -1)
+        flat = far.reshape(len(far), -1)
         self.total += float(flat.sum())
         if float(flat.max()) > self.worst:
             row, column = divmod(int(flat.argmax()), flat.shape[1])
@@ -197,6 +197,12 @@ def layer_errors(full: Model, small: Model, batch: Batch) -> Iterator[tuple[str,
 
 def _relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def speeds(full: Model, small: Model) -> tuple[Speed, Speed | None]:
+    """Of reading a sequence, and of continuing one; None for a model that continues nothing."""
+    decodes = "next" in full.spec.head_names()
+    return speed(full, small, _prefill), speed(full, small, _decode) if decodes else None
 
 
 def speed(

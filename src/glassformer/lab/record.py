@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.train import RunSpec
-from glassformer.spec.tree import from_json, to_dict, to_json
+from glassformer.spec.tree import from_json, to_dict
 from glassformer.store.rundir import RunDirectory, plain_numbers
 from glassformer.train.fit import StepRecord
 
@@ -45,9 +44,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def spec_hash(spec: RunSpec) -> str:
-    """What must be equal for a run to go on; how long it goes on is left out."""
-    same = replace(spec, train=replace(spec.train, steps=1))
-    return hashlib.sha256(to_json(same).encode()).hexdigest()
+    """What must be equal for a run to go on: all but how long it goes on and what it shows."""
+    same = to_dict(replace(spec, train=replace(spec.train, steps=1)))
+    del same["train"]["probes"]
+    return hashlib.sha256((json.dumps(same, indent=2) + "\n").encode()).hexdigest()
 
 
 def data_hash(facts: Mapping[str, Any]) -> str:
@@ -58,6 +58,8 @@ def data_hash(facts: Mapping[str, Any]) -> str:
 
 def fingerprint(spec: RunSpec, device: str) -> dict[str, Any]:
     """What bits depend on besides the spec."""
+    import torch  # here: the explorer reads runs before torch is there
+
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "numpy": np.__version__,

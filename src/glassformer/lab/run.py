@@ -8,6 +8,7 @@ prints; setting `stop_requested` ends the run after the current step, with its s
 import json
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from glassformer.lab.assemble import assemble, read_checkpoint, write_checkpoint
 from glassformer.lab.board import EVERY, Board
 from glassformer.lab.evaluate import Evaluation, evaluate
+from glassformer.lab.probing import forget_probes, probe
 from glassformer.lab.record import (
     data_hash,
     fingerprint,
@@ -37,6 +39,8 @@ SPIKE = 6.0
 WINDOW = 128
 #: So many steps in a row that could not be applied end the run.
 PATIENCE_FOR_NAN = 3
+#: Lines of metrics.jsonl wait in memory no longer than this.
+FLUSH_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class TrainingRun:
                     f"the run {folder.name} exists",
                     hint="--resume goes on with it, --overwrite starts anew, --name gives another",
                 )
-            for name in ("checkpoints", "eval", "samples", "tensorboard"):
+            for name in ("checkpoints", "eval", "probes", "samples", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in ("metrics.jsonl", "alerts.jsonl", "run.json"):
                 (folder / name).unlink(missing_ok=True)
@@ -130,6 +134,7 @@ class TrainingRun:
             notes.append("no whole checkpoint: starting at step 0")
             self.directory.cut(self.directory.metrics, 0)
             self.directory.cut(self.directory.alerts, 0)
+            forget_probes(self.directory, after=0)
             return notes
         folder = self.directory.step_folder(step)
         weights = read_checkpoint(folder, self.spec)
@@ -155,6 +160,7 @@ class TrainingRun:
             self.directory.point("best", self.progress.best_step)
         self.directory.cut(self.directory.metrics, self.progress.metrics_bytes)
         self.directory.cut(self.directory.alerts, self.progress.alerts_bytes)
+        forget_probes(self.directory, after=self.progress.step)
         self._write_config()  # it may go on for longer than it was meant to
         notes.append(f"resuming at step {self.progress.step}")
         return notes
@@ -176,10 +182,13 @@ class TrainingRun:
             self._record("stopped" if self.stopped else "finished")
 
     def _train(self, log: TextIO, board: Board) -> Iterator[Event]:
-        train = self.spec.train
+        train, flushed = self.spec.train, 0.0
         for record in fit(self.engine, self.task, train, start=self.progress.step):
             self.progress.step = record.step
             log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
+            if time.monotonic() - flushed > FLUSH_SECONDS:  # others watch the file grow
+                log.flush()
+                flushed = time.monotonic()
             if record.step % EVERY == 0:
                 curves = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm}
                 board.add(record.step, curves)
@@ -219,6 +228,8 @@ class TrainingRun:
         self.progress.stale = 0 if best else self.progress.stale + 1
         samples = write_samples(self.engine, self.task) if math.isfinite(evaluation.loss) else ()
         keep_samples(self.directory, self.progress.step, samples)
+        if math.isfinite(evaluation.loss):
+            probe(self.directory, self.engine, self.task, self.spec.train, self.progress.step)
         return Evaluated(self.progress.step, evaluation, best, samples)
 
     def _watch(self, record: StepRecord) -> Iterator[Alert]:

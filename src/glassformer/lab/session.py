@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from glassformer.adapters.load import checkpoint_of, load_model
+from glassformer.data.task import Task
 from glassformer.lab import evaluate as evaluation
 from glassformer.lab.assemble import Parts, assemble, read_checkpoint
+from glassformer.lab.decoded import decoded_scores
 from glassformer.lab.recipes import recipe
 from glassformer.lab.record import load_run_spec
 from glassformer.lab.run import TrainingRun
+from glassformer.lab.samples import engine_stepper
 from glassformer.spec.errors import InputError
 from glassformer.spec.train import SGD, RunSpec
 from glassformer.spec.tree import override
 from glassformer.store.quantized import is_quantized
 from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
+from glassformer.train.engine import Engine
 from glassformer.train.torch_engine import TorchEngine
 
 
@@ -48,16 +52,29 @@ def train(
 def evaluate(
     run: str | Path, *, split: str | None = None, device: str = "cpu"
 ) -> "evaluation.Evaluation":
-    """Measure the checkpoint of a run (`RUN`, `RUN@last`, `RUN@120`) on one split."""
+    """Measure the checkpoint of a run (`RUN`, `RUN@last`, `RUN@120`) on one split.
+
+    An encoder-decoder also answers each source on its own, token after token.
+    """
+    engine, task = opened(run, device=device)
+    found = evaluation.evaluate(engine, task, split=split)
+    if engine.spec.encoder is None:
+        return found
+    own = decoded_scores(engine_stepper(engine), task, split=found.split)
+    return replace(found, decoded=own)
+
+
+def opened(run: str | Path, *, device: str = "cpu") -> tuple[Engine, Task]:
+    """The checkpoint of a run, ready to be measured, and the task it was trained on."""
     path = str(run)
     spec = load_run_spec(RunDirectory(Path(path.partition("@")[0])))
     parts = assemble(spec, device=device, cache=_known_cache(path))
     _check_tokens(parts, checkpoint_of(path))
     if is_quantized(checkpoint_of(path)):
         engine = TorchEngine(load_model(path).to(device), replace(spec.train, optimizer=SGD()))
-        return evaluation.evaluate(engine, parts.task, split=split)
+        return engine, parts.task
     parts.engine.load_weights(read_checkpoint(checkpoint_of(path), spec))
-    return evaluation.evaluate(parts.engine, parts.task, split=split)
+    return parts.engine, parts.task
 
 
 def _known_cache(path: str) -> Path | None:

@@ -7,6 +7,7 @@ alerts.jsonl       spikes, skipped steps, divergence
 checkpoints/       step-000120/ and so on; `best` and `last` name one each
 eval/              results by split
 samples/           what a language model wrote at each evaluation
+probes/            attention, lens and norms of a few fixed examples at evaluations
 lock               held by the one writer
 """
 
@@ -17,9 +18,10 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.store.checkpoint import verify_folder
@@ -61,7 +63,7 @@ class RunDirectory:
             opened = (self.folder / "lock").open("a+")
         with opened as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._take_lock(file)
             except BlockingIOError as error:
                 file.seek(0)
                 holder = file.read().strip() or "unknown"
@@ -75,6 +77,28 @@ class RunDirectory:
             file.flush()
             yield
 
+    @staticmethod
+    def _take_lock(file: TextIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # perhaps by someone who only asked whether it is held
+            time.sleep(0.1)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def held(self) -> bool:
+        """Whether a living process writes this run: the kernel frees the lock of a dead one."""
+        try:
+            opened = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(opened)
+        return False
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """A disk that is full, or not ours to write to, is told as such."""
@@ -87,14 +111,14 @@ class RunDirectory:
                 hint="make room and go on with --resume; earlier checkpoints are untouched",
             ) from error
 
-    def write(self, name: str, data: str) -> None:
+    def write(self, name: str, data: str | bytes) -> None:
         """Replace a small file at once: written beside, synced, renamed."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.tmp")
         with self.writing():
-            with beside.open("w", encoding="utf-8") as file:
-                file.write(data)
+            with beside.open("wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
                 os.fsync(file.fileno())
             beside.rename(path)

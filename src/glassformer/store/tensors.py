@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -43,7 +44,7 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
 Arrays = Mapping[str, NDArray]
 
 
-def tensor_bytes(arrays: Arrays) -> bytes:
+def tensor_bytes(arrays: Arrays, *, metadata: Mapping[str, str] | None = None) -> bytes:
     """The bytes of a safetensors file, names sorted: equal weights give equal bytes."""
     described = {}
     for name in sorted(arrays):
@@ -53,18 +54,21 @@ def tensor_bytes(arrays: Arrays) -> bytes:
                 hint=f"use one of {', '.join(DTYPES)}",
             )
         described[name] = (CODES[arrays[name].dtype], arrays[name].shape)
-    return b"".join(tensor_chunks(described, arrays.__getitem__))
+    return b"".join(tensor_chunks(described, arrays.__getitem__, metadata=metadata))
 
 
 def tensor_chunks(
-    described: Mapping[str, tuple[str, tuple[int, ...]]], array_of: Callable[[str], NDArray]
+    described: Mapping[str, tuple[str, tuple[int, ...]]],
+    array_of: Callable[[str], NDArray],
+    *,
+    metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes]:
     """A safetensors file piece by piece: dtype code and shape of each tensor first, then the data.
 
     Written here because the library's own writer takes no bfloat16 without torch: eight bytes of
     header length, the header as JSON padded to eight bytes, then the data, an array at a time.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, (code, shape) in described.items():
         end = offset + DTYPES[code].itemsize * math.prod(shape)
@@ -78,8 +82,16 @@ def tensor_chunks(
         yield array_of(name).tobytes()
 
 
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype code and shape of each tensor, before any of them is read."""
+def read_metadata(path: Path) -> dict[str, str]:
+    """The words that a tensor file says of itself."""
+    found = _header(path).get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise FileError("a tensor file whose metadata is not text", where=path.name)
+    return found
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The header as it stands, bounded in length; what is in it is not checked yet."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(8)
@@ -89,19 +101,23 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"a tensor file with a broken header: {error}", where=path.name) from error
+    if not isinstance(header, dict):
+        raise FileError("a tensor file with a broken header: not an object", where=path.name)
+    return header
+
+
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype code and shape of each tensor, before any of them is read."""
+    header = _header(path)
+    try:
         entries = {
             name: (str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise FileError(f"a tensor file with a broken header: {error}", where=path.name) from error
     if len(entries) > COUNT_LIMIT:
         raise FileError(f"{len(entries)} tensors in one file", where=path.name)

@@ -1,0 +1,68 @@
+"""The verb `glass explore`: the page over your runs, on this machine only; torch comes later."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from glassformer.spec.errors import InputError
+
+
+def explore(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUNS]",
+            help="A folder of runs, one run, or a model's folder; the runs without it.",
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 7337,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Let --host be reachable by others.")
+    ] = False,
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Print the link and open no browser.")
+    ] = False,
+    runs: Annotated[str, typer.Option(help="The folder that holds the runs.")] = "runs",
+) -> None:
+    """The page: inspect, runs, errors, design, generate, quantize. Ctrl-C ends it.
+
+    Examples:
+
+      glass explore
+
+      glass explore runs/digits --port 0
+
+      glass explore path/to/Qwen3-0.6B --no-open
+    """
+    if not 0 <= port <= 65535:
+        raise InputError(f"--port {port} is no port", hint="0 to 65535; 0 takes a free one")
+    place = _place(what, Path(runs))
+    from glassformer.cli import exploring
+
+    exploring.serve(
+        place,
+        port=port,
+        host=host,
+        allow_remote=allow_remote,
+        open_browser=not no_open,
+    )
+
+
+def _place(what: str | None, runs: Path) -> Path:
+    """The folder that is shown. The runs folder may be empty or missing: Design needs none."""
+    if what is None:
+        return runs
+    if Path(what).exists():
+        return Path(what)
+    if "@" in what:
+        raise InputError(f"{what} names a checkpoint", hint="the page lets you choose the step")
+    from glassformer.cli.finding import find_model
+
+    found = Path(find_model(what, runs=runs))
+    if not found.exists():
+        raise InputError(
+            f"there is no {what} here, nor in {runs}", hint="glass list shows the runs"
+        )
+    return found

@@ -1,0 +1,82 @@
+"""A task's examples as something to look at: by split and number, in words and as a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from glassformer.data.batch import Batch
+from glassformer.data.build import build_task
+from glassformer.data.task import Task
+from glassformer.data.vocab import Tokenizer
+from glassformer.lab.record import load_run_spec
+from glassformer.lens.words import shown
+from glassformer.spec.errors import InputError
+from glassformer.spec.tasks import FinetuneTask
+from glassformer.store.rundir import cache_folder
+from glassformer.web.lab import Lab
+from glassformer.web.query import Unknown
+
+#: Examples that the page offers of a split, and how many signs of each it shows.
+OFFERED, SIGNS = 40, 80
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What is looked at: a text with its target, or one row of a task."""
+
+    text: str
+    target: str | None
+    batch: Batch | None = None
+
+
+def task_of(run: str, lab: Lab) -> Task | None:
+    """The task of a run, built once; None for one whose examples are its base model's chats."""
+    directory = lab.run(run)
+    spec = load_run_spec(directory).task
+    if isinstance(spec, FinetuneTask):
+        return None
+    key = ("task", spec)
+    found: Task | None = lab.remembered(key)
+    if found is None:
+        cache = cache_folder(directory.folder.parent)
+        found = build_task(spec, cache=cache if cache.is_dir() else None)
+        lab.remember(key, found)
+    return found
+
+
+def listed(task: Task, split: str, *, first: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Some examples of a split, number and text: those of `first`, then from the beginning."""
+    size = task.sizes()[split]
+    rows = dict.fromkeys([*(row for row in first if row < size), *range(min(OFFERED, size))])
+    return [{"row": row, "text": shown_line(task.describe(split, row), most=SIGNS)} for row in rows]
+
+
+def written(task: Task | None, split: str, row: int) -> Asked:
+    """One example, with the text and target by which it can be asked for again."""
+    if task is None or split not in task.sizes():
+        raise Unknown(f"this run has no examples called '{split[:40]}'")
+    if not 0 <= row < task.sizes()[split]:
+        raise InputError(f"no example {row}", hint=f"0 to {task.sizes()[split] - 1}")
+    batch = task.batch(split, np.array([row]))
+    tokenizer = task.tokenizer
+    if batch.source is not None:
+        source = _real(tokenizer, batch.source.tokens[0], batch.source.valid[0])
+        return Asked(source, _real(tokenizer, batch.targets["next"][0], batch.valid[0]), batch)
+    text = _real(tokenizer, batch.tokens[0], batch.valid[0])
+    answer = batch.targets.get("answer")
+    return Asked(text, None if answer is None else tokenizer.decode([int(answer[0])]), batch)
+
+
+def _real(tokenizer: Tokenizer, ids: Sequence[int], valid: Sequence[bool]) -> str:
+    kept = [int(i) for i, real in zip(ids, valid, strict=True) if real]
+    while len(kept) > 1 and kept[-1] == tokenizer.eos:
+        kept.pop()
+    return tokenizer.decode(kept)
+
+
+def shown_line(text: str, *, most: int) -> str:
+    """A line for a list: its blanks are blanks, the rest as it can be seen."""
+    line = " ".join(shown(part) for part in text.split(" ") if part)
+    return line if len(line) <= most else line[: most - 1] + "…"

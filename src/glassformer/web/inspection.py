@@ -1,0 +1,161 @@
+"""One look, kept for the page: what is sent at once, and what is fetched when it is asked for.
+
+At once: words, losses, shapes. By position: answers, lens, norms. By head: one map.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from glassformer.lens.ablation import Ablation
+from glassformer.lens.attention import KindMaps
+from glassformer.lens.capture import at_rest
+from glassformer.lens.heatmap import Heat
+from glassformer.lens.look import Look
+from glassformer.lens.reading import divergence
+from glassformer.lens.words import shown
+from glassformer.web.maps import Maps, head_number
+
+# N heads, T positions, S keys, D d_model, V answers
+
+#: Answers of each half-layer that the lens shows.
+LENS_TOP = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection(Maps):
+    """A look (after its ablation, if there is one) and where it came from."""
+
+    look: Look
+    run: str
+    step: str
+    precision: str
+    parameters: int
+    ablation: Ablation | None = None
+
+    def header(self) -> dict[str, Any]:
+        """What the page needs before anything can be drawn."""
+        look = self.look
+        return {
+            "run": self.run,
+            "step": self.step,
+            "precision": self.precision,
+            "parameters": self.parameters,
+            "head": look.head,
+            "words": [shown(word) for word in look.words],
+            "source_words": _shown_words(look.source_words),
+            "place": look.reading.place,
+            "kinds": {kind: _shape(look.attention.of(kind)) for kind in look.kinds},
+            "ablated": [str(head) for head in look.ablated],
+            "loss": look.loss,
+            "loss_before": self.ablation.before.loss if self.ablation else None,
+            "losses": look.losses.tolist(),
+        }
+
+    def position(self, t: int, *, top: int, against: Maps | None) -> dict[str, Any]:
+        """Answers, lens and norms at one position, beside those of before and of another model."""
+        look = self.look
+        t = look.lens.position(t)
+        best = look.next(t, min(top, look.lens.measured.ids.shape[-1]))
+        others: dict[str, dict[str, Any]] = {}
+        if self.ablation is not None:
+            others["before"] = _beside(look, self.ablation.before, t, [i for i, *_ in best])
+        if isinstance(against, Inspection):
+            others["against"] = _beside(look, against.look, t, [i for i, *_ in best])
+        target = look.target(t)
+        return {
+            "position": t,
+            "next": [{"id": i, "word": shown(word), "p": share} for i, word, share in best],
+            "target": None if target is None else {"id": target[0], "word": shown(target[1])},
+            "loss": float(look.losses[t]),
+            "entropy": float(look.entropy[t]),
+            "lens": self._lens(t),
+            "norms": self._norms(t),
+            **others,
+        }
+
+    def _lens(self, t: int) -> list[dict[str, Any]]:
+        lens = self.look.lens
+        most = min(LENS_TOP, lens.measured.ids.shape[-1])
+        return [
+            {
+                "row": name,
+                "layer": layer_of(name),
+                "kl": kl,
+                "top": [
+                    {"id": i, "word": shown(word), "p": share}
+                    for i, word, share in lens.choices(t, most, row=name)
+                ],
+            }
+            for name, kl in zip(lens.row_names, lens.kl[:, t].tolist(), strict=True)
+        ]
+
+    def _norms(self, t: int) -> list[dict[str, Any]]:
+        norms = self.look.norms
+        added = {"attn": norms.attention, "cross": norms.cross, "mlp": norms.mlp}
+        found = []
+        for name, residual in zip(norms.row_names, norms.residual[:, t].tolist(), strict=True):
+            layer, part = layer_of(name), name.rpartition(" ")[2]
+            written = added.get(part) if layer is not None else None
+            value = None if written is None else float(written[layer, t])
+            found.append({"row": name, "residual": residual, "added": value})
+        return found
+
+    def size(self) -> int:
+        """Bytes of the maps, of those before an ablation, and a byte a weight of a rounded copy."""
+        weights = [each for maps in self.look.attention.by_kind.values() for each in maps.weights]
+        held = sum(each.nbytes for each in weights) * (1 if self.ablation is None else 2)
+        return held if self.precision == "float32" else held + self.parameters
+
+    # --- maps -------------------------------------------------------------------------------------
+
+    def heat(self, kind: str, layer: int, head: str) -> Heat:
+        """One head's map, or the mean of a layer's heads."""
+        maps = self.look.attention.of(kind)
+        return maps.mean(layer) if head == "mean" else maps[layer, head_number(head)]
+
+    def heads(self, kind: str) -> list[int]:
+        """Heads of each layer."""
+        return [len(weights_NTS) for weights_NTS in self.look.attention.of(kind).weights]
+
+
+def _shape(maps: KindMaps) -> dict[str, Any]:
+    return {
+        "heads": [len(weights_NTS) for weights_NTS in maps.weights],
+        "rows": len(maps.rows_words),
+        "columns": len(maps.columns_words),
+    }
+
+
+def _shown_words(words: tuple[str, ...] | None) -> list[str] | None:
+    return None if words is None else [shown(word) for word in words]
+
+
+def layer_of(row: str) -> int | None:
+    """1 of `L1 mlp`; None of `embed` and `final`."""
+    name = row.partition(" ")[0].removeprefix("L")
+    return int(name) if name.isdigit() else None
+
+
+def _beside(look: Look, other: Look, t: int, ids: list[int]) -> dict[str, Any]:
+    """Another look at the same tokens: its probabilities of these answers, loss, likeliest, KL."""
+    if other.ids != look.ids or other.reading.model.spec.head_size(other.head) != (
+        look.reading.model.spec.head_size(look.head)
+    ):
+        return {"p": [None] * len(ids), "loss": None, "top": None, "kl": None, "mean_loss": None}
+    ours_1V, theirs_1V = _distribution(look, t), _distribution(other, t)
+    (_, word, share), *_ = other.next(t, 1)
+    return {
+        "p": theirs_1V[0, ids].exp().tolist(),
+        "loss": float(other.losses[t]),
+        "mean_loss": other.loss,
+        "top": {"word": shown(word), "p": share},
+        "kl": float(divergence(theirs_1V, ours_1V)[0]),
+    }
+
+
+def _distribution(look: Look, t: int) -> Tensor:
+    with at_rest(look.model):
+        rows_TD = look.reading.rows_of(look.hidden_TD)
+        return look.reading.log_probabilities(rows_TD[t : t + 1]).cpu()

@@ -1,0 +1,36 @@
+"""How much one question may ask for: sizes, counts and depths, each in one place."""
+
+#: Bytes of a request's body, and how deep its JSON may nest.
+BODY_BYTES = 64 * 1024
+JSON_DEPTH = 32
+#: Seconds in which a body must have arrived.
+BODY_SECONDS = 10.0
+#: Bytes of a request's path with its query string.
+PATH_BYTES = 8 * 1024
+
+#: Characters and tokens of a prompt, new tokens, beams.
+PROMPT_CHARACTERS = 16_000
+PROMPT_TOKENS = 2_048
+NEW_TOKENS = 1_024
+BEAMS = 16
+
+#: Runs on one chart; points of one curve; examples behind a cell of the confusion matrix.
+PICKED_RUNS = 20
+CURVE_POINTS = 1_500
+EXAMPLES = 200
+#: Examples and tokens that the page Errors has a model answer.
+EVALUATED_EXAMPLES = 5_000
+EVALUATED_TOKENS = 1 << 18
+#: Bytes of a run's small JSON files that the page will read.
+RECORD_BYTES = 4 * 1024 * 1024
+#: Folders of one runs folder that are listed.
+LISTED = 2_000
+
+#: Models in memory, and inspections whose tensors are kept for the page to fetch.
+MODELS = 2
+INSPECTIONS = 16
+#: Bytes of all of them together; the newest is kept whatever its size.
+KEPT_BYTES = 1 << 30
+#: Seconds that a question waits for the one before it, and then is told to wait.
+PATIENCE_SECONDS = 2.0
+RETRY_SECONDS = 1

@@ -1,0 +1,146 @@
+// The shell: pages by name, one in view; theme, keys, copying; the place where errors are shown.
+
+import * as api from "./api.js";
+import { alertBox, el, fill } from "./dom.js";
+import * as keys from "./keys.js";
+import { Router, href } from "./router.js";
+import * as theme from "./theme.js";
+
+const PAGES = {
+  inspect: ["Inspect", () => import("./inspect.js")],
+  runs: ["Runs", () => import("./runs.js")],
+  errors: ["Errors", () => import("./errors.js")],
+  design: ["Design", () => import("./design.js")],
+  generate: ["Generate", () => import("./generate.js")],
+  quantize: ["Quantize", () => import("./quantize.js")],
+};
+const $ = (id) => document.getElementById(id);
+let shown = null; // {name, handle}
+let turn = 0; // a page that loads slowly must not overtake the next one
+
+function announce(text) {
+  $("announce").textContent = "";
+  requestAnimationFrame(() => { $("announce").textContent = text; });
+}
+
+let hiding;
+function toast(text) {
+  fill($("toast"), text);
+  $("toast").hidden = false;
+  clearTimeout(hiding);
+  hiding = setTimeout(() => { $("toast").hidden = true; }, 4000);
+  announce(text);
+}
+
+/** Show an error above the page; null takes it away. */
+function alert(error) {
+  if (error?.name === "AbortError") return;
+  if (error?.status === 403 && /token/.test(error.what)) { askForToken(); return; }
+  fill($("alerts"), error && alertBox(error, () => alert(null)));
+  if (error && error.what === undefined) console.error(error); // ours, not the server's: a fault of the page
+}
+
+function askForToken() {
+  const box = el("input", { type: "text", id: "address", autocomplete: "off", spellcheck: "false" });
+  const take = (event) => {
+    event.preventDefault();
+    const token = /(?:#t=)?([A-Za-z0-9_-]{8,})(?:\/.*)?$/.exec(box.value.trim())?.[1];
+    if (token) { api.remember(token); location.reload(); }
+  };
+  fill($("alerts"));
+  fill($("page"), el("form", { class: "panel narrow", onsubmit: take },
+    el("h2", {}, "Which explorer is this?"),
+    el("p", {}, "This page is open without the token of the server it came from. Paste the address that ",
+      el("code", {}, "glass explore"), " printed."),
+    el("div", { class: "field" }, el("label", { for: "address" }, "Address or token"), box),
+    el("button", { type: "submit", class: "primary" }, "Open")));
+}
+
+async function show({ name, params }) {
+  if (!PAGES[name]) { router.replace("inspect", {}); return; }
+  if (shown?.name === name && shown.handle) {
+    try { await shown.handle.update(params); } catch (error) { alert(error); }
+    return;
+  }
+  const mine = ++turn;
+  shown?.handle?.unmount();
+  shown = { name, handle: null };
+  const [label, load] = PAGES[name];
+  for (const link of $("pages").children) {
+    if (link.dataset.page === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  $("title").textContent = label;
+  document.title = `${label} · glass explorer`;
+  $("copies").hidden = true;
+  alert(null);
+  fill($("page"));
+  if (!api.known()) { askForToken(); return; }
+  const root = el("div", { class: `page ${name}` });
+  fill($("page"), root);
+  try {
+    const { page } = await load();
+    await dress(page.styles);
+    if (mine !== turn) return;
+    document.title = `${page.title} · glass explorer`;
+    $("title").textContent = page.title;
+    shown.handle = await page.mount(root, params, contextFor(name));
+    if (mine !== turn) { shown.handle?.unmount(); return; }
+    $("copies").hidden = !shown.handle.commands;
+  } catch (error) {
+    if (mine === turn) alert(error);
+  }
+}
+
+const contextFor = (name) => ({
+  api, theme, announce, alert, toast, href,
+  go: (params, page = name) => router.go(page, params),
+  replace: (params) => { if (shown?.name === name) router.replace(name, params); },
+});
+
+async function copy(kind) {
+  const text = kind === "link" ? location.href : shown?.handle?.commands()[kind];
+  if (!text) return;
+  try {
+    await navigator.clipboard.writeText(text);
+    toast(`Copied: ${text}`);
+  } catch {
+    const box = el("textarea", { readonly: true, rows: 3, "aria-label": "Text to copy" }, text);
+    const dialog = el("dialog", { "aria-label": "Copy by hand", onclose: () => dialog.remove() },
+      el("p", {}, "The browser does not let this page write to the clipboard:"), box,
+      el("button", { type: "button", class: "primary", onclick: () => dialog.close() }, "Close"));
+    document.body.append(dialog);
+    dialog.showModal();
+    box.select();
+  }
+}
+
+/** A page may bring a style sheet of its own: page.styles = "runs.css". */
+function dress(sheet) {
+  const href = `/static/${sheet}`;
+  if (!sheet || document.querySelector(`link[href="${href}"]`)) return null;
+  const link = el("link", { rel: "stylesheet", href });
+  document.head.append(link);
+  return new Promise((done) => { link.onload = link.onerror = done; });
+}
+
+const sayTheme = () => { $("theme").textContent = `Theme: ${theme.choice()}`; };
+
+api.adopt(location, history);
+theme.choose(theme.choice());
+sayTheme();
+fill($("pages"), Object.entries(PAGES).map(([name, [label]]) =>
+  el("a", { href: href(name), "data-page": name }, label)));
+$("theme").addEventListener("click", () => {
+  theme.choose(theme.following());
+  sayTheme();
+  announce(`Theme: ${theme.choice()}`);
+});
+$("help").addEventListener("click", keys.help);
+$("skip").addEventListener("click", (event) => { event.preventDefault(); $("main").focus(); });
+for (const button of $("copies").querySelectorAll("button")) {
+  button.addEventListener("click", () => copy(button.dataset.copy));
+}
+keys.bind({ "?": ["this list", keys.help] });
+const router = new Router(show);
+router.render();

@@ -1,0 +1,107 @@
+// The sliders of Design. Each is a range with a box beside it: the one to play with, the other to be exact.
+
+import { check, el, field, fill, fresh, select } from "./dom.js";
+import { count, fixed, percent } from "./format.js";
+
+/** Positions 0 … 1000 of a slider that runs from low to high by equal factors; values are round numbers. */
+const log = (low, high, digits = 3) => ({
+  at: (value) => Math.round(1000 * Math.log(value / low) / Math.log(high / low)),
+  of: (place) => Number((low * (high / low) ** (place / 1000)).toPrecision(digits)),
+  min: 0, max: 1000, step: 1,
+});
+const linear = (low, high, step, digits) => ({
+  at: (value) => value, of: (place) => Number(place.toFixed(digits)), min: low, max: high, step,
+});
+const powers = (low, high) => ({ at: (value) => Math.round(Math.log2(value)), of: (place) => 2 ** place, min: low, max: high, step: 1 });
+
+const whole = (text) => text.replace(/[,_\s]/g, "");
+/** What each slider asks: its name in the query, its scale, how it is written and read, and its snap points. */
+export const SLIDERS = [
+  { name: "params", label: "Total parameters", scale: log(10_000, 1_000_000_000), show: count, read: whole,
+    snaps: [[1e6, "1M"], [5e6, "5M"], [10e6, "10M"], [25e6, "25M"], [100e6, "100M"]] },
+  { name: "embedding_ratio", label: "Embedding ratio", scale: linear(0.02, 0.9, 0.005, 3), show: (value) => percent(value, 1),
+    read: (text) => (/%/.test(text) ? text.replace(/\s/g, "") : text.trim()),
+    snaps: [[0.25, "25 %"], [0.35, "35 %"], [0.45, "45 %"], ["free", "free"]] },
+  { name: "glu_expansion", label: "GLU expansion", scale: linear(1, 6, 0.01, 2), show: (value) => `${fixed(value, 2)}×`,
+    read: (text) => text.replace(/[×x\s]/g, ""), snaps: [[2, "2.0"], [2.66, "2.66"], [3, "3.0"], [4, "4.0"], ["free", "free"]] },
+  { name: "vocab", label: "Vocabulary", scale: log(64, 262_144), show: count, read: whole,
+    snaps: [[256, "256"], [8000, "8k"], [16_000, "16k"], [32_000, "32k"]] },
+  { name: "heads", label: "Attention heads", scale: linear(1, 64, 1, 0), show: count, read: whole,
+    snaps: [[4, "4"], [8, "8"], [16, "16"], ["any", "any"]] },
+  { name: "length", label: "Longest sequence", scale: powers(5, 15), show: count, read: whole,
+    snaps: [[128, "128"], [512, "512"], [2048, "2,048"]] },
+];
+
+const KEEP = [["total", "the total; the two are met as nearly as it allows"], ["ratio", "the ratio, to the nearest width"],
+  ["expansion", "the expansion, to the nearest d_ff"], ["both", "both, if any design has them"]];
+const FLAGS = { total: {}, ratio: { exact_ratio: true }, expansion: { exact_expansion: true }, both: { exact_ratio: true, exact_expansion: true } };
+const kept = ({ exact_ratio: ratio, exact_expansion: expansion }) => (ratio ? (expansion ? "both" : "ratio") : expansion ? "expansion" : "total");
+
+class Slider {
+  constructor(spec, { move, settle }) {
+    const { name, label, scale, snaps } = spec;
+    Object.assign(this, { spec, scale });
+    const id = fresh("slider");
+    this.range = el("input", { type: "range", id, name, min: scale.min, max: scale.max, step: scale.step,
+      oninput: () => move({ [name]: scale.of(Number(this.range.value)) }),
+      onchange: () => settle({ [name]: scale.of(Number(this.range.value)) }) });
+    this.box = el("input", { type: "text", name: `${name}-exact`, autocomplete: "off", spellcheck: "false", "aria-label": `${label}, exactly`,
+      onchange: () => settle({ [name]: spec.read(this.box.value) }) });
+    this.snaps = snaps.map(([value, text]) => [value, el("button", { type: "button", "aria-label": `${label} ${text}`,
+      onclick: () => settle({ [name]: value }) }, text)]);
+    this.root = el("div", { class: "slider" },
+      el("div", { class: "row spread" }, el("label", { for: id }, label), this.box), this.range,
+      el("div", { class: "snaps" }, this.snaps.map(([, button]) => button)));
+  }
+
+  draw(value) {
+    const number = Number(value);
+    const isWord = Number.isNaN(number);
+    const text = isWord ? String(value) : this.spec.show(number);
+    if (document.activeElement !== this.box) this.box.value = text;
+    if (!isWord && document.activeElement !== this.range) this.range.value = this.scale.at(number);
+    this.range.setAttribute("aria-valuetext", text);
+    this.range.classList.toggle("unset", isWord);
+    for (const [snap, button] of this.snaps) button.setAttribute("aria-pressed", String(String(snap) === String(value)));
+  }
+}
+
+/** move(patch): while a slider is dragged; settle(patch): a choice that the address keeps. */
+export class Controls {
+  constructor({ move, settle }) {
+    this.settle = settle;
+    this.sliders = SLIDERS.map((spec) => new Slider(spec, { move, settle }));
+    this.rest = el("div", { class: "rest" });
+    this.root = el("div", { class: "controls" }, this.sliders.map(({ root }) => root), this.rest);
+  }
+
+  draw(view) {
+    for (const slider of this.sliders) slider.draw(view[slider.spec.name]);
+    const focused = this.rest.contains(document.activeElement) ? document.activeElement.name : null;
+    const own = { exact_ratio: undefined, exact_expansion: undefined, ratio_within: undefined, glu_within: undefined };
+    fill(this.rest,
+      check("tied: the head is the token embedding", view.tied !== false, (tied) => this.settle({ tied: tied ? undefined : false }), { name: "tied" }),
+      field("When they cannot all hold, keep", select(KEEP, kept(view), (value) => this.settle({ ...own, ...FLAGS[value] }), { name: "keep" })),
+      field("Widths are multiples of", select([["1", "anything"], "8", "16", "32", "64", "128"], String(view.multiple ?? 1),
+        (value) => this.settle({ multiple: value === "1" ? undefined : Number(value) }), { name: "multiple" })),
+      field("The count may be off by", select([["0.0005", "0.05 %"], ["0.001", "0.1 %"], ["0.005", "0.5 %"], ["0.01", "1 %"], ["0.05", "5 %"],
+        ...(this.#unlisted(view.tolerance))], String(view.tolerance ?? 0.005),
+      (value) => this.settle({ tolerance: value === "0.005" ? undefined : Number(value) }), { name: "tolerance" })),
+      this.#limits(view));
+    if (focused) this.rest.querySelector(`[name="${focused}"]`)?.focus();
+  }
+
+  #unlisted(tolerance) {
+    const listed = [0.0005, 0.001, 0.005, 0.01, 0.05, undefined];
+    return listed.includes(tolerance) ? [] : [[String(tolerance), percent(tolerance, 3)]];
+  }
+
+  /** Settings that came by a button or a link, each with a way to take it back. */
+  #limits(view) {
+    const shown = new Set([...SLIDERS.map(({ name }) => name), "tied", "exact_ratio", "exact_expansion", "multiple", "tolerance"]);
+    const others = Object.entries(view).filter(([name, value]) => !shown.has(name) && value !== undefined);
+    return others.length > 0 && el("div", { class: "limits" }, el("span", { class: "label" }, "And"), others.map(([name, value]) =>
+      el("button", { type: "button", class: "chip", "aria-label": `Drop ${name.replaceAll("_", " ")} ${value}`,
+        onclick: () => this.settle({ [name]: undefined }) }, `${name.replaceAll("_", " ")} ${value} ✕`)));
+  }
+}

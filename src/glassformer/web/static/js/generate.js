@@ -1,0 +1,301 @@
+// Generate: text as it is made. Each token with its probability, what else could have come, and branches from there.
+
+import { alertBox, check, el, field, fill, select } from "./dom.js";
+import { fixed, short } from "./format.js";
+import { ModelForm, modelPath, quoted } from "./generate-model.js";
+import "./generate-tokens.js";
+import "./generate-tree.js";
+import * as keys from "./keys.js";
+import { perFrame } from "./state.js";
+
+const MODES = [["greedy", "greedy: always the likeliest"], ["sample", "sample: draw by chance"], ["beam", "beam: search for the likeliest whole"]];
+const FINISH = { eos: "the model ended it", length: "the most tokens were made", stop: "a stop string", constraint: "the constraint" };
+/** The numbers of each mode: parameter, label, step, least, most, where it begins. */
+const NUMBERS = {
+  max: ["New tokens at most", 1, 1, 1024, 64], temperature: ["Temperature", 0.05, 0.05, 100, 1], top_k: ["Top-k (empty: all)", 1, 1, 1048576, ""],
+  top_p: ["Top-p", 0.01, 0.01, 1, 1], seed: ["Seed", 1, 0, 9007199254740991, 0], beams: ["Beams", 1, 1, 16, 4], penalty: ["Length penalty", 0.1, -40, 40, 0.6],
+};
+const OF = { greedy: ["max"], sample: ["max", "temperature", "top_k", "top_p", "seed"], beam: ["max", "beams", "penalty"] };
+const SENT = { max: "max_tokens", penalty: "length_penalty" };
+
+const parse = (params) => ({ run: params.run ?? null, step: params.step ?? "best", text: params.text ?? null,
+  mode: OF[params.mode] ? params.mode : "greedy", forced: params.forced ?? "", cached: params.cache !== "off",
+  ...Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, params[name] ?? String(NUMBERS[name][4])])) });
+
+function address(view) {
+  const { run, step, text, mode, forced, cached } = view;
+  const numbers = OF[mode].filter((name) => view[name] !== String(NUMBERS[name][4])).map((name) => [name, view[name]]);
+  return { run, step: step === "best" ? null : step, text, mode: mode === "greedy" ? null : mode, ...Object.fromEntries(numbers),
+    forced: mode === "beam" ? null : forced, cache: cached ? null : "off" };
+}
+
+function question(view, { cached = view.cached } = {}) {
+  const { run, step, text: prompt, mode, forced } = view;
+  const numbers = OF[mode].filter((name) => view[name] !== "").map((name) => [SENT[name] ?? name, Number(view[name])]);
+  return { run, step, prompt, mode, cached, ...Object.fromEntries(numbers), ...(forced && mode !== "beam" ? { forced } : {}) };
+}
+
+/** Tokens with their probabilities; branch(id): what a button beside each does. */
+function choices(title, rows, { chosen, branch } = {}) {
+  const row = ({ id, word, probability }) => {
+    const meter = el("span", { class: "meter" });
+    meter.style.width = `${100 * probability}%`;
+    return el("tr", { class: id === chosen ? "marked" : null },
+      el("th", { scope: "row" }, el("code", {}, word), id === chosen && el("span", { class: "muted" }, " chosen")),
+      el("td", { class: "n" }, fixed(probability, 4)), el("td", { class: "bar" }, meter),
+      branch && el("td", {}, id !== chosen && el("button", { type: "button", class: "small",
+        "aria-label": `Branch from here with ${word}`, onclick: branch(id) }, "branch")));
+  };
+  const heads = ["token", "probability", "bar", ...(branch ? ["branch"] : [])];
+  return el("table", { class: "data", id: "alternatives" }, el("caption", { class: "visually-hidden" }, title),
+    el("thead", {}, el("tr", {}, heads.map((text, i) => el("th", { scope: "col", class: i === 1 ? "n" : null },
+      el("span", { class: i > 1 ? "visually-hidden" : null }, text))))), el("tbody", {}, rows.map(row)));
+}
+
+class Generate {
+  running = null;
+  tokens = [];
+  nodes = [];
+
+  constructor(root, context) {
+    Object.assign(this, { root, context });
+    const change = (patch) => this.#change(patch);
+    this.form = new ModelForm(context, { change, submit: () => this.#submit(), verb: "Generate" });
+    this.stop = el("button", { type: "button", id: "stop", hidden: true, onclick: () => this.cease() }, "Stop", el("kbd", { "aria-hidden": "true" }, "Esc"));
+    this.form.buttons.append(this.stop);
+    this.what = el("p", { class: "muted what" });
+    this.said = el("div", { class: "said" });
+    this.strip = el("glass-spoken");
+    this.strip.addEventListener("pick", ({ detail }) => this.#alternatives(detail));
+    this.tree = el("glass-tree");
+    this.beside = el("div", { class: "beside" });
+    this.timing = el("div", { class: "timing" });
+    this.asTable = el("div", {});
+    fill(root, el("div", { class: "two" },
+      el("section", { class: "panel", "aria-labelledby": "ask-title" }, el("h2", { id: "ask-title" }, "Prompt"), this.form.root),
+      el("div", { class: "stack" },
+        el("section", { class: "panel", "aria-labelledby": "made-title" }, el("h2", { id: "made-title" }, "Generated"), this.what, this.said, this.strip, this.tree, this.timing),
+        el("section", { class: "panel", "aria-labelledby": "else-title" }, el("h2", { id: "else-title" }, "What else could have come"), this.beside, this.asTable))));
+    this.drawSoon = perFrame(() => this.#draw());
+    this.unbind = keys.bind({ Escape: ["stop", () => this.cease()], "/": ["write a prompt", () => this.form.text.focus()] });
+  }
+
+  async update(params) {
+    const begin = params.text !== undefined;
+    this.view = parse(params);
+    if (!await this.form.prepare(this.view)) { fill(this.root, this.form.empty()); return; }
+    this.#settings();
+    if (begin) await this.#run();
+    else { this.cease(); this.#clear(); fill(this.what, "Press Generate, or Enter in the prompt."); }
+    this.root.dataset.ready = "true";
+  }
+
+  #change(patch) {
+    const view = { ...this.view, text: this.form.text.value, forced: "", ...patch };
+    if (patch.run || patch.step) view.text = patch.text === null ? undefined : view.text;
+    this.context.go(address(view));
+  }
+
+  #submit() {
+    const view = { ...this.view, text: this.form.text.value };
+    for (const name of OF[view.mode]) view[name] = this.form.inside.querySelector(`[name="${name}"]`)?.value.trim() ?? view[name];
+    if (view.text !== this.view.text) view.forced = "";
+    const before = location.hash;
+    this.context.go(address(view));
+    if (location.hash === before) this.#run(); // the same question once more: the router keeps still
+  }
+
+  #settings() {
+    const { view } = this;
+    const number = (name) => {
+      const [label, step, min, max] = NUMBERS[name];
+      return field(label, el("input", { type: "number", name, step: name === "top_p" || name === "temperature" || name === "penalty" ? "any" : step,
+        min, max, value: view[name], inputmode: "decimal" }));
+    };
+    const held = document.activeElement?.name;
+    fill(this.form.inside,
+      field("How", select(MODES, view.mode, (mode) => this.#change({ mode }), { name: "mode" })),
+      el("div", { class: "numbers" }, OF[view.mode].map(number)),
+      check("KV cache", view.cached, (cached) => this.#change({ cached, forced: view.forced }), { name: "cached" }),
+      view.forced && view.mode !== "beam" && el("p", { class: "branch" }, `A branch: ${view.forced.split(",").length} tokens are given. `,
+        el("button", { type: "button", class: "small", id: "unbranch", onclick: () => this.#change({}) }, "drop the branch")));
+    if (["mode", "cached"].includes(held)) this.form.inside.querySelector(`[name="${held}"]`)?.focus();
+  }
+
+  #clear() {
+    this.tokens = [];
+    this.nodes = [];
+    this.start = this.end = this.answer = null;
+    this.rates = {};
+    this.picked = null;
+    fill(this.said); fill(this.timing); fill(this.beside); fill(this.asTable);
+    this.strip.data = { prompt: [], tokens: [] };
+    this.tree.data = { nodes: [], best: [] };
+  }
+
+  cease() { this.running?.abort(); }
+
+  async #run() {
+    this.cease();
+    const mine = new AbortController();
+    this.running = mine;
+    this.#clear();
+    this.stop.hidden = false;
+    this.root.dataset.running = "true";
+    this.context.alert(null);
+    const asked = question(this.view);
+    try {
+      await this.context.api.stream("/api/generate", asked, (line) => { if (!mine.signal.aborted) { this.#take(line); this.drawSoon(); } }, { signal: mine.signal });
+    } catch (error) {
+      if (mine.signal.aborted) { if (this.running === mine) this.#stopped(); } else { fill(this.what, alertBox(error)); }
+    } finally {
+      if (this.running === mine) {
+        this.running = null;
+        this.stop.hidden = true;
+        delete this.root.dataset.running;
+        this.root.dataset.done = JSON.stringify(asked);
+      }
+    }
+  }
+
+  #stopped() {
+    this.end = { finish: "stopped here", stopped: true };
+    this.context.announce("Stopped");
+    this.drawSoon();
+  }
+
+  #take(line) {
+    if (line.kind === "start") this.start = line;
+    else if (line.kind === "token") this.tokens.push(line);
+    else if (line.kind === "tree") this.nodes.push(...line.nodes);
+    else if (line.kind === "answer") this.answer = line;
+    else if (line.kind === "end") {
+      this.end = line;
+      if (this.start) this.rates[this.start.cached] = line;
+      this.context.announce(line.hypotheses ? `${line.hypotheses.length} hypotheses` : `Generated ${this.tokens.length} tokens: ${FINISH[line.finish] ?? line.finish}`);
+    }
+  }
+
+  #draw() {
+    if (this.answer) { this.#answered(); return; }
+    if (!this.start) { if (this.end) fill(this.what, "Stopped before the first token."); return; }
+    const { prompt, source, what } = this.start;
+    fill(this.what, what, source && " The decoder began with ", source && prompt.map(({ word }) => el("code", {}, word)), source && ".");
+    if (this.start.mode === "beam") { this.#beams(); return; }
+    this.#spoken();
+    if (this.end) this.#ended();
+    if (this.tokens.length && this.picked === null) this.#alternatives(0, { quietly: true });
+  }
+
+  #spoken() {
+    const { prompt, source } = this.start;
+    this.strip.data = { prompt: source ?? prompt, arrow: Boolean(source), tokens: this.tokens, picked: this.picked };
+  }
+
+  #ended() {
+    const { end, tokens } = this;
+    const text = end.stopped ? tokens.map(({ text: piece }) => piece).join("") : end.text;
+    fill(this.said, el("pre", { id: "text", tabindex: 0, role: "group", "aria-label": "The text" },
+      !this.start.source && el("span", { class: "muted" }, this.view.text), el("span", { id: "new" }, text || "(nothing)")));
+    const facts = [["ended", FINISH[end.finish] ?? end.finish], ["tokens", tokens.length],
+      ["mean log-probability", short(tokens.reduce((sum, { logprob }) => sum + logprob, 0) / tokens.length)]];
+    fill(this.timing, el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), this.#speed());
+    fill(this.asTable, el("details", {}, el("summary", {}, "All tokens as a table"), this.#table()));
+  }
+
+  #table() {
+    const cells = ({ place, word, id, probability, logprob, forced }) => el("tr", {}, el("th", { scope: "row", class: "n" }, place), el("td", {}, el("code", {}, word), forced && " (given)"),
+      el("td", { class: "n" }, id), el("td", { class: "n" }, fixed(probability, 4)), el("td", { class: "n" }, fixed(logprob, 4)));
+    return el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table of tokens" }, el("table", { class: "data", id: "tokens-table" },
+      el("caption", { class: "visually-hidden" }, "Generated tokens"), el("thead", {}, el("tr", {}, ["place", "token", "id", "probability", "log"].map((text, i) =>
+        el("th", { scope: "col", class: i === 1 ? null : "n" }, text)))), el("tbody", {}, this.tokens.map(cells))));
+  }
+
+  /** Measured where the page runs: with the cache, and on demand without it. */
+  #speed() {
+    const rate = (cached) => this.rates[cached]?.tokens_per_second;
+    const rows = [true, false].filter((cached) => this.rates[cached]).map((cached) => [cached ? "with the KV cache" : "without",
+      rate(cached) ? `${short(rate(cached))} tokens/s` : "–", `${short(1000 * this.rates[cached].first_seconds)} ms to the first token, ${this.rates[cached].positions} positions read`]);
+    if (!rows.length) return null;
+    const measure = el("button", { type: "button", class: "small", id: "measure", onclick: () => this.#measure(measure) }, `measure ${this.start.cached ? "without" : "with"} the cache`);
+    const ratio = rate(true) && rate(false) ? rate(true) / rate(false) : null;
+    return el("div", { id: "speed" }, rows.map(([name, speed, note]) => el("p", {}, el("strong", {}, speed), ` ${name}`, el("span", { class: "muted" }, ` · ${note}`))),
+      ratio ? el("p", { class: ratio < 1 ? "warn" : "muted" }, ratio < 1 ? `The cache is slower here: ${fixed(1 / ratio, 2)}× the time.` : `${fixed(ratio, 2)}× as fast with it, on these tokens.`) : measure);
+  }
+
+  async #measure(button) {
+    button.disabled = true;
+    const { rates } = this;
+    try {
+      await this.context.api.stream("/api/generate", question(this.view, { cached: !this.start.cached }), (line) => { if (line.kind === "end") rates[!this.start.cached] = line; });
+      if (this.rates === rates) this.#ended();
+    } catch (error) { this.context.alert(error); }
+  }
+
+  #alternatives(index, { quietly = false } = {}) {
+    const token = this.tokens[index];
+    if (!token) return;
+    this.picked = index;
+    const ids = this.tokens.slice(0, index).map(({ id }) => id);
+    const branch = (id) => () => this.context.go(address({ ...this.view, forced: [...ids, id].join(",") }));
+    const known = token.alternatives.some(({ id }) => id === token.id);
+    const rows = [...token.alternatives, ...(known ? [] : [token])];
+    fill(this.beside, el("p", {}, `Place ${token.place}: `, el("code", {}, token.word), ` had probability ${fixed(token.probability, 4)}`, token.forced && ", and was given by the branch", "."),
+      choices(`The likeliest tokens at place ${token.place}, by the model's own distribution`, rows, { chosen: token.id, branch }));
+    if (!quietly) this.#spoken();
+  }
+
+  #answered() {
+    const { what, prompt, answers, seconds } = this.answer;
+    fill(this.what, what);
+    this.strip.data = { prompt, tokens: [] };
+    fill(this.said, el("p", { class: "lead" }, "Answer ", el("strong", { id: "answer" }, answers[0].word), el("span", { class: "muted" }, ` with probability ${fixed(answers[0].probability, 4)}, in ${short(1000 * seconds)} ms`)));
+    fill(this.beside, choices("The likeliest answers", answers));
+    fill(this.form.inside); // nothing of it changes an answer
+  }
+
+  #beams() {
+    const { end } = this;
+    this.tree.data = { nodes: this.nodes, best: (end?.hypotheses ?? []).map(({ node }) => node) };
+    if (!end || end.stopped) return;
+    fill(this.said, el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Hypotheses" }, el("table", { class: "data", id: "hypotheses" }, el("caption", { class: "visually-hidden" }, "Hypotheses, best first"),
+      el("thead", {}, el("tr", {}, ["text", "score", "log-probability", "ended by"].map((text, i) => el("th", { scope: "col", class: i === 1 || i === 2 ? "n" : null }, text)))),
+      el("tbody", {}, end.hypotheses.map(({ text, score, logprob, finish }) => el("tr", {}, el("th", { scope: "row" }, el("code", {}, text || "(nothing)")),
+        el("td", { class: "n" }, fixed(score, 4)), el("td", { class: "n" }, fixed(logprob, 4)), el("td", {}, finish)))))));
+    fill(this.timing, el("p", { class: "muted" }, `${this.nodes.length} tokens were kept in ${fixed(end.seconds, 2)} s.`));
+    fill(this.beside, el("p", { class: "muted" }, "A search keeps several continuations at once: its tree is what else could have come. Branching is for greedy and sample."));
+  }
+
+  commands() {
+    const { view } = this;
+    if (!view?.run) return { cli: "", python: "" };
+    const set = (name) => view[name] !== "" && view[name] !== String(NUMBERS[name][4]);
+    const option = { temperature: "--temperature", top_k: "--top-k", top_p: "--top-p", seed: "--seed", penalty: "--length-penalty" };
+    const own = OF[view.mode].filter((name) => option[name] && (set(name) || name === "temperature")).map((name) => `${option[name]} ${view[name]}`);
+    const text = this.form.text.value;
+    const begun = this.tokens.filter(({ forced }) => forced).map((token) => token.text).join("");
+    const cli = ["glass generate", modelPath(view), quoted(text), `--max-new ${view.max}`, begun && `--force ${quoted(begun)}`, ...own, view.mode === "beam" ? `--beams ${view.beams}` : "", view.cached ? "" : "--no-cache"].filter(Boolean).join(" ");
+    const load = `import glassformer as gf\n\nmodel = gf.load(${JSON.stringify(modelPath(view))})\n`;
+    if (this.answer) return { cli: `glass inspect ${modelPath(view)} ${quoted(text)}`, python: `${load}print(model.generate(${JSON.stringify(text)}))` };
+    if (view.mode === "beam") {
+      return { cli, python: `${load}from glassformer.generate.beam import beam_search\nfrom glassformer.spec.decoding import BeamSpec\n\nspec = BeamSpec(width=${view.beams}, alpha=${view.penalty}, max_new_tokens=${view.max}, eos=model.end_ids(), forbidden=model.nameless_ids())\nprint(beam_search(model.stepper(), model.prompt(${JSON.stringify(text)}), spec=spec)[0].hypotheses)` };
+    }
+    const given = view.mode === "sample" ? ["temperature", "top_k", "top_p", "seed"].filter((name) => view[name] !== "").map((name) => `, ${name}=${view[name]}`).join("") : "";
+    return { cli, python: `${load}print(model.generate(${JSON.stringify(text)}, max_new_tokens=${view.max}${given}))` };
+  }
+
+  unmount() {
+    this.cease();
+    this.unbind();
+  }
+}
+
+export const page = {
+  title: "Generate",
+  styles: "generate.css",
+  mount(root, params, context) {
+    const generate = new Generate(root, context);
+    queueMicrotask(() => generate.update(params).catch(context.alert));
+    return { update: (next) => generate.update(next), unmount: () => generate.unmount(), commands: () => generate.commands() };
+  },
+};

@@ -1,0 +1,159 @@
+// What the Inspect page asks of the server, and what it remembers of the answers.
+
+import { query } from "./api.js";
+
+const KEPT = 12; // looks remembered here; the server keeps 16
+
+/** digits@80:int8, and back. */
+export const modelName = ({ run, step, precision: bits }) => `${run}@${step}${bits === "float32" ? "" : `:${bits}`}`;
+export function parseModel(text) {
+  const [, run, step, precision] = /^([^@:]+)(?:@([^:]+))?(?::(.+))?$/.exec(text ?? "") ?? [];
+  return run ? { run, step: step ?? "best", precision: precision ?? "float32" } : null;
+}
+
+/** The view, from the parameters of the address. */
+export function parse(params) {
+  const number = (text, otherwise) => (/^\d{1,6}$/.test(text ?? "") ? Number(text) : otherwise);
+  return {
+    run: params.run ?? null, step: params.step ?? "best", precision: params.precision ?? "float32",
+    text: params.text ?? null, target: params.target ?? null,
+    split: params.split ?? null, row: params.text === undefined ? number(params.row, null) : null,
+    ablate: params.ablate ? params.ablate.split(",") : [],
+    kind: params.kind ?? "self", layer: number(params.L, 0), head: params.H === "mean" ? "mean" : number(params.H, 0),
+    pos: number(params.pos, null), src: number(params.src, 0),
+    table: params.table === "1", auto: params.scale === "auto", difference: params.view === "difference",
+    other: parseModel(params.with),
+  };
+}
+
+/** The address of a view: only what is not as it would be anyway. */
+export function address(view) {
+  return {
+    run: view.run, step: view.step === "best" ? null : view.step,
+    precision: view.precision === "float32" ? null : view.precision,
+    text: view.text, target: view.text === null ? null : view.target,
+    split: view.text === null ? view.split : null, row: view.text === null ? view.row : null,
+    ablate: view.ablate.join(","), kind: view.kind === "self" ? null : view.kind,
+    L: view.layer, H: view.head, pos: view.pos, src: view.kind === "self" ? null : view.src,
+    table: view.table ? 1 : null, scale: view.auto ? "auto" : null, view: view.difference ? "difference" : null,
+    with: view.other && modelName(view.other),
+  };
+}
+
+export const headName = (kind, layer, head) => `${kind === "self" ? "" : `${kind}.`}L${layer}H${head}`;
+export const placeOf = (name) => {
+  const [, kind, layer, head] = /^(?:(\w+)\.)?L(\d+)H(\d+)$/.exec(name);
+  return { kind: kind ?? "self", layer: Number(layer), head: Number(head) };
+};
+
+/** Bytes as numbers: float32, float16, or whole ones. */
+function numbers({ buffer, headers }) {
+  const kind = headers.get("X-Dtype");
+  if (kind === "uint8") return new Uint8Array(buffer);
+  return kind === "float32" ? new Float32Array(buffer) : halves(new Uint16Array(buffer));
+}
+
+function halves(words) {
+  return Float32Array.from(words, (word) => {
+    const [sign, exponent, fraction] = [word >> 15 ? -1 : 1, word >> 10 & 31, word & 1023];
+    if (exponent === 31) return fraction ? NaN : sign * Infinity;
+    return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * fraction / 1024);
+  });
+}
+
+/** One look at one text: its header at once, its parts when they are asked for, each once. */
+export class Look {
+  #api;
+  #parts = new Map();
+
+  constructor(api, header) {
+    this.#api = api;
+    Object.assign(this, header);
+  }
+
+  #part(path, how) {
+    if (!this.#parts.has(path)) {
+      const asked = how(`/api/inspect/${this.key}/${path}`);
+      this.#parts.set(path, asked);
+      asked.catch(() => this.#parts.delete(path));
+    }
+    return this.#parts.get(path);
+  }
+
+  async #array(path) {
+    return this.#part(path, async (full) => {
+      const answer = await this.#api.bytes(full);
+      return { values: numbers(answer), shape: answer.shape, exact: answer.headers.get("X-Dtype") !== "float16" };
+    });
+  }
+
+  position(position, against) {
+    return this.#part(query("position", { position, against: against?.key }), this.#api.get);
+  }
+
+  map(kind, layer, head, minus) { return this.#array(query("attention", { kind, layer, head, minus: minus?.key })); }
+  thumbnails(kind) { return this.#array(query("thumbnails", { kind })); }
+  ranking() { return this.#part("ranking", this.#api.get); }
+
+
+  wordsOf(kind) {
+    const { words, source_words: source } = this;
+    return { rows: kind === "encoder" ? source : words, columns: kind === "self" ? words : source };
+  }
+}
+
+/** Looks by what was asked; the oldest is forgotten. */
+export class Looks {
+  #kept = new Map();
+
+  constructor(api) { this.api = api; }
+
+  async ask(question, signal) {
+    const name = JSON.stringify(question);
+    if (!this.#kept.has(name)) {
+      const look = new Look(this.api, await this.api.post("/api/inspect", question, { signal }));
+      this.#kept.set(name, look);
+      if (this.#kept.size > KEPT) this.#kept.delete(this.#kept.keys().next().value);
+    }
+    const look = this.#kept.get(name);
+    this.#kept.delete(name); // to the end: used last
+    this.#kept.set(name, look);
+    return look;
+  }
+
+  forget() { this.#kept.clear(); }
+}
+
+/** The question that a view asks of one model. */
+export function question(view, model = view) {
+  const asked = { run: model.run, step: model.step, precision: model.precision };
+  if (view.text !== null) Object.assign(asked, { text: view.text }, view.target ? { target: view.target } : {});
+  else Object.assign(asked, { split: view.split, row: view.row });
+  if (model === view && view.ablate.length) asked.ablate = view.ablate;
+  return asked;
+}
+
+const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
+
+/** The same look from a terminal and from Python. */
+export function commands(view, look) {
+  const model = view.step === "best" ? `runs/${view.run}` : `runs/${view.run}@${view.step}`;
+  const bits = { int8: 8, int4: 4 }[view.precision];
+  const cli = [
+    bits && `glass quantize ${model} --bits ${bits} --out ${view.run}-${view.precision} &&`,
+    `glass inspect ${bits ? `${view.run}-${view.precision}` : model} ${quoted(look.text)}`,
+    look.target && `--target ${quoted(look.target)}`, view.kind !== "self" && `--kind ${view.kind}`,
+    `--layer ${view.layer} --head ${view.head} --pos ${view.pos}`, ...view.ablate.map((head) => `--ablate ${head}`),
+  ].filter(Boolean).join(" ");
+  const loaded = `gf.load(${JSON.stringify(model)})`;
+  const options = [JSON.stringify(look.text), look.target && `target=${JSON.stringify(look.target)}`,
+    view.ablate.length && `ablate=${JSON.stringify(view.ablate)}`].filter(Boolean).join(", ");
+  const maps = view.kind === "self" ? "seen.attention" : `seen.attention.of("${view.kind}")`;
+  const python = [
+    "import glassformer as gf", "",
+    `seen = ${bits ? `gf.quantize(${loaded}, bits=${bits})` : loaded}.inspect(${options})`,
+    view.head === "mean" ? `${maps}.mean(${view.layer})` : `${maps}[${view.layer}, ${view.head}]`,
+    `seen.next(${view.pos}), seen.lens.at(${view.pos}), seen.loss`,
+  ].join("\n");
+  return { cli, python };
+}

@@ -1,0 +1,78 @@
+// Parts of the Inspect page that are too small to be elements: facts, ablation, ranking, a map in numbers, the legend.
+
+import { el, fill, table } from "./dom.js";
+import { fixed, signed } from "./format.js";
+import { ramp } from "./ramp.js";
+
+const WHOLE = 40; // tokens up to which a map is written out; beyond, the strongest cells of one row
+const hidden = (text) => ({ text: el("span", { class: "visually-hidden" }, text) });
+
+/** Target, loss, entropy; the same of another model. */
+export function facts(look, at, otherName) {
+  const fact = (name, value, id) => value !== "–" && value !== undefined
+    && el("div", {}, el("dt", {}, name), el("dd", { class: "number", id }, value));
+  const several = look.losses.filter((loss) => loss !== null).length > 1;
+  return el("dl", { class: "facts" }, fact("target", at.target?.word, "target"),
+    fact("loss", fixed(at.loss), "loss-here"), fact("entropy", fixed(at.entropy), "entropy"),
+    several && fact("mean loss", fixed(look.loss), "loss"),
+    at.against && [fact(`loss, ${otherName}`, fixed(at.against.loss), "loss-against"),
+      fact(`KL from ${otherName}`, fixed(at.against.kl, 4), "kl-against")]);
+}
+
+/** What the silenced heads did: loss before and after, the answer before and after. */
+export function effect(look, { before, next }) {
+  if (!look.ablated.length || !before) return null;
+  const number = (text, id) => el("b", { class: "number", id }, text);
+  const word = ({ word: text, p }) => [el("b", { class: "word" }, text), ` ${fixed(p)}`];
+  const change = look.loss !== null && el("p", {}, "loss ", number(fixed(look.loss_before), "loss-before"), " → ",
+    number(fixed(look.loss), "loss-after"), ` (${signed(look.loss - look.loss_before)})`);
+  return el("div", { class: "effect" }, change,
+    el("p", {}, "says ", word(before.top), " → ", word(next[0])),
+    el("p", {}, "KL from before ", number(fixed(before.kl), "kl-before")));
+}
+
+/** Every head by its effect; a click shows it, a second button silences it. */
+export function rankingTable({ by, rows }, chosen, { pick, toggle }) {
+  const most = Math.max(1e-9, ...rows.map((each) => Math.abs(each.effect)));
+  const button = (text, label, run) =>
+    el("button", { type: "button", class: "quiet small", "aria-label": label, onclick: run }, text);
+  return table({
+    caption: `Heads by ${by === "loss" ? "change of the loss" : "divergence"} when silenced`,
+    head: ["head", { text: by === "loss" ? "Δ loss" : "KL", n: true }, hidden("bar"), hidden("ablate")],
+    rows: rows.map(({ head, effect: size }) => {
+      const bar = el("span", { class: size < 0 ? "meter minus" : "meter" });
+      bar.style.width = `${100 * Math.abs(size) / most}%`;
+      return el("tr", { class: head === chosen ? "marked" : null },
+        el("th", { scope: "row" }, button(head, `Show ${head}`, () => pick(head))),
+        el("td", { class: "n" }, by === "loss" ? signed(size) : fixed(size)), el("td", { class: "wide" }, bar),
+        el("td", { class: "n" }, button("✕", `Ablate ${head}`, () => toggle(head))));
+    }),
+  });
+}
+
+/** The map in numbers: all of it if it is small, else the strongest cells of the row in view. */
+export function mapTable({ values, shape: [T, S], rows, columns, row, name }) {
+  const cell = (i, j) => (Number.isNaN(values[i * S + j]) ? "" : fixed(values[i * S + j]));
+  if (T <= WHOLE && S <= WHOLE) {
+    return table({ caption: `${name}: row = from, column = to; empty = masked`,
+      head: ["from \\ to", ...columns.map((text) => ({ text, n: true }))],
+      rows: rows.map((word, i) => [word, ...columns.map((_, j) => cell(i, j))]) });
+  }
+  const size = (j) => Math.abs(values[row * S + j]);
+  const order = [...Array(S).keys()].filter((j) => !Number.isNaN(size(j))).sort((a, b) => size(b) - size(a));
+  return table({ caption: `${name}: where position ${row} (${rows[row]}) looks, the ${WHOLE} strongest`,
+    head: ["to", { text: "position", n: true }, { text: "weight", n: true }],
+    rows: order.slice(0, WHOLE).map((j) => [columns[j], String(j), cell(row, j)]) });
+}
+
+/** The scale, drawn with the ramp that the picture is drawn with. */
+export function legend(box, { top, difference }) {
+  const strip = el("canvas", { width: 96, height: 1, "aria-hidden": true });
+  const context = strip.getContext("2d");
+  for (let x = 0; x < 96; x += 1) {
+    context.fillStyle = `rgb(${ramp(difference ? x / 47.5 - 1 : x / 95)})`;
+    context.fillRect(x, 0, 1, 1);
+  }
+  const end = top === 1 ? "1" : fixed(top, top < 0.1 ? 3 : 2);
+  fill(box, el("span", {}, difference ? `−${end}` : "0"), strip, el("span", {}, difference ? `+${end}` : end));
+}

@@ -1,0 +1,312 @@
+// The page Inspect: one text in one model. What it says, where its heads look, and which of them matter.
+
+import "./bars.js";
+import { el, fill } from "./dom.js";
+import "./grid.js";
+import { Looks, address, commands, headName, parse, placeOf, question } from "./inspect-data.js";
+import { Controls, Form } from "./inspect-form.js";
+import { MapView } from "./inspect-maps.js";
+import { effect, facts, rankingTable } from "./inspect-parts.js";
+import * as keys from "./keys.js";
+import "./lens.js";
+import "./norms.js";
+import { latest, perFrame } from "./state.js";
+import "./tokens.js";
+
+const RANKED_AT_ONCE = 64 * 16; // tokens x heads up to which every head is tried without being asked
+const QUIETLY = { quietly: true };
+
+class Inspect {
+  view = null;
+  look = null;
+  other = null;
+  runs = [];
+  abouts = new Map();
+
+  constructor(root, context) {
+    this.root = root;
+    this.context = context;
+    this.looks = new Looks(context.api);
+    const change = (patch) => this.change(patch);
+    this.form = new Form(change);
+    this.controls = new Controls(change, perFrame((step) => this.change({ step: String(step) }, QUIETLY)));
+    this.map = new MapView({ over: (cell) => this.#hoverCell(cell),
+      pick: (row) => this.change(this.view.kind === "encoder" ? { src: row } : { pos: row }, QUIETLY) });
+    this.#build(root);
+    this.refresh = latest((signal) => this.#refresh(signal));
+    this.unbind = keys.bind(this.#keys());
+    this.unwatch = context.theme.watch(() => this.map.drawLegend());
+  }
+
+  #build(root) {
+    const tokens = (name, choose) => el("glass-tokens", { onpick: ({ detail }) => this.change(choose(detail), QUIETLY),
+      onover: ({ detail }) => this.#hoverToken(name, detail) });
+    this.source = tokens("source", (src) => ({ src }));
+    this.tokens = tokens("own", (pos) => ({ pos }));
+    this.sourceTitle = el("h3", {}, "Source");
+    this.bars = el("glass-bars");
+    this.answers = el("div", { class: "answers" });
+    this.grid = el("glass-grid", { onpick: ({ detail }) => this.change(detail),
+      ontoggle: ({ detail: { layer, head } }) => this.toggle(headName(this.view.kind, layer, head)) });
+    this.ablate = el("div", { class: "ablate" });
+    this.lens = el("glass-lens", { onover: ({ detail }) => { this.grid.hover = detail; } });
+    this.norms = el("glass-norms");
+    this.ranking = el("div", { class: "ranking" });
+    this.where = el("span", { class: "muted" });
+    this.map.beside.append(this.ablate, el("p", { class: "note" }, "Weights show where a head looks, not what the ",
+      "answer depends on: press ", el("kbd", {}, "x"), " to silence it and see."));
+    const panel = (name, title, ...children) => el("section", { class: `panel ${name}`, "aria-label": title },
+      el("h2", {}, title, name === "lens" && this.where), children);
+    fill(root, el("div", { class: "three" },
+      panel("input", "Input", this.form.root, this.sourceTitle, this.source, el("h3", {}, "Tokens"), this.tokens,
+        el("h3", {}, "Next"), this.bars, this.answers),
+      panel("attention", "Attention", this.controls.root, this.grid, this.map.nodes),
+      el("div", { class: "stack" },
+        panel("lens", "Logit lens", el("div", { class: "scroll", tabindex: 0, role: "group",
+          "aria-label": "Logit lens table" }, this.lens)),
+        panel("norms", "Norms", this.norms), panel("rank", "If silenced", this.ranking))));
+  }
+
+  #keys() {
+    const layers = () => this.look.kinds[this.view.kind].heads;
+    const within = (value, count) => Math.max(0, Math.min(count - 1, value));
+    const along = (by) => () => {
+      const name = this.view.kind === "encoder" ? "src" : "pos";
+      this.change({ [name]: within(this.view[name] + by, this.look.kinds[this.view.kind].rows) }, QUIETLY);
+    };
+    const head = (by) => () => {
+      const count = layers()[this.view.layer];
+      this.change({ head: ((this.view.head === "mean" ? 0 : this.view.head) + by + count) % count });
+    };
+    const layer = (by) => () => {
+      const next = within(this.view.layer + by, layers().length);
+      this.change({ layer: next, head: this.view.head === "mean" ? "mean" : within(this.view.head, layers()[next]) });
+    };
+    const ready = (run) => () => this.look && run();
+    return {
+      ArrowLeft: ["position to the left", ready(along(-1))], ArrowRight: ["position to the right", ready(along(1))],
+      ArrowUp: ["layer above", ready(layer(-1))], ArrowDown: ["layer below", ready(layer(1))],
+      "[": ["head before", ready(head(-1))], "]": ["head after", ready(head(1))],
+      a: ["mean of the layer's heads", ready(() => this.change({ head: this.view.head === "mean" ? 0 : "mean" }))],
+      x: ["ablate this head, or bring it back", ready(() => this.toggle(this.headName()))],
+      t: ["show as table", ready(() => this.change({ table: !this.view.table }, QUIETLY))],
+      g: ["append the likeliest next token", ready(() => this.append())],
+      "/": ["write a prompt", () => { this.form.prompt.focus(); this.form.prompt.select(); }],
+    };
+  }
+
+  headName() {
+    const { kind, layer, head } = this.view;
+    return head === "mean" ? null : headName(kind, layer, head);
+  }
+
+  otherName() {
+    const { run, step, precision } = this.view.other;
+    if (run !== this.view.run) return run;
+    if (precision === this.view.precision) return `step ${step}`;
+    return precision === "float32" ? "as trained" : precision;
+  }
+
+  /** A new view; quietly: without a step in the history. */
+  change(patch, { quietly = false } = {}) {
+    const params = address({ ...this.view, ...patch });
+    if (quietly) this.context.replace(params);
+    else this.context.go(params);
+  }
+
+  toggle(name) {
+    const why = this.look.snapshot ? "A snapshot holds no model to change" : "A mean is not a head: choose one";
+    if (name === null || this.look.snapshot) { this.context.toast(why); return; }
+    const { ablate } = this.view;
+    this.change({ ablate: ablate.includes(name) ? ablate.filter((each) => each !== name) : [...ablate, name] });
+  }
+
+  append() {
+    if (this.look.grown !== null) this.change({ text: this.look.grown, target: null, row: null, pos: null });
+  }
+
+  async start(params) {
+    const { runs } = await this.context.api.get("/api/runs");
+    this.runs = runs.filter(({ status }) => status !== "damaged").map(({ id }) => id);
+    if (this.runs.length) { await this.update(params); return; }
+    const make = el("code", {}, "glass train digits");
+    fill(this.root, el("p", { class: "empty" }, "No run is here yet. ", make, " makes one."));
+  }
+
+  async update(params) {
+    if (!this.runs.length) return;
+    this.view = parse(params);
+    this.view.run ??= this.runs[0];
+    await this.refresh();
+  }
+
+  async #about(signal) {
+    const { run, split } = this.view;
+    const name = `${run} ${split ?? ""}`;
+    const { query, get } = this.context.api;
+    const path = query(`/api/runs/${run}/inspect`, { split });
+    if (!this.abouts.has(name)) {
+      const about = await get(path, { signal });
+      this.abouts.set(name, about).set(`${run} ${about.split}`, about);
+    }
+    return this.abouts.get(name);
+  }
+
+  async #refresh(signal) {
+    this.root.classList.add("busy");
+    try {
+      await this.#load(await this.#about(signal), signal);
+    } catch (error) {
+      if (signal.aborted || error.status !== 404 || !/kept/.test(error.what)) throw error;
+      this.looks.forget(); // the server let go of an old look: ask for it again
+      await this.refresh();
+    } finally {
+      if (!signal.aborted) {
+        this.root.classList.remove("busy");
+        this.root.dataset.ready = String(Number(this.root.dataset.ready ?? 0) + 1);
+      }
+    }
+  }
+
+  async #load(about, signal) {
+    const { view } = this;
+    if (view.text === null) {
+      view.split ??= about.split;
+      view.row ??= about.examples[0]?.row ?? null;
+    }
+    this.form.draw(view, this.runs, about);
+    this.root.classList.toggle("blank", !this.look);
+    if (view.text === null && view.row === null) { this.form.prompt.focus(); return; }
+    const look = await this.looks.ask(question(view), signal);
+    const other = view.other && await this.looks.ask(question(view, view.other), signal);
+    if (signal.aborted) return;
+    Object.assign(this, { look, other });
+    this.root.classList.remove("blank");
+    this.context.alert(null);
+    this.#settle(view);
+    this.form.show(look, () => this.append());
+    this.controls.draw(view, this.runs, about, look);
+    await this.#draw(view, signal);
+  }
+
+  /** Put what the address left open, or set too high, where it belongs. */
+  #settle(view) {
+    const { kinds, place, words, source_words: source } = this.look;
+    if (!kinds[view.kind]) view.kind = "self";
+    const { heads } = kinds[view.kind];
+    view.layer = Math.min(view.layer, heads.length - 1);
+    if (view.head !== "mean") view.head = Math.min(view.head, heads[view.layer] - 1);
+    view.pos = Math.min(view.pos ?? place, words.length - 1);
+    view.src = Math.min(view.src, (source?.length ?? 1) - 1);
+    this.context.replace(address(view));
+  }
+
+  async #draw(view, signal) {
+    const { look, other } = this;
+    const { kind, layer, head, pos } = view;
+    const alike = other && String(other.words) === String(look.words) ? other : null;
+    this.sourceTitle.hidden = this.source.hidden = look.source_words === null;
+    if (look.source_words) this.source.data = { words: look.source_words, selected: view.src, label: "Source tokens" };
+    this.tokens.data = { words: look.words, selected: pos, label: "Tokens" };
+    const difference = view.difference && Boolean(alike);
+    const models = other && !difference ? [look, other] : [look];
+    const [at, small, ...maps] = await Promise.all([look.position(pos, alike), look.thumbnails(kind),
+      ...models.map((each) => each.map(kind, layer, head, difference ? alike : null))]);
+    if (signal.aborted) return;
+    this.#drawPosition(view, at);
+    this.#drawGrid(view, small);
+    const name = this.headName() ?? `${kind === "self" ? "" : `${kind}.`}L${layer} mean`;
+    const row = kind === "encoder" ? view.src : pos;
+    this.map.draw(maps.map((map, i) => ({ ...map, ...models[i].wordsOf(kind), name,
+      row: row < map.shape[0] ? row : null, caption: i ? this.otherName() : "this model" })),
+      { ...view, difference, title: difference ? `${name}, less ${this.otherName()}'s` : name });
+    this.#drawAblation(view, at);
+    await this.#drawRanking(signal);
+  }
+
+  #drawPosition(view, at) {
+    const target = at.target?.word;
+    const beside = at.against ?? at.before;
+    const named = (rows) => rows.map(({ row, ...rest }) => ({ name: row, ...rest }));
+    this.bars.data = { target, caption: `Likeliest next tokens at position ${view.pos}`,
+      names: beside && ["p", at.against ? this.otherName() : "before"],
+      rows: at.next.map(({ word, p }, i) => ({ word, p, other: beside?.p[i] })) };
+    fill(this.answers, facts(this.look, at, view.other && this.otherName()));
+    fill(this.where, `at ${view.pos} `, el("span", { class: "word" }, this.look.words[view.pos]));
+    this.lens.data = { target, caption: `What half-layers would say at position ${view.pos}`, rows: named(at.lens) };
+    this.norms.data = { caption: `Norms at position ${view.pos}`, rows: named(at.norms) };
+  }
+
+  #drawGrid(view, small) {
+    const { heads } = this.look.kinds[view.kind];
+    const silent = view.ablate.map(placeOf).filter(({ kind }) => kind === view.kind);
+    this.grid.data = { bytes: small.values, shape: small.shape, heads, kind: view.kind };
+    this.grid.chosen = { layer: view.layer, head: view.head,
+      ablated: new Set(silent.map(({ layer, head }) => `${layer}.${head}`)) };
+  }
+
+  #drawAblation({ ablate }, at) {
+    const name = this.headName();
+    const out = ablate.includes(name);
+    fill(this.ablate, el("div", { class: "row" },
+      name && !this.look.snapshot && el("button", { type: "button", id: "ablate", "aria-pressed": out,
+        onclick: () => this.toggle(name) }, `${out ? "Bring back" : "Ablate"} ${name}`,
+        el("kbd", { "aria-hidden": true }, "x")),
+      ablate.filter((each) => each !== name).map((each) => el("button", { type: "button", class: "chip",
+        "aria-label": `Bring back ${each}`, onclick: () => this.toggle(each) }, each, " ✕")),
+      ablate.length > 1 && el("button", { type: "button", class: "quiet", onclick: () => this.change({ ablate: [] }) },
+        "all back")), effect(this.look, at));
+  }
+
+  async #drawRanking(signal) {
+    const { look } = this;
+    const heads = Object.values(look.kinds).flatMap((each) => each.heads).reduce((sum, each) => sum + each, 0);
+    const pick = (name) => this.change(placeOf(name));
+    const show = async () => {
+      const found = await look.ranking();
+      if (signal.aborted) return;
+      fill(this.ranking, el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Ranking of heads" },
+        rankingTable(found, this.headName(), { pick, toggle: (name) => this.toggle(name) })));
+    };
+    const ask = () => { look.ranked = true; show().catch(this.context.alert); };
+    if (look.snapshot) fill(this.ranking, el("p", { class: "muted" }, "A snapshot holds no model to try this on."));
+    else if (look.ranked || heads * look.words.length <= RANKED_AT_ONCE) await show();
+    else fill(this.ranking, el("button", { type: "button", onclick: ask }, `Try all ${heads} heads`));
+  }
+
+  #hoverCell(cell) {
+    const { kind } = this.view;
+    const [row, column] = cell ? [cell.row, cell.column] : [-1, -1];
+    this.tokens.hover = [kind === "encoder" ? -1 : row, kind === "self" ? column : -1];
+    if (this.look.source_words) this.source.hover = [kind === "encoder" ? row : -1, kind === "self" ? -1 : column];
+    this.map.hover = cell;
+    this.map.say(cell);
+  }
+
+  /** A token is a row on its own side, and a column where it can be looked at. */
+  #hoverToken(side, place) {
+    const { kind } = this.view;
+    const row = (side === "source") === (kind === "encoder") ? place : null;
+    const column = (side === "own") === (kind === "self") ? place : null;
+    this.map.hover = place === null ? null : { row, column };
+  }
+
+  unmount() {
+    this.unbind();
+    this.unwatch();
+  }
+}
+
+export const page = {
+  title: "Inspect",
+  styles: "inspect.css",
+  async mount(root, params, context) {
+    const inspect = new Inspect(root, context);
+    queueMicrotask(() => inspect.start(params).catch(context.alert)); // the shell must hold the page first
+    return {
+      update: (next) => inspect.update(next),
+      unmount: () => inspect.unmount(),
+      commands: () => (inspect.look ? commands(inspect.view, inspect.look) : { cli: "", python: "" }),
+    };
+  },
+};

@@ -1,0 +1,214 @@
+// Quantize: float32 beside int8 and int4 on one text. Where they part, by how much, and what the bits save.
+
+import { el, field, fill, select } from "./dom.js";
+import { count, fixed, missing, percent, short } from "./format.js";
+import { ModelForm, modelPath, quoted } from "./generate-model.js";
+import "./quantize-chart.js";
+import * as keys from "./keys.js";
+import { latest } from "./state.js";
+
+const WAYS = [["there", "from float32 to the small one: what it misses"], ["back", "from the small one to float32: what it invents"]];
+const parse = (params) => ({ run: params.run ?? null, step: params.step ?? "best", text: params.text ?? null,
+  pos: /^\d{1,6}$/.test(params.pos ?? "") ? Number(params.pos) : null, way: params.way === "back" ? "back" : "there" });
+const address = ({ run, step, text, pos, way }) => ({ run, step: step === "best" ? null : step, text, pos, way: way === "there" ? null : way });
+const bytes = (value) => `${count(value)} B`;
+const scrolled = (label, ...children) => el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, children);
+const header = (names) => el("thead", {}, el("tr", {}, names.map((name, i) => el("th", { scope: "col", class: i ? "n" : null }, name))));
+const caption = (text) => el("caption", { class: "visually-hidden" }, text);
+
+/** Thin bars over one another, one a precision, on one scale. */
+function bars(values, most, first = 0) {
+  return el("span", { class: "bars", "aria-hidden": "true" }, values.map((value, i) => {
+    const bar = el("span", { class: `bar precision-${first + i}` });
+    bar.style.width = `${most ? Math.max(0.5, 100 * value / most) : 0}%`;
+    return bar;
+  }));
+}
+const keyed = (name, i) => el("span", { class: "key" }, el("span", { class: `swatch precision-${i}`, "aria-hidden": "true" }), name);
+
+class Quantize {
+  constructor(root, context) {
+    Object.assign(this, { root, context, found: null, speeds: null });
+    this.form = new ModelForm(context, { change: (patch) => this.#change(patch), submit: () => this.#change({}), verb: "Compare", label: "Text" });
+    this.sizes = el("div", {});
+    this.speed = el("div", { id: "speed" });
+    this.verdict = el("p", { class: "lead", id: "verdict" });
+    this.chart = el("glass-divergence");
+    this.chart.addEventListener("pick", ({ detail }) => this.#change({ pos: detail }, { quietly: true }));
+    this.way = el("div", {});
+    this.worst = el("div", { class: "worst" });
+    this.answers = el("div", {});
+    this.answersTitle = el("h2", { id: "next-title" }, "Next token");
+    this.layers = el("div", {});
+    const panel = (id, title, ...children) => el("section", { class: `panel ${id}`, "aria-labelledby": id }, title instanceof Node ? title : el("h2", { id }, title), children);
+    fill(root, el("div", { class: "two" },
+      el("div", { class: "stack" }, panel("ask-title", "Model and text", this.form.root), panel("size-title", "Size", this.sizes), panel("speed-title", "Speed, measured here", this.speed)),
+      el("div", { class: "stack" }, panel("kl-title", "Divergence by position", this.verdict, this.way, this.chart, this.worst),
+        el("div", { class: "columns" }, panel("next-title", this.answersTitle, this.answers), panel("layers-title", "Error of each layer", this.layers)))));
+    this.compare = latest((signal) => this.#compare(signal));
+    const along = (by) => () => this.found && this.#step(by);
+    this.unbind = keys.bind({ ArrowLeft: ["position to the left", along(-1)], ArrowRight: ["position to the right", along(1)],
+      w: ["the worst position", () => this.found && this.#pick(this.#worst())], "/": ["write a text", () => this.form.text.focus()] });
+  }
+
+  async update(params) {
+    this.view = parse(params);
+    if (!await this.form.prepare(this.view)) { fill(this.root, this.form.empty()); return; }
+    await this.compare();
+  }
+
+  #change(patch, { quietly = false } = {}) {
+    const view = { ...this.view, text: this.form.text.value, ...patch };
+    if ("text" in patch || patch.run || view.text !== this.view.text) view.pos = null;
+    if (quietly) this.context.replace(address(view));
+    else this.context.go(address(view));
+  }
+
+  #pick(pos) { this.#change({ pos }, { quietly: true }); }
+  #step(by) {
+    const { positions } = this.found;
+    const at = positions.indexOf(this.view.pos) + by;
+    if (positions[at] !== undefined) this.#pick(positions[at]);
+  }
+  #worst() {
+    const { against, positions } = this.found;
+    return positions[Object.values(against).at(-1).worst[0]];
+  }
+
+  async #compare(signal) {
+    const { run, step, text } = this.view;
+    if (!text) { fill(this.verdict, "Write a text to compare on."); return; }
+    const asked = { run, step, text };
+    const name = JSON.stringify(asked);
+    if (this.asked !== name) {
+      this.root.classList.add("busy");
+      try {
+        this.found = await this.context.api.post("/api/quantize", asked, { signal });
+        this.asked = name;
+      } finally {
+        if (!signal.aborted) this.root.classList.remove("busy");
+      }
+      if (signal.aborted) return;
+      this.context.alert(null);
+    }
+    const { positions } = this.found;
+    if (!positions.includes(this.view.pos)) this.view.pos = this.#worst();
+    this.context.replace(address(this.view));
+    this.#draw();
+    this.root.dataset.ready = name;
+    await this.#measure(signal);
+  }
+
+  async #measure(signal) {
+    const name = `${this.view.run}@${this.view.step}`;
+    if (this.measured === name) return;
+    fill(this.speed, el("p", { class: "muted" }, "Measuring…"));
+    this.speeds = await this.context.api.post("/api/quantize/speed", { run: this.view.run, step: this.view.step }, { signal });
+    if (signal.aborted) return;
+    this.measured = name;
+    this.#drawSpeed();
+  }
+
+  #names() { return this.found.precisions.map(({ name }) => name); }
+
+  #draw() {
+    const { view, found } = this;
+    const index = found.positions.indexOf(view.pos);
+    fill(this.way, field("Direction of the divergence", select(WAYS, view.way, (way) => this.#change({ way }), { name: "way" })));
+    this.#drawVerdict();
+    this.chart.data = { words: found.words, positions: found.positions, selected: view.pos, answer: found.head === "answer",
+      series: Object.entries(found.against).map(([name, one]) => ({ name, values: one[view.way] })) };
+    this.#drawWorst();
+    this.#drawSizes();
+    this.#drawAnswers(index);
+    this.#drawLayers();
+  }
+
+  #drawVerdict() {
+    const { found, view } = this;
+    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+    fill(this.verdict, Object.entries(found.against).map(([name, one], i) => [i ? " · " : "", el("strong", {}, name),
+      found.head === "answer" ? ` KL ${short(one[view.way][0])} nats, ${one.same[0] ? "the same answer" : "another answer"}`
+        : ` KL ${short(mean(one[view.way]))} nats a position, worst ${short(Math.max(...one[view.way]))}, same likeliest token at ${one.same.filter(Boolean).length} of ${one.same.length}`]));
+  }
+
+  #drawWorst() {
+    const { found, view } = this;
+    const link = (name, pos) => el("a", { href: this.context.href("inspect", { run: view.run, step: view.step === "best" ? null : view.step, text: view.text, pos,
+      with: `${view.run}@${view.step}:${name}` }), "aria-label": `Inspect position ${pos} beside ${name}` }, "Inspect");
+    const lists = Object.entries(found.against).map(([name, one]) => el("div", {}, el("h3", {}, `Farthest apart in ${name}`),
+      el("ol", { class: "worst-list" }, one.worst.map((at) => el("li", {},
+        el("button", { type: "button", class: "small", onclick: () => this.#pick(found.positions[at]) }, `${found.positions[at]} ${found.words[found.positions[at]]}`),
+        el("span", { class: "number" }, short(one.there[at])), link(name, found.positions[at]))))));
+    fill(this.worst, lists);
+  }
+
+  #drawSizes() {
+    const { precisions } = this.found;
+    const [full] = precisions;
+    const schemes = (one) => (Object.keys(one.schemes).length ? Object.entries(one.schemes).map(([name, layers]) => `${layers} ${layers === 1 ? "layer" : "layers"} ${name}`).join(", ") : "");
+    fill(this.sizes, scrolled("Sizes", el("table", { class: "data", id: "sizes" }, caption("Bytes in each precision"), header(["precision", "on disk", "in memory"]),
+      el("tbody", {}, precisions.map((one, i) => el("tr", {}, el("th", { scope: "row" }, keyed(one.name, i)),
+        el("td", { class: "n" }, bytes(one.file_bytes), i > 0 && el("div", { class: "muted" }, `${fixed(full.file_bytes / one.file_bytes, 2)}× smaller`)), el("td", { class: "n" }, bytes(one.resident_bytes))))))),
+      precisions.filter((one) => one.backends.length).map((one) => el("p", { class: "note" }, `${one.name}: ${schemes(one)}; run by ${one.backends.join(", ")}`)),
+      el("p", { class: "note" }, "On disk: the weights' file as glass quantize would write it. Nothing was written."));
+  }
+
+  #drawSpeed() {
+    const { rounds, prefill_tokens: prompt, new_tokens: made, speeds } = this.speeds;
+    const kinds = [["prefill", `reading ${prompt} tokens`], ["decode", `writing ${made} tokens`]];
+    fill(this.speed, kinds.map(([kind, title]) => {
+      const rows = Object.entries(speeds).filter(([, one]) => one[kind]);
+      if (!rows.length) return el("p", { class: "note" }, "This model writes nothing: it gives one answer.");
+      const line = (name, rate, i, note) => el("tr", {}, el("th", { scope: "row" }, keyed(name, i)), el("td", { class: "n" }, count(rate)), el("td", { class: `n ${note?.[1] ?? ""}` }, note?.[0] ?? ""));
+      const said = ({ ratio, slower }) => (slower ? [`slower: ${fixed(ratio, 2)}× the time`, "warn"] : [`${fixed(1 / ratio, 2)}× as fast`, "good"]);
+      return [el("h3", {}, title), el("table", { class: "data" }, caption(`Tokens a second, ${title}`), header(["precision", "tokens/s", "against float32"]),
+        el("tbody", {}, line("float32", rows[0][1][kind].tokens_per_second[0], 0), rows.map(([name, one], i) => line(name, one[kind].tokens_per_second[1], i + 1, said(one[kind])))))];
+    }), el("p", { class: "note" }, `Medians of ${rounds} rounds, the two of a pair in turn, batch 1, on this machine as busy as it is now.`),
+      el("button", { type: "button", class: "small", onclick: () => { this.measured = null; this.compare().catch(this.context.alert); } }, "measure again"));
+    this.speed.dataset.ready = "true";
+  }
+
+  #drawAnswers(index) {
+    const { found, view } = this;
+    const names = this.#names();
+    fill(this.answersTitle, found.head === "answer" ? "Answer" : "Next token", el("span", { class: "muted" }, ` at ${view.pos} `), el("code", {}, found.words[view.pos]));
+    fill(this.answers, scrolled("Likeliest answers", el("table", { class: "data", id: "answers" }, caption("The likeliest answers in each precision"),
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "token"), names.map((name, i) => el("th", { scope: "col", class: "n" }, keyed(name, i))), el("th", { scope: "col" }, el("span", { class: "visually-hidden" }, "bars")))),
+      el("tbody", {}, found.answers[index].map(({ word, p }) => el("tr", {}, el("th", { scope: "row" }, el("code", {}, word)), names.map((name) => el("td", { class: "n" }, fixed(p[name], 4))),
+        el("td", { class: "wide" }, bars(names.map((name) => p[name]), 1))))))));
+  }
+
+  #drawLayers() {
+    const { against } = this.found;
+    const names = Object.keys(against);
+    const paths = Object.keys(against[names[0]].layers);
+    const most = Math.max(...names.flatMap((name) => Object.values(against[name].layers)));
+    const shown = (value) => (missing(value) ? "–" : percent(value, 2));
+    fill(this.layers, scrolled("Error of each layer", el("table", { class: "data", id: "layers" }, caption("Relative error of each layer's output on the float model's inputs"),
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "layer"), names.map((name, i) => el("th", { scope: "col", class: "n" }, keyed(name, i + 1))), el("th", { scope: "col" }, el("span", { class: "visually-hidden" }, "bars")))),
+      el("tbody", {}, paths.map((path) => el("tr", {}, el("th", { scope: "row" }, el("code", {}, path)), names.map((name) => el("td", { class: "n" }, shown(against[name].layers[path]))),
+        el("td", { class: "wide" }, bars(names.map((name) => against[name].layers[path] ?? 0), most, 1)))))))
+    , el("p", { class: "note" }, "Of each layer's output, on the inputs that it has in float32: what that layer alone adds."));
+  }
+
+  commands() {
+    if (!this.view?.run) return { cli: "", python: "" };
+    const path = modelPath(this.view);
+    return { cli: [8, 4].map((bits) => `glass quantize ${quoted(path)} --bits ${bits} --indivisible int8`).join(" && "),
+      python: ["import glassformer as gf", "from glassformer.lab.prompted import in_precisions, prompted", "", `model = gf.load(${JSON.stringify(path)})`,
+        `print(prompted(model, in_precisions(model), ${JSON.stringify(this.form.text.value)}))`].join("\n") };
+  }
+
+  unmount() { this.unbind(); }
+}
+
+export const page = {
+  title: "Quantize",
+  styles: "quantize.css",
+  mount(root, params, context) {
+    const quantize = new Quantize(root, context);
+    queueMicrotask(() => quantize.update(params).catch(context.alert));
+    return { update: (next) => quantize.update(next), unmount: () => quantize.unmount(), commands: () => quantize.commands() };
+  },
+};

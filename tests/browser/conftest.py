@@ -1,0 +1,185 @@
+"""A real browser on a real server over real runs. Without Chromium these tests fail, never skip.
+
+open_page(route, width=1320, theme="light") gives a Playwright page under three guards: no error on
+the console, no exception, no request to another origin. axe(page) holds it to WCAG 2.2 AA, and
+shoot(page, name) keeps a picture in build/screens to look at.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import uvicorn
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+from glassformer.web.server import create_app
+from tests.browser.laboratory import train_all
+
+SCREENS = Path(__file__).parents[2] / "build" / "screens"
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+)  # fmt: skip
+WIDTHS, THEMES = (1320, 390), ("light", "dark")
+HEIGHTS = {1320: 900, 390: 844}
+RULES = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice")
+
+Opener = Callable[..., Page]
+
+
+@dataclass(frozen=True)
+class Site:
+    """The explorer at work: its address, its token, and the folder of its runs."""
+
+    url: str
+    token: str
+    runs: Path
+
+    def at(self, route: str) -> str:
+        """The address that opens a route, token and all."""
+        return f"{self.url}/#t={self.token}/{route}"
+
+
+def chromium() -> str:
+    """Debian's browser, or the one that GLASS_CHROMIUM names."""
+    found = shutil.which(os.environ.get("GLASS_CHROMIUM") or "chromium")
+    if not found:
+        pytest.fail("no Chromium to look at the pages with: apt-get install -y chromium")
+    return found
+
+
+@pytest.fixture(scope="session")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny runs."""
+    runs = tmp_path_factory.mktemp("explorer") / "runs"
+    train_all(runs)
+    return runs
+
+
+@pytest.fixture(scope="session")
+def site(laboratory: Path) -> Iterator[Site]:
+    """The server in a thread of its own, on a port of its own."""
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    port, token = listening.getsockname()[1], secrets.token_urlsafe(16)
+    app = create_app(laboratory, token=token, port=port)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.01)
+    yield Site(url=f"http://127.0.0.1:{port}", token=token, runs=laboratory)
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+# Of the package, not the session: Playwright's event loop must be gone when others start theirs.
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    """One browser for all pages."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Watch:
+    """What a page must not do, and each request that it made."""
+
+    origin: str
+    faults: list[str] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    #: Statuses that a test expects the server to answer with: Chromium logs them as errors.
+    expected: set[int] = field(default_factory=set)
+
+    def follow(self, page: Page) -> None:
+        """Listen to everything."""
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.faults.append(f"exception: {error}"))
+        page.on("request", self._asked)
+
+    def _said(self, message: ConsoleMessage) -> None:
+        expected = any(f"status of {status}" in message.text for status in self.expected)
+        if message.type in ("error", "warning") and not expected:
+            self.faults.append(f"console {message.type}: {message.text}")
+
+    def _asked(self, request: Request) -> None:
+        self.requests.append(request)
+        if not request.url.startswith((self.origin + "/", "data:", "blob:")):
+            self.faults.append(f"request to {request.url}")
+
+    def paths(self) -> list[str]:
+        """Of every request, in order, without the origin."""
+        return [request.url.removeprefix(self.origin) for request in self.requests]
+
+
+@pytest.fixture
+def watch(site: Site) -> Watch:
+    """The guards of this test's pages: `watch.paths()`, `watch.expected`."""
+    return Watch(origin=site.url)
+
+
+@pytest.fixture
+def open_page(site: Site, browser: Browser, watch: Watch) -> Iterator[Opener]:
+    """open_page("inspect?run=digits", width=390, theme="dark"); guarded to the end of the test."""
+    contexts = []
+
+    def opened(route: str = "", *, width: int = 1320, theme: str = "light") -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": HEIGHTS.get(width, 900)},
+            reduced_motion="reduce",
+            permissions=["clipboard-read", "clipboard-write"],
+        )
+        context.set_default_timeout(15_000)
+        context.add_init_script(
+            f"localStorage.getItem('glass-theme') ?? localStorage.setItem('glass-theme', '{theme}')"
+        )
+        contexts.append(context)
+        page = context.new_page()
+        watch.follow(page)
+        page.goto(site.at(route))
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not watch.faults, "\n".join(watch.faults)
+
+
+@pytest.fixture(scope="session")
+def axe() -> Callable[[Page], None]:
+    """Hold a page to WCAG 2.2 AA and axe's own good habits."""
+    checker = Axe()
+
+    def check(page: Page) -> None:
+        found = checker.run(page, options={"runOnly": {"type": "tag", "values": list(RULES)}})
+        told = [
+            f"{rule['id']}: {rule['help']}: " + "; ".join(node["html"] for node in rule["nodes"])
+            for rule in found.response["violations"]
+        ]
+        assert not told, "\n".join(told)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def shoot() -> Callable[[Page, str], Path]:
+    """A picture of the whole page in build/screens."""
+    SCREENS.mkdir(parents=True, exist_ok=True)
+
+    def taken(page: Page, name: str) -> Path:
+        path = SCREENS / f"{name}.png"
+        page.screenshot(path=path, full_page=True)
+        return path
+
+    return taken

@@ -1,0 +1,148 @@
+"""The page Errors in a real browser: the matrix is Python's, a cell leads to its examples."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from glassformer.lab import session
+from glassformer.lab.confusion import order
+from glassformer.lab.evaluate import Evaluation
+from glassformer.store.rundir import RunDirectory
+from tests.browser.conftest import THEMES, WIDTHS, Opener, Site
+
+
+@pytest.fixture(scope="module")
+def own(site: Site) -> Evaluation:
+    """What Python says."""
+    return session.evaluate(site.runs / "digits", split="test")
+
+
+def measured(page: Page) -> None:
+    """Wait until the model has answered."""
+    page.wait_for_selector(".examples table, .confusion", timeout=60_000)
+
+
+def wrong_cell(own: Evaluation) -> tuple[str, str, int]:
+    """A cell off the diagonal with something in it."""
+    table = own.confusion["operation"]
+    return next(
+        (asked, answered, count)
+        for asked, row in table.items()
+        for answered, count in row.items()
+        if asked != answered and count > 1
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("theme", THEMES)
+def test_it_is_accessible(
+    open_page: Opener, axe: Callable, shoot: Callable, own: Evaluation, width: int, theme: str
+) -> None:
+    asked, answered, _ = wrong_cell(own)
+    route = f"errors?run=digits&asked={asked}&answered={answered}"
+    page = open_page(route, width=width, theme=theme)
+    measured(page)
+    page.get_by_text(f"Asked {asked}, answered {answered}").first.wait_for()
+    axe(page)
+    shoot(page, f"errors-{width}-{theme}")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_every_cell_is_pythons(open_page: Opener, own: Evaluation) -> None:
+    page = open_page("errors?run=digits&split=test")
+    measured(page)
+    for group, table in own.confusion.items():
+        page.get_by_label("table by").select_option(group)
+        expect(page.locator(".confusion caption")).to_contain_text(f"By {group}")
+        rows, columns = order(table)
+        wanted = []
+        for row in rows:
+            total = sum(table[row].values())
+            counts = [table[row].get(column, 0) for column in columns]
+            wanted.append([f"{count:,}|{100 * count / total:.1f} %" for count in counts])
+        found = page.evaluate(
+            "[...document.querySelectorAll('.confusion tbody tr')].map(row => "
+            "[...row.querySelectorAll('.cell')].map(cell => "
+            "[...cell.children].map(part => part.textContent).join('|')))"
+        )
+        assert found == wanted
+    facts = page.locator(".facts")
+    expect(facts).to_contain_text(f"{100 * own.accuracy:.2f} %")
+    expect(facts).to_contain_text(f"{own.loss:.4f}")
+
+
+def test_a_cell_opens_its_examples_and_back_closes_them(
+    open_page: Opener, site: Site, own: Evaluation
+) -> None:
+    asked, answered, count = wrong_cell(own)
+    _, task = session.opened(site.runs / "digits")
+    rows = [i for i, pair in enumerate(own.pairs["operation"]) if pair == (asked, answered)]
+    page = open_page("errors?run=digits")
+    measured(page)
+    expect(page.locator("#examples-title")).to_have_text("Some that are wrong")
+    page.get_by_role("button", name=f"asked {asked}, answered {answered}:").click()
+    expect(page.locator("#examples-title")).to_have_text(
+        f"Asked {asked}, answered {answered}: {count}"
+    )
+    texts = page.locator(".examples tbody .text").all_inner_texts()
+    assert texts == [task.describe("test", row) for row in rows]
+    page.go_back()
+    expect(page.locator("#examples-title")).to_have_text("Some that are wrong")
+    page.go_forward()
+    expect(page.locator("#examples-title")).to_contain_text(f"answered {answered}")
+    page.get_by_label(f"Inspect example {rows[0]}", exact=True).click()
+    page.wait_for_url(re.compile(rf"#/inspect\?run=digits&split=test&row={rows[0]}"))
+    page.wait_for_load_state("networkidle")
+
+
+def test_a_link_restores_the_view(open_page: Opener, own: Evaluation) -> None:
+    right, said = next(pair for pair in own.pairs["answer"] if pair[0] != pair[1])
+    page = open_page(f"errors?run=digits&split=test&by=answer&asked={right}&answered={said}")
+    measured(page)
+    expect(page.get_by_label("table by")).to_have_value("answer")
+    expect(page.locator('.cell[aria-pressed="true"]')).to_have_count(1)
+    expect(page.locator("#examples-title")).to_contain_text(f"Asked {right}, answered {said}")
+    for answer in page.locator(".examples tbody strong").all_inner_texts():
+        assert answer == said
+
+
+def test_the_matrix_by_keyboard(open_page: Opener) -> None:
+    page = open_page("errors?run=digits")
+    measured(page)
+    cell = page.locator(".confusion .cell:not([disabled])").first
+    cell.focus()
+    page.keyboard.press("ArrowRight")
+    focused = page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert focused.startswith("asked")
+    page.keyboard.press("Enter")
+    expect(page.locator('.cell[aria-pressed="true"]')).to_have_attribute("aria-label", focused)
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == focused
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") != focused
+
+
+def test_another_checkpoint_and_split(open_page: Opener, site: Site) -> None:
+    page = open_page("errors?run=digits")
+    measured(page)
+    step = RunDirectory(site.runs / "digits").steps()[0]
+    page.get_by_label("checkpoint").select_option(str(step))
+    expect(page.locator(".facts")).to_contain_text(f"step{step}")
+    page.get_by_label("split").select_option("val")
+    own = session.evaluate(site.runs / f"digits@{step}", split="val")
+    expect(page.locator(".facts")).to_contain_text(f"{own.loss:.4f}")
+    page.locator('[data-copy="cli"]').click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == f"glass evaluate digits@{step} --split val"
+
+
+def test_a_task_without_a_matrix_says_so(open_page: Opener, site: Site) -> None:
+    own = session.evaluate(site.runs / "reverse", split="test")
+    page = open_page("errors?run=reverse")
+    measured(page)
+    expect(page.locator("#matrix-title")).to_have_text("Nothing to confuse")
+    for label, share in own.by["length"].items():
+        row = page.locator("section[aria-labelledby=groups-title] tbody tr")
+        row = row.filter(has=page.get_by_role("rowheader", name=label, exact=True))
+        expect(row).to_contain_text(f"{100 * share:.2f} %")

@@ -1,0 +1,139 @@
+"""`glass explore`: who can reach it, what it prints, how it ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from glassformer.cli import exploring
+from glassformer.cli.main import app
+from glassformer.spec.errors import GlassError, InputError
+
+LINK = re.compile(r"http://127\.0\.0\.1:(\d+)/#t=([A-Za-z0-9_-]{32})\n")
+
+
+def glass(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A call that must end by itself."""
+    command = [sys.executable, "-m", "glassformer", "explore", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@contextmanager
+def exploring_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+    """A running explorer: its process, port and token."""
+    command = [sys.executable, "-m", "glassformer", "explore", *arguments, "--port", "0"]
+    environment = {key: value for key, value in os.environ.items() if "DISPLAY" not in key}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            found = LINK.fullmatch(process.stdout.readline())
+            assert found, process.stderr.read()
+            yield process, int(found[1]), found[2]
+        finally:
+            process.kill()
+
+
+def asked(port: int, token: str, path: str) -> dict:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
+    request.add_header("X-Glass-Token", token)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def test_it_prints_a_link_answers_and_ends_quietly(tmp_path: Path) -> None:
+    with exploring_process(str(tmp_path)) as (process, port, token):
+        assert asked(port, token, "/api/runs")["runs"] == []
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=30) as page:
+            assert b"<title>glass explorer</title>" in page.read()
+            assert "server" not in {name.lower() for name in page.headers}
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in maps, "the page is up before torch"
+        second = glass(str(tmp_path), "--port", str(port))
+        assert second.returncode == 5
+        assert f"port {port} is in use" in second.stderr
+        assert "--port 0" in second.stderr
+        assert "Traceback" not in second.stderr
+        arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert token.encode() not in arguments
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert out == ""
+    assert "Traceback" not in err
+    assert "KeyboardInterrupt" not in err
+
+
+def test_a_model_folder_is_shown_without_curves(tmp_path: Path) -> None:
+    folder = tmp_path / "a model (v2)"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ")
+    with exploring_process(str(folder)) as (_, port, token):
+        runs = asked(port, token, "/api/runs")["runs"]
+        assert runs == [{"id": "a-model--v2-", "kind": "model", "status": "model"}]
+        assert asked(port, token, f"/api/runs/{runs[0]['id']}")["checkpoints"] == []
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", "localhost.evil"])
+def test_another_address_takes_two_options(host: str) -> None:
+    with pytest.raises(InputError, match="other machines"):
+        exploring.check_host(host, allow_remote=False)
+    exploring.check_host(host, allow_remote=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+def test_loopback_takes_none(host: str) -> None:
+    exploring.check_host(host, allow_remote=False)
+    with pytest.raises(InputError, match="this machine only"):
+        exploring.check_host(host, allow_remote=True)
+
+
+def test_a_remote_address_is_warned_of(tmp_path: Path) -> None:
+    command = ["--host", "0.0.0.0", "--allow-remote", "--no-open"]
+    with exploring_process(str(tmp_path), *command) as (process, port, _):
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert "warning" in err
+    assert f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["no-such-run"], "there is no no-such-run"),
+        (["digits@best"], "names a checkpoint"),
+        (["--port", "70000"], "no port"),
+        (["--host", "0.0.0.0"], "other machines"),
+        (["--host", "no.such.host.invalid", "--allow-remote", "--port", "0"], "cannot listen"),
+        (["--host", "192.0.2.1", "--allow-remote", "--port", "0"], "cannot listen"),
+    ],
+)
+def test_what_cannot_be_is_told(arguments: list[str], what: str, tmp_path: Path) -> None:
+    made = CliRunner().invoke(app, ["explore", *arguments, "--no-open", "--runs", str(tmp_path)])
+    assert isinstance(made.exception, GlassError)
+    assert what in made.exception.what
+
+
+def test_a_browser_needs_a_screen() -> None:
+    assert exploring.has_screen({"DISPLAY": ":0"}) or sys.platform in ("darwin", "win32")
+    if sys.platform == "linux":
+        assert not exploring.has_screen({})
+
+
+def test_the_link_goes_to_the_browser_in_a_private_file(tmp_path: Path) -> None:
+    address = exploring._doorway(tmp_path, "http://127.0.0.1:1/#t=secret&x")
+    file = tmp_path / "open.html"
+    assert address == file.as_uri()
+    assert file.stat().st_mode & 0o077 == 0
+    assert "url=http://127.0.0.1:1/#t=secret&amp;x" in file.read_text(encoding="utf-8")

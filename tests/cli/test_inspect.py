@@ -1,0 +1,154 @@
+"""`glass inspect` as a person and a script meet it: what is said is what the lens computes."""
+
+import json
+import sys
+
+import pytest
+
+from glassformer.adapters.load import load
+from glassformer.cli import inspecting
+from glassformer.cli import main as command
+from glassformer.cli.inspecting import Asked
+from tests.lab.runs import trained
+from tests.train.samples import digits, machine, reverse
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Hardly trained runs of each kind, of two layers."""
+    place = tmp_path_factory.mktemp("runs")
+    two = "model.decoder.layers.0.count=2"
+    trained(digits(two), place / "digits")
+    trained(reverse(two), place / "reverse")
+    trained(machine(), place / "machine")
+    return place
+
+
+@pytest.fixture
+def glass(capsys, monkeypatch, runs):
+    """The command in this process over these runs: exit code, stdout, stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(
+            sys, "argv", ["glass", "inspect", *map(str, words), "--runs", str(runs)]
+        )
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
+
+    return run
+
+
+def test_the_terminal_says_what_the_lens_computes(glass, runs):
+    code, out, err = glass("digits", "MAX 3 1", "--target", "3")
+    assert (code, err) == (0, "")
+    seen = load(runs / "digits").eval().inspect("MAX 3 1", target="3")
+    assert f"loss {seen.loss:.4f}" in out
+    _, word, share = seen.next(None, 1)[0]
+    assert f"{word} {share:7.2%}" in out
+    best = seen.ranking().rows()[0]
+    assert f"attention {best['head']} (of all heads its silence changes most" in out
+    assert f"{best['effect']:+.4f}" in out
+    for name in seen.lens.row_names:
+        word, share = seen.lens.top(None, 1, row=name)[0]
+        assert f"  {name:<10}{word:>16} {share:7.2%}" in out
+    assert f"{float(seen.norms.residual[0, -1]):.2f}" in out
+
+
+def test_the_head_asked_for_is_shown(glass):
+    for words in (("--layer", 1, "--head", 0), ("--head", "L1H0")):
+        assert "attention L1H0 (as asked)" in glass("digits", "MAX 3 1", *words)[1]
+    assert "attention L0 mean (the mean" in glass("digits", "MAX 3 1", "--layer", 0)[1]
+    assert "attention cross.L" in glass("reverse", "3 1 4", "--kind", "cross")[1]
+    assert "source    3 1 4 EOS" in glass("reverse", "3 1 4")[1]
+    assert "head 'next'" in glass("machine", "a b")[1]
+
+
+def test_ablation_is_the_lens_own(glass, runs):
+    code, out, _ = glass("digits", "MAX 3 1", "--target", "3", "--ablate", "L1H0", "--json")
+    found = json.loads(out)
+    before = load(runs / "digits").eval().inspect("MAX 3 1", target="3")
+    ablation = before.ablate("L1H0")
+    assert code == 0
+    assert found["ablation"]["loss_change"] == pytest.approx(ablation.loss_change, abs=1e-7)
+    assert found["ablation"]["kl"] == pytest.approx(ablation.kl.tolist(), abs=1e-7)
+    assert found["loss"] == pytest.approx(ablation.after.loss, abs=1e-7)
+    assert found["ablated"] == ["L1H0"]
+    assert {row["head"] for row in found["ranking"]} == {"L0H0", "L0H1", "L1H1"}
+    text = glass("digits", "MAX 3 1", "--target", "3", "--ablate", "L1H0")[1]
+    assert f"without L1H0: loss {ablation.loss_change:+.4f}" in text
+
+
+def test_json_holds_the_chosen_map_and_the_answers(glass, runs):
+    found = json.loads(glass("digits", "MAX 3 1", "--head", "L0H1", "--top", 3, "--json")[1])
+    seen = load(runs / "digits").eval().inspect("MAX 3 1")
+    assert found["attention"]["head"] == "L0H1"
+    assert found["attention"]["weights"] == seen.attention[0, 1].tensor.tolist()
+    assert [one["word"] for one in found["next"]] == [w for _, w, _ in seen.next(None, 3)]
+    assert found["position"] == len(seen.words) - 1
+    assert found["loss"] is None
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "html", "json"])
+def test_files_of_every_kind(glass, tmp_path, ending):
+    target = tmp_path / f"look.{ending}"
+    code, out, err = glass("digits", "MAX 3 1", "--target", 3, "--ablate", "L0H0", "-o", target)
+    assert (code, out) == (0, "")
+    assert f"saved {target}" in err
+    first = target.read_bytes()
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype", "json": b"{"}
+    assert first.startswith(begins[ending])
+    glass("digits", "MAX 3 1", "--target", 3, "--ablate", "L0H0", "-o", target)
+    assert target.read_bytes() == first
+    if ending == "json":
+        assert len(json.loads(first)["attention"]["self"]) == 2
+    if ending == "html":
+        assert b"<script" not in first
+        assert b"http://" not in first.replace(b"http://www.w3.org/2000/svg", b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        (("MAX 3 1", "--layer", 9), "no head L9H0", "L0H0 to L1H1"),
+        (("MAX 3 1", "--head", "L0H9"), "no head L0H9", "L0H0 to L1H1"),
+        (("MAX 3 1", "--ablate", "L7H0"), "no head L7H0", "L0H0 to L1H1"),
+        (("MAX 3 1", "--ablate", "third"), "'third' is no head", "write L1H3"),
+        (("MAX 3 1", "--head", 1), "of which layer", "--layer 0"),
+        (("MAX 3 1", "--head", "L0H1", "--layer", 0), "says the layer", "--head 1"),
+        (("MAX 3 1", "--kind", "cross"), "no attention of kind 'cross'", "self"),
+        (("MAX 3 1", "--pos", 9), "no position 9", "0 to 3"),
+        (("MAX 3 1", "--top", 0), "0 likeliest", "1 to"),
+        (("MAX 3 1", "-o", "x.gif"), "ends in none of", "-o x.png"),
+        (("MAX 3 1", "-o", "no/such/place.png"), "cannot be written", "folder"),
+        (("MAX 3 1", "--target", "3 1"), "2 tokens", "one token"),
+        (("MEDIAN 3 1",), "'MEDIAN' is not in the vocabulary", "did you mean"),
+        (("MAX " + "1 " * 99,), "101", "shorten"),
+    ],
+)
+def test_bad_input_is_told_with_a_hint(glass, words, what, hint):
+    code, out, err = glass("digits", *words)
+    assert (code, out) == (2, "")
+    assert what in err
+    assert hint in err.partition("hint:")[2]
+    assert len(err.strip().splitlines()) <= 3
+
+
+def test_a_model_that_is_not_there_is_told(glass):
+    code, _, err = glass("nothing", "MAX 3 1")
+    assert code == 2
+    assert "hint:" in err
+
+
+def test_a_long_line_gives_the_strongest_cells_and_plain_signs_where_there_are_no_others(
+    runs, monkeypatch
+):
+    adapter = load(runs / "digits").eval()
+    seen = inspecting.inspect(adapter, "SUM " + "1 2 3 4 " * 12, Asked(target="3"))
+    monkeypatch.setenv("COLUMNS", "60")
+    text = inspecting.seen_text(seen)
+    assert "does not fit 60 columns; its strongest:" in text
+    short = inspecting.inspect(adapter, "SUM 1 2", Asked())
+    monkeypatch.setattr(inspecting.terminal, "is_unicode", lambda: False)
+    assert inspecting.seen_text(short).isascii()

@@ -1,0 +1,125 @@
+"""Planted faults in curves, tables and plots: each is caught by a test of theirs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from glassformer.spec.errors import GlassError
+from tests.lab import test_confusion, test_curve_figure, test_curves, test_terminal_plot
+from tests.verify.faults import Fault, planted
+
+ADD, READ, PUT = "lab.curves:_Table.add", "lab.curves:read_curves", "lab.curves:_Table._put"
+
+FAULTS = (
+    Fault(
+        "a torn line is read", READ, 'whole = data.rfind(b"\\n") + 1', "whole = len(data)", "torn"
+    ),
+    Fault(
+        "tokens begin at 0 again",
+        READ,
+        "Spent() if restarted or spent is None else spent",
+        "Spent()",
+        "torn",
+    ),
+    Fault(
+        "a cut log goes on",
+        "lab.curves:_read",
+        'start if file.read(1) == b"\\n" else 0',
+        "start",
+        "cut",
+    ),
+    Fault("old steps stay", PUT, "while column and column[-1][0] >= step", "while False", "again"),
+    Fault(
+        "tokens are not summed",
+        ADD,
+        "self.tokens += int(_counted(tokens))",
+        "self.tokens = int(_counted(tokens))",
+        "torn",
+    ),
+    Fault("NaN becomes 0", "lab.curves:_number", "_NOT_FINITE.get(value)", "0.0", "not finite"),
+    Fault(
+        "the mean is biased at its beginning",
+        "lab.smoothing:smooth",
+        "weight = keep * weight + 1.0",
+        "weight = 1.0 / (1.0 - keep)",
+        "mean",
+    ),
+    Fault(
+        "one point of a bucket is kept",
+        "lab.smoothing:extremes",
+        "kept.add(first + int(high[first:last].argmax()))",
+        "pass",
+        "extremes",
+    ),
+    Fault(
+        "too many points are kept",
+        "lab.smoothing:extremes",
+        "(most - 2) // 2 + 1",
+        "most",
+        "extremes",
+    ),
+    Fault(
+        "shares of the column",
+        "lab.confusion:shares",
+        "sum(table[row].values())",
+        "len(table[row])",
+        "diagonal",
+    ),
+    Fault(
+        "upside down",
+        "lab.terminal_plot:_Canvas.draw",
+        "(1 - y) * (high - 1)",
+        "y * (high - 1)",
+        "falls",
+    ),
+    Fault(
+        "alerts one run later",
+        "lab.curve_figure:_draw_alerts",
+        "[x[place]]",
+        "[x[place] + 1]",
+        "panel",
+    ),
+    Fault(
+        "the raw line is hidden", "lab.curve_figure:_draw_panel", "alpha=0.3", "alpha=1.0", "panel"
+    ),
+    Fault(
+        "one dash for all",
+        "lab.curve_figure:_draw_panel",
+        "DASHES[number % len(DASHES)]",
+        "DASHES[0]",
+        "dash",
+    ),
+)
+
+
+def in_a_folder(check: Callable[[Path], None]) -> Callable[[], None]:
+    """The check in a folder of its own."""
+
+    def run() -> None:
+        with TemporaryDirectory() as name:
+            check(Path(name))
+
+    return run
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "torn": in_a_folder(test_curves.test_a_torn_last_line_waits_for_the_next_reading),
+    "cut": in_a_folder(test_curves.test_a_log_that_was_cut_back_is_read_anew),
+    "again": in_a_folder(test_curves.test_a_step_that_comes_again_replaces_what_it_was),
+    "not finite": in_a_folder(test_curves.test_what_is_not_finite_is_read_as_such),
+    "mean": test_curves.test_the_mean_is_the_weighted_sum_that_it_says,
+    "extremes": test_curves.test_thinning_keeps_the_extremes_of_every_bucket,
+    "diagonal": test_confusion.test_what_is_right_lies_on_the_diagonal,
+    "falls": test_terminal_plot.test_a_line_that_falls_begins_above_and_ends_below,
+    "panel": in_a_folder(test_curve_figure.test_a_panel_shows_raw_and_smooth_alerts_and_names),
+    "dash": in_a_folder(test_curve_figure.test_runs_differ_by_dash_and_name_as_well_as_colour),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_caught(fault):
+    CHECKS[fault.caught_by]()
+    with planted(fault), pytest.raises((AssertionError, GlassError)):
+        CHECKS[fault.caught_by]()

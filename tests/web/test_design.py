@@ -1,0 +1,191 @@
+"""The page Design's answers are the solver's own; what it cannot answer it says, and soon."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from glassformer.cli.main import app
+from glassformer.lab.design_figure import EXPANSIONS, RATIOS, drift, landscape
+from glassformer.lab.designs import run_of_design
+from glassformer.lab.record import to_toml
+from glassformer.spec.costs import cache_bytes, flops, training_memory, weight_bytes
+from glassformer.spec.design import design as solve
+from glassformer.spec.errors import InputError
+from glassformer.spec.manifest import manifest
+from glassformer.web import design as page
+from glassformer.web.lab import Lab
+from glassformer.web.query import Query, to_json
+
+LAB = Lab(Path("nowhere"))
+
+
+def asked(**settings: Any) -> dict[str, Any]:
+    """The page's answer."""
+    options = {name: str(value) for name, value in settings.items()}
+    return page.design(Query(options=options), LAB)
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"params": "350k", "vocab": 2000, "length": 128, "heads": 4},
+    {"tied": False, "embedding_ratio": "45%"},
+    {"embedding_ratio": "free", "glu_expansion": 4, "multiple": 64},
+    {"heads": "any", "params": 1_000_000, "vocab": 256},
+    {"exact_expansion": True, "position": "rotary", "norm": "rmsnorm"},
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_the_answer_is_the_solvers(settings: dict[str, Any]) -> None:
+    told = asked(
+        **{k: str(v).lower() if v is False or v is True else v for k, v in settings.items()}
+    )
+    given = {**page.DEFAULTS, **settings}
+    answer = solve(given.pop("params"), given.pop("vocab"), **given)
+    best, model = answer.best, answer.spec
+    assert told["design"]["params"] == best.params
+    assert told["verdict"][0].startswith(f"{best.params:,} parameters ({best.miss})")
+    assert told["design"]["d_model"] == best.sizes.d_model
+    assert told["gave_way"] == list(answer.gave_way)
+    assert [each["params"] for each in told["alternatives"]] == [
+        each.params for each in (best, *answer.alternatives)
+    ]
+    lines = {line["name"]: line for line in told["lines"]}
+    counted = sum(p.size for p in manifest(model) if p.tied_to is None)
+    whole = [line["parameters"] for line in told["lines"][:-1] if not line["indented"]]
+    assert sum(whole) == lines["total"]["parameters"] == counted
+    parts = [line["parameters"] for line in told["lines"] if line["indented"]]
+    assert sum(parts) == lines["layers"]["parameters"]
+    costs = {row["name"]: row["value"] for row in told["costs"]}
+    length = model.max_seq_len
+    memory = training_memory(model, batch=page.BATCH, length=length)
+    assert costs["forward, a token"] == flops(model, length=length).forward / length
+    assert costs["training, at most"] == memory.peak
+    assert costs["weights and AdamW"] == memory.weights + memory.optimizer
+    assert costs["KV cache, a token"] == cache_bytes(model, batch=1, length=1, itemsize=4)
+    for form, count in weight_bytes(model).items():
+        assert costs[f"weights in {form}"] == count
+    json.loads(to_json(told))
+
+
+def test_the_command_gives_the_same_answer() -> None:
+    told = asked(params="2M", vocab=1000, tied="false", glu_expansion=3, min_layers=2, heads=4)
+    words = told["cli"].split()
+    assert words[:2] == ["glass", "design"]
+    said = CliRunner().invoke(app, [*words[1:], "--json"])
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout)["params"] == told["design"]["params"]
+    found: dict[str, Any] = {}
+    exec(told["python"].replace("print(answer)", ""), found)
+    assert found["answer"].best.params == told["design"]["params"]
+
+
+def test_a_budget_without_a_design_says_why_and_what_would_do() -> None:
+    told = asked(params=10_000)
+    why = told["infeasible"]
+    assert "16,000 tokens" in why["why"] and "verdict" not in told
+    assert why["changes"]
+    for change in why["changes"]:
+        again = asked(**{"params": 10_000, **change["settings"]})
+        assert "verdict" in again, change
+    exact = asked(params="1M", vocab=256, exact_ratio="true", embedding_ratio=0.9, tolerance=0.001)
+    assert {"ratio_within", "embedding_ratio"} <= {
+        name for change in exact["infeasible"]["changes"] for name in change["settings"]
+    }
+    for change in exact["infeasible"]["changes"]:
+        settings = {"params": "1M", "vocab": 256, "exact_ratio": True, "embedding_ratio": 0.9}
+        settings |= {"tolerance": 0.001, **change["settings"]}
+        plain = {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items()}
+        assert "verdict" in asked(**plain), change
+
+
+def test_odd_shapes_are_warned_of_and_the_button_mends_them() -> None:
+    told = asked(tied="false")
+    (warning,) = told["warnings"]
+    assert warning["what"] == "an odd shape: 42 layers of width 112"
+    mended = asked(tied="false", **{warning["option"]: warning["value"]})
+    assert not mended["warnings"]
+    wide = asked(params="1G", vocab=50_000)
+    assert "one layer of width" in wide["warnings"][0]["what"]
+    assert not asked(params="1G", vocab=50_000, max_aspect=1024)["warnings"]
+
+
+def test_what_an_alternative_is_asked_for_by_gives_it() -> None:
+    for each in asked()["alternatives"]:
+        if each["settings"]:
+            settings = {k: str(v).lower() for k, v in each["settings"].items()}
+            assert asked(**settings)["design"]["params"] == each["params"], each["name"]
+
+
+def test_the_landscape_is_the_figures() -> None:
+    lines = list(page.design_landscape(Query(body={"params": "350k", "vocab": "2000"}), LAB))
+    assert lines[0]["ratios"] == list(RATIOS) and lines[0]["expansions"] == list(EXPANSIONS)
+    given = {**page.DEFAULTS, "params": "350k", "vocab": 2000}
+    cells = landscape(solve(given.pop("params"), given.pop("vocab"), **given).budget)
+    assert len(lines) == 1 + len(RATIOS) * len(EXPANSIONS)
+    for line in lines[1:]:
+        found = cells[line["row"]][line["column"]]
+        assert found is not None
+        assert line["cell"]["n_layers"] == found.sizes.n_layers
+        assert line["cell"]["params"] == found.params
+        assert line["cell"]["drift"] == drift(found)
+    empty = list(page.design_landscape(Query(body={"params": "10k"}), LAB))
+    assert all(line["cell"] is None for line in empty[1:])
+
+
+def test_the_config_is_what_the_command_saves() -> None:
+    told = page.design_config(Query(options={"params": "350k", "vocab": "2000"}), LAB)
+    read = tomllib.loads(told["toml"])
+    assert read["model"]["vocab_size"] == 2000
+    given = {**page.DEFAULTS, "params": "350k", "vocab": 2000}
+    answer = solve(given.pop("params"), given.pop("vocab"), **given)
+    assert told["toml"] == to_toml(run_of_design(answer, batch=page.BATCH))
+    with pytest.raises(InputError, match="256 byte pairs"):
+        page.design_config(Query(options={"vocab": "100"}), LAB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"params": "two"}, "not a number"),
+        ({"params": "1e400"}, "too large"),
+        ({"params": "-5"}, "outside 1"),
+        ({"params": "9G"}, "outside 1"),
+        ({"params": "nan"}, "finite"),
+        ({"vocab": "0"}, "outside 1"),
+        ({"heads": "1000000"}, "outside 1"),
+        ({"heads": "free"}, "not a number"),
+        ({"embedding_ratio": "7"}, "outside"),
+        ({"embedding_ratio": "inf"}, "finite"),
+        ({"glu_expansion": "-1"}, "above 0"),
+        ({"tied": "maybe"}, "neither true nor false"),
+        ({"tolerance": "0"}, "tolerance of 0"),
+        ({"position": "<script>"}, "not one of"),
+        ({"length": "1.5"}, "whole number"),
+        ({"colour": "red"}, "nothing here is called"),
+        ({"params": "1" * 50}, "characters"),
+        ({"min_layers": "5", "max_layers": "2"}, "below min_layers"),
+        ({"kv_heads": "3"}, "does not divide"),
+    ],
+)
+def test_bad_values_are_told_in_words(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        asked(**settings)
+
+
+def test_a_search_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "PATIENCE", 0.2)
+    monkeypatch.setattr(page, "CELL_PATIENCE", 0.02)
+    monkeypatch.setattr(page, "LANDSCAPE_PATIENCE", 0.2)
+    endless = {"params": "1G", "vocab": "256", "embedding_ratio": "0.001", "heads": "1"}
+    with pytest.raises(InputError, match="nothing was found in") as caught:
+        asked(**endless)
+    assert "glass design --params 1000000000" in caught.value.hint
+    simple = {"params": "1G", "vocab": "50000", "heads": "1", "glu_expansion": "free"}
+    monkeypatch.setattr(page, "PATIENCE", 30.0)
+    lines = list(page.design_landscape(Query(body=simple), LAB))
+    assert any(line.get("late") for line in lines[1:])

@@ -1,0 +1,47 @@
+"""Tests are tested: one planted mistake in what the page Inspect is sent, and a check turns red."""
+
+# ruff: noqa: E501 (a table: one fault, one line)
+
+import pytest
+
+from tests.verify.faults import Fault, planted
+from tests.web import test_inspect as checks
+from tests.web.test_inspect import causal, lab  # noqa: F401 (fixtures)
+
+LOOK, MAPS, SNAPSHOT = "web.inspection:Inspection", "web.maps:Maps.map", "web.snapshot:Snapshot"
+
+FAULTS = (
+    Fault("masked as zero", "web.maps:_masked", "torch.nan", "0.0", "masked"),
+    Fault("thumbnails forget the mask", "web.maps:_thumbnail", "np.where(allowed, ", "np.where(allowed | True, ", "masked"),
+    Fault("thumbnails take the mean", "web.maps:_thumbnail", "pooled(heat.tensor", "0.5 * pooled(heat.tensor", "thumbnails"),
+    Fault("the other way round", MAPS, "values_TS - theirs_TS", "theirs_TS - values_TS", "compared"),
+    Fault("sizes not compared", MAPS, "if theirs_TS.shape != values_TS.shape:", "if False:", "sizes"),
+    Fault("another head", f"{LOOK}.heat", "maps[layer, head_number(head)]", "maps[layer, 0]", "text"),
+    Fault("mean of the wrong layer", f"{LOOK}.heat", "maps.mean(layer)", "maps.mean(0)", "text"),
+    Fault("lens of another position", f"{LOOK}._lens", "lens.kl[:, t]", "lens.kl[:, 0]", "text"),
+    Fault("norms of another layer", f"{LOOK}._norms", "float(written[layer, t])", "float(written[-1, t])", "text"),
+    Fault("the look before as the look", "web.inspect:inspect", "seen if ablation is None else ablation.after", "seen", "ablation"),
+    Fault("KL the other way", "web.inspection:_beside", "divergence(theirs_1V, ours_1V)", "divergence(ours_1V, theirs_1V)", "compared"),
+    Fault("their probabilities are ours", "web.inspection:_beside", "theirs_1V[0, ids]", "ours_1V[0, ids]", "ablation"),
+    Fault("a copy is kept for all", "web.inspect:_rounded", "if precision not in BITS:", "if False:", "bits"),
+    Fault("snapshot of another example", f"{SNAPSHOT}.heat", "self.probes.heat(self.at, HeadName", "self.probes.heat(0, HeadName", "snapshot"),
+    Fault("snapshots of any text", "web.snapshot:snapshot", "if split != SPLIT or row not in probes.examples:", "if False:", "snapshot"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_noticed(fault, lab, causal, runs, tmp_path):  # noqa: F811
+    run = {
+        "masked": lambda: checks.test_masked_cells_are_nan_and_never_a_zero(causal),
+        "thumbnails": lambda: checks.test_thumbnails_are_the_weights_in_bytes(lab, runs),
+        "compared": lambda: checks.test_another_model_is_compared_on_the_same_tokens(lab, runs),
+        "sizes": lambda: checks.test_maps_of_different_sizes_have_no_difference(lab),
+        "text": lambda: checks.test_a_text_is_looked_at_as_python_does(lab, runs),
+        "ablation": lambda: checks.test_an_ablation_tells_before_and_after(lab, runs),
+        "bits": lambda: checks.test_fewer_bits_are_a_copy_and_the_model_stays(lab, runs),
+        "snapshot": lambda: checks.test_a_step_without_a_checkpoint_is_shown_from_its_snapshot(
+            lab, runs, tmp_path
+        ),
+    }[fault.caught_by]
+    with planted(fault), pytest.raises(Exception):  # noqa: B017, PT011 (any way of failing will do)
+        run()

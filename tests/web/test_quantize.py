@@ -1,0 +1,116 @@
+"""The page Quantize tells what the library measures, position by position."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import glassformer as gf
+from glassformer.lab.precision import layer_errors
+from glassformer.quant.report import resident_bytes
+from glassformer.spec.errors import InputError
+from glassformer.web import quantize as page
+from glassformer.web.lab import Lab
+from glassformer.web.query import Query, TooLarge, to_json
+
+TEXT = "so it goes"
+
+
+def told(lab: Lab, **body: Any) -> dict[str, Any]:
+    """What the page is sent."""
+    query = Query(body={"run": "text", "text": TEXT, **body})
+    found: dict[str, Any] = json.loads(to_json(page.quantize(query, lab)))
+    return found
+
+
+def test_divergence_is_that_of_the_distributions(talkers: Lab) -> None:
+    found = told(talkers)
+    model = talkers.model("text")
+    ids = torch.tensor([model.tokenizer.encode(TEXT)])
+    with torch.no_grad():
+        p = model(ids)[0].double().log_softmax(-1)
+        for bits in (8, 4):
+            small = gf.quantize(model, bits=bits, indivisible="int8")
+            q = small(ids)[0].double().log_softmax(-1)
+            one = found["against"][f"int{bits}"]
+            there = (p.exp() * (p - q)).sum(-1)
+            back = (q.exp() * (q - p)).sum(-1)
+            assert one["there"] == pytest.approx(there.tolist(), abs=1e-9, rel=1e-6)
+            assert one["back"] == pytest.approx(back.tolist(), abs=1e-9, rel=1e-6)
+            assert one["same"] == (p.argmax(-1) == q.argmax(-1)).tolist()
+            assert one["worst"][0] == int(there.argmax())
+            assert one["layers"] == pytest.approx(
+                dict(layer_errors(model.model, small.model, model.model.inputs(ids)))
+            )
+            for at, answers in enumerate(found["answers"]):
+                for answer in answers:
+                    assert answer["p"]["float32"] == pytest.approx(float(p[at, answer["id"]].exp()))
+                    assert answer["p"][f"int{bits}"] == pytest.approx(
+                        float(q[at, answer["id"]].exp())
+                    )
+    assert found["positions"] == list(range(ids.shape[1]))
+    assert all(one["back"] != one["there"] for one in found["against"].values())
+
+
+def test_sizes_are_those_of_the_files(talkers: Lab, tmp_path: Any) -> None:
+    from glassformer.adapters.saving import save_model
+
+    model, sizes = talkers.model("text"), {one["name"]: one for one in told(talkers)["precisions"]}
+    folder = talkers.checkpoint("text")
+    assert sizes["float32"]["file_bytes"] == (folder / "model.safetensors").stat().st_size
+    for bits in (8, 4):
+        small = gf.quantize(model, bits=bits, indivisible="int8").model
+        save_model(tmp_path / str(bits), small)
+        written = (tmp_path / str(bits) / "model.safetensors").stat().st_size
+        assert sizes[f"int{bits}"]["file_bytes"] == written
+        assert sizes[f"int{bits}"]["resident_bytes"] == resident_bytes(small)
+    assert sizes["int4"]["file_bytes"] < sizes["int8"]["file_bytes"]
+
+
+def test_an_answer_is_read_at_its_place(talkers: Lab) -> None:
+    found = told(talkers, run="digits", text="SECOND 7 3 9")
+    assert found["head"] == "answer" and found["positions"] == [4]
+    model = talkers.model("digits")
+    assert found["answers"][0][0]["word"] == model.answer("SECOND 7 3 9")
+    assert len(found["against"]["int8"]["there"]) == 1
+
+
+def test_an_encoder_decoder_is_compared_on_its_own_answer(talkers: Lab) -> None:
+    found = told(talkers, run="reverse", text="3 1 2")
+    assert found["source_words"][:3] == ["3", "1", "2"]
+    assert len(found["positions"]) == len(found["words"])
+
+
+def test_speed_is_measured_and_slower_is_said(talkers: Lab) -> None:
+    found = page.quantize_speed(Query(body={"run": "text"}), talkers)
+    for one in found["speeds"].values():
+        for kind in ("prefill", "decode"):
+            assert one[kind]["slower"] is (one[kind]["ratio"] > 1.0)
+            assert min(one[kind]["tokens_per_second"]) > 0
+    assert found["rounds"] >= 3
+    answers = page.quantize_speed(Query(body={"run": "digits"}), talkers)
+    assert answers["speeds"]["int8"]["decode"] is None
+
+
+def test_the_model_itself_stays_as_it_is(talkers: Lab) -> None:
+    model = talkers.model("text").model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    told(talkers)
+    assert model is talkers.model("text").model
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_what_is_refused(talkers: Lab, tmp_path: Any) -> None:
+    with pytest.raises(InputError, match="nothing here is called"):
+        told(talkers, bits=3)
+    with pytest.raises(InputError, match="text is missing"):
+        page.quantize(Query(body={"run": "text"}), talkers)
+    with pytest.raises(InputError, match=r"not in the vocabulary|character"):
+        told(talkers, text="\N{SNOWMAN}")
+    with pytest.raises(TooLarge, match="512"):
+        told(talkers, text="so it goes " * 60)
+    small = gf.quantize(talkers.model("text"), bits=8)
+    small.save_checkpoint(tmp_path / "small")
+    with pytest.raises(InputError, match="quantized already"):
+        told(Lab(tmp_path), run="small")

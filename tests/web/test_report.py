@@ -1,0 +1,196 @@
+"""The one-file report: its numbers are Python's own, its strings inert, what is missing is said."""
+
+import html
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from glassformer.adapters.load import load
+from glassformer.lab.evaluate import evaluate
+from glassformer.lab.run import TrainingRun
+from glassformer.lab.session import opened, train
+from glassformer.lens.roles import head_roles
+from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.table import parameter_table
+from glassformer.store.checkpoint import verify_folder
+from glassformer.verify.report import Report, verify
+from glassformer.web.report import report_html
+from glassformer.web.report_curves import ticks
+from glassformer.web.report_inside import spread
+from glassformer.web.report_page import POLICY
+from tests.browser.hostile import HOSTILE
+from tests.train.samples import RUNS
+
+#: No certificate: the tests that are not about it are quicker so.
+NO_CHECKS = Report(())
+BOOK = "it goes </script><script>alert(1)</script> & \"so\" 'it' goes. " * 60
+
+
+class Read(HTMLParser):
+    """What a browser would see: tags, attributes, tables, text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.inside = False
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.cells: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside &= tag not in ("td", "th")
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self.inside:
+            self.cells[-1][-1] += data
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Hardly trained runs of each kind, and a text full of markup with 2 layers x 8 heads."""
+    place = tmp_path_factory.mktemp("report") / "runs"
+    for name, spec in RUNS.items():
+        run = TrainingRun(spec("train.evaluate_every=10"), place / name)
+        run.prepare()
+        for _ in run.events():
+            pass
+    book = place.parent / "book.txt"
+    book.write_text(BOOK, encoding="utf-8")
+    train("text", name="text", runs=place, steps=4, overrides=(
+        f"task.path={book}", "task.tokenizer=characters", "task.length=128", "train.batch_size=4",
+        "train.evaluate_every=2", "model.d_model=32", "model.decoder.layers.0.count=2",
+        "model.decoder.layers.0.block.attention.n_heads=8",
+    ))  # fmt: skip
+    return place
+
+
+def test_the_numbers_are_those_of_the_other_commands(runs):
+    text = report_html(str(runs / "digits"))
+    seen = Read(text)
+    adapter = load(runs / "digits").eval()
+    engine, task = opened(runs / "digits")
+    found = evaluate(engine, task)
+    assert f"loss {found.loss:.4f} nats, accuracy {found.accuracy:.2%}" in seen.text
+    for group, labels in found.by.items():
+        for label, share in labels.items():
+            assert [label, f"{share:.1%}", f"{found.counts[group][label]:,}"] in seen.cells
+    for row in parameter_table(adapter.spec):
+        assert [row.component, f"{row.parameters:,}", f"{row.share:.2%}"] in seen.cells
+    certificate = verify(adapter)
+    assert f"{certificate.passed} checks passed, {certificate.failed} failed" in seen.text
+    hashes = {line[-1] for line in seen.cells}
+    (step,) = re.findall(r"the checkpoint of step (\d+)\.", seen.text)
+    folder = runs / "digits" / "checkpoints" / f"step-{int(step):06d}"
+    assert {entry["sha256"] for entry in verify_folder(folder)["files"].values()} <= hashes
+    rows = np.arange(6)
+    groups = task.groups("val", rows)["operation"]
+    roles = head_roles(adapter.model, task.batch("val", rows), groups=groups, at="last")
+    for line in roles.rows():
+        assert any(cells[:2] == [line["head"], line["role"]] for cells in seen.cells)
+
+
+@pytest.mark.parametrize("name", ["digits", "reverse", "machine", "text"])
+def test_each_kind_of_run_has_a_report_that_asks_for_nothing(runs, name):
+    text = report_html(str(runs / name), certificate=NO_CHECKS)
+    seen = Read(text)
+    assert len(text.encode()) < 5_000_000
+    tags = [tag for tag, _ in seen.tags]
+    assert not {"script", "link", "iframe", "object", "embed", "form", "base"} & set(tags)
+    policy = next(a["content"] for t, a in seen.tags if a.get("http-equiv"))
+    assert policy == POLICY
+    for tag, attributes in seen.tags:
+        assert not any(key.startswith("on") for key in attributes), tag
+        for key in ("src", "href"):
+            value = attributes.get(key)
+            assert value is None or value.startswith(("#", "data:image/png;base64,"))
+    assert "url(" not in text
+    ids = [a["id"] for _, a in seen.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    titles = {"What was trained", "Curves", "Errors", "Right and wrong", "Attention", "Logit lens"}
+    assert titles <= set(seen.words)
+    assert str(runs) not in text  # no absolute path
+    assert "Not there" not in seen.text
+    assert report_html(str(runs / name), certificate=NO_CHECKS) == text
+
+
+def test_what_a_run_does_not_have_is_said(runs):
+    assert "has no table of what was taken for what" in report_html(
+        str(runs / "machine"), certificate=NO_CHECKS
+    )
+    shutil.copytree(runs / "digits", runs / "bare")
+    shutil.rmtree(runs / "bare" / "probes")
+    (runs / "bare" / "metrics.jsonl").write_text("")
+    text = report_html(str(runs / "bare"), certificate=NO_CHECKS)
+    assert "This run kept no probes" in text
+    assert "Not there: nothing was measured yet in bare" in text
+    assert "What it writes" in report_html(str(runs / "text"), certificate=NO_CHECKS)
+    assert "What it writes" not in text
+
+
+def test_hostile_strings_are_inert(runs):
+    name = "<img src=x onerror=alert(1)>"
+    shutil.copytree(runs / "text", runs / name)
+    lines = [{"step": 1, "kind": word, "message": word} for word in HOSTILE[:20]]
+    (runs / name / "alerts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    text = report_html(str(runs / name), certificate=NO_CHECKS)
+    seen = Read(text)
+    assert "<script" not in text
+    assert not [a for _, a in seen.tags if any(key.startswith("on") for key in a)]
+    plain = Read(report_html(str(runs / "text"), certificate=NO_CHECKS))
+    ours = {tag for tag, _ in plain.tags} | {"path"}
+    assert {tag for tag, _ in seen.tags} <= ours
+    assert html.escape(HOSTILE[0], quote=True) in text
+    assert name in seen.text
+
+
+def test_a_damaged_checkpoint_is_no_report(runs, tmp_path):
+    with pytest.raises(InputError, match="not a run"):
+        report_html(str(tmp_path))
+    shutil.copytree(runs / "digits", runs / "damaged")
+    for file in (runs / "damaged" / "checkpoints").glob("step-*/model.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(bytes(data))
+    with pytest.raises(FileError, match="SHA-256"):
+        report_html(str(runs / "damaged"))
+
+
+def test_the_attention_of_the_probes_can_be_stepped_through(runs):
+    seen = Read(report_html(str(runs / "digits"), certificate=NO_CHECKS))
+    radios = [a for tag, a in seen.tags if tag == "input"]
+    assert [a["id"] for a in radios] == ["at-10", "at-20", "at-30"]
+    assert ["checked" in a for a in radios] == [False, False, True]
+    assert len([a for tag, a in seen.tags if tag == "img"]) == 3 * 2  # two heads, three steps
+
+
+def test_chosen_steps_are_the_first_the_last_and_some_between():
+    files = {step: step for step in range(100, 10_100, 100)}
+    kept = list(spread(files, most=6))
+    assert (kept[0], kept[-1]) == (100, 10_000)
+    assert len(kept) <= 6
+    assert list(spread(dict.fromkeys([1, 2]), most=6)) == [1, 2]
+
+
+def test_ticks_are_round_and_inside():
+    for low, high in ((0.0, 1.0), (1.0, 600.0), (0.0013, 0.0017), (-3.0, 7e5)):
+        found = ticks(low, high, most=6)
+        assert 2 <= len(found) <= 7
+        assert low - 1e-9 <= found[0]
+        assert found[-1] <= high + 1e-9
