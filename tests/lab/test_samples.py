@@ -10,8 +10,10 @@ from glassformer.data.build import build_task
 from glassformer.lab.assemble import build_engine
 from glassformer.lab.recipes import recipe
 from glassformer.lab.run import Evaluated, TrainingRun
-from glassformer.lab.samples import write_samples
+from glassformer.lab.samples import Sample, keep_samples, read_samples, write_samples
+from glassformer.spec.errors import FileError
 from glassformer.spec.tasks import DigitsTask
+from glassformer.store.rundir import RunDirectory
 from tests.lab.runs import sample
 
 SMALL = (
@@ -63,3 +65,20 @@ def test_other_tasks_have_none():
     run = sample("torch")
     task = build_task(DigitsTask(examples=100))
     assert write_samples(build_engine(run), task) == ()
+
+
+def test_what_was_kept_is_read_and_what_is_damaged_is_told(tmp_path):
+    kept = (Sample("so ", "it\ngoes"), Sample("</script>", "\u2028"))
+    keep_samples(RunDirectory(tmp_path), 7, kept)
+    file = tmp_path / "samples" / "step-000007.jsonl"
+    assert read_samples(file) == kept
+    for damaged in (
+        b'{"opening": "so"',
+        b"[1]\n",
+        b'{"opening": "so"}\n',
+        b"\xff\xfe",
+        b"[" * 9999,
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(FileError, match="samples"):
+            read_samples(file)

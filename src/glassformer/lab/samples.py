@@ -6,6 +6,7 @@ resumption, can be laid side by side.
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from glassformer.data.text import Text
 from glassformer.generate.decode import generate
 from glassformer.generate.stepper import HandStepper, Stepper, TorchStepper
 from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import FileError
 from glassformer.store.rundir import RunDirectory
 from glassformer.train.engine import Engine
 from glassformer.train.numpy_engine import NumpyEngine
@@ -54,6 +56,18 @@ def keep_samples(directory: RunDirectory, step: int, samples: tuple[Sample, ...]
     if samples:
         lines = (json.dumps(asdict(sample)) for sample in samples)
         directory.write(f"samples/step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
+
+
+def read_samples(path: Path) -> tuple[Sample, ...]:
+    """What `keep_samples` wrote."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines]
+        return tuple(Sample(str(one["opening"]), str(one["text"])) for one in found)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FileError(
+            "the samples cannot be read", where=str(path), hint="delete the file"
+        ) from error
 
 
 def engine_stepper(engine: Engine) -> Stepper:

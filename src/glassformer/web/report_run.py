@@ -1,6 +1,5 @@
 """A run as the report sees it, and the sections that say what it is: settings, sizes, hashes."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ from glassformer.data.task import Task
 from glassformer.lab.curve_figure import alerts_text, panels, smoothing_text
 from glassformer.lab.curves import Curves, read_curves
 from glassformer.lab.record import load_run_spec, spec_hash
+from glassformer.lab.samples import read_samples
 from glassformer.lab.session import opened
 from glassformer.lens.markup import escape_line
 from glassformer.spec.quantity import format_bytes
@@ -39,42 +39,52 @@ class Subject:
 
     @cached_property
     def directory(self) -> RunDirectory:
+        """The files of the run."""
         return RunDirectory(Path(self.path.partition("@")[0]))
 
     @property
     def name(self) -> str:
+        """The folder's own name."""
         return self.directory.folder.resolve().name
 
     @cached_property
     def record(self) -> dict[str, Any]:
+        """run.json."""
         return self.directory.read_json("run.json")
 
     @cached_property
     def spec(self) -> RunSpec:
+        """What was asked of the run."""
         return load_run_spec(self.directory)
 
     @cached_property
     def checkpoint(self) -> Path:
+        """The folder of the checkpoint that is reported."""
         return checkpoint_of(self.path)
 
     @cached_property
     def step(self) -> int:
+        """Its step."""
         return int(self.checkpoint.name.removeprefix("step-"))
 
     @cached_property
     def curves(self) -> Curves:
+        """Everything that was measured on the way."""
         return read_curves(self.directory.folder)
 
     @cached_property
     def adapter(self) -> BaseAdapter:
+        """The model, ready to be asked."""
         return load(f"{self.directory.folder}@{self.step}").eval()
 
     @cached_property
     def measured(self) -> tuple[Engine, Task]:
+        """The checkpoint as an evaluation wants it, and its task."""
         return opened(f"{self.directory.folder}@{self.step}")
 
     @property
     def task(self) -> Task:
+        """The task that was trained on."""
         return self.measured[1]
 
 
@@ -150,6 +160,8 @@ def curves(run: Subject) -> Iterator[str]:
         yield scrolled(svg, label=f"curve of {panel.title}")
     if text := smoothing_text(made):
         yield say(f"The faint line is every step as it was; {text}.", kind="note")
+    if len(run.spec.model.head_names()) > 1:
+        yield say("`loss` is of all heads together, `val.loss` of the first alone.", kind="note")
     alerts = run.curves.alerts
     if not alerts:
         yield say("No alert: no spike, no step that could not be applied.")
@@ -166,9 +178,8 @@ def written(run: Subject) -> Iterator[str]:
     if not files:
         return
     yield say(f"Held-out openings and how the model went on, at {files[-1].stem}.")
-    for line in files[-1].read_text(encoding="utf-8").splitlines():
-        sample = json.loads(line)
-        yield f"<pre>{_kept(sample['opening'])}<strong>{_kept(sample['text'])}</strong></pre>"
+    for sample in read_samples(files[-1]):
+        yield f"<pre>{_kept(sample.opening)}<strong>{_kept(sample.text)}</strong></pre>"
 
 
 def _kept(text: str) -> str:
