@@ -60,16 +60,17 @@ def train(text: str, folder: Path) -> None:
             pass
 
 
-def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """The SHA-256 of the last weights, and the metrics without their clock."""
+def outcome(folder: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """The SHA-256 of the last weights and of every probe, and the metrics without their clock."""
     directory = RunDirectory(folder)
     last = directory.pointed("last")
     assert last is not None, "a run that ended has saved"
-    weights = (directory.step_folder(last) / "model.safetensors").read_bytes()
+    files = [directory.step_folder(last) / "model.safetensors", *folder.glob("probes/step-*")]
+    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     for line in lines:
         line.pop("seconds", None)
-    return hashlib.sha256(weights).hexdigest(), lines
+    return hashes, lines
 
 
 class Children:

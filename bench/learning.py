@@ -1,7 +1,7 @@
 """What the recipes learn, measured on unseen examples, with the CPU seconds it took.
 
-Reverse and copy (also decoded whole, greedily and with beams), digits with both engines, and a
-table of finite-state machines with the number of layers that each needed. Run whole by `make
+Reverse, copy and translate (also decoded whole, greedily and with beams), digits with both engines,
+and a table of finite-state machines with the number of layers that each needed. Run whole by `make
 figures`; rows have no ratio.
 """
 
@@ -23,7 +23,7 @@ from glassformer.lab.run import TrainingRun
 from glassformer.spec.tasks import DigitsTask
 from glassformer.train.torch_engine import TorchEngine
 
-SEQUENCES = ("reverse", "copy")
+SEQUENCES = ("reverse", "copy", "translate")
 DIGITS = ("engine=torch", "engine=numpy")
 #: The hard operation alone, on all numbers of two and three digits: a setting that learns it.
 SUM = (

@@ -2,11 +2,15 @@
 
 import torch
 from bench import generate as decoding
-from bench import quant
+from bench import lens, quant
+from bench.bare import bare_decoder
 from bench.clock import growth, interleave, rows
 from bench.layer import B, D, T, capture, memory, ours
 
+from glassformer.models.build import build
 from glassformer.nn.mask import Mask
+from glassformer.nn.taps import Taps
+from glassformer.spec import presets
 
 FIELDS = {"bench", "case", "name", "median_ms", "ratio", "of_limit"}
 
@@ -64,3 +68,23 @@ def test_the_quantization_benchmark_gives_rows():
         assert set(row) == FIELDS
     names = [row["name"] for row in found]
     assert names.count("float32, eager") == names.count("float32, our fastest") == 2
+
+
+def test_the_benchmark_of_capture_compares_with_a_build_without_taps():
+    """The same bits, no hook on either side, and nothing left to look through in the bare one."""
+    found = list(lens.capture(rounds=2, sizes=((16, 1, 2, 3, 5),)))
+    for row in found:
+        assert set(row) == FIELDS
+    assert [row["name"] for row in found[:3]] == [
+        "without taps",
+        "capture off",
+        "attention and norms captured",
+    ]
+    assert str(found[3]["name"]).startswith("0 hooks")
+    spec = presets.budget_lm(vocab_size=20, d_model=16, d_ff=32, n_layers=1, n_heads=2)
+    bare, cut = bare_decoder(spec)
+    assert cut >= 20, "a renamed function would leave its taps in"
+    tokens, taps = torch.arange(6)[None], Taps(read="*")
+    bare(tokens, taps=taps)
+    assert set(taps.seen) == {"logits.next"}, "which is the model's own, outside the stack"
+    assert type(bare) is not type(build(spec))

@@ -45,7 +45,11 @@ def reference(q, k, v, allow=None):
 SOME = torch.rand(B, T, S, generator=torch.Generator().manual_seed(5)) < 0.6
 SOME[:, 2] = False  # a query that may attend to nothing
 SOME[:, :, 4] = False  # a key that nobody may attend to
-PATHS = pytest.mark.parametrize("taps", [lambda: None, explicitly], ids=["fused", "explicit"])
+PATHS = pytest.mark.parametrize(
+    "taps",
+    [lambda: None, explicitly, lambda: TapsAt(Taps(read="weights"), "")],
+    ids=["fused", "explicit", "explicit, weights only"],
+)
 
 
 @PATHS

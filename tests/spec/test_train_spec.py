@@ -12,7 +12,13 @@ from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import PRESETS
 from glassformer.spec.schedule import ConstantSchedule, CosineSchedule, InverseSqrtSchedule
-from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask
+from glassformer.spec.tasks import (
+    DigitsTask,
+    FsmTask,
+    SequenceTask,
+    TextTask,
+    TranslationTask,
+)
 from glassformer.spec.train import SGD, AdamW, HeadWeight, Muon, RunSpec, TrainSpec
 from glassformer.spec.tree import from_dict, from_json, override, to_dict, to_json
 
@@ -103,6 +109,7 @@ TASKS = (
     SequenceTask(operation="sort"),
     FsmTask(machine='regex:(a|b)*"', order="uniform"),
     TextTask(path="a\\b/ü.txt"),
+    TranslationTask(languages=("fr", "es")),
 )
 
 

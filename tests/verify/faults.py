@@ -89,13 +89,14 @@ SEARCHES = "beams of random models = brute force"
 ROWS = "attention rows sum to 1, none to PAD or future"
 
 ATTEND = "nn.attention:_attend_explicitly"
+SCORES = "nn.attention:_masked_scores"
 MASK_LINES = (
-    "if allow is not None:\n"
-    "        scores_BNTS = scores_BNTS.masked_fill(~allow, -math.inf)\n"
+    "_masked_scores(q_BNTH, k_BNSH, allow)\n"
     "    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
 )
 MASK_LATE = (
-    "weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
+    "_masked_scores(q_BNTH, k_BNSH, None)\n"
+    "    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
     "    if allow is not None:\n"
     "        weights_BNTS = weights_BNTS.masked_fill(~allow, 0.0)\n"
 )
@@ -109,15 +110,15 @@ FORWARD = "nn.block:TransformerBlock.forward"
 
 FAULTS = (
     # attention
-    Fault("scale missing", ATTEND, " / math.sqrt(q_BNTH.shape[-1])", "", EXPLICIT),
-    Fault("scale by d_model", ATTEND, "math.sqrt(q_BNTH.shape[-1])", "8.0", EXPLICIT),
+    Fault("scale missing", SCORES, "alpha=1 / math.sqrt(H)", "alpha=1.0", EXPLICIT),
+    Fault("scale by d_model", SCORES, "math.sqrt(H)", "8.0", EXPLICIT),
     Fault("mask after softmax", ATTEND, MASK_LINES, MASK_LATE, EXPLICIT),
-    Fault("mask sign turned", ATTEND, "masked_fill(~allow", "masked_fill(allow", EXPLICIT),
-    Fault("masked by 0, not -inf", ATTEND, "(~allow, -math.inf)", "(~allow, 0.0)", EXPLICIT),
+    Fault("mask sign turned", SCORES, "masked_fill_(~allow", "masked_fill_(allow", EXPLICIT),
+    Fault("masked by 0, not -inf", SCORES, "(~allow, -math.inf)", "(~allow, 0.0)", EXPLICIT),
     Fault("softmax over queries", ATTEND, "dim=-1", "dim=-2", EXPLICIT),
     Fault("weights of empty rows shown", ATTEND, "if mask.empty is not None", "if False", ROWS, "core"),
-    Fault("fused path without scale", "nn.attention:attend", "dropout_p=dropout,", "dropout_p=dropout, scale=1.0,", FUSED),
-    Fault("fused path ignores the mask", "nn.attention:attend", "attn_mask=mask.allow", "attn_mask=None", FUSED),
+    Fault("fused path without scale", "nn.attention:_attend_fused", "scale=1 / math.sqrt(H)", "scale=1.0", FUSED),
+    Fault("fused path ignores the mask", "nn.attention:_attend_fused", "attn_mask=mask.allow", "attn_mask=None", FUSED),
     Fault("empty rows not erased", "nn.attention:attend", "out_BNTH.masked_fill(mask.empty, 0.0)", "out_BNTH", EMPTY),
     Fault("empty rows mistaken for full", "nn.mask:close_empty_rows", "~allow.any(", "allow.any(", EMPTY),
     Fault("group order", "nn.attention:per_query_head", "kv_BKSH.repeat_interleave(group, dim=1)", "kv_BKSH.repeat(1, group, 1, 1)", "grouped heads = one head at a time"),

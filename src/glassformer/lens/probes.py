@@ -61,6 +61,7 @@ class Probes(Face):
 
     @property
     def title(self) -> str:  # type: ignore[override]
+        """With the step that they were seen at."""
         return f"probes at step {self.step}"
 
     @property

@@ -5,6 +5,7 @@ computed: each tap in the code is one `is None` test.
 """
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -37,6 +38,7 @@ class Taps:
         self.keep_gradients = gradients
         self.seen: dict[str, Tensor] = {}
         self._wanted: dict[str, bool] = {}
+        self._read = re.compile("|".join(map(fnmatch.translate, self.patterns)) or r"(?!)")
 
     def wants(self, name: str) -> bool:
         """Whether anything is to be done at this tap."""
@@ -45,7 +47,7 @@ class Taps:
         return self._wanted[name]
 
     def _reads(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+        return self._read.match(name) is not None
 
     def visit(self, name: str, x: Tensor) -> Tensor:
         """Replace and record x at this tap, and give back what the model goes on with."""

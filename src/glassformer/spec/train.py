@@ -6,7 +6,7 @@ from glassformer.spec.base import at_least, one_of, positive, probability, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.schedule import ConstantSchedule, CosineSchedule, InverseSqrtSchedule
-from glassformer.spec.tasks import DigitsTask, FinetuneTask, FsmTask, SequenceTask, TextTask
+from glassformer.spec.tasks import FinetuneTask, Task
 from glassformer.spec.tuning import Tuning
 
 
@@ -77,7 +77,8 @@ class TrainSpec:
     A step takes `accumulate` batches and weighs every token alike. `clip` 0 turns clipping off;
     `patience` 0 never stops early, else counts evaluations without a better validation loss.
     `gradient_checkpointing` keeps each block's input only, and computes the rest once more in the
-    backward: the same bits, in more time and less memory.
+    backward: the same bits, in more time and less memory. `probes` are the validation examples
+    whose attention is kept at each evaluation, 0 for none; nothing that is learned depends on them.
     """
 
     steps: int = 1_000
@@ -98,6 +99,7 @@ class TrainSpec:
     checkpoint_every: int = 100
     keep: int = 2
     patience: int = 0
+    probes: int = 8
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "evaluate_every", "checkpoint_every"):
@@ -106,6 +108,8 @@ class TrainSpec:
         at_least("keep", self.keep, 2)
         at_least("patience", self.patience, 0)
         at_least("seed", self.seed, 0)
+        if not 0 <= self.probes <= 8:
+            raise InputError(f"probes {self.probes} is not between 0 and 8", hint="0 keeps none")
         positive("lr", self.lr)
         probability("label_smoothing", self.label_smoothing)
         one_of("precision", self.precision, ("float32", "float64", "bf16"))
@@ -126,7 +130,7 @@ class RunSpec:
     """Everything that decides what a run computes; with `tuning` it starts from a base."""
 
     model: ModelSpec
-    task: DigitsTask | SequenceTask | FsmTask | TextTask | FinetuneTask
+    task: Task
     train: TrainSpec = TrainSpec()
     engine: Literal["torch", "numpy"] = "torch"
     tuning: Tuning | None = None
