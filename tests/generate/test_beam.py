@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.generate.beam import beam_search
+from glassformer.generate.beam import beam_search, beam_steps
 from glassformer.generate.decoder import Decoder
 from glassformer.generate.exhaustive import every_hypothesis
 from glassformer.generate.prompts import Prompts
@@ -14,7 +14,7 @@ from glassformer.generate.stepper import NaiveStepper, TorchStepper
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.errors import InputError
 from tests.generate import checks, markov
-from tests.tiny import VOCAB, built
+from tests.tiny import VOCAB, built, tiny
 
 
 def test_the_n_best_list_of_full_width_is_exact():
@@ -155,3 +155,17 @@ def test_too_many_sequences_are_refused():
     model = built(checks.SPECS["learned"])
     with pytest.raises(InputError, match="more than 50000"):
         every_hypothesis(NaiveStepper(model), Prompts(((1,),)), spec=BeamSpec(max_new_tokens=9))
+
+
+def test_the_search_in_steps_ends_where_the_search_does():
+    model = built(tiny())
+    spec = BeamSpec(width=3, max_new_tokens=5, eos=(2,))
+    (whole,) = beam_search(TorchStepper(model), [[3, 5]], spec=spec, record=True)
+    steps = list(beam_steps(TorchStepper(model), [[3, 5]], spec=spec))
+    assert steps[-1] == [whole]
+    grown = [len(step[0].tree) for step in steps]
+    assert grown == sorted(set(grown)) and len(grown) > 1
+    for (step,) in steps:
+        assert step.tree == whole.tree[: len(step.tree)]
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        beam_steps(TorchStepper(model), [[999]], spec=spec)

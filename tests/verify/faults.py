@@ -91,8 +91,7 @@ ROWS = "attention rows sum to 1, none to PAD or future"
 ATTEND = "nn.attention:_attend_explicitly"
 SCORES = "nn.attention:_masked_scores"
 MASK_LINES = (
-    "_masked_scores(q_BNTH, k_BNSH, allow)\n"
-    "    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
+    "_masked_scores(q_BNTH, k_BNSH, allow)\n    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
 )
 MASK_LATE = (
     "_masked_scores(q_BNTH, k_BNSH, None)\n"

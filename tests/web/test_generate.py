@@ -15,6 +15,7 @@ from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.web import generate as page
 from glassformer.web import limits
+from glassformer.web.generate_ask import BEAM_TOKENS
 from glassformer.web.lab import Lab
 from glassformer.web.query import Busy, Query, TooLarge, Unknown, to_json
 
@@ -117,7 +118,7 @@ def test_an_encoder_reads_the_prompt(talkers: Lab) -> None:
         ({"max_tokens": limits.NEW_TOKENS + 1}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"mode": "beam", "beams": limits.BEAMS + 1}, "beams"),
-        ({"mode": "beam", "max_tokens": page.BEAM_TOKENS + 1}, "max_tokens"),
+        ({"mode": "beam", "max_tokens": BEAM_TOKENS + 1}, "max_tokens"),
         ({"mode": "beam", "seed": 3}, "seed says nothing to beam"),
         ({"temperature": 1.0}, "temperature says nothing to greedy"),
         ({"mode": "sample", "temperature": -1}, "temperature"),

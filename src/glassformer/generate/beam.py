@@ -7,7 +7,7 @@ the last of them, by `BeamSpec.bound`, whatever the sign of the length penalty.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,6 +85,32 @@ def beam_search(
     record: bool = False,
 ) -> list[Beams]:
     """The n best complete hypotheses of each prompt, with scores; `record` keeps the tree."""
+    prompts, items = _begin(stepper, prompts, spec, constraint)
+    for _ in _search(stepper, prompts, items, spec):
+        pass
+    return [_found(item, spec, record) for item in items]
+
+
+def beam_steps(
+    stepper: Stepper,
+    prompts: Prompts | Sequence[Sequence[int]],
+    *,
+    spec: BeamSpec = BeamSpec(),  # noqa: B008  frozen
+    constraint: Constraint | None = None,
+) -> Iterator[list[Beams]]:
+    """The same search as it goes: after each step what is complete, and the tree so far."""
+    prompts, items = _begin(stepper, prompts, spec, constraint)
+    steps = _search(stepper, prompts, items, spec)
+    return ([_found(item, spec, True) for item in items] for _ in steps)
+
+
+def _begin(
+    stepper: Stepper,
+    prompts: Prompts | Sequence[Sequence[int]],
+    spec: BeamSpec,
+    constraint: Constraint | None,
+) -> tuple[Prompts, list[_Item]]:
+    """Everything that can be refused is refused here, before any work."""
     prompts = prompts if isinstance(prompts, Prompts) else Prompts.of(prompts)
     prompts.check(stepper)
     check_tokens(stepper.vocab_size, forbidden=spec.forbidden, eos=spec.eos)
@@ -104,16 +130,19 @@ def beam_search(
         state = 0 if bounded is None else bounded.start
         live = [[_Beam(row, -1, 0.0, state)] for _ in range(spec.groups)]
         items.append(_Item(limit, bounded, live, [spec.width // spec.groups] * spec.groups))
-    _search(stepper, prompts, items, spec)
-    return [_found(item, spec, record) for item in items]
+    return prompts, items
 
 
-def _search(stepper: Stepper, prompts: Prompts, items: list[_Item], spec: BeamSpec) -> None:
+def _search(
+    stepper: Stepper, prompts: Prompts, items: list[_Item], spec: BeamSpec
+) -> Iterator[int]:
+    """One step after another, counted from 1."""
     logits_RV, past = stepper.start(prompts, room=max(item.limit for item in items))
     going = items
     for made in range(1, spec.max_new_tokens + 1):
         logprobs_RV = _logprobs(logits_RV, spec, made)
         rows, tokens = _grow(going, logprobs_RV, spec, made)
+        yield made
         going = [item for item in going if not item.settled(spec, made)]
         if not going:
             return

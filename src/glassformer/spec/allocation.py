@@ -64,25 +64,48 @@ def allocate(model: ModelSpec) -> Allocation:
     )
 
 
+@spec
+class Line:
+    """One line of the table; those of a layer's parts are `indented`, and part of the line above.
+
+    The lines that are not indented add up to `total`, the last one.
+    """
+
+    name: str
+    parameters: int
+    share: float
+    note: str = ""
+    indented: bool = False
+
+
+def allocation_lines(model: ModelSpec) -> tuple[Line, ...]:
+    """The table as values: everything outside the layers, the layers and their parts, the total."""
+    found = allocate(model)
+    layers = found.n_layers
+    parts = {"attention": "attention", "feed-forward": "ffn", "norms": "norm"}
+    rows = [
+        ("token embedding", found.token, "", False),
+        ("position embedding", found.position, "" if found.position else "none learned", False),
+        ("head", found.head, "tied: the token embedding again" if found.tied else "", False),
+        ("layers", found.backbone, f"{layers} x {sum(found.per_layer.values()):,}", False),
+    ]
+    for name, part in parts.items():
+        each = found.per_layer[part]
+        rows.append((name, layers * each, f"{layers} x {each:,}", True))
+    rows += [("final norm", found.final_norm, "", False), ("total", found.total, "", False)]
+    return tuple(
+        Line(name=name, parameters=count, share=count / found.total, note=note, indented=indented)
+        for name, count, note, indented in rows
+    )
+
+
 def format_allocation(model: ModelSpec) -> str:
     """The table as text."""
-    found = allocate(model)
-    rows = [
-        ("token embedding", found.token, ""),
-        ("position embedding", found.position, "" if found.position else "none learned"),
-        ("head", found.head, "tied: the token embedding again" if found.tied else ""),
-        ("layers", found.backbone, f"{found.n_layers} x {sum(found.per_layer.values()):,}"),
-        ("  attention", found.n_layers * found.per_layer["attention"], "attention"),
-        ("  feed-forward", found.n_layers * found.per_layer["ffn"], "ffn"),
-        ("  norms", found.n_layers * found.per_layer["norm"], "norm"),
-        ("final norm", found.final_norm, ""),
-        ("total", found.total, ""),
-    ]
     lines = [f"{'component':<20}{'parameters':>15}{'share':>10}"]
-    for name, count, note in rows:
-        note = f"{found.n_layers} x {found.per_layer[note]:,}" if name[0] == " " else note
-        line = f"{name:<20}{count:>15,}{count / found.total:>10.2%}   {note}"
-        lines.append(line.rstrip())
+    for line in allocation_lines(model):
+        name = f"  {line.name}" if line.indented else line.name
+        text = f"{name:<20}{line.parameters:>15,}{line.share:>10.2%}   {line.note}"
+        lines.append(text.rstrip())
     lines.insert(-1, "-" * 45)
     return "\n".join(lines)
 

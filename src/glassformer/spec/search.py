@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from glassformer.spec.budget import HEAD_SLACK, Budget, Exact, Target, Wish
 from glassformer.spec.counting import Frame
+from glassformer.spec.patience import Clock
 from glassformer.spec.preference import ASPECT, LEAST, RATIO_UNIT, Key, Preference
 from glassformer.spec.widths import Widths
 
@@ -53,6 +54,7 @@ class Search:
         self.low = least if low is None else low
         self.high = most if high is None else high
         self.widths = Widths(budget)
+        self._clock = Clock()
         self.preference = Preference(budget, low=self.low, high=self.high)
         ratio, within = _decimals(budget.embedding_ratio)
         self._ratio_within = within
@@ -113,6 +115,7 @@ class Search:
 
     def ffns_of(self, frame: Frame, room: Room, n_layers: int) -> range:
         """Every d_ff with which this frame and depth keep every limit."""
+        self._clock.check()
         fixed, slope = frame.outside + n_layers * frame.base, n_layers * frame.column
         multiple = self.budget.ffn_multiple
         least = max(room.narrow, _up(room.low - fixed, slope))
@@ -145,6 +148,7 @@ class Search:
 
     def _unusual(self, d_model: int) -> float:
         """How far, in powers of two, from the habitual aspect at the wished depth."""
+        self._clock.check()
         away = math.inf
         frames = self.widths.frames(d_model, self.preference.least_ratio_drift)
         for count, frame in enumerate(frames):

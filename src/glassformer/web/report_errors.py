@@ -13,13 +13,14 @@ from glassformer.lab.decoded import answers, wanted
 from glassformer.lab.evaluate import Evaluation, evaluate, log_softmax
 from glassformer.lens.words import shown
 from glassformer.train.engine import Engine, loss_weights
-from glassformer.web.report_page import Shaded, Text, beside, missing, say, table
+from glassformer.web.report_page import Shaded, Text, beside, folded, missing, say, table
 from glassformer.web.report_run import Subject
 
 # B examples, T positions, V answers
 
 #: Examples measured, examples searched for right and wrong ones, and how many are shown of each.
 MEASURED, SEARCHED, SHOWN = 2_000, 200, 6
+LONG = 16  # lines of a table that is shown unfolded
 FEW = 8  # of those that are answered at every position
 #: What an evaluation against the truth calls its numbers.
 TRUTHS = {
@@ -80,7 +81,8 @@ def _groups(found: Evaluation) -> Iterator[str]:
             [label, Shaded(f"{share:.1%}", share), found.counts[group][label]]
             for label, share in labels.items()
         ]
-        yield table([group, "wholly right", "n"], lines, caption=f"by {group}")
+        made = table([group, "wholly right", "n"], lines, caption=f"by {group}")
+        yield made if len(lines) <= LONG else folded(f"by {group}: {len(lines)} lines", made)
 
 
 def examples(run: Subject) -> Iterator[str]:

@@ -19,10 +19,10 @@ const whole = (text) => text.replace(/[,_\s]/g, "");
 export const SLIDERS = [
   { name: "params", label: "Total parameters", scale: log(10_000, 1_000_000_000), show: count, read: whole,
     snaps: [[1e6, "1M"], [5e6, "5M"], [10e6, "10M"], [25e6, "25M"], [100e6, "100M"]] },
-  { name: "embedding_ratio", label: "Embedding ratio", scale: linear(0.02, 0.9, 0.005, 3), show: (value) => percent(value, 1),
+  { name: "embedding_ratio", label: "Embedding ratio", scale: linear(0.02, 0.9, 0.005, 3), show: (x) => percent(x, 1),
     read: (text) => (/%/.test(text) ? text.replace(/\s/g, "") : text.trim()),
     snaps: [[0.25, "25 %"], [0.35, "35 %"], [0.45, "45 %"], ["free", "free"]] },
-  { name: "glu_expansion", label: "GLU expansion", scale: linear(1, 6, 0.01, 2), show: (value) => `${fixed(value, 2)}×`,
+  { name: "glu_expansion", label: "GLU expansion", scale: linear(1, 6, 0.01, 2), show: (x) => `${fixed(x, 2)}×`,
     read: (text) => text.replace(/[×x\s]/g, ""), snaps: [[2, "2.0"], [2.66, "2.66"], [3, "3.0"], [4, "4.0"], ["free", "free"]] },
   { name: "vocab", label: "Vocabulary", scale: log(64, 262_144), show: count, read: whole,
     snaps: [[256, "256"], [8000, "8k"], [16_000, "16k"], [32_000, "32k"]] },
@@ -32,7 +32,7 @@ export const SLIDERS = [
     snaps: [[128, "128"], [512, "512"], [2048, "2,048"]] },
 ];
 
-const KEEP = [["total", "the total; the two are met as nearly as it allows"], ["ratio", "the ratio, to the nearest width"],
+const KEEP = [["total", "the total; the two as nearly as it allows"], ["ratio", "the ratio, to the nearest width"],
   ["expansion", "the expansion, to the nearest d_ff"], ["both", "both, if any design has them"]];
 const FLAGS = { total: {}, ratio: { exact_ratio: true }, expansion: { exact_expansion: true }, both: { exact_ratio: true, exact_expansion: true } };
 const kept = ({ exact_ratio: ratio, exact_expansion: expansion }) => (ratio ? (expansion ? "both" : "ratio") : expansion ? "expansion" : "total");
@@ -62,7 +62,7 @@ class Slider {
     if (!isWord && document.activeElement !== this.range) this.range.value = this.scale.at(number);
     this.range.setAttribute("aria-valuetext", text);
     this.range.classList.toggle("unset", isWord);
-    for (const [snap, button] of this.snaps) button.setAttribute("aria-pressed", String(String(snap) === String(value)));
+    for (const [snap, button] of this.snaps) button.setAttribute("aria-pressed", `${String(snap) === String(value)}`);
   }
 }
 
@@ -82,7 +82,7 @@ export class Controls {
     fill(this.rest,
       check("tied: the head is the token embedding", view.tied !== false, (tied) => this.settle({ tied: tied ? undefined : false }), { name: "tied" }),
       field("When they cannot all hold, keep", select(KEEP, kept(view), (value) => this.settle({ ...own, ...FLAGS[value] }), { name: "keep" })),
-      field("Widths are multiples of", select([["1", "anything"], "8", "16", "32", "64", "128"], String(view.multiple ?? 1),
+      field("Widths are multiples of", select([["1", "anything"], "8", "16", "32", "64"], String(view.multiple ?? 1),
         (value) => this.settle({ multiple: value === "1" ? undefined : Number(value) }), { name: "multiple" })),
       field("The count may be off by", select([["0.0005", "0.05 %"], ["0.001", "0.1 %"], ["0.005", "0.5 %"], ["0.01", "1 %"], ["0.05", "5 %"],
         ...(this.#unlisted(view.tolerance))], String(view.tolerance ?? 0.005),

@@ -89,7 +89,7 @@ class Design {
       if (this.gone) return;
       this.answer = answer;
       this.context.alert(null);
-      if (question === this.wanted) this.controls.draw({ ...this.view, ...numbers(answer.asked) }); // 5M is 5,000,000 now
+      if (question === this.wanted) this.controls.draw({ ...this.view, ...numbers(answer.asked) }); // 5M is a number now
       this.#draw(answer);
     } catch (error) {
       if (this.gone) return;
@@ -160,7 +160,7 @@ class Design {
     fill(this.found, el("p", { id: "why" }, why),
       changes.length > 0 && [el("h3", {}, "Each of these alone would do"), el("div", { class: "row changes" }, changes.map(({ label, settings }) =>
         el("button", { type: "button", onclick: () => this.settle(settings) }, label)))],
-      helpless.length > 0 && el("p", { class: "note" }, `No change of one of these alone does: ${helpless.join(", ")}.`));
+      helpless.length > 0 && el("p", { class: "note" }, `No change of one of these alone: ${helpless.join(", ")}.`));
     fill(this.below);
   }
 

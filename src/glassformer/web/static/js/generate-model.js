@@ -54,3 +54,5 @@ export class ModelForm {
 
 export const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 export const modelPath = ({ run, step }) => (step === "best" ? `runs/${run}` : `runs/${run}@${step}`);
+/** A box that scrolls, and that a keyboard can reach. */
+export const scrolled = (label, ...children) => el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, children);

@@ -1,8 +1,8 @@
 // Generate: text as it is made. Each token with its probability, what else could have come, and branches from there.
 
-import { alertBox, check, el, field, fill, select } from "./dom.js";
+import { alertBox, check, el, field, fill, select, table } from "./dom.js";
 import { fixed, short } from "./format.js";
-import { ModelForm, modelPath, quoted } from "./generate-model.js";
+import { ModelForm, modelPath, quoted, scrolled } from "./generate-model.js";
 import "./generate-tokens.js";
 import "./generate-tree.js";
 import * as keys from "./keys.js";
@@ -36,20 +36,18 @@ function question(view, { cached = view.cached } = {}) {
 }
 
 /** Tokens with their probabilities; branch(id): what a button beside each does. */
-function choices(title, rows, { chosen, branch } = {}) {
-  const row = ({ id, word, probability }) => {
+function choices(caption, answers, { chosen, branch } = {}) {
+  const bar = (probability) => {
     const meter = el("span", { class: "meter" });
     meter.style.width = `${100 * probability}%`;
-    return el("tr", { class: id === chosen ? "marked" : null },
-      el("th", { scope: "row" }, el("code", {}, word), id === chosen && el("span", { class: "muted" }, " chosen")),
-      el("td", { class: "n" }, fixed(probability, 4)), el("td", { class: "bar" }, meter),
-      branch && el("td", {}, id !== chosen && el("button", { type: "button", class: "small",
-        "aria-label": `Branch from here with ${word}`, onclick: branch(id) }, "branch")));
+    return meter;
   };
-  const heads = ["token", "probability", "bar", ...(branch ? ["branch"] : [])];
-  return el("table", { class: "data", id: "alternatives" }, el("caption", { class: "visually-hidden" }, title),
-    el("thead", {}, el("tr", {}, heads.map((text, i) => el("th", { scope: "col", class: i === 1 ? "n" : null },
-      el("span", { class: i > 1 ? "visually-hidden" : null }, text))))), el("tbody", {}, rows.map(row)));
+  const silent = (text) => ({ text: el("span", { class: "visually-hidden" }, text) });
+  return table({ caption, props: { id: "alternatives", class: "data choices" },
+    head: ["token", { text: "probability", n: true }, silent("bar"), ...(branch ? [silent("branch")] : [])],
+    rows: answers.map(({ id, word, probability }) => [[el("code", {}, word), id === chosen && el("span", { class: "muted" }, " chosen")],
+      fixed(probability, 4), bar(probability), ...(branch ? [id !== chosen && el("button", { type: "button", class: "small",
+        "aria-label": `Branch from here with ${word}`, onclick: branch(id) }, "branch")] : [])]) });
 }
 
 class Generate {
@@ -118,7 +116,7 @@ class Generate {
       el("div", { class: "numbers" }, OF[view.mode].map(number)),
       check("KV cache", view.cached, (cached) => this.#change({ cached, forced: view.forced }), { name: "cached" }),
       view.forced && view.mode !== "beam" && el("p", { class: "branch" }, `A branch: ${view.forced.split(",").length} tokens are given. `,
-        el("button", { type: "button", class: "small", id: "unbranch", onclick: () => this.#change({}) }, "drop the branch")));
+        el("button", { type: "button", class: "small", id: "unbranch", onclick: () => this.#change({}) }, "drop it")));
     if (["mode", "cached"].includes(held)) this.form.inside.querySelector(`[name="${held}"]`)?.focus();
   }
 
@@ -196,7 +194,7 @@ class Generate {
     const { end, tokens } = this;
     const text = end.stopped ? tokens.map(({ text: piece }) => piece).join("") : end.text;
     fill(this.said, el("pre", { id: "text", tabindex: 0, role: "group", "aria-label": "The text" },
-      !this.start.source && el("span", { class: "muted" }, this.view.text), el("span", { id: "new" }, text || "(nothing)")));
+      !this.start.source && el("span", { class: "muted" }, this.view.text), el("span", { id: "new" }, text || "(none)")));
     const facts = [["ended", FINISH[end.finish] ?? end.finish], ["tokens", tokens.length],
       ["mean log-probability", short(tokens.reduce((sum, { logprob }) => sum + logprob, 0) / tokens.length)]];
     fill(this.timing, el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), this.#speed());
@@ -204,11 +202,11 @@ class Generate {
   }
 
   #table() {
-    const cells = ({ place, word, id, probability, logprob, forced }) => el("tr", {}, el("th", { scope: "row", class: "n" }, place), el("td", {}, el("code", {}, word), forced && " (given)"),
-      el("td", { class: "n" }, id), el("td", { class: "n" }, fixed(probability, 4)), el("td", { class: "n" }, fixed(logprob, 4)));
-    return el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table of tokens" }, el("table", { class: "data", id: "tokens-table" },
-      el("caption", { class: "visually-hidden" }, "Generated tokens"), el("thead", {}, el("tr", {}, ["place", "token", "id", "probability", "log"].map((text, i) =>
-        el("th", { scope: "col", class: i === 1 ? null : "n" }, text)))), el("tbody", {}, this.tokens.map(cells))));
+    const right = (text) => ({ text, n: true });
+    return scrolled("Table of tokens", table({ caption: "Generated tokens", props: { id: "tokens-table" },
+      head: [right("place"), "token", right("id"), right("probability"), right("log")],
+      rows: this.tokens.map(({ place, word, id, probability, logprob, forced }) =>
+        [place, [el("code", {}, word), forced && " (given)"], id, fixed(probability, 4), fixed(logprob, 4)]) }));
   }
 
   /** Measured where the page runs: with the cache, and on demand without it. */
@@ -258,11 +256,11 @@ class Generate {
     const { end } = this;
     this.tree.data = { nodes: this.nodes, best: (end?.hypotheses ?? []).map(({ node }) => node) };
     if (!end || end.stopped) return;
-    fill(this.said, el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Hypotheses" }, el("table", { class: "data", id: "hypotheses" }, el("caption", { class: "visually-hidden" }, "Hypotheses, best first"),
-      el("thead", {}, el("tr", {}, ["text", "score", "log-probability", "ended by"].map((text, i) => el("th", { scope: "col", class: i === 1 || i === 2 ? "n" : null }, text)))),
-      el("tbody", {}, end.hypotheses.map(({ text, score, logprob, finish }) => el("tr", {}, el("th", { scope: "row" }, el("code", {}, text || "(nothing)")),
-        el("td", { class: "n" }, fixed(score, 4)), el("td", { class: "n" }, fixed(logprob, 4)), el("td", {}, finish)))))));
-    fill(this.timing, el("p", { class: "muted" }, `${this.nodes.length} tokens were kept in ${fixed(end.seconds, 2)} s.`));
+    fill(this.said, scrolled("Hypotheses", table({ caption: "Hypotheses, best first", props: { id: "hypotheses" },
+      head: ["text", { text: "score", n: true }, { text: "log-probability", n: true }, "ended by"],
+      rows: end.hypotheses.map(({ text, score, logprob, finish }) =>
+        [el("code", {}, text || "(nothing)"), fixed(score, 4), fixed(logprob, 4), finish]) })));
+    fill(this.timing, el("p", { class: "muted" }, `${this.nodes.length} kept in ${fixed(end.seconds, 2)} s.`));
     fill(this.beside, el("p", { class: "muted" }, "A search keeps several continuations at once: its tree is what else could have come. Branching is for greedy and sample."));
   }
 

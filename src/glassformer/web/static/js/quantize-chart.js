@@ -34,7 +34,7 @@ export class GlassDivergence extends HTMLElement {
         svg("svg", { width, height: HEIGHT + 1, viewBox: `0 0 ${width} ${HEIGHT + 1}`, "aria-hidden": "true" },
           svg("line", { x1: 0, x2: width, y1: HEIGHT + 0.5, y2: HEIGHT + 0.5, class: "axis" }), bars),
         el("div", { class: "words", role: "group", "aria-label": "Positions" }, buttons))),
-      el("p", { class: "note", id: "told" }, answer ? "An answer is read once: " : "", told(positions.indexOf(selected))));
+      el("p", { class: "note", id: "told" }, answer ? "Read once: " : "", told(positions.indexOf(selected))));
     this.querySelector(".scroll").scrollLeft = before;
     if (held || this.focusNext) buttons[positions.indexOf(selected)]?.focus();
     this.focusNext = false;

@@ -1,8 +1,8 @@
 // Quantize: float32 beside int8 and int4 on one text. Where they part, by how much, and what the bits save.
 
-import { el, field, fill, select } from "./dom.js";
-import { count, fixed, missing, percent, short } from "./format.js";
-import { ModelForm, modelPath, quoted } from "./generate-model.js";
+import { el, field, fill, select, table } from "./dom.js";
+import { count, fixed, percent, short } from "./format.js";
+import { ModelForm, modelPath, quoted, scrolled } from "./generate-model.js";
 import "./quantize-chart.js";
 import * as keys from "./keys.js";
 import { latest } from "./state.js";
@@ -12,9 +12,8 @@ const parse = (params) => ({ run: params.run ?? null, step: params.step ?? "best
   pos: /^\d{1,6}$/.test(params.pos ?? "") ? Number(params.pos) : null, way: params.way === "back" ? "back" : "there" });
 const address = ({ run, step, text, pos, way }) => ({ run, step: step === "best" ? null : step, text, pos, way: way === "there" ? null : way });
 const bytes = (value) => `${count(value)} B`;
-const scrolled = (label, ...children) => el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, children);
-const header = (names) => el("thead", {}, el("tr", {}, names.map((name, i) => el("th", { scope: "col", class: i ? "n" : null }, name))));
-const caption = (text) => el("caption", { class: "visually-hidden" }, text);
+const right = (text) => ({ text, n: true });
+const silent = (text) => ({ text: el("span", { class: "visually-hidden" }, text) });
 
 /** Thin bars over one another, one a precision, on one scale. */
 function bars(values, most, first = 0) {
@@ -128,7 +127,7 @@ class Quantize {
     const { found, view } = this;
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
     fill(this.verdict, Object.entries(found.against).map(([name, one], i) => [i ? " · " : "", el("strong", {}, name),
-      found.head === "answer" ? ` KL ${short(one[view.way][0])} nats, ${one.same[0] ? "the same answer" : "another answer"}`
+      found.head === "answer" ? ` KL ${short(one[view.way][0])} nats, ${one.same[0] ? "the same answer" : "another"}`
         : ` KL ${short(mean(one[view.way]))} nats a position, worst ${short(Math.max(...one[view.way]))}, same likeliest token at ${one.same.filter(Boolean).length} of ${one.same.length}`]));
   }
 
@@ -136,7 +135,7 @@ class Quantize {
     const { found, view } = this;
     const link = (name, pos) => el("a", { href: this.context.href("inspect", { run: view.run, step: view.step === "best" ? null : view.step, text: view.text, pos,
       with: `${view.run}@${view.step}:${name}` }), "aria-label": `Inspect position ${pos} beside ${name}` }, "Inspect");
-    const lists = Object.entries(found.against).map(([name, one]) => el("div", {}, el("h3", {}, `Farthest apart in ${name}`),
+    const lists = Object.entries(found.against).map(([name, one]) => el("div", {}, el("h3", {}, `Farthest in ${name}`),
       el("ol", { class: "worst-list" }, one.worst.map((at) => el("li", {},
         el("button", { type: "button", class: "small", onclick: () => this.#pick(found.positions[at]) }, `${found.positions[at]} ${found.words[found.positions[at]]}`),
         el("span", { class: "number" }, short(one.there[at])), link(name, found.positions[at]))))));
@@ -147,9 +146,10 @@ class Quantize {
     const { precisions } = this.found;
     const [full] = precisions;
     const schemes = (one) => (Object.keys(one.schemes).length ? Object.entries(one.schemes).map(([name, layers]) => `${layers} ${layers === 1 ? "layer" : "layers"} ${name}`).join(", ") : "");
-    fill(this.sizes, scrolled("Sizes", el("table", { class: "data", id: "sizes" }, caption("Bytes in each precision"), header(["precision", "on disk", "in memory"]),
-      el("tbody", {}, precisions.map((one, i) => el("tr", {}, el("th", { scope: "row" }, keyed(one.name, i)),
-        el("td", { class: "n" }, bytes(one.file_bytes), i > 0 && el("div", { class: "muted" }, `${fixed(full.file_bytes / one.file_bytes, 2)}× smaller`)), el("td", { class: "n" }, bytes(one.resident_bytes))))))),
+    const smaller = (one) => one !== full && el("div", { class: "muted" }, `${fixed(full.file_bytes / one.file_bytes, 2)}× smaller`);
+    fill(this.sizes, scrolled("Sizes", table({ caption: "Bytes in each precision", props: { id: "sizes" },
+      head: ["precision", right("on disk"), right("in memory")],
+      rows: precisions.map((one, i) => [keyed(one.name, i), [bytes(one.file_bytes), smaller(one)], bytes(one.resident_bytes)]) })),
       precisions.filter((one) => one.backends.length).map((one) => el("p", { class: "note" }, `${one.name}: ${schemes(one)}; run by ${one.backends.join(", ")}`)),
       el("p", { class: "note" }, "On disk: the weights' file as glass quantize would write it. Nothing was written."));
   }
@@ -160,10 +160,11 @@ class Quantize {
     fill(this.speed, kinds.map(([kind, title]) => {
       const rows = Object.entries(speeds).filter(([, one]) => one[kind]);
       if (!rows.length) return el("p", { class: "note" }, "This model writes nothing: it gives one answer.");
-      const line = (name, rate, i, note) => el("tr", {}, el("th", { scope: "row" }, keyed(name, i)), el("td", { class: "n" }, count(rate)), el("td", { class: `n ${note?.[1] ?? ""}` }, note?.[0] ?? ""));
-      const said = ({ ratio, slower }) => (slower ? [`slower: ${fixed(ratio, 2)}× the time`, "warn"] : [`${fixed(1 / ratio, 2)}× as fast`, "good"]);
-      return [el("h3", {}, title), el("table", { class: "data" }, caption(`Tokens a second, ${title}`), header(["precision", "tokens/s", "against float32"]),
-        el("tbody", {}, line("float32", rows[0][1][kind].tokens_per_second[0], 0), rows.map(([name, one], i) => line(name, one[kind].tokens_per_second[1], i + 1, said(one[kind])))))];
+      const said = ({ ratio, slower }) => el("span", { class: slower ? "warn" : "good" },
+        slower ? `slower: ${fixed(ratio, 2)}× the time` : `${fixed(1 / ratio, 2)}× as fast`);
+      return [el("h3", {}, title), table({ caption: `Tokens a second, ${title}`, head: ["precision", right("tokens/s"), right("against float32")],
+        rows: [[keyed("float32", 0), count(rows[0][1][kind].tokens_per_second[0]), ""],
+          ...rows.map(([name, one], i) => [keyed(name, i + 1), count(one[kind].tokens_per_second[1]), said(one[kind])])] })];
     }), el("p", { class: "note" }, `Medians of ${rounds} rounds, the two of a pair in turn, batch 1, on this machine as busy as it is now.`),
       el("button", { type: "button", class: "small", onclick: () => { this.measured = null; this.compare().catch(this.context.alert); } }, "measure again"));
     this.speed.dataset.ready = "true";
@@ -173,10 +174,10 @@ class Quantize {
     const { found, view } = this;
     const names = this.#names();
     fill(this.answersTitle, found.head === "answer" ? "Answer" : "Next token", el("span", { class: "muted" }, ` at ${view.pos} `), el("code", {}, found.words[view.pos]));
-    fill(this.answers, scrolled("Likeliest answers", el("table", { class: "data", id: "answers" }, caption("The likeliest answers in each precision"),
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "token"), names.map((name, i) => el("th", { scope: "col", class: "n" }, keyed(name, i))), el("th", { scope: "col" }, el("span", { class: "visually-hidden" }, "bars")))),
-      el("tbody", {}, found.answers[index].map(({ word, p }) => el("tr", {}, el("th", { scope: "row" }, el("code", {}, word)), names.map((name) => el("td", { class: "n" }, fixed(p[name], 4))),
-        el("td", { class: "wide" }, bars(names.map((name) => p[name]), 1))))))));
+    fill(this.answers, scrolled("Likeliest answers", table({ caption: "The likeliest answers in each precision", props: { id: "answers" },
+      head: ["token", ...names.map((name, i) => right(keyed(name, i))), silent("bars")],
+      rows: found.answers[index].map(({ word, p }) => [el("code", {}, word), ...names.map((name) => fixed(p[name], 4)),
+        bars(names.map((name) => p[name]), 1)]) })));
   }
 
   #drawLayers() {
@@ -184,12 +185,12 @@ class Quantize {
     const names = Object.keys(against);
     const paths = Object.keys(against[names[0]].layers);
     const most = Math.max(...names.flatMap((name) => Object.values(against[name].layers)));
-    const shown = (value) => (missing(value) ? "–" : percent(value, 2));
-    fill(this.layers, scrolled("Error of each layer", el("table", { class: "data", id: "layers" }, caption("Relative error of each layer's output on the float model's inputs"),
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "layer"), names.map((name, i) => el("th", { scope: "col", class: "n" }, keyed(name, i + 1))), el("th", { scope: "col" }, el("span", { class: "visually-hidden" }, "bars")))),
-      el("tbody", {}, paths.map((path) => el("tr", {}, el("th", { scope: "row" }, el("code", {}, path)), names.map((name) => el("td", { class: "n" }, shown(against[name].layers[path]))),
-        el("td", { class: "wide" }, bars(names.map((name) => against[name].layers[path] ?? 0), most, 1)))))))
-    , el("p", { class: "note" }, "Of each layer's output, on the inputs that it has in float32: what that layer alone adds."));
+    fill(this.layers, scrolled("Error of each layer", table({ props: { id: "layers" },
+      caption: "Relative error of each layer's output on the float model's inputs",
+      head: ["layer", ...names.map((name, i) => right(keyed(name, i + 1))), silent("bars")],
+      rows: paths.map((path) => [el("code", {}, path), ...names.map((name) => percent(against[name].layers[path], 2)),
+        bars(names.map((name) => against[name].layers[path] ?? 0), most, 1)]) })),
+    el("p", { class: "note" }, "Of each layer's output, on the inputs it has in float32: what that layer alone adds."));
   }
 
   commands() {
