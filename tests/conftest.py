@@ -25,6 +25,11 @@ settings.register_profile(
 settings.load_profile("glassformer")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The browser last: its server lives on in a thread, and some tests count bytes."""
+    items.sort(key=lambda item: "/browser/" in item.path.as_posix())
+
+
 @pytest.fixture(scope="session")
 def documentation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make docs` builds, in a folder of its own; a warning is an error."""

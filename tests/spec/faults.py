@@ -49,6 +49,6 @@ FAULTS = (
     Fault("RMSNorm keeps what LayerNorm does", "spec.activations:_norm", "FLOAT * rows * (1 + width)", "FLOAT * rows * 2", "activations"),
     Fault("log-softmax forgotten", "spec.activations:_head", "FLOAT * rows * width + LONG * rows", "LONG * rows", "activations"),
     Fault("the rotated result is not joined", "spec.activations:_attention", "turned or isinstance", "False and isinstance", "activations"),
-    Fault("percentages of the target", "spec.allocation:format_allocation", "count / found.total", "count / 1e6", "table"),
-    Fault("one layer's attention for all", "spec.allocation:format_allocation", 'found.n_layers * found.per_layer["attention"]', 'found.per_layer["attention"]', "table"),
+    Fault("percentages of the target", "spec.allocation:allocation_lines", "count / found.total", "count / 1e6", "table"),
+    Fault("one layer's attention for all", "spec.allocation:allocation_lines", "(name, layers * each,", "(name, each,", "table"),
 )  # fmt: skip
