@@ -8,9 +8,12 @@ BIN := $(VENV)/bin
 
 demo: $(STAMP)
 	$(BIN)/glass demo
+	@echo
+	@echo 'The command glass is in $(BIN); to have it on the path: . $(BIN)/activate'
 
 test: $(STAMP) tokenizers chromium
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 # The official Qwen tokenizers (31 MB, checked by their hashes) for the tests that need them.
 tokenizers: $(STAMP)
@@ -38,7 +41,7 @@ docs: $(STAMP)
 findings: $(STAMP)
 	$(BIN)/python -m bench findings --jobs 2
 
-# Every figure of the README and the docs, again; about half an hour on two cores.
+# Every figure of the README and the docs, again; more than an hour on two cores.
 figures: $(STAMP)
 	$(BIN)/glass verify --deep
 	$(BIN)/python -m bench layer
@@ -50,7 +53,10 @@ figures: $(STAMP)
 	$(BIN)/python -m bench budget
 	$(BIN)/python -m bench adapters
 	$(BIN)/python -m bench generate
+	$(BIN)/python -m bench quant
 	$(BIN)/python -m bench lens
+	$(BIN)/python -m bench findings --jobs 2
+	$(BIN)/python -m pages figures
 
 # torch is asked for first and exactly: a looser request may pull gigabytes of CUDA libraries.
 KERNELS := $(wildcard src/glassformer/kernels/*.c src/glassformer/kernels/*.h)

@@ -9,6 +9,7 @@ from bench.findings.tables import percent, shown, table
 
 Found = dict[str, Any]
 LEARNED = 10  # places of an answer that training ever shows
+ENOUGH = 0.95  # an operation counts as learned above this share
 BASE = CELLS[0]
 
 
@@ -37,14 +38,20 @@ def operations(found: Found) -> str:
     lines = [table(["operation", "trained on", "held out"], rows), ""]
     for label in sorted(held):
         ours, theirs = held[label], seen.get(label)
-        if ours is None or theirs is None or ours.mean > 0.95:
+        if ours is None or theirs is None or ours.mean > ENOUGH:
             continue
-        gap = verdict(theirs, ours)
-        if gap == "better":
+        if verdict(theirs, ours) == "better":
             why = "what was trained on is answered better: in part it is remembered, not worked out"
         else:
-            why = "no difference seen to what was trained on: not learned yet, not by every seed"
-        lines.append(f"- **{label}** fails, {percent(ours.mean)}; {why}.")
+            why = "no difference seen to examples that were trained on"
+        each = [
+            e["splits"]["test"]["by"]["operation"][label] for e in entries(found, "digits", BASE)
+        ]
+        learned = sum(share > ENOUGH for share in each)
+        lines.append(
+            f"- **{label}** fails, {percent(ours.mean)}: above {percent(ENOUGH, digits=0)} "
+            f"with {learned} of {len(each)} seeds; {why}."
+        )
     return "\n".join(lines)
 
 
@@ -62,9 +69,11 @@ def lengths(found: Found) -> str:
     return table(["symbols", "", "reverse"], rows)
 
 
-def mean_of(shares: list[float]) -> str:
-    """The mean, as it is shown."""
-    return percent(statistics.fmean(shares), digits=0)
+def mean_of(made: list[list[float]], places: slice) -> str:
+    """The mean over these places, with the lowest and the highest seed."""
+    means = [statistics.fmean(one[places]) for one in made]
+    low, high = min(means) * 100, max(means) * 100
+    return f"{percent(statistics.fmean(means), digits=0)} right ({low:.0f} to {high:.0f})"
 
 
 def places(found: Found) -> str:
@@ -77,18 +86,18 @@ def places(found: Found) -> str:
     text = table([str(place) for place in range(1, len(mean) + 1)], rows)
     longest = len(mean) - 1  # the last place is the end's
     # Place p of an answer of n symbols is source place n + 1 - p.
-    late, known = mean[: longest - LEARNED], mean[longest - LEARNED : LEARNED]
-    beyond = mean[LEARNED:]
+    late = longest - LEARNED
     lines = [
         "Right tokens at each place of an answer to a longer source (mean of the seeds, each place "
         "given the right ones before it):",
         "",
         text,
         "",
-        f"Places 1 to {len(late)} may read source places that no training source fills: "
-        f"{mean_of(late)} right. Places {len(late) + 1} to {LEARNED} read filled ones and are "
-        f"filled in training themselves, so that the length alone is new: {mean_of(known)} right. "
-        f"Later places are new in the answer: {mean_of(beyond)} right.",
+        f"Places 1 to {late} may have to read source places that no training source fills: "
+        f"{mean_of(made, slice(late))}. Places {late + 1} to {LEARNED} read places that training "
+        f"fills, and are filled in training themselves, so that the length alone is new: "
+        f"{mean_of(made, slice(late, LEARNED))}. Later places are new in the answer: "
+        f"{mean_of(made, slice(LEARNED, None))}.",
     ]
     ours = split_score(found, "reverse", BASE, "longer")
     better = []

@@ -1,7 +1,7 @@
 """docs/findings.md: the parts between markers are made of the results, and of nothing else.
 
-A sentence is written only about intervals that do not overlap; everything else is listed as a
-difference that was not seen. The figures need matplotlib, the page does not.
+A verdict stands only where intervals do not overlap; everything else is listed, in a table of its
+own, as a difference that was not seen. The figures need matplotlib, the page does not.
 """
 
 import importlib.util
@@ -34,6 +34,8 @@ TRAINING = ("learning rate", "warmup", "label smoothing", "batch")
 #: What is scored: a task and a split of it, and its name in a table.
 SCORED = (("digits", "test", "digits"), ("reverse", "test", "reverse"))
 LONGER = ("reverse", "longer", "reverse, longer")
+#: The verdicts that say something.
+CLAIMS = ("better", "worse")
 
 FIGURES = {"ablations": ABLATIONS, "training": (*SIZES, *TRAINING)}
 
@@ -130,13 +132,11 @@ def one_table(found: Found, group: str, cells: list[Cell], *, longer: bool) -> s
         own = cell.group == group
         row = [cell.name if own else f"{RECIPE.get(group, cell.name)} *"]
         for task, split, _ in scored:
-            row.append(shown(split_score(found, task, cell, split)) + diverged(found, task, cell))
-            row.append(told(found, cell, task, split) if own else "")
+            text = shown(split_score(found, task, cell, split)) + diverged(found, task, cell)
+            result = told(found, cell, task, split) if own else ""
+            row.append(f"{text} **{result}**" if result in CLAIMS else text)
         rows.append(row)
-    columns = [group]
-    for _, _, name in scored:
-        columns += [name, ""]
-    return table(columns, rows)
+    return table([group, *(name for _, _, name in scored)], rows)
 
 
 def diverged(found: Found, task: str, cell: Cell) -> str:
@@ -154,25 +154,27 @@ def told(found: Found, cell: Cell, task: str, split: str) -> str:
 
 
 def said(found: Found, groups: Iterable[str], *, longer: bool) -> str:
-    """Every difference outside the noise in a sentence, and the list of those that were not."""
-    claims, unseen, missing = [], [], []
+    """Every difference outside the noise in a sentence, and a table of those that were not."""
+    scored = [*SCORED, LONGER] if longer else list(SCORED)
+    claims: list[str] = []
+    silent: dict[str, dict[tuple[str, str], list[str]]] = {}
     for cell in CELLS:
         if cell.group not in groups:
             continue
-        for task, split, name in [*SCORED, LONGER] if longer else SCORED:
+        for task, split, name in scored:
             result = told(found, cell, task, split)
-            where = f"{cell.group} {cell.name}, {name}"
-            if result in ("better", "worse"):
+            if result in CLAIMS:
                 claims.append(f"- {sentence(found, cell, task, split, name, result)}")
-            elif result == "not measured":
-                missing.append(where)
             else:
-                unseen.append(where)
+                silent.setdefault(result, {}).setdefault((cell.group, name), []).append(cell.name)
     lines = ["Outside the noise:", "", *(claims or ["- nothing."])]
-    if unseen:
-        lines += ["", f"No difference was seen: {'; '.join(unseen)}."]
-    if missing:
-        lines += ["", f"Not measured: {'; '.join(missing)}."]
+    for result, places in silent.items():
+        named = dict.fromkeys(group for group, _ in places)
+        rows = [
+            [group, *("; ".join(places.get((group, name), [])) for _, _, name in scored)]
+            for group in named
+        ]
+        lines += ["", table([result, *(name for _, _, name in scored)], rows)]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from tests.browser.conftest import THEMES, WIDTHS, Opener, Watch
 READY = ".design[data-ready] glass-landscape[data-ready]"
 STATES = {
     "design": "design",
-    "design-odd": "design?vocab=4000&embedding_ratio=0.6&tied=false&max_layers=2",
+    "design-odd": "design?vocab=4000&embedding_ratio=0.6&tied=0&max_layers=2",
     "design-none": "design?params=10000",
 }
 
@@ -80,7 +80,7 @@ def test_the_numbers_are_pythons(open_page: Opener) -> None:
     page.get_by_label("tied: the head is the token embedding").uncheck()
     solved(page)
     expect(page.locator("#verdict")).to_contain_text("embeddings 4")
-    expect(page).to_have_url(re.compile(r"params=5M.*tied=false"))
+    expect(page).to_have_url(re.compile(r"params=5M.*tied=0"))
     holds(page, wanted(params="5M", embedding_ratio=0.45, glu_expansion=4, tied=False))
     gave = wanted(params="5M", embedding_ratio=0.45, glu_expansion=4, tied=False).gave_way
     assert page.locator("#gave-way li").all_inner_texts() == list(gave)
@@ -159,7 +159,7 @@ def test_bad_values_in_a_link_are_told(open_page: Opener, watch: Watch) -> None:
 
 
 def test_copies(open_page: Opener) -> None:
-    page = open_page("design?embedding_ratio=0.25&tied=false")
+    page = open_page("design?embedding_ratio=0.25&tied=0")
     solved(page)
     expect(page.locator("#verdict")).to_contain_text("✓")
     for kind, words in (

@@ -116,7 +116,7 @@ def test_the_tree_and_its_hypotheses(open_page: Opener, site: Site) -> None:
 
 
 def test_stop_ends_the_work_on_the_other_side(open_page: Opener) -> None:
-    page = open_page("generate?run=long&text=the&max=480&cache=off")
+    page = open_page("generate?run=long&text=the&max=480&cache=0")
     page.wait_for_selector(".spoken button:nth-child(3)")
     page.keyboard.press("Escape")
     done(page)

@@ -239,7 +239,7 @@ def test_the_scrubber_moves_through_checkpoints_and_snapshots(open_page, site):
 
 
 def test_the_whole_flow_by_keyboard(open_page):
-    page = open_page("inspect?run=digits")
+    page = open_page("inspect?run=digits&L=0&H=0")
     settled(page)
     page.keyboard.press("/")
     expect(page.locator("[name=prompt]")).to_be_focused()

@@ -113,6 +113,7 @@ def test_only_a_models_optimizer_has_names() -> None:
         next(optimizer.named_state())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["digits", "layer"])
 def test_memory_of_a_step(name: str) -> None:
     """No growth over 100 steps; the peak less what must be there is within twice the cache."""

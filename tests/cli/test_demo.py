@@ -43,7 +43,12 @@ def made(tmp_path_factory):
 def test_results_are_on_stdout_and_narration_on_stderr(made):
     code, out, err = made[1][0]
     assert code == 0, out + err
-    for word in ("trained   4 steps", "verified", "0 failed", "decoded   20 held-out rows"):
+    for word in (
+        "trained   4 steps",
+        "verified",
+        "0 failed, 2 not offered",
+        "decoded   20 held-out rows",
+    ):
         assert word in out
     assert "cross-attention, layer 2" in out
     assert "\x1b" not in out + err  # nobody watches a terminal

@@ -113,13 +113,23 @@ def test_a_remote_address_is_warned_of(tmp_path: Path) -> None:
     [
         (["no-such-run"], "there is no no-such-run"),
         (["digits@best"], "names a checkpoint"),
+        (["book.txt"], "neither a folder"),
+        (["pickled"], "neither a run.json nor .safetensors"),
+        (["--host", "a..b", "--allow-remote", "--port", "0"], "no name of a machine"),
         (["--port", "70000"], "no port"),
         (["--host", "0.0.0.0"], "other machines"),
         (["--host", "no.such.host.invalid", "--allow-remote", "--port", "0"], "cannot listen"),
         (["--host", "192.0.2.1", "--allow-remote", "--port", "0"], "cannot listen"),
     ],
 )
-def test_what_cannot_be_is_told(arguments: list[str], what: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_told(
+    arguments: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").touch()
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text("{}")
+    (tmp_path / "pickled" / "pytorch_model.bin").touch()
     made = CliRunner().invoke(app, ["explore", *arguments, "--no-open", "--runs", str(tmp_path)])
     assert isinstance(made.exception, GlassError)
     assert what in made.exception.what

@@ -9,6 +9,7 @@ from glassformer.adapters.load import load
 from glassformer.cli import inspecting
 from glassformer.cli import main as command
 from glassformer.cli.inspecting import Asked
+from tests.adapters import folders
 from tests.lab.runs import trained
 from tests.train.samples import digits, machine, reverse
 
@@ -115,6 +116,7 @@ def test_files_of_every_kind(glass, tmp_path, ending):
         (("MAX 3 1", "--head", "L0H9"), "no head L0H9", "L0H0 to L1H1"),
         (("MAX 3 1", "--ablate", "L7H0"), "no head L7H0", "L0H0 to L1H1"),
         (("MAX 3 1", "--ablate", "third"), "'third' is no head", "write L1H3"),
+        (("MAX 3 1", "--layer", 0, "--head", "²"), "'²' is no head", "write L1H3"),
         (("MAX 3 1", "--head", 1), "of which layer", "--layer 0"),
         (("MAX 3 1", "--head", "L0H1", "--layer", 0), "says the layer", "--head 1"),
         (("MAX 3 1", "--kind", "cross"), "no attention of kind 'cross'", "self"),
@@ -152,3 +154,23 @@ def test_a_long_line_gives_the_strongest_cells_and_plain_signs_where_there_are_n
     short = inspecting.inspect(adapter, "SUM 1 2", Asked())
     monkeypatch.setattr(inspecting.terminal, "is_unicode", lambda: False)
     assert inspecting.seen_text(short).isascii()
+
+
+def test_every_head_may_be_silent(glass, tmp_path):
+    every = [word for name in ("L0H0", "L0H1", "L1H0", "L1H1") for word in ("--ablate", name)]
+    code, out, _ = glass("digits", "MAX 3 1", *every)
+    assert code == 0
+    assert "every head is silent: there is none left to rank" in out
+    code, out, _ = glass("digits", "MAX 3 1", *every, "--json")
+    assert (code, json.loads(out)["ranking"]) == (0, [])
+    assert glass("digits", "MAX 3 1", *every, "-o", tmp_path / "silent.html")[0] == 0
+
+
+def test_a_hugging_face_folder(glass, tmp_path):
+    place = folders.write_model(tmp_path / "model")
+    code, out, _ = glass(place, "The cat жq", "--target", " sat", "--json")
+    seen = load(place).inspect("The cat жq", target=" sat")
+    assert code == 0
+    assert json.loads(out)["loss"] == seen.loss
+    assert json.loads(out)["words"] == list(seen.words)
+    assert glass(place, "")[0] == 2

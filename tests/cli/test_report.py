@@ -113,6 +113,8 @@ def test_curves_as_json(glass, runs):
         (("one@last", "--curves"), "curves are of a whole run"),
         (("one", "-o", "x.pdf"), "ends in none of"),
         (("one@99",), "no checkpoint '99'"),
+        (("one@²",), "no checkpoint '²'"),
+        ((__file__,), "not a run"),
         (("nothing",), "not a run"),
         (("nothing", "--curves"), "not a run"),
     ],

@@ -1,5 +1,6 @@
 """The benchmarks run and give rows of the promised form; memory is asserted, time never."""
 
+import pytest
 import torch
 from bench import generate as decoding
 from bench import lens, quant
@@ -21,6 +22,7 @@ def test_the_layer_benchmark_gives_rows():
         assert set(row) == FIELDS
 
 
+@pytest.mark.alone
 def test_memory_is_flat_over_a_hundred_forwards():
     block, x = ours().eval(), torch.zeros(2, 5, D)
 
@@ -51,6 +53,7 @@ def test_the_generation_benchmark_gives_rows():
         assert set(row) == FIELDS
 
 
+@pytest.mark.alone
 def test_memory_is_flat_over_generations_and_growth_is_noticed():
     generations, cache = decoding.flat(decoding.QUICK)
     assert str(generations["name"]).startswith("growth: 0 tensors, 0 KiB of Python")

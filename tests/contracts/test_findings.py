@@ -60,8 +60,12 @@ def test_a_page_is_rendered_with_figures(tmp_path):
     ]
     text = (tmp_path / page.PAGE).read_text(encoding="utf-8")
     assert "positions **none** is worse on digits: 60.0 % against 90.0 % (sinusoidal)." in text
+    assert "| none | 60.0 % (59.8 to 60.2) **worse** |" in text
     assert "heads **1 head**" not in text
-    assert "heads 1 head, digits" in text
+    every = "1 head; 2 heads; 8 heads"
+    assert f"| heads | {every} | {every} | {every} |" in text
+    assert "| positions | learned; rotary | learned; rotary | learned; rotary |" in text
+    assert "| not measured |" not in text
     with pytest.raises(FileError, match="no part is called 'luck'"):
         page.filled("<!-- made: luck -->\n<!-- end: luck -->", found)
     with pytest.raises(FileError, match="no page to fill"):

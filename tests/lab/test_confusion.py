@@ -67,3 +67,9 @@ def test_the_figure_prints_each_cell():
     )
     with pytest.raises(InputError, match="nothing can be confused"):
         confusion_figure({}, title="fsm")
+
+
+def test_labels_that_only_look_like_numbers_are_words():
+    labels = ["10", "²", "4", "9" * 5000, "٣"]
+    table = {label: {label: 1} for label in labels}
+    assert order(table)[0] == ["4", "10", "9" * 5000, "²", "٣"]

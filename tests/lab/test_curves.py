@@ -160,3 +160,8 @@ def test_thinning_keeps_the_extremes_of_every_bucket():
     assert extremes(values[:100]).tolist() == list(range(100))
     for most in (4, 5, 100):
         assert len(extremes(values, most=most)) <= most
+
+
+def test_a_value_that_no_axis_can_hold_is_infinite(tmp_path):
+    write(tmp_path, line(1, 1e308), line(2, -1e301), line(3, 9e299), line(4, 0.0))
+    assert read_curves(tmp_path)["loss"].value.tolist() == [math.inf, -math.inf, 9e299, 0.0]

@@ -268,3 +268,14 @@ def a_look_is_of_the_model_as_it_was():
     for act in (lambda: seen.ablate("L0H1"), seen.ranking):
         with pytest.raises(InputError, match="changed"):
             act()
+    for change in (_replaced, lambda model: model.float()):  # neither writes to a tensor
+        model = copy.deepcopy(model_of("decoder"))
+        seen = look(model, inputs_of("decoder"))
+        change(model)
+        with pytest.raises(InputError, match="changed"):
+            seen.ablate("L0H1")
+
+
+def _replaced(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2

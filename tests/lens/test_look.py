@@ -189,6 +189,12 @@ def test_a_large_vocabulary_is_read_in_pieces(monkeypatch):
         (lambda m: look(m, [1, 2], targets=[1]), "1 targets for 2"),
         (lambda m: look(m, [1, 2], targets=[1, 50]), "target 50"),
         (lambda m: look(m, [1, 2], targets=[1, 0.5]), "whole numbers"),
+        (lambda m: look(m, [1, 2], targets=[1, 10**30]), "whole numbers"),
+        (lambda m: look(m, [1, 2], targets=np.float64(1)), "whole numbers"),
+        (lambda m: look(m, [1, 2], targets=True), "whole numbers"),
+        (lambda m: look(m, [1, 2], targets=object()), "whole numbers"),
+        (lambda m: look(m, [[1, 2], [3]]), "different lengths"),
+        (lambda m: look(m, [1, 2], ablate=[3]), "'3' is no head"),
         (lambda m: look(m, [1, 2], head="answer"), "no head"),
         (lambda m: look(m, [1, 2], ablate=["L9H0"]), "there are 2 layers"),
         (lambda m: look(m, [1, 2], ablate=["L0H7"]), "has 3 heads"),
@@ -220,3 +226,32 @@ def test_half_precision_and_copies():
     seen = look(model, token_ids(T))
     assert seen.lens.kl.dtype == seen.attention[0, 0].tensor.dtype == torch.float32
     assert float(seen.lens.kl[-1].max()) == 0.0
+
+
+def test_one_target_may_be_a_number_of_any_library():
+    model = model_of("decoder")
+    for target in (3, np.int64(3), torch.tensor(3)):
+        assert look(model, [1, 2], targets=target).target() == (3, "3")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantized_look_knows_its_model_in_every_form(bits):
+    """`state_dict` and copies bring the stored form back; only other weights are a change."""
+    model = gf.build(gf.preset("core"), generator=torch.Generator().manual_seed(0))
+    small = gf.quantize(model, bits=bits, indivisible="int8")
+    other = gf.quantize(
+        gf.build(gf.preset("core"), generator=torch.Generator().manual_seed(1)),
+        bits=bits,
+        indivisible="int8",
+    )
+    seen = look(small, [1, 2, 3])
+    before = seen.ablate("L0H1").loss_change
+    for again in (small.state_dict, lambda: copy.deepcopy(small), lambda: look(small, [4, 5])):
+        again()
+        assert seen.ablate("L0H1").loss_change == before
+    held = dict(small.named_parameters())
+    levels = {name: x for name, x in other.state_dict().items() if name not in held}
+    small.load_state_dict(levels, strict=False)
+    look(small, [1, 2, 3])  # makes the running form of the new weights
+    with pytest.raises(InputError, match="changed"):
+        seen.ranking()

@@ -64,6 +64,8 @@ def test_looks_bring_their_words():
         ({"corrupt": token_ids(T), "answers": (3, 8)}, "nothing to bring back"),
         ({"answers": (3, 3)}, "no difference"),
         ({"answers": (3, 99)}, "ids run from"),
+        ({"answers": (3,)}, "answers"),
+        ({"answers": ("a", "b")}, "answers"),
         ({"position": 9}, "no position"),
         ({"metric": "kl"}, "metric"),
         ({"sites": "everything", "answers": (3, 8)}, "sites"),
@@ -83,3 +85,13 @@ def test_cross_attention_has_no_residual_of_its_own():
         gf.patch(
             model_of(name), inputs_of(name), inputs_of(name, seed=5), kind="cross", answers=(3, 8)
         )
+
+
+def test_a_look_that_cannot_be_patched_is_refused():
+    model, clean, corrupt = model_of("decoder"), token_ids(T), token_ids(T, seed=5)
+    silenced = look(model, corrupt, ablate=["L0H1"])
+    with pytest.raises(InputError, match="without L0H1"):  # its runs would not be silent
+        gf.patch(model, clean, silenced, answers=(3, 8))
+    wide = gf.build(gf.preset("qwen"), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        gf.patch(model, look(wide, [700] * T), corrupt, answers=(3, 8))

@@ -10,12 +10,13 @@ import torch
 from glassformer.data.batch import Batch, Source
 from glassformer.lens.headname import HeadName
 from glassformer.lens.look import look
-from glassformer.lens.probes import MASKED, read_probes
+from glassformer.lens.probes import LIMIT, MASKED, read_probes
 from glassformer.lens.snapshot import EXAMPLES, MAPS, TOKENS, largest, room, snapshot
 from glassformer.models.build import build
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import AnswerHead, LayerNorm
+from glassformer.store.tensors import BFLOAT16
 from tests.tiny import MAX_SEQ_LEN, VOCAB, built, tiny, token_ids
 from tests.train.samples import RUNS, engine_of, uneven
 
@@ -204,6 +205,25 @@ def test_files_that_hold_something_else_are_refused(tmp_path):
         {"attention": {"self.x": good.attention["self.0"]}},
         {"attention": {"self.0": good.attention["self.0"][:, :, :1]}},
         {"attention": {"self.0": good.attention["self.0"].astype(np.int32)}},
+        {"attention": {"self.1": good.attention["self.0"]}},
+        {"attention": {"self.00": good.attention["self.0"]}},
+        {"attention": {"self.0": good.attention["self.0"], "self.0.5": good.attention["self.0"]}},
+        {"attention": {"self.0": good.attention["self.0"][:, :0]}},
+        {"step": float("inf")},
+        {"step": -1},
+        {"examples": (-1,) * 6},
+        {"counted_BT": good.counted_BT.astype(np.int64)},
+        {"losses_BT": good.losses_BT.astype(np.int64)},
+        {"norms_BRT": np.zeros(good.norms_BRT.shape, BFLOAT16)},
+        {"lens_ids": good.lens_ids.astype(np.float32)},
+        {"lens_ids": good.lens_ids[..., :0], "lens_shares": good.lens_shares[..., :0]},
+        {"lens_ids": good.lens_ids[..., 0], "lens_shares": good.lens_shares[..., 0]},
+        {
+            "row_names": (),
+            "norms_BRT": good.norms_BRT[:, :0],
+            "lens_ids": good.lens_ids[:, :1],
+            "lens_shares": good.lens_shares[:, :1],
+        },
         {"lens_ids": good.lens_ids[:, :1]},
         {"source_words": good.words[:1]},
     ):
@@ -215,3 +235,11 @@ def test_files_that_hold_something_else_are_refused(tmp_path):
         file.write_bytes(whole[:end])
         with pytest.raises(FileError):
             read_probes(file)
+
+
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
+    file = tmp_path / "step-000001.safetensors"
+    with file.open("wb") as hollow:
+        hollow.truncate(LIMIT + 1)
+    with pytest.raises(FileError, match="268,435,457 bytes"):
+        read_probes(file)

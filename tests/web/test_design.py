@@ -179,13 +179,13 @@ def test_bad_values_are_told_in_words(settings: dict[str, str], words: str) -> N
         asked(**settings)
 
 
-def test_a_search_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "PATIENCE", 0.2)
-    monkeypatch.setattr(page, "CELL_PATIENCE", 0.02)
-    monkeypatch.setattr(page, "LANDSCAPE_PATIENCE", 0.2)
-    endless = {"params": "1G", "vocab": "256", "embedding_ratio": "0.001", "heads": "1"}
+def test_a_search_is_given_up_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "PATIENCE", 0.0)
+    monkeypatch.setattr(page, "CELL_PATIENCE", 0.0)
+    monkeypatch.setattr(page, "LANDSCAPE_PATIENCE", 0.0)
+    long = {"params": "1G", "vocab": "256", "embedding_ratio": "0.001", "heads": "1"}
     with pytest.raises(InputError, match="nothing was found in") as caught:
-        asked(**endless)
+        asked(**long)
     assert "glass design --params 1000000000" in caught.value.hint
     simple = {"params": "1G", "vocab": "50000", "heads": "1", "glu_expansion": "free"}
     monkeypatch.setattr(page, "PATIENCE", 30.0)

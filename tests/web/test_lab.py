@@ -1,7 +1,10 @@
 """Ids, never paths: what a name may be, where it may lead, what is kept in memory."""
 
+import gc
 import os
+import shutil
 import threading
+import weakref
 from pathlib import Path
 from urllib.parse import quote
 
@@ -9,7 +12,8 @@ import pytest
 
 from glassformer.spec.errors import InputError
 from glassformer.web import limits
-from glassformer.web.lab import Lab, id_for
+from glassformer.web.inspect import TWIN
+from glassformer.web.lab import Lab, id_for, written_at
 from glassformer.web.query import Busy, Refused, Unknown
 from tests.web.conftest import Client, Opener
 
@@ -222,6 +226,23 @@ def test_a_checkpoint_that_is_a_link_out_is_refused(runs: Path, tmp_path: Path) 
         Lab(tmp_path / "runs").checkpoint("run", "1")
 
 
+@pytest.mark.parametrize("text", ["step-²".encode(), b"step-" + b"9" * 5000, b"\xff", b""])
+def test_a_pointer_that_leads_nowhere_is_none(
+    text: bytes, runs: Path, tmp_path: Path, open_app: Opener
+) -> None:
+    run = tmp_path / "runs" / "run"
+    shutil.copytree(runs / "quick", run)
+    (run / "checkpoints" / "best").write_bytes(text)
+    (run / "checkpoints" / "step-²").mkdir()
+    (run / "probes" / "step-².safetensors").touch()
+    client = open_app(run.parent)
+    assert client.get("/api/runs/run")["best"] is None
+    assert client.get("/api/runs/run/inspect")["snapshots"] == [4, 8]
+    asked = {"run": "run", "text": "SECOND 7 3 9"}
+    assert client.post("/api/inspect", asked).status == 200
+    assert client.post("/api/inspect", {**asked, "step": "²"}).status == 400
+
+
 def test_two_models_stay_in_memory(runs: Path) -> None:
     lab = Lab(runs)
     first = lab.model("digits-0")
@@ -233,6 +254,28 @@ def test_two_models_stay_in_memory(runs: Path) -> None:
     lab.model("digits-1")
     lab.model("quick")
     assert lab.model("digits-0") is not first
+
+
+def test_results_go_with_the_model_that_they_hold(runs: Path, open_app: Opener) -> None:
+    """Scrubbing through checkpoints must not leave a model in memory for each of them."""
+    client = open_app(runs)
+    lab: Lab = client.app.state.lab
+    asked = {"run": "digits-0", "text": "SECOND 7 3 9"}
+    keys, models = [], []
+    for step, precision in (("4", "float32"), ("4", "int8"), ("8", "float32"), ("12", "float32")):
+        answer = client.post("/api/inspect", {**asked, "step": step, "precision": precision})
+        keys.append(answer.json["key"])
+        models.append(weakref.ref(lab.model("digits-0", step).model))
+    found = [client.ask(f"/api/inspect/{key}/ranking").status for key in keys]
+    assert found == [404, 404, 200, 200]
+    lab.remember(TWIN, None)
+    gc.collect()
+    assert [model() is None for model in models] == [True, True, False, False]
+
+
+def test_a_checkpoint_that_goes_away_is_told(runs: Path) -> None:
+    with pytest.raises(Unknown, match="removed"):
+        written_at(runs / "digits-0" / "checkpoints" / "step-000099")
 
 
 def test_one_heavy_job_at_a_time(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

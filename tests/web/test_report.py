@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 
 from glassformer.adapters.load import load
+from glassformer.lab.curve_figure import curve_figure, panels
+from glassformer.lab.curves import read_curves
 from glassformer.lab.evaluate import evaluate
 from glassformer.lab.run import TrainingRun
 from glassformer.lab.session import opened, train
+from glassformer.lens.figure_file import figure_bytes
 from glassformer.lens.roles import head_roles
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.table import parameter_table
 from glassformer.store.checkpoint import verify_folder
 from glassformer.verify.report import Report, verify
 from glassformer.web.report import report_html
-from glassformer.web.report_curves import ticks
+from glassformer.web.report_curves import panels_svg, ticks
 from glassformer.web.report_inside import spread
 from glassformer.web.report_page import POLICY
 from tests.browser.hostile import HOSTILE
@@ -186,6 +189,49 @@ def test_chosen_steps_are_the_first_the_last_and_some_between():
     assert (kept[0], kept[-1]) == (100, 10_000)
     assert len(kept) <= 6
     assert list(spread(dict.fromkeys([1, 2]), most=6)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"val": [1], "fingerprint": "x", "data": 5},
+        {"val": {"loss": "x", "accuracy": {"a": 1}, "exact_match": 10**400}},
+    ],
+)
+def test_a_record_of_wrong_types_is_no_reason_to_stop(runs, tmp_path, record):
+    run = shutil.copytree(runs / "digits", tmp_path / "run")
+    whole = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    (run / "run.json").write_text(json.dumps(whole | record), encoding="utf-8")
+    assert "Last validation: none." in report_html(str(run), certificate=NO_CHECKS)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1, "1e308"), (2, "-1e308"), (3, "Infinity")],
+        [(1, "9e299"), (2, "-9e299")],
+        [(2**62 - 1, "1")],
+        [(1, "100"), (2, "0.01"), (3, "0")],
+    ],
+)
+def test_extreme_curves_are_drawn(runs, tmp_path, points):
+    run = shutil.copytree(runs / "digits", tmp_path / "run")
+    lines = (f'{{"step": {step}, "loss": {value}}}\n' for step, value in points)
+    (run / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    made = report_html(str(run), certificate=NO_CHECKS)
+    for scale in (True, False):
+        (panel, *_) = panels([read_curves(run)], log=scale)
+        made += panels_svg([panel], [read_curves(run)])[0]
+        figure_bytes(curve_figure([read_curves(run)], log=scale), "png")
+    assert "curve of loss" in made and "nan" not in made
+
+
+def test_a_run_without_a_checkpoint_says_what_it_has(runs, tmp_path):
+    run = shutil.copytree(runs / "digits", tmp_path / "young")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(InputError, match="young has no checkpoint") as caught:
+        report_html(str(run))
+    assert "--curves" in caught.value.hint
 
 
 def test_ticks_are_round_and_inside():

@@ -259,6 +259,7 @@ def test_a_damaged_record_is_shown_as_such(record: bytes, growing: Path, open_ap
             "val": {"loss": "nan"},
             "data": {"sizes": 3},
         },
+        {"step": 10**400, "steps": -(10**400), "val": {"loss": 10**400}, "data": {"sizes": [1]}},
         {},
     ],
 )

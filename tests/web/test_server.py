@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from glassformer.spec.errors import FileError, InputError, MachineError
-from glassformer.web import server
+from glassformer.web import limits, server
+from glassformer.web.connection import Connection
 from glassformer.web.guard import Guard
 from glassformer.web.lab import Lab
 from glassformer.web.query import Bytes, Query, to_json
@@ -189,7 +192,9 @@ def test_a_closing_server_ends_its_streams(lab: Lab) -> None:
         while True:
             yield {"n": 2}
 
-    assert b'"n":1' in app_of(endless, lab).ask("/api/it").body
+    first, last = app_of(endless, lab).ask("/api/it").body.splitlines()
+    assert first == b'{"n":1}'
+    assert b"the explorer was ended" in last  # and not as if it were all
 
 
 def test_questions_are_checked() -> None:
@@ -224,6 +229,12 @@ def test_questions_are_checked() -> None:
             ask()
 
 
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf"), True, "1"])
+def test_a_number_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match="must be a number from 0 to 1"):
+        Query(body={"x": value}).number("x", low=0.0, high=1.0)
+
+
 def test_no_script_makes_markup_from_text() -> None:
     for path in STATIC.rglob("*"):
         if path.suffix in (".js", ".html"):
@@ -254,3 +265,33 @@ def test_the_page_travels_in_the_wheel() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["glassformer.web"]
     packed = {path for pattern in patterns for path in STATIC.parent.glob(pattern)}
     assert {path for path in STATIC.rglob("*") if path.is_file()} <= packed
+
+
+def test_who_asks_nothing_is_let_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a question, no question, half of a second one: none of them holds a connection."""
+    monkeypatch.setattr(limits, "HEAD_SECONDS", 0.05)
+    app = app_of(lambda query, lab: {"n": 1}, lab).app
+    whole = f"GET /api/it HTTP/1.1\r\nHost: 127.0.0.1:{PORT}\r\nX-Glass-Token: {TOKEN}\r\n\r\n"
+    state = ServerState()
+    config = uvicorn.Config(app, lifespan="off", log_level="critical", timeout_keep_alive=600)
+    config.load()
+
+    async def silent(port: int, words: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(words.encode())
+        answered = await asyncio.wait_for(reader.read(), timeout=30)
+        writer.close()
+        return answered
+
+    async def all_of_them() -> list[bytes]:
+        made = lambda: Connection(config=config, server_state=state, app_state={})  # noqa: E731
+        listening = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        words = ("", "GET /api/it HT", whole, whole + "GET /api/it HT")
+        found = [await silent(port, each) for each in words]
+        listening.close()
+        return found
+
+    nothing, half, one, more = asyncio.run(all_of_them())
+    assert nothing == half == b""
+    assert one.endswith(b'{"n":1}') and more.endswith(b'{"n":1}')

@@ -37,6 +37,7 @@ from glassformer.quant.arrays import restored_model
 from glassformer.spec.base import one_of
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.presets import PRESETS, preset
+from glassformer.spec.quantity import plain_digits
 from glassformer.spec.tree import override
 from glassformer.store.checkpoint import WEIGHTS, verify_folder
 from glassformer.store.quantized import is_quantized, load_quantized
@@ -160,8 +161,9 @@ def checkpoint_of(path: str | Path) -> Path:
         )
     if which in ("", "best", "last"):
         step = run.pointed(which or "best") or run.pointed("last") or run.steps()[-1]
-    elif which.isdigit() and int(which) in run.steps():
-        step = int(which)
+    elif (number := plain_digits(which)) in run.steps():
+        assert number is not None
+        step = number
     else:
         known = ", ".join(map(str, run.steps()))
         raise InputError(f"no checkpoint '{which}' in {folder}", hint=f"best, last, {known}")

@@ -138,7 +138,11 @@ def _after_training(run: TrainingRun, result: dict[str, Any], say: Any) -> int:
     model = load_model(run.directory.folder)
     report = _verify(model, run.directory.folder.name)
     result["verify"] = {"passed": report.passed, "failed": report.failed}
-    say(f"verified  {report.passed} checks passed, {report.failed} failed")
+    absent = len(report.findings) - report.passed - report.failed
+    say(
+        f"verified  {report.passed} checks passed, {report.failed} failed, "
+        f"{absent} not offered by this model"
+    )
     if report.failed:
         say(Report(tuple(f for f in report.findings if f.failed)).text())
     found = _decode(model, run.task)

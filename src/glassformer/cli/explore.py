@@ -50,12 +50,26 @@ def explore(
     )
 
 
+def _checked(place: Path) -> Path:
+    """A folder, which may hold nothing yet, or a model in one file."""
+    from glassformer.web.lab import kind_of
+
+    if kind_of(place) is None and not place.is_dir():
+        raise InputError(f"{place} is neither a folder nor a .gguf file")
+    if kind_of(place) is None and (place / "config.json").is_file():
+        raise InputError(
+            f"{place} has a config.json, but neither a run.json nor .safetensors",
+            hint="weights in any other form are not opened",
+        )
+    return place
+
+
 def _place(what: str | None, runs: Path) -> Path:
     """The folder that is shown. The runs folder may be empty or missing: Design needs none."""
     if what is None:
         return runs
     if Path(what).exists():
-        return Path(what)
+        return _checked(Path(what))
     if "@" in what:
         raise InputError(f"{what} names a checkpoint", hint="the page lets you choose the step")
     from glassformer.cli.finding import find_model

@@ -22,6 +22,7 @@ import typer
 import uvicorn
 
 from glassformer.spec.errors import InputError, MachineError
+from glassformer.web.connection import Connection
 from glassformer.web.server import create_app
 
 
@@ -40,6 +41,7 @@ def serve(place: Path, *, port: int, host: str, allow_remote: bool, open_browser
     print(link, flush=True)
     config = uvicorn.Config(
         app,
+        http=Connection,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -108,6 +110,8 @@ def listen(host: str, port: int) -> socket.socket:
         opened = socket.socket(family, kind)
     except OSError as error:
         raise InputError(f"cannot listen at {host}: {error.strerror}") from error
+    except UnicodeError as error:  # a name with an empty part, or with one of 64 letters
+        raise InputError(f"cannot listen at {host[:80]}: that is no name of a machine") from error
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)

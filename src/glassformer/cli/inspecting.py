@@ -20,6 +20,7 @@ from glassformer.lens.heat import ASCII_SHADES, SHADES, heat_text, legend
 from glassformer.lens.look import Look
 from glassformer.lens.words import shown
 from glassformer.spec.errors import InputError
+from glassformer.spec.quantity import plain_digits
 
 ENDINGS = ("png", "svg", "html", "json")
 #: Characters of the longest bar; heads in the list; words of a column's name, from wide to narrow.
@@ -47,7 +48,7 @@ class Seen:
     look: Look
     heat: Heat
     why: str
-    ranking: Ranking
+    ranking: Ranking | None  # None where every head is silent
     ablation: Ablation | None
     position: int
     top: int
@@ -84,7 +85,8 @@ def inspect(adapter: Any, text: str, asked: Asked) -> Seen:
     shown_look = look if ablation is None else ablation.after
     position = shown_look.lens.position(asked.position)
     shown_look.next(position, asked.top)  # refuses a number that is not kept
-    ranking = shown_look.ranking()
+    left = set(heads_of(adapter.spec)) - {*shown_look.ablated}
+    ranking = shown_look.ranking() if left else None
     heat, why = _heat(shown_look, asked, ranking)
     return Seen(shown_look, heat, why, ranking, ablation, position, asked.top)
 
@@ -104,7 +106,8 @@ def _head_of(spec: Any, text: str) -> HeadName:
 
 def _chosen(spec: Any, asked: Asked) -> HeadName | tuple[str, int] | None:
     """The head, or (kind, layer) for a layer's mean, that the options name; None without them."""
-    if asked.head is not None and not asked.head.isdigit() and asked.head != "mean":
+    number = plain_digits(asked.head or "")
+    if asked.head is not None and number is None and asked.head != "mean":
         name = _head_of(spec, asked.head)
         if asked.layer is not None or asked.kind is not None:
             raise InputError(
@@ -125,20 +128,20 @@ def _chosen(spec: Any, asked: Asked) -> HeadName | tuple[str, int] | None:
             )
         return None
     kind = asked.kind or "self"
-    if asked.head is None or asked.head == "mean":
+    if number is None:
         _head_of(spec, str(HeadName(kind, asked.layer, 0)))  # type: ignore[arg-type]
         return kind, asked.layer
-    return _head_of(spec, str(HeadName(kind, asked.layer, int(asked.head))))  # type: ignore[arg-type]
+    return _head_of(spec, str(HeadName(kind, asked.layer, number)))  # type: ignore[arg-type]
 
 
-def _heat(look: Look, asked: Asked, ranking: Ranking) -> tuple[Heat, str]:
+def _heat(look: Look, asked: Asked, ranking: Ranking | None) -> tuple[Heat, str]:
     """The map to show, and why that one."""
     match _chosen(look.model.spec, asked):
         case HeadName() as name:
             return look.attention.of(name.kind)[name.layer, name.head], "as asked"
         case (kind, layer):
             return look.attention.of(kind).mean(layer), "the mean of the layer's heads"
-    ranked = zip(ranking.heads, ranking.effects, strict=True)
+    ranked = () if ranking is None else zip(ranking.heads, ranking.effects, strict=True)
     best = next((pair for pair in ranked if asked.kind in (None, pair[0].kind)), None)
     if best is None:  # every head of that kind is silent
         kind = asked.kind or "self"
@@ -194,7 +197,7 @@ def _lines(seen: Seen, *, width: int) -> Iterator[str]:
     yield f"norms at position {seen.position}"
     yield from _norms(look, seen.position)
     yield ""
-    yield from _ranking(seen.ranking, width=width)
+    yield from _ranking(seen.ranking)
 
 
 def _heat_text(heat: Heat, *, shades: str, width: int) -> str:
@@ -227,7 +230,10 @@ def _norms(look: Look, position: int) -> Iterator[str]:
         yield f"  {part:<9} " + "  ".join(f"L{i} {value:.2f}" for i, value in enumerate(values))
 
 
-def _ranking(ranking: Ranking, *, width: int) -> Iterator[str]:
+def _ranking(ranking: Ranking | None) -> Iterator[str]:
+    if ranking is None:
+        yield "every head is silent: there is none left to rank"
+        return
     yield ranking.title
     for row in ranking.rows()[:RANKED]:
         change = row["loss_change"]
@@ -254,7 +260,7 @@ def _chosen_parts(seen: Seen) -> dict[str, Any]:
     return {
         "position": seen.position,
         "next": [{"id": i, "word": word, "probability": share} for i, word, share in likeliest],
-        "ranking": seen.ranking.rows(),
+        "ranking": [] if seen.ranking is None else seen.ranking.rows(),
         "ablation": None
         if ablation is None
         else {
@@ -274,7 +280,8 @@ def encoded(seen: Seen, ending: str, asked: Asked) -> bytes:
     if ending == "html":
         parts = [markup.heading(f"{seen.heat.title}: {seen.why}"), *seen.heat.parts()]
         parts += [] if seen.ablation is None else list(seen.ablation.parts())
-        parts += [*seen.look.parts(), *seen.ranking.parts()]
+        parts += seen.look.parts()
+        parts += [] if seen.ranking is None else seen.ranking.parts()
         return markup.page(seen.look.summary(), "".join(parts)).encode()
     one = asked.layer is not None or asked.head is not None or asked.kind is not None
     return seen.heat.encoded(ending) if one else seen.look.encoded(ending)

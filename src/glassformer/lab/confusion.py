@@ -9,6 +9,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from glassformer.spec.quantity import plain_digits
+
 #: {what was asked: {what the answer looks like: how often}}
 Table = Mapping[str, Mapping[str, int]]
 
@@ -97,4 +99,5 @@ def rows_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _natural(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdigit() else (1 << 62, name)
+    number = plain_digits(name)
+    return (1 << 62, name) if number is None else (number, name)

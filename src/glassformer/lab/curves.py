@@ -23,6 +23,9 @@ AXES = ("step", "tokens", "time")
 #: Names have this many dots at most; what lies deeper is not ours.
 DEEPEST = 8
 
+#: A value beyond this counts as infinite: no axis holds it beside its opposite.
+LARGEST = 1e300
+
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -220,7 +223,8 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000):
-        return float(value)
+        number = float(value)
+        return number if number != number or abs(number) < LARGEST else number * math.inf
     return _NOT_FINITE.get(value) if isinstance(value, str) else None
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from glassformer.data.batch import Batch
 from glassformer.data.task import Oracle, Task
 from glassformer.spec.errors import InputError
+from glassformer.spec.quantity import plain_digits
 from glassformer.train.engine import Engine, loss_weights
 
 # B batch, T length, V logits
@@ -187,8 +188,8 @@ def evaluate(
 
 def natural(item: tuple[str, Any]) -> tuple[int, str]:
     """Numbers by their size, then words: 4 before 10."""
-    label = item[0]
-    return (int(label), "") if label.isdigit() else (1 << 62, label)
+    number = plain_digits(item[0])
+    return (1 << 62, item[0]) if number is None else (number, item[0])
 
 
 def _chunks(count: int, size: int) -> Iterator[NDArray[np.int64]]:

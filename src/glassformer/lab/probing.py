@@ -15,6 +15,7 @@ from glassformer.data.task import Task
 from glassformer.lens.probes import Probes
 from glassformer.lens.snapshot import largest, room, snapshot
 from glassformer.models.model import Model
+from glassformer.spec.quantity import plain_digits
 from glassformer.spec.train import TrainSpec
 from glassformer.store.rundir import STEP, RunDirectory
 from glassformer.train.engine import Engine
@@ -63,8 +64,8 @@ def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_si
 def probe_files(directory: RunDirectory) -> dict[int, Path]:
     """The run's files of probes by step, ascending."""
     found = (directory.folder / FOLDER).glob("step-*.safetensors")
-    numbered = {file.stem.removeprefix("step-"): file for file in found}
-    return dict(sorted((int(n), file) for n, file in numbered.items() if n.isdigit()))
+    numbered = ((plain_digits(file.stem.removeprefix("step-")), file) for file in found)
+    return dict(sorted((n, file) for n, file in numbered if n is not None))
 
 
 def forget_probes(directory: RunDirectory, *, after: int) -> None:

@@ -47,7 +47,10 @@ def one_row(model: Model, inputs: "Batch | Inputs | Tensor | np.ndarray | Sequen
     """Checked tensors of exactly one sequence; bare ids may be (T,) or (1, T)."""
     given = inputs
     if not isinstance(given, (Batch, Inputs)):
-        ids = given if isinstance(given, Tensor) else np.asarray(given)
+        try:
+            ids = given if isinstance(given, Tensor) else np.asarray(given)
+        except ValueError as error:
+            raise InputError("ids of different lengths", hint="a look is of one row") from error
         given = ids[None] if ids.ndim == 1 else ids
     checked = model.inputs(given)
     if len(checked.tokens_BT) != 1:
@@ -103,9 +106,17 @@ def residual_rows(spec: ModelSpec) -> list[tuple[str, str]]:
 
 
 def weight_versions(model: Model) -> tuple[int, ...]:
-    """Changes when a weight is written to: a look is of the model as it was."""
-    held = (*model.parameters(), *model.buffers())
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in held)
+    """Changes when a weight is written to or replaced: a look is of the model as it was.
+
+    A quantized layer has no parameters, and its buffers come and go with the form that it runs in:
+    it counts by itself how often other weights were loaded into it.
+    """
+    found = []
+    for tensor in model.parameters():
+        written = 0 if tensor.is_inference() else tensor._version
+        found += [tensor.data_ptr(), tensor.element_size(), written]
+    found += [part.loads for part in model.modules() if hasattr(part, "loads")]
+    return tuple(found)
 
 
 def _check_size(spec: ModelSpec, inputs: Inputs) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,7 +111,7 @@ def experiment(
     if not -T <= place < T:
         raise InputError(f"no position {position} among {T}", hint=f"0 to {T - 1}")
     place %= T
-    right, wrong = answers or (_likeliest(first, place), _likeliest(second, place))
+    right, wrong = _two(answers) or (_likeliest(first, place), _likeliest(second, place))
     size = model.spec.head_size(head)
     if not (0 <= right < size and 0 <= wrong < size):
         raise InputError(f"answers {right} and {wrong}", hint=f"ids run from 0 to {size - 1}")
@@ -165,10 +166,23 @@ def _cleaned(groups: Sequence[Sequence[Site]], kept: dict[str, Tensor]) -> dict[
 
 
 def _reading(model: Model, head: str, given: object) -> Reading:
-    inputs = given.inputs if isinstance(given, Look) else one_row(model, given)  # type: ignore
+    if isinstance(given, Look) and given.ablated:
+        raise InputError(
+            f"a look without {' '.join(map(str, given.ablated))} cannot be patched",
+            hint="patching is between whole runs: look again with every head",
+        )
+    inputs = one_row(model, given.inputs if isinstance(given, Look) else given)  # type: ignore
     place = reading_place(model, head, inputs)
     names = given.reading.names if isinstance(given, Look) else str
     return Reading(model, head, inputs, place, no_targets(inputs), names)
+
+
+def _two(answers: "Sequence[int] | None") -> tuple[int, int] | None:
+    if answers is None:
+        return None
+    if len(answers) != 2 or not all(isinstance(i, int | np.integer) for i in answers):
+        raise InputError(f"answers {answers!r}", hint="give the ids of the right and the wrong one")
+    return int(answers[0]), int(answers[1])
 
 
 def _likeliest(reading: Reading, place: int) -> int:

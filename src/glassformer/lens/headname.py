@@ -26,10 +26,10 @@ class HeadName:
         """`L1H3` is a head of self-attention; `encoder.` and `cross.` before it say otherwise."""
         if isinstance(text, HeadName):
             return text
-        found = _NAME.fullmatch(text.strip())
+        found = _NAME.fullmatch(str(text).strip())
         if found is None:
             raise InputError(
-                f"'{text[:60]}' is no head", hint="write L1H3, encoder.L0H2 or cross.L1H0"
+                f"'{str(text)[:60]}' is no head", hint="write L1H3, encoder.L0H2 or cross.L1H0"
             )
         kind = (found[1] or "self").lower()
         if kind not in get_args(Kind):

@@ -34,6 +34,10 @@ FORMAT = "glassformer probes 1"
 FULL, MASKED = 254, 255
 #: Letters kept of a word, and how many different answers of the lens are named in a file.
 LETTERS, NAMED = 24, 512
+#: Bytes of one file that will be read: many times what the largest model leaves.
+LIMIT = 1 << 28
+#: What a file that lies can lead to before it is known to lie.
+FAULTS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -204,13 +208,15 @@ def read_probes(path: str | Path) -> Probes:
     file = Path(path)
     if not file.is_file():
         raise InputError("no such file of probes", where=str(path))
+    if (size := file.stat().st_size) > LIMIT:
+        raise FileError(f"a file of probes of {size:,} bytes", where=file.name)
     try:
         said = json.loads(read_metadata(file).get("probes", "{}"))
         if not isinstance(said, dict) or said.get("format") != FORMAT:
             raise FileError("this tensor file holds no probes", where=file.name)
         found = _probes(said, read_tensors(file))
         _check(found)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except FAULTS as error:
         raise FileError(f"a damaged file of probes: {error}", where=file.name) from error
     return found
 
@@ -247,7 +253,6 @@ def _check(found: Probes) -> None:
     B, T = found.losses_BT.shape
     R = len(found.row_names)
     sides = {"self": (T, T)}
-    longest = T
     if found.source_words is not None:
         longest = max(map(len, found.source_words))
         sides |= {"encoder": (longest, longest), "cross": (T, longest)}
@@ -255,16 +260,37 @@ def _check(found: Probes) -> None:
         len(found.words) == len(found.examples) == len(found.whole) == B
         and max(map(len, found.words)) <= T
         and min(map(len, found.words)) > 0
-        and found.counted_BT.shape == (B, T)
-        and found.norms_BRT.shape == (B, R, T)
-        and found.lens_ids.shape == found.lens_shares.shape
-        and found.lens_ids.shape[:3] == (B, R + 1, T)
+        and all(type(row) is int and row >= 0 for row in found.examples)
+        and 0 <= found.step < 1 << 62
+        and _is(found.counted_BT, np.bool_, (B, T))
+        and _is(found.losses_BT, np.float32, (B, T))
+        and _is(found.norms_BRT, np.float32, (B, R, T))
+        and _is(found.lens_ids, np.int32, (B, R + 1, T, found.lens_ids.shape[-1]))
+        and _is(found.lens_shares, np.float16, found.lens_ids.shape)
+        and R > 0
+        and found.lens_ids.shape[-1] > 0
         and (found.source_words is None or len(found.source_words) == B)
         and all(
-            maps.dtype == np.uint8
-            and (maps.shape[0], *maps.shape[2:]) == (B, *sides[place.partition(".")[0]])
-            for place, maps in found.attention.items()
+            _is(maps, np.uint8, (B, maps.shape[1], *sides[kind])) and maps.shape[1] > 0
+            for (kind, _), maps in zip(_places(found), found.attention.values(), strict=True)
         )
     )
     if not fits or not found.attention:
         raise ValueError("its tensors do not fit each other")
+
+
+def _is(array: NDArray[Any], dtype: Any, shape: tuple[int, ...]) -> bool:
+    return array.dtype == dtype and array.shape == shape
+
+
+def _places(found: Probes) -> list[tuple[str, int]]:
+    """Kind and layer of each map; the layers of a kind are numbered from 0, in order."""
+    counts: Counter[str] = Counter()
+    places = []
+    for place in found.attention:
+        kind, _, layer = place.partition(".")
+        if layer != str(counts[kind]):
+            raise ValueError(f"attention of layer {layer[:20]!r} of kind {kind!r}")
+        places.append((kind, counts[kind]))
+        counts[kind] += 1
+    return places

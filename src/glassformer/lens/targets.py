@@ -30,14 +30,14 @@ def read_targets(
         return _checked(model, head, _of_batch(given, head, place, T))
     if targets is None:
         return _next_tokens(inputs) if head == "next" else no_targets(inputs)
-    if isinstance(targets, Tensor | np.ndarray):
+    if isinstance(targets, Tensor | np.ndarray | np.generic):
         targets = targets.tolist()
-    if isinstance(targets, int):
-        return _checked(model, head, _at(place, targets, T))
-    values = [NONE if value is None else value for value in targets]  # type: ignore[union-attr]
-    if not all(type(value) is int for value in values):
+    listed = targets if isinstance(targets, Sequence) else [targets]
+    values = [NONE if value is None else value for value in listed]
+    if not all(type(value) is int and abs(value) < 1 << 62 for value in values):
         raise InputError("targets hold more than whole numbers", hint="ids, or None for no target")
-    if isinstance(model.spec.head(head), AnswerHead) and len(values) == 1:
+    alone = listed is not targets or isinstance(model.spec.head(head), AnswerHead)
+    if alone and len(values) == 1:
         return _checked(model, head, _at(place, values[0], T))
     if len(values) != T:
         raise InputError(f"{len(values)} targets for {T} tokens", hint="one for each token")

@@ -44,7 +44,7 @@ def checked_words(
 ) -> tuple[str, ...]:
     """One word for each token."""
     if words is None:
-        return tuple((names or str)(i) for i in ids)
+        return tuple(str((names or str)(i)) for i in ids)
     if len(words) != len(ids):
         raise InputError(f"{len(words)} {what} for {len(ids)} tokens", hint="one for each token")
-    return tuple(words)
+    return tuple(map(str, words))

@@ -46,6 +46,7 @@ class QuantizedWeight(nn.Module, ABC):
         self.method: Method = method
         self.dtype = dtype
         self.form: Form | None = None
+        self.loads = 0  # how often other levels were put in
         self.home = tensor.qweight.device
         for name in ("qweight", "scale", "zero"):
             self.register_buffer(name, getattr(tensor, name))
@@ -134,6 +135,7 @@ class QuantizedWeight(nn.Module, ABC):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         self.restore()
+        self.loads += 1
         super()._load_from_state_dict(*arguments)
 
     def __getstate__(self) -> dict[str, Any]:

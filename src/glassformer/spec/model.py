@@ -403,7 +403,7 @@ class ModelSpec:
             raise InputError("a model without heads answers nothing", hint="heads=(NextHead(),)")
         if len(set(names)) < len(names):
             raise InputError(f"two heads share a name: {', '.join(names)}")
-        causal = all(block.attention.causal for block in self.decoder.blocks())
+        causal = all(run.block.attention.causal for run in self.decoder.layers)
         if "next" in names and not causal:
             raise InputError(
                 "a next-token head on bidirectional attention sees its own answer",
@@ -413,7 +413,7 @@ class ModelSpec:
     def _check_source(self) -> None:
         if self.source_vocab_size is not None:
             at_least("source_vocab_size", self.source_vocab_size)
-        crossed = [block.cross is not None for block in self.decoder.blocks()]
+        crossed = [run.block.cross is not None for run in self.decoder.layers]
         if self.encoder is None:
             if any(crossed):
                 raise InputError("cross-attention without an encoder", hint="give an encoder stack")
@@ -421,9 +421,9 @@ class ModelSpec:
                 raise InputError("source_vocab_size and share_embedding need an encoder")
             return
         if not all(crossed):
+            first = sum(run.count for run in self.decoder.layers[: crossed.index(False)])
             raise InputError(
-                f"decoder layer {crossed.index(False)} has no cross-attention, so it never reads "
-                "the encoder",
+                f"decoder layer {first} has no cross-attention, so it never reads the encoder",
                 hint="give every decoder block a `cross`",
             )
         if any(block.cross for block in self.encoder.blocks()):

@@ -1,7 +1,7 @@
 """How long a search may take, for a caller that waits; without `patience` nothing is limited.
 
-A search has no measure of its work before it is done: a small vocabulary and one head leave so many
-widths open that minutes pass. A page has no minutes.
+A search has no measure of its work before it is done: any rank and a tolerance of a few parameters
+can leave so much open that half a minute passes. A page has no minutes.
 """
 
 import time

@@ -35,6 +35,11 @@ def parse_share(name: str, value: float | str) -> float:
     return float(number / 100 if percent else number)
 
 
+def plain_digits(text: str) -> int | None:
+    """`0`, `7` or `000120` as a number; None for all else, also for digits such as `²` and `٣`."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
 def _decimal(name: str, text: str, *, shown: object, hint: str) -> Decimal:
     try:
         number = Decimal(text.replace("_", "").strip())

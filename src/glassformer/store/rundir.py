@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.quantity import plain_digits
 from glassformer.store.checkpoint import verify_folder
 
 STEP = "step-{:06d}"
@@ -132,11 +133,11 @@ class RunDirectory:
         path = self.folder / name
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError(
                 f"no {name} here, so this is not a run", where=str(self.folder)
             ) from error
-        except (ValueError, UnicodeDecodeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise FileError(f"{name} cannot be read: {error}", where=str(self.folder)) from error
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -148,8 +149,8 @@ class RunDirectory:
     def steps(self) -> list[int]:
         """Steps with a checkpoint folder, ascending; whether they are whole is not asked."""
         found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else ()
-        numbers = (path.name.removeprefix("step-") for path in found)
-        return sorted(int(number) for number in numbers if number.isdigit())
+        numbers = (plain_digits(path.name.removeprefix("step-")) for path in found)
+        return sorted(number for number in numbers if number is not None)
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """The newest step whose files verify, and what was wrong with newer ones."""
@@ -172,8 +173,9 @@ class RunDirectory:
         path = self.checkpoints / name
         if not path.is_file():
             return None
-        number = path.read_text(encoding="utf-8").strip().removeprefix("step-")
-        return int(number) if number.isdigit() and int(number) in self.steps() else None
+        text = path.read_text(encoding="utf-8", errors="replace")
+        number = plain_digits(text.strip().removeprefix("step-"))
+        return number if number in self.steps() else None
 
     def prune(self, *, keep: int) -> None:
         """Remove all but the newest `keep` and the best, and what a kill left behind."""

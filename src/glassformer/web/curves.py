@@ -6,7 +6,7 @@ back by a resumed run, and has grown past the same place again, is noticed and r
 
 import threading
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +25,14 @@ MARK_BYTES = 128
 
 
 class CurveReader:
-    """The curves of runs, each extended by what was written since."""
+    """The curves of runs, each extended by what was written since.
+
+    A long run is read for seconds: whoever asks for another one does not wait for it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._reading: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
         self._kept: OrderedDict[Path, tuple[Curves, str]] = OrderedDict()
 
     def read(self, folder: Path) -> tuple[Curves, str]:
@@ -36,17 +40,22 @@ class CurveReader:
         path = checked_file(folder, "metrics.jsonl")
         checked_file(folder, "alerts.jsonl")
         with self._lock:
-            kept = self._kept.pop(folder, None)
+            reading = self._reading[folder]
+        with reading:
+            with self._lock:
+                kept = self._kept.pop(folder, None)
             if kept is None or cursor_of(path, kept[0].next) != kept[1]:
                 curves = read_curves(folder)
             else:
                 curves = _extended(
                     kept[0], read_curves(folder, start=kept[0].next, spent=kept[0].spent)
                 )
-            self._kept[folder] = curves, cursor_of(path, curves.next)
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return self._kept[folder]
+            found = curves, cursor_of(path, curves.next)
+            with self._lock:
+                self._kept[folder] = found
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            return found
 
 
 def cursor_of(path: Path, offset: int) -> str:
@@ -73,10 +82,11 @@ def _joined(old: Series | None, new: Series | None) -> Series:
         found = old or new
         assert found is not None
         return found
+    kept = np.searchsorted(old.step, new.step[0])  # a step that comes again replaces what it was
     return Series(
         old.name,
         *(
-            np.concatenate([getattr(old, part), getattr(new, part)])
+            np.concatenate([getattr(old, part)[:kept], getattr(new, part)])
             for part in ("step", "tokens", "seconds", "value")
         ),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from glassformer.spec.errors import InputError, nearest
 from glassformer.web import limits
-from glassformer.web.lab import Lab
+from glassformer.web.lab import Lab, written_at
 from glassformer.web.query import Query, Route
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def measured(name: str, *, step: str, split: str | None, lab: Lab) -> Measured:
     """The evaluation of a checkpoint on a split; computed once."""
     lab.run(name)
     folder = lab.checkpoint(name, step)
-    key = ("errors", folder, folder.stat().st_mtime_ns, split)
+    key = ("errors", folder, written_at(folder), split)
     found = lab.remembered(key)
     if found is None:
         with lab.heavy():

@@ -20,6 +20,8 @@ from glassformer.web.query import Unknown
 
 #: Examples that the page offers of a split, and how many signs of each it shows.
 OFFERED, SIGNS = 40, 80
+#: Tokens of a text that are offered as its beginning.
+OPENING = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,34 @@ def listed(task: Task, split: str, *, first: Sequence[int] = ()) -> list[dict[st
     """Some examples of a split, number and text: those of `first`, then from the beginning."""
     size = task.sizes()[split]
     rows = dict.fromkeys([*(row for row in first if row < size), *range(min(OFFERED, size))])
-    return [{"row": row, "text": shown_line(task.describe(split, row), most=SIGNS)} for row in rows]
+    return [
+        {
+            "row": row,
+            "text": shown_line(task.describe(split, row), most=SIGNS),
+            "prompt": opening(written(task, split, row), task.tokenizer),
+        }
+        for row in rows
+    ]
+
+
+def opening(asked: Asked, tokenizer: Tokenizer) -> str:
+    """What a model is given of an example, to go on from there by itself.
+
+    The source, or the question; of a sequence the part before the first token that counts, and
+    its first half where every token counts: there must be something left to say.
+    """
+    batch = asked.batch
+    if batch is None or batch.source is not None or "next" not in batch.targets:
+        return asked.text
+    size = int(batch.valid[0].sum())
+    given = 0 if batch.weights is None else int((batch.weights[0] > 0).argmax())
+    kept = given + 1 if given else min(OPENING, -(-size // 2))
+    return tokenizer.decode([int(i) for i in batch.tokens[0][_begin(batch, tokenizer) : kept]])
+
+
+def _begin(batch: Batch, tokenizer: Tokenizer) -> int:
+    """Where the text of a sequence begins: a BOS is put before it again by whoever reads it."""
+    return int("next" in batch.targets and batch.tokens[0][0] == tokenizer.bos)
 
 
 def written(task: Task | None, split: str, row: int) -> Asked:
@@ -64,7 +93,8 @@ def written(task: Task | None, split: str, row: int) -> Asked:
     if batch.source is not None:
         source = _real(tokenizer, batch.source.tokens[0], batch.source.valid[0])
         return Asked(source, _real(tokenizer, batch.targets["next"][0], batch.valid[0]), batch)
-    text = _real(tokenizer, batch.tokens[0], batch.valid[0])
+    begin = _begin(batch, tokenizer)
+    text = _real(tokenizer, batch.tokens[0][begin:], batch.valid[0][begin:])
     answer = batch.targets.get("answer")
     return Asked(text, None if answer is None else tokenizer.decode([int(answer[0])]), batch)
 

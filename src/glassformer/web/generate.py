@@ -96,9 +96,10 @@ def _words(adapter: "BaseAdapter", ids: "tuple[int, ...] | list[int]") -> list[d
 
 
 def _word(adapter: "BaseAdapter", i: int) -> str:
+    from glassformer.adapters.inspecting import Words
     from glassformer.lens.words import shown
 
-    return shown(adapter.tokenizer.decode([i]))
+    return shown(Words(adapter.tokenizer)(i))
 
 
 # --- a model that answers -------------------------------------------------------------------------

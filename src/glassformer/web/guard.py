@@ -81,7 +81,7 @@ class Guard:
         self.app = app
         self._token = token.encode()
         self._port = port
-        self._hosts = frozenset(host.lower() for host in hosts)
+        self._hosts = frozenset(_plain(host) for host in hosts)
         self._any_address = any_address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,6 +152,12 @@ async def refuse(send: Send, error: GlassError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def _plain(host: str) -> str:
+    """A host as `split_host` spells it: `0:0:0:0:0:0:0:1` is `::1`."""
+    found = split_host(f"[{host}]" if ":" in host else host)
+    return host.lower() if found is None else found[0]
+
+
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
@@ -175,7 +181,7 @@ def _single_headers(scope: Scope) -> dict[str, str]:
 async def _whole_body(receive: Receive, headers: dict[str, str]) -> Receive:
     """Read the body within its limits, said or streamed; the app reads it from memory."""
     said = headers.get("content-length", "0")
-    if not said.isdigit() or len(said) > 12 or int(said) > limits.BODY_BYTES:
+    if not (said.isascii() and said.isdigit()) or len(said) > 12 or int(said) > limits.BODY_BYTES:
         raise TooLarge(f"the body is larger than {limits.BODY_BYTES:,} bytes")
     data, more, gone = bytearray(), True, False
     with anyio.move_on_after(limits.BODY_SECONDS) as clock:

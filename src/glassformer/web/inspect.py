@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from glassformer.lab.record import load_run_spec
 from glassformer.spec.errors import InputError
+from glassformer.spec.quantity import plain_digits
 from glassformer.web import limits
 from glassformer.web.examples import Asked, listed, task_of, written
 from glassformer.web.lab import Lab, kind_of
@@ -57,6 +58,7 @@ def about(query: Query, lab: Lab) -> dict[str, Any]:
 def inspect(query: Query, lab: Lab) -> dict[str, Any]:
     """One look: a text, or an example of the run's task; with heads silenced, if asked for."""
     query.only("run", "step", "precision", "text", "target", "split", "row", "ablate")
+    from glassformer.spec.manifest import count_parameters
     from glassformer.web.inspection import Inspection
 
     run, step = query.text("run"), query.text("step", default="best", most=20)
@@ -73,26 +75,27 @@ def inspect(query: Query, lab: Lab) -> dict[str, Any]:
             run=run,
             step=step,
             precision=precision,
-            parameters=adapter.get_num_parameters(),
+            parameters=count_parameters(adapter.spec),  # a quantized layer's are no parameters
             ablation=ablation,
         )
         told = {"text": asked.text, "target": asked.target, "grown": _grown(adapter, seen)}
-    return {"key": lab.keep(made, size=made.size()), **told, **made.header()}
+    return {"key": lab.keep(made, size=made.size(), holds=adapter), **told, **made.header()}
 
 
 def _snapshot(run: str, step: str, query: Query, lab: Lab) -> dict[str, Any] | None:
     """A step of which only probes are left; None where there is a checkpoint."""
-    if not step.isdigit() or len(step) > 9 or kind_of(lab.folder(run)) != "run":
+    number = plain_digits(step)
+    if number is None or kind_of(lab.folder(run)) != "run":
         return None
     directory = lab.run(run)
-    if int(step) in directory.steps():
+    if number in directory.steps():
         return None
     from glassformer.spec.manifest import count_parameters
     from glassformer.web.snapshot import snapshot
 
     row = query.integer("row", low=0, high=1 << 40) if query.has("row") else None
     split = query.text("split", default="val")
-    made = snapshot(directory, int(step), split, row)
+    made = snapshot(directory, number, split, row)
     precision = query.choice("precision", PRECISIONS, default="float32")
     if query.texts("ablate", most=ABLATED, characters=40) or precision in BITS:
         raise InputError(

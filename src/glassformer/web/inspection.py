@@ -15,6 +15,7 @@ from glassformer.lens.heatmap import Heat
 from glassformer.lens.look import Look
 from glassformer.lens.reading import divergence
 from glassformer.lens.words import shown
+from glassformer.spec.quantity import plain_digits
 from glassformer.web.maps import Maps, head_number
 
 # N heads, T positions, S keys, D d_model, V answers
@@ -134,8 +135,7 @@ def _shown_words(words: tuple[str, ...] | None) -> list[str] | None:
 
 def layer_of(row: str) -> int | None:
     """1 of `L1 mlp`; None of `embed` and `final`."""
-    name = row.partition(" ")[0].removeprefix("L")
-    return int(name) if name.isdigit() else None
+    return plain_digits(row.partition(" ")[0].removeprefix("L"))
 
 
 def _beside(look: Look, other: Look, t: int, ids: list[int]) -> dict[str, Any]:

@@ -42,6 +42,21 @@ def id_for(path: Path) -> str:
     return made.lstrip(".")[:64] or "model"
 
 
+def _place(root: Path) -> str:
+    """The folder as a command here would name it; what lies elsewhere tells its name alone."""
+    here = Path.cwd()
+    return root.relative_to(here).as_posix() if root.is_relative_to(here) else root.name
+
+
+def written_at(path: Path) -> int:
+    """When a checkpoint was written: one that was replaced is loaded anew."""
+    stamp = path / MANIFEST if (path / MANIFEST).is_file() else path
+    try:
+        return stamp.stat().st_mtime_ns
+    except OSError as error:
+        raise Unknown("this checkpoint was removed just now", hint="choose another step") from error
+
+
 @dataclass(slots=True)
 class _Loaded:
     """A model in memory, and the lock of whoever computes with it."""
@@ -62,11 +77,12 @@ class Lab:
         if kind is not None:
             self._extra = {id_for(runs): runs.resolve(), **self._extra}
         self.root = (runs.parent if kind else runs).resolve()
+        self.place = _place(self.root)
         self._alone = kind is not None
         self._guard = threading.Lock()
         self._slot = threading.Semaphore(1)
         self._models: OrderedDict[tuple[str, int], _Loaded] = OrderedDict()
-        self._kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Any, int, Any]] = OrderedDict()
         self._results: OrderedDict[Any, Any] = OrderedDict()
         self.curves = CurveReader()
         self.closing = threading.Event()
@@ -125,7 +141,10 @@ class Lab:
         if step not in ("best", "last") and not (step.isascii() and step.isdigit()):
             raise InputError(f"{step[:20]!r} is no step", hint="best, last, or a number")
         if not RunDirectory(folder).steps():
-            raise Unknown(f"the run '{name}' has no checkpoint yet", hint="wait for its first one")
+            raise Unknown(
+                f"the run '{name}' has no checkpoint",
+                hint="it is too young, or ended before its first one: the page Runs says which",
+            )
         try:
             found = checkpoint_of(f"{folder}@{step}")
         except InputError as error:
@@ -160,28 +179,33 @@ class Lab:
         from glassformer.adapters.load import load
 
         path = self.checkpoint(name, step)
-        stamp = path / MANIFEST if (path / MANIFEST).is_file() else path
-        key = (str(path), stamp.stat().st_mtime_ns)
+        key = (str(path), written_at(path))
         with self._guard:
             loaded = self._models.setdefault(key, _Loaded())
             self._models.move_to_end(key)
             while len(self._models) > limits.MODELS:
-                self._models.popitem(last=False)
+                self._let_go(self._models.popitem(last=False)[1].adapter)
         with loaded.lock:
             if loaded.adapter is None:
                 loaded.adapter = load(path)
         return loaded
 
+    def _let_go(self, adapter: Any) -> None:
+        """With a model go the results that hold it: they would keep it in memory."""
+        held = [key for key, (*_, holds) in self._kept.items() if holds is adapter]
+        for key in held if adapter is not None else ():
+            del self._kept[key]
+
     # --- results ----------------------------------------------------------------------------------
 
-    def keep(self, value: Any, *, size: int = 0) -> str:
-        """Keep a result of so many bytes for the page to fetch parts of; its key."""
+    def keep(self, value: Any, *, size: int = 0, holds: Any = None) -> str:
+        """Keep a result of so many bytes, which holds this model, for the page; its key."""
         key = secrets.token_hex(8)
         with self._guard:
-            self._kept[key] = (value, size)
+            self._kept[key] = (value, size, holds)
             while len(self._kept) > limits.INSPECTIONS or (
                 len(self._kept) > 1
-                and sum(size for _, size in self._kept.values()) > limits.KEPT_BYTES
+                and sum(size for _, size, _ in self._kept.values()) > limits.KEPT_BYTES
             ):
                 self._kept.popitem(last=False)
         return key

@@ -126,7 +126,7 @@ class Query:
             except ValueError:
                 value = None
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or not low <= value <= high:
+        if not good or not low <= value <= high:  # which NaN is not
             raise InputError(f"{name} must be a number from {low:g} to {high:g}")
         return float(value)
 

@@ -27,6 +27,8 @@ SPARKS = 24
 SPARK_BYTES = 768
 #: Bytes at the end of metrics.jsonl in which the newest evaluation is looked for.
 TAIL_BYTES = 64 * 1024
+#: A number in a record beyond this is not passed on.
+LARGEST = 1e300
 _LOSS = re.compile(rb'\n\{"step": \d+, "loss": (-?\d[0-9.eE+-]{0,30}),')
 _STEP = re.compile(rb'^\{"step": (\d{1,15}),', re.MULTILINE)
 
@@ -82,6 +84,7 @@ def listed(name: str, folder: Path, kind: str) -> dict[str, Any]:
         "step": max(glance.step, number(record.get("step")) or 0),
         "steps": number(record.get("steps")),
         "best_step": number(record.get("best_step")),
+        "written": _written(folder),
         "val_loss": number(val.get("loss")),
         "val_accuracy": number(val.get("accuracy")),
         "spark": glance.sparks,
@@ -101,9 +104,10 @@ def status_of(directory: RunDirectory, said: str) -> tuple[str, str]:
 
 
 def number(value: Any) -> int | float | None:
-    """A finite number, or nothing."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if good else None
+    """A finite number, or nothing; also nothing for a whole number that no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < LARGEST else None
 
 
 def _written(folder: Path) -> float:
@@ -202,9 +206,28 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, number(value) if isinstance(value, float) else value
 
 
+#: What people ask about two runs, in the order in which they ask it.
+TELLING = (
+    *("task.kind", "task.operation", "task.machine", "task.path"),
+    *("model.d_model", "model.decoder.layers.0.count"),
+    *("model.decoder.layers.0.block.attention.n_heads", "model.decoder.layers.0.block.ffn.d_ff"),
+    *("model.vocab_size", "train.steps", "train.lr", "train.batch_size", "train.seed", "engine"),
+)
+_ROOMS = ("task", "train", "engine", "model")
+
+
+def _telling(name: str) -> tuple[int, int]:
+    """Those that are named above, then by what people change most; a stable sort keeps the rest."""
+    first = TELLING.index(name) if name in TELLING else len(TELLING)
+    room = name.partition(".")[0]
+    return first, _ROOMS.index(room) if room in _ROOMS else len(_ROOMS)
+
+
 def differing(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Only the settings that are not the same in all of these runs."""
-    names = dict.fromkeys(name for values in found.values() for name in values)
+    """Only the settings that are not the same in all of these runs, the most telling first."""
+    names = sorted(
+        dict.fromkeys(name for values in found.values() for name in values), key=_telling
+    )
     keys = [
         name
         for name in names

@@ -40,9 +40,9 @@ def _panel_svg(
     for number, line in enumerate(panel.lines):
         out += _line(frame, line, number, axis)
         shown = line.smooth or line.raw
-        finite = np.flatnonzero(np.isfinite(shown.value))
-        if len(finite):
-            y = frame.y(float(shown.value[finite[-1]]))
+        placed = [value for value in shown.value.tolist() if frame.drawable(value)]
+        if placed:
+            y = frame.y(placed[-1])
             share = 1 - (y - TOP) / (HEIGHT - TOP - BOTTOM)
             ends.append((share, line.label, f"var(--series-{number % 4 + 1})"))
         if line.raw.name == "loss":
@@ -108,7 +108,8 @@ def _range(values: Floats) -> tuple[float, float]:
     if not len(values):
         return 0.0, 1.0
     low, high = float(values.min()), float(values.max())
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    around = max(0.5, 1e-9 * abs(low))  # at 2^62 a half is nothing
+    return (low, high) if high > low else (low - around, high + around)
 
 
 def _grid(frame: Frame, panel: Panel, axis: str) -> list[str]:

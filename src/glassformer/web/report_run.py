@@ -16,13 +16,14 @@ from glassformer.lab.record import load_run_spec, spec_hash
 from glassformer.lab.samples import read_samples
 from glassformer.lab.session import opened
 from glassformer.lens.markup import escape_line
+from glassformer.spec.errors import InputError
 from glassformer.spec.quantity import format_bytes
 from glassformer.spec.table import parameter_table
 from glassformer.spec.train import RunSpec
 from glassformer.store.checkpoint import verify_folder
 from glassformer.store.rundir import RunDirectory
 from glassformer.train.engine import Engine
-from glassformer.web.records import settings
+from glassformer.web.records import number, settings
 from glassformer.web.report_curves import panels_svg
 from glassformer.web.report_page import Text, facts, folded, missing, say, scrolled, table
 
@@ -52,6 +53,11 @@ class Subject:
         """run.json."""
         return self.directory.read_json("run.json")
 
+    def part(self, name: str) -> dict[str, Any]:
+        """An object within run.json; empty where there is none."""
+        found = self.record.get(name)
+        return found if isinstance(found, dict) else {}
+
     @cached_property
     def spec(self) -> RunSpec:
         """What was asked of the run."""
@@ -60,6 +66,11 @@ class Subject:
     @cached_property
     def checkpoint(self) -> Path:
         """The folder of the checkpoint that is reported."""
+        if not self.directory.steps():
+            raise InputError(
+                f"the run {self.name} has no checkpoint: it is too young, or ended before one",
+                hint=f"glass report {self.name} --curves draws what it measured",
+            )
         return checkpoint_of(self.path)
 
     @cached_property
@@ -90,7 +101,7 @@ class Subject:
 
 def lead(run: Subject) -> str:
     """Two sentences at the top."""
-    record, val = run.record, run.record.get("val") or {}
+    record, val = run.record, run.part("val")
     model = run.spec.model
     layers = "" if model.encoder is None else f"{model.encoder.n_layers} + "
     size = f"{layers}{model.n_layers} layers, {parameter_table(model)[-1].parameters:,} parameters"
@@ -98,7 +109,7 @@ def lead(run: Subject) -> str:
     scores = ", ".join(
         f"{name.replace('_', ' ')} {_score(name, val[name])}"
         for name in ("loss", "accuracy", "exact_match")
-        if val.get(name) is not None
+        if number(val.get(name)) is not None
     )
     shown = f"This report is of the checkpoint of step {run.step}."
     return say(f"{text} Last validation: {scores or 'none'}. {shown}", kind="lead")
@@ -112,7 +123,7 @@ def trained(run: Subject) -> Iterator[str]:
     """What was trained: the model, the task, the way, on what versions."""
     spec, record = run.spec, run.record
     model, train = spec.model, spec.train
-    made = record.get("fingerprint") or {}
+    made = run.part("fingerprint")
     yield facts(
         [
             ("task", record.get("task")),
@@ -200,7 +211,7 @@ def files(run: Subject) -> Iterator[str]:
         rows,
         caption=f"{run.checkpoint.name}: {len(rows)} files, {total}, every hash checked",
     )
-    data = run.record.get("data") or {}
+    data = run.part("data")
     pairs = [("spec", spec_hash(run.spec))]
     pairs += [("data", str(data["sha256"]))] if "sha256" in data else []
     pairs.append(("report by", f"glassformer {version('glassformer')}"))

@@ -37,8 +37,11 @@ def about(query: Query, lab: Lab) -> dict[str, Any]:
 def list_runs(query: Query, lab: Lab) -> dict[str, Any]:
     """Every run and model of the folder, by name."""
     query.only()
-    found = [records.listed(name, folder, kind) for name, folder, kind in lab.folders()]
-    return {"folder": lab.root.name, "runs": found}
+    found = [
+        records.listed(name, folder, kind) | {"path": f"{lab.place}/{folder.name}"}
+        for name, folder, kind in lab.folders()
+    ]
+    return {"folder": lab.place, "runs": found}
 
 
 def one_run(query: Query, lab: Lab) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from glassformer.web.guard import LOOPBACK, Guard, refuse
 from glassformer.web.lab import Lab
 from glassformer.web.query import (
     Answer,
+    Busy,
     Bytes,
     Handler,
     Mistake,
@@ -167,8 +168,10 @@ class _Lines(Response):
         begun = False
         try:
             for value in self.values:
-                if self.gone.is_set() or self.lab.closing.is_set():
+                if self.gone.is_set():
                     return
+                if self.lab.closing.is_set():
+                    raise Busy("the explorer was ended while this was made")
                 if not begun:
                     anyio.from_thread.run(send, start)
                     begun = True

@@ -21,6 +21,27 @@ export function adopt(location, history) {
 export const known = () => Boolean(sessionStorage.getItem(KEY));
 export const remember = (token) => sessionStorage.setItem(KEY, token);
 
+// Tabs of one server lend each other the token: a copied link opens, and nothing is kept on the disk.
+const ASK = "which token?";
+const tabs = new BroadcastChannel(KEY);
+tabs.onmessage = ({ data }) => { if (data === ASK && known()) tabs.postMessage(sessionStorage.getItem(KEY)); };
+
+/** Take over the token of another tab, if one has a token that the server accepts. */
+export async function borrow() {
+  const asking = new BroadcastChannel(KEY);
+  const heard = new Promise((done) => {
+    setTimeout(done, 250);
+    asking.onmessage = ({ data }) => { if (data !== ASK && data !== sessionStorage.getItem(KEY)) done(data); };
+  });
+  asking.postMessage(ASK);
+  const token = await heard;
+  asking.close();
+  if (!token) return false;
+  const { ok } = await fetch("/api/about", { headers: { "X-Glass-Token": token } }).catch(() => ({ ok: false }));
+  if (ok) remember(token);
+  return ok;
+}
+
 const pause = (seconds, signal) => new Promise((done, stop) => {
   const timer = setTimeout(done, 1000 * seconds);
   signal?.addEventListener("abort", () => { clearTimeout(timer); stop(signal.reason); });
@@ -47,6 +68,16 @@ async function call(path, { method = "GET", body, signal } = {}) {
     if (response.status !== 503 || attempt >= RETRIES) throw await refusal(response);
     await pause(Math.min(2, Number(response.headers.get("Retry-After")) || 0.25), signal);
   }
+}
+
+/** Runs and models that can be opened, and where a page begins: the newest run that has a checkpoint. */
+export async function models() {
+  const { runs, folder } = await get("/api/runs");
+  const found = runs.filter(({ status }) => status !== "damaged");
+  const trained = found.filter((run) => typeof run.best_step === "number").sort((a, b) => b.written - a.written);
+  const first = trained[0] ?? found.find(({ kind }) => kind === "model") ?? found[0];
+  return { runs: found, folder, ids: found.map(({ id }) => id), first: first?.id ?? null,
+    paths: Object.fromEntries(found.map(({ id, path }) => [id, path])) };
 }
 
 export const get = async (path, { signal } = {}) => (await call(path, { signal })).json();

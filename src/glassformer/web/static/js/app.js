@@ -32,32 +32,53 @@ function toast(text) {
   announce(text);
 }
 
+let told = null; // of the error in view
 /** Show an error above the page; null takes it away. */
 function alert(error) {
   if (error?.name === "AbortError") return;
-  if (error?.status === 403 && /token/.test(error.what)) { askForToken(); return; }
+  if (error?.status === 403 && /token/.test(error.what)) { enter(); return; }
+  if (error && error.what === told) return; // a page that asks every second says it once
+  told = error?.what ?? null;
   fill($("alerts"), error && alertBox(error, () => alert(null)));
   if (error && error.what === undefined) console.error(error); // ours, not the server's: a fault of the page
 }
 
+/** Without a token, or with that of a server that is gone: another tab may know it, else the reader does. */
+async function enter() {
+  if (entering) return;
+  entering = true;
+  turn += 1;
+  shown?.handle?.unmount(); // it must not go on asking
+  shown = null;
+  $("copies").hidden = true;
+  if (await api.borrow()) location.reload();
+  else askForToken();
+}
+let entering = false;
+
 function askForToken() {
   const box = el("input", { type: "text", id: "address", autocomplete: "off", spellcheck: "false" });
+  const wrong = el("p", { class: "bad", role: "alert" });
   const take = (event) => {
     event.preventDefault();
     const token = /(?:#t=)?([A-Za-z0-9_-]{8,})(?:\/.*)?$/.exec(box.value.trim())?.[1];
-    if (token) { api.remember(token); location.reload(); }
+    if (token) { api.remember(token); location.reload(); } else fill(wrong, "That holds no token: it stands after #t=");
   };
+  const why = api.known()
+    ? "The server was started again since this page was opened, and each start has a token of its own."
+    : "This page is open without the token of the server it came from.";
   fill($("alerts"));
   fill($("page"), el("form", { class: "panel narrow", onsubmit: take },
-    el("h2", {}, "Which explorer is this?"),
-    el("p", {}, "This page is open without the token of the server it came from. Paste the address that ",
-      el("code", {}, "glass explore"), " printed."),
-    el("div", { class: "field" }, el("label", { for: "address" }, "Address or token"), box),
+    el("h2", {}, api.known() ? "The server has a new token" : "Which explorer is this?"),
+    el("p", {}, why, " Paste the address that ", el("code", {}, "glass explore"), " printed; this view comes back."),
+    el("div", { class: "field" }, el("label", { for: "address" }, "Address or token"), box), wrong,
     el("button", { type: "submit", class: "primary" }, "Open")));
+  box.focus();
 }
 
 async function show({ name, params }) {
   if (!PAGES[name]) { router.replace("inspect", {}); return; }
+  carry(params.run);
   if (shown?.name === name && shown.handle) {
     try { await shown.handle.update(params); } catch (error) { alert(error); }
     return;
@@ -75,7 +96,8 @@ async function show({ name, params }) {
   $("copies").hidden = true;
   alert(null);
   fill($("page"));
-  if (!api.known()) { askForToken(); return; }
+  if (entering) return; // whoever pastes the token gets the page
+  if (!api.known()) { enter(); return; }
   const root = el("div", { class: `page ${name}` });
   fill($("page"), root);
   try {
@@ -87,9 +109,26 @@ async function show({ name, params }) {
     shown.handle = await page.mount(root, params, contextFor(name));
     if (mine !== turn) { shown.handle?.unmount(); return; }
     $("copies").hidden = !shown.handle.commands;
+    if (mine > 1) arrive(page.title);
   } catch (error) {
     if (mine === turn) alert(error);
   }
+}
+
+/** The run in view goes along to the other pages that show one. */
+function carry(run) {
+  if (!run) return;
+  for (const link of $("pages").children) {
+    const { page } = link.dataset;
+    if (!["runs", "design"].includes(page)) link.href = href(page, { run });
+  }
+}
+
+/** On another page: said aloud, from its top, and the keyboard goes on where the old page left nothing. */
+function arrive(title) {
+  announce(title);
+  scrollTo(0, 0);
+  if (document.activeElement === document.body) $("main").focus({ preventScroll: true });
 }
 
 const contextFor = (name) => ({

@@ -16,8 +16,10 @@ export class GlassConfusion extends HTMLElement {
       const here = chosen?.asked === asked && chosen?.answered === answered;
       const right = asked === answered;
       const button = el("button", {
-        type: "button", class: right ? "cell right" : "cell", "aria-pressed": here, "data-row": i, "data-column": j, tabindex: -1,
-        "aria-label": `asked ${asked}, answered ${answered}: ${count(counts[i][j])}, ${percent(shares[i][j])} of the row`,
+        type: "button", class: right ? "cell right" : "cell", tabindex: -1,
+        "aria-pressed": here, "data-row": i, "data-column": j,
+        "aria-label": `asked ${asked}, answered ${answered}: `
+          + `${count(counts[i][j])}, ${percent(shares[i][j])} of the row`,
         disabled: counts[i][j] === 0,
         onclick: () => this.dispatchEvent(new CustomEvent("cell", { detail: { asked, answered } })),
       }, el("span", { class: "count" }, count(counts[i][j])), el("span", { class: "share" }, percent(shares[i][j])));
@@ -25,13 +27,17 @@ export class GlassConfusion extends HTMLElement {
       return button;
     };
     this.#cells = rows.map((asked, i) => columns.map((answered, j) => cell(asked, answered, i, j)));
-    const first = this.#cells.flat().find((each) => each.getAttribute("aria-pressed") === "true") ?? this.#cells.flat().find((each) => !each.disabled);
+    const all = this.#cells.flat();
+    const first = all.find((each) => each.getAttribute("aria-pressed") === "true")
+      ?? all.find((each) => !each.disabled);
     if (first) first.tabIndex = 0;
     fill(this, el("table", { class: "confusion", onkeydown: (event) => this.#key(event) },
       el("caption", { class: "visually-hidden" }, `By ${group}: rows are what was asked, columns what was answered`),
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "asked"), columns.map((name) => el("th", { scope: "col" }, name)), el("th", { scope: "col", class: "n" }, "all"))),
+      el("thead", {}, el("tr", {}, ["asked", ...columns].map((name) => el("th", { scope: "col" }, name)),
+        el("th", { scope: "col", class: "n" }, "all"))),
       el("tbody", {}, rows.map((name, i) => el("tr", {}, el("th", { scope: "row" }, name),
-        this.#cells[i].map((button) => el("td", {}, button)), el("td", { class: "n" }, count(counts[i].reduce((a, b) => a + b, 0))))))));
+        this.#cells[i].map((button) => el("td", {}, button)),
+          el("td", { class: "n" }, count(counts[i].reduce((a, b) => a + b, 0))))))));
     if (focused?.row !== undefined) this.#cells[focused.row]?.[focused.column]?.focus();
   }
 

@@ -5,7 +5,9 @@ import { el, fill, svg } from "./dom.js";
 import { count, short } from "./format.js";
 import { apart, axis, nearest, path } from "./scale.js";
 
+const HOW = "Point at a curve, or focus it and use the arrows; Enter or a click opens Inspect there.";
 const COLOURS = 8;
+const NEAR = 110; // pixels: about the longest name of a line
 const DASHES = ["", "7 4", "2 3", "10 3 2 3", "4 2"];
 export const colourOf = (index) => `series-${index % COLOURS + 1}`;
 const dashOf = (index) => DASHES[(index + Math.floor(index / COLOURS)) % DASHES.length] || null;
@@ -63,20 +65,29 @@ export class GlassCurves extends HTMLElement {
     const height = wide ? 380 : 280;
     const box = { left: 52, right: width - (wide && lines.length ? 128 : 12), top: 10, bottom: height - 40 };
     const xs = lines.flatMap((line) => line.x).concat(bands.flatMap((band) => band.x));
-    const ys = lines.flatMap((line) => line.y).concat(bands.flatMap((band) => [...band.low, ...band.high]));
+    // A loss that ran away would press the others flat: it leaves the chart, unless it is alone or y is log.
+    const steady = lines.filter((line) => !line.diverged && line.y.length);
+    const scaled = logY || !steady.length ? lines : steady;
+    const ys = scaled.flatMap((line) => line.y).concat(bands.flatMap((band) => [...band.low, ...band.high]));
     const x = axis(xs, { start: box.left, end: box.right, log: logX, wanted: wide ? 8 : 4, pad: 0 });
     const y = axis(ys, { start: box.bottom, end: box.top, log: logY, wanted: 6 });
     this.#axes = { x, y, box };
-    const drawn = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": this.#summary() });
+    const drawn = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
+      "aria-label": this.#summary() });
     drawn.append(...this.#grid(x, y, box, { xName, yName, logX, logY }));
-    for (const band of bands) drawn.append(...this.#band(band, x, y));
+    const clip = svg("clipPath", { id: "plot" },
+      svg("rect", { x: box.left - 8, y: 0, width: box.right - box.left + 16, height: box.bottom + 6 }));
+    const inside = svg("g", { "clip-path": "url(#plot)" });
+    drawn.append(clip, inside);
+    for (const band of bands) inside.append(...this.#band(band, x, y));
     const grouped = new Set(bands.flatMap((band) => band.runs));
-    for (const line of lines) drawn.append(...this.#line(line, x, y, grouped.has(line.run)));
-    if (wide) drawn.append(...this.#labels(lines, y, box));
+    for (const line of lines) inside.append(...this.#line(line, x, y, grouped.has(line.run)));
+    if (wide) drawn.append(...this.#labels(lines, x, y, box));
     this.cursor = svg("g", { class: "cursor" });
     drawn.append(this.cursor);
     fill(this.chart, drawn);
-    this.chart.setAttribute("aria-label", `${yName} over ${xName} of ${lines.length} runs: arrows move, Enter opens Inspect`);
+    this.chart.setAttribute("aria-label",
+      `${yName} over ${xName} of ${lines.length} runs: arrows move, Enter opens Inspect`);
     this.#move(this.#at, true);
   }
 
@@ -93,10 +104,13 @@ export class GlassCurves extends HTMLElement {
         svg("text", { x: box.left - 8, y: y.at(value) + 4, "text-anchor": "end" }, label(value, y.ticks)));
     }
     for (const value of x.ticks) {
-      made.push(svg("line", { class: "rule", x1: x.at(value), x2: x.at(value), y1: box.bottom, y2: box.bottom + 4 }),
-        svg("text", { x: x.at(value), y: box.bottom + 17, "text-anchor": "middle" }, label(value, x.ticks)));
+      const [at, text] = [x.at(value), label(value, x.ticks)];
+      const end = at + 3.5 * text.length > box.right + 10 ? "end" : "middle"; // the last must not leave the picture
+      made.push(svg("line", { class: "rule", x1: at, x2: at, y1: box.bottom, y2: box.bottom + 4 }),
+        svg("text", { x: end === "end" ? box.right + 10 : at, y: box.bottom + 17, "text-anchor": end }, text));
     }
-    made.push(svg("text", { x: box.right, y: box.bottom + 33, "text-anchor": "end" }, `${xName}${logX ? " (log)" : ""}`),
+    made.push(svg("text", { x: box.right, y: box.bottom + 33, "text-anchor": "end" },
+      `${xName}${logX ? " (log)" : ""}`),
       svg("text", { x: box.left, y: box.bottom + 33 }, `↑ ${yName}${logY ? " (log)" : ""}`));
     return made;
   }
@@ -106,14 +120,17 @@ export class GlassCurves extends HTMLElement {
     const props = { class: `line ${colourOf(index)}${strong ? "" : " raw"}`, "data-run": run };
     const made = [svg("path", { ...props, d: path(xs, ys, x, y), "stroke-dasharray": strong ? dashOf(index) : null })];
     if (smooth && !beneath) {
-      made.push(svg("path", { class: `line smooth ${colourOf(index)}`, d: path(smooth.x, smooth.y, x, y), "stroke-dasharray": dashOf(index) }));
+      made.push(svg("path", { class: `line smooth ${colourOf(index)}`, d: path(smooth.x, smooth.y, x, y),
+        "stroke-dasharray": dashOf(index) }));
     }
-    if (xs.length === 1) made.push(svg("circle", { class: `dot ${colourOf(index)}`, cx: x.at(xs[0]), cy: y.at(ys[0]), r: 3 }));
+    const dot = { class: `dot ${colourOf(index)}`, cx: x.at(xs[0]), cy: y.at(ys[0]), r: 3 };
+    if (xs.length === 1) made.push(svg("circle", dot));
     for (const alert of step.length ? alerts : []) {
       const at = nearest(step, alert.step);
       const [px, py] = [x.at(xs[at]), y.at(ys[at] ?? NaN)];
       if (!Number.isFinite(px)) continue;
-      const top = Number.isFinite(py) ? py : this.#axes.box.top + 8; // a loss that is not finite has no height
+      // one that is not finite has no height
+      const top = Math.max(this.#axes.box.top + 6, Number.isFinite(py) ? py : 0);
       made.push(svg("path", { class: "alert-mark", d: `M${px - 5} ${top - 5}l10 10m0 -10l-10 10` },
         svg("title", {}, `${run}, step ${alert.step}: ${alert.kind}. ${alert.message}`)));
     }
@@ -127,11 +144,22 @@ export class GlassCurves extends HTMLElement {
       svg("path", { class: `line mean ${colourOf(index)}`, d: path(xs, mean, x, y) })];
   }
 
-  #labels(lines, y, box) {
-    const ends = lines.map((line) => (line.smooth ?? line).y.findLast((value) => Number.isFinite(y.at(value ?? NaN))));
-    const places = apart(ends.map((value) => (value === undefined ? box.top : y.at(value))), 15, box.top + 4, box.bottom);
-    return lines.map((line, i) => svg("text", { class: `end ${colourOf(line.index)}`, x: box.right + 8, y: places[i] + 4 },
-      line.run.length > 17 ? `${line.run.slice(0, 16)}…` : line.run));
+  /** Each name where its line ends; those that end near each other make room. */
+  #labels(lines, x, y, box) {
+    const ends = lines.map((line) => {
+      const drawn = line.smooth ?? line;
+      const last = drawn.y.findLastIndex((value) => Number.isFinite(y.at(value ?? NaN)));
+      return last < 0 ? null : { line, x: x.at(drawn.x[last]), y: Math.max(box.top, y.at(drawn.y[last])) };
+    }).filter(Boolean).sort((a, b) => a.x - b.x);
+    const places = ends.map((end) => end.y);
+    for (let from = 0, to = 0; from < ends.length; from = to) {
+      while (to < ends.length && ends[to].x < ends[from].x + NEAR) to += 1;
+      apart(places.slice(from, to), 15, box.top + 4, box.bottom).forEach((at, i) => { places[from + i] = at; });
+    }
+    const named = ends.map((end, i) => ({ ...end, y: places[i] })).sort((a, b) => a.line.index - b.line.index);
+    return named.map(({ line: { run, index }, x: px, y: py }) => svg("text",
+      { class: `end ${colourOf(index)}`, x: px + 8, y: py + 4 },
+      run.length > 17 ? `${run.slice(0, 16)}…` : run));
   }
 
   #hover(event) {
@@ -143,7 +171,8 @@ export class GlassCurves extends HTMLElement {
     this.#data.lines.forEach((line, index) => {
       if (!line.x.length) return;
       const point = nearest(line.x, wanted);
-      const far = Math.abs(this.#axes.y.at(line.y[point] ?? NaN) - py) + 0.001 * Math.abs(this.#axes.x.at(line.x[point]) - px);
+      const [x, y] = [this.#axes.x.at(line.x[point]), this.#axes.y.at(line.y[point] ?? NaN)];
+      const far = Math.abs(y - py) + 0.001 * Math.abs(x - px);
       if (!best || far < best.far) best = { line: index, point, far };
     });
     this.#move(best);
@@ -153,7 +182,8 @@ export class GlassCurves extends HTMLElement {
     const { lines } = this.#data ?? { lines: [] };
     if (!lines.length || event.ctrlKey || event.metaKey || event.altKey) return;
     const now = this.#at ?? { line: 0, point: lines[0].x.length - 1 };
-    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], PageUp: [0, -20], PageDown: [0, 20], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], PageUp: [0, -20], PageDown: [0, 20], ArrowUp: [-1, 0],
+      ArrowDown: [1, 0] };
     if (event.key === "Enter") { this.#open(); event.preventDefault(); return; }
     if (event.key === "Home") now.point = 0;
     else if (event.key === "End") now.point = Infinity;
@@ -173,7 +203,7 @@ export class GlassCurves extends HTMLElement {
     fill(this.cursor);
     const line = at && this.#data.lines[at.line];
     if (!line?.x.length) {
-      if (!redrawn || !at) fill(this.readout, "Point at a curve, or focus it and use the arrows; Enter or a click opens Inspect there.");
+      if (!redrawn || !at) fill(this.readout, HOW);
       return;
     }
     const { x, y, box } = this.#axes;
@@ -191,15 +221,17 @@ export class GlassCurves extends HTMLElement {
   #open() {
     const line = this.#at && this.#data.lines[this.#at.line];
     const step = line && this.#checkpoint(line, line.step[this.#at.point]);
-    if (step !== null && step !== undefined) this.dispatchEvent(new CustomEvent("point", { detail: { run: line.run, step } }));
+    if ((step ?? null) === null) return;
+    this.dispatchEvent(new CustomEvent("point", { detail: { run: line.run, step } }));
   }
 }
 
 /** As many decimals as the ticks need to differ. */
 function label(value, all) {
   const size = Math.max(...all.map(Math.abs));
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
+  if (value === 0) return "0";
+  const [unit, letter] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : size >= 1e4 ? [1e3, "k"] : [1, ""];
+  if (unit > 1) return `${Number((value / unit).toPrecision(3))}${letter}`;
   if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0).replace("e-", "e−");
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }

@@ -12,7 +12,8 @@ const log = (low, high, digits = 3) => ({
 const linear = (low, high, step, digits) => ({
   at: (value) => value, of: (place) => Number(place.toFixed(digits)), min: low, max: high, step,
 });
-const powers = (low, high) => ({ at: (value) => Math.round(Math.log2(value)), of: (place) => 2 ** place, min: low, max: high, step: 1 });
+const powers = (low, high) =>
+  ({ at: (value) => Math.round(Math.log2(value)), of: (place) => 2 ** place, min: low, max: high, step: 1 });
 
 const whole = (text) => text.replace(/[,_\s]/g, "");
 /** What each slider asks: its name in the query, its scale, how it is written and read, and its snap points. */
@@ -23,7 +24,8 @@ export const SLIDERS = [
     read: (text) => (/%/.test(text) ? text.replace(/\s/g, "") : text.trim()),
     snaps: [[0.25, "25 %"], [0.35, "35 %"], [0.45, "45 %"], ["free", "free"]] },
   { name: "glu_expansion", label: "GLU expansion", scale: linear(1, 6, 0.01, 2), show: (x) => `${fixed(x, 2)}×`,
-    read: (text) => text.replace(/[×x\s]/g, ""), snaps: [[2, "2.0"], [2.66, "2.66"], [3, "3.0"], [4, "4.0"], ["free", "free"]] },
+    read: (text) => text.replace(/[×x\s]/g, ""),
+    snaps: [[2, "2.0"], [2.66, "2.66"], [3, "3.0"], [4, "4.0"], ["free", "free"]] },
   { name: "vocab", label: "Vocabulary", scale: log(64, 262_144), show: count, read: whole,
     snaps: [[256, "256"], [8000, "8k"], [16_000, "16k"], [32_000, "32k"]] },
   { name: "heads", label: "Attention heads", scale: linear(1, 64, 1, 0), show: count, read: whole,
@@ -34,8 +36,10 @@ export const SLIDERS = [
 
 const KEEP = [["total", "the total; the two as nearly as it allows"], ["ratio", "the ratio, to the nearest width"],
   ["expansion", "the expansion, to the nearest d_ff"], ["both", "both, if any design has them"]];
-const FLAGS = { total: {}, ratio: { exact_ratio: true }, expansion: { exact_expansion: true }, both: { exact_ratio: true, exact_expansion: true } };
-const kept = ({ exact_ratio: ratio, exact_expansion: expansion }) => (ratio ? (expansion ? "both" : "ratio") : expansion ? "expansion" : "total");
+const FLAGS = { total: {}, ratio: { exact_ratio: true }, expansion: { exact_expansion: true },
+  both: { exact_ratio: true, exact_expansion: true } };
+const kept = ({ exact_ratio: ratio, exact_expansion: expansion }) =>
+  (ratio ? (expansion ? "both" : "ratio") : expansion ? "expansion" : "total");
 
 class Slider {
   constructor(spec, { move, settle }) {
@@ -45,7 +49,8 @@ class Slider {
     this.range = el("input", { type: "range", id, name, min: scale.min, max: scale.max, step: scale.step,
       oninput: () => move({ [name]: scale.of(Number(this.range.value)) }),
       onchange: () => settle({ [name]: scale.of(Number(this.range.value)) }) });
-    this.box = el("input", { type: "text", name: `${name}-exact`, autocomplete: "off", spellcheck: "false", "aria-label": `${label}, exactly`,
+    this.box = el("input", { type: "text", name: `${name}-exact`, autocomplete: "off", spellcheck: "false",
+      "aria-label": `${label}, exactly`,
       onchange: () => settle({ [name]: spec.read(this.box.value) }) });
     this.snaps = snaps.map(([value, text]) => [value, el("button", { type: "button", "aria-label": `${label} ${text}`,
       onclick: () => settle({ [name]: value }) }, text)]);
@@ -80,11 +85,14 @@ export class Controls {
     const focused = this.rest.contains(document.activeElement) ? document.activeElement.name : null;
     const own = { exact_ratio: undefined, exact_expansion: undefined, ratio_within: undefined, glu_within: undefined };
     fill(this.rest,
-      check("tied: the head is the token embedding", view.tied !== false, (tied) => this.settle({ tied: tied ? undefined : false }), { name: "tied" }),
-      field("When they cannot all hold, keep", select(KEEP, kept(view), (value) => this.settle({ ...own, ...FLAGS[value] }), { name: "keep" })),
+      check("tied: the head is the token embedding", view.tied !== false,
+        (tied) => this.settle({ tied: tied ? undefined : false }), { name: "tied" }),
+      field("When they cannot all hold, keep",
+        select(KEEP, kept(view), (value) => this.settle({ ...own, ...FLAGS[value] }), { name: "keep" })),
       field("Widths are multiples of", select([["1", "anything"], "8", "16", "32", "64"], String(view.multiple ?? 1),
         (value) => this.settle({ multiple: value === "1" ? undefined : Number(value) }), { name: "multiple" })),
-      field("The count may be off by", select([["0.0005", "0.05 %"], ["0.001", "0.1 %"], ["0.005", "0.5 %"], ["0.01", "1 %"], ["0.05", "5 %"],
+      field("The count may be off by",
+        select([["0.0005", "0.05 %"], ["0.001", "0.1 %"], ["0.005", "0.5 %"], ["0.01", "1 %"], ["0.05", "5 %"],
         ...(this.#unlisted(view.tolerance))], String(view.tolerance ?? 0.005),
       (value) => this.settle({ tolerance: value === "0.005" ? undefined : Number(value) }), { name: "tolerance" })),
       this.#limits(view));
@@ -98,9 +106,11 @@ export class Controls {
 
   /** Settings that came by a button or a link, each with a way to take it back. */
   #limits(view) {
-    const shown = new Set([...SLIDERS.map(({ name }) => name), "tied", "exact_ratio", "exact_expansion", "multiple", "tolerance"]);
+    const shown = new Set([...SLIDERS.map(({ name }) => name), "tied", "exact_ratio", "exact_expansion", "multiple",
+      "tolerance"]);
     const others = Object.entries(view).filter(([name, value]) => !shown.has(name) && value !== undefined);
-    return others.length > 0 && el("div", { class: "limits" }, el("span", { class: "label" }, "And"), others.map(([name, value]) =>
+    return others.length > 0 && el("div", { class: "limits" }, el("span", { class: "label" }, "And"),
+      others.map(([name, value]) =>
       el("button", { type: "button", class: "chip", "aria-label": `Drop ${name.replaceAll("_", " ")} ${value}`,
         onclick: () => this.settle({ [name]: undefined }) }, `${name.replaceAll("_", " ")} ${value} ✕`)));
   }

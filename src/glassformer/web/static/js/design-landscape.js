@@ -12,21 +12,24 @@ export class GlassLandscape extends HTMLElement {
 
   connectedCallback() {
     this.said ??= el("p", { class: "note", "aria-live": "polite" });
-    this.table ??= el("table", { class: "landscape", role: "grid", "aria-label": "Layers × d_model by wished ratio and expansion" });
+    this.table ??= el("table",
+      { class: "landscape", role: "grid", "aria-label": "Layers × d_model by wished ratio and expansion" });
     if (!this.children.length) this.append(el("div", { class: "scroll" }, this.table), this.said);
   }
 
   /** {ratios, expansions, most}: an empty grid to be filled. */
   set axes({ ratios, expansions, most }) {
     this.#axes = { ratios, expansions, most };
-    this.#cells = expansions.map((glu, row) => ratios.map((ratio, column) => el("button", { type: "button", tabindex: -1, class: "waiting",
+    const cell = (glu, row) => (ratio, column) => el("button", { type: "button", tabindex: -1, class: "waiting",
       onclick: () => this.dispatchEvent(new CustomEvent("pick", { detail: { ratio, glu } })),
       onkeydown: (event) => this.#move(event, row, column), onfocus: () => this.#say(row, column),
-      onmouseenter: () => this.#say(row, column) }, "…")));
+      onmouseenter: () => this.#say(row, column) }, "…");
+    this.#cells = expansions.map((glu, row) => ratios.map(cell(glu, row)));
     fill(this.table,
       el("thead", {}, el("tr", { role: "row" }, el("th", { scope: "col", role: "columnheader" }, "GLU ╲ ratio"),
         ratios.map((ratio) => el("th", { scope: "col", role: "columnheader" }, percent(ratio, 0))))),
-      el("tbody", {}, expansions.map((glu, row) => el("tr", { role: "row" }, el("th", { scope: "row", role: "rowheader" }, fixed(glu, 2)),
+      el("tbody", {}, expansions.map((glu, row) => el("tr", { role: "row" },
+        el("th", { scope: "row", role: "rowheader" }, fixed(glu, 2)),
         this.#cells[row].map((cell) => el("td", { role: "gridcell" }, cell))))));
     fill(this.said, "Click a cell, or move with the arrows and press Enter, to wish for its pair.");
     this.#mark();
@@ -40,7 +43,8 @@ export class GlassLandscape extends HTMLElement {
     button.late = late;
     button.className = cell ? `far-${Math.min(LEVELS, Math.ceil(LEVELS * cell.drift / most))}` : "none";
     button.textContent = cell ? `${cell.n_layers}×${cell.d_model}` : late ? "?" : "none";
-    button.setAttribute("aria-label", `ratio ${percent(ratios[column], 0)}, expansion ${expansions[row]}: ${this.#words(cell, late)}`);
+    button.setAttribute("aria-label",
+      `ratio ${percent(ratios[column], 0)}, expansion ${expansions[row]}: ${this.#words(cell, late)}`);
   }
 
   set wish({ ratio, glu }) {
@@ -50,7 +54,9 @@ export class GlassLandscape extends HTMLElement {
 
   #words(cell, late) {
     if (late) return "takes too long to solve here";
-    return cell ? `${count(cell.n_layers)} layers of width ${count(cell.d_model)}, ${count(cell.params)} parameters, drift ${fixed(cell.drift, 1)}` : "no design";
+    if (!cell) return "no design";
+    return `${count(cell.n_layers)} layers of width ${count(cell.d_model)}, ${count(cell.params)} parameters, `
+      + `drift ${fixed(cell.drift, 1)}`;
   }
 
   #mark() {

@@ -1,25 +1,31 @@
 // Design: a parameter budget with sliders. Python solves; this page asks, one question at a time, and draws the answer.
 
-import { el, fill, put, table } from "./dom.js";
+import { el, fill, put, scrolled, silent, table } from "./dom.js";
 import { Controls } from "./design-controls.js";
 import "./design-landscape.js";
 import { count, fixed, percent } from "./format.js";
 import { perFrame } from "./state.js";
 
-const DEFAULTS = { params: 10_000_000, vocab: 16_000, embedding_ratio: 0.35, glu_expansion: 2.66, heads: 8, length: 512 };
+const DEFAULTS = { params: 10_000_000, vocab: 16_000, embedding_ratio: 0.35, glu_expansion: 2.66, heads: 8,
+  length: 512 };
 const RESTING = 250; // milliseconds without a change before the landscape is asked for
 /** Parts of the bar, in the order of the table; the line "layers" is the sum of three of them. */
 const DRAWN = ["token embedding", "position embedding", "head", "attention", "feed-forward", "norms", "final norm"];
 
-function typed(text) {
-  if (text === "true" || text === "false") return text === "true";
+const SWITCHES = ["tied", "exact_ratio", "exact_expansion", "free_head_width"];
+const NUMBERS = ["parameters", "off", "d_model", "d_ff", "layers", "ratio", "GLU"]; // of each alternative
+function typed(name, text) {
+  if (SWITCHES.includes(name)) return ["1", "true"].includes(text);
   return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
 }
-const parse = (params) => ({ ...DEFAULTS, ...Object.fromEntries(Object.entries(params).map(([name, text]) => [name, typed(text)])) });
+const parse = (params) =>
+  ({ ...DEFAULTS, ...Object.fromEntries(Object.entries(params).map(([name, text]) => [name, typed(name, text)])) });
 /** Only what differs from where the page begins. */
-const address = (view) => Object.fromEntries(Object.entries(view).filter(([name, value]) => value !== undefined && DEFAULTS[name] !== value)
+const address = (view) =>
+  Object.fromEntries(Object.entries(view).filter(([name, value]) => value !== undefined && DEFAULTS[name] !== value)
+  .map(([name, value]) => [name, typeof value === "boolean" ? Number(value) : String(value)]));
+const asked = (view) => Object.fromEntries(Object.entries(view).filter(([, value]) => value !== undefined)
   .map(([name, value]) => [name, String(value)]));
-const asked = (view) => Object.fromEntries(Object.entries(view).filter(([, value]) => value !== undefined).map(([name, value]) => [name, String(value)]));
 
 const numbers = (asked) => Object.fromEntries(Object.entries(asked).filter(([name]) => name in DEFAULTS));
 
@@ -41,17 +47,21 @@ class Design {
     this.found = el("div", { class: "found" });
     this.below = el("div", { class: "stack" });
     this.land = el("glass-landscape");
-    this.land.addEventListener("pick", ({ detail }) => settle({ embedding_ratio: detail.ratio, glu_expansion: detail.glu,
+    this.land.addEventListener("pick", ({ detail }) => settle({
+      embedding_ratio: detail.ratio, glu_expansion: detail.glu,
       exact_ratio: undefined, exact_expansion: undefined, ratio_within: undefined, glu_within: undefined }));
     fill(root,
-      el("section", { class: "panel answer", "aria-labelledby": "answer-title" }, el("h2", { id: "answer-title", class: "visually-hidden" }, "Answer"), this.verdict, this.bar),
+      el("section", { class: "panel answer", "aria-labelledby": "answer-title" },
+        el("h2", { id: "answer-title", class: "visually-hidden" }, "Answer"), this.verdict, this.bar),
       el("div", { class: "two" },
-        el("section", { class: "panel budget", "aria-labelledby": "budget-title" }, el("h2", { id: "budget-title" }, "Budget"), this.controls.root),
+        el("section", { class: "panel budget", "aria-labelledby": "budget-title" },
+          el("h2", { id: "budget-title" }, "Budget"), this.controls.root),
         el("div", { class: "stack" },
           el("section", { class: "panel", "aria-labelledby": "places-title" }, this.title, this.found),
           this.below,
-          el("section", { class: "panel", "aria-labelledby": "land-title" }, el("h2", { id: "land-title" }, "What other wishes would give",
-            el("span", { class: "muted" }, " layers × d_model; the stronger the ground, the farther from the wish")), this.land))));
+          el("section", { class: "panel", "aria-labelledby": "land-title" },
+            el("h2", { id: "land-title" }, "What other wishes would give", el("span", { class: "muted" },
+              " layers × d_model; the stronger the ground, the farther from the wish")), this.land))));
     this.solveSoon = perFrame(() => this.#solve());
   }
 
@@ -62,7 +72,8 @@ class Design {
   }
 
   settle(patch) {
-    const view = Object.fromEntries(Object.entries({ ...this.view, ...patch }).filter(([, value]) => value !== undefined));
+    const view = Object.fromEntries(Object.entries({ ...this.view, ...patch })
+      .filter(([, value]) => value !== undefined));
     this.loud = true;
     this.context.go(address(view));
     this.update(address(view)); // the address may be the same: a slider dragged and brought back
@@ -89,7 +100,8 @@ class Design {
       if (this.gone) return;
       this.answer = answer;
       this.context.alert(null);
-      if (question === this.wanted) this.controls.draw({ ...this.view, ...numbers(answer.asked) }); // 5M is a number now
+      // 5M is a number now
+      if (question === this.wanted) this.controls.draw({ ...this.view, ...numbers(answer.asked) });
       this.#draw(answer);
     } catch (error) {
       if (this.gone) return;
@@ -109,7 +121,8 @@ class Design {
     this.loud = false;
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
-      const { embedding_ratio: ratio, glu_expansion: glu, exact_ratio: a, exact_expansion: b, ratio_within: c, glu_within: d, ...body } = asked(this.view);
+      const { embedding_ratio: ratio, glu_expansion: glu, exact_ratio: a, exact_expansion: b, ratio_within: c,
+        glu_within: d, ...body } = asked(this.view);
       this.land.wish = { ratio, glu };
       if (!this.answer || JSON.stringify(body) === this.surveyed) return;
       this.surveyed = JSON.stringify(body);
@@ -158,7 +171,8 @@ class Design {
     fill(this.verdict, "✕ ", el("strong", {}, "No design keeps these limits"));
     fill(this.bar);
     fill(this.found, el("p", { id: "why" }, why),
-      changes.length > 0 && [el("h3", {}, "Each of these alone would do"), el("div", { class: "row changes" }, changes.map(({ label, settings }) =>
+      changes.length > 0 && [el("h3", {}, "Each of these alone would do"),
+        el("div", { class: "row changes" }, changes.map(({ label, settings }) =>
         el("button", { type: "button", onclick: () => this.settle(settings) }, label)))],
       helpless.length > 0 && el("p", { class: "note" }, `No change of one of these alone: ${helpless.join(", ")}.`));
     fill(this.below);
@@ -167,40 +181,49 @@ class Design {
   #allocation(lines) {
     const number = (name) => DRAWN.indexOf(name) + 1;
     fill(this.bar, lines.filter(({ name, parameters }) => number(name) && parameters).map(({ name, share }) => {
-      const part = el("span", { class: `part series-${number(name)}`, title: `${name} ${percent(share, 2)}` }, share > 0.09 ? name : "");
+      const part = el("span", { class: `part series-${number(name)}`, title: `${name} ${percent(share, 2)}` },
+        share > 0.09 ? name : "");
       part.style.width = `${100 * share}%`;
       return part;
     }));
     const row = ({ name, parameters, share, note, indented }) => el("tr", { class: indented ? "indented" : null },
-      el("th", { scope: "row" }, number(name) ? el("span", { class: `swatch series-${number(name)}`, "aria-hidden": "true" }) : el("span", { class: "swatch" }), name),
-      el("td", { class: "n" }, count(parameters)), el("td", { class: "n" }, percent(share, 2)), el("td", { class: "muted wide" }, note));
+      el("th", { scope: "row" },
+        el("span", { class: number(name) ? `swatch series-${number(name)}` : "swatch", "aria-hidden": "true" }), name),
+      el("td", { class: "n" }, count(parameters)), el("td", { class: "n" }, percent(share, 2)),
+      el("td", { class: "muted wide" }, note));
     const total = lines.at(-1);
     const made = table({ caption: "Parameters by place; the three lines under layers are parts of it",
       head: ["component", { text: "parameters", n: true }, { text: "share", n: true }, "of which"],
       rows: lines.slice(0, -1).map(row), props: { id: "allocation" } });
     put(made, el("tfoot", {}, row(total)));
-    fill(this.found, el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Allocation table" }, made));
+    fill(this.found, scrolled("Allocation table", made));
   }
 
   #costs(costs) {
     return el("section", { class: "panel", "aria-labelledby": "costs-title" }, el("h2", { id: "costs-title" }, "Costs"),
       table({ caption: "Work and memory", head: ["what", { text: "amount", n: true }, "when"],
-        rows: costs.map(({ name, text, note }) => [name, text, el("span", { class: "muted" }, note)]), props: { id: "costs", class: "data costs" } }));
+        rows: costs.map(({ name, text, note }) => [name, text, el("span", { class: "muted" }, note)]),
+        props: { id: "costs", class: "data costs" } }));
   }
 
   #others({ gave_way: gave, warnings, alternatives }) {
-    const asking = (settings) => settings && el("button", { type: "button", class: "small", onclick: () => this.settle(settings) }, "ask for it");
-    const rows = alternatives.map(({ name, params, miss, d_model: d, d_ff: f, n_layers: n, embedding_ratio: ratio, glu_expansion: glu, settings }) =>
-      [name, count(params), miss, d, f, n, percent(ratio, 2), fixed(glu, 2), asking(settings) ?? ""]);
-    return el("section", { class: "panel", "aria-labelledby": "gave-title" }, el("h2", { id: "gave-title" }, "What gave way"),
-      gave.length ? el("ul", { id: "gave-way" }, gave.map((line) => el("li", {}, line))) : el("p", { class: "good", id: "gave-way" }, "Nothing: every wish is met."),
+    const asking = (settings) => settings
+      && el("button", { type: "button", class: "small", onclick: () => this.settle(settings) }, "ask for it");
+    const rows = alternatives.map((one) => [one.name, count(one.params), one.miss, one.d_model, one.d_ff, one.n_layers,
+      percent(one.embedding_ratio, 2), fixed(one.glu_expansion, 2), asking(one.settings) ?? ""]);
+    return el("section", { class: "panel", "aria-labelledby": "gave-title" },
+      el("h2", { id: "gave-title" }, "What gave way"),
+      gave.length ? el("ul", { id: "gave-way" }, gave.map((line) => el("li", {}, line)))
+        : el("p", { class: "good", id: "gave-way" }, "Nothing: every wish is met."),
       warnings.map(({ what, option, value, label }) => el("p", { class: "warn" }, `⚠ ${what}. `,
-        el("button", { type: "button", class: "small", onclick: () => this.settle({ [option]: value }) }, `ask for ${label}`))),
+        el("button", { type: "button", class: "small", onclick: () => this.settle({ [option]: value }) },
+          `ask for ${label}`))),
       el("h3", {}, "Other designs within the tolerance"),
-      el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Other designs" }, table({ caption: "Designs that are best at one thing each",
-        head: ["best at", ...["parameters", "off", "d_model", "d_ff", "layers", "ratio", "GLU"].map((text) => ({ text, n: true })), el("span", { class: "visually-hidden" }, "choose")]
-          .map((each) => (each instanceof Node ? { text: each } : each)), rows, props: { id: "alternatives" } })),
-      el("div", { class: "row config" }, el("button", { type: "button", id: "config", onclick: () => this.#config() }, "Copy config (TOML)"),
+      scrolled("Other designs", table({ caption: "Designs that are best at one thing each",
+        head: ["best at", ...NUMBERS.map((text) => ({ text, n: true })), silent("choose")],
+        rows, props: { id: "alternatives" } })),
+      el("div", { class: "row config" },
+        el("button", { type: "button", id: "config", onclick: () => this.#config() }, "Copy config (TOML)"),
         el("span", { class: "hint" }, "what ", el("code", {}, "glass train"), " takes")));
   }
 

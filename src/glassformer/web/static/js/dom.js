@@ -77,6 +77,34 @@ export function table({ caption, head, rows, props }) {
       row.map((cell, index) => el(index ? "td" : "th", { class: kind(index), scope: index ? null : "row" }, cell)))))));
 }
 
+/** Enter that sends what was written: not with Shift, and not the one that ends a composed sign. */
+export const isEnter = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
+/** A bar of a share 0 … 1 of its place. */
+export function meter(share, kind = "") {
+  const bar = el("span", { class: `meter ${kind}` });
+  bar.style.width = `${100 * Math.max(0, share ?? 0)}%`;
+  return bar;
+}
+
+/** Something is on its way: said to the eye, and to a screen reader. */
+export function busy(node, on) {
+  node.classList.toggle("busy", on);
+  node.setAttribute("aria-busy", on);
+}
+
+/** A box that scrolls, and that a keyboard can reach. */
+export const scrolled = (label, ...children) =>
+  el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, children);
+
+/** The head of a column that needs none to be understood by the eye. */
+export const silent = (text) => ({ text: el("span", { class: "visually-hidden" }, text) });
+
+/** What a page shows where there is no run. */
+export const nothingYet = () =>
+  el("p", { class: "empty" }, "No run is here yet. ", el("code", {}, "glass train digits"),
+  " makes one; ", el("a", { href: "#/design" }, "Design"), " needs none.");
+
 /** The box in which an error is shown: what, where, hint. */
 export function alertBox(error, dismiss) {
   return el("div", { class: "alert", role: "alert" },

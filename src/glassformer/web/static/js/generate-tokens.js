@@ -19,9 +19,11 @@ export class GlassSpoken extends HTMLElement {
       this.#buttons = [];
       this.#prompt = prompt;
       this.#tokens = tokens;
-      this.list = el("div", { class: "spoken", role: "group", "aria-label": "Generated tokens: arrows move, each shows what else could have come" });
-      fill(this, prompt.length > 0 && el("div", { class: "given" }, prompt.map(({ word }) => el("span", { class: "word" }, word)), arrow && el("span", { class: "muted" }, "→")),
-        this.list, this.#legend());
+      this.list = el("div", { class: "spoken", role: "group",
+        "aria-label": "Generated tokens: arrows move, each shows what else could have come" });
+      const given = prompt.map(({ word }) => el("span", { class: "word" }, word));
+      const to = arrow && el("span", { class: "muted" }, "→");
+      fill(this, given.length > 0 && el("div", { class: "given" }, given, to), this.list, this.#legend());
     }
     tokens.slice(this.#buttons.length).forEach((token) => this.#add(token));
     this.querySelector(".legend").hidden = !tokens.length;
@@ -35,7 +37,8 @@ export class GlassSpoken extends HTMLElement {
   #add({ word, probability, forced, end }) {
     const index = this.#buttons.length;
     const told = `${word}, probability ${fixed(probability, 4)}${forced ? ", given" : ""}${end ? ", the end" : ""}`;
-    const button = el("button", { type: "button", class: `p${level(probability)}${forced ? " forced" : ""}`, title: told, "aria-label": told, tabindex: -1,
+    const button = el("button", { type: "button", class: `p${level(probability)}${forced ? " forced" : ""}`,
+      title: told, "aria-label": told, tabindex: -1,
       onclick: () => this.#pick(index), onkeydown: (event) => this.#move(event, index) }, word);
     this.#buttons.push(button);
     this.list.append(button);
@@ -55,7 +58,8 @@ export class GlassSpoken extends HTMLElement {
 
   #legend() {
     const names = [...LEVELS.map((least) => `from ${least}`), "less"];
-    return el("p", { class: "note legend" }, "probability ", names.map((name, i) => el("span", { class: `key p${i + 1}` }, name)));
+    return el("p", { class: "note legend" }, "probability ",
+      names.map((name, i) => el("span", { class: `key p${i + 1}` }, name)));
   }
 }
 

@@ -1,52 +1,59 @@
 // Generate: text as it is made. Each token with its probability, what else could have come, and branches from there.
 
-import { alertBox, check, el, field, fill, select, table } from "./dom.js";
+import { alertBox, busy, check, el, field, fill, meter, scrolled, select, silent, table } from "./dom.js";
 import { fixed, short } from "./format.js";
-import { ModelForm, modelPath, quoted, scrolled } from "./generate-model.js";
+import { ModelForm } from "./generate-model.js";
 import "./generate-tokens.js";
 import "./generate-tree.js";
+import { modelPath, quoted } from "./inspect-data.js";
 import * as keys from "./keys.js";
 import { perFrame } from "./state.js";
 
-const MODES = [["greedy", "greedy: always the likeliest"], ["sample", "sample: draw by chance"], ["beam", "beam: search for the likeliest whole"]];
-const FINISH = { eos: "the model ended it", length: "the most tokens were made", stop: "a stop string", constraint: "the constraint" };
-/** The numbers of each mode: parameter, label, step, least, most, where it begins. */
+const MODES = [["greedy", "greedy: always the likeliest"], ["sample", "sample: draw by chance"],
+  ["beam", "beam: search for the likeliest whole"]];
+const FINISH = { eos: "the model ended it", length: "the most tokens were made",
+  stop: "a stop string", constraint: "the constraint" };
+/** The numbers of each mode: label, step, least, most, where it begins. */
 const NUMBERS = {
-  max: ["New tokens at most", 1, 1, 1024, 64], temperature: ["Temperature", 0.05, 0.05, 100, 1], top_k: ["Top-k (empty: all)", 1, 1, 1048576, ""],
-  top_p: ["Top-p", 0.01, 0.01, 1, 1], seed: ["Seed", 1, 0, 9007199254740991, 0], beams: ["Beams", 1, 1, 16, 4], penalty: ["Length penalty", 0.1, -40, 40, 0.6],
+  max: ["New tokens at most", 1, 1, 1024, 64],
+  temperature: ["Temperature", "any", 0.05, 100, 1],
+  top_k: ["Top-k (empty: all)", 1, 1, 1048576, ""],
+  top_p: ["Top-p", "any", 0.01, 1, 1],
+  seed: ["Seed", 1, 0, 9007199254740991, 0],
+  beams: ["Beams", 1, 1, 16, 4],
+  penalty: ["Length penalty", "any", -40, 40, 0.6],
 };
-const OF = { greedy: ["max"], sample: ["max", "temperature", "top_k", "top_p", "seed"], beam: ["max", "beams", "penalty"] };
+const OF = { greedy: ["max"], sample: ["max", "temperature", "top_k", "top_p", "seed"],
+  beam: ["max", "beams", "penalty"] };
 const SENT = { max: "max_tokens", penalty: "length_penalty" };
 
 const parse = (params) => ({ run: params.run ?? null, step: params.step ?? "best", text: params.text ?? null,
-  mode: OF[params.mode] ? params.mode : "greedy", forced: params.forced ?? "", cached: params.cache !== "off",
+  mode: OF[params.mode] ? params.mode : "greedy", forced: params.forced ?? "", cached: params.cache !== "0",
   ...Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, params[name] ?? String(NUMBERS[name][4])])) });
 
 function address(view) {
   const { run, step, text, mode, forced, cached } = view;
   const numbers = OF[mode].filter((name) => view[name] !== String(NUMBERS[name][4])).map((name) => [name, view[name]]);
-  return { run, step: step === "best" ? null : step, text, mode: mode === "greedy" ? null : mode, ...Object.fromEntries(numbers),
-    forced: mode === "beam" ? null : forced, cache: cached ? null : "off" };
+  return { run, step: step === "best" ? null : step, text, mode: mode === "greedy" ? null : mode,
+    ...Object.fromEntries(numbers),
+    forced: mode === "beam" ? null : forced, cache: cached ? null : 0 };
 }
 
 function question(view, { cached = view.cached } = {}) {
   const { run, step, text: prompt, mode, forced } = view;
   const numbers = OF[mode].filter((name) => view[name] !== "").map((name) => [SENT[name] ?? name, Number(view[name])]);
-  return { run, step, prompt, mode, cached, ...Object.fromEntries(numbers), ...(forced && mode !== "beam" ? { forced } : {}) };
+  return { run, step, prompt, mode, cached, ...Object.fromEntries(numbers),
+    ...(forced && mode !== "beam" ? { forced } : {}) };
 }
 
 /** Tokens with their probabilities; branch(id): what a button beside each does. */
 function choices(caption, answers, { chosen, branch } = {}) {
-  const bar = (probability) => {
-    const meter = el("span", { class: "meter" });
-    meter.style.width = `${100 * probability}%`;
-    return meter;
-  };
-  const silent = (text) => ({ text: el("span", { class: "visually-hidden" }, text) });
   return table({ caption, props: { id: "alternatives", class: "data choices" },
     head: ["token", { text: "probability", n: true }, silent("bar"), ...(branch ? [silent("branch")] : [])],
-    rows: answers.map(({ id, word, probability }) => [[el("code", {}, word), id === chosen && el("span", { class: "muted" }, " chosen")],
-      fixed(probability, 4), bar(probability), ...(branch ? [id !== chosen && el("button", { type: "button", class: "small",
+    rows: answers.map(({ id, word, probability }) => [
+      [el("code", {}, word), id === chosen && el("span", { class: "muted" }, " chosen")],
+      fixed(probability, 4), meter(probability),
+      ...(branch ? [id !== chosen && el("button", { type: "button", class: "small",
         "aria-label": `Branch from here with ${word}`, onclick: branch(id) }, "branch")] : [])]) });
 }
 
@@ -59,7 +66,8 @@ class Generate {
     Object.assign(this, { root, context });
     const change = (patch) => this.#change(patch);
     this.form = new ModelForm(context, { change, submit: () => this.#submit(), verb: "Generate" });
-    this.stop = el("button", { type: "button", id: "stop", hidden: true, onclick: () => this.cease() }, "Stop", el("kbd", { "aria-hidden": "true" }, "Esc"));
+    this.stop = el("button", { type: "button", id: "stop", hidden: true, onclick: () => this.cease() }, "Stop",
+      el("kbd", { "aria-hidden": "true" }, "Esc"));
     this.form.buttons.append(this.stop);
     this.what = el("p", { class: "muted what" });
     this.said = el("div", { class: "said" });
@@ -69,13 +77,16 @@ class Generate {
     this.beside = el("div", { class: "beside" });
     this.timing = el("div", { class: "timing" });
     this.asTable = el("div", {});
-    fill(root, el("div", { class: "two" },
-      el("section", { class: "panel", "aria-labelledby": "ask-title" }, el("h2", { id: "ask-title" }, "Prompt"), this.form.root),
-      el("div", { class: "stack" },
-        el("section", { class: "panel", "aria-labelledby": "made-title" }, el("h2", { id: "made-title" }, "Generated"), this.what, this.said, this.strip, this.tree, this.timing),
-        el("section", { class: "panel", "aria-labelledby": "else-title" }, el("h2", { id: "else-title" }, "What else could have come"), this.beside, this.asTable))));
+    const panel = (name, title, ...children) =>
+      el("section", { class: `panel ${name}`, "aria-labelledby": `${name}-title` },
+      el("h2", { id: `${name}-title` }, title), children);
+    this.made = panel("made", "Generated", this.what, this.said, this.strip, this.tree, this.timing);
+    fill(root, el("div", { class: "two" }, panel("ask", "Prompt", this.form.root),
+      el("div", { class: "stack" }, this.made,
+        panel("else", "What else could have come", this.beside, this.asTable))));
     this.drawSoon = perFrame(() => this.#draw());
-    this.unbind = keys.bind({ Escape: ["stop", () => this.cease()], "/": ["write a prompt", () => this.form.text.focus()] });
+    this.unbind = keys.bind({ Escape: ["stop", () => this.cease()],
+      "/": ["write a prompt", () => this.form.text.focus()] });
   }
 
   async update(params) {
@@ -96,7 +107,9 @@ class Generate {
 
   #submit() {
     const view = { ...this.view, text: this.form.text.value };
-    for (const name of OF[view.mode]) view[name] = this.form.inside.querySelector(`[name="${name}"]`)?.value.trim() ?? view[name];
+    for (const name of OF[view.mode]) {
+      view[name] = this.form.inside.querySelector(`[name="${name}"]`)?.value.trim() ?? view[name];
+    }
     if (view.text !== this.view.text) view.forced = "";
     const before = location.hash;
     this.context.go(address(view));
@@ -107,15 +120,16 @@ class Generate {
     const { view } = this;
     const number = (name) => {
       const [label, step, min, max] = NUMBERS[name];
-      return field(label, el("input", { type: "number", name, step: name === "top_p" || name === "temperature" || name === "penalty" ? "any" : step,
-        min, max, value: view[name], inputmode: "decimal" }));
+      return field(label, el("input",
+        { type: "number", name, step, min, max, value: view[name], inputmode: "decimal" }));
     };
     const held = document.activeElement?.name;
     fill(this.form.inside,
       field("How", select(MODES, view.mode, (mode) => this.#change({ mode }), { name: "mode" })),
       el("div", { class: "numbers" }, OF[view.mode].map(number)),
       check("KV cache", view.cached, (cached) => this.#change({ cached, forced: view.forced }), { name: "cached" }),
-      view.forced && view.mode !== "beam" && el("p", { class: "branch" }, `A branch: ${view.forced.split(",").length} tokens are given. `,
+      view.forced && view.mode !== "beam"
+        && el("p", { class: "branch" }, `A branch: ${view.forced.split(",").length} tokens are given. `,
         el("button", { type: "button", class: "small", id: "unbranch", onclick: () => this.#change({}) }, "drop it")));
     if (["mode", "cached"].includes(held)) this.form.inside.querySelector(`[name="${held}"]`)?.focus();
   }
@@ -139,17 +153,21 @@ class Generate {
     this.running = mine;
     this.#clear();
     this.stop.hidden = false;
+    busy(this.made, true);
     this.root.dataset.running = "true";
     this.context.alert(null);
     const asked = question(this.view);
     try {
-      await this.context.api.stream("/api/generate", asked, (line) => { if (!mine.signal.aborted) { this.#take(line); this.drawSoon(); } }, { signal: mine.signal });
+      await this.context.api.stream("/api/generate", asked,
+        (line) => { if (!mine.signal.aborted) { this.#take(line); this.drawSoon(); } }, { signal: mine.signal });
     } catch (error) {
-      if (mine.signal.aborted) { if (this.running === mine) this.#stopped(); } else { fill(this.what, alertBox(error)); }
+      if (!mine.signal.aborted) fill(this.what, alertBox(error));
+      else if (this.running === mine) this.#stopped();
     } finally {
       if (this.running === mine) {
         this.running = null;
         this.stop.hidden = true;
+        busy(this.made, false);
         delete this.root.dataset.running;
         this.root.dataset.done = JSON.stringify(asked);
       }
@@ -170,7 +188,8 @@ class Generate {
     else if (line.kind === "end") {
       this.end = line;
       if (this.start) this.rates[this.start.cached] = line;
-      this.context.announce(line.hypotheses ? `${line.hypotheses.length} hypotheses` : `Generated ${this.tokens.length} tokens: ${FINISH[line.finish] ?? line.finish}`);
+      this.context.announce(line.hypotheses ? `${line.hypotheses.length} hypotheses`
+        : `Generated ${this.tokens.length} tokens: ${FINISH[line.finish] ?? line.finish}`);
     }
   }
 
@@ -178,7 +197,8 @@ class Generate {
     if (this.answer) { this.#answered(); return; }
     if (!this.start) { if (this.end) fill(this.what, "Stopped before the first token."); return; }
     const { prompt, source, what } = this.start;
-    fill(this.what, what, source && " The decoder began with ", source && prompt.map(({ word }) => el("code", {}, word)), source && ".");
+    const begun = prompt.map(({ word }) => el("code", {}, word));
+    fill(this.what, what, source && [" The decoder began with ", begun, "."]);
     if (this.start.mode === "beam") { this.#beams(); return; }
     this.#spoken();
     if (this.end) this.#ended();
@@ -194,10 +214,12 @@ class Generate {
     const { end, tokens } = this;
     const text = end.stopped ? tokens.map(({ text: piece }) => piece).join("") : end.text;
     fill(this.said, el("pre", { id: "text", tabindex: 0, role: "group", "aria-label": "The text" },
-      !this.start.source && el("span", { class: "muted" }, this.view.text), el("span", { id: "new" }, text || "(none)")));
+      !this.start.source && el("span", { class: "muted" }, this.view.text),
+        el("span", { id: "new" }, text || "(none)")));
     const facts = [["ended", FINISH[end.finish] ?? end.finish], ["tokens", tokens.length],
       ["mean log-probability", short(tokens.reduce((sum, { logprob }) => sum + logprob, 0) / tokens.length)]];
-    fill(this.timing, el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), this.#speed());
+    const listed = facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+    fill(this.timing, el("dl", { class: "facts" }, listed), this.#speed());
     fill(this.asTable, el("details", {}, el("summary", {}, "All tokens as a table"), this.#table()));
   }
 
@@ -212,20 +234,30 @@ class Generate {
   /** Measured where the page runs: with the cache, and on demand without it. */
   #speed() {
     const rate = (cached) => this.rates[cached]?.tokens_per_second;
-    const rows = [true, false].filter((cached) => this.rates[cached]).map((cached) => [cached ? "with the KV cache" : "without",
-      rate(cached) ? `${short(rate(cached))} tokens/s` : "–", `${short(1000 * this.rates[cached].first_seconds)} ms to the first token, ${this.rates[cached].positions} positions read`]);
+    const told = (cached) => {
+      const { first_seconds: first, positions } = this.rates[cached];
+      return el("p", {}, el("strong", {}, rate(cached) ? `${short(rate(cached))} tokens/s` : "–"),
+        cached ? " with the KV cache" : " without", el("span", { class: "muted" },
+          ` · ${short(1000 * first)} ms to the first token, ${positions} positions read`));
+    };
+    const rows = [true, false].filter((cached) => this.rates[cached]).map(told);
     if (!rows.length) return null;
-    const measure = el("button", { type: "button", class: "small", id: "measure", onclick: () => this.#measure(measure) }, `measure ${this.start.cached ? "without" : "with"} the cache`);
+    const measure = el("button",
+      { type: "button", class: "small", id: "measure", onclick: () => this.#measure(measure) },
+      `measure ${this.start.cached ? "without" : "with"} the cache`);
     const ratio = rate(true) && rate(false) ? rate(true) / rate(false) : null;
-    return el("div", { id: "speed" }, rows.map(([name, speed, note]) => el("p", {}, el("strong", {}, speed), ` ${name}`, el("span", { class: "muted" }, ` · ${note}`))),
-      ratio ? el("p", { class: ratio < 1 ? "warn" : "muted" }, ratio < 1 ? `The cache is slower here: ${fixed(1 / ratio, 2)}× the time.` : `${fixed(ratio, 2)}× as fast with it, on these tokens.`) : measure);
+    const verdict = ratio < 1 ? `The cache is slower here: ${fixed(1 / ratio, 2)}× the time.`
+      : `${fixed(ratio, 2)}× as fast with it, on these tokens.`;
+    return el("div", { id: "speed" }, rows,
+      ratio ? el("p", { class: ratio < 1 ? "warn" : "muted" }, verdict) : measure);
   }
 
   async #measure(button) {
     button.disabled = true;
     const { rates } = this;
     try {
-      await this.context.api.stream("/api/generate", question(this.view, { cached: !this.start.cached }), (line) => { if (line.kind === "end") rates[!this.start.cached] = line; });
+      await this.context.api.stream("/api/generate", question(this.view, { cached: !this.start.cached }),
+        (line) => { if (line.kind === "end") rates[!this.start.cached] = line; });
       if (this.rates === rates) this.#ended();
     } catch (error) { this.context.alert(error); }
   }
@@ -238,8 +270,10 @@ class Generate {
     const branch = (id) => () => this.context.go(address({ ...this.view, forced: [...ids, id].join(",") }));
     const known = token.alternatives.some(({ id }) => id === token.id);
     const rows = [...token.alternatives, ...(known ? [] : [token])];
-    fill(this.beside, el("p", {}, `Place ${token.place}: `, el("code", {}, token.word), ` had probability ${fixed(token.probability, 4)}`, token.forced && ", and was given by the branch", "."),
-      choices(`The likeliest tokens at place ${token.place}, by the model's own distribution`, rows, { chosen: token.id, branch }));
+    fill(this.beside, el("p", {}, `Place ${token.place}: `, el("code", {}, token.word),
+      ` had probability ${fixed(token.probability, 4)}`, token.forced && ", and was given by the branch", "."),
+      choices(`The likeliest tokens at place ${token.place}, by the model's own distribution`, rows,
+        { chosen: token.id, branch }));
     if (!quietly) this.#spoken();
   }
 
@@ -247,7 +281,10 @@ class Generate {
     const { what, prompt, answers, seconds } = this.answer;
     fill(this.what, what);
     this.strip.data = { prompt, tokens: [] };
-    fill(this.said, el("p", { class: "lead" }, "Answer ", el("strong", { id: "answer" }, answers[0].word), el("span", { class: "muted" }, ` with probability ${fixed(answers[0].probability, 4)}, in ${short(1000 * seconds)} ms`)));
+    const [{ word, probability }] = answers;
+    const told = ` with probability ${fixed(probability, 4)}, in ${short(1000 * seconds)} ms`;
+    fill(this.said, el("p", { class: "lead" }, "Answer ", el("strong", { id: "answer" }, word),
+      el("span", { class: "muted" }, told)));
     fill(this.beside, choices("The likeliest answers", answers));
     fill(this.form.inside); // nothing of it changes an answer
   }
@@ -261,25 +298,38 @@ class Generate {
       rows: end.hypotheses.map(({ text, score, logprob, finish }) =>
         [el("code", {}, text || "(nothing)"), fixed(score, 4), fixed(logprob, 4), finish]) })));
     fill(this.timing, el("p", { class: "muted" }, `${this.nodes.length} kept in ${fixed(end.seconds, 2)} s.`));
-    fill(this.beside, el("p", { class: "muted" }, "A search keeps several continuations at once: its tree is what else could have come. Branching is for greedy and sample."));
+    fill(this.beside, el("p", { class: "muted" }, "A search keeps several continuations at once: ",
+      "its tree is what else could have come. Branching is for greedy and sample."));
   }
 
   commands() {
     const { view } = this;
     if (!view?.run) return { cli: "", python: "" };
+    const path = modelPath(view, this.form.known.paths);
     const set = (name) => view[name] !== "" && view[name] !== String(NUMBERS[name][4]);
-    const option = { temperature: "--temperature", top_k: "--top-k", top_p: "--top-p", seed: "--seed", penalty: "--length-penalty" };
-    const own = OF[view.mode].filter((name) => option[name] && (set(name) || name === "temperature")).map((name) => `${option[name]} ${view[name]}`);
+    const option = { temperature: "--temperature", top_k: "--top-k", top_p: "--top-p", seed: "--seed",
+      penalty: "--length-penalty" };
+    const own = OF[view.mode].filter((name) => option[name] && (set(name) || name === "temperature"))
+      .map((name) => `${option[name]} ${view[name]}`);
     const text = this.form.text.value;
     const begun = this.tokens.filter(({ forced }) => forced).map((token) => token.text).join("");
-    const cli = ["glass generate", modelPath(view), quoted(text), `--max-new ${view.max}`, begun && `--force ${quoted(begun)}`, ...own, view.mode === "beam" ? `--beams ${view.beams}` : "", view.cached ? "" : "--no-cache"].filter(Boolean).join(" ");
-    const load = `import glassformer as gf\n\nmodel = gf.load(${JSON.stringify(modelPath(view))})\n`;
-    if (this.answer) return { cli: `glass inspect ${modelPath(view)} ${quoted(text)}`, python: `${load}print(model.generate(${JSON.stringify(text)}))` };
-    if (view.mode === "beam") {
-      return { cli, python: `${load}from glassformer.generate.beam import beam_search\nfrom glassformer.spec.decoding import BeamSpec\n\nspec = BeamSpec(width=${view.beams}, alpha=${view.penalty}, max_new_tokens=${view.max}, eos=model.end_ids(), forbidden=model.nameless_ids())\nprint(beam_search(model.stepper(), model.prompt(${JSON.stringify(text)}), spec=spec)[0].hypotheses)` };
+    const cli = [`glass generate ${path} ${quoted(text)} --max-new ${view.max}`, begun && `--force ${quoted(begun)}`,
+      ...own, view.mode === "beam" && `--beams ${view.beams}`, !view.cached && "--no-cache"].filter(Boolean).join(" ");
+    const load = `import glassformer as gf\n\nmodel = gf.load(${JSON.stringify(path)})\n`;
+    const prompt = JSON.stringify(text);
+    if (this.answer) {
+      return { cli: `glass inspect ${path} ${quoted(text)}`, python: `${load}print(model.generate(${prompt}))` };
     }
-    const given = view.mode === "sample" ? ["temperature", "top_k", "top_p", "seed"].filter((name) => view[name] !== "").map((name) => `, ${name}=${view[name]}`).join("") : "";
-    return { cli, python: `${load}print(model.generate(${JSON.stringify(text)}, max_new_tokens=${view.max}${given}))` };
+    if (view.mode === "beam") {
+      const settings = `width=${view.beams}, alpha=${view.penalty}, max_new_tokens=${view.max}`;
+      return { cli, python: [`${load}from glassformer.generate.beam import beam_search`,
+        "from glassformer.spec.decoding import BeamSpec", "",
+        `spec = BeamSpec(${settings}, eos=model.end_ids(), forbidden=model.nameless_ids())`,
+        `print(beam_search(model.stepper(), model.prompt(${prompt}), spec=spec)[0].hypotheses)`].join("\n") };
+    }
+    const given = OF[view.mode].filter((name) => name !== "max" && view[name] !== "")
+      .map((name) => `, ${name}=${view[name]}`).join("");
+    return { cli, python: `${load}print(model.generate(${prompt}, max_new_tokens=${view.max}${given}))` };
   }
 
   unmount() {
@@ -294,6 +344,6 @@ export const page = {
   mount(root, params, context) {
     const generate = new Generate(root, context);
     queueMicrotask(() => generate.update(params).catch(context.alert));
-    return { update: (next) => generate.update(next), unmount: () => generate.unmount(), commands: () => generate.commands() };
+    return generate;
   },
 };

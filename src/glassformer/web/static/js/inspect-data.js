@@ -19,7 +19,9 @@ export function parse(params) {
     text: params.text ?? null, target: params.target ?? null,
     split: params.split ?? null, row: params.text === undefined ? number(params.row, null) : null,
     ablate: params.ablate ? params.ablate.split(",") : [],
-    kind: params.kind ?? "self", layer: number(params.L, 0), head: params.H === "mean" ? "mean" : number(params.H, 0),
+    // Without a head in the address, the one whose silence matters most is shown: see Inspect's #choose.
+    kind: params.kind ?? (params.L || params.H ? "self" : null), layer: number(params.L, params.H ? 0 : null),
+    head: params.H === "mean" ? "mean" : number(params.H, params.L ? 0 : null),
     pos: number(params.pos, null), src: number(params.src, 0),
     table: params.table === "1", auto: params.scale === "auto", difference: params.view === "difference",
     other: parseModel(params.with),
@@ -33,8 +35,9 @@ export function address(view) {
     precision: view.precision === "float32" ? null : view.precision,
     text: view.text, target: view.text === null ? null : view.target,
     split: view.text === null ? view.split : null, row: view.text === null ? view.row : null,
-    ablate: view.ablate.join(","), kind: view.kind === "self" ? null : view.kind,
-    L: view.layer, H: view.head, pos: view.pos, src: view.kind === "self" ? null : view.src,
+    ablate: view.ablate.join(","), kind: view.kind === "self" && view.head !== null ? null : view.kind,
+    L: view.layer, H: view.head, pos: view.pos,
+    src: view.kind === "self" || view.kind === null ? null : view.src,
     table: view.table ? 1 : null, scale: view.auto ? "auto" : null, view: view.difference ? "difference" : null,
     with: view.other && modelName(view.other),
   };
@@ -95,6 +98,9 @@ export class Look {
   thumbnails(kind) { return this.#array(query("thumbnails", { kind })); }
   ranking() { return this.#part("ranking", this.#api.get); }
 
+  get headCount() {
+    return Object.values(this.kinds).flatMap(({ heads }) => heads).reduce((sum, heads) => sum + heads, 0);
+  }
 
   wordsOf(kind) {
     const { words, source_words: source } = this;
@@ -133,11 +139,13 @@ export function question(view, model = view) {
   return asked;
 }
 
-const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
+export const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
+/** A model as a command names it: models' paths, and the step that is meant. */
+export const modelPath = ({ run, step }, paths) => `${paths[run] ?? run}${step === "best" ? "" : `@${step}`}`;
 
 /** The same look from a terminal and from Python. */
-export function commands(view, look) {
-  const model = view.step === "best" ? `runs/${view.run}` : `runs/${view.run}@${view.step}`;
+export function commands(view, look, paths) {
+  const model = modelPath(view, paths);
   const bits = { int8: 8, int4: 4 }[view.precision];
   const cli = [
     bits && `glass quantize ${model} --bits ${bits} --out ${view.run}-${view.precision} &&`,

@@ -1,6 +1,6 @@
 // The left and upper controls of Inspect: which model, at which step, on which text, beside which other one.
 
-import { check, el, field, fill, select } from "./dom.js";
+import { check, el, field, fill, isEnter, select } from "./dom.js";
 import { count } from "./format.js";
 import { modelName, parseModel } from "./inspect-data.js";
 
@@ -11,7 +11,7 @@ export class Form {
   constructor(change) {
     this.change = change;
     this.prompt = el("textarea", { rows: 2, spellcheck: "false", autocomplete: "off", maxlength: 16000, name: "prompt",
-      onkeydown: (event) => { if (event.key === "Enter" && !event.shiftKey) this.#submit(event); } });
+      onkeydown: (event) => { if (isEnter(event)) this.#submit(event); } });
     this.target = el("input", { type: "text", spellcheck: "false", autocomplete: "off", name: "target" });
     this.model = el("div", { class: "pair" });
     this.example = el("div", { class: "pair wide-first" });
@@ -24,15 +24,19 @@ export class Form {
 
   #submit(event) {
     event.preventDefault();
-    if (this.prompt.value === "") return;
-    this.change({ text: this.prompt.value, target: this.target.value || null, row: null, pos: null, src: 0 });
+    const [text, target] = [this.prompt.value, this.target.value];
+    if (text === "") return;
+    const left = text !== this.#seen.text && target === (this.#seen.target ?? ""); // it belongs to the text before
+    this.change({ text, target: left ? null : target || null, row: null, pos: null, src: 0 });
   }
+
+  #seen = {};
 
   /** runs: ids; about: what the run offers. */
   draw(view, runs, about) {
     if (view.text !== null) this.prompt.value = view.text; // it stays when the model cannot read it
     const fresh = (run) => ({ run, step: "best", row: null, split: null, text: null, target: null, ablate: [],
-      other: null, pos: null, src: 0, kind: "self", layer: 0, head: 0 });
+      other: null, pos: null, src: 0, kind: null, layer: null, head: null });
     fill(this.model,
       field("Model", select(runs, view.run, (run) => this.change(fresh(run)), { name: "run" })),
       field("Precision", select(PRECISIONS, view.precision, (precision) => this.change({ precision }),
@@ -50,6 +54,7 @@ export class Form {
 
   /** What the server made of the question: the text that it read. */
   show(look, append) {
+    this.#seen = look;
     this.prompt.value = look.text;
     this.target.value = look.target ?? "";
     this.grow.disabled = look.grown === null;
@@ -93,7 +98,7 @@ export class Controls {
     const kinds = Object.keys(look.kinds);
     this.kinds.hidden = kinds.length < 2;
     fill(this.kinds, kinds.map((kind) => el("button", { type: "button", "aria-pressed": kind === view.kind,
-      onclick: () => this.change({ kind, layer: 0, head: 0 }) }, kind)));
+      onclick: () => this.change({ kind, layer: null, head: null }) }, kind)));
     this.#drawCompare(view, runs, about.checkpoints);
     fill(this.switches,
       check("mean of the layer", view.head === "mean", (on) => this.change({ head: on ? "mean" : 0 }),

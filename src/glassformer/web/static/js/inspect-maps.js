@@ -1,6 +1,6 @@
 // The enlarged head of the Inspect page: one map, two side by side, or their difference, on one scale.
 
-import { el, fill } from "./dom.js";
+import { el, fill, scrolled } from "./dom.js";
 import { fixed } from "./format.js";
 import { strongest } from "./heat.js";
 import { legend, mapTable } from "./inspect-parts.js";
@@ -27,7 +27,7 @@ export class MapView {
     this.cell = el("p", { class: "cell", id: "cell" });
     this.beside = el("div", { class: "beside" }, this.cell);
     this.frame = el("div", { class: "look" }, this.maps, this.beside);
-    this.table = el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "The map as a table" });
+    this.table = scrolled("The map as a table");
   }
 
   get nodes() {
@@ -73,6 +73,7 @@ export class MapView {
     if (!cell) { fill(this.cell, map.row === null ? "" : strongest(map, map.row)); return; }
     const value = map.values[cell.row * map.shape[1] + cell.column];
     const written = Number.isNaN(value) ? "masked" : `${map.exact ? "" : "≈ "}${fixed(value)}`;
-    fill(this.cell, `from ${map.rows[cell.row]} to ${map.columns[cell.column]}: ${written}`);
+    const word = (text) => el("bdi", {}, text); // a word from right to left turns nothing but itself
+    fill(this.cell, `from `, word(map.rows[cell.row]), ` to `, word(map.columns[cell.column]), `: ${written}`);
   }
 }

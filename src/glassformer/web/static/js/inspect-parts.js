@@ -1,11 +1,10 @@
 // Parts of the Inspect page that are too small to be elements: facts, ablation, ranking, a map in numbers, the legend.
 
-import { el, fill, table } from "./dom.js";
+import { el, fill, meter, silent, table } from "./dom.js";
 import { fixed, signed } from "./format.js";
 import { ramp } from "./ramp.js";
 
 const WHOLE = 40; // tokens up to which a map is written out; beyond, the strongest cells of one row
-const hidden = (text) => ({ text: el("span", { class: "visually-hidden" }, text) });
 
 /** Target, loss, entropy; the same of another model. */
 export function facts(look, at, otherName) {
@@ -34,19 +33,17 @@ export function effect(look, { before, next }) {
 /** Every head by its effect; a click shows it, a second button silences it. */
 export function rankingTable({ by, rows }, chosen, { pick, toggle }) {
   const most = Math.max(1e-9, ...rows.map((each) => Math.abs(each.effect)));
+  const digits = most < 0.01 ? 6 : 3; // of a model that is sure, the effects are small, and not all zero
   const button = (text, label, run) =>
     el("button", { type: "button", class: "quiet small", "aria-label": label, onclick: run }, text);
   return table({
     caption: `Heads by ${by === "loss" ? "change of the loss" : "divergence"} when silenced`,
-    head: ["head", { text: by === "loss" ? "Δ loss" : "KL", n: true }, hidden("bar"), hidden("ablate")],
-    rows: rows.map(({ head, effect: size }) => {
-      const bar = el("span", { class: size < 0 ? "meter minus" : "meter" });
-      bar.style.width = `${100 * Math.abs(size) / most}%`;
-      return el("tr", { class: head === chosen ? "marked" : null },
-        el("th", { scope: "row" }, button(head, `Show ${head}`, () => pick(head))),
-        el("td", { class: "n" }, by === "loss" ? signed(size) : fixed(size)), el("td", { class: "wide" }, bar),
-        el("td", { class: "n" }, button("✕", `Ablate ${head}`, () => toggle(head))));
-    }),
+    head: ["head", { text: by === "loss" ? "Δ loss" : "KL", n: true }, silent("bar"), silent("ablate")],
+    rows: rows.map(({ head, effect: size }) => el("tr", { class: head === chosen ? "marked" : null },
+      el("th", { scope: "row" }, button(head, `Show ${head}`, () => pick(head))),
+      el("td", { class: "n" }, by === "loss" ? signed(size, digits) : fixed(size, digits)),
+      el("td", { class: "wide" }, meter(Math.abs(size) / most, size < 0 ? "minus" : "")),
+      el("td", { class: "n" }, button("✕", `Ablate ${head}`, () => toggle(head))))),
   });
 }
 

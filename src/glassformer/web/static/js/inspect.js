@@ -1,7 +1,7 @@
 // The page Inspect: one text in one model. What it says, where its heads look, and which of them matter.
 
 import "./bars.js";
-import { el, fill } from "./dom.js";
+import { busy, el, fill, nothingYet, scrolled } from "./dom.js";
 import "./grid.js";
 import { Looks, address, commands, headName, parse, placeOf, question } from "./inspect-data.js";
 import { Controls, Form } from "./inspect-form.js";
@@ -33,6 +33,7 @@ class Inspect {
     this.map = new MapView({ over: (cell) => this.#hoverCell(cell),
       pick: (row) => this.change(this.view.kind === "encoder" ? { src: row } : { pos: row }, QUIETLY) });
     this.#build(root);
+    root.classList.add("blank"); // until there is something to show
     this.refresh = latest((signal) => this.#refresh(signal));
     this.unbind = keys.bind(this.#keys());
     this.unwatch = context.theme.watch(() => this.map.drawLegend());
@@ -62,8 +63,7 @@ class Inspect {
         el("h3", {}, "Next"), this.bars, this.answers),
       panel("attention", "Attention", this.controls.root, this.grid, this.map.nodes),
       el("div", { class: "stack" },
-        panel("lens", "Logit lens", el("div", { class: "scroll", tabindex: 0, role: "group",
-          "aria-label": "Logit lens table" }, this.lens)),
+        panel("lens", "Logit lens", scrolled("Logit lens table", this.lens)),
         panel("norms", "Norms", this.norms), panel("rank", "If silenced", this.ranking))));
   }
 
@@ -126,17 +126,16 @@ class Inspect {
   }
 
   async start(params) {
-    const { runs } = await this.context.api.get("/api/runs");
-    this.runs = runs.filter(({ status }) => status !== "damaged").map(({ id }) => id);
-    if (this.runs.length) { await this.update(params); return; }
-    const make = el("code", {}, "glass train digits");
-    fill(this.root, el("p", { class: "empty" }, "No run is here yet. ", make, " makes one."));
+    this.models = await this.context.api.models();
+    this.runs = this.models.ids;
+    if (this.runs.length) await this.update(params);
+    else fill(this.root, nothingYet());
   }
 
   async update(params) {
     if (!this.runs.length) return;
     this.view = parse(params);
-    this.view.run ??= this.runs[0];
+    this.view.run ??= this.models.first;
     await this.refresh();
   }
 
@@ -144,7 +143,7 @@ class Inspect {
     const { run, split } = this.view;
     const name = `${run} ${split ?? ""}`;
     const { query, get } = this.context.api;
-    const path = query(`/api/runs/${run}/inspect`, { split });
+    const path = query(`/api/runs/${encodeURIComponent(run)}/inspect`, { split });
     if (!this.abouts.has(name)) {
       const about = await get(path, { signal });
       this.abouts.set(name, about).set(`${run} ${about.split}`, about);
@@ -153,7 +152,7 @@ class Inspect {
   }
 
   async #refresh(signal) {
-    this.root.classList.add("busy");
+    busy(this.root, true);
     try {
       await this.#load(await this.#about(signal), signal);
     } catch (error) {
@@ -162,7 +161,7 @@ class Inspect {
       await this.refresh();
     } finally {
       if (!signal.aborted) {
-        this.root.classList.remove("busy");
+        busy(this.root, false);
         this.root.dataset.ready = String(Number(this.root.dataset.ready ?? 0) + 1);
       }
     }
@@ -183,10 +182,26 @@ class Inspect {
     Object.assign(this, { look, other });
     this.root.classList.remove("blank");
     this.context.alert(null);
+    if (view.head === null) await this.#choose(view);
+    if (signal.aborted) return;
     this.#settle(view);
     this.form.show(look, () => this.append());
     this.controls.draw(view, this.runs, about, look);
     await this.#draw(view, signal);
+  }
+
+  /** Every head is tried without being asked where that takes no time. */
+  get #ranks() {
+    const { look } = this;
+    return !look.snapshot && (look.ranked || look.headCount * look.words.length <= RANKED_AT_ONCE);
+  }
+
+  /** The head whose silence changes most, as `glass inspect` has it; the first where nobody tried. */
+  async #choose(view) {
+    const { rows } = this.#ranks ? await this.look.ranking() : { rows: [] };
+    const places = rows.map(({ head }) => placeOf(head));
+    const best = places.find(({ kind }) => view.kind === null || view.kind === kind);
+    Object.assign(view, best ?? { kind: view.kind ?? "self", layer: 0, head: 0 });
   }
 
   /** Put what the address left open, or set too high, where it belongs. */
@@ -260,18 +275,17 @@ class Inspect {
 
   async #drawRanking(signal) {
     const { look } = this;
-    const heads = Object.values(look.kinds).flatMap((each) => each.heads).reduce((sum, each) => sum + each, 0);
     const pick = (name) => this.change(placeOf(name));
     const show = async () => {
       const found = await look.ranking();
       if (signal.aborted) return;
-      fill(this.ranking, el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Ranking of heads" },
+      fill(this.ranking, scrolled("Ranking of heads",
         rankingTable(found, this.headName(), { pick, toggle: (name) => this.toggle(name) })));
     };
     const ask = () => { look.ranked = true; show().catch(this.context.alert); };
     if (look.snapshot) fill(this.ranking, el("p", { class: "muted" }, "A snapshot holds no model to try this on."));
-    else if (look.ranked || heads * look.words.length <= RANKED_AT_ONCE) await show();
-    else fill(this.ranking, el("button", { type: "button", onclick: ask }, `Try all ${heads} heads`));
+    else if (this.#ranks) await show();
+    else fill(this.ranking, el("button", { type: "button", onclick: ask }, `Try all ${look.headCount} heads`));
   }
 
   #hoverCell(cell) {
@@ -306,7 +320,8 @@ export const page = {
     return {
       update: (next) => inspect.update(next),
       unmount: () => inspect.unmount(),
-      commands: () => (inspect.look ? commands(inspect.view, inspect.look) : { cli: "", python: "" }),
+      commands: () => (inspect.look ? commands(inspect.view, inspect.look, inspect.models.paths)
+        : { cli: "", python: "" }),
     };
   },
 };

@@ -1,6 +1,6 @@
 // <glass-lens>: what each half-layer would answer if it were the last, and how far that is from the answer.
 
-import { el, fill, table } from "./dom.js";
+import { el, fill, meter, table } from "./dom.js";
 import { fixed } from "./format.js";
 
 export class GlassLens extends HTMLElement {
@@ -8,14 +8,12 @@ export class GlassLens extends HTMLElement {
   set data({ rows, target, caption }) {
     const most = Math.max(1e-9, ...rows.map(({ kl }) => kl ?? 0));
     const cell = ({ word, p } = {}) => (word === undefined ? "" : el("span",
-      { class: word === target ? "word target" : "word", title: `p ${fixed(p)}` }, word));
+      { class: word === target ? "word target" : "word", title: `${word} p ${fixed(p)}` }, word));
     const made = rows.map(({ name, top, kl, layer }) => {
-      const bar = el("span", { class: "meter kl" });
-      bar.style.width = `${100 * (kl ?? 0) / most}%`;
       const over = { onpointerenter: () => this.#tell(layer), onpointerleave: () => this.#tell(null) };
       return el("tr", { "data-layer": layer, ...over }, el("th", { scope: "row" }, name), el("td", {}, cell(top[0])),
         el("td", { class: "n muted" }, fixed(top[0]?.p, 2)), el("td", {}, cell(top[1])), el("td", {}, cell(top[2])),
-        el("td", { class: "n" }, fixed(kl), bar));
+        el("td", { class: "n" }, fixed(kl), meter(kl / most, "kl")));
     });
     const head = ["after", "1st", { text: "p", n: true }, "2nd", "3rd", { text: "KL to final", n: true }];
     fill(this, table({ caption, rows: made, head }));

@@ -10,15 +10,20 @@ export class GlassDivergence extends HTMLElement {
   /** {words, positions, selected, series: [{name, values}], answer} */
   set data({ words, positions, selected, series, answer }) {
     const most = Math.max(...series.flatMap(({ values }) => values), 1e-12);
-    const told = (at) => `position ${positions[at]} ${words[positions[at]]}: ${series.map(({ name, values }) => `${name} ${short(values[at])} nats`).join(", ")}`;
+    const told = (at) => {
+      const each = series.map(({ name, values }) => `${name} ${short(values[at])} nats`);
+      return `position ${positions[at]} ${words[positions[at]]}: ${each.join(", ")}`;
+    };
     const each = (WIDE - 8) / series.length;
     const bars = positions.flatMap((position, at) => series.map(({ values }, i) => {
       const height = Math.max(values[at] > 0 ? 1 : 0, HEIGHT * values[at] / most);
-      return svg("rect", { class: `precision-${i + 1}`, x: at * WIDE + 4 + i * each, y: HEIGHT - height, width: each - 1, height });
+      return svg("rect", { class: `precision-${i + 1}`, x: at * WIDE + 4 + i * each, y: HEIGHT - height,
+        width: each - 1, height });
     }));
     const width = positions.length * WIDE;
     const held = this.contains(document.activeElement);
-    const buttons = positions.map((position, at) => el("button", { type: "button", tabindex: position === selected ? 0 : -1, "aria-pressed": String(position === selected),
+    const buttons = positions.map((position, at) => el("button", { type: "button",
+      tabindex: position === selected ? 0 : -1, "aria-pressed": String(position === selected),
       title: told(at), "aria-label": told(at), onclick: () => this.#pick(position),
       onkeydown: (event) => {
         const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: positions.length - 1 }[event.key];
@@ -27,7 +32,8 @@ export class GlassDivergence extends HTMLElement {
         event.stopPropagation();
         if (positions[to] !== undefined) { this.focusNext = true; this.#pick(positions[to]); }
       } }, words[position]));
-    const names = series.map(({ name }, i) => el("span", { class: "key" }, el("span", { class: `swatch precision-${i + 1}`, "aria-hidden": "true" }), name));
+    const names = series.map(({ name }, i) => el("span", { class: "key" },
+      el("span", { class: `swatch precision-${i + 1}`, "aria-hidden": "true" }), name));
     const before = this.querySelector(".scroll")?.scrollLeft ?? 0;
     fill(this, el("p", { class: "note legend" }, names, `full height is ${short(most)} nats`),
       el("div", { class: "scroll" }, el("div", { class: "chart" },

@@ -1,19 +1,21 @@
 // Quantize: float32 beside int8 and int4 on one text. Where they part, by how much, and what the bits save.
 
-import { el, field, fill, select, table } from "./dom.js";
+import { busy, el, field, fill, scrolled, select, silent, table } from "./dom.js";
 import { count, fixed, percent, short } from "./format.js";
-import { ModelForm, modelPath, quoted, scrolled } from "./generate-model.js";
+import { ModelForm } from "./generate-model.js";
+import { modelPath, quoted } from "./inspect-data.js";
 import "./quantize-chart.js";
 import * as keys from "./keys.js";
 import { latest } from "./state.js";
 
-const WAYS = [["there", "from float32 to the small one: what it misses"], ["back", "from the small one to float32: what it invents"]];
+const WAYS = [["there", "from float32 to the small one: what it misses"],
+  ["back", "from the small one to float32: what it invents"]];
 const parse = (params) => ({ run: params.run ?? null, step: params.step ?? "best", text: params.text ?? null,
   pos: /^\d{1,6}$/.test(params.pos ?? "") ? Number(params.pos) : null, way: params.way === "back" ? "back" : "there" });
-const address = ({ run, step, text, pos, way }) => ({ run, step: step === "best" ? null : step, text, pos, way: way === "there" ? null : way });
+const address = ({ run, step, text, pos, way }) =>
+  ({ run, step: step === "best" ? null : step, text, pos, way: way === "there" ? null : way });
 const bytes = (value) => `${count(value)} B`;
 const right = (text) => ({ text, n: true });
-const silent = (text) => ({ text: el("span", { class: "visually-hidden" }, text) });
 
 /** Thin bars over one another, one a precision, on one scale. */
 function bars(values, most, first = 0) {
@@ -23,12 +25,14 @@ function bars(values, most, first = 0) {
     return bar;
   }));
 }
-const keyed = (name, i) => el("span", { class: "key" }, el("span", { class: `swatch precision-${i}`, "aria-hidden": "true" }), name);
+const keyed = (name, i) =>
+  el("span", { class: "key" }, el("span", { class: `swatch precision-${i}`, "aria-hidden": "true" }), name);
 
 class Quantize {
   constructor(root, context) {
     Object.assign(this, { root, context, found: null, speeds: null });
-    this.form = new ModelForm(context, { change: (patch) => this.#change(patch), submit: () => this.#change({}), verb: "Compare", label: "Text" });
+    this.form = new ModelForm(context, { change: (patch) => this.#change(patch), submit: () => this.#change({}),
+      verb: "Compare", label: "Text" });
     this.sizes = el("div", {});
     this.speed = el("div", { id: "speed" });
     this.verdict = el("p", { class: "lead", id: "verdict" });
@@ -39,15 +43,21 @@ class Quantize {
     this.answers = el("div", {});
     this.answersTitle = el("h2", { id: "next-title" }, "Next token");
     this.layers = el("div", {});
-    const panel = (id, title, ...children) => el("section", { class: `panel ${id}`, "aria-labelledby": id }, title instanceof Node ? title : el("h2", { id }, title), children);
+    const panel = (id, title, ...children) => el("section", { class: `panel ${id}`, "aria-labelledby": id },
+      title instanceof Node ? title : el("h2", { id }, title), children);
     fill(root, el("div", { class: "two" },
-      el("div", { class: "stack" }, panel("ask-title", "Model and text", this.form.root), panel("size-title", "Size", this.sizes), panel("speed-title", "Speed, measured here", this.speed)),
-      el("div", { class: "stack" }, panel("kl-title", "Divergence by position", this.verdict, this.way, this.chart, this.worst),
-        el("div", { class: "columns" }, panel("next-title", this.answersTitle, this.answers), panel("layers-title", "Error of each layer", this.layers)))));
+      el("div", { class: "stack" }, panel("ask-title", "Model and text", this.form.root),
+        panel("size-title", "Size", this.sizes), panel("speed-title", "Speed, measured here", this.speed)),
+      el("div", { class: "stack" }, panel("kl-title", "Divergence by position", this.verdict, this.way, this.chart,
+        this.worst),
+        el("div", { class: "columns" }, panel("next-title", this.answersTitle, this.answers),
+          panel("layers-title", "Error of each layer", this.layers)))));
     this.compare = latest((signal) => this.#compare(signal));
     const along = (by) => () => this.found && this.#step(by);
-    this.unbind = keys.bind({ ArrowLeft: ["position to the left", along(-1)], ArrowRight: ["position to the right", along(1)],
-      w: ["the worst position", () => this.found && this.#pick(this.#worst())], "/": ["write a text", () => this.form.text.focus()] });
+    this.unbind = keys.bind({ ArrowLeft: ["position to the left", along(-1)],
+      ArrowRight: ["position to the right", along(1)],
+      w: ["the worst position", () => this.found && this.#pick(this.#worst())],
+      "/": ["write a text", () => this.form.text.focus()] });
   }
 
   async update(params) {
@@ -76,19 +86,21 @@ class Quantize {
 
   async #compare(signal) {
     const { run, step, text } = this.view;
-    if (!text) { fill(this.verdict, "Write a text to compare on."); return; }
+    this.root.classList.toggle("blank", !this.found);
+    if (!text) { fill(this.verdict, "Write a text to compare on."); this.form.text.focus(); return; }
     const asked = { run, step, text };
     const name = JSON.stringify(asked);
     if (this.asked !== name) {
-      this.root.classList.add("busy");
+      busy(this.root, true);
       try {
         this.found = await this.context.api.post("/api/quantize", asked, { signal });
         this.asked = name;
       } finally {
-        if (!signal.aborted) this.root.classList.remove("busy");
+        if (!signal.aborted) busy(this.root, false);
       }
       if (signal.aborted) return;
       this.context.alert(null);
+      this.root.classList.remove("blank");
     }
     const { positions } = this.found;
     if (!positions.includes(this.view.pos)) this.view.pos = this.#worst();
@@ -102,7 +114,8 @@ class Quantize {
     const name = `${this.view.run}@${this.view.step}`;
     if (this.measured === name) return;
     fill(this.speed, el("p", { class: "muted" }, "Measuring…"));
-    this.speeds = await this.context.api.post("/api/quantize/speed", { run: this.view.run, step: this.view.step }, { signal });
+    this.speeds = await this.context.api.post("/api/quantize/speed", { run: this.view.run, step: this.view.step },
+      { signal });
     if (signal.aborted) return;
     this.measured = name;
     this.#drawSpeed();
@@ -113,9 +126,11 @@ class Quantize {
   #draw() {
     const { view, found } = this;
     const index = found.positions.indexOf(view.pos);
-    fill(this.way, field("Direction of the divergence", select(WAYS, view.way, (way) => this.#change({ way }), { name: "way" })));
+    fill(this.way,
+      field("Direction of the divergence", select(WAYS, view.way, (way) => this.#change({ way }), { name: "way" })));
     this.#drawVerdict();
-    this.chart.data = { words: found.words, positions: found.positions, selected: view.pos, answer: found.head === "answer",
+    this.chart.data = { words: found.words, positions: found.positions, selected: view.pos,
+      answer: found.head === "answer",
       series: Object.entries(found.against).map(([name, one]) => ({ name, values: one[view.way] })) };
     this.#drawWorst();
     this.#drawSizes();
@@ -128,16 +143,20 @@ class Quantize {
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
     fill(this.verdict, Object.entries(found.against).map(([name, one], i) => [i ? " · " : "", el("strong", {}, name),
       found.head === "answer" ? ` KL ${short(one[view.way][0])} nats, ${one.same[0] ? "the same answer" : "another"}`
-        : ` KL ${short(mean(one[view.way]))} nats a position, worst ${short(Math.max(...one[view.way]))}, same likeliest token at ${one.same.filter(Boolean).length} of ${one.same.length}`]));
+        : ` KL ${short(mean(one[view.way]))} nats a position, worst ${short(Math.max(...one[view.way]))}, `
+          + `same likeliest token at ${one.same.filter(Boolean).length} of ${one.same.length}`]));
   }
 
   #drawWorst() {
     const { found, view } = this;
-    const link = (name, pos) => el("a", { href: this.context.href("inspect", { run: view.run, step: view.step === "best" ? null : view.step, text: view.text, pos,
+    const step = view.step === "best" ? null : view.step;
+    const { run, text } = view;
+    const link = (name, pos) => el("a", { href: this.context.href("inspect", { run, step, text, pos,
       with: `${view.run}@${view.step}:${name}` }), "aria-label": `Inspect position ${pos} beside ${name}` }, "Inspect");
     const lists = Object.entries(found.against).map(([name, one]) => el("div", {}, el("h3", {}, `Farthest in ${name}`),
       el("ol", { class: "worst-list" }, one.worst.map((at) => el("li", {},
-        el("button", { type: "button", class: "small", onclick: () => this.#pick(found.positions[at]) }, `${found.positions[at]} ${found.words[found.positions[at]]}`),
+        el("button", { type: "button", class: "small", onclick: () => this.#pick(found.positions[at]) },
+          `${found.positions[at]} ${found.words[found.positions[at]]}`),
         el("span", { class: "number" }, short(one.there[at])), link(name, found.positions[at]))))));
     fill(this.worst, lists);
   }
@@ -145,12 +164,16 @@ class Quantize {
   #drawSizes() {
     const { precisions } = this.found;
     const [full] = precisions;
-    const schemes = (one) => (Object.keys(one.schemes).length ? Object.entries(one.schemes).map(([name, layers]) => `${layers} ${layers === 1 ? "layer" : "layers"} ${name}`).join(", ") : "");
-    const smaller = (one) => one !== full && el("div", { class: "muted" }, `${fixed(full.file_bytes / one.file_bytes, 2)}× smaller`);
+    const schemes = (one) => Object.entries(one.schemes)
+      .map(([name, layers]) => `${layers} ${layers === 1 ? "layer" : "layers"} ${name}`).join(", ");
+    const smaller = (one) => one !== full
+      && el("div", { class: "muted" }, `${fixed(full.file_bytes / one.file_bytes, 2)}× smaller`);
     fill(this.sizes, scrolled("Sizes", table({ caption: "Bytes in each precision", props: { id: "sizes" },
       head: ["precision", right("on disk"), right("in memory")],
-      rows: precisions.map((one, i) => [keyed(one.name, i), [bytes(one.file_bytes), smaller(one)], bytes(one.resident_bytes)]) })),
-      precisions.filter((one) => one.backends.length).map((one) => el("p", { class: "note" }, `${one.name}: ${schemes(one)}; run by ${one.backends.join(", ")}`)),
+      rows: precisions
+        .map((one, i) => [keyed(one.name, i), [bytes(one.file_bytes), smaller(one)], bytes(one.resident_bytes)]) })),
+      precisions.filter((one) => one.backends.length)
+        .map((one) => el("p", { class: "note" }, `${one.name}: ${schemes(one)}; run by ${one.backends.join(", ")}`)),
       el("p", { class: "note" }, "On disk: the weights' file as glass quantize would write it. Nothing was written."));
   }
 
@@ -161,20 +184,28 @@ class Quantize {
       const rows = Object.entries(speeds).filter(([, one]) => one[kind]);
       if (!rows.length) return el("p", { class: "note" }, "This model writes nothing: it gives one answer.");
       const said = ({ ratio, slower }) => el("span", { class: slower ? "warn" : "good" },
-        slower ? `slower: ${fixed(ratio, 2)}× the time` : `${fixed(1 / ratio, 2)}× as fast`);
-      return [el("h3", {}, title), table({ caption: `Tokens a second, ${title}`, head: ["precision", right("tokens/s"), right("against float32")],
-        rows: [[keyed("float32", 0), count(rows[0][1][kind].tokens_per_second[0]), ""],
-          ...rows.map(([name, one], i) => [keyed(name, i + 1), count(one[kind].tokens_per_second[1]), said(one[kind])])] })];
-    }), el("p", { class: "note" }, `Medians of ${rounds} rounds, the two of a pair in turn, batch 1, on this machine as busy as it is now.`),
-      el("button", { type: "button", class: "small", onclick: () => { this.measured = null; this.compare().catch(this.context.alert); } }, "measure again"));
+        slower ? `slower: ${fixed(ratio, 2)}×` : `faster: ${fixed(1 / ratio, 2)}×`);
+      // Each was measured against float32 in turn: the rate that it is compared with stands beside it.
+      return [el("h3", {}, `${title}, tokens/s`), table({ caption: `Tokens a second, ${title}`,
+        head: ["precision", right("its rate"), right("float32's"), silent("compared")],
+        rows: rows.map(([name, one], i) => {
+          const [full, small] = one[kind].tokens_per_second;
+          return [keyed(name, i + 1), count(small), count(full), said(one[kind])];
+        }) })];
+    }), el("p", { class: "note" }, `Medians of ${rounds} rounds, each precision in turn with float32, batch 1, `,
+      "on this machine as busy as it is now."),
+      el("button", { type: "button", class: "small",
+        onclick: () => { this.measured = null; this.compare().catch(this.context.alert); } }, "measure again"));
     this.speed.dataset.ready = "true";
   }
 
   #drawAnswers(index) {
     const { found, view } = this;
     const names = this.#names();
-    fill(this.answersTitle, found.head === "answer" ? "Answer" : "Next token", el("span", { class: "muted" }, ` at ${view.pos} `), el("code", {}, found.words[view.pos]));
-    fill(this.answers, scrolled("Likeliest answers", table({ caption: "The likeliest answers in each precision", props: { id: "answers" },
+    fill(this.answersTitle, found.head === "answer" ? "Answer" : "Next token",
+      el("span", { class: "muted" }, ` at ${view.pos} `), el("code", {}, found.words[view.pos]));
+    fill(this.answers, scrolled("Likeliest answers", table({
+      caption: "The likeliest answers in each precision", props: { id: "answers" },
       head: ["token", ...names.map((name, i) => right(keyed(name, i))), silent("bars")],
       rows: found.answers[index].map(({ word, p }) => [el("code", {}, word), ...names.map((name) => fixed(p[name], 4)),
         bars(names.map((name) => p[name]), 1)]) })));
@@ -195,9 +226,10 @@ class Quantize {
 
   commands() {
     if (!this.view?.run) return { cli: "", python: "" };
-    const path = modelPath(this.view);
+    const path = modelPath(this.view, this.form.known.paths);
     return { cli: [8, 4].map((bits) => `glass quantize ${quoted(path)} --bits ${bits} --indivisible int8`).join(" && "),
-      python: ["import glassformer as gf", "from glassformer.lab.prompted import in_precisions, prompted", "", `model = gf.load(${JSON.stringify(path)})`,
+      python: ["import glassformer as gf", "from glassformer.lab.prompted import in_precisions, prompted", "",
+        `model = gf.load(${JSON.stringify(path)})`,
         `print(prompted(model, in_precisions(model), ${JSON.stringify(this.form.text.value)}))`].join("\n") };
   }
 
@@ -210,6 +242,6 @@ export const page = {
   mount(root, params, context) {
     const quantize = new Quantize(root, context);
     queueMicrotask(() => quantize.update(params).catch(context.alert));
-    return { update: (next) => quantize.update(next), unmount: () => quantize.unmount(), commands: () => quantize.commands() };
+    return quantize;
   },
 };

@@ -36,7 +36,8 @@ export function axis(values, { start, end, log = false, wanted = 6, pad = 0.04 }
   const good = values.filter((value) => Number.isFinite(value) && (!log || value > 0));
   let [low, high] = good.length ? [Math.min(...limits(good)), Math.max(...limits(good))] : log ? [1, 10] : [0, 1];
   const [into, out] = log ? [Math.log10, (value) => 10 ** value] : [(value) => value, (value) => value];
-  if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
+  const around = (Math.abs(low) || 1) * 0.1; // of a single number
+  if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - around, high + around];
   const margin = (into(high) - into(low)) * pad;
   const [first, last] = [into(low) - margin, into(high) + margin];
   const scale = (end - start) / (last - first);

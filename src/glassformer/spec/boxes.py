@@ -1,0 +1,253 @@
+"""Boxes of designs: all widths, ranks and depths between two ends, cut by the limits and halved.
+
+What a limit or a bound says of a whole box it says once: a search opens only the boxes in which a
+better design may lie, down to one frame at one depth.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from glassformer.spec.counting import Frame
+from glassformer.spec.limits import Limits, Room
+from glassformer.spec.widths import Widths, heads_of
+
+#: So many widths are looked at one by one where few of them can have the count at all.
+FEW_WIDTHS = 64
+#: So many counts are solved for the rank one by one, at so many depths.
+FEW_COUNTS, FEW_DEPTHS = 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Frames from `small` to `large`, depths from `shallow` to `deep`, and what they have room for.
+
+    `is_settled`: both ends are frames of the same width and heads; else they are bounds.
+    """
+
+    small: Frame
+    large: Frame
+    shallow: int
+    deep: int
+    room: Room
+    is_settled: bool
+
+    @property
+    def is_frame(self) -> bool:
+        """Whether there is one frame in it."""
+        return self.is_settled and self.small is self.large
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether there is one frame in it, at one depth."""
+        return self.is_frame and self.shallow == self.deep
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """The shallowest and the deepest."""
+        return self.shallow, self.deep
+
+    @property
+    def least(self) -> int:
+        """No design in it counts less."""
+        small = self.small
+        inside = self.shallow * (small.base + small.column * self.room.narrow)
+        return max(self.room.low, small.outside + inside)
+
+    @property
+    def most(self) -> int:
+        """No design in it counts more."""
+        large, wide = self.large, self.room.wide
+        if wide is None:
+            return self.room.high
+        inside = self.deep * (large.base + large.column * wide)
+        return min(self.room.high, large.outside + inside)
+
+    @property
+    def d_ffs(self) -> range:
+        """Every d_ff that its one frame may have, at one depth or another."""
+        frame, room, multiple = self.small, self.room, self.room.multiple
+        most = ((room.high - frame.outside) // self.shallow - frame.base) // frame.column
+        if room.wide is not None:
+            most = min(most, room.wide)
+        each = _up(room.low - frame.outside, self.deep) - frame.base
+        least = max(room.narrow, _up(each, frame.column))
+        return range(_up(least, multiple) * multiple, most + 1, multiple)
+
+
+class Boxes:
+    """How the designs of a budget are divided."""
+
+    def __init__(self, widths: Widths, limits: Limits) -> None:
+        self.widths, self.limits = widths, limits
+        self._remainder = None
+        if widths.budget.rank != "any":
+            self._remainder = widths.counts.remainder(widths.fixed_rank)
+
+    def every(self) -> Iterator[Box]:
+        """One box with every design, or none."""
+        widths = self.widths.within(self.limits.high)
+        if widths:
+            narrow, wide = widths[0], widths[-1]
+            small = self.widths.smallest(narrow, self.widths.ranks(narrow)[0])
+            large = self.widths.largest(wide, self.widths.ranks(wide)[1])
+            yield from self.cut(small, large)
+
+    def cut(
+        self,
+        small: Frame,
+        large: Frame,
+        *,
+        depths: tuple[int, int] | None = None,
+        d_ffs: range | None = None,
+        is_settled: bool = False,
+    ) -> Iterator[Box]:
+        """The box between two ends without what the limits forbid; nothing if that is all."""
+        room = self.limits.room(small, large)
+        if d_ffs is not None:
+            room = replace(room, narrow=d_ffs[0], wide=d_ffs[-1])
+        allowed = self.limits.depths(small, large, room)
+        if not allowed:
+            return
+        shallow, deep = allowed[0], allowed[-1]
+        if depths is not None:
+            shallow, deep = max(shallow, depths[0]), min(deep, depths[1])
+        box = Box(small, large, shallow, deep, room, is_settled)
+        if shallow <= deep and box.least <= box.most:
+            yield box
+
+    def split(self, box: Box) -> Iterator[Box]:
+        """The parts of a box that is not a leaf, along its longest side."""
+        small, large, depths = box.small, box.large, box.depths
+        narrow, wide = small.d_model, large.d_model
+        if not box.is_settled:
+            few = (wide - narrow) // self.widths.step < FEW_WIDTHS
+            if narrow == wide or (few and self._is_tight(narrow)):
+                for d_model in range(narrow, wide + 1, self.widths.step):
+                    yield from self._settled(box, d_model)
+                return
+        elif small is not large and self._are_few_counts(box):
+            yield from self._by_count(box)
+            return
+        elif box.is_frame:
+            yield from self._by_size(box)
+            return
+        # The count grows with the square of the width, and with the depth and the rank.
+        sides = ((wide / narrow) ** 2, box.deep / box.shallow, _rank(large) / _rank(small))
+        longest = max(sides)
+        if longest == sides[0] and wide > narrow:
+            yield from self._by_width(box)
+        elif longest == sides[1]:
+            middle = _middle(*depths)
+            for part in ((box.shallow, middle), (middle + 1, box.deep)):
+                yield from self.cut(small, large, depths=part, is_settled=box.is_settled)
+        else:
+            yield from self._by_rank(box)
+
+    def _is_tight(self, d_model: int) -> bool:
+        return self.limits.high - self.limits.low < d_model
+
+    def _settled(self, box: Box, d_model: int) -> Iterator[Box]:
+        """The frames of one width, a box for each choice of heads."""
+        low, high, depths = self.limits.low, self.limits.high, box.depths
+        if self._remainder is not None and high - (high - self._remainder) % d_model < low:
+            return
+        least, most = box.small.rank, box.large.rank
+        if self.widths.budget.rank == "any":
+            assert least is not None and most is not None
+            most = min(most, d_model)
+            if least > most:
+                return
+        for pair in heads_of(self.widths.budget, d_model):
+            small = self.widths.frame(d_model, pair, least)
+            large = small if least == most else self.widths.frame(d_model, pair, most)
+            yield from self.cut(small, large, depths=depths, is_settled=True)
+
+    def _by_width(self, box: Box) -> Iterator[Box]:
+        small, large, depths = box.small, box.large, box.depths
+        step, least, most = self.widths.step, small.rank, large.rank
+        middle = _middle(small.d_model // step, large.d_model // step) * step
+        if self.widths.budget.rank == "any":
+            assert least is not None and most is not None
+            if least > middle:  # no rank is above its width
+                yield from self.cut(
+                    self.widths.smallest(middle + step, least), large, depths=depths
+                )
+                return
+            most = min(most, middle)
+        yield from self.cut(small, self.widths.largest(middle, most), depths=depths)
+        yield from self.cut(self.widths.smallest(middle + step, least), large, depths=depths)
+
+    def _by_size(self, box: Box) -> Iterator[Box]:
+        """One frame by its depth or by its d_ff, whichever has fewer left."""
+        frame, d_ffs = box.small, box.d_ffs
+        depths = range(box.shallow, box.deep + 1)
+        if not d_ffs:
+            return
+        if len(d_ffs) == 1 or len(depths) <= len(d_ffs):
+            middle = _middle(*box.depths)
+            for part in ((box.shallow, middle), (middle + 1, box.deep)):
+                yield from self.cut(frame, frame, depths=part, d_ffs=d_ffs, is_settled=True)
+            return
+        half = len(d_ffs) // 2
+        for few in (d_ffs[:half], d_ffs[half:]):
+            yield from self.cut(frame, frame, depths=box.depths, d_ffs=few, is_settled=True)
+
+    def _by_rank(self, box: Box) -> Iterator[Box]:
+        small, large, depths = box.small, box.large, box.depths
+        assert small.rank is not None and large.rank is not None
+        middle = _middle(small.rank, large.rank)
+        below, above = self._ranked(large, middle), self._ranked(small, middle + 1)
+        if middle == small.rank and box.is_settled:
+            below = small
+        if middle + 1 == large.rank and box.is_settled:
+            above = large
+        yield from self.cut(small, below, depths=depths, is_settled=box.is_settled)
+        yield from self.cut(above, large, depths=depths, is_settled=box.is_settled)
+
+    def _are_few_counts(self, box: Box) -> bool:
+        """Whether most ranks miss the counts that are left, at any d_ff."""
+        assert box.small.rank is not None and box.large.rank is not None
+        counts, ranks = box.room.high - box.room.low, box.large.rank - box.small.rank
+        return counts < min(FEW_COUNTS, ranks) and box.deep - box.shallow < FEW_DEPTHS
+
+    def _by_count(self, box: Box) -> Iterator[Box]:
+        """The ranks of one width that can have a count exactly, at each depth.
+
+        A count is what is fixed, and so much a rank and so much a column: for a whole number of
+        columns, the ranks are those of one remainder.
+        """
+        small, large, room = box.small, box.large, box.room
+        assert small.rank is not None and large.rank is not None
+        each = (large.outside - small.outside) // (large.rank - small.rank)
+        for n_layers in range(box.shallow, box.deep + 1):
+            column = n_layers * small.column * room.multiple
+            shared = math.gcd(each, column)
+            period = column // shared
+            inverse = pow(each // shared, -1, period)
+            for count in range(room.low, room.high + 1):
+                left = count - small.outside - n_layers * small.base
+                if left < 0 or left % shared:
+                    continue
+                more = left // shared * inverse % period
+                for rank in range(small.rank + more, large.rank + 1, period):
+                    frame = self._ranked(small, rank)
+                    yield from self.cut(frame, frame, depths=(n_layers, n_layers), is_settled=True)
+
+    def _ranked(self, end: Frame, rank: int) -> Frame:
+        """The same frame with another rank."""
+        return self.widths.frame(end.d_model, (end.n_heads, end.d_head), rank)
+
+
+def _rank(frame: Frame) -> int:
+    return frame.rank or 1
+
+
+def _middle(low: int, high: int) -> int:
+    """The geometric middle: from `low`, and below `high`."""
+    return min(max(low, math.isqrt(low * high)), high - 1)
+
+
+def _up(number: int, by: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // by)
