@@ -81,7 +81,11 @@ def test_a_model_folder_is_shown_without_curves(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ")
     with exploring_process(str(folder)) as (_, port, token):
         runs = asked(port, token, "/api/runs")["runs"]
-        assert runs == [{"id": "a-model--v2-", "kind": "model", "status": "model"}]
+        [model] = runs
+        path = Path(model.pop("path"))  # for commands to copy: a few names, no place of the disk
+        assert path.name == folder.name
+        assert not path.is_absolute()
+        assert model == {"id": "a-model--v2-", "kind": "model", "status": "model"}
         assert asked(port, token, f"/api/runs/{runs[0]['id']}")["checkpoints"] == []
 
 

@@ -33,5 +33,5 @@ INSPECTIONS = 16
 #: Bytes of all of them together; the newest is kept whatever its size.
 KEPT_BYTES = 1 << 30
 #: Seconds that a question waits for the one before it, and then is told to wait.
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = 15.0
 RETRY_SECONDS = 1
