@@ -147,6 +147,32 @@ def refusal_times() -> Iterator[dict[str, object]]:
             256,
             {"embedding_ratio": "free", "free_head_width": True, "heads": 4},
         ),
+        "any heads, ratio out of reach, 2G": ("2G", 256, {"heads": "any"}),
+        "any heads and rank, 100M": ("100M", 256, {"heads": "any", "rank": "any"}),
+        "one head, 1G": ("1G", 32_000, {"heads": 1}),
+        "all free, 10G": (
+            "10G",
+            2,
+            {"heads": "any", "embedding_ratio": "free", "glu_expansion": "free"},
+        ),
+        "alternatives ten million deep, 1G": (
+            "1G",
+            50_257,
+            {"heads": 3, "length": 131_072, "embedding_ratio": 0.01},
+        ),
+        "within 1e-7, 24M": ("24276609", 4, {"glu_expansion": 3, "tolerance": 1e-7}),
+        "within 1e-9, biases, 69M": (
+            "68853612",
+            59,
+            {"bias": "all", "embedding_ratio": "free", "multiple": 3, "min_aspect": 20.0}
+            | {"tolerance": 1e-9},
+        ),
+        "any rank, friendly multiples, 1.65G": (
+            "1650827151",
+            16_000,
+            {"heads": 7, "rank": "any", "embedding_ratio": 0.001, "ffn_multiple": 11}
+            | {"max_aspect": 40.0},
+        ),
     }
     for name, (params, vocab, options) in cases.items():
         began = time.process_time()

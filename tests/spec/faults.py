@@ -4,6 +4,8 @@ from tests.verify.faults import Fault
 
 KEY = "spec.preference:Preference."
 SEARCH = "spec.search:Search."
+LIMITS = "spec.limits:Limits."
+BOXES = "spec.boxes:Boxes."
 
 FAULTS = (
     # counting
@@ -12,17 +14,17 @@ FAULTS = (
     Fault("a frame without its base", "spec.counting:Frame.count", "self.base + self.column", "self.column", "laws"),
     Fault("what is tied counts twice", "spec.counting:_size", "if p.tied_to is None", "if p.size", "laws"),
     # hard limits
-    Fault("d_ff one too wide", SEARCH + "ffns_of", "(room.high - fixed) // slope", "(room.high - fixed) // slope + 1", "answers"),
-    Fault("d_ff one too narrow", SEARCH + "ffns_of", "_up(room.low - fixed, slope)", "(room.low - fixed) // slope", "answers"),
-    Fault("multiple of d_ff ignored", SEARCH + "ffns_of", "_up(least, multiple) * multiple", "least", "answers"),
-    Fault("deepest model left out", SEARCH + "depths_of", "range(least, most + 1)", "range(least, most)", "answers"),
-    Fault("max_layers ignored", SEARCH + "depths_of", "min(most, self.budget.max_layers)", "most", "answers"),
-    Fault("the least aspect ignored", SEARCH + "depths_of", "least = max(least, _up(frame.d_model * under, over))", "pass", "answers"),
-    Fault("aspect upside down", SEARCH + "depths_of", "frame.d_model * under // over", "frame.d_model * over // under", "answers"),
-    Fault("ratio's limit on one side", SEARCH + "room", "high = min(high, covered * under // over)", "pass", "limits"),
-    Fault("exact within a whole step", SEARCH + "room", "(2 * covered + frame.step)", "(2 * covered + 2 * frame.step)", "limits"),
-    Fault("ratio's limit on the other side", SEARCH + "room", "low = max(low, _up(covered * under, over))", "pass", "limits"),
-    Fault("expansion's limit on one side", SEARCH + "room", "narrow = max(narrow, _up(self._least_glu[0] * d_model, self._least_glu[1]))", "pass", "answers"),
+    Fault("d_ff one too wide", "spec.limits:ffns", "(room.high - fixed) // slope", "(room.high - fixed) // slope + 1", "answers"),
+    Fault("d_ff one too narrow", "spec.limits:ffns", "_up(room.low - fixed, slope)", "(room.low - fixed) // slope", "answers"),
+    Fault("multiple of d_ff ignored", "spec.limits:ffns", "_up(least, room.multiple) * room.multiple", "least", "limits"),
+    Fault("deepest model left out", LIMITS + "depths", "range(least, most + 1)", "range(least, most)", "answers"),
+    Fault("max_layers ignored", LIMITS + "depths", "min(most, self.budget.max_layers)", "most", "answers"),
+    Fault("the least aspect ignored", LIMITS + "depths", "least = max(least, _up(small.d_model * under, over))", "pass", "answers"),
+    Fault("aspect upside down", LIMITS + "depths", "large.d_model * under // over", "large.d_model * over // under", "answers"),
+    Fault("ratio's limit on one side", LIMITS + "room", "high = min(high, large.covered * under // over)", "pass", "limits"),
+    Fault("exact within a whole step", LIMITS + "room", "(2 * large.covered + large.step)", "(2 * large.covered + 2 * large.step)", "limits"),
+    Fault("ratio's limit on the other side", LIMITS + "room", "low = max(low, _up(small.covered * under, over))", "pass", "limits"),
+    Fault("expansion's limit on one side", LIMITS + "room", "narrow = max(narrow, _up(self._least_glu[0] * small.d_model, self._least_glu[1]))", "pass", "answers"),
     Fault("rotary with odd heads", "spec.widths:width_step", "2 if isinstance(budget.position, Rotary) else 1", "1", "answers"),
     Fault("free heads too free", "spec.widths:heads_of", "math.floor(middle + HEAD_SLACK)", "math.floor(middle + HEAD_SLACK) + 1", "answers"),
     Fault("any heads not grouped", "spec.widths:heads_of", "d_model // h % groups == 0", "True", "grouped"),
@@ -30,10 +32,15 @@ FAULTS = (
     # preferences
     Fault("drift of the ratio forgotten", KEY + "key", "level(ratio + glu)", "level(glu)", "answers"),
     Fault("within a point does not come first", KEY + "key", "float(max(ratio, glu) > 1.0)", "0.0", "answers"),
-    Fault("shallower depths left out", SEARCH + "_best_of", "(shallower, deeper)", "(deeper,)", "answers"),
-    Fault("deeper depths left out", SEARCH + "_best_of", "(shallower, deeper)", "(shallower,)", "answers"),
-    Fault("hopeless too early", KEY + "hopeless", "max(narrow - 1.0, 1.0 - wide, 0.0) / GLU_UNIT", "max(narrow - 1.0, 1.0 - wide, 0.0) * 99", "answers"),
-    Fault("a bound that is none", KEY + "least_ratio_drift", "return away / RATIO_UNIT", "return away / RATIO_UNIT + 1.0", "answers"),
+    Fault("shallower depths left out", BOXES + "_by_size", "((box.shallow, middle), (middle + 1, box.deep))", "((middle + 1, box.deep),)", "answers"),
+    Fault("deeper depths left out", BOXES + "_by_size", "((box.shallow, middle), (middle + 1, box.deep))", "((box.shallow, middle),)", "answers"),
+    Fault("wider widths left out", BOXES + "_by_width", "yield from self.cut(self.widths.smallest(middle + step, least), large, depths=depths)", "pass", "answers"),
+    Fault("higher ranks left out", BOXES + "_by_rank", "yield from self.cut(above, large, depths=depths, is_settled=box.is_settled)", "pass", "ranked"),
+    Fault("a rank of another remainder", BOXES + "_by_count", "small.rank + more", "small.rank + more + 1", "ranked"),
+    Fault("the least drift too large", KEY + "_glu_drift", "0.0) / GLU_UNIT", "0.0) * 99", "answers"),
+    Fault("a bound that is none", KEY + "bound", "ratio = max(0.0, away / RATIO_UNIT)", "ratio = max(0.0, away / RATIO_UNIT) + 1.0", "answers"),
+    Fault("drifts that no count has together", KEY + "_both_drifts", "least = min(least, drift)", "least = drift + 1.0", "answers"),
+    Fault("the nearest depth alone", "spec.search:_nearest", "(below, below + 1)", "(below,)", "nearest"),
     # refusals
     Fault("nearest total too far", "spec.reach:nearest_total", "math.ceil(above / (1 + tolerance))", "above", "certificates"),
     Fault("nearest below forgotten", "spec.reach:neighbours", "largest_count(budget, low - 1)", "None", "certificates"),

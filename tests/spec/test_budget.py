@@ -112,6 +112,77 @@ def _sizes(made):
     )
 
 
+def near_budgets():
+    """Many d_ff at few depths, many ranks, and one d_ff at many depths."""
+    wish = {"embedding_ratio": Target(value=0.3), "vocab_size": 11, "max_seq_len": 3}
+    wide = {"tolerance": 0.2, "glu_expansion": Target(value=2.0, within=0.6)}
+    deep = {"tolerance": 0.05, "glu_expansion": Exact(value=2.0), "width_multiple": 4}
+    for total in range(300, 900, 23):
+        for heads, rank in ((1, None), (2, None), (1, "any")):
+            yield Budget(total=total, n_heads=heads, rank=rank, **wide, **wish)
+        yield Budget(total=total + 2000, n_heads=1, max_aspect=1.0, **deep, **wish)
+
+
+def test_the_nearest_count_is_the_nearest():
+    for budget in near_budgets():
+        low, high = budget.bounds
+        every = [made.count for made in brute.candidates(budget, low=low, high=high)]
+        found = Search(budget).closest(budget.total)
+        assert (found is None) == (not every)
+        if found is not None:
+            least = min(abs(count - budget.total) for count in every)
+            assert abs(found.count - budget.total) == least
+            assert abs(Search(budget).nearest_count(budget.total) - budget.total) == least
+
+
+#: Wishes that no width can meet, so that a thousand widths and depths drift alike.
+WIDE_OPEN = {
+    "any heads": Budget(total=2 * 10**9, vocab_size=256, n_heads=None),
+    "any heads and rank": Budget(total=10**8, vocab_size=256, n_heads=None, rank="any"),
+    "a deep and narrow wish": Budget(
+        total=10**9, vocab_size=256, n_heads=1, embedding_ratio=Target(value=0.001)
+    ),
+    "ten billion, all free": Budget(
+        total=10**10, vocab_size=2, n_heads=None, embedding_ratio=Free(), glu_expansion=Free()
+    ),
+    "a narrow width of a million depths": Budget(
+        total=10**7,
+        vocab_size=151_936,
+        n_heads=None,
+        max_seq_len=1,
+        embedding_ratio=Target(value=0.001),
+        glu_expansion=Target(value=4.0),
+    ),
+    "one count alone": Budget(total=24_276_609, vocab_size=4, tolerance=1e-7),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_OPEN)
+def test_a_search_looks_at_few_of_the_designs(name):
+    """Every width at every depth would be 10^5 to 10^9 looks."""
+    budget = WIDE_OPEN[name]
+    for look in ("best", "deepest", "widest", "feasible"):
+        search = Search(budget)
+        assert getattr(search, look)()
+        assert search.opened < 6000, look
+    search = Search(budget)
+    assert search.nearest_count(budget.total) is not None
+    assert search.opened < 10_000
+
+
+def test_a_refusal_looks_at_few_of_the_designs():
+    search = Search(
+        Budget(
+            total=10**10,
+            vocab_size=20,
+            n_heads=1,
+            embedding_ratio=Target(value=0.35, within=0.01),
+        )
+    )
+    assert not search.feasible()
+    assert search.opened < 1000
+
+
 @given(small_budgets())
 @settings(max_examples=60)
 def test_every_answer_is_built_and_counted_again(budget):

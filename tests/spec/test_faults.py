@@ -1,5 +1,6 @@
 """Tests are tested: a planted mistake in the solver or the costs, and the named check turns red."""
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -49,6 +50,12 @@ def limits() -> None:
                 embedding_ratio=wish, glu_expansion=Exact(value=2.0),
             )  # fmt: skip
             test_budget.answer_is_there_and_best(budget)
+        for multiple in (3, 5):
+            budget = Budget(
+                total=total, tolerance=0.1, vocab_size=7, max_seq_len=3, n_heads=1,
+                ffn_multiple=multiple, max_layers=1, embedding_ratio=Free(),
+            )  # fmt: skip
+            test_budget.answer_is_there_and_best(budget)
 
 
 def certificates() -> None:
@@ -86,6 +93,20 @@ def grouped() -> None:
             assert heads % 2 == 0
 
 
+def ranked() -> None:
+    """One count alone, so that most ranks are solved for; and many counts."""
+    for total, tolerance in itertools.product(range(1500, 4500, 150), (0.0003, 0.03)):
+        budget = Budget(
+            total=total, tolerance=tolerance, vocab_size=5, max_seq_len=3, n_heads=1, rank="any",
+            embedding_ratio=Target(value=0.2), max_layers=2,
+        )  # fmt: skip
+        test_budget.answer_is_there_and_best(budget)
+
+
+def nearest() -> None:
+    test_budget.test_the_nearest_count_is_the_nearest()
+
+
 def flop_counts() -> None:
     for name in ("budget-lm", "qwen", "fsm-factorized"):
         test_costs.test_training_is_three_forwards(name)
@@ -121,6 +142,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "limits": limits,
     "laws": laws,
     "grouped": grouped,
+    "ranked": ranked,
+    "nearest": nearest,
     "certificates": certificates,
     "flops": flop_counts,
     "activations": kept,

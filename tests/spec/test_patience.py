@@ -2,23 +2,25 @@
 
 import pytest
 
-from glassformer.spec.budget import Budget, Target
+from glassformer.spec.budget import Budget
 from glassformer.spec.patience import OutOfPatience, patience
 from glassformer.spec.search import Search
 
-ENDLESS = Budget(
-    vocab_size=256, total=10**9, n_heads=1, embedding_ratio=Target(value=0.001), max_seq_len=512
-)
+LONG = Budget(vocab_size=256, total=10**9, n_heads=None, rank="any")
 
 
-def test_an_endless_search_is_given_up() -> None:
-    with patience(0.05), pytest.raises(OutOfPatience):
-        Search(ENDLESS).best()
+def test_a_search_is_given_up_when_the_time_is_over() -> None:
+    with patience(0.0), pytest.raises(OutOfPatience):
+        Search(LONG).best()
+    with patience(0.0), pytest.raises(OutOfPatience):
+        Search(LONG).feasible()
+    with patience(0.0), pytest.raises(OutOfPatience):
+        Search(LONG).closest(10**9)
 
 
 def test_the_shorter_of_two_patiences_holds_and_both_end() -> None:
-    with patience(0.05), patience(1000.0), pytest.raises(OutOfPatience):
-        Search(ENDLESS).best()
+    with patience(0.0), patience(1000.0), pytest.raises(OutOfPatience):
+        Search(LONG).best()
     assert Search(Budget()).best() is not None  # no clock runs on
 
 

@@ -42,6 +42,11 @@ class Law:
             total += term
         return total
 
+    @property
+    def is_divisible(self) -> bool:
+        """Whether every count is a multiple of the first size."""
+        return all(0 in own for _, own in self._terms)
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -95,6 +100,12 @@ class Counts:
             rank=None if budget.rank is None else 1,
         )
         self._outside, self._covered, self._block = _laws(kind)
+
+    def remainder(self, rank: int | None) -> int | None:
+        """What every count leaves when divided by its d_model, if it is the same for all."""
+        if not self._block.is_divisible:
+            return None
+        return self.outside(0, rank)
 
     def covered(self, d_model: int, rank: int | None) -> int:
         """What the embedding ratio covers, of a model this wide."""

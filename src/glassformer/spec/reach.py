@@ -56,25 +56,13 @@ def neighbours(budget: Budget) -> tuple[int | None, int | None]:
 
 def smallest_count(budget: Budget, least: int) -> int | None:
     """The smallest count from `least` on that some design has."""
-
-    def reached(most: int) -> bool:
-        return Search(budget, low=least, high=most).feasible()
-
-    return _first(reached, max(1, least), most=FAR * budget.total)
+    least = max(1, least)
+    return Search(budget, low=least, high=FAR * budget.total).nearest_count(least)
 
 
 def largest_count(budget: Budget, most: int) -> int | None:
     """The largest count up to `most` that some design has."""
-    if most < 1 or not Search(budget, low=1, high=most).feasible():
-        return None
-    good, bad = 1, most + 1
-    while bad - good > 1:
-        middle = (bad + good) // 2
-        if Search(budget, low=middle, high=most).feasible():
-            good = middle
-        else:
-            bad = middle
-    return good
+    return Search(budget, low=1, high=most).nearest_count(most) if most >= 1 else None
 
 
 def nearest_total(budget: Budget, below: int | None, above: int | None) -> int | None:

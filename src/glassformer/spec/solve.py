@@ -20,7 +20,7 @@ from glassformer.spec.budget import (
 )
 from glassformer.spec.infeasible import InfeasibleBudget, certificate
 from glassformer.spec.manifest import manifest
-from glassformer.spec.search import Found, Measure, Search
+from glassformer.spec.search import Found, Search
 
 #: How far the alternatives that are best at one thing may leave the wishes.
 RATIO_REACH, GLU_REACH = 0.05, 0.15
@@ -46,8 +46,10 @@ def design_of(name: str, budget: Budget, found: Found) -> Design:
     """What was found, built as a spec and counted by the manifest."""
     sizes = found.frame.sizes(found.n_layers, found.d_ff)
     model = build_spec(budget, sizes)
-    parameters = [p for p in manifest(model) if p.tied_to is None]
-    params = sum(p.size for p in parameters)
+    # Every layer is the same one: a hundred thousand of them are counted as fast as one.
+    one = manifest(build_spec(budget, replace(sizes, n_layers=1)))
+    parameters = [p for p in one if p.tied_to is None]
+    params = sum(p.size * (1 if p.layer is None else sizes.n_layers) for p in parameters)
     low, high = budget.bounds
     assert params == found.frame.count(found.n_layers, found.d_ff)
     assert low <= params <= high
@@ -74,15 +76,8 @@ def design_of(name: str, budget: Budget, found: Found) -> Design:
 
 def _alternatives(budget: Budget, best: Design) -> Iterator[Design]:
     """Best at one thing each; those that the limits leave no room for are not there."""
-    measures: dict[str, Measure] = {
-        "exact total": lambda frame, n_layers, d_ff: abs(
-            frame.count(n_layers, d_ff) - budget.total
-        ),
-        "deepest": lambda frame, n_layers, d_ff: -n_layers,
-        "widest": lambda frame, n_layers, d_ff: -frame.d_model,
-    }
-    found = Search(_near(budget, best)).preferred(measures)
-    yield from _named("exact total", budget, found.get("exact total"))
+    near = Search(_near(budget, best))
+    yield from _named("exact total", budget, near.closest(budget.total))
     if isinstance(budget.embedding_ratio, Target):
         exact = replace(budget, embedding_ratio=Exact(value=budget.embedding_ratio.value))
         yield from _named("exact ratio", budget, Search(exact).best())
@@ -90,8 +85,8 @@ def _alternatives(budget: Budget, best: Design) -> Iterator[Design]:
         exact = replace(budget, glu_expansion=Exact(value=budget.glu_expansion.value))
         yield from _named("exact expansion", budget, Search(exact).best())
     yield from _friendly(budget)
-    yield from _named("deepest", budget, found.get("deepest"))
-    yield from _named("widest", budget, found.get("widest"))
+    yield from _named("deepest", budget, near.deepest())
+    yield from _named("widest", budget, near.widest())
 
 
 def _named(name: str, budget: Budget, found: Found | None) -> Iterator[Design]:

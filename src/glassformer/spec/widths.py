@@ -1,8 +1,6 @@
-"""Which widths, heads and ranks a budget admits: the frames that a search goes through."""
+"""Which widths, heads and ranks a budget admits: the frames that a search chooses from."""
 
-import heapq
 import math
-from collections.abc import Callable, Iterator
 
 from glassformer.spec.budget import HEAD_SLACK, HEAD_WIDTHS, Budget
 from glassformer.spec.counting import Counts, Frame
@@ -46,7 +44,7 @@ def heads_of(budget: Budget, d_model: int) -> list[tuple[int, int]]:
 
 
 class Widths:
-    """The frames of a budget, those first whose share of embeddings can come nearest the wish."""
+    """The widths of a budget, their frames, and the frames that stand at the ends of many."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -57,15 +55,7 @@ class Widths:
     def least_count(self, d_model: int) -> int:
         """No model this wide or wider has fewer parameters."""
         budget, counts = self.budget, self.counts
-        groups, (least, _) = budget.n_kv_heads or 1, HEAD_WIDTHS
-        if budget.n_heads is None:
-            d_head = min(least, d_model)
-            pair = (groups * max(1, d_model // (d_head * groups)), d_head)
-        else:
-            pair = (budget.n_heads, max(1, d_model // budget.n_heads - HEAD_SLACK))
-            if not budget.free_head_width:
-                pair = (budget.n_heads, d_model // budget.n_heads)
-        block = counts.block(d_model, *pair, budget.ffn_multiple)
+        block = counts.block(d_model, *self._least_heads(d_model), budget.ffn_multiple)
         return counts.outside(d_model, self.fixed_rank or 1) + budget.min_layers * block
 
     def within(self, most: int) -> range:
@@ -79,42 +69,59 @@ class Widths:
                 low = middle
             else:
                 high = middle
-        return range(self.step, low * self.step + 1, self.step)
+        first = -(-self._narrowest() // self.step) * self.step
+        return range(first, low * self.step + 1, self.step)
 
-    def frames(self, d_model: int, drift: Callable[[int], float]) -> Iterator[Frame]:
-        """What this width may be; ranks by the drift of what the ratio covers, the least first."""
-        pairs = heads_of(self.budget, d_model)
-        for rank in self._ranks(d_model, drift):
-            for n_heads, d_head in pairs:
-                yield self.counts.frame(
-                    d_model, n_heads, d_head, rank=rank, step=self._covered_step(d_model, rank)
-                )
+    def _narrowest(self) -> int:
+        """With any number of heads, groups need a head each: no width below has any."""
+        groups = self.budget.n_kv_heads or 1
+        return groups * HEAD_WIDTHS[0] if self.budget.n_heads is None and groups > 1 else 1
+
+    def ranks(self, d_model: int) -> tuple[int | None, int | None]:
+        """The least and the largest rank of this width."""
+        return (1, d_model) if self.budget.rank == "any" else (self.fixed_rank, self.fixed_rank)
 
     def covered(self, d_model: int) -> int:
         """What the ratio covers at this width; rank 1 where the rank is open."""
         return self.counts.covered(d_model, self.fixed_rank)
 
-    def _covered_step(self, d_model: int, rank: int | None) -> int:
+    # --- frames -----------------------------------------------------------------------------------
+
+    def frame(self, d_model: int, pair: tuple[int, int], rank: int | None) -> Frame:
+        """The frame of this width, these heads and this rank."""
         counts = self.counts
         if self.budget.rank == "any":
             assert rank is not None
-            return counts.covered(d_model, rank + 1) - counts.covered(d_model, rank)
-        return counts.covered(d_model + self.step, rank) - counts.covered(d_model, rank)
+            step = counts.covered(d_model, rank + 1) - counts.covered(d_model, rank)
+        else:
+            step = counts.covered(d_model + self.step, rank) - counts.covered(d_model, rank)
+        return counts.frame(d_model, *pair, rank=rank, step=step)
 
-    def _ranks(self, d_model: int, drift: Callable[[int], float]) -> Iterator[int | None]:
-        """The rank that was given; or every one up to d_model."""
-        if self.budget.rank != "any":
-            yield self.fixed_rank
-            return
+    def smallest(self, d_model: int, rank: int | None) -> Frame:
+        """No frame this wide or wider, of this rank or more, counts less."""
+        return self.frame(d_model, self._least_heads(d_model), rank)
 
-        def away(rank: int) -> float:
-            return drift(self.counts.covered(d_model, rank))
+    def largest(self, d_model: int, rank: int | None) -> Frame:
+        """No frame this wide or narrower, of this rank or less, counts more."""
+        return self.frame(d_model, self._most_heads(d_model), rank)
 
-        low, high = 1, d_model  # the drift falls to its least and rises again
-        while low < high:
-            middle = (low + high) // 2
-            if away(middle) <= away(middle + 1):
-                high = middle
-            else:
-                low = middle + 1
-        yield from heapq.merge(range(low, 0, -1), range(low + 1, d_model + 1), key=away)
+    def _least_heads(self, d_model: int) -> tuple[int, int]:
+        budget = self.budget
+        if budget.n_heads is None:
+            groups, d_head = budget.n_kv_heads or 1, min(HEAD_WIDTHS[0], d_model)
+            if budget.n_kv_heads is None:  # the count is the same for all of them
+                return 1, d_model
+            return groups * max(1, d_model // (d_head * groups)), d_head
+        slack = HEAD_SLACK if budget.free_head_width else 0
+        return budget.n_heads, max(1, d_model // budget.n_heads - slack)
+
+    def _most_heads(self, d_model: int) -> tuple[int, int]:
+        budget = self.budget
+        if budget.n_heads is None:
+            if budget.n_kv_heads is None:
+                return 1, d_model
+            groups = budget.n_kv_heads
+            d_head = max(1, min(HEAD_WIDTHS[1], d_model // groups))
+            return groups * -(-d_model // (d_head * groups)), d_head
+        slack = HEAD_SLACK if budget.free_head_width else 0
+        return budget.n_heads, d_model // budget.n_heads + slack
