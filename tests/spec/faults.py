@@ -26,7 +26,7 @@ FAULTS = (
     Fault("ratio's limit on the other side", LIMITS + "room", "low = max(low, _up(small.covered * under, over))", "pass", "limits"),
     Fault("expansion's limit on one side", LIMITS + "room", "narrow = max(narrow, _up(self._least_glu[0] * small.d_model, self._least_glu[1]))", "pass", "answers"),
     Fault("rotary with odd heads", "spec.widths:width_step", "2 if isinstance(budget.position, Rotary) else 1", "1", "answers"),
-    Fault("free heads too free", "spec.widths:heads_of", "math.floor(middle + HEAD_SLACK)", "math.floor(middle + HEAD_SLACK) + 1", "answers"),
+    Fault("free heads too free", "spec.widths:heads_of", "math.floor(middle + HEAD_SLACK)", "math.floor(middle + HEAD_SLACK) + 1", "freed"),
     Fault("any heads not grouped", "spec.widths:heads_of", "d_model // h % groups == 0", "True", "grouped"),
     Fault("widest model left out", "spec.widths:Widths.within", "low * self.step + 1", "low * self.step", "answers"),
     # preferences

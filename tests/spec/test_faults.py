@@ -93,6 +93,14 @@ def grouped() -> None:
             assert heads % 2 == 0
 
 
+def freed() -> None:
+    """Every head width within two of an even share, and no other."""
+    for n_heads, d_model in ((3, 7), (8, 100), (4, 64)):
+        budget = Budget(n_heads=n_heads, free_head_width=True)
+        near = [h for h in range(1, d_model) if abs(h - d_model / n_heads) <= 2]
+        assert heads_of(budget, d_model) == [(n_heads, h) for h in near]
+
+
 def ranked() -> None:
     """One count alone, so that most ranks are solved for; and many counts."""
     for total, tolerance in itertools.product(range(1500, 4500, 150), (0.0003, 0.03)):
@@ -142,6 +150,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "limits": limits,
     "laws": laws,
     "grouped": grouped,
+    "freed": freed,
     "ranked": ranked,
     "nearest": nearest,
     "certificates": certificates,
