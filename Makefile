@@ -55,6 +55,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench generate
 	$(BIN)/python -m bench quant
 	$(BIN)/python -m bench lens
+	$(BIN)/python -m bench explore
 	$(BIN)/python -m bench findings --jobs 2
 	$(BIN)/python -m pages figures
 

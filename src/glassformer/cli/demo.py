@@ -25,9 +25,9 @@ from glassformer.lab.decoded import Decoded, answers, decode_split, wanted
 from glassformer.lab.recipes import recipe
 from glassformer.lab.run import TrainingRun
 from glassformer.lens.heat import ASCII_SHADES, SHADES, heat_text, legend
+from glassformer.lens.look import look
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
-from glassformer.nn.taps import trace
 from glassformer.spec.manifest import count_parameters
 from glassformer.store.rundir import plain_numbers, run_folder
 from glassformer.verify.catalogue import SUBJECT_CHECKS, verify_subject
@@ -151,9 +151,9 @@ def _after_training(run: TrainingRun, result: dict[str, Any], say: Any) -> int:
     shares = ", ".join(f"{way} {one.exact_match:.1%}" for way, one in found.items())
     say(f"decoded   {result['examples']} held-out rows, wholly right: {shares}")
     tell("4/4 look    where the decoder attends while it answers")
-    look = _look(model, run.task)
-    result["attention"] = look.to_dict()
-    say(look.text())
+    example = _example(model, run.task)
+    result["attention"] = example.to_dict()
+    say(example.text())
     page = report_html(str(run.directory.folder), certificate=report)
     run.directory.write("report.html", page)
     result["report"] = str(run.directory.folder / "report.html")
@@ -182,7 +182,7 @@ def _decode(model: Model, task: Task) -> dict[str, Decoded]:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Example:
     """One held-out row, the model's answer, and how the last layer read the source for it."""
 
     source: list[str]
@@ -215,7 +215,7 @@ class Look:
         return "\n".join([*lines, *(f"  {line}" for line in picture.split("\n"))])
 
 
-def _look(model: Model, task: Task) -> Look:
+def _example(model: Model, task: Task) -> Example:
     """The first held-out row of the size that fits a screen, answered greedily."""
     names = task.tokenizer
     assert isinstance(names, Vocab)
@@ -227,15 +227,13 @@ def _look(model: Model, task: Task) -> Look:
     tokens_1T = torch.tensor([[int(batch.tokens[0, 0]), *answer[:-1]]])
     source_1S = torch.from_numpy(batch.source.tokens).long()
     layer = model.spec.n_layers - 1
-    tap = f"decoder.blocks.{layer}.cross.weights"
-    with torch.no_grad(), trace(model, read=tap) as seen:
-        model(Inputs(tokens_1T, source_BS=source_1S))
-    return Look(
+    seen = look(model, Inputs(tokens_1T, source_BS=source_1S))
+    return Example(
         source=[names.names[token] for token in source_1S[0].tolist()],
         answer=[names.names[token] for token in answer],
         right=answer == next(wanted(batch)),
         layer=layer + 1,
-        weights_TS=seen[tap][0].mean(0),
+        weights_TS=seen.attention.of("cross").mean(layer).tensor,
     )
 
 
