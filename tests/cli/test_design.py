@@ -9,8 +9,11 @@ import tomllib
 import pytest
 
 from glassformer.cli import main as command
+from glassformer.cli.designing import infeasible_json, infeasible_text
 from glassformer.lab.recipes import read_config
 from glassformer.models.build import build
+from glassformer.spec.budget import Budget
+from glassformer.spec.infeasible import Infeasible, InfeasibleBudget
 from glassformer.spec.manifest import count_parameters
 
 KEYS = {
@@ -52,7 +55,7 @@ def test_json_has_the_promised_keys_and_the_count_is_the_models(glass, untied):
     )
     assert (code, err) == (0, "")
     found = json.loads(out)
-    assert set(found) == KEYS | {"gave_way", "alternatives"}
+    assert set(found) == KEYS | {"gave_way", "not_proven", "alternatives"}
     assert found["target"] == 10_000_000
     assert abs(found["error"]) <= 0.005
     assert found["error"] == found["params"] / found["target"] - 1
@@ -145,7 +148,8 @@ def test_infeasible_is_exit_1_with_a_certificate(glass):
     assert (code, err) == (1, "")
     found = json.loads(out)
     assert set(found) == {"infeasible"}
-    assert set(found["infeasible"]) == {"why", "nearest"}
+    assert set(found["infeasible"]) == {"why", "nearest", "unproven"}
+    assert found["infeasible"]["unproven"] == []
     nearest = found["infeasible"]["nearest"]
     again = ("design", "--params", nearest["params"], "--vocab", "16000", "--json")
     assert glass(*again)[0] == 0
@@ -195,3 +199,61 @@ def test_bad_input_is_exit_2_three_lines_and_a_hint(glass, words, message):
     assert message in err
     if "--json" not in words:
         assert len(err.strip().splitlines()) <= 3
+
+
+#: Any rank and a tiny ratio: more widths and ranks than a search looks at.
+LONG = ("--params", "9095283794", "--vocab", 500, "--tolerance", "0.01%", "--heads", 3)
+LONG += ("--embedding-ratio", 0.001, "--ffn-multiple", 11, "--rank", "any", "--max-aspect", 40)
+#: Three counts, and too many designs to rule them out.
+OPEN = ("--params", "1436673388", "--vocab", 3, "--tolerance", "1e-9", "--heads", 7)
+OPEN += ("--length", 11131, "--bias", "all", "--norm", "rmsnorm", "--glu-expansion", 1)
+OPEN += ("--exact-expansion", "--rank", "any")
+
+
+def test_what_is_not_proven_is_said(glass):
+    code, out, _ = glass("design", *LONG, "--no-time")
+    assert code == 0
+    assert "not proven, which --thorough would be\n  best: nothing left unopened drifts" in out
+    code, out, _ = glass("design", *LONG, "--json")
+    assert json.loads(out)["not_proven"][0].startswith("best: nothing left unopened")
+    code, out, _ = glass("design", *SMALL, "--json")
+    usual = json.loads(out)
+    assert usual["not_proven"] == []
+    assert json.loads(glass("design", *SMALL, "--thorough", "--json")[1]) == usual
+
+
+def test_undecided_is_exit_5_with_what_is_known(glass):
+    code, out, err = glass("design", *OPEN)
+    assert (code, out) == (5, "")
+    assert "undecided: " in err
+    assert "hint: a thorough search has no limit; or a tolerance of" in err
+    code, out, _ = glass("design", *OPEN, "--json")
+    told = json.loads(out)["undecided"]
+    assert code == 5
+    assert set(told) == {"why", "counts", "tolerance"}
+    assert min(abs(count - 1_436_673_388) for count in told["counts"]) > 1
+    assert told["tolerance"] * 1_436_673_388 >= 1
+
+
+def test_changes_that_are_not_proven_are_told_apart():
+    error = InfeasibleBudget(
+        Infeasible(
+            budget=Budget(),
+            bound="total",
+            why="a reason",
+            nearest={"params": 7, "vocab": None, "tied": None, "length": None, "heads": 4},
+            unproven=("heads", "length", "tied"),
+        )
+    )
+    assert infeasible_text(error).splitlines()[1:] == [
+        "any one of these changes alone makes it feasible:",
+        "  --params 7",
+        "  --heads 4  (a nearer one is not ruled out)",
+        "no change of one of these alone does: --vocab",
+        "not known of these, --thorough would tell: --untied --length",
+    ]
+    assert json.loads(infeasible_json(error))["infeasible"]["unproven"] == [
+        "heads",
+        "length",
+        "tied",
+    ]

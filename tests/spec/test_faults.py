@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from glassformer.spec import counting
+from glassformer.spec import counting, search, widths
 from glassformer.spec.allocation import format_allocation
 from glassformer.spec.budget import Budget, Exact, Free, Target
 from glassformer.spec.errors import GlassError
@@ -17,7 +17,7 @@ from glassformer.spec.presets import budget_lm
 from glassformer.spec.search import Search
 from glassformer.spec.train import SGD, AdamW, Muon
 from glassformer.spec.widths import heads_of
-from tests.spec import test_budget, test_costs
+from tests.spec import test_budget, test_costs, test_divisors, test_limited_search
 from tests.spec.faults import FAULTS
 from tests.verify.faults import planted
 
@@ -115,6 +115,58 @@ def nearest() -> None:
     test_budget.test_the_nearest_count_is_the_nearest()
 
 
+def limited() -> None:
+    @settings(SEARCHED, max_examples=80)
+    @given(test_budget.small_budgets())
+    def search(budget):
+        for most in (1, 20, 80):
+            test_limited_search.limited_is_honest(budget, most)
+            test_limited_search.limited_is_near(budget, most, 700)
+
+    search()
+
+
+def efforts() -> None:
+    test_limited_search.test_a_part_of_an_effort_is_taken_from_the_whole()
+
+
+def certified() -> None:
+    budget = Budget(total=1000, vocab_size=900, max_seq_len=8, n_heads=2, tolerance=0.01)
+    for most in (10, 100, 300, 1000):
+        test_limited_search.limited_certificate_is_true(budget, most)
+
+
+def dives() -> None:
+    @settings(SEARCHED, max_examples=100)
+    @given(test_budget.small_budgets())
+    def search(budget):
+        test_limited_search.dives_lose_none(budget)
+
+    search()
+
+
+def divisors() -> None:
+    test_divisors.test_every_divisor_is_found_and_no_other()
+    test_divisors.test_depths_ffns_and_divisors_lead_to_the_same_sizes()
+
+
+def sparse() -> None:
+    test_limited_search.test_widths_without_a_d_ff_are_left_out_and_no_others()
+
+
+def residues() -> None:
+    test_limited_search.test_what_counts_leave_is_what_designs_have()
+
+
+def ordered() -> None:
+    usual = search.TIES
+    try:
+        search.TIES = 1
+        test_limited_search.nearest_are_ordered()
+    finally:
+        search.TIES = usual
+
+
 def flop_counts() -> None:
     for name in ("budget-lm", "qwen", "fsm-factorized"):
         test_costs.test_training_is_three_forwards(name)
@@ -154,6 +206,14 @@ CHECKS: dict[str, Callable[[], None]] = {
     "ranked": ranked,
     "nearest": nearest,
     "certificates": certificates,
+    "limited": limited,
+    "efforts": efforts,
+    "certified": certified,
+    "dives": dives,
+    "divisors": divisors,
+    "sparse": sparse,
+    "residues": residues,
+    "ordered": ordered,
     "flops": flop_counts,
     "activations": kept,
     "optimizers": optimizers,
@@ -164,10 +224,12 @@ RED = (AssertionError, GlassError, ValueError, IndexError, pytest.fail.Exception
 
 @pytest.fixture(autouse=True)
 def fresh_laws():
-    """Laws are remembered from one budget to the next; a planted mistake must reach them."""
-    counting._laws.cache_clear()
+    """What is remembered from one budget to the next: a planted mistake must reach it."""
+    for remembered in (counting._laws, counting._given_laws, widths._any_heads):
+        remembered.cache_clear()
     yield
-    counting._laws.cache_clear()
+    for remembered in (counting._laws, counting._given_laws, widths._any_heads):
+        remembered.cache_clear()
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -4,15 +4,7 @@ import pytest
 from hypothesis import given
 
 from glassformer.spec.inits import Constant, Gaussian, Uniform
-from glassformer.spec.manifest import (
-    attention_parameters,
-    block_parameters,
-    count_parameters,
-    ffn_parameters,
-    manifest,
-    norm_parameters,
-    stored,
-)
+from glassformer.spec.manifest import count_parameters, manifest, stored
 from glassformer.spec.model import (
     MLP,
     Attention,
@@ -27,6 +19,12 @@ from glassformer.spec.model import (
     Rotary,
     SwiGLU,
     XavierInit,
+)
+from glassformer.spec.parameters import (
+    attention_parameters,
+    block_parameters,
+    ffn_parameters,
+    norm_parameters,
 )
 from glassformer.spec.presets import PRESETS, budget_lm, fsm_probe, preset
 from glassformer.spec.table import format_table, parameter_table

@@ -1,10 +1,11 @@
 """`glass design`: the options of a parameter budget. `designing` does the work."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from glassformer.cli.options import AsJson
 from glassformer.spec.base import at_least
 from glassformer.spec.quantity import parse_count
 
@@ -53,6 +54,9 @@ def design(
     max_layers: Annotated[int | None, typer.Option(help="Layers at most.")] = None,
     min_aspect: Annotated[float, typer.Option(help="d_model / layers at least.")] = 0.0,
     max_aspect: Annotated[float | None, typer.Option(help="d_model / layers at most.")] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Search to the end, however long it takes.")
+    ] = False,
     batch: Annotated[int, typer.Option(help="Sequences, for memory and time.")] = 8,
     device: Annotated[str, typer.Option(help="cpu or cuda, for memory and time.")] = "cpu",
     no_time: Annotated[
@@ -60,13 +64,13 @@ def design(
     ] = False,
     save: Annotated[str | None, typer.Option(help="Write a config for `glass train`.")] = None,
     png: Annotated[str | None, typer.Option(help="Draw allocation and landscape.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="JSON on stdout, nothing else there.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Solve a parameter budget: dimensions that meet the count, and every wish that gave way.
+    """Find the dimensions that meet a parameter budget.
 
-    Exit 1 if no design exists; the reason and the nearest changes that work are printed. Examples:
+    The count is met, and every wish that gave way is named. Exit 1 if no design exists; the
+    reason and the nearest changes that work are printed. A search ends after about half a second:
+    what is not proven by then is said, and exit 5 if nothing was found. Examples:
 
       glass design --params 10M --vocab 16000
 
@@ -76,27 +80,24 @@ def design(
     """
     from glassformer.cli import designing
     from glassformer.spec.design import design as solve
-    from glassformer.spec.infeasible import InfeasibleBudget
+    from glassformer.spec.infeasible import InfeasibleBudget, Undecided
 
     at_least("batch", batch)
-    chosen: Any = {
-        "heads": "any" if heads == "any" else parse_count("heads", heads),
-        "rank": rank if rank in (None, "any") else parse_count("rank", rank),
-    }
     try:
         answer = solve(
             params,
             vocab,
             tolerance=tolerance,
+            heads="any" if heads == "any" else parse_count("heads", heads),
             tied=not untied,
             length=length,
             position=position,
-            bias=bias,  # type: ignore[arg-type]  # checked there
+            bias=bias,
             norm=norm,
             embedding_ratio=embedding_ratio,
             exact_ratio=exact_ratio,
             ratio_within=ratio_within,
-            ratio_covers=ratio_covers,  # type: ignore[arg-type]  # checked there
+            ratio_covers=ratio_covers,
             glu_expansion=glu_expansion,
             exact_expansion=exact_expansion,
             glu_within=glu_within,
@@ -104,16 +105,22 @@ def design(
             ffn_multiple=ffn_multiple,
             kv_heads=kv_heads,
             free_head_width=free_head_width,
+            rank=rank if rank in (None, "any") else parse_count("rank", rank),
             min_layers=min_layers,
             max_layers=max_layers,
             min_aspect=min_aspect,
             max_aspect=max_aspect,
-            **chosen,
+            thorough=thorough,
         )
     except InfeasibleBudget as error:
         tell = designing.infeasible_json if as_json else designing.infeasible_text
         typer.echo(tell(error))
         raise typer.Exit(1) from None
+    except Undecided as error:
+        if as_json:
+            typer.echo(designing.undecided_json(error))
+            raise typer.Exit(error.exit_code) from None
+        raise
     if as_json:
         typer.echo(designing.design_json(answer))
     else:

@@ -14,7 +14,7 @@ from glassformer.spec.allocation import (
 from glassformer.spec.budget import Answer, Budget, Exact
 from glassformer.spec.costs import cache_bytes, flops, training_memory, weight_bytes
 from glassformer.spec.errors import InputError
-from glassformer.spec.infeasible import InfeasibleBudget, show
+from glassformer.spec.infeasible import InfeasibleBudget, Undecided, show
 from glassformer.spec.quantity import format_bytes, format_flops, format_seconds
 
 
@@ -22,6 +22,7 @@ def design_json(answer: Answer) -> str:
     """The answer for scripts."""
     found = design_numbers(answer.best)
     found["gave_way"] = list(answer.gave_way)
+    found["not_proven"] = list(answer.not_proven)
     found["alternatives"] = [
         {"name": design.name, **design_numbers(design)} for design in answer.alternatives
     ]
@@ -31,7 +32,14 @@ def design_json(answer: Answer) -> str:
 def infeasible_json(error: InfeasibleBudget) -> str:
     """The certificate for scripts."""
     found = error.certificate
-    return json.dumps({"infeasible": {"why": found.why, "nearest": found.nearest}})
+    told = {"why": found.why, "nearest": found.nearest, "unproven": list(found.unproven)}
+    return json.dumps({"infeasible": told})
+
+
+def undecided_json(error: Undecided) -> str:
+    """For scripts: neither a design nor a certificate, and what is known."""
+    told = {"why": error.what, "counts": list(error.counts), "tolerance": error.tolerance}
+    return json.dumps({"undecided": told})
 
 
 def infeasible_text(error: InfeasibleBudget) -> str:
@@ -41,12 +49,21 @@ def infeasible_text(error: InfeasibleBudget) -> str:
     works = {name: value for name, value in found.nearest.items() if value is not None}
     if works:
         lines.append("any one of these changes alone makes it feasible:")
-        lines += [f"  {_option(name, value, found.budget)}" for name, value in works.items()]
+        for name, value in works.items():
+            nearer = "  (a nearer one is not ruled out)" if name in found.unproven else ""
+            lines.append(f"  {_option(name, value, found.budget)}{nearer}")
     helpless = [name for name in found.nearest if name not in works]
-    if helpless:
-        names = ("untied" if name == "tied" else name.replace("_", "-") for name in helpless)
-        lines.append(f"no change of one of these alone does: --{' --'.join(names)}")
+    known = [_switch(name) for name in helpless if name not in found.unproven]
+    if known:
+        lines.append(f"no change of one of these alone does: {' '.join(known)}")
+    unknown = [_switch(name) for name in helpless if name in found.unproven]
+    if unknown:
+        lines.append(f"not known of these, --thorough would tell: {' '.join(unknown)}")
     return "\n".join(lines)
+
+
+def _switch(name: str) -> str:
+    return "--untied" if name == "tied" else f"--{name.replace('_', '-')}"
 
 
 def _option(name: str, value: Any, budget: Budget) -> str:
@@ -77,6 +94,9 @@ def design_text(answer: Answer, *, batch: int, device: str = "cpu") -> str:
     ]
     if answer.alternatives:
         parts.append("other designs within the tolerance\n" + format_alternatives(answer))
+    if answer.not_proven:
+        lines = "\n".join(f"  {line}" for line in answer.not_proven)
+        parts.append(f"not proven, which --thorough would be\n{lines}")
     parts.append(costs_text(answer, batch=batch, device=device))
     return "\n\n".join(parts)
 
@@ -108,7 +128,7 @@ def costs_text(answer: Answer, *, batch: int, device: str) -> str:
 
 def time_text(answer: Answer, *, batch: int, device: str) -> str:
     """The predicted time of a training step, after two seconds of measuring this machine."""
-    from glassformer.cli.training import check_device
+    from glassformer.cli.device import check_device
     from glassformer.lab.calibrate import calibrate
     from glassformer.spec.timing import step_time
 

@@ -10,12 +10,20 @@ from dataclasses import dataclass, replace
 
 from glassformer.spec.counting import Frame
 from glassformer.spec.limits import Limits, Room
+from glassformer.spec.patience import Effort
+from glassformer.spec.residues import can_count
 from glassformer.spec.widths import Widths, heads_of
 
 #: So many widths are looked at one by one where few of them can have the count at all.
 FEW_WIDTHS = 64
 #: So many counts are solved for the rank one by one, at so many depths.
 FEW_COUNTS, FEW_DEPTHS = 16, 4096
+#: With more depths than this for each rank, the ranks are looked at one by one instead.
+RANK_DEPTHS = 16
+#: So many counts solved for the rank take as long as one box.
+SOLVED = 4
+#: So do so many widths that have no d_ff.
+SKIPPED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +86,17 @@ class Box:
 class Boxes:
     """How the designs of a budget are divided."""
 
-    def __init__(self, widths: Widths, limits: Limits) -> None:
-        self.widths, self.limits = widths, limits
+    def __init__(self, widths: Widths, limits: Limits, effort: Effort) -> None:
+        self.widths, self.limits, self.effort = widths, limits, effort
         self._remainder = None
         if widths.budget.rank != "any":
             self._remainder = widths.counts.remainder(widths.fixed_rank)
 
     def every(self) -> Iterator[Box]:
         """One box with every design, or none."""
-        widths = self.widths.within(self.limits.high)
-        if widths:
+        low, high = self.limits.low, self.limits.high
+        widths = self.widths.within(high)
+        if widths and can_count(self.widths, low=low, high=high):
             narrow, wide = widths[0], widths[-1]
             small = self.widths.smallest(narrow, self.widths.ranks(narrow)[0])
             large = self.widths.largest(wide, self.widths.ranks(wide)[1])
@@ -103,6 +112,12 @@ class Boxes:
         is_settled: bool = False,
     ) -> Iterator[Box]:
         """The box between two ends without what the limits forbid; nothing if that is all."""
+        self.effort.spend(1)
+        if self.limits.is_sparse and not is_settled:
+            ends = self._admitted(small, large)
+            if ends is None:
+                return
+            small, large = ends
         room = self.limits.room(small, large)
         if d_ffs is not None:
             room = replace(room, narrow=d_ffs[0], wide=d_ffs[-1])
@@ -116,13 +131,36 @@ class Boxes:
         if shallow <= deep and box.least <= box.most:
             yield box
 
+    def _admitted(self, small: Frame, large: Frame) -> tuple[Frame, Frame] | None:
+        """The same box from its first width to its last that has a d_ff, if one has."""
+        narrow, wide, step = small.d_model, large.d_model, self.widths.step
+        while narrow <= wide and not self.limits.has_ffn(narrow):
+            narrow += step
+        while wide > narrow and not self.limits.has_ffn(wide):
+            wide -= step
+        left_out = narrow - small.d_model + large.d_model - wide
+        self.effort.spend(left_out // step // SKIPPED)
+        if narrow > wide:
+            return None
+        if narrow > small.d_model:
+            small = self.widths.smallest(narrow, small.rank)
+        if wide < large.d_model:
+            rank = large.rank
+            if self.widths.budget.rank == "any":
+                assert rank is not None and small.rank is not None
+                rank = min(rank, wide)  # no rank is above its width
+                if small.rank > rank:
+                    return None
+            large = self.widths.largest(wide, rank)
+        return small, large
+
     def split(self, box: Box) -> Iterator[Box]:
         """The parts of a box that is not a leaf, along its longest side."""
         small, large, depths = box.small, box.large, box.depths
         narrow, wide = small.d_model, large.d_model
         if not box.is_settled:
-            few = (wide - narrow) // self.widths.step < FEW_WIDTHS
-            if narrow == wide or (few and self._is_tight(narrow)):
+            widths = (wide - narrow) // self.widths.step
+            if widths < 2 or (widths < FEW_WIDTHS and self._is_tight(narrow)):
                 for d_model in range(narrow, wide + 1, self.widths.step):
                     yield from self._settled(box, d_model)
                 return
@@ -151,6 +189,8 @@ class Boxes:
         """The frames of one width, a box for each choice of heads."""
         low, high, depths = self.limits.low, self.limits.high, box.depths
         if self._remainder is not None and high - (high - self._remainder) % d_model < low:
+            return
+        if self.limits.is_sparse and not self.limits.has_ffn(d_model):
             return
         least, most = box.small.rank, box.large.rank
         if self.widths.budget.rank == "any":
@@ -209,7 +249,8 @@ class Boxes:
         """Whether most ranks miss the counts that are left, at any d_ff."""
         assert box.small.rank is not None and box.large.rank is not None
         counts, ranks = box.room.high - box.room.low, box.large.rank - box.small.rank
-        return counts < min(FEW_COUNTS, ranks) and box.deep - box.shallow < FEW_DEPTHS
+        depths = box.deep - box.shallow
+        return counts < min(FEW_COUNTS, ranks) and depths < min(FEW_DEPTHS, RANK_DEPTHS * ranks)
 
     def _by_count(self, box: Box) -> Iterator[Box]:
         """The ranks of one width that can have a count exactly, at each depth.
@@ -220,6 +261,8 @@ class Boxes:
         small, large, room = box.small, box.large, box.room
         assert small.rank is not None and large.rank is not None
         each = (large.outside - small.outside) // (large.rank - small.rank)
+        depths, counts = box.deep - box.shallow + 1, room.high - room.low + 1
+        self.effort.spend(depths * counts // SOLVED)
         for n_layers in range(box.shallow, box.deep + 1):
             column = n_layers * small.column * room.multiple
             shared = math.gcd(each, column)

@@ -275,12 +275,17 @@ class Design:
 
 @spec
 class Answer:
-    """The best design, others worth knowing, and a line for every wish that gave way."""
+    """The best design, others worth knowing, and a line for every wish that gave way.
+
+    `not_proven`: a line for every design of which the search ended before it knew that none is
+    better. A thorough search has no such lines.
+    """
 
     budget: Budget
     best: Design
     alternatives: tuple[Design, ...]
     gave_way: tuple[str, ...]
+    not_proven: tuple[str, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -291,4 +296,5 @@ class Answer:
         lines = [str(self.best)]
         lines += [f"  gave way: {line}" for line in self.gave_way]
         lines += [f"  {design.name}: {design}" for design in self.alternatives]
+        lines += [f"  not proven: {line}" for line in self.not_proven]
         return "\n".join(lines)

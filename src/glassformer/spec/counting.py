@@ -5,21 +5,26 @@ a part by the manifest with every size at 1 and at 2 therefore gives its count a
 exactly: no second formula to drift away from the first.
 """
 
+import copy
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from glassformer.spec.budget import Budget, Sizes, build_block, build_spec
 from glassformer.spec.inits import NormalInit
-from glassformer.spec.manifest import Parameter, block_parameters, manifest
+from glassformer.spec.manifest import manifest
+from glassformer.spec.model import Bias
+from glassformer.spec.parameters import Parameter, block_parameters
 
 
 class Law:
     """A count that is at most linear in each of its sizes, from counts at sizes 1 and 2."""
 
     def __init__(self, count: Callable[..., int], sizes: int) -> None:
+        self.sizes = sizes
         corners = list(itertools.product((1, 2), repeat=sizes))
         counts = {corner: count(*corner) for corner in corners}
         self._terms: list[tuple[int, tuple[int, ...]]] = []
@@ -41,6 +46,18 @@ class Law:
                 term *= sizes[i]
             total += term
         return total
+
+    def given(self, *last: int) -> "Law":
+        """The law of the other sizes, where the last ones are these."""
+        terms: dict[tuple[int, ...], int] = {}
+        free = self.sizes - len(last)
+        for term, own in self._terms:
+            term *= math.prod(last[i - free] for i in own if i >= free)
+            rest = tuple(i for i in own if i < free)
+            terms[rest] = terms.get(rest, 0) + term
+        law = copy.copy(self)
+        law.sizes, law._terms = free, [(term, own) for own, term in terms.items() if term]
+        return law
 
     @property
     def is_divisible(self) -> bool:
@@ -87,19 +104,11 @@ class Counts:
     """The laws of one kind of model: everything but depth, which multiplies a block."""
 
     def __init__(self, budget: Budget) -> None:
-        self._vocab, self._length = budget.vocab_size, budget.max_seq_len
         self._groups = budget.n_kv_heads or 1
-        kind = Budget(
-            n_heads=self._groups,
-            n_kv_heads=budget.n_kv_heads,
-            tied=budget.tied,
-            position=budget.position,
-            bias=budget.bias,
-            norm=budget.norm,
-            ratio_covers=budget.ratio_covers,
-            rank=None if budget.rank is None else 1,
-        )
-        self._outside, self._covered, self._block = _laws(kind)
+        kind = (budget.tied, budget.position, budget.bias, budget.norm, budget.ratio_covers)
+        rank = None if budget.rank is None else 1
+        laws = _given_laws(kind, budget.n_kv_heads, rank, budget.vocab_size, budget.max_seq_len)
+        self._outside, self._covered, self._block = laws
 
     def remainder(self, rank: int | None) -> int | None:
         """What every count leaves when divided by its d_model, if it is the same for all."""
@@ -109,11 +118,11 @@ class Counts:
 
     def covered(self, d_model: int, rank: int | None) -> int:
         """What the embedding ratio covers, of a model this wide."""
-        return self._covered.at(d_model, rank or 1, self._vocab, self._length)
+        return self._covered.at(d_model, rank or 1)
 
     def outside(self, d_model: int, rank: int | None) -> int:
         """What no block holds, of a model this wide."""
-        return self._outside.at(d_model, rank or 1, self._vocab, self._length)
+        return self._outside.at(d_model, rank or 1)
 
     def block(self, d_model: int, n_heads: int, d_head: int, d_ff: int) -> int:
         """One block of these sizes."""
@@ -136,6 +145,30 @@ class Counts:
             column=column,
             step=step,
         )
+
+
+#: Tied or not, position, bias, norm, and what the ratio covers.
+Kind = tuple[bool, Any, Bias, Any, Literal["both", "input"]]
+
+
+@functools.lru_cache(maxsize=256)
+def _given_laws(
+    kind: Kind, groups: int | None, rank: int | None, vocab: int, length: int
+) -> tuple[Law, Law, Law]:
+    """The laws of a kind of model at one vocabulary and length."""
+    tied, position, bias, norm, covers = kind
+    budget = Budget(
+        n_heads=groups or 1,
+        n_kv_heads=groups,
+        tied=tied,
+        position=position,
+        bias=bias,
+        norm=norm,
+        ratio_covers=covers,
+        rank=rank,
+    )
+    outside, covered, block = _laws(budget)
+    return outside.given(vocab, length), covered.given(vocab, length), block
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,9 +17,10 @@ from glassformer.spec.model import (
     Rotary,
     Sinusoidal,
 )
+from glassformer.spec.neighbours import counts_around, least_tolerance
+from glassformer.spec.patience import Effort
 from glassformer.spec.quantity import parse_count, parse_share
-from glassformer.spec.reach import largest_count, least_tolerance, smallest_count
-from glassformer.spec.solve import solve
+from glassformer.spec.solve import LOOKS, solve
 
 POSITIONS: dict[str, Position] = {
     "learned": Learned(),
@@ -74,10 +75,12 @@ def design(
     max_layers: int | None = None,
     min_aspect: float = 0.0,
     max_aspect: float | None = None,
+    thorough: bool = False,
 ) -> Answer:
     """Solve a parameter budget: `design("10M", 16_000).spec` is a model of that size.
 
     Numbers may be texts (`"10M"`, `"0.5%"`); the ratio and the expansion may be `"free"`.
+    A search ends after a while and says what it has not proven; a `thorough` one goes on.
     """
     one_of("position", position, POSITIONS)
     one_of("norm", norm, NORMS)
@@ -117,14 +120,15 @@ def design(
         max_aspect=max_aspect,
     )
     if parse_share("tolerance", tolerance) == 0.0:
-        total = budget.total
-        near = least_tolerance(budget, largest_count(budget, total), smallest_count(budget, total))
+        effort = Effort() if thorough else Effort(LOOKS)
+        counts = counts_around(budget, budget.total, budget.total, effort)
+        near = least_tolerance(budget, counts)
         raise InputError(
             "a tolerance of 0 asks for one number, which whole sizes rarely meet",
-            hint="the nearest that works here is "
+            hint=("the nearest that works here is " if counts.is_proven else "one that works is ")
             + ("0.5%" if near is None else f"{(Decimal(repr(near)) * 100).normalize():f}%"),
         )
-    return solve(budget)
+    return solve(budget, thorough=thorough)
 
 
 def _tolerance(tolerance: float | str) -> float:

@@ -1,32 +1,32 @@
-"""A budget without an answer: the certificate says which bound fails, by how much, what works."""
+"""A budget without an answer: the certificate says which bound fails, by how much, what works.
+
+Where a search ends before it knows, that is said instead: `Undecided`, with the counts it has seen.
+"""
 
 from typing import Any
 
 from glassformer.spec.base import spec
 from glassformer.spec.budget import Budget, Exact, Free, Target, Wish
-from glassformer.spec.errors import CheckFailed
-from glassformer.spec.reach import (
-    LIMITS,
-    changed,
-    changes,
-    feasible,
-    is_limited,
-    needed,
-    neighbours,
-    relaxed,
-)
+from glassformer.spec.errors import CheckFailed, MachineError
+from glassformer.spec.neighbours import Neighbours, least_tolerance, neighbours
+from glassformer.spec.patience import Effort
+from glassformer.spec.reach import LIMITS, changed, changes, is_limited, reached
 from glassformer.spec.search import Search
 from glassformer.spec.widths import heads_of
 
 
 @spec
 class Infeasible:
-    """The certificate. `nearest` holds, for each single input, a value that works, or None."""
+    """The certificate. `nearest` holds, for each single input, a value that works, or None.
+
+    Those in `unproven` were left open: a value nearer than the one named, or than none, may work.
+    """
 
     budget: Budget
     bound: str
     why: str
     nearest: dict[str, Any]
+    unproven: tuple[str, ...] = ()
 
 
 class InfeasibleBudget(CheckFailed):
@@ -48,16 +48,55 @@ def show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def certificate(budget: Budget) -> Infeasible:
+class Undecided(MachineError):
+    """The search ended at its limit before it found a design or knew that there is none.
+
+    `tolerance` is the least that is known to work, None where no design at all was seen.
+    """
+
+    def __init__(self, budget: Budget, near: Neighbours, *, looks: int) -> None:
+        low, high = budget.bounds
+        self.budget, self.counts = budget, near.counts
+        self.tolerance = least_tolerance(budget, near)
+        seen = f"; designs of {_listed(budget, near.counts)} were found" if near.counts else ""
+        wider = "" if self.tolerance is None else f"; or a tolerance of {show(self.tolerance)}"
+        super().__init__(
+            f"undecided: {looks:,} looks found no design from {low:,} to {high:,} parameters, and "
+            f"did not rule one out{seen}",
+            hint=f"a thorough search has no limit{wider}",
+        )
+
+
+def undecided(budget: Budget, effort: Effort) -> Undecided:
+    """What is known where neither a design nor a proof was found."""
+    looks = effort.spent
+    return Undecided(budget, neighbours(budget, effort), looks=looks)
+
+
+def certificate(budget: Budget, effort: Effort) -> Infeasible:
     """Why there is no answer, and the nearest feasible change of each single input."""
-    below, above = neighbours(budget)
-    bound, why = _reason(budget, below, above)
+    near = neighbours(budget, effort.share(2))
+    found = tuple(changes(budget, near, effort))
+    nearest = {change.name: change.value for change in found}
+    bound, why = _reason(budget, near, nearest, effort)
     return Infeasible(
-        budget=budget, bound=bound, why=why, nearest=dict(changes(budget, below, above))
+        budget=budget,
+        bound=bound,
+        why=why,
+        nearest=nearest,
+        unproven=tuple(change.name for change in found if not change.is_proven),
     )
 
 
-def _reason(budget: Budget, below: int | None, above: int | None) -> tuple[str, str]:
+def _listed(budget: Budget, counts: tuple[int, ...]) -> str:
+    away = [(n, n / budget.total - 1) for n in counts]
+    shares = (f"{x:+.2%}" if abs(x) >= 5e-5 else f"{n - budget.total:+,}" for n, x in away)
+    return " and ".join(f"{n:,} ({share})" for n, share in zip(counts, shares, strict=True))
+
+
+def _reason(
+    budget: Budget, near: Neighbours, nearest: dict[str, Any], effort: Effort
+) -> tuple[str, str]:
     low, high = budget.bounds
     widths = Search(budget).widths
     width = next(d for d in range(widths.step, 2**31, widths.step) if heads_of(budget, d))
@@ -75,46 +114,49 @@ def _reason(budget: Budget, below: int | None, above: int | None) -> tuple[str, 
             f"the smallest model, {layers} of width {width}, has {smallest:,} parameters: "
             f"{smallest - high:,} more than {room}"
         )
-    for field in ("embedding_ratio", "glu_expansion"):
-        wish = getattr(budget, field)
-        if is_limited(wish):
-            _, within = needed(budget, field)
-            if within is not None:
-                return field, _out_of_reach(budget, field, wish, within)
+    for field, option in (("embedding_ratio", "ratio_within"), ("glu_expansion", "glu_within")):
+        wish, within = getattr(budget, field), nearest.get(option)
+        if is_limited(wish) and within is not None:
+            return field, _out_of_reach(budget, field, wish, within, effort)
     for field, (option, none) in LIMITS.items():
-        if getattr(budget, field) != none and feasible(budget, field, none):
+        if getattr(budget, field) != none and nearest[option] is not None:
             words = option.replace("_", " ")
             return option, (
                 f"{words} {getattr(budget, field):g} leaves no design; "
-                f"{show(relaxed(budget, field))} would"
+                f"{show(nearest[option])} would"
             )
-    counts = [f"{n:,} ({n / budget.total - 1:+.2%})" for n in (below, above) if n is not None]
-    if counts:
+    if near.counts:
+        found = "" if near.is_proven else " found"
         return "tolerance", (
             f"no design has from {low:,} to {high:,} parameters; the nearest "
-            f"{'count is' if len(counts) == 1 else 'counts are'} {' and '.join(counts)}"
+            f"{f'count{found} is' if len(near.counts) == 1 else f'counts{found} are'} "
+            f"{_listed(budget, near.counts)}"
         )
-    return "limits", "no design of any size keeps these limits together"
+    if near.is_proven:
+        return "limits", "no design of any size keeps these limits together"
+    return "limits", f"no design from {low:,} to {high:,} parameters keeps these limits together"
 
 
-def _out_of_reach(budget: Budget, field: str, wish: Wish, within: float) -> str:
+def _out_of_reach(budget: Budget, field: str, wish: Wish, within: float, effort: Effort) -> str:
     """What the nearest design has instead, and how much more than the limit that is."""
     assert not isinstance(wish, Free)
-    found = Search(changed(budget, field, Target(value=wish.value, within=within))).best()
-    assert found is not None
+    asked = changed(budget, field, Target(value=wish.value, within=within))
+    found = Search(asked, effort=effort).best()
+    if found is None:  # the effort is spent
+        words = "an embedding ratio" if field == "embedding_ratio" else "a GLU expansion"
+        return f"{words} of {wish.value:g} is out of reach; within {show(within)} of it is not"
+    value = reached(found, field)
     near = f"of all designs within {budget.tolerance:.2%} of the total, the nearest has"
     if field == "embedding_ratio":
-        share = found.frame.covered / found.frame.count(found.n_layers, found.d_ff)
-        asked = f"exactly {wish.value:.2%}" if isinstance(wish, Exact) else _limited(wish, "points")
+        limit = f"exactly {wish.value:.2%}" if isinstance(wish, Exact) else _limited(wish, "points")
         return (
-            f"an embedding ratio of {asked} is out of reach: {near} {share:.2%}, "
-            f"{abs(share - wish.value) * 100:.2f} points away"
+            f"an embedding ratio of {limit} is out of reach: {near} {value:.2%}, "
+            f"{abs(value - wish.value) * 100:.2f} points away"
         )
-    expansion = found.d_ff / found.frame.d_model
-    asked = f"exactly {wish.value:g}" if isinstance(wish, Exact) else _limited(wish, "%")
+    limit = f"exactly {wish.value:g}" if isinstance(wish, Exact) else _limited(wish, "%")
     return (
-        f"a GLU expansion of {asked} is out of reach: {near} {expansion:.3f}, "
-        f"{abs(expansion / wish.value - 1):.2%} away"
+        f"a GLU expansion of {limit} is out of reach: {near} {value:.3f}, "
+        f"{abs(value / wish.value - 1):.2%} away"
     )
 
 

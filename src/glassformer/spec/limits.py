@@ -66,6 +66,18 @@ class Limits:
             wide = self._most_glu[0] * large.d_model // self._most_glu[1]
         return Room(low, high, narrow, wide, multiple)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether some widths may have no d_ff at all."""
+        return self._glu_within is not None
+
+    def has_ffn(self, d_model: int) -> bool:
+        """Whether a multiple is within the expansion's limit at this width."""
+        multiple = self.budget.ffn_multiple
+        least = max(1, _up(self._least_glu[0] * d_model, self._least_glu[1]))
+        most = self._most_glu[0] * d_model // self._most_glu[1]
+        return most // multiple * multiple >= least
+
     def depths(self, small: Frame, large: Frame, room: Room) -> range:
         """The depths at which some frame of the box may keep every limit."""
         least = self.budget.min_layers

@@ -1,9 +1,11 @@
-"""How long a search may take, for a caller that waits; without `patience` nothing is limited.
+"""How long a search may take: so many looks, or, for a caller that waits, so many seconds.
 
-A search has no measure of its work before it is done: any rank and a tolerance of a few parameters
-can leave so much open that half a minute passes. A page has no minutes.
+Looks are counted, so that the same question always ends at the same place: what takes as long as
+cutting one box of designs is a look, about ten microseconds. `patience` is for a page, which has no
+minutes.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,15 +30,35 @@ def patience(seconds: float) -> Iterator[None]:
         _UNTIL.reset(token)
 
 
-class Clock:
-    """The time that a search has left, as it was when the search began."""
+class Effort:
+    """The looks that are left to a search, or to several of them; without a number, no limit.
 
-    __slots__ = ("_until",)
+    A part of an effort has looks of its own, which the whole has less of afterwards.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_until", "_whole", "left", "spent")
+
+    def __init__(self, looks: float = math.inf, *, whole: "Effort | None" = None) -> None:
+        self.left: float = looks if whole is None else min(looks, whole.left)
+        self.spent = 0
+        self._whole = whole
         self._until = _UNTIL.get()
 
-    def check(self) -> None:
-        """Raise when the time is over."""
-        if self._until < float("inf") and time.monotonic() > self._until:
+    def share(self, of: int) -> "Effort":
+        """One of so many equal parts of what is left."""
+        return Effort(self.left if self.left == math.inf else self.left // of, whole=self)
+
+    def spend(self, looks: int) -> None:
+        """So many looks less; raise when the time is over."""
+        effort: Effort | None = self
+        while effort is not None:
+            effort.spent += looks
+            effort.left -= looks
+            effort = effort._whole
+        if self._until < math.inf and time.monotonic() > self._until:
             raise OutOfPatience("the search takes longer than anybody here would wait")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every look is spent."""
+        return self.left <= 0

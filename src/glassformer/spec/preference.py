@@ -23,6 +23,8 @@ SLACK = 1e-9
 LEAST = 1
 
 Key = tuple[float, ...]
+#: Where level and exact drift stand in a key.
+LEVEL, DRIFT = 1, 4
 
 
 def level(units: float) -> int:
@@ -33,6 +35,13 @@ def level(units: float) -> int:
     if units <= 1.0:
         return max(LEAST, math.ceil(units * 4 - 1e-9))
     return 4 + math.ceil(math.log(units, 1.1) - 1e-9)
+
+
+def least_drift(level: float) -> float:
+    """No drift of this level, or of a higher one, is less."""
+    if level <= LEAST:
+        return 0.0
+    return (level - 1) / 4 if level <= 4 else float(1.1 ** (level - 5))
 
 
 class Preference:

@@ -2,28 +2,34 @@
 
 Hard are the count, the limits of ratio and expansion, depth and aspect; `preference` orders what is
 left. Boxes of designs are opened in the order of the best that they may hold, so a search ends when
-the best design found is better than any that a closed box may hold.
+the best design found is better than any that a closed box may hold, or when its effort is spent:
+then what it has found is the best so far, and `is_proven` is False.
 """
 
-import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from glassformer.spec.boxes import Box, Boxes
 from glassformer.spec.budget import Budget
 from glassformer.spec.counting import Frame
-from glassformer.spec.limits import Limits, ffns
-from glassformer.spec.patience import Clock
-from glassformer.spec.preference import Key, Preference
+from glassformer.spec.frontier import Frontier
+from glassformer.spec.limits import Limits
+from glassformer.spec.patience import Effort
+from glassformer.spec.preference import DRIFT, LEVEL, Key, Preference, least_drift
+from glassformer.spec.sizes import is_tight, looks, nearest, nearest_looks, sizes
 from glassformer.spec.widths import Widths
 
 #: So many values of d_ff are all looked at; of more, those where something turns.
 FEW = 64
 
-#: What should be small before everything else: the least of it in a box.
-First = Callable[[Box], float]
+#: The bound of a box takes so many looks.
+BOUND = 2
+#: So many looks for designs of the nearest count one after the other; then the best one first.
+TIES = 500
+
+#: What should be small before everything else: the least of it up to a depth and a width.
+First = Callable[[int, int], float]
 #: What the values of d_ff around a turn are multiples of.
 FRIENDLY = (1, 8, 64)
 
@@ -42,71 +48,97 @@ class Found:
         """Parameters of the whole model."""
         return self.frame.count(self.n_layers, self.d_ff)
 
+    @property
+    def drift(self) -> float:
+        """How far both wishes were left, in units of the preference."""
+        return self.key[DRIFT]
+
 
 class Search:
     """One budget between two counts, which are its own unless others are given.
 
-    `opened` tells how many boxes and designs were looked at.
+    `is_proven`: nothing that was left unopened could be better; else none of it is better than
+    `least`, which is a drift, or for the nearest count a distance.
     """
 
-    def __init__(self, budget: Budget, *, low: int | None = None, high: int | None = None) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        low: int | None = None,
+        high: int | None = None,
+        effort: Effort | None = None,
+    ) -> None:
         self.budget = budget
         least, most = budget.bounds
         self.low = least if low is None else low
         self.high = most if high is None else high
         self.widths = Widths(budget)
         self.preference = Preference(budget, low=self.low, high=self.high)
-        self.opened = 0
-        self._clock = Clock()
+        self.effort = Effort() if effort is None else effort
+        self.is_proven = True
+        self.least = 0.0
+        self._begun = self.effort.spent
+
+    @property
+    def opened(self) -> int:
+        """How many looks it took."""
+        return self.effort.spent - self._begun
 
     def _limits(self) -> Limits:
         return Limits(self.budget, low=self.low, high=self.high)
 
-    def _look(self) -> None:
-        self.opened += 1
-        self._clock.check()
+    def _boxes(self, limits: Limits) -> Boxes:
+        return Boxes(self.widths, limits, self.effort)
 
     # --- the best ---------------------------------------------------------------------------------
 
-    def best(self) -> Found | None:
-        """The least key, or nothing where no design keeps the limits."""
-        return self._least(lambda box: 0.0, self._choices)
+    def best(self, *, than: Found | None = None) -> Found | None:
+        """The least key, or nothing where no design keeps the limits; or what is best so far."""
+        return self._least(lambda deep, wide: 0.0, self._choices, found=than)
 
     def deepest(self) -> Found | None:
         """The most layers, then the least key."""
-        return self._least(lambda box: -box.deep, self._few)
+        return self._least(lambda deep, wide: -deep, self._few)
 
     def widest(self) -> Found | None:
         """The largest d_model, then the least key."""
-        return self._least(lambda box: -box.large.d_model, self._few)
+        return self._least(lambda deep, wide: -wide, self._few)
 
     def _least(
-        self, first: First, choices: Callable[[Frame, int, range], Iterator[int]]
+        self,
+        first: First,
+        choices: Callable[[Frame, int, range], Iterator[int]],
+        *,
+        found: Found | None = None,
     ) -> Found | None:
-        limits, prefer, order = self._limits(), self.preference, itertools.count(0, -1)
-        boxes, found = Boxes(self.widths, limits), None
-        best: Key = (math.inf,)
-        heap: list[tuple[Key, int, Box]] = []
+        limits, prefer = self._limits(), self.preference
+        boxes = self._boxes(limits)
+        best: Key = (math.inf,) if found is None else (0.0, *found.key)
 
-        def push(parts: Iterator[Box]) -> None:
-            for box in parts:
-                bound = (first(box), *prefer.bound(box))
-                if bound <= best:
-                    heapq.heappush(heap, (bound, next(order), box))
+        def bound(box: Box) -> Key:
+            self.effort.spend(BOUND)
+            return (first(box.deep, box.large.d_model), *prefer.bound(box))
 
-        push(boxes.every())
-        while heap and heap[0][0] <= best:
-            self._look()
-            _, _, box = heapq.heappop(heap)
-            if not box.is_leaf and not _is_tight(box):
-                push(boxes.split(box))
+        closed = Frontier(bound)
+        closed.push(boxes.every(), best=best)
+        while not closed.is_done(best):
+            if self.effort.is_over:
+                self.is_proven = False
+                self.least = least_drift(min(bound[1 + LEVEL] for bound in closed.bounds(best)))
+                break
+            box = closed.pop()
+            if not box.is_leaf and not is_tight(box):
+                closed.push(boxes.split(box), best=best)
                 continue
             frame = box.small
-            whole = replace(box, room=limits.room(frame, frame))  # with each d_ff of its depths
-            for n_layers, d_ffs in _sizes(whole):
-                at_depth = first(replace(box, shallow=n_layers, deep=n_layers))
+            room = limits.room(frame, frame)  # with each d_ff of its depths
+            whole = Box(frame, frame, box.shallow, box.deep, room, is_settled=True)
+            self.effort.spend(looks(whole))
+            for n_layers, d_ffs in sizes(whole):
+                at_depth = first(n_layers, frame.d_model)
                 for d_ff in choices(frame, n_layers, d_ffs):
-                    self.opened += 1
+                    self.effort.spend(1)
                     key = (at_depth, *prefer.key(frame, n_layers, d_ff))
                     if key < best:
                         best, found = key, Found(key[1:], frame, n_layers, d_ff)
@@ -143,104 +175,75 @@ class Search:
 
     def feasible(self) -> bool:
         """Whether any design keeps every limit."""
-        limits = self._limits()
-        boxes = Boxes(self.widths, limits)
+        return self.first() is not None
+
+    def first(self) -> Found | None:
+        """A design that keeps every limit, or nothing where none does."""
+        boxes = self._boxes(self._limits())
         stack = list(boxes.every())
         while stack:
-            self._look()
+            if self.effort.is_over:
+                self.is_proven = False
+                break
             box = stack.pop()
             if not box.is_frame:
                 stack.extend(boxes.split(box))
-            elif any(True for _ in _sizes(box)):
-                return True
-        return False
+                continue
+            self.effort.spend(looks(box))
+            for n_layers, d_ffs in sizes(box):
+                near = self._few(box.small, n_layers, d_ffs)
+                key, d_ff = min((self.preference.key(box.small, n_layers, f), f) for f in near)
+                return Found(key, box.small, n_layers, d_ff)
+        return None
 
     def closest(self, target: int) -> Found | None:
         """The count nearest to the target, then the least key."""
-        return self._closest(target, ties=True)
+        found, rest = self._closest(target, ties=TIES)
+        if found is None or not rest:
+            return found
+        away = abs(found.count - target)
+        for count in sorted({target - away, target + away}):
+            if self.low <= count <= self.high:
+                at_count = Search(self.budget, low=count, high=count, effort=self.effort.share(2))
+                at_count.preference = self.preference
+                found = at_count.best(than=found)
+                self.is_proven &= at_count.is_proven
+        return found
 
     def nearest_count(self, target: int) -> int | None:
         """The nearest count alone: one design that has it is enough."""
-        found = self._closest(target, ties=False)
+        found, _ = self._closest(target, ties=0)
         return None if found is None else found.count
 
-    def _closest(self, target: int, *, ties: bool) -> Found | None:
-        limits, order, found = self._limits(), itertools.count(0, -1), None
-        boxes, away = Boxes(self.widths, limits), self.high + target
-        heap: list[tuple[int, int, Box]] = []
-
-        def push(parts: Iterator[Box]) -> None:
-            for box in parts:
-                apart = max(0, box.least - target, target - box.most)
-                heapq.heappush(heap, (apart, next(order), box))
-
-        push(boxes.every())
-        while heap and (heap[0][0] < away or (ties and heap[0][0] == away)):
-            self._look()
-            box = heapq.heappop(heap)[2]
+    def _closest(self, target: int, *, ties: int) -> tuple[Found | None, bool]:
+        """With the nearest count; whether so many looks have left others that have it too."""
+        limits, found = self._limits(), None
+        boxes, away = self._boxes(limits), self.high + target
+        also, left = int(ties > 0), ties
+        closed = Frontier(lambda box: (max(0, box.least - target, target - box.most),))
+        closed.push(boxes.every(), best=(away,))
+        while not closed.is_done((away - 1 + also,)):
+            before, is_nearest = self.effort.spent, closed.is_done((away - 1,))
+            if self.effort.is_over and not is_nearest:
+                self.is_proven = False
+                self.least = min(bound[0] for bound in closed.bounds((away - 1,)))
+                return found, False
+            if is_nearest and (self.effort.is_over or left <= 0):
+                return found, True
+            box = closed.pop()
             if not box.is_frame:
-                push(boxes.split(box))
-                continue
-            for near in boxes.cut(box.small, box.small, depths=box.depths, is_settled=True):
-                for n_layers, d_ff in _nearest(near, target):
-                    self.opened += 1
-                    distance = abs(near.small.count(n_layers, d_ff) - target)
-                    if distance > away or (distance == away and not ties):
-                        continue
-                    key = self.preference.key(near.small, n_layers, d_ff)
-                    if distance < away or found is None or key < found.key:
-                        away, found = distance, Found(key, near.small, n_layers, d_ff)
-            reach = away if ties else away - 1
-            limits.low, limits.high = max(self.low, target - reach), min(self.high, target + reach)
-        return found
-
-
-def _is_tight(box: Box) -> bool:
-    """Whether its one frame has at most one d_ff at each depth, and one depth with each d_ff."""
-    frame, room = box.small, box.room
-    step = min(frame.column * box.shallow, frame.base + frame.column * room.narrow)
-    return box.is_frame and room.high - room.low < step
-
-
-def _sizes(box: Box) -> Iterator[tuple[int, range]]:
-    """Every depth of the one frame of a box, and each d_ff that it may have there."""
-    frame, room, d_ffs = box.small, box.room, box.d_ffs
-    outside, base, column, low, high = frame.outside, frame.base, frame.column, room.low, room.high
-    if len(d_ffs) > box.deep - box.shallow or not _is_tight(box):
-        for n_layers in range(box.shallow, box.deep + 1):
-            fixed, slope = outside + n_layers * base, n_layers * column * room.multiple
-            if high - (high - fixed) % slope >= low:
-                at_depth = ffns(frame, room, n_layers)
-                if at_depth:
-                    yield n_layers, at_depth
-        return
-    for d_ff in d_ffs:
-        layer = base + column * d_ff
-        n_layers = (high - outside) // layer
-        if outside + n_layers * layer >= low and box.shallow <= n_layers <= box.deep:
-            yield n_layers, range(d_ff, d_ff + 1)
-
-
-def _nearest(box: Box, target: int) -> Iterator[tuple[int, int]]:
-    """Depth and d_ff of one frame's counts around the target: for each depth, or each d_ff."""
-    frame, room, d_ffs = box.small, box.room, box.d_ffs
-    if len(d_ffs) > box.deep - box.shallow:
-        for n_layers, at_depth in _sizes(box):
-            fixed, slope = frame.outside + n_layers * frame.base, n_layers * frame.column
-            below = (target - fixed) // slope // room.multiple * room.multiple
-            near = {min(max(f, at_depth[0]), at_depth[-1]) for f in (below, below + room.multiple)}
-            yield from ((n_layers, d_ff) for d_ff in near)
-        return
-    for d_ff in d_ffs:
-        layer = frame.base + frame.column * d_ff
-        least = max(box.shallow, _up(room.low - frame.outside, layer))
-        most = min(box.deep, (room.high - frame.outside) // layer)
-        if least <= most:
-            below = (target - frame.outside) // layer
-            near = {min(max(n, least), most) for n in (below, below + 1)}
-            yield from ((n_layers, d_ff) for n_layers in near)
-
-
-def _up(number: int, by: int) -> int:
-    """The quotient, rounded up."""
-    return -(-number // by)
+                closed.push(boxes.split(box), best=(away - 1 + also,))
+            else:
+                for near in boxes.cut(box.small, box.small, depths=box.depths, is_settled=True):
+                    self.effort.spend(nearest_looks(near))
+                    for n_layers, d_ff in nearest(near, target):
+                        distance = abs(near.small.count(n_layers, d_ff) - target)
+                        if distance >= away + also:
+                            continue
+                        key = self.preference.key(near.small, n_layers, d_ff)
+                        if distance < away or found is None or key < found.key:
+                            away, found = distance, Found(key, near.small, n_layers, d_ff)
+                limits.low = max(self.low, target - away + 1 - also)
+                limits.high = min(self.high, target + away - 1 + also)
+            left -= is_nearest * (self.effort.spent - before)
+        return found, False

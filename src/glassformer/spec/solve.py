@@ -5,8 +5,8 @@ Every design is counted again by the manifest before it is shown. No design at a
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from glassformer.spec.budget import (
     Answer,
@@ -18,10 +18,17 @@ from glassformer.spec.budget import (
     Wish,
     build_spec,
 )
-from glassformer.spec.infeasible import InfeasibleBudget, certificate
+from glassformer.spec.infeasible import InfeasibleBudget, certificate, undecided
 from glassformer.spec.manifest import manifest
+from glassformer.spec.patience import Effort
 from glassformer.spec.search import Found, Search
 
+#: Looks for one question, about half a second of them, and for its best design.
+LOOKS, BEST_LOOKS = 60_000, 40_000
+#: What is not known of an exact total.
+NEARER = "a nearer one, or a better one as near, is not ruled out"
+#: What hardware likes d_model and d_ff to be multiples of.
+MULTIPLES = (64, 32, 16, 8)
 #: How far the alternatives that are best at one thing may leave the wishes.
 RATIO_REACH, GLU_REACH = 0.05, 0.15
 #: The same for a ratio that any rank can meet.
@@ -32,14 +39,44 @@ FAR = 0.1
 ASPECT_REACH, EXPANSION_REACH = 2.0, 0.5
 
 
-def solve(budget: Budget, *, alternatives: bool = True) -> Answer:
-    """The answer to a budget; raises `InfeasibleBudget` where there is none."""
-    found = Search(budget).best()
+def solve(budget: Budget, *, alternatives: bool = True, thorough: bool = False) -> Answer:
+    """The answer to a budget; raises `InfeasibleBudget` where there is none.
+
+    A search ends after so many looks, and its answer tells what is then not proven; `Undecided`
+    where nothing was found by then. A thorough one goes on to the end.
+    """
+    effort = Effort() if thorough else Effort(LOOKS)
+    search = Search(budget, effort=Effort(math.inf if thorough else BEST_LOOKS, whole=effort))
+    found = search.best()
+    if found is None and not search.is_proven:
+        quick = Search(budget, effort=effort.share(2))
+        found = quick.first()
+        if found is None and not quick.is_proven:
+            raise undecided(budget, effort)
     if found is None:
-        raise InfeasibleBudget(certificate(budget))
+        raise InfeasibleBudget(certificate(budget, effort))
     best = design_of("best", budget, found)
-    others = tuple(_distinct(best, _alternatives(budget, best))) if alternatives else ()
-    return Answer(budget=budget, best=best, alternatives=others, gave_way=_gave_way(budget, best))
+    open_ends = [] if search.is_proven else [_not_best(found, search.least)]
+    others: tuple[Design, ...] = ()
+    if alternatives:
+        sought = _with_nearest(tuple(_alternatives(budget, best, effort)), best)
+        others = tuple(_distinct(best, (each.design for each in sought if each.design)))
+        open_ends += [f"{each.name}: {each.unproven}" for each in sought if each.unproven]
+    return Answer(
+        budget=budget,
+        best=best,
+        alternatives=others,
+        gave_way=_gave_way(budget, best),
+        not_proven=tuple(open_ends),
+    )
+
+
+def _not_best(found: Found, least: float) -> str:
+    """What is known of the designs that were not looked at."""
+    return (
+        f"best: nothing left unopened drifts less than {least:.3g}, and this one {found.drift:.3g} "
+        "(1 is a point of the ratio, or 5% of the expansion)"
+    )
 
 
 def design_of(name: str, budget: Budget, found: Found) -> Design:
@@ -74,38 +111,79 @@ def design_of(name: str, budget: Budget, found: Found) -> Design:
 # --- alternatives -------------------------------------------------------------------------------
 
 
-def _alternatives(budget: Budget, best: Design) -> Iterator[Design]:
+@dataclass(frozen=True)
+class Sought:
+    """An alternative, if there is one, and what the search for it has left open."""
+
+    name: str
+    design: Design | None
+    unproven: str
+
+
+#: A search that is to be done, and what is not known if it ends too early.
+Seek = tuple[str, Budget, Callable[[Search], Found | None], str]
+
+
+def _alternatives(budget: Budget, best: Design, effort: Effort) -> Iterator[Sought]:
     """Best at one thing each; those that the limits leave no room for are not there."""
-    near = Search(_near(budget, best))
-    yield from _named("exact total", budget, near.closest(budget.total))
-    if isinstance(budget.embedding_ratio, Target):
-        exact = replace(budget, embedding_ratio=Exact(value=budget.embedding_ratio.value))
-        yield from _named("exact ratio", budget, Search(exact).best())
-    if isinstance(budget.glu_expansion, Target):
-        exact = replace(budget, glu_expansion=Exact(value=budget.glu_expansion.value))
-        yield from _named("exact expansion", budget, Search(exact).best())
-    yield from _friendly(budget)
-    yield from _named("deepest", budget, near.deepest())
-    yield from _named("widest", budget, near.widest())
+    seeks = list(_seeks(budget, best))
+    for left, (name, asked, seek, doubt) in zip(range(len(seeks), 0, -1), seeks, strict=True):
+        if name == "deepest":
+            yield from _friendly(budget, effort.share(2))
+        search = Search(asked, effort=effort.share(left))
+        found = seek(search)
+        made = None if found is None else design_of(name, budget, found)
+        if search.is_proven:
+            doubt = ""
+        elif found is None:
+            doubt = "none was found, which does not rule one out"
+        yield Sought(name, made, doubt)
 
 
-def _named(name: str, budget: Budget, found: Found | None) -> Iterator[Design]:
-    if found is not None:
-        yield design_of(name, budget, found)
+def _with_nearest(sought: tuple[Sought, ...], best: Design) -> tuple[Sought, ...]:
+    """An exact total that was not proven is at least the nearest of all that were found."""
+    total, *others = sought
+    if not total.unproven:
+        return sought
+    made = [*(each.design for each in sought if each.design is not None), best]
+    nearest = min(made, key=lambda design: abs(design.params - design.target))
+    design = nearest.renamed(total.name)
+    return (Sought(total.name, design, NEARER), *others)
 
 
-def _friendly(budget: Budget) -> Iterator[Design]:
+def _seeks(budget: Budget, best: Design) -> Iterator[Seek]:
+    near, target = _near(budget, best), budget.total
+    better = "a better one is not ruled out"
+    yield "exact total", near, lambda search: search.closest(target), NEARER
+    ratio, glu = budget.embedding_ratio, budget.glu_expansion
+    if isinstance(ratio, Target):
+        exact = replace(budget, embedding_ratio=Exact(value=ratio.value))
+        yield "exact ratio", exact, Search.best, better
+    if isinstance(glu, Target):
+        exact = replace(budget, glu_expansion=Exact(value=glu.value))
+        yield "exact expansion", exact, Search.best, better
+    yield "deepest", near, Search.deepest, "a deeper one is not ruled out"
+    yield "widest", near, Search.widest, "a wider one is not ruled out"
+
+
+def _friendly(budget: Budget, effort: Effort) -> Iterator[Sought]:
     """d_model and d_ff in the largest power of two that the budget admits."""
-    for multiple in (64, 32, 16, 8):
+    doubt = ""
+    for multiple in MULTIPLES:
         rounded = replace(
             budget,
             width_multiple=math.lcm(multiple, budget.width_multiple),
             ffn_multiple=math.lcm(multiple, budget.ffn_multiple),
         )
-        found = Search(rounded).best()
+        search = Search(rounded, effort=effort.share(2))
+        found, name = search.best(), f"multiples of {multiple}"
+        if not search.is_proven:
+            doubt = doubt or f"a better one of multiples of {multiple} is not ruled out"
         if found is not None:
-            yield design_of(f"multiples of {multiple}", budget, found)
+            yield Sought(name, design_of(name, budget, found), doubt)
             return
+    if doubt:
+        yield Sought("multiples", None, "none was found, which does not rule one out")
 
 
 def _near(budget: Budget, best: Design) -> Budget:

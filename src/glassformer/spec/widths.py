@@ -1,8 +1,9 @@
 """Which widths, heads and ranks a budget admits: the frames that a search chooses from."""
 
+import functools
 import math
 
-from glassformer.spec.budget import HEAD_SLACK, HEAD_WIDTHS, Budget
+from glassformer.spec.budget import HEAD_SLACK, HEAD_WIDTHS, Budget, Exact
 from glassformer.spec.counting import Counts, Frame
 from glassformer.spec.model import Rotary
 
@@ -30,17 +31,22 @@ def heads_of(budget: Budget, d_model: int) -> list[tuple[int, int]]:
         return [(budget.n_heads, h) for h in range(max(1, low), high + 1) if h % even == 0]
     if budget.n_heads is not None:
         return [(budget.n_heads, d_model // budget.n_heads)]
-    groups, (least, most) = budget.n_kv_heads or 1, HEAD_WIDTHS
-    if d_model < least:
-        return [(1, d_model)] if groups == 1 and d_model % even == 0 else []
-    found = [
-        (d_model // h, h)
-        for h in range(least, min(most, d_model) + 1)
-        if d_model % h == 0 and h % even == 0 and d_model // h % groups == 0
-    ]
+    found = list(_any_heads(d_model, budget.n_kv_heads or 1, even))
     if budget.n_kv_heads is None and found:  # the count is the same for all of them
         return [min(found, key=lambda pair: abs(math.log(pair[1] / HABITUAL_HEAD)))]
     return found
+
+
+@functools.lru_cache(maxsize=2**15)
+def _any_heads(d_model: int, groups: int, even: int) -> tuple[tuple[int, int], ...]:
+    least, most = HEAD_WIDTHS
+    if d_model < least:
+        return ((1, d_model),) if groups == 1 and d_model % even == 0 else ()
+    return tuple(
+        (d_model // h, h)
+        for h in range(least, min(most, d_model) + 1)
+        if d_model % h == 0 and h % even == 0 and d_model // h % groups == 0
+    )
 
 
 class Widths:
@@ -89,12 +95,13 @@ class Widths:
 
     def frame(self, d_model: int, pair: tuple[int, int], rank: int | None) -> Frame:
         """The frame of this width, these heads and this rank."""
-        counts = self.counts
-        if self.budget.rank == "any":
-            assert rank is not None
-            step = counts.covered(d_model, rank + 1) - counts.covered(d_model, rank)
-        else:
-            step = counts.covered(d_model + self.step, rank) - counts.covered(d_model, rank)
+        counts, step = self.counts, 0
+        if isinstance(self.budget.embedding_ratio, Exact):  # nothing else asks for it
+            following = (d_model + self.step, rank)
+            if self.budget.rank == "any":
+                assert rank is not None
+                following = (d_model, rank + 1)
+            step = counts.covered(*following) - counts.covered(d_model, rank)
         return counts.frame(d_model, *pair, rank=rank, step=step)
 
     def smallest(self, d_model: int, rank: int | None) -> Frame:

@@ -17,7 +17,7 @@ from glassformer.spec.budget import Answer, Design, Exact
 from glassformer.spec.costs import cache_bytes, flops, training_memory, weight_bytes
 from glassformer.spec.design import design as solve
 from glassformer.spec.errors import InputError, MachineError
-from glassformer.spec.infeasible import Infeasible, InfeasibleBudget, show
+from glassformer.spec.infeasible import Infeasible, InfeasibleBudget, Undecided, show
 from glassformer.spec.patience import OutOfPatience, patience
 from glassformer.spec.quantity import format_bytes, format_flops, parse_count, parse_share
 from glassformer.web.design_command import command, python
@@ -89,6 +89,14 @@ def _value(name: str, text: str) -> Any:
 
 
 def _solve(asked: dict[str, Any]) -> Answer:
+    try:
+        return _limited(asked)
+    except Undecided as error:
+        hint = f"the command can search on: {command(asked | {'thorough': True})}"
+        raise InputError(error.what, hint=hint) from error
+
+
+def _limited(asked: dict[str, Any]) -> Answer:
     rest = {name: value for name, value in asked.items() if name not in ("params", "vocab")}
     try:
         with patience(PATIENCE):
@@ -120,6 +128,7 @@ def design(query: Query, lab: Lab) -> dict[str, Any]:
         ],
         "costs": costs(answer),
         "gave_way": list(answer.gave_way),
+        "not_proven": list(answer.not_proven),
         "warnings": [
             {"what": odd.what, "option": odd.option, "value": odd.value, "label": _change(odd)}
             for odd in odd_shapes(best)
@@ -196,10 +205,17 @@ def _infeasible(found: Infeasible) -> dict[str, Any]:
         ):
             if name == limit and isinstance(wish, Exact):
                 settings[exact] = False
-        text = f"{name.replace('_', ' ')} {show(value)}"
+        nearer = ", or a nearer one" if name in found.unproven else ""
+        text = f"{name.replace('_', ' ')} {show(value)}{nearer}"
         changes.append({"label": text, "settings": settings})
-    helpless = [name.replace("_", " ") for name, value in found.nearest.items() if value is None]
-    return {"why": found.why, "bound": found.bound, "changes": changes, "helpless": helpless}
+    silent = [name for name, value in found.nearest.items() if value is None]
+    return {
+        "why": found.why,
+        "bound": found.bound,
+        "changes": changes,
+        "helpless": [name.replace("_", " ") for name in silent if name not in found.unproven],
+        "unknown": [name.replace("_", " ") for name in silent if name in found.unproven],
+    }
 
 
 def design_landscape(query: Query, lab: Lab) -> Iterator[dict[str, Any]]:
@@ -215,9 +231,11 @@ def design_landscape(query: Query, lab: Lab) -> Iterator[dict[str, Any]]:
 
 def _cells(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     try:
-        budget = _solve(asked).budget
+        budget = _limited(asked).budget
     except InfeasibleBudget as error:
         budget = error.certificate.budget
+    except Undecided as error:
+        budget = error.budget
     yield {"ratios": list(RATIOS), "expansions": list(EXPANSIONS), "most": MOST}
     end = time.monotonic() + LANDSCAPE_PATIENCE
     for row, glu in enumerate(EXPANSIONS):

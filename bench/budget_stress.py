@@ -1,0 +1,182 @@
+"""Budgets drawn to be nasty, and how long each takes to answer or to refuse.
+
+Drawn from a seed: any total from 10 k to 10 G with any options, and four kinds of question that
+leave a search little to go by. Times are CPU time, with alternatives and certificates.
+"""
+
+import argparse
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from bench.budget import row
+from glassformer.spec.budget import Budget, Exact, Free, Target
+from glassformer.spec.errors import GlassError, InputError
+from glassformer.spec.infeasible import InfeasibleBudget
+from glassformer.spec.model import LayerNorm, Learned, NoPosition, RMSNorm, Rotary
+from glassformer.spec.patience import OutOfPatience, patience
+from glassformer.spec.solve import solve
+
+SEED = 6
+#: How many of all options at once, and of each kind.
+MIXED, EACH = 600, 50
+#: What the total may be off by, where all options are mixed.
+TOLERANCES = (1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 5e-3, 5e-3, 0.05, 0.5, 0.9)
+#: Seconds by which answers are counted.
+MARKS = (0.05, 0.2, 1.0)
+
+
+def _between(draw: random.Random, low: float, high: float) -> int:
+    """A whole number, each factor as likely as any other."""
+    return round(low * (high / low) ** draw.random())
+
+
+def _wish(draw: random.Random, values: tuple[float, ...], limits: tuple[float, ...]) -> Any:
+    value = draw.choice(values)
+    return draw.choice(
+        [Target(value=value)] * 3
+        + [Free(), Exact(value=value), Target(value=value, within=draw.choice(limits))]
+    )
+
+
+def mixed(draw: random.Random) -> Budget:
+    """Anything that may be asked, several options at a time."""
+    heads = draw.choice([None, 1, 3, 4, 7, 8, 12, 16, 64])
+    groups = draw.choice([None, None, 1, 2])
+    options: dict[str, Any] = {
+        "rank": lambda: draw.choice(["any", "any", 7, 64]),
+        "free_head_width": lambda: heads is not None,
+        "width_multiple": lambda: draw.choice([3, 8, 64]),
+        "ffn_multiple": lambda: draw.choice([3, 11, 64]),
+        "min_layers": lambda: draw.choice([2, 24, 100]),
+        "max_layers": lambda: draw.choice([100, 300]),
+        "min_aspect": lambda: draw.choice([0.1, 20.0]),
+        "max_aspect": lambda: draw.choice([40.0, 200.0]),
+        "ratio_covers": lambda: "input",
+    }
+    chosen = {name: options[name]() for name in sorted(options) if draw.random() < 0.2}
+    return Budget(
+        total=_between(draw, 1e4, 1e10),
+        vocab_size=_between(draw, 2, 3e5),
+        tolerance=draw.choice(TOLERANCES),
+        n_heads=heads,
+        n_kv_heads=groups if heads is None or groups is None or heads % groups == 0 else None,
+        tied=draw.random() < 0.5,
+        max_seq_len=_between(draw, 1, 131_072),
+        position=draw.choice([Learned(), Learned(), Rotary(), NoPosition()]),
+        bias=draw.choice(["none", "none", "qkv", "all", "no_key"]),
+        norm=draw.choice([LayerNorm(), RMSNorm()]),
+        embedding_ratio=_wish(draw, (0.001, 0.01, 0.1, 0.35, 0.6, 0.9), (1e-4, 0.01, 0.1)),
+        glu_expansion=_wish(draw, (0.5, 1.0, 2.66, 4.0, 8.0), (1e-4, 0.01, 0.2)),
+        **chosen,
+    )
+
+
+def ranked(draw: random.Random) -> Budget:
+    """Any rank with a tiny wished ratio, a billion and more."""
+    return replace(
+        mixed(draw),
+        total=_between(draw, 1e9, 1e10),
+        tolerance=draw.choice([1e-4, 5e-3, 0.05]),
+        rank="any",
+        embedding_ratio=Target(value=draw.choice([0.0001, 0.001, 0.01])),
+    )
+
+
+def tight(draw: random.Random) -> Budget:
+    """A tolerance of a few parameters, with counts that share no divisor."""
+    asked = replace(
+        mixed(draw),
+        total=_between(draw, 1e7, 1e10),
+        tolerance=draw.choice([1e-10, 1e-9, 1e-8, 1e-7]),
+        bias=draw.choice(["qkv", "all", "no_key"]),
+    )
+    return replace(
+        asked,
+        free_head_width=asked.n_heads is not None and draw.random() < 0.5,
+        rank=None if isinstance(asked.embedding_ratio, Free) else draw.choice([None, "any"]),
+    )
+
+
+def expanded(draw: random.Random) -> Budget:
+    """An expansion limited to a hundredth of a per cent, with any number of heads."""
+    value, within = draw.choice([2.0, 2.66, 2.7, 3.14159, 8 / 3]), draw.choice([1e-5, 1e-4])
+    return replace(
+        mixed(draw),
+        n_heads=None,
+        free_head_width=False,
+        n_kv_heads=draw.choice([None, 2]),
+        glu_expansion=Target(value=value, within=within),
+        tolerance=draw.choice([1e-6, 1e-4, 5e-3]),
+    )
+
+
+def wide(draw: random.Random) -> Budget:
+    """A tolerance of half the total and more."""
+    return replace(mixed(draw), tolerance=draw.choice([0.5, 0.7, 0.9, 0.99]))
+
+
+KINDS = {
+    "mixed": mixed,
+    "any rank, tiny ratio": ranked,
+    "a few parameters": tight,
+    "expansion within 1e-4": expanded,
+    "half the total": wide,
+}
+
+
+def stress_set() -> Iterator[tuple[str, Budget]]:
+    """Every question with its kind; those that break a rule are drawn again."""
+    for name, kind in KINDS.items():
+        draw, made = random.Random(f"{SEED} {name}"), 0
+        while made < (MIXED if name == "mixed" else EACH):
+            with contextlib.suppress(InputError):
+                budget = kind(draw)
+                made += 1
+                yield name, budget
+
+
+def outcome(budget: Budget) -> tuple[str, float]:
+    """`answered`, `refused` or else, and the seconds that it took."""
+    began = time.process_time()
+    try:
+        ended = "proven" if not solve(budget).not_proven else "answered"
+    except InfeasibleBudget:
+        ended = "refused"
+    except OutOfPatience:
+        ended = "given up"
+    except GlassError:
+        ended = "left open"
+    return ended, time.process_time() - began
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What may be asked of this benchmark."""
+    parser.add_argument("--patience", type=float, help="seconds after which one is given up")
+    parser.add_argument("--each", action="store_true", help="a row for every question")
+
+
+def run(*, asked: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """The distribution of times and outcomes, by kind and of all."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for number, (name, budget) in enumerate(stress_set()):
+        with patience(asked.patience) if asked.patience else contextlib.nullcontext():
+            ended, seconds = outcome(budget)
+        found.setdefault(name, []).append((ended, seconds))
+        if asked.each:
+            yield row(name, f"{number}: {ended}", seconds * 1e3)
+    every = [each for kind in found.values() for each in kind]
+    for name, kind in (*found.items(), ("all", every)):
+        times = sorted(seconds for _, seconds in kind)
+        slow = ", ".join(f"{sum(t > mark for t in times)} over {mark:g} s" for mark in MARKS)
+        ends = sorted({ended for ended, _ in kind})
+        counts = ", ".join(f"{sum(e == end for e, _ in kind)} {end}" for end in ends)
+        yield row(
+            f"stress: {name}",
+            f"{len(kind)} questions: {counts}; {slow}; worst {times[-1]:.2f} s",
+            statistics.median(times) * 1e3,
+        )
