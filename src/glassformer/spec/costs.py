@@ -6,7 +6,7 @@ own counter does; elementwise work is left out. A backward is two forwards.
 
 from glassformer.spec.activations import activations
 from glassformer.spec.base import spec
-from glassformer.spec.manifest import block_parameters, stored
+from glassformer.spec.manifest import stored
 from glassformer.spec.model import (
     AnswerHead,
     Attention,
@@ -14,6 +14,7 @@ from glassformer.spec.model import (
     ModelSpec,
     NextHead,
 )
+from glassformer.spec.parameters import block_parameters
 from glassformer.spec.quantization import QuantSpec, quantized_bytes, targets
 from glassformer.spec.train import SGD, AdamW, Muon
 

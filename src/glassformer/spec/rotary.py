@@ -9,7 +9,7 @@ digits would turn a released model's late positions by other angles than it has 
 import math
 import struct
 
-from glassformer.spec.model import LinearScaling, Llama3Scaling, Rotary, YarnScaling
+from glassformer.spec.position import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
 
 def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]:

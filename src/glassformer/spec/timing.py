@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from glassformer.spec.activations import PIECE
 from glassformer.spec.base import spec
 from glassformer.spec.costs import flops, head_weights
-from glassformer.spec.manifest import Parameter, block_parameters, stored
+from glassformer.spec.manifest import stored
 from glassformer.spec.model import (
     MLP,
     AnswerHead,
@@ -21,6 +21,7 @@ from glassformer.spec.model import (
     RMSNorm,
     Rotary,
 )
+from glassformer.spec.parameters import Parameter, block_parameters
 
 #: Points of a measured curve: at this size, so much work a second.
 Curve = tuple[tuple[int, float], ...]
@@ -57,7 +58,6 @@ GATE = (1.0, 1)
 RESIDUAL = (0.7, 1)  # an addition, and another where the two gradients meet
 MEETING = (0.35, 1)  # an addition of two gradients alone
 ROTATION = (3.0, 8)
-DROPOUT = (3.0, 3)
 GATHER = (1.0, 2)
 #: Calls that a product with weights, or attention, is made of, forward and backward.
 PRODUCT_CALLS, ATTENTION_CALLS = 4, 6

@@ -5,7 +5,7 @@ from typing import Literal
 from glassformer.spec.base import at_least, one_of, positive, probability, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.schedule import ConstantSchedule, CosineSchedule, InverseSqrtSchedule
+from glassformer.spec.schedule import CosineSchedule, Schedule
 from glassformer.spec.tasks import FinetuneTask, Task
 from glassformer.spec.tuning import Tuning
 
@@ -13,6 +13,13 @@ from glassformer.spec.tuning import Tuning
 def _betas(beta1: float, beta2: float) -> None:
     probability("beta1", beta1)
     probability("beta2", beta2)
+
+
+def _decay(weight_decay: float) -> None:
+    if not 0.0 <= weight_decay < float("inf"):
+        raise InputError(
+            f"weight_decay {weight_decay} is negative or not finite", hint="0 turns it off"
+        )
 
 
 @spec
@@ -37,8 +44,7 @@ class AdamW:
     def __post_init__(self) -> None:
         _betas(self.beta1, self.beta2)
         positive("eps", self.eps)
-        if self.weight_decay < 0:
-            raise InputError(f"weight_decay {self.weight_decay} is negative", hint="0 turns it off")
+        _decay(self.weight_decay)
 
 
 @spec
@@ -60,6 +66,7 @@ class Muon:
         probability("momentum", self.momentum)
         _betas(self.beta1, self.beta2)
         positive("eps", self.eps)
+        _decay(self.weight_decay)
 
 
 @spec
@@ -68,6 +75,13 @@ class HeadWeight:
 
     head: str
     weight: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.weight < float("inf"):
+            raise InputError(
+                f"the weight {self.weight} of head '{self.head}' is negative or not finite",
+                hint="0 leaves its loss out",
+            )
 
 
 @spec
@@ -86,7 +100,7 @@ class TrainSpec:
     accumulate: int = 1
     lr: float = 1e-3
     optimizer: SGD | AdamW | Muon = AdamW()
-    schedule: ConstantSchedule | InverseSqrtSchedule | CosineSchedule = CosineSchedule(warmup=50)
+    schedule: Schedule = CosineSchedule(warmup=50)
     clip: float = 1.0
     label_smoothing: float = 0.0
     head_weights: tuple[HeadWeight, ...] = ()
@@ -108,6 +122,11 @@ class TrainSpec:
         at_least("keep", self.keep, 2)
         at_least("patience", self.patience, 0)
         at_least("seed", self.seed, 0)
+        if self.seed >= 1 << 64:
+            raise InputError(f"seed {self.seed} has more than 64 bits", hint="a smaller one")
+        weighed = [weight.head for weight in self.head_weights]
+        if len(set(weighed)) < len(weighed):
+            raise InputError("head_weights names a head twice", hint="one weight each")
         if not 0 <= self.probes <= 8:
             raise InputError(f"probes {self.probes} is not between 0 and 8", hint="0 keeps none")
         positive("lr", self.lr)

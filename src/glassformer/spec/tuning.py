@@ -10,8 +10,9 @@ from dataclasses import replace
 from glassformer.spec.base import at_least, positive, probability, spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.inits import Constant, Uniform
-from glassformer.spec.manifest import Parameter, stored
+from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.parameters import Parameter
 
 # R rank
 
