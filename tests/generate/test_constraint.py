@@ -3,7 +3,10 @@
 import re
 
 import pytest
+from tokenizers import Tokenizer as Engine
+from tokenizers import decoders, models
 
+from glassformer.adapters.tokenizer import FolderTokenizer
 from glassformer.data.bpe import BytePairs
 from glassformer.data.letters import Bytes, Characters
 from glassformer.data.machine import Machine
@@ -144,3 +147,19 @@ def test_constraints_of_other_vocabularies_are_refused():
     with pytest.raises(InputError, match="an empty sequence"):
         decode(stepper, [[1]], constraint=Constraint.of_regex("b?c?", tokenizer=NAMES),
                spec=DecodeSpec(forbidden=(9, 10)))  # fmt: skip
+
+
+def test_a_space_that_a_later_token_brings_is_a_symbol_too():
+    """Such tokenizers write no space before the first token, and one before each that has it."""
+    words = ["<unk>", "a", "b", "ab", "\u2581a", "\u2581ab"]
+    engine = Engine(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    engine.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = FolderTokenizer(engine, names={})
+    constraint = Constraint.of_regex("(ab)+", tokenizer=tokenizer)
+    stepper = TorchStepper(built(tiny(vocab_size=len(words))))
+    spec = DecodeSpec(temperature=3.0, max_new_tokens=4)
+    made = generate(stepper, [[1]] * 60, spec=spec, constraint=constraint, tokenizer=tokenizer)
+    assert all(re.fullmatch("(ab)+", row.text) for row in made), {row.text for row in made}
+    assert {words[row.tokens[0]] for row in made} == {"a", "ab", "\u2581a", "\u2581ab"}

@@ -112,9 +112,30 @@ def test_logits_that_are_no_numbers_are_reported():
     with torch.no_grad():
         model.heads["next"].bias.fill_(math.nan)
     with pytest.raises(DivergedError, match="not numbers"):
-        generate(TorchStepper(model), [[1]])
-    with pytest.raises(DivergedError, match="not numbers"):
         beam_search(TorchStepper(model), [[1]])
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_token_is_made_of_logits_that_are_no_numbers(value, temperature, logprobs):
+    model = built(checks.SPECS["learned"])
+    with torch.no_grad():
+        model.heads["next"].bias[3] = value
+    spec = DecodeSpec(max_new_tokens=3, temperature=temperature, top_k=5)
+    with pytest.raises(DivergedError, match="not numbers"):
+        generate(TorchStepper(model), [[1], [1, 2]], spec=spec, logprobs=logprobs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_forbidden_token_is_never_made_even_where_all_others_are_impossible(temperature):
+    model = built(checks.SPECS["learned"])
+    with torch.no_grad():
+        model.heads["next"].bias[3] = -math.inf
+    others = tuple(token for token in range(VOCAB) if token != 3)
+    spec = DecodeSpec(max_new_tokens=3, temperature=temperature, forbidden=others)
+    with pytest.raises(DivergedError):
+        generate(TorchStepper(model), [[1]], spec=spec)
 
 
 # --- refused before any work ----------------------------------------------------------------------

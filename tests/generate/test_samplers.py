@@ -67,7 +67,7 @@ def test_forbidden_and_forced():
     top_k=st.none() | st.integers(1, 3),
     top_p=st.floats(1e-9, 1.0),
     min_p=st.floats(0.0, 1.0),
-    temperature=st.floats(0.0, 50.0),
+    temperature=st.floats(0.0, 50.0) | st.sampled_from([1e-4, 1e39, 1e300]),
 )
 def test_something_is_always_kept(seed, top_k, top_p, min_p, temperature):
     spec = DecodeSpec(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)

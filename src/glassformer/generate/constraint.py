@@ -5,7 +5,7 @@ end within the limits; a token that leads where it cannot is masked. So no seque
 illegal place, and what cannot be done at all is refused before any work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,25 +25,28 @@ class Constraint:
     """A machine over a tokenizer's tokens.
 
     A token of a `Vocab` is one symbol, its name; a token of any other tokenizer is the characters
-    of its text. Tokens with other symbols are never legal.
+    of its text. Tokens with other symbols are never legal. What a token adds can depend on whether
+    it is the first (a space before it is then not written), so there is a state for nothing yet.
     """
 
     def __init__(self, machine: Machine, *, tokenizer: Tokenizer) -> None:
         self.machine = machine
         self.vocab_size = tokenizer.vocab_size
+        #: The machine's states, and the one in which nothing was made yet, the last.
+        self.start = machine.n_states
+        self.ends_Q = np.array([*machine.ends, machine.ends[machine.start]])
+        #: (Q, V): the state after a token, NOWHERE if it is not possible.
+        self.target_QV = np.full((self.start + 1, self.vocab_size), NOWHERE, dtype=np.int64)
         table_QA = machine.table()
         number = {symbol: place for place, symbol in enumerate(machine.alphabet)}
-        #: (Q, V): the state after a token, NOWHERE if it is not possible.
-        self.target_QV = np.full((machine.n_states, self.vocab_size), NOWHERE, dtype=np.int64)
-        for token in range(self.vocab_size):
-            text = tokenizer.decode([token])
-            symbols = (text,) if isinstance(tokenizer, Vocab) else tuple(text)
-            if symbols and all(symbol in number for symbol in symbols):
-                state_Q = np.arange(machine.n_states)
-                for symbol in symbols:
-                    here = table_QA[state_Q, number[symbol]]
-                    state_Q = np.where(state_Q == NOWHERE, NOWHERE, here)
-                self.target_QV[:, token] = state_Q
+        for token, first, later in _texts(tokenizer, frozenset(number)):
+            state_Q = _after(table_QA, [number[symbol] for symbol in first])
+            self.target_QV[self.start, token] = state_Q[machine.start]
+            if first == later:
+                self.target_QV[: self.start, token] = state_Q
+            elif all(symbol in number for symbol in later):
+                behind = [number[symbol] for symbol in later]
+                self.target_QV[: self.start, token] = _after(table_QA, behind)
         if (self.target_QV == NOWHERE).all():
             raise InputError(
                 "no token of the vocabulary is a symbol of the constraint's machine",
@@ -83,22 +86,22 @@ class Constraint:
         if eos and not ends:
             raise InputError("every end is forbidden, and the constraint asks for one")
         can_LQ = self._reachable_ends(target_QV, shortest, longest, ends, forced)
-        if not can_LQ[0, self.machine.start]:
+        if not can_LQ[0, self.start]:
             raise InputError(
                 f"the constraint allows no sequence of {shortest} to {longest} tokens"
                 + (f" that begins with {list(forced)}" if forced else ""),
                 hint="allow more new tokens, or loosen the constraint",
             )
         bounded = Bounded(
-            start=self.machine.start,
+            start=self.start,
             target_QV=target_QV,
             can_LQ=can_LQ,
-            ends_Q=np.array(self.machine.ends),
+            ends_Q=self.ends_Q,
             eos=tuple(ends),
             shortest=shortest,
             longest=longest,
         )
-        if bounded.over(self.machine.start, 0):
+        if bounded.over(self.start, 0):
             raise InputError(
                 "the constraint allows nothing but an empty sequence, and no end token is known",
                 hint="give eos, or loosen the constraint",
@@ -114,8 +117,7 @@ class Constraint:
         forced: Sequence[int],
     ) -> NDArray[np.bool_]:
         """(longest + 1, Q): after so many tokens in this state, can a legal end still come?"""
-        n_states = self.machine.n_states
-        ends_Q = np.array(self.machine.ends)
+        n_states, ends_Q = len(target_QV), self.ends_Q
         adjacent_QQ = np.zeros((n_states, n_states), dtype=np.bool_)
         for state in range(n_states):
             targets = target_QV[state]
@@ -139,6 +141,35 @@ class Constraint:
                     stop_Q &= ~onward_Q
             can_LQ[made] = stop_Q | onward_Q
         return can_LQ
+
+
+def _texts(
+    tokenizer: Tokenizer, known: frozenset[str]
+) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:
+    """Tokens that may be legal, with their symbols as the first one of a text and as a later one.
+
+    What a token writes alone is the end of what it writes behind others.
+    """
+    alone = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    # Behind a plain word, which no half character can join.
+    before = next((i for i, text in enumerate(alone) if text.isascii() and text.isalnum()), None)
+    for token, text in enumerate(alone):
+        if isinstance(tokenizer, Vocab):
+            if text in known:
+                yield token, (text,), (text,)
+        elif text and known.issuperset(text):
+            behind = text
+            if before is not None:
+                behind = tokenizer.decode([before, token]).removeprefix(alone[before])
+            yield token, tuple(text), tuple(behind)
+
+
+def _after(table_QA: NDArray[np.int64], symbols: Sequence[int]) -> NDArray[np.int64]:
+    """The state (Q,) that these symbols lead to from each; NOWHERE if one is not possible."""
+    state_Q = np.arange(len(table_QA))
+    for symbol in symbols:
+        state_Q = np.where(state_Q == NOWHERE, NOWHERE, table_QA[state_Q, symbol])
+    return state_Q
 
 
 @dataclass(frozen=True, slots=True)

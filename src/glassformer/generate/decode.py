@@ -5,7 +5,7 @@ that has ended leaves the batch; its draws, limits and constraint never depended
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,15 +15,14 @@ from torch import Tensor
 from glassformer.data.vocab import Tokenizer
 from glassformer.generate.constraint import Bounded, Constraint
 from glassformer.generate.prompts import Prompts
-from glassformer.generate.samplers import make_sampler
+from glassformer.generate.row import Row, permission
+from glassformer.generate.samplers import NOTHING, make_sampler
 from glassformer.generate.stepper import Stepper
 from glassformer.generate.text import TextStream
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 
 # B prompts, V vocab
-
-NOTHING = -1  # the token of a row that ended in an earlier column
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def decode(
                 forced=spec.forced,
             )
         stream = TextStream(tokenizer) if spec.stop and tokenizer is not None else None
-        made.append(_Row(name, limit, spec, bounded.get(limit), stream))
+        made.append(Row(name, limit, spec, bounded.get(limit), stream))
     return _columns(stepper, prompts, made, spec, logprobs)
 
 
@@ -166,45 +165,8 @@ def check_something_left(vocab_size: int, closed: set[int]) -> None:
         )
 
 
-@dataclass(slots=True)
-class _Row:
-    """One prompt's own affairs: how long it may be, where its constraint stands, its text."""
-
-    name: int
-    limit: int
-    spec: DecodeSpec
-    bounded: Bounded | None
-    stream: TextStream | None
-    made: int = 0
-    state: int = 0
-    tail: str = ""
-    finish: str | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        if self.bounded is not None:
-            self.state = self.bounded.start
-
-    def take(self, token: int) -> None:
-        """One more token; sets `finish` if it was the last."""
-        self.made += 1
-        if token in self.spec.eos:
-            self.finish = "eos"
-            return
-        if self.bounded is not None:
-            self.state = self.bounded.advance(self.state, token)
-            if self.made < self.limit and self.bounded.over(self.state, self.made):
-                self.finish = "constraint"
-        if self.stream is not None:
-            text = self.tail + self.stream.push(token)
-            if any(stop in text for stop in self.spec.stop):
-                self.finish = "stop"
-            self.tail = text[-max(map(len, self.spec.stop)) :]
-        if self.made >= self.limit and self.finish is None:
-            self.finish = "length"
-
-
 def _columns(
-    stepper: Stepper, prompts: Prompts, rows: list[_Row], spec: DecodeSpec, logprobs: bool
+    stepper: Stepper, prompts: Prompts, rows: list[Row], spec: DecodeSpec, logprobs: bool
 ) -> Iterator[Column]:
     sample = make_sampler(spec)
     seen_BV = _seen(prompts, stepper.vocab_size) if spec.repetition_penalty != 1.0 else None
@@ -212,15 +174,16 @@ def _columns(
     longest = max(row.limit for row in rows)
     logits_BV, past = stepper.start(prompts, room=longest)
     for step in range(longest):
-        tokens_B = sample(
+        found_B = sample(
             logits_BV,
             step=step,
             rows=[rows[i].name for i in going],
             seen_BV=None if seen_BV is None else seen_BV.to(logits_BV.device),
-            allow_BV=_permission(rows, going, step, logits_BV.device),
+            allow_BV=permission([rows[i] for i in going], made=step, device=logits_BV.device),
         )
+        tokens_B = found_B.clamp(min=0)  # NOTHING is told below, after a GPU has gone on
         values_B = _logprobs(logits_BV, tokens_B) if logprobs else None
-        fetch = _on_its_way(tokens_B, values_B)
+        fetch = _on_its_way(found_B, values_B)
         # A GPU goes on while we read: rows that turn out to have ended are then left out.
         ahead = tokens_B.is_cuda and step + 1 < longest
         if ahead:
@@ -260,17 +223,19 @@ def _on_its_way(
     def fetch() -> tuple[list[int], list[float]]:
         if arrived is not None:
             arrived.synchronize()
-        values = [float("nan")] * len(here_B) if there_B is None else there_B.tolist()
-        if there_B is not None and any(value != value for value in values):
+        tokens = here_B.tolist()
+        values = [float("nan")] * len(tokens) if there_B is None else there_B.tolist()
+        unsound = there_B is not None and any(value != value for value in values)
+        if unsound or NOTHING in tokens:
             raise DivergedError(
                 "the model's logits are not numbers", hint="its weights hold NaN or infinity"
             )
-        return here_B.tolist(), values
+        return tokens, values
 
     return fetch
 
 
-def _column(rows: list[_Row], going: list[int], chosen: list[int], values: list[float]) -> Column:
+def _column(rows: list[Row], going: list[int], chosen: list[int], values: list[float]) -> Column:
     tokens_B = np.full(len(rows), NOTHING, dtype=np.int64)
     logprobs_B = np.full(len(rows), np.nan)
     tokens_B[going] = chosen
@@ -283,19 +248,6 @@ def _column(rows: list[_Row], going: list[int], chosen: list[int], values: list[
 def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
     wide_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
     return wide_BV.gather(1, tokens_B[:, None])[:, 0] - wide_BV.logsumexp(-1)
-
-
-def _permission(
-    rows: list[_Row], going: list[int], made: int, device: torch.device
-) -> Tensor | None:
-    """(B, V) of the rows' constraints, None without."""
-    masks = []
-    for i in going:
-        row = rows[i]
-        if row.bounded is None:
-            return None
-        masks.append(row.bounded.allow(row.state, made))
-    return torch.from_numpy(np.stack(masks)).to(device)
 
 
 def _seen(prompts: Prompts, vocab_size: int) -> Tensor:

@@ -1,151 +1,29 @@
 """One decoding step without what a step does not need: no modules, masks, or copies of the past.
 
 The weights are derived forms of a model's: query, key and value as one product, gate and up as one,
-each in the fastest layout. Keys and values are written in place; a single query sees everything
-before it, so there is no causal mask, a window is a slice, and only padding needs a mask, which
-was made when the prompt was read. Grouped heads are rows of one product, nothing is repeated.
+each in the fastest layout.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.generate.projection import (
-    HeadNorms,
-    Maker,
-    OwnProduct,
-    Projection,
-    make_norm,
-)
+from glassformer.generate.lean_attention import LeanAttention, LeanCross
+from glassformer.generate.projection import Maker, OwnProduct, Projection, make_norm
 from glassformer.models.encoder_decoder import EncoderDecoder
 from glassformer.models.model import Model
 from glassformer.models.stack import StackParts
-from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
 from glassformer.nn.ffn import MLP, SwiGLU, activate
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.norm import LayerNorm, RMSNorm
-from glassformer.nn.position import RotaryPosition
+from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 from glassformer.spec import model as spec
 
-# B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
-# X = N + 2 K heads of one product, F d_ff, V vocab
-
-
-class LeanAttention:
-    """Self-attention of one new token: q, k and v by one product, written and read in place."""
-
-    def __init__(
-        self,
-        part: MultiHeadAttention,
-        attention: spec.Attention,
-        make: Maker,
-        *,
-        norm: LayerNorm | RMSNorm | None,
-    ) -> None:
-        self.d_head, self.window = part.d_head, attention.window
-        self.n_heads, self.n_kv_heads = attention.n_heads, attention.kv_heads
-        self.qkv = make.linear(part.q_proj, part.k_proj, part.v_proj, norm=norm)
-        self.out = make.linear(part.o_proj)
-        self.norms = self.gains = None
-        if part.q_norm is not None and part.k_norm is not None:
-            self.norms = HeadNorms([(part.q_norm, self.n_heads), (part.k_norm, self.n_kv_heads)])
-            self.gains = (part.q_norm.weight.detach(), part.k_norm.weight.detach())
-        fusible = self.norms is None or self.norms.kind is RMSNorm
-        self.gpu = make.gpu if fusible else None
-        self.table: tuple[Tensor, Tensor] | None = None  # of every place; the model sets it
-
-    def heads(
-        self,
-        x_BD: Tensor,
-        kv_BXSH: Tensor,
-        end: "int | Tensor",
-        *,
-        rotation: tuple[Tensor, Tensor] | None,
-        places_B: Tensor | None,
-        mask_B11S: Tensor | None,
-    ) -> Tensor:
-        """What the heads read, (B, N * H); position end - 1 of the cache is written.
-
-        As a number, `end` is a slice of the cache; as a tensor it is a mask over all of it, which
-        reads more but has one shape for every step, as a compiled or recorded step needs. Our GPU
-        kernel reads the number itself, from memory, and no more than it says.
-        """
-        B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
-        qkv_BXH = self.qkv(x_BD).view(B, N + 2 * K, self.d_head)
-        if self.gpu is not None and isinstance(end, Tensor):
-            return self.gpu.attend(
-                qkv_BXH,
-                kv_BXSH,
-                end,
-                n_heads=N,
-                places_B=places_B,
-                rotation=self.table,
-                gains=self.gains,
-                eps=0.0 if self.norms is None else self.norms.eps,
-                window=self.window,
-                mask_BS=None if mask_B11S is None else mask_B11S[:, 0, 0],
-            )
-        turned_BXH = qkv_BXH[:, : N + K]
-        if self.norms is not None:
-            turned_BXH = turned_BXH.copy_(self.norms(turned_BXH))
-        if rotation is not None:
-            cos, sin = rotation  # both halves; sin with the first half's sign turned
-            swapped_BXH = turned_BXH.roll(self.d_head // 2, -1)
-            turned_BXH.mul_(cos).addcmul_(swapped_BXH, sin)
-        if isinstance(end, int):
-            kv_BXSH[:, :, end - 1] = qkv_BXH[:, N:]
-            begin = 0 if self.window is None else max(0, end - self.window)
-            past_BXSH = kv_BXSH[:, :, begin:end]
-            mask = None if mask_B11S is None else mask_B11S[..., begin:end]
-        else:
-            past_BXSH = kv_BXSH.index_copy_(2, end - 1, qkv_BXH[:, N:, None])
-            mask = self._until(end, kv_BXSH, mask_B11S)
-        q_BKGH = qkv_BXH[:, :N].view(B, K, N // K, self.d_head)
-        heads_BKGH = F.scaled_dot_product_attention(
-            q_BKGH, past_BXSH[:, :K], past_BXSH[:, K:], attn_mask=mask
-        )
-        return heads_BKGH.reshape(B, N * self.d_head)
-
-    def _until(self, end_1: Tensor, kv_BXSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
-        """To be added to scores over the whole cache: -inf from `end` on and before a window."""
-        column_S = torch.arange(kv_BXSH.shape[2], device=kv_BXSH.device)
-        seen_S = column_S < end_1
-        if self.window is not None:
-            seen_S = seen_S & (column_S >= end_1 - self.window)
-        mask_S = torch.zeros_like(column_S, dtype=kv_BXSH.dtype).masked_fill(~seen_S, -math.inf)
-        return mask_S[None, None, None] if mask_B11S is None else mask_B11S + mask_S
-
-
-class LeanCross:
-    """Cross-attention of one new token: keys and values are those of the prompt's forward."""
-
-    def __init__(
-        self,
-        part: MultiHeadAttention,
-        attention: spec.Attention,
-        make: Maker,
-        *,
-        norm: LayerNorm | RMSNorm | None,
-    ) -> None:
-        self.d_head = part.d_head
-        self.n_heads, self.n_kv_heads = attention.n_heads, attention.kv_heads
-        self.query = make.linear(part.q_proj, norm=norm)
-        self.out = make.linear(part.o_proj)
-        self.norm = None if part.q_norm is None else make_norm(part.q_norm)
-
-    def heads(self, x_BD: Tensor, kv: tuple[Tensor, Tensor], *, mask_B11S: Tensor | None) -> Tensor:
-        """What the heads read, (B, N * H)."""
-        B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
-        q_BNH = self.query(x_BD).view(B, N, self.d_head)
-        q_BNH = q_BNH if self.norm is None else self.norm(q_BNH)
-        q_BKGH = q_BNH.view(B, K, N // K, self.d_head)
-        heads_BKGH = F.scaled_dot_product_attention(q_BKGH, *kv, attn_mask=mask_B11S)
-        return heads_BKGH.reshape(B, N * self.d_head)
+# B batch, S positions, D d_model, H d_head, F d_ff, V vocab,
+# X heads of the product that makes queries, keys and values
 
 
 class LeanFeed:
@@ -228,10 +106,7 @@ class LeanModel:
             for part, block in zip(parts.blocks, parts.stack.blocks(), strict=True)
         ]
         dtype = next(model.parameters()).dtype
-        self.places_SD = None
-        if parts.position is not None:
-            table = getattr(parts.position, "table", None)
-            self.places_SD = (parts.position.weight if table is None else table).detach().to(dtype)
+        self.places_SD = _places(parts.position, dtype)
         self.turns = {int(w): _both_halves(r, dtype) for w, r in parts.rotary.items()}
         for block in self.blocks:
             block.attention.table = self.turns.get(block.attention.d_head)
@@ -286,6 +161,16 @@ class LeanModel:
         if self.places_SD is not None:
             return torch.add(self.places_SD[at], x_BD, alpha=scale)
         return x_BD if scale == 1.0 else x_BD * scale
+
+
+def _places(part: SinusoidalPosition | LearnedPosition | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the embedding at each position."""
+    match part:
+        case SinusoidalPosition():
+            return part.table.to(dtype)
+        case LearnedPosition():
+            return part.weight.detach().to(dtype)
+    return None
 
 
 def _both_halves(part: RotaryPosition, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from glassformer.data.batch import Batch
 from glassformer.data.vocab import Tokenizer
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -50,17 +49,6 @@ class Prompts:
         if sources is None:
             return cls(rows)
         return cls(rows, _rows(sources, source_valid, name="sources"))
-
-    @classmethod
-    def from_batch(cls, batch: Batch) -> "Prompts":
-        """A batch's tokens and source."""
-        source = batch.source
-        return cls.of(
-            batch.tokens,
-            valid=batch.valid,
-            sources=None if source is None else source.tokens,
-            source_valid=None if source is None else source.valid,
-        )
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -1,7 +1,8 @@
 """From logits to tokens: pure functions, and the chain of them that a `DecodeSpec` describes.
 
 A token that is left out has a logit of -inf. Ties are kept or left out together, so that no rule
-depends on the order of the vocabulary, and each rule keeps at least the likeliest token.
+depends on the order of the vocabulary, and each rule keeps at least the likeliest token. Where no
+token can be chosen, because all are left out or logits are not numbers, the answer is NOTHING.
 """
 
 import math
@@ -15,13 +16,15 @@ from glassformer.spec.decoding import GREEDY, DecodeSpec
 
 # B batch, V vocab
 
+NOTHING = -1  # no token
 _MASK = (1 << 64) - 1
+_HOTTEST = torch.finfo(torch.float32).max  # beyond it -inf / temperature is no number
 
 
 def scale_by_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
     """logits / temperature; at 1e-5 or less only the first of the likeliest stays."""
     if temperature > GREEDY:
-        return logits_BV / temperature
+        return logits_BV / min(temperature, _HOTTEST)
     best_B1 = greedy(logits_BV)[:, None]
     alone_BV = torch.full_like(logits_BV, -math.inf)
     return alone_BV.scatter_(1, best_B1, logits_BV.gather(1, best_B1))
@@ -106,7 +109,14 @@ def draw(logits_BV: Tensor, *, seed: int, rows: Sequence[int], step: int) -> Ten
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     point_B1 = torch.minimum(share_B1.to(sum_BV.device) * total_B1, below_total_B1)
     # The first token whose sum lies above the point: one of probability 0 never does.
-    return torch.searchsorted(sum_BV, point_B1, right=True)[:, 0]
+    found_B1 = torch.searchsorted(sum_BV, point_B1, right=True)
+    return found_B1.masked_fill(total_B1.isnan(), NOTHING)[:, 0]
+
+
+def _likeliest(logits_BV: Tensor) -> Tensor:
+    """`greedy`, but NOTHING where the likeliest is no choice: argmax takes NaN for the largest."""
+    best_B1 = greedy(logits_BV)[:, None]
+    return best_B1.masked_fill(~logits_BV.gather(1, best_B1).isfinite(), NOTHING)[:, 0]
 
 
 class Sampler(Protocol):
@@ -121,7 +131,10 @@ class Sampler(Protocol):
         seen_BV: Tensor | None = None,
         allow_BV: Tensor | None = None,
     ) -> Tensor:
-        """Tokens (B,) of the new place `step`, from 0; `allow` is a constraint's permission."""
+        """Tokens (B,) of the new place `step`, from 0; `allow` is a constraint's permission.
+
+        NOTHING where there is none to choose.
+        """
 
 
 def make_sampler(spec: DecodeSpec) -> Sampler:
@@ -139,7 +152,7 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
             return torch.full((len(logits_BV),), spec.forced[step], device=logits_BV.device)
         untouched = spec.repetition_penalty == 1.0 and not spec.forbidden and allow_BV is None
         if spec.greedy and untouched and step + 1 >= spec.min_new_tokens:
-            return greedy(logits_BV)
+            return _likeliest(logits_BV)
         x_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
         if spec.repetition_penalty != 1.0 and seen_BV is not None:
             x_BV = penalise_repetition(x_BV, seen_BV, spec.repetition_penalty)
@@ -149,7 +162,7 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
         if allow_BV is not None:
             x_BV = x_BV.masked_fill(~allow_BV, -math.inf)
         if spec.greedy:
-            return greedy(x_BV)
+            return _likeliest(x_BV)
         x_BV = scale_by_temperature(x_BV, spec.temperature)
         if spec.top_k is not None:
             x_BV = keep_top_k(x_BV, spec.top_k)
