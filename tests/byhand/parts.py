@@ -56,7 +56,7 @@ from glassformer.byhand.trip import Trip
 from glassformer.byhand.workspace import Workspace
 from glassformer.spec import model as spec
 from glassformer.spec.inits import HeInit
-from glassformer.spec.manifest import attention_parameters, block_parameters, ffn_parameters
+from glassformer.spec.parameters import attention_parameters, block_parameters, ffn_parameters
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from glassformer.byhand.activation import gelu_forward, relu_forward, silu_forward
 from glassformer.byhand.attend import attend_backward, attend_forward
@@ -16,6 +17,7 @@ from glassformer.byhand.position import rotate_forward, rotations, sinusoids
 from glassformer.byhand.softmax import CALM, masked_softmax, softmax_backward, softmax_forward
 from glassformer.byhand.trip import Trip
 from glassformer.byhand.workspace import Workspace
+from glassformer.nn.mask import build_mask
 from glassformer.spec import model as spec
 from tests.byhand.parts import ALLOW, PARTS, B, D, H, K, N, S, T
 
@@ -201,9 +203,37 @@ def test_permissions() -> None:
     assert allow_of(plain, queries=4, keys=4, dtype=DOUBLE) is None
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_a_window_counts_real_tokens_as_torch_does(causal: bool, queries: int) -> None:
+    valid_BS = np.array([[1, 1, 0, 0, 1, 1], [0, 1, 1, 0, 1, 1], [1] * 6], np.bool_)
+    valid_BT = valid_BS[:, 6 - queries :]
+    ours = allow_of(
+        spec.Attention(n_heads=1, causal=causal, window=2),
+        queries=queries,
+        keys=6,
+        dtype=DOUBLE,
+        valid_q_BT=valid_BT,
+        valid_k_BS=valid_BS,
+    )
+    theirs = build_mask(
+        queries,
+        6,
+        causal=causal,
+        window=2,
+        valid_q_BT=torch.from_numpy(valid_BT),
+        valid_k_BS=torch.from_numpy(valid_BS),
+    )
+    np.testing.assert_array_equal(ours, (theirs.allow & ~theirs.empty).numpy())
+
+
 def test_positions_count_real_tokens_and_begin_again_in_every_segment() -> None:
     valid = np.array([[0, 0, 1, 1], [1, 1, 0, 0]], np.bool_)
     np.testing.assert_array_equal(positions_of(4, valid_BS=valid)[0], [0, 0, 0, 1])
     segments = np.array([[7, 7, 7, 2, 2]])
     np.testing.assert_array_equal(positions_of(5, segments_BT=segments), [[0, 1, 2, 0, 1]])
+    valid = np.array([[1, 1, 0, 1, 1]], np.bool_)  # a segment that begins with padding
+    segments = np.array([[0, 0, 1, 1, 1]])
+    found = positions_of(5, valid_BS=valid, segments_BT=segments)
+    np.testing.assert_array_equal(found, [[0, 1, 0, 0, 1]])
     assert positions_of(3, past=2) == slice(2, 5)

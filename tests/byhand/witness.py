@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.byhand.model import Inputs, Model
+from glassformer.byhand.inputs import Inputs
+from glassformer.byhand.model import Model
 from glassformer.data.batch import Batch, Source
 from glassformer.models.build import build
 from glassformer.nn.taps import Taps

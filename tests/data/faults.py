@@ -3,26 +3,27 @@
 from tests.verify.faults import Fault
 
 TRANSLATION = "data.translation:Translation."
-FSM = "data.fsm:Fsm."
+ANSWERED = "data.answered:answered_batch"
+FSM, DRAWN = "data.fsm:Fsm.", "data.fsm_rows:"
 SHIFT = "tokens_BT[:, 1:] = next_BT[:, :-1]"
 TRAIN_WALK = "train follows the walk"
 DRAWS = "counted targets are draws from the oracle"
-COMMON = "self._probabilities(strings, prefix_NL, states_NL) * spec.examples > 1.0"
+COMMON = "_probabilities(walk, strings, prefix_NL, states_NL) * spec.examples > 1.0"
 
 FAULTS = (
     # labels
-    Fault("seq2seq labels not shifted", "data.sequences:Sequences.batch", SHIFT, "tokens_BT[:] = next_BT", "sequences"),
-    Fault("seq2seq reads the future", "data.sequences:Sequences.batch", SHIFT, "tokens_BT[:, :-1] = next_BT[:, 1:]", "sequences"),
+    Fault("seq2seq labels not shifted", ANSWERED, SHIFT, "tokens_BT[:] = next_BT", "sequences"),
+    Fault("seq2seq reads the future", ANSWERED, SHIFT, "tokens_BT[:, :-1] = next_BT[:, 1:]", "sequences"),
     Fault("seq2seq without EOS", "data.sequences:Sequences._make", "source_NS[place, length] = answer_NT[place, length] = EOS", "source_NS[place, length] = EOS", "sequences"),
-    Fault("FSM labels not shifted", FSM + "_rows", "next_NT = np.pad(words, ((0, 0), (0, 1)), constant_values=PAD)", "next_NT = tokens_NT.copy()", "rows"),
-    Fault("FSM without EOS", FSM + "_rows", "np.where(ended, EOS, following + FIRST)", "following + FIRST", "rows"),
-    Fault("FSM state one late", FSM + "_rows", "np.where(valid_NT, states_NL[numbers], 0)", "np.where(valid_NT, np.roll(states_NL[numbers], 1, axis=1), 0)", "rows"),
+    Fault("FSM labels not shifted", DRAWN + "_rows", "next_NT = np.pad(words, ((0, 0), (0, 1)), constant_values=PAD)", "next_NT = tokens_NT.copy()", "rows"),
+    Fault("FSM without EOS", DRAWN + "_rows", "np.where(ended, EOS, following + FIRST)", "following + FIRST", "rows"),
+    Fault("FSM state one late", DRAWN + "_rows", "np.where(valid_NT, states_NL[numbers], 0)", "np.where(valid_NT, np.roll(states_NL[numbers], 1, axis=1), 0)", "rows"),
     Fault("FSM class is the state", FSM + "batch", "np.where(valid_BT, self._classes_Q[states_BT], 0)", "np.where(valid_BT, states_BT, 0)", "rows"),
     Fault("text labels not shifted", "data.text:Text.batch", "window_BT[:, 1:]", "window_BT[:, :-1]", "text targets"),
     Fault("text windows overlap", "data.text:Text._window", "rows[:, None] * self.spec.length", "rows[:, None] * (self.spec.length - 1)", "text targets"),
-    Fault("translation not shifted", TRANSLATION + "batch", "tokens_BT[:, 1:] = next_BT[:, :-1]", "tokens_BT[:, 1:] = next_BT[:, 1:]", "translation batches"),
-    Fault("translation PAD weighted", TRANSLATION + "batch", "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "translation batches"),
-    Fault("source of another pair", TRANSLATION + "batch", "pairs.source_NS[rows], pairs", "pairs.source_NS[rows[::-1]], pairs", "translation batches"),
+    Fault("translation not shifted", ANSWERED, SHIFT, "tokens_BT[:, 1:] = next_BT[:, 1:]", "translation batches"),
+    Fault("translation PAD weighted", ANSWERED, "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "translation batches"),
+    Fault("source of another pair", TRANSLATION + "batch", "pairs.source_NS[rows]", "pairs.source_NS[rows[::-1]]", "translation batches"),
     # answers
     Fault("the other form's words", TRANSLATION + "_pair", "written(value.kind, value.value, wanted)", "written(value.kind, value.value, given)", "translations"),
     Fault("dates a day late", "data.written:_date", "format_date(date,", "format_date(date + datetime.timedelta(1),", "translations"),
@@ -34,20 +35,20 @@ FAULTS = (
     Fault("reverse is a copy", "data.sequences:_rearranged", "rows[:, ::-1]", "rows", "sequences"),
     Fault("sorted backwards", "data.sequences:_rearranged", "np.sort(rows, axis=1)", "np.sort(rows, axis=1)[:, ::-1]", "sequences"),
     # padding
-    Fault("seq2seq PAD weighted", "data.sequences:Sequences.batch", "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "sequence padding"),
-    Fault("FSM PAD weighted", FSM + "_rows", "counts_NL[numbers] & valid_NT", "counts_NL[numbers]", "FSM padding"),
+    Fault("seq2seq PAD weighted", ANSWERED, "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "sequence padding"),
+    Fault("FSM PAD weighted", DRAWN + "_rows", "counts_NL[numbers] & valid_NT", "counts_NL[numbers]", "FSM padding"),
     Fault("FSM oracle on PAD", FSM + "oracle", "self._nats_MQ[phase_T, states_BT] * valid_BT", "self._nats_MQ[phase_T, states_BT]", "FSM padding"),
     Fault("valid one too long", "data.splits:padded_to_longest", "np.arange(width) < lengths_N[:, None]", "np.arange(width) <= lengths_N[:, None]", "digit batches"),
     # splits
     Fault("test is val too", "data.splits:tenths", "numbers[place == 9]", "numbers[place >= 8]", "digits"),
     Fault("train has all", "data.splits:tenths", "numbers[place < 8]", "numbers", "sequence splits"),
     Fault("draws with repetition", "data.splits:distinct_rows", "return_index=True", "return_index=True), (0, np.arange(len(rows_NL))", "sequence splits"),
-    Fault("strings split by draw", FSM + "_divided", "np.where(common_N, dice_N,", "np.where(True, dice_N,", "FSM splits"),
-    Fault("common strings held out", FSM + "_divided", COMMON, "np.zeros(len(strings.lengths_N), dtype=bool)", TRAIN_WALK),
-    Fault("common strings not thinned", FSM + "_divided", "np.where(common_N, dice_N,", "np.where(common_N, 0,", TRAIN_WALK),
-    Fault("held-out prefixes all count", FSM + "_divided", "likeliest_NL * spec.examples <= 1.0", "likeliest_NL >= 0.0", DRAWS),
-    Fault("only what happened is rare", FSM + "_divided", "rest_LQ[np.arange(spec.max_length + 1), states_NL]", "1e-9", DRAWS),
-    Fault("longer counts from the start", FSM + "_longer", "np.arange(cut + 1) > spec.max_length", "np.arange(cut + 1) >= 0", DRAWS),
+    Fault("strings split by draw", DRAWN + "divided", "np.where(common_N, dice_N,", "np.where(True, dice_N,", "FSM splits"),
+    Fault("common strings held out", DRAWN + "divided", COMMON, "np.zeros(len(strings.lengths_N), dtype=bool)", TRAIN_WALK),
+    Fault("common strings not thinned", DRAWN + "divided", "np.where(common_N, dice_N,", "np.where(common_N, 0,", TRAIN_WALK),
+    Fault("held-out prefixes all count", DRAWN + "divided", "likeliest_NL * spec.examples <= 1.0", "likeliest_NL >= 0.0", DRAWS),
+    Fault("only what happened is rare", DRAWN + "divided", "rest_LQ[np.arange(spec.max_length + 1), states_NL]", "1e-9", DRAWS),
+    Fault("longer counts from the start", DRAWN + "longer", "np.arange(cut + 1) > spec.max_length", "np.arange(cut + 1) >= 0", DRAWS),
     Fault("hash reads the padding", "data.streams:hash_rows", "np.where(place < lengths_N, mixed_N, hash_N)", "mixed_N", "row hashes"),
     Fault("pairs split, not values", "data.translation:_divided", 'mixed.permutation(numbers)]', 'mixed.permutation(len(values))[: len(numbers)]]', "translation splits"),
     # oracle

@@ -53,6 +53,12 @@ def test_what_went_in_is_what_is_valid(side):
             "weights has shape (5, 3)",
         ),
         (
+            lambda: Batch(tokens=TOKENS, valid=VALID, targets={"next": TOKENS}, weights=np.ones(3)),
+            "weights has shape (3,)",
+        ),
+        (lambda: Batch(tokens=TOKENS, valid=VALID, weights=-np.ones(3)), "a number below 0"),
+        (lambda: Batch(tokens=TOKENS, valid=VALID, weights=np.full(3, np.nan)), "not finite"),
+        (
             lambda: Batch(
                 tokens=TOKENS, valid=VALID, source=Source(tokens=TOKENS[:2], valid=VALID[:2])
             ),

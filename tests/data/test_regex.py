@@ -79,6 +79,7 @@ def test_the_alphabet_is_what_the_pattern_names():
         ("a{2}", "'{' is not known here", 1),
         ("^a$", "'^' is not known here", 0),
         (r"\d", r"\d is not known here", 1),
+        (r"a[b\d]", r"\d is not known here", 4),
         ("a\\", "is not known here", 2),
         ("", "names no symbol", 0),
         (".", "names no symbol", 0),

@@ -139,8 +139,13 @@ def test_a_cache_gives_the_same_and_is_found_again(folder, tmp_path):
 def test_a_damaged_cache_is_named(folder, tmp_path):
     Text(spec(folder), cache=tmp_path)
     (stored,) = tmp_path.iterdir()
-    (stored / "val.npy").write_bytes((stored / "val.npy").read_bytes()[:100])
-    with pytest.raises(FileError, match="the cache of tokens is damaged"):
+    whole = (stored / "val.npy").read_bytes()
+    for damaged in (whole[:100], whole[:3], b""):
+        (stored / "val.npy").write_bytes(damaged)
+        with pytest.raises(FileError, match="the cache of tokens is damaged"):
+            Text(spec(folder), cache=tmp_path)
+    np.save(stored / "val.npy", np.ones((500, 2)))
+    with pytest.raises(FileError, match="no token ids"):
         Text(spec(folder), cache=tmp_path)
 
 

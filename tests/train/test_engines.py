@@ -1,10 +1,13 @@
 """The torch engine and the by-hand one: the same steps, the same logits, the same state."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from glassformer.data.build import build_task
+from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import stored
 from glassformer.train.fit import fit
 from tests.train.samples import (
@@ -191,3 +194,27 @@ def test_half_precision_trains_on_float32_weights(precision):
     losses = [record.loss for record in fit(engine, build_task(run.task), run.train)]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
     assert {array.dtype for array in engine.weights().values()} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("target", [-100, -1, 20])
+def test_a_target_that_is_no_answer_is_refused_not_passed_over(kind, target):
+    run = digits()
+    engine, batch = engine_of(run, kind), uneven(run, 8)
+    batch.targets["answer"][5] = target
+    with pytest.raises(InputError, match=f"target {target} is not one of 20 classes"):
+        engine.step([batch], lr=0.1, seed=0)
+    batch.weights[5] = 0.0
+    assert engine.step([batch], lr=0.1, seed=0).applied
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_steps_without_targets_are_refused(kind):
+    run = digits()
+    engine, batch = engine_of(run, kind), uneven(run, 8)
+    with pytest.raises(InputError, match="without a batch"):
+        engine.step([], lr=0.1, seed=0)
+    bare = replace(batch, targets={}, weights=None)
+    for batches in ([bare], [batch, bare]):
+        with pytest.raises(InputError, match="no targets for"):
+            engine.step(batches, lr=0.1, seed=0)

@@ -67,17 +67,31 @@ def check_directions(
     for name, param in params.items():
         if param.dtype != np.float64:
             raise InputError(f"'{name}' is {param.dtype}", hint="check a float64 model")
-        kept, gradient = param.copy(), grads[name].copy()
+        gradient = grads[name].copy()
         for _ in range(directions):
             toward = rng.standard_normal(param.shape)
-            numeric = 0.0
-            # f' = (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h: the error is of order h^4, which
-            # sharply bent places need (a norm over small numbers)
-            for steps, factor in ((1, 8.0), (-1, -8.0), (2, -1.0), (-2, 1.0)):
-                param[...] = kept + steps * epsilon * toward
-                numeric += factor * loss() / (12.0 * epsilon)
-            param[...] = kept
+            numeric = slope_along(loss, {name: param}, {name: toward}, epsilon=epsilon)
             analytic = float(np.vdot(gradient, toward))
             error = relative_error(analytic, numeric, floor=FLOOR)
             found.append(DirectionCheck(name, analytic, numeric, error))
     return found
+
+
+def slope_along(
+    loss: Callable[[], float],
+    params: Mapping[str, Array],
+    toward: Mapping[str, Array],
+    *,
+    epsilon: float,
+) -> float:
+    """The slope of the loss where these parameters move together; they are put back."""
+    kept, slope = {name: params[name].copy() for name in toward}, 0.0
+    # f' = (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h: the error is of order h^4, which sharply
+    # bent places need (a norm over small numbers)
+    for steps, factor in ((1, 8.0), (-1, -8.0), (2, -1.0), (-2, 1.0)):
+        for name, way in toward.items():
+            params[name][...] = kept[name] + steps * epsilon * way
+        slope += factor * loss() / (12.0 * epsilon)
+    for name, before in kept.items():
+        params[name][...] = before
+    return slope

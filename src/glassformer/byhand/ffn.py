@@ -6,6 +6,7 @@ import numpy as np
 
 from glassformer.byhand.activation import (
     dropout_backward,
+    dropout_forward,
     gelu_forward,
     gelu_tanh_forward,
     relu_backward,
@@ -78,7 +79,7 @@ def feed_forward(
     trip.tap(f"{at}hidden", hidden)
     keep = trip.keep(hidden.shape, dropout)
     if keep is not None:
-        hidden = np.multiply(hidden, keep, out=trip.ws.take(hidden.shape))
+        hidden, _ = dropout_forward(hidden, keep=keep, out=trip.ws.take(hidden.shape))
     out_BTD, down = linear_forward(
         hidden,
         weight_OI=params["down_proj.weight"],
@@ -132,7 +133,7 @@ def swiglu_forward(
     trip.tap(f"{at}hidden", hidden)
     keep = trip.keep(hidden.shape, dropout)
     if keep is not None:
-        hidden *= keep
+        hidden, _ = dropout_forward(hidden, keep=keep, out=hidden)
     out_BTD, down = linear_forward(
         hidden, weight_OI=params["down_proj.weight"], bias_O=params.get("down_proj.bias"), ws=ws
     )

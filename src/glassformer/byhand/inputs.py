@@ -4,7 +4,7 @@ One convention: True = real token, True = may attend. Nothing behind this border
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,38 @@ class Side:
     tokens_BT: Array
     valid_BT: Array | None = None
     segments_BT: Array | None = None
+
+
+class Inputs(NamedTuple):
+    """Checked arrays of a batch."""
+
+    target: Side
+    source: Side | None
+
+
+def check_inputs(
+    tokens_BT: Array,
+    *,
+    model: spec.ModelSpec,
+    valid_BT: Array | None = None,
+    segments_BT: Array | None = None,
+    source_tokens_BS: Array | None = None,
+    source_valid_BS: Array | None = None,
+) -> Inputs:
+    """Both sides checked; a source where the model has an encoder, and only there."""
+    target = check_side(tokens_BT, model=model, valid_BT=valid_BT, segments_BT=segments_BT)
+    if model.encoder is None:
+        if source_tokens_BS is not None:
+            raise InputError("a source sequence for a model without an encoder")
+        return Inputs(target, None)
+    if source_tokens_BS is None:
+        raise InputError("an encoder-decoder needs a source sequence", hint="source_tokens_BS")
+    source = check_side(source_tokens_BS, model=model, valid_BT=source_valid_BS, name="source")
+    if len(source.tokens_BT) != len(target.tokens_BT):
+        raise InputError(
+            f"{len(source.tokens_BT)} source sequences for {len(target.tokens_BT)} target ones"
+        )
+    return Inputs(target, source)
 
 
 def check_side(
@@ -90,11 +122,14 @@ def positions_of(
     if valid_BS is None:
         assert segments_BT is not None
         valid_BS = np.ones(segments_BT.shape, np.bool_)
-    count_BS: Array = np.maximum(np.cumsum(valid_BS, axis=1) - 1, 0)
+    seen_BS: Array = np.cumsum(valid_BS, axis=1)
+    count_BS: Array = seen_BS - 1
     if segments_BT is not None:
         begins_BS = np.ones(valid_BS.shape, np.bool_)
         begins_BS[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-        count_BS = count_BS - np.maximum.accumulate(count_BS * begins_BS, axis=1)
+        before_BS = seen_BS - valid_BS
+        count_BS = count_BS - np.maximum.accumulate(before_BS * begins_BS, axis=1)
+    count_BS = np.maximum(count_BS, 0)
     return count_BS[:, past:]
 
 
@@ -116,10 +151,15 @@ def allow_of(
     if attention.causal or attention.window is not None:
         ahead_TS = np.arange(keys) - np.arange(keys - queries, keys)[:, None]
         order_TS = ahead_TS <= 0 if attention.causal else np.ones(ahead_TS.shape, np.bool_)
-        if attention.window is not None:
+        if attention.window is not None and valid_k_BS is None:
             order_TS &= np.abs(ahead_TS) < attention.window
         allow = None if order_TS.all() else order_TS[None]
     pairs = [allow] if allow is not None else []
+    if attention.window is not None and valid_k_BS is not None:
+        # Counted in real tokens: padding in the middle uses up no window.
+        place_BS = np.cumsum(valid_k_BS, axis=1)
+        apart_BTS = place_BS[:, keys - queries :, None] - place_BS[:, None, :]
+        pairs.append(np.abs(apart_BTS) < attention.window)
     if valid_q_BT is not None:
         pairs.append(valid_q_BT[:, :, None])
     if valid_k_BS is not None:

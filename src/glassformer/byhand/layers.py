@@ -23,7 +23,7 @@ from glassformer.byhand.trip import Trip
 from glassformer.byhand.workspace import Array, Workspace
 from glassformer.spec.errors import InputError
 from glassformer.spec.inits import HeInit
-from glassformer.spec.manifest import Parameter, linear_parameters
+from glassformer.spec.parameters import Parameter, linear_parameters
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head, V vocab, C classes
 

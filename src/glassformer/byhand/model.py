@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from glassformer.byhand.heads import HeadCache, head_backward, head_forward
-from glassformer.byhand.inputs import Side, check_side
-from glassformer.byhand.loss import LossCache, cross_entropy_backward, cross_entropy_forward
-from glassformer.byhand.objective import Losses, counted_rows, penalty, total_loss
+from glassformer.byhand.inputs import Inputs, check_inputs
+from glassformer.byhand.loss import cross_entropy_backward
+from glassformer.byhand.objective import Losses, head_losses, penalty, total_loss
 from glassformer.byhand.stack import (
     StackCache,
     StackParts,
@@ -20,20 +20,13 @@ from glassformer.byhand.stack import (
     stack_forward,
     stack_parts,
 )
-from glassformer.byhand.storage import Storage, under
+from glassformer.byhand.storage import Storage
 from glassformer.byhand.trip import Trip
 from glassformer.byhand.workspace import Array, Workspace
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 
 # B batch, T target length, S source length, D d_model, V logits
-
-
-class Inputs(NamedTuple):
-    """Checked arrays of a batch."""
-
-    target: Side
-    source: Side | None
 
 
 class Tape(NamedTuple):
@@ -81,14 +74,12 @@ class Model:
             )
             for prefix, stack in model.stacks().items()
         }
-        owners = self.storage.owner_of
-        every = {name: self.params[owner] for name, owner in owners.items()}
-        every_grad = {name: self.grads[owner] for name, owner in owners.items()}
+        below = self.storage.below
         self._heads = {
             name: (
                 model.head(name),
-                under(every, f"heads.{name}."),
-                under(every_grad, f"heads.{name}."),
+                below(self.params, f"heads.{name}."),
+                below(self.grads, f"heads.{name}."),
             )
             for name in model.head_names()
         }
@@ -110,21 +101,14 @@ class Model:
         source_valid_BS: Array | None = None,
     ) -> Inputs:
         """The border: checked arrays."""
-        target = check_side(tokens_BT, model=self.spec, valid_BT=valid_BT, segments_BT=segments_BT)
-        if self.spec.encoder is None:
-            if source_tokens_BS is not None:
-                raise InputError("a source sequence for a model without an encoder")
-            return Inputs(target, None)
-        if source_tokens_BS is None:
-            raise InputError("an encoder-decoder needs a source sequence", hint="source_tokens_BS")
-        source = check_side(
-            source_tokens_BS, model=self.spec, valid_BT=source_valid_BS, name="source"
+        return check_inputs(
+            tokens_BT,
+            model=self.spec,
+            valid_BT=valid_BT,
+            segments_BT=segments_BT,
+            source_tokens_BS=source_tokens_BS,
+            source_valid_BS=source_valid_BS,
         )
-        if len(source.tokens_BT) != len(target.tokens_BT):
-            raise InputError(
-                f"{len(source.tokens_BT)} source sequences for {len(target.tokens_BT)} target ones"
-            )
-        return Inputs(target, source)
 
     def forward(
         self,
@@ -177,14 +161,10 @@ class Model:
 
     def _run(self, inputs: Inputs, trip: Trip) -> tuple[dict[str, Array], Tape]:
         hidden_BTD, memory_BSD, stacks = self._body(inputs, trip)
-        logits, heads = {}, {}
+        logits, heads, valid_BT = {}, {}, inputs.target.valid_BT
         for name, (head, params, _) in self._heads.items():
             logits[name], heads[name] = head_forward(
-                hidden_BTD,
-                head=head,
-                params=params,
-                valid_BT=inputs.target.valid_BT,
-                ws=trip.ws,
+                hidden_BTD, head=head, params=params, valid_BT=valid_BT, ws=trip.ws
             )
             trip.tap(f"logits.{name}", logits[name])
         return logits, Tape(trip, inputs, stacks, heads, hidden_BTD, memory_BSD)
@@ -281,18 +261,22 @@ class Model:
     ) -> Losses:
         """A step but for its update. `scale` multiplies the gradients, not the numbers returned."""
         logits, tape = self.record(inputs, rng=rng, taps=taps)
-        by_head, nll, dlogits = {}, {}, {}
-        for name, target in targets.items():
-            by_head[name], cache = self._cross_entropy(
-                name, target, logits, inputs, weights, label_smoothing, self.workspace
-            )
-            nll[name] = cache.nll
-            factor = 1.0 if head_weights is None else head_weights.get(name, 1.0)
-            d = cross_entropy_backward(scale * factor, cache)
-            dlogits[name] = d.reshape(logits[name].shape)
+        losses = head_losses(
+            logits,
+            targets=targets,
+            model=self.spec,
+            weights=weights,
+            valid_BT=inputs.target.valid_BT,
+            label_smoothing=label_smoothing,
+            ws=self.workspace,
+        )
+        factors, dlogits = head_weights or {}, {}
+        for name, (_, cache) in losses.items():
+            d_MC = cross_entropy_backward(scale * factors.get(name, 1.0), cache)
+            dlogits[name] = d_MC.reshape(logits[name].shape)
         self.backward(dlogits, tape, tap_grads=tap_grads, accumulate=accumulate)
         extra = penalty(self.spec, self.params, grads=self.grads, scale=scale)
-        return total_loss(by_head, nll=nll, head_weights=head_weights, penalty=extra, logits=logits)
+        return total_loss(losses, head_weights=factors, penalty=extra, logits=logits)
 
     def loss(
         self,
@@ -305,29 +289,13 @@ class Model:
     ) -> Losses:
         """The same numbers without gradients or dropout."""
         logits, _ = self._run(inputs, Trip(Workspace(self.dtype)))
-        by_head, nll = {}, {}
-        for name, target in targets.items():
-            by_head[name], cache = self._cross_entropy(
-                name, target, logits, inputs, weights, label_smoothing, None
-            )
-            nll[name] = cache.nll
+        losses = head_losses(
+            logits,
+            targets=targets,
+            model=self.spec,
+            weights=weights,
+            valid_BT=inputs.target.valid_BT,
+            label_smoothing=label_smoothing,
+        )
         extra = penalty(self.spec, self.params)
-        return total_loss(by_head, nll=nll, head_weights=head_weights, penalty=extra, logits=logits)
-
-    def _cross_entropy(
-        self,
-        head: str,
-        target: Array,
-        logits: Mapping[str, Array],
-        inputs: Inputs,
-        weights: Array | Mapping[str, Array] | None,
-        label_smoothing: float,
-        ws: Workspace | None,
-    ) -> tuple[float, LossCache]:
-        target = np.asarray(target)
-        counted = counted_rows(
-            head, target, model=self.spec, weights=weights, valid_BT=inputs.target.valid_BT
-        )
-        return cross_entropy_forward(
-            logits[head], targets=target, weights=counted, label_smoothing=label_smoothing, ws=ws
-        )
+        return total_loss(losses, head_weights=head_weights or {}, penalty=extra, logits=logits)

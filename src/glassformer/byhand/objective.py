@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from glassformer.byhand.embed import l1_penalty
-from glassformer.byhand.workspace import Array
+from glassformer.byhand.loss import LossCache, cross_entropy_forward
+from glassformer.byhand.workspace import Array, Workspace
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 
@@ -21,18 +24,39 @@ class Losses(NamedTuple):
     logits: dict[str, Array]
 
 
-def total_loss(
-    by_head: Mapping[str, float],
+def head_losses(
+    logits: Mapping[str, Array],
     *,
-    nll: Mapping[str, float],
-    head_weights: Mapping[str, float] | None,
+    targets: Mapping[str, Array],
+    model: spec.ModelSpec,
+    weights: Array | Mapping[str, Array] | None,
+    valid_BT: Array | None,
+    label_smoothing: float,
+    ws: Workspace | None = None,
+) -> dict[str, tuple[float, LossCache]]:
+    """The cross-entropy of each head that has targets, and what its backward needs."""
+    found = {}
+    for name, given in targets.items():
+        target = np.asarray(given)
+        counted = counted_rows(name, target, model=model, weights=weights, valid_BT=valid_BT)
+        found[name] = cross_entropy_forward(
+            logits[name], targets=target, weights=counted, label_smoothing=label_smoothing, ws=ws
+        )
+    return found
+
+
+def total_loss(
+    losses: Mapping[str, tuple[float, LossCache]],
+    *,
+    head_weights: Mapping[str, float],
     penalty: float,
     logits: dict[str, Array],
 ) -> Losses:
     """Weighted sum over heads (1 where no weight is given) and the penalty."""
-    factors = head_weights or {}
-    total = penalty + sum(factors.get(name, 1.0) * loss for name, loss in by_head.items())
-    return Losses(total, dict(by_head), dict(nll), penalty, logits)
+    by_head = {name: loss for name, (loss, _) in losses.items()}
+    nll = {name: cache.nll for name, (_, cache) in losses.items()}
+    total = penalty + sum(head_weights.get(name, 1.0) * loss for name, loss in by_head.items())
+    return Losses(total, by_head, nll, penalty, logits)
 
 
 def counted_rows(

@@ -24,8 +24,8 @@ from glassformer.byhand.embed import (
 )
 from glassformer.byhand.inputs import Side, allow_of, positions_of
 from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
-from glassformer.byhand.position import rotations, sinusoids
-from glassformer.byhand.storage import Storage, under
+from glassformer.byhand.position import rotations, sinusoidal_forward, sinusoids
+from glassformer.byhand.storage import Storage
 from glassformer.byhand.trip import Trip
 from glassformer.byhand.workspace import Array
 from glassformer.spec import model as spec
@@ -73,8 +73,7 @@ def stack_parts(
         blocks.append(
             (block, storage.block(vector, storage.views, at), storage.block(grads[0], grads[1], at))
         )
-    own = {name: storage.views[owner] for name, owner in storage.owner_of.items()}
-    own_grads = {name: grads[1][owner] for name, owner in storage.owner_of.items()}
+    own, own_grads = storage.below(storage.views, prefix), storage.below(grads[1], prefix)
     table = None
     if isinstance(model.position, spec.Sinusoidal):
         table = sinusoids(model.max_seq_len, d_model=model.d_model, base=model.position.base)
@@ -85,9 +84,7 @@ def stack_parts(
             rotary[width] = rotations(
                 model.position, length=model.max_seq_len, d_head=width, dtype=dtype
             )
-    return StackParts(
-        model, stack, prefix, under(own, prefix), under(own_grads, prefix), blocks, table, rotary
-    )
+    return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary)
 
 
 def stack_forward(
@@ -200,7 +197,7 @@ def _embed(
             side.tokens_BT, table_VD=own["embed.weight"], scale=scale, ws=ws
         )
     if parts.sinusoids_SD is not None:
-        x_BTD += parts.sinusoids_SD[positions]
+        x_BTD = sinusoidal_forward(x_BTD, table_SD=parts.sinusoids_SD, positions=positions)
     elif "position.weight" in own:
         x_BTD += own["position.weight"][positions]
     keep = trip.keep(x_BTD.shape, parts.stack.dropout.embedding)

@@ -15,8 +15,9 @@ from glassformer.byhand.ffn import JOINED as JOINED_GATE_UP
 from glassformer.byhand.workspace import Array
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.inits import Constant, Gaussian, Rule, Uniform
-from glassformer.spec.manifest import Parameter, manifest
+from glassformer.spec.manifest import manifest
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.parameters import Parameter
 
 
 class Storage:
@@ -71,6 +72,10 @@ class Storage:
                     f"parameter '{name}' has shape {arrays[name].shape}", hint=f"use {view.shape}"
                 )
             np.copyto(view, arrays[name], casting="same_kind")
+
+    def below(self, views: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+        """The arrays below a prefix, by the rest of their names; a tied one is its owner's."""
+        return under({name: views[owner] for name, owner in self.owner_of.items()}, prefix)
 
     def block(self, vector: Array, views: dict[str, Array], prefix: str) -> BlockArrays:
         """The arrays of one block by part, with the joined matrices."""

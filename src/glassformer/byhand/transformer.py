@@ -14,7 +14,7 @@ from glassformer.byhand.trip import Trip
 from glassformer.byhand.workspace import Array, Workspace
 from glassformer.spec import model as spec
 from glassformer.spec.inits import HeInit
-from glassformer.spec.manifest import attention_parameters, block_parameters, ffn_parameters
+from glassformer.spec.parameters import attention_parameters, block_parameters, ffn_parameters
 
 # B batch, T query length, S key length, D d_model, V vocab
 

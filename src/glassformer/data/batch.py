@@ -55,17 +55,27 @@ class Batch:
                     f"targets['{head}'] has shape {target.shape}",
                     hint=f"use {self.tokens.shape}, or {self.tokens.shape[:1]} for one a sequence",
                 )
-        if self.weights is not None and self.weights.shape not in (
-            self.tokens.shape,
-            self.tokens.shape[:1],
-        ):
-            raise InputError(
-                f"weights has shape {self.weights.shape}",
-                hint=f"use {self.tokens.shape}, or {self.tokens.shape[:1]} for one a sequence",
-            )
+        if self.weights is not None:
+            self._check_weights(self.weights)
         if self.source is not None and len(self.source.tokens) != len(self.tokens):
             raise InputError(
                 f"{len(self.source.tokens)} source sequences for {len(self.tokens)} target ones"
+            )
+
+    def _check_weights(self, weights: Floats) -> None:
+        shapes = {target.shape for target in self.targets.values()} or {
+            self.tokens.shape,
+            self.tokens.shape[:1],
+        }
+        if weights.shape not in shapes:
+            raise InputError(
+                f"weights has shape {weights.shape}",
+                hint=f"use that of the targets: {' or '.join(map(str, sorted(shapes)))}",
+            )
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise InputError(
+                "weights holds a number below 0, or one that is not finite",
+                hint="0 keeps a position out of the loss",
             )
 
     @classmethod

@@ -6,38 +6,23 @@ what the walk did next. The oracle is the walk itself: P(next | state), exact.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.data.batch import Batch, Bools, Ints
-from glassformer.data.machine import NOWHERE, Machine
+from glassformer.data.batch import Batch, Ints
+from glassformer.data.fsm_rows import EOS, FIRST, Rows, divided, longer
+from glassformer.data.machine import Machine
 from glassformer.data.machines import machine_named
 from glassformer.data.splits import checked, overlap, padded_to_longest, pick
-from glassformer.data.streams import digest, hash_rows, stream
+from glassformer.data.streams import digest
 from glassformer.data.task import Oracle
 from glassformer.data.vocab import Vocab
-from glassformer.data.walk import Strings, Walk, weighted_walk
-from glassformer.spec.errors import InputError
+from glassformer.data.walk import Walk, weighted_walk
 from glassformer.spec.tasks import FsmTask
 
 # N strings, B batch, T tokens, L symbols, V vocabulary, Q states, M phases of the walk
-
-PAD, BOS, EOS, FIRST = 0, 1, 2, 3  # FIRST is the id of the alphabet's first symbol
-ROUNDS = 48  # of `examples` draws each, before a split that stays too small is reported
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """One split: tokens and what comes next, states, which positions count, lengths in tokens."""
-
-    tokens_NT: NDArray[np.int16]
-    next_NT: NDArray[np.int16]
-    states_NT: NDArray[np.int16]
-    counts_NT: Bools
-    lengths_N: NDArray[np.int64]
 
 
 class Fsm:
@@ -77,11 +62,10 @@ class Fsm:
         self._truth_MQV[:, :, EOS] = self.walk.probabilities_MQE[:, :, -1]
         self._nats_MQ = self.walk.entropies()
         self._classes_Q = np.array(found.classes)
-        self._splits = self._divided()
-        if spec.longer:
-            longer = self._longer()
-            if longer is not None:
-                self._splits["longer"] = longer
+        self._splits = divided(spec, self.walk)
+        further = longer(spec, self.walk) if spec.longer else None
+        if further is not None:
+            self._splits["longer"] = further
         self._overlap = overlap({name: rows.tokens_NT for name, rows in self._splits.items()})
         assert self._overlap == 0, f"{self._overlap} strings are in two splits"
 
@@ -180,125 +164,13 @@ class Fsm:
             "sha256": digest(arrays),
         }
 
-    # --- drawing the splits ---------------------------------------------------------------------
-
-    def _divided(self) -> dict[str, _Rows]:
-        """train, val and test, each in the order in which it was drawn.
-
-        Where a machine has few rare strings, val and test may stay smaller than a tenth.
-        """
-        spec = self.spec
-        tenth = max(1, spec.examples // 10)
-        wanted = {"train": spec.examples - 2 * tenth, "val": tenth, "test": tenth}
-        kept: dict[str, list[_Rows]] = {split: [] for split in wanted}
-        rng = stream(spec.seed, "fsm", "walks")
-        rest_LQ = self.walk.likeliest_rest(cut=spec.max_length)
-        for _ in range(ROUNDS):
-            missing = {split: count - _count(kept[split]) for split, count in wanted.items()}
-            if not any(missing.values()):
-                break
-            strings = self.walk.draw(rng, count=spec.examples, cut=spec.max_length)
-            prefix_NL = self.walk.prefix_probabilities(strings.symbols_NL)
-            states_NL = self.machine.trajectories(strings.symbols_NL)
-            common_N = self._probabilities(strings, prefix_NL, states_NL) * spec.examples > 1.0
-            # A prefix has left the common strings behind if the likeliest that begins so is rare.
-            likeliest_NL = prefix_NL * rest_LQ[np.arange(spec.max_length + 1), states_NL]
-            rare_NL = likeliest_NL * spec.examples <= 1.0
-            hash_N = hash_rows(strings.symbols_NL, lengths_N=strings.lengths_N, seed=spec.seed)
-            dice_N = rng.integers(0, 10, size=len(hash_N))
-            part_N = np.where(common_N, dice_N, (hash_N % np.uint64(10)).astype(np.int64))
-            for split, chosen_N in {
-                "train": part_N < 8,
-                "val": (part_N == 8) & ~common_N,
-                "test": (part_N == 9) & ~common_N,
-            }.items():
-                numbers = np.flatnonzero(chosen_N)[: missing[split]]
-                counts = np.ones_like(rare_NL) if split == "train" else rare_NL
-                kept[split].append(self._rows(strings, states_NL, counts, numbers))
-        for split, parts in kept.items():
-            if _count(parts) < max(1, wanted[split] // 10):
-                raise InputError(
-                    f"{ROUNDS * spec.examples} strings of '{spec.machine}' give {_count(parts)} "
-                    f"for {split}: nearly all are too common to be held out",
-                    where=f"max_length {spec.max_length}, examples {spec.examples}",
-                    hint="raise max_length; or lower examples, which decides what is common",
-                )
-        return {split: _joined(parts) for split, parts in kept.items()}
-
-    def _longer(self) -> _Rows | None:
-        """Strings that go on beyond max_length, cut after `longer` more symbols."""
-        spec = self.spec
-        cut = spec.max_length + spec.longer
-        wanted = max(1, spec.examples // 10)
-        rng = stream(spec.seed, "fsm", "longer")
-        parts: list[_Rows] = []
-        have = 0
-        for _ in range(ROUNDS):
-            strings = self.walk.draw(rng, count=spec.examples, cut=cut)
-            numbers = np.flatnonzero(strings.lengths_N > spec.max_length)[: wanted - have]
-            if len(numbers):
-                states_NL = self.machine.trajectories(strings.symbols_NL)
-                # That a string is here depends on its first max_length + 1 symbols, not on more.
-                counts = np.broadcast_to(np.arange(cut + 1) > spec.max_length, states_NL.shape)
-                parts.append(self._rows(strings, states_NL, counts, numbers))
-                have += len(numbers)
-            if have == wanted:
-                break
-        return _joined(parts) if parts else None
-
-    def _probabilities(
-        self, strings: Strings, prefix_NL: NDArray[np.float64], states_NL: Ints
-    ) -> NDArray[np.float64]:
-        """Of each string as it is read: of its symbols, and of its end where it was not cut."""
-        cut = strings.symbols_NL.shape[1]
-        numbers = np.arange(len(strings.lengths_N))
-        last_N = states_NL[numbers, strings.lengths_N]
-        phase_N = np.minimum(strings.lengths_N, self.spec.min_length)
-        end_N = np.where(strings.lengths_N < cut, self._truth_MQV[phase_N, last_N, EOS], 1.0)
-        whole_N: NDArray[np.float64] = prefix_NL[numbers, strings.lengths_N] * end_N
-        return whole_N
-
-    def _rows(self, strings: Strings, states_NL: Ints, counts_NL: Bools, numbers: Ints) -> _Rows:
-        """These strings as tokens: BOS before the symbols, EOS or what followed behind them."""
-        symbols = strings.symbols_NL[numbers].astype(np.int64)
-        lengths = strings.lengths_N[numbers]
-        words = np.where(symbols == NOWHERE, PAD, symbols + FIRST)
-        tokens_NT = np.pad(words, ((0, 0), (1, 0)), constant_values=BOS)
-        next_NT = np.pad(words, ((0, 0), (0, 1)), constant_values=PAD)
-        following = strings.following_N[numbers].astype(np.int64)
-        ended = following == len(self.machine.alphabet)
-        next_NT[np.arange(len(numbers)), lengths] = np.where(ended, EOS, following + FIRST)
-        valid_NT = np.arange(tokens_NT.shape[1]) <= lengths[:, None]
-        return _Rows(
-            tokens_NT.astype(np.int16),
-            next_NT.astype(np.int16),
-            np.where(valid_NT, states_NL[numbers], 0).astype(np.int16),
-            counts_NL[numbers] & valid_NT,
-            lengths + 1,
-        )
-
-    def _take(self, split: str, rows: Ints) -> _Rows:
+    def _take(self, split: str, rows: Ints) -> Rows:
         kept = pick(self._splits, split)
         rows = checked(rows, size=len(kept.lengths_N), split=split)
-        return _Rows(
+        return Rows(
             kept.tokens_NT[rows],
             kept.next_NT[rows],
             kept.states_NT[rows],
             kept.counts_NT[rows],
             kept.lengths_N[rows],
         )
-
-
-def _count(parts: list[_Rows]) -> int:
-    return sum(len(part.lengths_N) for part in parts)
-
-
-def _joined(parts: list[_Rows]) -> _Rows:
-    """One after another."""
-    return _Rows(
-        np.concatenate([part.tokens_NT for part in parts]),
-        np.concatenate([part.next_NT for part in parts]),
-        np.concatenate([part.states_NT for part in parts]),
-        np.concatenate([part.counts_NT for part in parts]),
-        np.concatenate([part.lengths_N for part in parts]),
-    )

@@ -159,6 +159,8 @@ class _Parser:
         """One character between [ and ], where only \\ is special."""
         if self.peek() == "\\":
             self.place += 1
+            if self.peek().isalnum():
+                raise self.error(f"\\{self.peek()} is not known here")
         if self.peek() == "":
             raise self.error("the pattern ends within [")
         self.place += 1

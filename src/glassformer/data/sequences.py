@@ -1,8 +1,7 @@
 """Source 004's tasks: copy, reverse or sort a row of symbols, from an encoder to a decoder.
 
-The encoder reads `3 1 4 EOS`, the decoder `BOS 4 1 3`; its targets are `4 1 3 EOS`, shifted here
-and nowhere else (ruling C-16). EOS at the source's end lets a model find the end by content.
-Splits are by unique source.
+The encoder reads `3 1 4 EOS`, the decoder `BOS 4 1 3`; its targets are `4 1 3 EOS`. EOS at the
+source's end lets a model find the end by content. Splits are by unique source.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.data.batch import Batch, Ints, Source
+from glassformer.data.answered import EOS, PAD, answered_batch
+from glassformer.data.batch import Batch, Ints
 from glassformer.data.splits import (
     checked,
     distinct_rows,
@@ -29,7 +29,7 @@ from glassformer.spec.tasks import SequenceTask
 
 # N examples, B batch, T target tokens, S source tokens, V vocabulary
 
-PAD, BOS, EOS, FIRST = 0, 1, 2, 3  # FIRST is the id of symbol 0
+FIRST = EOS + 1  # the id of symbol 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,11 @@ class Sequences:
     def batch(self, split: str, rows: Ints) -> Batch:
         """The source, BOS and the answer, and the answer and EOS as the target of head `next`."""
         kept = self._take(split, rows)
-        source_BS, source_valid_BS = padded_to_longest(kept.source_NS, kept.lengths_N + 1)
-        next_BT, valid_BT = padded_to_longest(kept.answer_NT, kept.lengths_N + 1)
-        # What the decoder reads at a place is what it should have said at the place before.
-        tokens_BT = np.full_like(next_BT, BOS)
-        tokens_BT[:, 1:] = next_BT[:, :-1]
-        tokens_BT[~valid_BT] = PAD
-        return Batch(
-            tokens=tokens_BT,
-            valid=valid_BT,
-            targets={"next": next_BT},
-            weights=valid_BT.astype(np.float32),
-            source=Source(tokens=source_BS, valid=source_valid_BS),
+        return answered_batch(
+            kept.source_NS,
+            kept.lengths_N + 1,
+            answer_NT=kept.answer_NT,
+            answer_lengths_N=kept.lengths_N + 1,
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:

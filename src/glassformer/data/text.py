@@ -261,7 +261,9 @@ def _found(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[str, ND
     try:
         tokenizer = tokenizer_from_json((folder / "tokenizer.json").read_text("utf-8"))
         ids = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in splits}
-    except (OSError, ValueError) as error:
+        if any(part.ndim != 1 or part.dtype.kind != "u" for part in ids.values()):
+            raise ValueError("a file of it holds no token ids")
+    except (OSError, ValueError, EOFError) as error:
         raise FileError(
             f"the cache of tokens is damaged: {error}",
             where=folder.name,

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.data.batch import Batch, Ints, Source, pad
+from glassformer.data.answered import EOS, PAD, answered_batch
+from glassformer.data.batch import Batch, Ints, pad
 from glassformer.data.bpe import BytePairs
 from glassformer.data.splits import checked, padded_to_longest, pick, spread, tenths
 from glassformer.data.streams import digest, stream
@@ -27,7 +28,6 @@ from glassformer.spec.tasks import TranslationTask
 # N pairs, B batch, T answer tokens, S source tokens, V vocabulary
 
 SPECIALS = ("PAD", "BOS", "EOS")
-PAD, BOS, EOS = range(3)
 WAYS = 6  # three forms, each into each other one
 
 
@@ -85,20 +85,11 @@ class Translation:
     def batch(self, split: str, rows: Ints) -> Batch:
         """The source, BOS and the answer, and the answer and EOS as the target of head `next`."""
         pairs, rows = self._found(split, rows)
-        source_BS, source_valid_BS = padded_to_longest(
-            pairs.source_NS[rows], pairs.source_lengths_N[rows]
-        )
-        next_BT, valid_BT = padded_to_longest(pairs.answer_NT[rows], pairs.answer_lengths_N[rows])
-        # What the decoder reads at a place is what it should have said at the place before.
-        tokens_BT = np.full_like(next_BT, BOS)
-        tokens_BT[:, 1:] = next_BT[:, :-1]
-        tokens_BT[~valid_BT] = PAD
-        return Batch(
-            tokens=tokens_BT,
-            valid=valid_BT,
-            targets={"next": next_BT},
-            weights=valid_BT.astype(np.float32),
-            source=Source(tokens=source_BS, valid=source_valid_BS),
+        return answered_batch(
+            pairs.source_NS[rows],
+            pairs.source_lengths_N[rows],
+            answer_NT=pairs.answer_NT[rows],
+            answer_lengths_N=pairs.answer_lengths_N[rows],
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:

@@ -63,14 +63,36 @@ def loss_weights(batch: Batch, head: str) -> NDArray[np.float32]:
 
 
 def totals(batches: Sequence[Batch], spec: ModelSpec) -> dict[str, float]:
-    """Summed weights of each head's targets over all batches of a step."""
+    """Summed weights of each head's targets over all batches of a step; what counts is checked."""
+    if not batches:
+        raise InputError("a step without a batch", hint="give at least one")
     heads = [head for head in spec.head_names() if head in batches[0].targets]
     if not heads:
         raise InputError(
             f"no targets for any head of the model ({', '.join(spec.head_names())})",
             hint=f"the batch has targets for: {', '.join(batches[0].targets) or 'nothing'}",
         )
+    for batch in batches:
+        for head in heads:
+            _check_targets(batch, head, spec.head_size(head))
     return {
         head: float(sum(loss_weights(batch, head).sum(dtype=np.float64) for batch in batches))
         for head in heads
     }
+
+
+def _check_targets(batch: Batch, head: str, classes: int) -> None:
+    """A target that counts is one of the head's answers: torch would pass over -100 in silence."""
+    if head not in batch.targets:
+        raise InputError(
+            f"a batch of the step has no targets for head '{head}', which the first one has"
+        )
+    target = batch.targets[head]
+    outside = (target < 0) | (target >= classes)
+    wrong = np.argwhere(outside & (loss_weights(batch, head) > 0)) if outside.any() else ()
+    if len(wrong):
+        raise InputError(
+            f"target {target[tuple(wrong[0])]} is not one of {classes} classes",
+            where=f"targets['{head}']{wrong[0].tolist()}",
+            hint="give it weight 0, or a target in the range",
+        )

@@ -25,6 +25,11 @@ class StepRecord:
     seconds: float
     applied: bool
 
+    @property
+    def first_loss(self) -> float:
+        """Of several heads the first one's plain loss, which is what an evaluation calls `loss`."""
+        return self.loss if len(self.nll) == 1 else next(iter(self.nll.values()))
+
 
 def fit(engine: Engine, task: Task, train: TrainSpec, *, start: int = 0) -> Iterator[StepRecord]:
     """Train from step `start` (0 is the beginning) to the last, one record each.

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.byhand import optim
-from glassformer.byhand.model import Inputs, Model
+from glassformer.byhand.inputs import Inputs
+from glassformer.byhand.model import Model
 from glassformer.byhand.optim import clip_global_norm, global_norm
 from glassformer.data.batch import Batch
 from glassformer.spec.errors import InputError

@@ -15,8 +15,9 @@ from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
-from glassformer.spec.manifest import Parameter, stored
+from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.parameters import Parameter
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.spec.tuning import LoRA, lora_manifest
 from glassformer.train.engine import Arrays, StepResult, loss_weights, totals
