@@ -72,14 +72,13 @@ def _attend_explicitly(
     taps: TapsAt | None,
 ) -> Tensor:
     k_BNSH, v_BNSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
-    allow = mask.explicit(q_BNTH.shape[2], q_BNTH.device)
+    bias = mask.bias(q_BNTH)
     if taps is not None and taps.wants("scores"):
         scores_BNTS = q_BNTH @ k_BNSH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
         scores_BNTS = tap(taps, "scores", scores_BNTS)
-        if allow is not None:
-            scores_BNTS = scores_BNTS.masked_fill(~allow, -math.inf)
+        scores_BNTS = torch.where(bias < 0, bias, scores_BNTS)
     else:
-        scores_BNTS = _masked_scores(q_BNTH, k_BNSH, allow)
+        scores_BNTS = _masked_scores(q_BNTH, k_BNSH, bias)
     weights_BNTS = torch.softmax(scores_BNTS, dim=-1)
     if mask.empty is not None:
         weights_BNTS = weights_BNTS.masked_fill(mask.empty, 0.0)
@@ -87,19 +86,16 @@ def _attend_explicitly(
     return (F.dropout(weights_BNTS, dropout) if dropout else weights_BNTS) @ v_BNSH
 
 
-def _masked_scores(q_BNTH: Tensor, k_BNSH: Tensor, allow: Tensor | None) -> Tensor:
-    """q k^T / sqrt(H), -inf where it is not allowed, in one pass over T x S instead of three."""
+def _masked_scores(q_BNTH: Tensor, k_BNSH: Tensor, bias: Tensor) -> Tensor:
+    """q k^T / sqrt(H) + bias, in one pass over T x S instead of three."""
     (B, N, T, H), S = q_BNTH.shape, k_BNSH.shape[2]
-    closed = q_BNTH.new_zeros(1, 1)
-    if allow is not None:
-        closed = q_BNTH.new_zeros(allow.shape).masked_fill_(~allow, -math.inf)
     scores = torch.baddbmm(
-        closed.expand(B, N, T, S).flatten(0, 1),
+        bias.expand(B, N, T, S).flatten(0, 1),
         q_BNTH.flatten(0, 1),
         k_BNSH.flatten(0, 1).transpose(1, 2),
         alpha=1 / math.sqrt(H),
     )
-    return scores.unflatten(0, (B, N))
+    return scores.view(B, N, T, S)
 
 
 def per_query_head(kv_BKSH: Tensor, q_BNTH: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from glassformer.spec.inits import Constant, Gaussian, Uniform
-from glassformer.spec.manifest import Parameter
+from glassformer.spec.parameters import Parameter
 
 Part = TypeVar("Part", bound=nn.Module)
 

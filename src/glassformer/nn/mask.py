@@ -5,7 +5,8 @@ not agree on such rows (some give NaN), so they never see one: the row is opened
 and its result is erased afterwards.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,10 +27,23 @@ class Mask:
     allow: Tensor | None = None
     causal: bool = False
     empty: Tensor | None = None
+    made: dict[tuple[object, ...], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def explicit(self, length: int, device: torch.device) -> Tensor | None:
         """The permission as a tensor, the plain triangle included."""
         return causal_allow(length, length, device=device) if self.causal else self.allow
+
+    def bias(self, q_BNTH: Tensor) -> Tensor:
+        """What is added to scores, 0 or -inf; made once for all layers that share the mask."""
+        T, kind = q_BNTH.shape[2], (q_BNTH.shape[2], q_BNTH.dtype, q_BNTH.device)
+        if kind not in self.made:
+            if self.causal:
+                self.made[kind] = q_BNTH.new_full((T, T), -math.inf).triu_(1)
+            elif self.allow is None:
+                self.made[kind] = q_BNTH.new_zeros(1, 1)
+            else:
+                self.made[kind] = torch.where(self.allow, q_BNTH.new_zeros(()), -math.inf)
+        return self.made[kind]
 
 
 def causal_allow(

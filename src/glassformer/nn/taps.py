@@ -8,6 +8,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -37,26 +38,17 @@ class Taps:
         self.edits = dict(edit or {})
         self.keep_gradients = gradients
         self.seen: dict[str, Tensor] = {}
-        self._wanted: dict[str, bool] = {}
-        self._read = re.compile("|".join(map(fnmatch.translate, self.patterns)) or r"(?!)")
+        self.reads = _matching(self.patterns)
 
     def wants(self, name: str) -> bool:
         """Whether anything is to be done at this tap."""
-        if name not in self._wanted:
-            self._wanted[name] = name in self.edits or self._reads(name)
-        return self._wanted[name]
-
-    def _reads(self, name: str) -> bool:
-        return self._read.match(name) is not None
+        return name in self.edits or self.reads(name)
 
     def visit(self, name: str, x: Tensor) -> Tensor:
         """Replace and record x at this tap, and give back what the model goes on with."""
-        if not self.wants(name):
-            return x
-        edit = self.edits.get(name)
-        if edit is not None:
-            x = _replaced(name, x, edit)
-        if self._reads(name):
+        if name in self.edits:
+            x = _replaced(name, x, self.edits[name])
+        if self.reads(name):
             if self.keep_gradients and x.requires_grad:
                 x.retain_grad()
             self.seen[name] = x
@@ -69,13 +61,26 @@ class Taps:
 
     def check(self, spec: ModelSpec) -> None:
         """Refuse a pattern or an edit that matches no tap of this model."""
-        known = tap_shapes(spec)
-        for pattern in self.patterns:
-            if not fnmatch.filter(known, pattern):
-                raise InputError(f"no tap matches '{pattern}'", hint=nearest(pattern, known))
-        for name in self.edits:
-            if name not in known:
-                raise InputError(f"no tap '{name}' to edit", hint=nearest(name, known))
+        _check(spec, self.patterns, tuple(self.edits))
+
+
+@lru_cache
+def _check(spec: ModelSpec, patterns: tuple[str, ...], edits: tuple[str, ...]) -> None:
+    """Remembered, like what matches: one forward after the other asks for the same."""
+    known = tap_shapes(spec)
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern):
+            raise InputError(f"no tap matches '{pattern}'", hint=nearest(pattern, known))
+    for name in edits:
+        if name not in known:
+            raise InputError(f"no tap '{name}' to edit", hint=nearest(name, known))
+
+
+@lru_cache
+def _matching(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """Whether a name matches; remembered, as every forward asks for the same names."""
+    either = re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
+    return cache(lambda name: either.match(name) is not None)
 
 
 def _replaced(name: str, x: Tensor, edit: Edit) -> Tensor:
