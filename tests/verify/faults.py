@@ -90,14 +90,14 @@ ROWS = "attention rows sum to 1, none to PAD or future"
 
 ATTEND = "nn.attention:_attend_explicitly"
 SCORES = "nn.attention:_masked_scores"
+BIAS = "nn.mask:Mask.bias"
 MASK_LINES = (
-    "_masked_scores(q_BNTH, k_BNSH, allow)\n    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
+    "_masked_scores(q_BNTH, k_BNSH, bias)\n    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
 )
 MASK_LATE = (
-    "_masked_scores(q_BNTH, k_BNSH, None)\n"
+    "_masked_scores(q_BNTH, k_BNSH, 0 * bias.exp())\n"
     "    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
-    "    if allow is not None:\n"
-    "        weights_BNTS = weights_BNTS.masked_fill(~allow, 0.0)\n"
+    "    weights_BNTS = weights_BNTS.masked_fill(bias < 0, 0.0)\n"
 )
 NORM_FIRST = (
     "if self.q_norm is not None:\n"
@@ -112,8 +112,10 @@ FAULTS = (
     Fault("scale missing", SCORES, "alpha=1 / math.sqrt(H)", "alpha=1.0", EXPLICIT),
     Fault("scale by d_model", SCORES, "math.sqrt(H)", "8.0", EXPLICIT),
     Fault("mask after softmax", ATTEND, MASK_LINES, MASK_LATE, EXPLICIT),
-    Fault("mask sign turned", SCORES, "masked_fill_(~allow", "masked_fill_(allow", EXPLICIT),
-    Fault("masked by 0, not -inf", SCORES, "(~allow, -math.inf)", "(~allow, 0.0)", EXPLICIT),
+    Fault("mask sign turned", BIAS, "torch.where(self.allow, q_BNTH.new_zeros(()), -math.inf)", "torch.where(self.allow, -math.inf, q_BNTH.new_zeros(()))", EXPLICIT),
+    Fault("masked by 0, not -inf", BIAS, "new_zeros(()), -math.inf)", "new_zeros(()), 0.0)", EXPLICIT),
+    Fault("a query does not see itself when weights are asked for", BIAS, "triu_(1)", "triu_(0)", EXPLICIT),
+    Fault("one token of the future when weights are asked for", BIAS, "triu_(1)", "triu_(2)", EXPLICIT),
     Fault("softmax over queries", ATTEND, "dim=-1", "dim=-2", EXPLICIT),
     Fault("weights of empty rows shown", ATTEND, "if mask.empty is not None", "if False", ROWS, "core"),
     Fault("fused path without scale", "nn.attention:_attend_fused", "scale=1 / math.sqrt(H)", "scale=1.0", FUSED),
@@ -129,7 +131,7 @@ FAULTS = (
     Fault("keys not turned", "nn.attention:MultiHeadAttention.keys_values", "rotate(k_BKSH, *rotation)", "k_BKSH", "q/k-norm, then rotation = by hand"),
     Fault("wrong projection biased", "nn.attention:MultiHeadAttention.__init__", 'self.k_proj = Linear(d_model, kv_width, bias=attention.bias in ("qkv", "all"))', "self.k_proj = Linear(d_model, kv_width, bias=True)", MANIFEST, "qwen"),
     # masks
-    Fault("a query does not see itself", "nn.mask:causal_allow", "k_1S <= q_T1", "k_1S < q_T1", EXPLICIT),
+    Fault("a query does not see itself", "nn.mask:causal_allow", "k_1S <= q_T1", "k_1S < q_T1", "sliding window = one query at a time"),
     Fault("one token of the future", "nn.mask:causal_allow", "k_1S <= q_T1", "k_1S <= q_T1 + 1", CAUSALITY, "qwen-sliding"),
     Fault("triangle not moved with the past", "nn.mask:causal_allow", "torch.arange(keys - queries, keys, device=device)", "torch.arange(queries, device=device)", GROWING, "core"),
     Fault("window one too wide", "nn.mask:causal_allow", "q_T1 - k_1S < window", "q_T1 - k_1S <= window", "sliding window = one query at a time"),
@@ -182,7 +184,7 @@ FAULTS = (
     Fault("uniform without its lower half", "nn.init:initialise", "uniform_(-bound, bound", "uniform_(0.0, bound", "initial weights follow their rule"),
     Fault("std squared", "nn.init:initialise", "normal_(0.0, std,", "normal_(0.0, std**2,", "initial weights follow their rule"),
     Fault("weights transposed on disk", "store.tensors:tensor_chunks", "array_of(name).tobytes()", "array_of(name).T.tobytes()", "saved and loaded, same bits", "core"),
-    Fault("edits ignored", "nn.taps:Taps.visit", "x = _replaced(name, x, edit)", "_replaced(name, x, edit)", TAPS, "core"),
+    Fault("edits ignored", "nn.taps:Taps.visit", "x = _replaced(name, x, self.edits[name])", "_replaced(name, x, self.edits[name])", TAPS, "core"),
     Fault("a tap renamed", "nn.ffn:MLP.forward", '"hidden"', '"inner"', TAPS, "core"),
     # by hand
     Fault("a hand-made gradient a little too large", "byhand.linear:linear_products", "np.matmul(dout_RO.T, x_RI", "np.matmul(dout_RO.T * 1.0001, x_RI", "by hand: gradients = central differences", "core"),

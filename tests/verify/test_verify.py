@@ -2,14 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import glassformer as gf
 from glassformer.spec.errors import CheckFailed, InputError
-from glassformer.spec.presets import PRESETS
+from glassformer.spec.presets import PRESETS, seq2seq
 from glassformer.verify.catalogue import (
     GROUPS,
     PartCheck,
@@ -22,6 +24,7 @@ from glassformer.verify.measure import Measure
 from glassformer.verify.report import Report, verify
 from glassformer.verify.samples import sample_subject
 from glassformer.verify.subject import Subject, subject_of, subject_of_factory, subject_of_module
+from glassformer.verify.twin import _equal_shares, gradients_by_differences
 from tests.verify import foreign
 
 
@@ -185,6 +188,7 @@ def test_the_report_counts_and_writes_itself():
     assert set(data["checks"][0]) >= {"name", "group", "dtype", "worst", "tolerance", "verdict"}
     report.raise_if_failed()
     assert "2 passed, 0 failed" in str(report)
+    assert repr(report) == str(report)  # what a notebook shows
     bad = gf.verify(foreign.leaky(), only="causality")
     with pytest.raises(CheckFailed, match="the future changes no bit"):
         bad.raise_if_failed()
@@ -192,8 +196,57 @@ def test_the_report_counts_and_writes_itself():
     assert "bug  the future changes no bit of the past" in str(bad)
 
 
+def test_what_was_not_offered_is_listed_by_reason_on_lines_that_fit():
+    report = gf.verify(foreign.leaky())
+    listed = str(report).partition("\nnot offered\n")[2].rpartition("\n\n")[0]
+    assert max(map(len, listed.splitlines())) <= 100
+    read = dict(line.strip().split(": ", 1) for line in listed.replace("\n    ", " ").splitlines())
+    silent = [f for f in report.findings if f.verdict == "not offered"]
+    assert len(silent) > 10
+    assert {name for names in read.values() for name in names.split("; ")} == {
+        f.name for f in silent
+    }
+    assert all(f.name in read[f.note].split("; ") for f in silent)
+
+
 def test_verify_leaves_torchs_generator_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     verify(sample_subject("seq2seq"))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_callers_threads_are_given_back():
+    threads, seen = torch.get_num_threads(), []
+
+    def bigram(tokens, valid):
+        seen.append(torch.get_num_threads())
+        return torch.eye(11)[tokens]
+
+    subject = gf.Subject(name="bigram", logits=bigram, vocab_size=11, max_length=32)
+    try:
+        torch.set_num_threads(2)
+        gf.verify(subject)
+        assert set(seen) == {2}  # nobody knows how large it is
+        seen.clear()
+        gf.verify(replace(subject, parameters={}), only="causality")
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_small_gradients_error_shows_beside_large_ones_of_its_kind():
+    rng = np.random.default_rng(0)
+    grads = {"large": rng.standard_normal((5, 7)), "small": 1e-3 * rng.standard_normal((5, 7))}
+    toward, slope = _equal_shares(grads, rng)
+    assert slope == pytest.approx(2.0)
+    wrong = {**grads, "small": 1.01 * grads["small"]}
+    along = sum(float(np.vdot(wrong[name], way)) for name, way in toward.items())
+    assert along - slope == pytest.approx(0.01)
+
+
+def test_wide_layers_of_kinked_units_are_no_bug():
+    spec = seq2seq(d_model=64, d_ff=8192, n_layers=1, vocab_size=50)
+    model = gf.build(spec, generator=torch.Generator().manual_seed(0))
+    assert gradients_by_differences(subject_of(model)).holds

@@ -20,12 +20,14 @@ from glassformer.adapters.load import load
 from glassformer.generate.decode import generate
 from glassformer.generate.prompts import Prompts
 from glassformer.models.model import Model
+from glassformer.quant.report import quantized_numbers
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.verify.catalogue import SUBJECT_CHECKS, SubjectCheck, run_subject_check
 from glassformer.verify.invariants import tokens_of
-from glassformer.verify.measure import EXACT, Measure, gap
+from glassformer.verify.measure import EXACT, Measure, NotOffered, gap
 from glassformer.verify.report import Report
-from glassformer.verify.subject import NotOffered, Subject, subject_of_adapter
+from glassformer.verify.subject import Subject, subject_of_adapter
+from glassformer.verify.threads import few_threads
 
 # B batch, T length, V vocab
 
@@ -47,9 +49,9 @@ def validate_adapter(adapter: BaseAdapter, *, name: str = "") -> Report:
     """The findings on one adapter: its methods, then the model through them."""
     adapter.eval()
     subject = _through(adapter, name=name)
-    findings = [run_subject_check(check, subject) for check in _own_checks(adapter)]
     asked = (check for check in SUBJECT_CHECKS if check.group in GROUPS and not check.deep)
-    findings += [run_subject_check(check, subject) for check in asked]
+    with few_threads(subject.parameters):
+        findings = [run_subject_check(check, subject) for check in (*_own_checks(adapter), *asked)]
     return Report(tuple(findings))
 
 
@@ -134,7 +136,7 @@ def describes_itself(adapter: BaseAdapter, subject: Subject) -> Measure:
 def counts(adapter: BaseAdapter, subject: Subject) -> Measure:
     """get_num_parameters counts each storage once, and the optimizer gets each once."""
     unique = {p.data_ptr(): p.numel() for p in adapter.parameters()}
-    wrong = abs(adapter.get_num_parameters() - sum(unique.values()))
+    wrong = abs(adapter.get_num_parameters() - sum(unique.values()) - quantized_numbers(adapter))
     given = [id(p) for p in adapter.trainable_parameters()]
     wrong += len(given) - len(set(given))
     wrong += sum(not p.requires_grad for p in adapter.trainable_parameters())

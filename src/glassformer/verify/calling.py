@@ -1,4 +1,4 @@
-"""How modules of other libraries are asked: what they return, how they step, how they reload."""
+"""How modules of other libraries are asked: by which names, step by step, and what comes back."""
 
 import copy
 import inspect
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from glassformer.spec.errors import InputError
+from glassformer.verify.measure import NotOffered
 
 # B batch, T length
 
@@ -24,6 +25,37 @@ def through_state_dict(module: nn.Module) -> nn.Module:
             parameter.zero_()
     twin.load_state_dict(saved)
     return twin
+
+
+#: What different libraries call the token ids and the mask (True or 1 = real token).
+TOKEN_ARGUMENTS = ("input_ids", "tokens", "x", "ids", "idx", "token_ids")
+MASK_ARGUMENTS = ("attention_mask", "valid", "mask")
+
+
+def call_by_signature(module: nn.Module) -> Logits:
+    """Call `module(tokens, mask)` under the names that its forward uses."""
+    arguments = list(inspect.signature(module.forward).parameters.values())
+    names = [argument.name for argument in arguments]
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
+    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
+    mask_name = next((n for n in MASK_ARGUMENTS if n in names), "mask" if takes_any else None)
+    if token_name is None:
+        raise InputError(
+            f"cannot tell which argument of {type(module).__name__}.forward takes token ids",
+            where=f"forward({', '.join(names)})",
+            hint="pass logits=lambda tokens, valid: ..., or let the factory return a Subject",
+        )
+
+    def logits(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        call = {token_name: tokens_BT}
+        if valid_BT is not None:
+            if mask_name is None:
+                raise NotOffered("its forward takes no mask")
+            as_number = mask_name == "attention_mask"
+            call[mask_name] = valid_BT.long() if as_number else valid_BT
+        return tensor_of(module(**call))
+
+    return logits
 
 
 def step_by_signature(module: nn.Module) -> Logits | None:

@@ -13,9 +13,20 @@ from typing import Literal
 import torch
 
 from glassformer.spec.errors import InputError, nearest
-from glassformer.verify import decoding, invariants, layers, own, parts, quantization, twin
-from glassformer.verify.measure import Measure
-from glassformer.verify.subject import NotOffered, Subject
+from glassformer.verify import (
+    attention,
+    decoding,
+    dropout,
+    invariants,
+    layers,
+    own,
+    parts,
+    positions,
+    quantization,
+    twin,
+)
+from glassformer.verify.measure import Measure, NotOffered
+from glassformer.verify.subject import Subject
 
 Verdict = Literal["passed", "bug", "rounding", "failed", "not offered"]
 
@@ -67,26 +78,32 @@ class SubjectCheck:
 
 PART_CHECKS = (
     PartCheck(
-        "explicit attention = F.scaled_dot_product_attention", "attention", parts.explicit_attention
+        "explicit attention = F.scaled_dot_product_attention",
+        "attention",
+        attention.explicit_attention,
     ),
-    PartCheck("explicit attention = fused attention", "attention", parts.fused_is_explicit),
-    PartCheck("multi-head = nn.MultiheadAttention", "attention", parts.multi_head),
-    PartCheck("attention weights = nn.MultiheadAttention's", "attention", parts.multi_head_weights),
-    PartCheck("cross-attention = nn.MultiheadAttention", "attention", parts.cross_attention),
-    PartCheck("grouped heads = one head at a time", "attention", parts.grouped_heads),
-    PartCheck("q/k-norm, then rotation = by hand", "attention", parts.qk_norm),
-    PartCheck("sliding window = one query at a time", "attention", parts.window_by_hand),
-    PartCheck("rows that may attend to nothing are zero", "attention", parts.empty_rows),
-    PartCheck("scores of 1e4 stay finite", "attention", parts.large_scores),
+    PartCheck("explicit attention = fused attention", "attention", attention.fused_is_explicit),
+    PartCheck("multi-head = nn.MultiheadAttention", "attention", attention.multi_head),
+    PartCheck(
+        "attention weights = nn.MultiheadAttention's", "attention", attention.multi_head_weights
+    ),
+    PartCheck("cross-attention = nn.MultiheadAttention", "attention", attention.cross_attention),
+    PartCheck("grouped heads = one head at a time", "attention", attention.grouped_heads),
+    PartCheck("q/k-norm, then rotation = by hand", "attention", attention.qk_norm),
+    PartCheck("sliding window = one query at a time", "attention", attention.window_by_hand),
+    PartCheck("rows that may attend to nothing are zero", "attention", attention.empty_rows),
+    PartCheck("scores of 1e4 stay finite", "attention", attention.large_scores),
     PartCheck("encoder layer = nn.TransformerEncoderLayer", "layers", layers.encoder_layers),
     PartCheck("decoder layer = nn.TransformerDecoderLayer", "layers", layers.decoder_layers),
     PartCheck("encoder-decoder = nn.Transformer", "layers", layers.whole_transformer),
     PartCheck("LayerNorm = nn.LayerNorm", "parts", parts.layer_norm),
     PartCheck("RMSNorm = nn.RMSNorm", "parts", parts.rms_norm),
     PartCheck("feed-forward = formula", "parts", parts.feed_forward),
-    PartCheck("rotary positions = complex numbers", "positions", parts.rotary_closed_form),
-    PartCheck("rotary scores depend on distance only", "positions", parts.rotary_is_relative),
-    PartCheck("sinusoids = formula, and no parameter", "positions", parts.sinusoidal_closed_form),
+    PartCheck("rotary positions = complex numbers", "positions", positions.rotary_closed_form),
+    PartCheck("rotary scores depend on distance only", "positions", positions.rotary_is_relative),
+    PartCheck(
+        "sinusoids = formula, and no parameter", "positions", positions.sinusoidal_closed_form
+    ),
     PartCheck("factorized embedding = U @ V", "parts", parts.factorized_embedding),
     PartCheck("initial weights follow their rule", "parts", parts.initialisation),
     PartCheck(
@@ -130,7 +147,7 @@ SUBJECT_CHECKS = (
     SubjectCheck(
         "cross-attention reads the encoder in every layer", "layers", own.cross_reads_encoder
     ),
-    SubjectCheck("dropout acts where the spec says", "dropout", own.dropout_places),
+    SubjectCheck("dropout acts where the spec says", "dropout", dropout.dropout_places),
     SubjectCheck("by hand: every tap = torch's", "by hand", twin.same_results),
     SubjectCheck("by hand: every gradient = autograd's", "by hand", twin.same_gradients),
     SubjectCheck(
@@ -225,8 +242,8 @@ def run_subject_check(check: SubjectCheck, subject: Subject) -> Finding:
         measure = _guarded(check.run, subject)
         verdict: Verdict = "passed"
         if not measure.holds:
-            verdict = "failed"
-            if subject.double is not None and dtype == "torch.float32":
+            verdict = "bug" if measure.dtype == "float64" else "failed"
+            if verdict == "failed" and subject.double is not None and dtype == "torch.float32":
                 with contextlib.suppress(NotOffered):  # of the twin alone: it failed all the same
                     verdict = _cause(measure, _guarded(check.run, subject.double()))
     except NotOffered as reason:

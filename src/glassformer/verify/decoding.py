@@ -19,9 +19,9 @@ from glassformer.models.model import Model
 from glassformer.models.state import weights_of
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.verify.invariants import scaled_gap, tokens_of, tolerance_of
-from glassformer.verify.measure import EXACT, Measure
+from glassformer.verify.measure import EXACT, Measure, NotOffered
 from glassformer.verify.own import check_compiler
-from glassformer.verify.subject import NotOffered, Subject, with_source
+from glassformer.verify.subject import Subject, with_source
 
 # B batch, T length, V vocab
 
@@ -32,9 +32,7 @@ FEW, MANY = 30, 1_000
 
 def _case(subject: Subject) -> tuple[Model, Prompts]:
     """One of our models that can continue, and prompts of different lengths for it."""
-    model = subject.model
-    if model is None:
-        raise NotOffered("not one of our models")
+    model = subject.ours()
     if "next" not in model.spec.head_names() or not subject.causal:
         raise NotOffered("it cannot continue a sequence")
     if next(model.parameters()).device.type != "cpu":

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from glassformer.verify.measure import EXACT, TOLERANCE, Measure, gap, seeded
-from glassformer.verify.subject import NotOffered, Subject
+from glassformer.verify.measure import EXACT, TOLERANCE, Measure, NotOffered, gap, seeded
+from glassformer.verify.subject import Subject
 
 # B batch, T length
 

@@ -1,9 +1,14 @@
 """Whole layers and stacks against PyTorch's nn.Transformer family."""
 
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from glassformer.models.build import build
+from glassformer.models.encoder_decoder import EncoderDecoder
 from glassformer.models.inputs import Inputs
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.mask import Mask, build_mask
@@ -15,107 +20,95 @@ from glassformer.verify.samples import perturb
 
 # B batch, T target length, S source length, D d_model, N heads, F d_ff
 
+PLACEMENTS = ("pre", "post")
+VARIANTS = tuple(product(PLACEMENTS, ("relu", "gelu")))
 
-def _worst(measures: list[Measure]) -> Measure:
+
+def _worst(measures: Iterable[Measure]) -> Measure:
     return max(measures, key=lambda measure: measure.worst)
+
+
+def _settings(placement: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What all of PyTorch's layers are told alike."""
+    return {
+        "dropout": 0.0,
+        "batch_first": True,
+        "norm_first": placement == "pre",
+        "dtype": dtype,
+    }
 
 
 def encoder_layers(dtype: torch.dtype) -> Measure:
     """Pre and post norm, ReLU and GELU, the source padded."""
+    return _worst(_encoder_layer(dtype, *variant) for variant in VARIANTS)
+
+
+def _encoder_layer(dtype: torch.dtype, placement: str, activation: str) -> Measure:
     B, T, D, N, d_ff = 3, 7, 15, 3, 22
     valid = torch.ones(B, T, dtype=torch.bool)
     valid[0, 4:] = False
     mask = build_mask(T, T, causal=False, valid_q_BT=valid, valid_k_BS=valid)
-    measures = []
-    for placement in ("pre", "post"):
-        for activation in ("relu", "gelu"):
-            block = spec.Block(
-                attention=spec.Attention(n_heads=N, bias="all", causal=False),
-                ffn=spec.MLP(d_ff=d_ff, activation=activation),
-                norm=spec.LayerNorm(),
-                placement=placement,
-            )
-            ours = TransformerBlock(block, D, dropout=spec.Dropout())
-            perturb(ours, dtype=dtype, seed=41)
-            reference = nn.TransformerEncoderLayer(
-                D,
-                N,
-                d_ff,
-                dropout=0.0,
-                activation=activation,
-                batch_first=True,
-                norm_first=placement == "pre",
-                dtype=dtype,
-            )
-            measures.append(
-                parity(
-                    lambda x, ours=ours: ours(x, mask=mask),
-                    lambda x, reference=reference: reference(x, src_key_padding_mask=~valid),
-                    inputs=[draw(B, T, D, dtype=dtype, seed=42)],
-                    pairs=list(block_pairs("block", ours, reference)),
-                    where=valid,
-                    size=f"B{B} T{T} D{D} N{N} F{d_ff}",
-                )
-            )
-    return _worst(measures)
+    block = spec.Block(
+        attention=spec.Attention(n_heads=N, bias="all", causal=False),
+        ffn=spec.MLP(d_ff=d_ff, activation=activation),
+        norm=spec.LayerNorm(),
+        placement=placement,
+    )
+    ours = TransformerBlock(block, D, dropout=spec.Dropout())
+    perturb(ours, dtype=dtype, seed=41)
+    settings = _settings(placement, dtype)
+    reference = nn.TransformerEncoderLayer(D, N, d_ff, activation=activation, **settings)
+    return parity(
+        lambda x: ours(x, mask=mask),
+        lambda x: reference(x, src_key_padding_mask=~valid),
+        inputs=[draw(B, T, D, dtype=dtype, seed=42)],
+        pairs=list(block_pairs("block", ours, reference)),
+        where=valid,
+        size=f"B{B} T{T} D{D} N{N} F{d_ff}",
+    )
 
 
 def decoder_layers(dtype: torch.dtype) -> Measure:
     """Pre and post norm, ReLU and GELU; causal, with cross-attention to a padded source."""
+    return _worst(_decoder_layer(dtype, *variant) for variant in VARIANTS)
+
+
+def _decoder_layer(dtype: torch.dtype, placement: str, activation: str) -> Measure:
     B, T, S, D, N, d_ff = 3, 5, 7, 15, 3, 22
     valid = torch.ones(B, S, dtype=torch.bool)
     valid[1, 3:] = False
     memory_mask = build_mask(T, S, causal=False, valid_k_BS=valid)
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    measures = []
-    for placement in ("pre", "post"):
-        for activation in ("relu", "gelu"):
-            both = spec.Attention(n_heads=N, bias="all", causal=False)
-            block = spec.Block(
-                attention=spec.Attention(n_heads=N, bias="all"),
-                cross=both,
-                ffn=spec.MLP(d_ff=d_ff, activation=activation),
-                norm=spec.LayerNorm(),
-                placement=placement,
-            )
-            ours = TransformerBlock(block, D, dropout=spec.Dropout())
-            perturb(ours, dtype=dtype, seed=43)
-            reference = nn.TransformerDecoderLayer(
-                D,
-                N,
-                d_ff,
-                dropout=0.0,
-                activation=activation,
-                batch_first=True,
-                norm_first=placement == "pre",
-                dtype=dtype,
-            )
+    block = spec.Block(
+        attention=spec.Attention(n_heads=N, bias="all"),
+        cross=spec.Attention(n_heads=N, bias="all", causal=False),
+        ffn=spec.MLP(d_ff=d_ff, activation=activation),
+        norm=spec.LayerNorm(),
+        placement=placement,
+    )
+    ours = TransformerBlock(block, D, dropout=spec.Dropout())
+    perturb(ours, dtype=dtype, seed=43)
+    settings = _settings(placement, dtype)
+    reference = nn.TransformerDecoderLayer(D, N, d_ff, activation=activation, **settings)
 
-            def run(x: Tensor, memory: Tensor, ours: nn.Module = ours) -> Tensor:
-                causal = Mask(causal=True)
-                return ours(x, mask=causal, memory_BSD=memory, memory_mask=memory_mask)
+    def run(x: Tensor, memory: Tensor) -> Tensor:
+        return ours(x, mask=Mask(causal=True), memory_BSD=memory, memory_mask=memory_mask)
 
-            def theirs(x: Tensor, memory: Tensor, reference: nn.Module = reference) -> Tensor:
-                return reference(x, memory, tgt_mask=future, memory_key_padding_mask=~valid)
+    def theirs(x: Tensor, memory: Tensor) -> Tensor:
+        return reference(x, memory, tgt_mask=future, memory_key_padding_mask=~valid)
 
-            measures.append(
-                parity(
-                    run,
-                    theirs,
-                    inputs=[
-                        draw(B, T, D, dtype=dtype, seed=44),
-                        draw(B, S, D, dtype=dtype, seed=45),
-                    ],
-                    pairs=list(block_pairs("block", ours, reference)),
-                    size=f"B{B} T{T} S{S} D{D} N{N} F{d_ff}",
-                )
-            )
-    return _worst(measures)
+    return parity(
+        run,
+        theirs,
+        inputs=[draw(B, T, D, dtype=dtype, seed=44), draw(B, S, D, dtype=dtype, seed=45)],
+        pairs=list(block_pairs("block", ours, reference)),
+        size=f"B{B} T{T} S{S} D{D} N{N} F{d_ff}",
+    )
 
 
 def whole_transformer(dtype: torch.dtype) -> Measure:
     """Two encoder and two decoder layers, from embedded tokens to the last norm, pre and post."""
-    return _worst([_whole(dtype, placement) for placement in ("pre", "post")])
+    return _worst(_whole(dtype, placement) for placement in PLACEMENTS)
 
 
 def _whole(dtype: torch.dtype, placement: str) -> Measure:
@@ -132,28 +125,7 @@ def _whole(dtype: torch.dtype, placement: str) -> Measure:
     )
     ours = build(model_spec)
     perturb(ours, dtype=dtype, seed=46)
-    first = placement == "pre"
-    settings = {"dropout": 0.0, "batch_first": True, "norm_first": first, "dtype": dtype}
-    encoder_layer = nn.TransformerEncoderLayer(D, N, d_ff, **settings)
-    decoder_layer = nn.TransformerDecoderLayer(D, N, d_ff, **settings)
-    encoder = nn.TransformerEncoder(
-        encoder_layer,
-        2,
-        nn.LayerNorm(D, dtype=dtype) if first else None,
-        enable_nested_tensor=False,
-    )
-    decoder = nn.TransformerDecoder(
-        decoder_layer, 2, nn.LayerNorm(D, dtype=dtype) if first else None
-    )
-    reference = nn.Transformer(
-        D, N, custom_encoder=encoder, custom_decoder=decoder, batch_first=True, dtype=dtype
-    )
-    pairs: list[Pair] = []
-    for side, theirs in ((ours.encoder, encoder), (ours.decoder, decoder)):
-        for i, (block, layer) in enumerate(zip(side.blocks, theirs.layers, strict=True)):
-            pairs += block_pairs(f"blocks.{i}", block, layer)
-        if first:
-            pairs += norm_pairs("final_norm", side.final_norm, theirs.norm)
+    reference = _reference(D, N, d_ff, placement=placement, dtype=dtype)
     source = torch.randint(0, vocab, (B, S), generator=seeded(47))
     target = torch.randint(0, vocab, (B, T), generator=seeded(48))
     valid = torch.ones(B, S, dtype=torch.bool)
@@ -164,10 +136,7 @@ def _whole(dtype: torch.dtype, placement: str) -> Measure:
         x = side.embed.weight[tokens] * D**0.5
         return (x + side.position.table[: tokens.shape[1]]).detach()
 
-    def run() -> Tensor:
-        return ours.hidden(Inputs(target, None, None, source, valid))
-
-    def theirs_run() -> Tensor:
+    def theirs() -> Tensor:
         return reference(
             embedded(source, ours.encoder),
             embedded(target, ours.decoder),
@@ -177,5 +146,32 @@ def _whole(dtype: torch.dtype, placement: str) -> Measure:
         )
 
     return parity(
-        run, theirs_run, inputs=[], pairs=pairs, size=f"B{B} T{T} S{S} D{D} N{N} F{d_ff} 2+2"
+        lambda: ours.hidden(Inputs(target, None, None, source, valid)),
+        theirs,
+        inputs=[],
+        pairs=_whole_pairs(ours, reference),
+        size=f"B{B} T{T} S{S} D{D} N{N} F{d_ff} 2+2",
     )
+
+
+def _reference(D: int, N: int, d_ff: int, *, placement: str, dtype: torch.dtype) -> nn.Transformer:
+    """nn.Transformer of two layers a side; a last norm only where norms come first, as in ours."""
+    settings = _settings(placement, dtype)
+    norms = [nn.LayerNorm(D, dtype=dtype) if placement == "pre" else None for _ in range(2)]
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(D, N, d_ff, **settings), 2, norms[0], enable_nested_tensor=False
+    )
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, N, d_ff, **settings), 2, norms[1])
+    return nn.Transformer(
+        D, N, custom_encoder=encoder, custom_decoder=decoder, batch_first=True, dtype=dtype
+    )
+
+
+def _whole_pairs(ours: EncoderDecoder, reference: nn.Transformer) -> list[Pair]:
+    pairs: list[Pair] = []
+    for side, theirs in ((ours.encoder, reference.encoder), (ours.decoder, reference.decoder)):
+        for i, (block, layer) in enumerate(zip(side.blocks, theirs.layers, strict=True)):
+            pairs += block_pairs(f"blocks.{i}", block, layer)
+        if theirs.norm is not None:
+            pairs += norm_pairs("final_norm", side.final_norm, theirs.norm)
+    return pairs

@@ -38,6 +38,10 @@ class Measure:
         return self.worst <= self.tolerance
 
 
+class NotOffered(Exception):
+    """There is nothing to measure: the subject has no such ability; the text says which."""
+
+
 def gap(ours: Tensor, reference: Tensor) -> float:
     """Largest absolute difference; infinite for another shape or where only one is finite."""
     if ours.shape != reference.shape:

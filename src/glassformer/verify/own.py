@@ -1,9 +1,10 @@
-"""What is claimed of our own models beyond what any model offers: names, ties, taps, dropout."""
+"""What is claimed of our own models beyond what any model offers: names, ties, taps, caches."""
 
 import copy
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,26 +18,23 @@ from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.taps import Taps
 from glassformer.spec.manifest import count_parameters, stored
-from glassformer.spec.model import Attention, Dropout
+from glassformer.spec.model import Attention
 from glassformer.spec.taps import tap_shapes
 from glassformer.verify.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
-from glassformer.verify.measure import EXACT, Measure, gap, seeded
-from glassformer.verify.subject import NotOffered, Subject, size_of, with_source
+from glassformer.verify.measure import EXACT, Measure, NotOffered, gap, seeded
+from glassformer.verify.subject import Subject, size_of, with_source
+
+#: Taps that are edited in one forward, each in a sequence of its own.
+EDITS = 8
 
 
-def _model(subject: Subject) -> Model:
-    if subject.model is None:
-        raise NotOffered("not one of our models")
-    return subject.model
-
-
-def _inputs(subject: Subject, *, seed: int = 81) -> Inputs:
-    return with_source(_model(subject).spec, tokens_of(subject, 2, LENGTH, seed=seed), None)
+def _inputs(subject: Subject) -> Inputs:
+    return with_source(subject.ours().spec, tokens_of(subject, 2, LENGTH, seed=81), None)
 
 
 def conforms_to_manifest(subject: Subject) -> Measure:
     """Names and shapes of parameters are the manifest's, and nothing else is in the state."""
-    model = _model(subject)
+    model = subject.ours()
     wanted = {name: p.shape for name, p in stored(model.spec).items()}
     have = {name: tuple(p.shape) for name, p in model.named_parameters()}
     saved = set(model.state_dict(keep_vars=True))
@@ -56,7 +54,7 @@ def _is_alias(model: Model, key: str) -> bool:
 
 def tied(subject: Subject) -> Measure:
     """The tied head reads the embedding's own storage: change that, and the logits follow."""
-    model = copy.deepcopy(_model(subject))
+    model = copy.deepcopy(subject.ours())
     if "next" not in model.heads or not isinstance(model.heads["next"], TiedHead):
         raise NotOffered("its head has weights of its own")
     embed = model.output_embedding()
@@ -82,7 +80,7 @@ def tied(subject: Subject) -> Measure:
 @torch.no_grad()
 def explicit_is_fused(subject: Subject) -> Measure:
     """Asking for the attention weights chooses the other path; the logits stay."""
-    model, inputs = _model(subject), _inputs(subject)
+    model, inputs = subject.ours(), _inputs(subject)
     plain, worst = model(inputs), 0.0
     taps = Taps(read="*.weights")
     for head, logits in model(inputs, taps=taps).items():
@@ -96,7 +94,7 @@ def explicit_is_fused(subject: Subject) -> Measure:
 @torch.no_grad()
 def attention_pattern(subject: Subject) -> Measure:
     """Weight falls exactly where the spec allows, asked pair by pair: order, window, padding."""
-    model, mistakes = _model(subject), 0
+    model, mistakes = subject.ours(), 0
     tokens = tokens_of(subject, 2, LENGTH, seed=87)
     valid = torch.ones_like(tokens, dtype=torch.bool)
     valid[0, : LENGTH // 3] = False
@@ -138,33 +136,38 @@ def _allowed(queries: list[list[bool]], keys: list[list[bool]], attention: Atten
 @torch.no_grad()
 def taps_are_named(subject: Subject) -> Measure:
     """Every tap of the spec is seen, none else; an edit reaches the logits; no hook remains."""
-    model, inputs = _model(subject), _inputs(subject)
+    model, row = subject.ours(), tokens_of(subject, 1, LENGTH, seed=81)
+    inputs = with_source(model.spec, row.expand(EDITS, -1), None)
     taps = Taps(read="*")
     plain = model(inputs, taps=taps)
     wanted = tap_shapes(model.spec)
     mistakes = len(set(taps.seen) ^ set(wanted))
     mistakes += sum(taps.seen[name].ndim != len(shape) for name, shape in wanted.items())
-    for name in wanted:
+    for start in range(0, len(wanted), EDITS):
         # Everything is read again, so that the same path is taken and equal bits mean no effect.
-        edit = Taps(read="*", edit={name: _moved})
-        changed = model(inputs, taps=edit)
-        mistakes += all(torch.equal(changed[head], plain[head]) for head in plain)
+        names = list(wanted)[start : start + EDITS]
+        edits = {name: partial(_moved, place=place) for place, name in enumerate(names)}
+        changed = model(inputs, taps=Taps(read="*", edit=edits))
+        felt = [(changed[head] != plain[head]).flatten(1).any(1) for head in plain]
+        mistakes += int((~torch.stack(felt).any(0)[: len(names)]).sum())
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     return Measure(float(mistakes + hooks), EXACT, f"{subject.size}, {len(wanted)} taps")
 
 
-def _moved(x: Tensor) -> Tensor:
-    """Two entries changed: scores that move all together have no effect, nor has a padded row."""
+def _moved(x: Tensor, *, place: int) -> Tensor:
+    """Two entries of one sequence changed: scores that move all together have no effect, nor has
+    a padded row.
+    """
     x = x.clone()
-    x[..., 0, 0] += 1.0
-    x[..., -1, -1] += 1.0
+    for end in (0, -1):
+        x[(place, *(end,) * (x.ndim - 1))] += 1.0
     return x
 
 
 @torch.no_grad()
 def growing_is_fixed(subject: Subject) -> Measure:
     """A prompt, single tokens, then reordered rows, against the whole sequence."""
-    model = _model(subject)
+    model = subject.ours()
     if subject.step is None:
         raise NotOffered("no step by step forward")
     whole = _inputs(subject)
@@ -185,7 +188,7 @@ def growing_is_fixed(subject: Subject) -> Measure:
 @torch.no_grad()
 def cross_reads_encoder(subject: Subject) -> Measure:
     """In every decoder layer cross keys and values are projections of the encoder's output."""
-    model = _model(subject)
+    model = subject.ours()
     if not isinstance(model, EncoderDecoder):
         raise NotOffered("no encoder")
     inputs = _inputs(subject)
@@ -213,60 +216,9 @@ def cross_reads_encoder(subject: Subject) -> Measure:
     return Measure(worst, tolerance_of(memory), subject.size)
 
 
-#: For each place of dropout: the tap that is still the same, and the one that first differs.
-DROPOUT_PLACES = {
-    "embedding": (None, "embed"),
-    "attention": ("attn.weights", "attn.heads"),
-    "residual": ("attn.out", "resid_mid"),
-    "ffn": ("ffn.hidden", "ffn.out"),
-}
-
-
-def dropout_places(subject: Subject) -> Measure:
-    """Each rate acts where its name says and nowhere before, in training only."""
-    model, inputs, mistakes = _model(subject), _inputs(subject), 0
-    for place, (same, differs) in DROPOUT_PLACES.items():
-        for prefix in model.spec.stacks():
-            twin = _with_dropout(model, prefix, place)
-            block = f"{prefix}blocks.0."
-            after = f"{prefix}embed" if differs == "embed" else f"{block}{differs}"
-            before = f"{block}{same}" if same else None
-            names = [after, before] if before else [after]
-            first, second = (_one_run(twin, inputs, names, seed=seed) for seed in (1, 2))
-            mistakes += torch.equal(first[after], second[after])
-            if before:
-                mistakes += not torch.equal(first[before], second[before])
-            twin.eval()
-            first, second = (_one_run(twin, inputs, [], seed=seed) for seed in (1, 2))
-            mistakes += any(not torch.equal(first[key], second[key]) for key in first)
-    return Measure(float(mistakes), EXACT, subject.size)
-
-
-def _with_dropout(model: Model, prefix: str, place: str) -> Model:
-    """A copy in training mode whose only dropout is that one."""
-    rates = {"decoder": Dropout(), "encoder": Dropout()}
-    rates[prefix.removesuffix(".") or "decoder"] = Dropout(**{place: 0.5})
-    spec = model.spec
-    spec = replace(spec, decoder=replace(spec.decoder, dropout=rates["decoder"]))
-    if spec.encoder is not None:
-        spec = replace(spec, encoder=replace(spec.encoder, dropout=rates["encoder"]))
-    twin = type(model)(spec).to(next(model.parameters()))
-    twin.load_state_dict(model.state_dict())
-    return twin.train()
-
-
-@torch.no_grad()
-def _one_run(model: Model, inputs: Inputs, names: list[str], *, seed: int) -> dict[str, Tensor]:
-    taps = Taps(read=names)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        answers = model(inputs, taps=taps)
-    return {**taps.seen, **answers}
-
-
 def same_seed_same_weights(subject: Subject) -> Measure:
     """Two builds from one seed agree in every bit; another seed gives other weights."""
-    spec = _model(subject).spec
+    spec = subject.ours().spec
     first, again, other = (build(spec, generator=seeded(seed)) for seed in (84, 84, 85))
     pairs = zip(first.parameters(), again.parameters(), strict=True)
     worst = max(gap(a, b) for a, b in pairs)
@@ -284,7 +236,7 @@ def check_compiler() -> None:
 
 def compiled_is_eager(subject: Subject) -> Measure:
     """torch.compile of the body, forward and backward, against the same body run eagerly."""
-    model, inputs = copy.deepcopy(_model(subject)), _inputs(subject)
+    model, inputs = copy.deepcopy(subject.ours()), _inputs(subject)
     check_compiler()
     compiled = torch.compile(model.hidden)
     results = []

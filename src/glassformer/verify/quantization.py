@@ -31,8 +31,8 @@ from glassformer.spec.manifest import stored
 from glassformer.spec.quantization import QuantSpec
 from glassformer.store.quantized import load_quantized, save_quantized
 from glassformer.verify.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
-from glassformer.verify.measure import EXACT, Measure, gap, seeded
-from glassformer.verify.subject import NotOffered, Subject, with_source
+from glassformer.verify.measure import EXACT, Measure, NotOffered, gap, seeded
+from glassformer.verify.subject import Subject, with_source
 
 SPECS = (QuantSpec(bits=8), QuantSpec(bits=4, method="absmax", indivisible="keep"))
 #: Whose answers for a row are the same bits in any batch.
@@ -41,9 +41,7 @@ NEIGHBOURS = 16
 
 
 def _plain(subject: Subject) -> Model:
-    model = subject.model
-    if model is None:
-        raise NotOffered("not one of our models")
+    model = subject.ours()
     if next(model.parameters()).device.type != "cpu":
         raise NotOffered("quantization is examined on the CPU")
     return model

@@ -1,6 +1,7 @@
 """The certificate: findings gathered, counted, shown as text or as one JSON object."""
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from glassformer.spec.errors import CheckFailed
 from glassformer.verify.catalogue import Finding, verify_parts, verify_subject
 from glassformer.verify.samples import sample_subjects
 from glassformer.verify.subject import Logits, subject_of
+from glassformer.verify.threads import few_threads
 
 Style = Callable[[str, str], str]  # (text, verdict) -> text with or without colour
 
@@ -18,9 +20,13 @@ def plain(text: str, verdict: str) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
+#: Columns of a line that is not a row: the list of what was not offered.
+LINE = 100
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What was checked, and how it went."""
+    """What was checked, and how it went; it prints, and shows itself in a notebook, as text."""
 
     findings: tuple[Finding, ...]
 
@@ -59,7 +65,7 @@ class Report:
             if f.failed:
                 raise CheckFailed(f"{f.name}: {_number(f.worst)} > {_bar(f)}", where=f.subject)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text()
 
     def text(self, style: Style = plain) -> str:
@@ -117,8 +123,16 @@ def _not_offered(findings: Iterable[Finding], style: Style) -> list[str]:
             reasons.setdefault(f.note, []).append(f.name)
     lines = []
     for reason, names in reasons.items():
-        unique = ", ".join(dict.fromkeys(names))
-        lines.append(style(f"  {reason}: {unique}", "not offered"))
+        said = f"{reason}: {'; '.join(dict.fromkeys(names))}"  # names have commas of their own
+        wrapped = textwrap.wrap(
+            said,
+            LINE,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [style(line, "not offered") for line in wrapped]
     return ["", style("not offered", "not offered"), *lines] if lines else []
 
 
@@ -145,11 +159,13 @@ def verify(
     """
     if thing is not None:
         subject = subject_of(thing, name=name, logits=logits, vocab_size=vocab_size, causal=causal)
-        return Report(tuple(verify_subject(subject, only=only, deep=deep)))
-    findings = list(verify_parts(only=only, deep=deep))
-    for subject in sample_subjects():
-        findings += verify_subject(subject, only=only, deep=deep)
-    if deep:
-        for subject in sample_subjects(deep=True):
-            findings += verify_subject(subject, only=only)
+        with few_threads(subject.parameters):
+            return Report(tuple(verify_subject(subject, only=only, deep=deep)))
+    with few_threads({}):
+        findings = list(verify_parts(only=only, deep=deep))
+        for subject in sample_subjects():
+            findings += verify_subject(subject, only=only, deep=deep)
+        if deep:
+            for subject in sample_subjects(deep=True):
+                findings += verify_subject(subject, only=only)
     return Report(tuple(findings))

@@ -6,7 +6,6 @@ passed. Our models, live modules of any library and `package.module:factory` bec
 
 import copy
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,12 +30,12 @@ from glassformer.spec.model import ModelSpec
 from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
 from glassformer.verify.calling import (
     Logits,
+    call_by_signature,
     step_by_signature,
-    tensor_of,
     through_state_dict,
     vocabulary_of,
 )
-from glassformer.verify.measure import seeded
+from glassformer.verify.measure import NotOffered, seeded
 
 # B batch, T length, S source length, V logits
 
@@ -72,6 +71,12 @@ class Subject:
     reference: Logits | None = None
     quantized: Model | None = None
     model: Model | None = None
+
+    def ours(self) -> Model:
+        """The model, where it is one of ours."""
+        if self.model is None:
+            raise NotOffered("not one of our models")
+        return self.model
 
 
 # --- our own models -----------------------------------------------------------------------------
@@ -169,7 +174,7 @@ def subject_of_module(
 ) -> Subject:
     """Any module. `logits` says how to call it; without it the forward's argument names decide."""
     vocab_size = vocab_size or vocabulary_of(module)
-    call = logits or _call_by_signature(module)
+    call = logits or call_by_signature(module)
 
     def again(twin: nn.Module) -> Subject:
         return subject_of_module(
@@ -190,41 +195,6 @@ def subject_of_module(
         reload=(lambda: again(through_state_dict(module))) if plain else None,
         double=(lambda: again(copy.deepcopy(module).double())) if plain else None,
     )
-
-
-#: What different libraries call the token ids and the mask (True or 1 = real token).
-TOKEN_ARGUMENTS = ("input_ids", "tokens", "x", "ids", "idx", "token_ids")
-MASK_ARGUMENTS = ("attention_mask", "valid", "mask")
-
-
-def _call_by_signature(module: nn.Module) -> Logits:
-    """Call `module(tokens, mask)` under the names that its forward uses."""
-    arguments = list(inspect.signature(module.forward).parameters.values())
-    names = [argument.name for argument in arguments]
-    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
-    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
-    mask_name = next((n for n in MASK_ARGUMENTS if n in names), "mask" if takes_any else None)
-    if token_name is None:
-        raise InputError(
-            f"cannot tell which argument of {type(module).__name__}.forward takes token ids",
-            where=f"forward({', '.join(names)})",
-            hint="pass logits=lambda tokens, valid: ..., or let the factory return a Subject",
-        )
-
-    def logits(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
-        call = {token_name: tokens_BT}
-        if valid_BT is not None:
-            if mask_name is None:
-                raise NotOffered("its forward takes no mask")
-            as_number = mask_name == "attention_mask"
-            call[mask_name] = valid_BT.long() if as_number else valid_BT
-        return tensor_of(module(**call))
-
-    return logits
-
-
-class NotOffered(Exception):
-    """The subject has no such ability; the text says which."""
 
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -257,7 +227,7 @@ def _compared(subject: Subject, reference: nn.Module | None) -> Subject:
 
     return replace(
         subject,
-        reference=_call_by_signature(reference.eval()),
+        reference=call_by_signature(reference.eval()),
         double=None if again is None else double,
     )
 

@@ -5,6 +5,8 @@ gradients against central differences, and the weights after some steps of each 
 """
 
 import copy
+import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from glassformer.byhand import optim
-from glassformer.byhand.check import check_directions
-from glassformer.byhand.model import Inputs as HandInputs
+from glassformer.byhand.check import FLOOR as FLAT
+from glassformer.byhand.check import slope_along
+from glassformer.byhand.inputs import Inputs as HandInputs
 from glassformer.byhand.model import Model as HandModel
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
@@ -22,8 +25,8 @@ from glassformer.nn.taps import Taps
 from glassformer.spec.model import ModelSpec
 from glassformer.train.losses import head_loss
 from glassformer.verify.invariants import tokens_of
-from glassformer.verify.measure import Measure, seeded
-from glassformer.verify.subject import NotOffered, Subject, with_source
+from glassformer.verify.measure import Measure, NotOffered, seeded
+from glassformer.verify.subject import Subject, with_source
 
 #: Two derivations of one gradient in float64; the largest entry of the tensor is 1.
 GRADIENT = 1e-10
@@ -32,17 +35,19 @@ DIFFERENCES = 1e-6
 #: Below this share of the model's largest gradient a tensor is compared absolutely.
 FLOOR = 1e-5
 STEPS = 5
+#: By how much each tensor of a direction moves the loss: far above its rounding, and so little that
+#: hardly a unit of a wide ReLU layer crosses its kink.
+CHANGES = (3e-8, 1e-8)
 #: Where differences are taken: at the weights, then at weights moved by this share of their size.
 POINTS, NUDGE = 4, 1e-3
 
 
 def _twins(subject: Subject) -> tuple[Model, HandModel, Inputs]:
     """The model in float64, its by-hand twin of the same weights, and a padded batch."""
-    if subject.model is None:
-        raise NotOffered("not one of our models")
-    if any(p.dtype not in (torch.float32, torch.float64) for p in subject.model.parameters()):
+    own = subject.ours()
+    if any(p.dtype not in (torch.float32, torch.float64) for p in own.parameters()):
         raise NotOffered("the by-hand engine has no half precision")
-    model = copy.deepcopy(subject.model).double().cpu()
+    model = copy.deepcopy(own).double().cpu()
     hand = HandModel(model.spec, params=weights_of(model), dtype=np.float64)
     tokens = tokens_of(subject, 3, 7, seed=91)
     valid = torch.ones_like(tokens, dtype=torch.bool)
@@ -137,27 +142,48 @@ def gradients_by_differences(subject: Subject) -> Measure:
     def loss() -> float:
         return hand.loss(checked, targets=targets).total
 
+    kinds: dict[str, list[str]] = {}
+    for name in hand.params:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
     # A step may cross the kink of a ReLU, where no difference is a slope: a shorter one decides. A
     # trained model may have a unit right at its kink: then other weights close by are asked, where
     # a wrong gradient is as wrong.
-    errors, rng = dict.fromkeys(hand.params, float("inf")), np.random.default_rng(93)
+    errors, rng = dict.fromkeys(kinds, math.inf), np.random.default_rng(93)
     for moved in range(POINTS):
-        left = {n: hand.params[n] for n, error in errors.items() if error > DIFFERENCES}
+        left = [kind for kind, error in errors.items() if error > DIFFERENCES]
         if not left:
             break
         if moved:
             for param in hand.params.values():
                 param += NUDGE * np.abs(param).mean() * rng.standard_normal(param.shape)
         hand.loss_and_grads(checked, targets=targets)
-        grads = {name: grad.copy() for name, grad in hand.grads.items()}
-        for epsilon in (3e-5, 3e-6, 3e-7):
-            left = {n: param for n, param in left.items() if errors[n] > DIFFERENCES}
-            for entry in check_directions(
-                loss, left, grads, rng=rng, epsilon=epsilon, directions=1
-            ):
-                errors[entry.name] = min(errors[entry.name], entry.error)
-    worst = max(errors, key=lambda name: errors[name])
-    return Measure(errors[worst], DIFFERENCES, subject.size, f"worst: {worst}", "float64")
+        grads = {name: hand.grads[name].copy() for kind in left for name in kinds[kind]}
+        for kind in left:
+            toward, slope = _equal_shares({name: grads[name] for name in kinds[kind]}, rng)
+            for epsilon in CHANGES:
+                if errors[kind] > DIFFERENCES:
+                    found = slope_along(loss, hand.params, toward, epsilon=epsilon)
+                    errors[kind] = min(errors[kind], abs(found - slope))
+    worst = max(errors, key=lambda kind: errors[kind])
+    size = f"{subject.size}, {len(hand.params)} tensors"
+    return Measure(errors[worst], DIFFERENCES, size, f"worst: {worst}", "float64")
+
+
+def _equal_shares(
+    grads: Mapping[str, NDArray], rng: np.random.Generator
+) -> tuple[dict[str, NDArray], float]:
+    """A random direction through some tensors, and its slope: each adds 1, a flat one less.
+
+    An error of one of them shows in full, however small it is beside the others.
+    """
+    toward, total = {}, 0.0
+    for name, grad in grads.items():
+        way = rng.standard_normal(grad.shape)
+        slope = float(np.vdot(grad, way))
+        scale = math.copysign(max(abs(slope), FLAT), slope)
+        toward[name] = np.divide(way, scale, out=way)
+        total += slope / scale
+    return toward, total
 
 
 def same_training(subject: Subject) -> Measure:
