@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from glassformer.data.digits import VOCAB
 from glassformer.generate.decoder import Decoder
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
+from glassformer.spec.model import ClassHead
 from glassformer.spec.tree import to_dict
 from tests.adapters.checkpoints import CASES, folder_of, live, tokens
 
@@ -329,3 +331,15 @@ def test_loading_takes_the_weights_and_little_more(how, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) <= 1.2
+
+
+def test_an_answer_is_the_answer_head_s_and_leaves_the_mode_alone():
+    spec = presets.digits(d_model=8, n_heads=2, n_layers=1, d_ff=11)
+    model = gf.build(replace(spec, heads=(ClassHead(num_classes=3), *spec.heads)))
+    with torch.no_grad():
+        model.heads["answer"].bias[4] = 99.0
+    adapter = CustomTransformerAdapter(model, tokenizer=VOCAB).train()
+    assert adapter.generate("SECOND 7 3 9") == "4"
+    with pytest.raises(InputError, match="exceeds max_seq_len"):
+        adapter.answer("MAX" + " 1" * spec.max_seq_len)
+    assert adapter.training

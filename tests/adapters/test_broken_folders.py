@@ -166,6 +166,7 @@ BROKEN = {
     "backslash in the index": ("llama", 1, point_all_to("..\\x.safetensors"), "no file of the m"),
     "NUL in the index": ("llama", 1, point_all_to("a\0.safetensors"), "no file of the model"),
     "a number in the index": ("llama", 1, point_all_to(7), "no file of the model"),
+    "a list in the index": ("llama", 1, point_all_to(["x"]), "no file of the model"),
     "a pickle in the index": (
         "llama",
         1,

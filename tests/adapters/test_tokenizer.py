@@ -226,6 +226,10 @@ BAD = {
         {**broken(lambda m: None), "tokenizer_config.json": '{"eos_token": "<nope>"}'},
         "is no token",
     ),
+    "half a character": (
+        {**broken(lambda m: None), "tokenizer_config.json": '{"eos_token": "\\ud800"}'},
+        "surrogates not allowed",
+    ),
     "strange ends": (
         {**broken(lambda m: None), "generation_config.json": '{"eos_token_id": "5"}'},
         "not a token id",

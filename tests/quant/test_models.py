@@ -19,13 +19,15 @@ from glassformer.quant.convert import (
     dequantize_model,
     prepare_model_for_quantization,
     quantize_model,
+    quantized_layers,
     use_backend,
 )
-from glassformer.quant.report import is_model_quantized, resident_bytes
+from glassformer.quant.report import is_model_quantized, quantized_numbers, resident_bytes
 from glassformer.quant.schemes import quantize_tensor
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
+from glassformer.spec.manifest import count_parameters
 from glassformer.spec.quantization import QuantSpec, Scheme
 from glassformer.spec.tasks import SequenceTask
 from glassformer.spec.train import TrainSpec
@@ -51,6 +53,18 @@ def test_every_linear_layer_and_the_head_are_quantized_with_their_parameters():
         assert logits(small).shape == logits(full).shape
         assert logits(small).dtype == torch.float32
         assert not is_model_quantized(full)
+
+
+@pytest.mark.parametrize("preset", sorted(presets.PRESETS))
+def test_a_quantized_model_has_as_many_numbers_as_before(preset):
+    full = model(preset)
+    small = quantize_model(copy.deepcopy(full), QuantSpec(bits=4, indivisible="int8"))
+    assert quantized_numbers(full) == 0 < quantized_numbers(small)
+    floats = sum(p.numel() for p in small.parameters())
+    assert floats + quantized_numbers(small) == count_parameters(full.spec)
+    for _, layer in quantized_layers(small):
+        layer.ready()  # the running form, which has no stored one beside it
+    assert floats + quantized_numbers(small) == count_parameters(full.spec)
 
 
 def test_memory_falls_as_promised():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from glassformer.adapters.inspecting import inspect_text, question
 from glassformer.adapters.origin import find_tokenizer
+from glassformer.adapters.tokenizer import end_ids, nameless_ids
 from glassformer.adapters.whole_stepper import WholeStepper
 from glassformer.data.vocab import Tokenizer
 from glassformer.generate.decode import generate
@@ -23,6 +24,7 @@ from glassformer.generate.stepper import Stepper
 from glassformer.lens.headname import HeadName
 from glassformer.lens.look import Look
 from glassformer.models.model import Model
+from glassformer.quant.report import quantized_numbers
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -80,8 +82,9 @@ class BaseAdapter(nn.Module, ABC):
         return self.architecture_type
 
     def get_num_parameters(self) -> int:
-        """How many numbers the model has; what is tied counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """How many numbers the model has, quantized or not; what is tied counts once."""
+        floats = sum(parameter.numel() for parameter in self.parameters())
+        return floats + quantized_numbers(self)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer that came with the model; None for a model of tokens without names."""
@@ -122,9 +125,7 @@ class BaseAdapter(nn.Module, ABC):
 
     def end_ids(self) -> tuple[int, ...]:
         """The ids at which a text of this model ends, all of them."""
-        several: tuple[int, ...] = getattr(self.tokenizer, "eos_ids", ())
-        own = self.tokenizer.eos
-        return several or (() if own is None else (own,))
+        return end_ids(self.tokenizer)
 
     def generate(
         self,
@@ -171,10 +172,13 @@ class BaseAdapter(nn.Module, ABC):
                 "this model has no head that answers or continues a text",
                 hint=f"it has: {', '.join(self.spec.head_names())}",
             )
+        assert isinstance(self.model, Model)  # a module of another library only continues texts
         was_training = self.training
         self.eval()
-        logits_1V = self(torch.tensor([ids], device=next(self.parameters()).device))
-        self.train(was_training)
+        try:
+            logits_1V = self.model(torch.tensor([ids]))["answer"]
+        finally:
+            self.train(was_training)
         return self.tokenizer.decode([int(logits_1V.argmax())])
 
     def inspect(
@@ -205,8 +209,7 @@ class BaseAdapter(nn.Module, ABC):
 
     def nameless_ids(self) -> tuple[int, ...]:
         """Ids that the model's table has and its tokenizer does not: they say nothing."""
-        unnamed: tuple[int, ...] = getattr(self.tokenizer, "unnamed", ())
-        return tuple(i for i in unnamed if i < self.spec.vocab_size)
+        return tuple(i for i in nameless_ids(self.tokenizer) if i < self.spec.vocab_size)
 
 
 def valid_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:

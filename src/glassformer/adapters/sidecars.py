@@ -36,8 +36,11 @@ def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
 
 def read_object(path: Path, *, limit: int) -> dict[str, Any]:
     """A file that holds one JSON object, with no key twice."""
+    text = read_text(path, limit=limit)
     try:
-        found = json.loads(read_text(path, limit=limit), object_pairs_hook=unique_keys)
+        found = json.loads(text, object_pairs_hook=unique_keys)
+        if "\\ud" in text.lower():  # half of a character can be spelled, and is no text
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path.name} is not JSON: {error}", where=str(path)) from error
     if not isinstance(found, dict):

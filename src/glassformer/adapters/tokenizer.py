@@ -17,7 +17,7 @@ from glassformer.adapters.sidecars import need_folder, read_sidecar
 from glassformer.adapters.tokenizer_files import CONFIG, raise_if_panic, read_engine
 from glassformer.adapters.tokenizer_ranks import MOST_TOKENS
 from glassformer.data.letters import utf8
-from glassformer.data.vocab import known_id
+from glassformer.data.vocab import Tokenizer, known_id
 from glassformer.spec.errors import FileError
 
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -46,6 +46,18 @@ def read_tokenizer(folder: Path) -> "FolderTokenizer":
         adds_bos=config.get("add_bos_token"),
         where=str(folder),
     )
+
+
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids at which a text ends, all of them."""
+    if isinstance(tokenizer, FolderTokenizer) and tokenizer.eos_ids:
+        return tokenizer.eos_ids
+    return () if tokenizer.eos is None else (tokenizer.eos,)
+
+
+def nameless_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that a model's table has and its tokenizer does not: they say nothing."""
+    return tokenizer.unnamed if isinstance(tokenizer, FolderTokenizer) else ()
 
 
 def special_names(folder: Path) -> dict[str, str]:

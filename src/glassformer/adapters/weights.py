@@ -150,10 +150,13 @@ def _indexed(folder: Path) -> FileWeights:
     index = read_object(folder / INDEX, limit=INDEX_LIMIT).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise FileError(f"{INDEX} has no weight_map", where=where)
+    for name in index.values():
+        if not isinstance(name, str):
+            inside(folder, name)  # refuses it
     names = list(dict.fromkeys(index.values()))
     if len(names) > MOST_FILES:
         raise FileError(f"{len(names)} files, more than {MOST_FILES}", where=where)
-    weights = FileWeights({str(name): inside(folder, name) for name in names}, where=str(folder))
+    weights = FileWeights({name: inside(folder, name) for name in names}, where=str(folder))
     for tensor, file in index.items():
         if tensor not in weights.files[file]:
             raise FileError(f"tensor {str(tensor)[:80]} is not in {file}", where=where)

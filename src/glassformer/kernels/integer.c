@@ -90,11 +90,12 @@ INLINE float number(const void *from, int32_t kind, int64_t at) {
     return kind == HALF ? from_half(((const uint16_t *)from)[at]) : ((const float *)from)[at];
 }
 
-INLINE void add_block(int32_t *sums, const uint8_t *at, const int8_t *x, int bits) {
+/* Sums wrap, as those of vectors do: q + 128 may leave 32 bits on the way, the answer does not. */
+INLINE void add_block(uint32_t *sums, const uint8_t *at, const int8_t *x, int bits) {
     for (int l = 0; l < TILE; l++)
         for (int j = 0; j < 4; j++) {
             int q = at[4 * l + j];
-            sums[l] += bits == 8 ? q * x[j] : (q & 15) * x[j] + (q >> 4) * x[j + 4];
+            sums[l] += (uint32_t)(bits == 8 ? q * x[j] : (q & 15) * x[j] + (q >> 4) * x[j + 4]);
         }
 }
 
@@ -107,17 +108,19 @@ INLINE void tiles(const struct job *job, int64_t first, int64_t last, int bits) 
             const int8_t *x = job->xq + row * job->width;
             float acc[TILE] = {0};
             for (int64_t g = 0; g < w->groups; g++) {
-                int32_t sums[TILE] = {0}, xsum = job->sums[row * w->groups + g];
+                uint32_t sums[TILE] = {0};
+                int32_t xsum = job->sums[row * w->groups + g];
                 int64_t begin = (tile * w->groups + g) * TILE;
                 for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += per)
                     add_block(sums, at, x, bits);
                 for (int l = 0; l < TILE; l++) {
                     float scale = number(w->scale, w->scale_kind, begin + l);
                     if (bits == 8) {
-                        acc[l] = (float)(sums[l] - 128 * xsum) * scale;
+                        acc[l] = (float)(int32_t)(sums[l] - 128u * (uint32_t)xsum) * scale;
                     } else {
                         float zero = w->zero ? number(w->zero, w->zero_kind, begin + l) : 8.0f;
-                        acc[l] = acc[l] + ((float)sums[l] - zero * (float)xsum) * scale;
+                        float sum = (float)(int32_t)sums[l];
+                        acc[l] = acc[l] + (sum - zero * (float)xsum) * scale;
                     }
                 }
             }

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.models.model import Model
+from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.convert import Select, plan
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear
 from glassformer.quant.schemes import quantize_tensor
@@ -54,7 +55,7 @@ def time_layers(
     found = []
     for path, (module, scheme) in plan(model, spec, select=select).items():
         weight_OI = module.weight.detach()
-        table = not hasattr(module, "bias")
+        table = isinstance(module, TokenEmbedding)
         key = (tuple(weight_OI.shape), scheme, table)
         if key not in known:
             known[key] = _both_ways(weight_OI, scheme, rows=rows, table=table, backend=backend)

@@ -53,7 +53,7 @@ class Backend(Protocol):
         """Why it cannot serve such a matrix, or empty."""
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> Form:
-        """The form that takes the stored one's place."""
+        """The form that takes the stored one's place; for `lookup` a `LookupForm`."""
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
         """How far its answers (M, O) may be from the reference's."""

@@ -69,6 +69,11 @@ class QuantizedWeight(nn.Module, ABC):
         """Resident bytes of the weights, in the form they have now."""
         return self.stored().nbytes if self.form is None else self.form.nbytes
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers of the model it stands for."""
+        return self.shape[0] * self.shape[1]
+
     def use(self, backend: str) -> None:
         """Run by this backend from now on; one that cannot is refused."""
         if self.form is not None:
@@ -161,6 +166,11 @@ class QuantizedLinear(QuantizedWeight):
         super().__init__(tensor, method=method, backend=backend)
         self.d_out, self.d_in = tensor.shape
         self.register_buffer("bias", bias_O)
+
+    @property
+    def numbers(self) -> int:
+        """Its bias among them."""
+        return super().numbers + (0 if self.bias is None else self.bias.numel())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.times(x, self.bias)

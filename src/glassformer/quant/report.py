@@ -76,6 +76,11 @@ def quantization_of(model: nn.Module) -> Quantization | None:
     return Quantization(layers=layers) if layers else None
 
 
+def quantized_numbers(model: nn.Module) -> int:
+    """How many numbers the quantized layers stand for, none of which torch calls a parameter."""
+    return sum(layer.numbers for _, layer in quantized_layers(model))
+
+
 def resident_bytes(model: nn.Module) -> int:
     """Bytes of everything that the model holds: parameters, buffers, running forms; shared once."""
     held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
