@@ -7,10 +7,20 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from glassformer.spec.errors import GlassError
-from tests.lab import test_confusion, test_curve_figure, test_curves, test_terminal_plot
+from tests.lab import (
+    test_confusion,
+    test_curve_figure,
+    test_curves,
+    test_metric_lines,
+    test_terminal_plot,
+)
 from tests.verify.faults import Fault, planted
 
-ADD, READ, PUT = "lab.curves:_Table.add", "lab.curves:read_curves", "lab.curves:_Table._put"
+READ, SERIES, SHAPE = (
+    "lab.curves:read_curves",
+    "lab.curves:_series",
+    "lab.metric_lines:_shape_of",
+)
 
 FAULTS = (
     Fault(
@@ -30,15 +40,43 @@ FAULTS = (
         "start",
         "cut",
     ),
-    Fault("old steps stay", PUT, "while column and column[-1][0] >= step", "while False", "again"),
     Fault(
-        "tokens are not summed",
-        ADD,
-        "self.tokens += int(_counted(tokens))",
-        "self.tokens = int(_counted(tokens))",
-        "torn",
+        "old steps stay",
+        "lab.curves:_lasting",
+        "step[:-1] < lowest_after",
+        "step[:-1] >= 0",
+        "again",
     ),
-    Fault("NaN becomes 0", "lab.curves:_number", "_NOT_FINITE.get(value)", "0.0", "not finite"),
+    Fault("tokens are not summed", SERIES, "np.cumsum(lines.tokens)", "lines.tokens", "torn"),
+    Fault("a step of 1.0", SHAPE, "_STEP if hole == step else _NUMBER", "_NUMBER", "as json"),
+    Fault("the words for NaN are plain", SHAPE, "in _NOT_FINITE_TEXTS", "in ()", "as json"),
+    Fault("NaN is no number", SHAPE, 'b"NaN", ', "", "as json"),
+    Fault("keys with signs are plain", SHAPE, 'b\'"\', b"NaN"', 'b"NaN"', "as json"),
+    Fault("a number in two", SHAPE, "any(end in _OF_NUMBERS for end in ends)", "False", "as json"),
+    Fault(
+        "short pieces first",
+        SHAPE,
+        "sorted(troubled, key=len, reverse=True)",
+        "sorted(troubled, key=len)",
+        "as json",
+    ),
+    Fault(
+        "a shape's lines stand at the end",
+        "lab.metric_lines:_both",
+        "(number[1:] >= number[:-1]).all()",
+        "True",
+        "as json",
+    ),
+    Fault(
+        "large values stay",
+        "lab.metric_lines:_Shape.lines",
+        "values[large] *= math.inf",
+        "pass",
+        "as json",
+    ),
+    Fault(
+        "NaN becomes 0", "lab.metric_lines:_number", "_NOT_FINITE.get(value)", "0.0", "not finite"
+    ),
     Fault(
         "the mean is biased at its beginning",
         "lab.smoothing:smooth",
@@ -109,6 +147,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "cut": in_a_folder(test_curves.test_a_log_that_was_cut_back_is_read_anew),
     "again": in_a_folder(test_curves.test_a_step_that_comes_again_replaces_what_it_was),
     "not finite": in_a_folder(test_curves.test_what_is_not_finite_is_read_as_such),
+    "as json": test_metric_lines.test_every_odd_line_is_read_as_json_reads_it,
     "mean": test_curves.test_the_mean_is_the_weighted_sum_that_it_says,
     "extremes": test_curves.test_thinning_keeps_the_extremes_of_every_bucket,
     "diagonal": test_confusion.test_what_is_right_lies_on_the_diagonal,
@@ -121,5 +160,5 @@ CHECKS: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_is_caught(fault):
     CHECKS[fault.caught_by]()
-    with planted(fault), pytest.raises((AssertionError, GlassError)):
+    with planted(fault), pytest.raises((AssertionError, ValueError, GlassError)):
         CHECKS[fault.caught_by]()

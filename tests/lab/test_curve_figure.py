@@ -81,10 +81,25 @@ def test_what_is_drawn_is_decided_once(tmp_path):
     assert only.lines[0].smooth is None
     assert smoothing_text([only]) == ""
     assert alerts_text([one, one]) == "4 x spike"
+    loss = panels([one], names=["loss"])
+    assert smoothing_text(loss) == "smoothed: exponential mean over 4 points"
+    (plain,) = panels([one], names=["loss"], span=1)
+    assert plain.lines[0].smooth is None
+    assert smoothing_text([plain], 1) == ""
     with pytest.raises(InputError, match="no curve 'accuracy'"):
         panels([one], names=["accuracy"])
     with pytest.raises(InputError, match="cannot be written"):
         figure_bytes(curve_figure([one]), "gif")
+
+
+@pytest.mark.parametrize(("points", "smoothed"), [(99, False), (100, True)])
+def test_few_points_are_drawn_as_they_are_unless_asked_otherwise(tmp_path, points, smoothed):
+    lines = (f'{{"step": {step}, "loss": {3 + step % 2}}}\n' for step in range(1, points + 1))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    few = read_curves(tmp_path)
+    assert (panels([few])[0].lines[0].smooth is not None) == smoothed
+    assert panels([few], span=3)[0].lines[0].smooth is not None
+    assert smoothing_text(panels([few], span=3), 3) == "smoothed: exponential mean over 3 points"
 
 
 def test_a_run_that_has_measured_nothing_says_so(tmp_path):

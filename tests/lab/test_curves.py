@@ -45,6 +45,31 @@ def test_the_curves_of_a_real_run_are_its_lines(tmp_path):
     assert len({tuple(row) for row in rows}) == 1  # every row has every column
 
 
+def several(step, loss, **more):
+    return line(step, loss, nll={"next": loss, "class": 0.5, "state": 2.0}) | more
+
+
+def test_of_several_heads_the_loss_is_the_first_ones_also_in_old_runs(tmp_path):
+    write(
+        tmp_path,
+        several(1, 8.0, nll={"next": 3.0, "class": 0.5, "state": 2.0}),  # as it once was written
+        several(2, 7.0, nll={"next": 2.5, "class": 0.5, "state": 2.0}),
+        several(3, 1.0, objective=6.0),
+        several(4, "nan", nll={"next": "nan", "class": 1, "state": 1}),
+        {"step": 4, "val": {"loss": 0.9, "heads": {"next": {"loss": 0.9}, "class": {"loss": 1.0}}}},
+    )
+    found = read_curves(tmp_path)
+    assert found["loss"].value.tolist()[:3] == [3.0, 2.5, 1.0]
+    assert found["objective"].value.tolist()[:3] == [8.0, 7.0, 6.0]
+    assert math.isnan(found["loss"].value[3]) and math.isnan(found["objective"].value[3])
+    assert found["nll.next"].value.tolist()[:3] == [3.0, 2.5, 1.0]
+    assert found["val.heads.class.loss"].value.tolist() == [1.0]
+    write(tmp_path, line(1, 3.0, nll={"next": 2.0}))  # one head, smoothed: as it is
+    assert found.run and set(read_curves(tmp_path).series) >= {"loss", "nll.next"}
+    assert read_curves(tmp_path)["loss"].value.tolist() == [3.0]
+    assert "objective" not in read_curves(tmp_path).series
+
+
 def test_a_torn_last_line_waits_for_the_next_reading(tmp_path):
     write(tmp_path, line(1, 3.0), end='{"step": 2, "lo')
     first = read_curves(tmp_path)

@@ -71,7 +71,7 @@ def test_evaluating_makes_no_cache(folder, tmp_path):
 def test_a_text_that_changed_is_noticed(folder, tmp_path):
     trained(folder, tmp_path / "runs")
     (folder / "c.txt").write_text("entirely other things stand here now\n" * 200)
-    with pytest.raises(InputError, match="its data has changed"):
+    with pytest.raises(InputError, match="not what the run was trained on"):
         gf.evaluate(tmp_path / "runs" / "lm")
 
 

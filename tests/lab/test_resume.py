@@ -268,6 +268,7 @@ def test_the_list_of_pieces_is_whole(tmp_path):
         "val",
         "unapplied",
         "alerts_bytes",
+        "loss",
     }
     assert tested == set(Progress.__dataclass_fields__)
     for engine in ENGINES:

@@ -16,9 +16,10 @@ import pytest
 
 from glassformer.lab import recipes
 from glassformer.lab.assemble import check_fit
+from glassformer.lab.events import Alert, Evaluated, Saved
 from glassformer.lab.recipes import read_config
 from glassformer.lab.record import load_run_spec, metrics_line
-from glassformer.lab.run import SPIKE, WINDOW, Alert, Evaluated, Saved, TrainingRun
+from glassformer.lab.run import SPIKE, WINDOW, TrainingRun
 from glassformer.lab.session import evaluate, result_of, train
 from glassformer.spec.errors import DivergedError, FileError, InputError, MachineError
 from glassformer.spec.tree import override
@@ -26,7 +27,7 @@ from glassformer.store.checkpoint import verify_folder
 from glassformer.store.rundir import RunDirectory, plain_numbers, run_folder
 from glassformer.store.tensors import read_tensors
 from glassformer.train.fit import StepRecord
-from tests.lab.runs import KEPT, assert_same, metrics, outcome, resumed, sample, trained
+from tests.lab.runs import KEPT, assert_same, metrics, outcome, resumed, rewritten, sample, trained
 from tests.train.samples import ENGINES, digits, machine
 
 DIVERGING = ("train.optimizer=SGD", "train.clip=0", "train.label_smoothing=0")
@@ -37,6 +38,33 @@ def record(step: int, loss: float, *, applied: bool = True) -> StepRecord:
 
 
 # --- what a run leaves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_loss_of_several_heads_is_the_same_quantity_in_training_and_validation(
+    engine, tmp_path
+):
+    spec = machine(f"engine={engine}", "train.steps=4", "train.evaluate_every=4")
+    run = trained(spec, tmp_path / "run")
+    *steps, last = metrics(tmp_path / "run")
+    for line in steps:
+        assert list(line)[:4] == ["step", "loss", "objective", "nll"]
+        assert line["loss"] == line["nll"]["next"] < line["objective"]
+        of_heads = sum(spec.train.head_weight(head) * nll for head, nll in line["nll"].items())
+        assert line["objective"] > of_heads, "and the penalty"
+    assert last["val"]["loss"] == last["val"]["heads"]["next"]["loss"]
+    assert result_of(run)["loss"] == steps[-1]["loss"]
+    assert run.progress.recent == tuple(line["objective"] for line in steps), "spikes are of all"
+    again, _ = resumed(tmp_path / "run")
+    assert result_of(again)["loss"] == steps[-1]["loss"]
+
+
+def test_a_checkpoint_from_before_the_loss_was_kept_still_tells_it(tmp_path):
+    run = trained(sample("torch", "train.steps=3"), tmp_path / "run")
+    state = json.loads((run.directory.step_folder(3) / "state.json").read_text())
+    told = state["progress"].pop("loss")
+    rewritten(tmp_path / "run", 3, state__json=json.dumps(state).encode())
+    assert told == result_of(resumed(tmp_path / "run")[0])["loss"] == run.progress.recent[-1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

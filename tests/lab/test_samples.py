@@ -8,8 +8,9 @@ import pytest
 
 from glassformer.data.build import build_task
 from glassformer.lab.assemble import build_engine
+from glassformer.lab.events import Evaluated
 from glassformer.lab.recipes import recipe
-from glassformer.lab.run import Evaluated, TrainingRun
+from glassformer.lab.run import TrainingRun
 from glassformer.lab.samples import Sample, keep_samples, read_samples, write_samples
 from glassformer.spec.errors import FileError
 from glassformer.spec.tasks import DigitsTask

@@ -91,8 +91,8 @@ def smoothing_text(made: Sequence[Panel], span: float | None = None) -> str:
     counts = [len(line.raw) for panel in made for line in panel.lines if line.smooth is not None]
     if not counts:
         return ""
-    spans = {round(default_span(count) if span is None else span) for count in counts}
-    points = f"{min(spans)}" if len(spans) == 1 else f"{min(spans)} to {max(spans)}"
+    spans = {round(default_span(count) if span is None else span, 1) for count in counts}
+    points = " to ".join(f"{covered:g}" for covered in sorted({min(spans), max(spans)}))
     return f"smoothed: exponential mean over {points} points"
 
 
@@ -130,9 +130,10 @@ def curve_figure(
 
 def _drawn(number: int, one: Curves, name: str, span: float | None, *, label: str) -> Drawn:
     raw = one[name]
+    covered = default_span(len(raw)) if span is None else span
     # An evaluation is a mean over many examples already, and there are few of them.
-    smooth = None if name.startswith("val.") or len(raw) < 20 else raw.smoothed(span)
-    return Drawn(number, label, raw, smooth)
+    as_it_is = name.startswith("val.") or covered == 1
+    return Drawn(number, label, raw, None if as_it_is else raw.smoothed(covered))
 
 
 def _is_share(name: str) -> bool:

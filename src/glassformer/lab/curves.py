@@ -4,8 +4,6 @@ Terminal, figure, table, report and page read them here. A last line without its
 the next reading; a step that comes again (a run that was resumed) replaces what it was before.
 """
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from glassformer.lab.metric_lines import BadLine, Lines, parse_line, read_lines
 from glassformer.lab.smoothing import MOST, Floats, Ints, extremes, smooth
 from glassformer.spec.errors import FileError, InputError, nearest
 
@@ -20,13 +19,6 @@ from glassformer.spec.errors import FileError, InputError, nearest
 LIMIT = 1 << 30
 #: What a point can be drawn over.
 AXES = ("step", "tokens", "time")
-#: Names have this many dots at most; what lies deeper is not ours.
-DEEPEST = 8
-
-#: A value beyond this counts as infinite: no axis holds it beside its opposite.
-LARGEST = 1e300
-
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,89 +140,39 @@ def read_curves(folder: Path, *, start: int = 0, spent: Spent | None = None) -> 
     data, begin = _read(path, start)
     restarted = begin != start
     whole = data.rfind(b"\n") + 1
-    table = _Table(Spent() if restarted or spent is None else spent)
-    for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
-        table.add(_parse(line, path, number if begin == 0 else None))
+    try:
+        lines = read_lines(data[:whole])
+    except BadLine as error:
+        raise _bad(path, error, whole=begin == 0) from error
+    series, after = _series(lines, Spent() if restarted or spent is None else spent)
     return Curves(
         run=folder.resolve().name,
-        series=table.series(),
+        series=series,
         alerts=tuple(_alerts(folder / "alerts.jsonl")),
         next=begin + whole,
-        spent=Spent(table.tokens, table.seconds),
+        spent=after,
         restarted=restarted,
     )
 
 
-class _Table:
-    """Lines gathered into columns."""
-
-    def __init__(self, spent: Spent) -> None:
-        self.tokens, self.seconds = spent.tokens, spent.seconds
-        self.columns: dict[str, list[tuple[int, int, float, float]]] = {}
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """A step, or an evaluation."""
-        step = int(line["step"])
-        if "val" not in line:
-            tokens, seconds = _number(line.get("tokens")), _number(line.get("seconds"))
-            self.tokens += int(_counted(tokens))
-            self.seconds += _counted(seconds)
-            if tokens and seconds:
-                self._put("tokens_per_second", step, tokens / seconds)
-        for name, value in _flat(line):
-            self._put(name, step, value)
-
-    def _put(self, name: str, step: int, value: float) -> None:
-        column = self.columns.setdefault(name, [])
-        while column and column[-1][0] >= step:
-            column.pop()
-        column.append((step, self.tokens, self.seconds, value))
-
-    def series(self) -> dict[str, Series]:
-        """The columns as arrays; the loss first, what is derived last."""
-        order = sorted(self.columns, key=lambda name: (name == "tokens_per_second", 0))
-        made = {}
-        for name in order:
-            step, tokens, seconds, value = zip(*self.columns[name], strict=True)
-            made[name] = Series(
-                name,
-                np.array(step, dtype=np.int64),
-                np.array(tokens, dtype=np.int64),
-                np.array(seconds, dtype=np.float64),
-                np.array(value, dtype=np.float64),
-            )
-        return made
+def _series(lines: Lines, before: Spent) -> tuple[dict[str, Series], Spent]:
+    """Each column over what was spent up to its lines; the loss first, what is derived last."""
+    tokens = before.tokens + np.cumsum(lines.tokens)
+    seconds = np.cumsum(np.concatenate([[before.seconds], lines.seconds]))[1:]
+    made = {}
+    for name in sorted(lines.columns, key=lambda name: name == "tokens_per_second"):
+        number, value = lines.columns[name]
+        kept = _lasting(lines.step[number])
+        at = number[kept]
+        made[name] = Series(name, lines.step[at], tokens[at], seconds[at], value[kept])
+    after = Spent(int(tokens[-1]), float(seconds[-1])) if len(tokens) else before
+    return made, after
 
 
-def _flat(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """loss, lr, grad_norm, nll.HEAD; of an evaluation val.loss, val.by.GROUP.LABEL and so on."""
-    for key, value in line.items():
-        if key in ("step", "tokens", "seconds"):
-            continue
-        yield from _leaves(key, value)
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, dict) and name.count(".") < DEEPEST:
-        for key, item in value.items():
-            if key != "examples":  # how many were asked is no curve
-                yield from _leaves(f"{name}.{key}", item)
-    elif (number := _number(value)) is not None:
-        yield name, number
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000):
-        number = float(value)
-        return number if number != number or abs(number) < LARGEST else number * math.inf
-    return _NOT_FINITE.get(value) if isinstance(value, str) else None
-
-
-def _counted(amount: float | None) -> float:
-    """What a step spent; an amount that no step can spend is none."""
-    return amount if amount is not None and 0 <= amount < 1 << 40 else 0.0
+def _lasting(step: Ints) -> "np.ndarray":
+    """True where no later point is of this step or an earlier one: that one replaces it."""
+    lowest_after = np.minimum.accumulate(step[::-1])[::-1][1:]
+    return np.append(step[:-1] < lowest_after, True)
 
 
 def _read(path: Path, start: int) -> tuple[bytes, int]:
@@ -248,15 +190,9 @@ def _read(path: Path, start: int) -> tuple[bytes, int]:
         return file.read(LIMIT), start
 
 
-def _parse(line: bytes, path: Path, number: int | None) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-        if type(found["step"]) is not int or not 0 <= found["step"] < 1 << 62:
-            raise TypeError("no step in it")
-        return found
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        which = "a line" if number is None else f"line {number}"
-        raise FileError(f"{path.name}: {which} cannot be read", where=str(path.parent)) from error
+def _bad(path: Path, error: BadLine, *, whole: bool) -> FileError:
+    which = f"line {error.number}" if whole else "a line"
+    return FileError(f"{path.name}: {which} cannot be read", where=str(path.parent))
 
 
 def _alerts(path: Path) -> Iterator[AlertMark]:
@@ -264,5 +200,8 @@ def _alerts(path: Path) -> Iterator[AlertMark]:
         return
     data, _ = _read(path, 0)
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
-        found = _parse(line, path, number)
+        try:
+            found = parse_line(line, number)
+        except BadLine as error:
+            raise _bad(path, error, whole=True) from error
         yield AlertMark(found["step"], str(found.get("kind", "")), str(found.get("message", "")))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from glassformer.spec.allocation import allocate
 from glassformer.spec.budget import Answer, Budget, Design, Target
+from glassformer.spec.patience import Effort, OutOfPatience
 from glassformer.spec.preference import GLU_UNIT, RATIO_UNIT
 from glassformer.spec.search import Search
 from glassformer.spec.solve import design_of
@@ -13,20 +14,34 @@ RATIOS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 EXPANSIONS = (1.5, 2.0, 2.66, 3.0, 3.5, 4.0, 5.0)
 #: Drift is coloured up to here: 5 points of the ratio, or a quarter of the expansion.
 MOST = 5.0
+#: Looks for one cell.
+LOOKS = 12_000
 
 
 def landscape(budget: Budget) -> list[list[Design | None]]:
     """The best design for each pair of wishes: a row for each expansion, a column for each ratio.
 
-    None where a hard limit leaves none.
+    None where a hard limit leaves none, or where none was found soon enough.
     """
-    return [[neighbour(budget, ratio, glu) for ratio in RATIOS] for glu in EXPANSIONS]
+    return [[_found(budget, ratio, glu) for ratio in RATIOS] for glu in EXPANSIONS]
+
+
+def _found(budget: Budget, ratio: float, glu: float) -> Design | None:
+    try:
+        return neighbour(budget, ratio, glu)
+    except OutOfPatience:
+        return None
 
 
 def neighbour(budget: Budget, ratio: float, glu: float) -> Design | None:
-    """The best design of the same budget with other wishes."""
+    """The best design of the same budget with other wishes; `OutOfPatience` where none was found
+    in the looks that a cell has, and none ruled out.
+    """
     asked = replace(budget, embedding_ratio=Target(value=ratio), glu_expansion=Target(value=glu))
-    found = Search(asked).best()
+    search = Search(asked, effort=Effort(LOOKS))
+    found = search.best()
+    if found is None and not search.is_proven:
+        raise OutOfPatience("this cell takes longer than anybody here would wait")
     return None if found is None else design_of("best", asked, found)
 
 
@@ -82,7 +97,7 @@ def _draw_landscape(figure, axes, budget: Budget) -> None:  # type: ignore[no-un
     image = axes.imshow(values, origin="lower", aspect="auto", cmap="viridis_r", vmin=0, vmax=MOST)
     for y, row in enumerate(cells):
         for x, found in enumerate(row):
-            text = "none" if found is None else f"{found.sizes.n_layers}x{found.sizes.d_model}"
+            text = "-" if found is None else f"{found.sizes.n_layers}x{found.sizes.d_model}"
             dark = values[y][x] > MOST / 2
             axes.text(
                 x, y, text, ha="center", va="center", fontsize=7, color="white" if dark else "black"

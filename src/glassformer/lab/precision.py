@@ -22,6 +22,7 @@ from glassformer.generate.prompts import Prompts
 from glassformer.lens.reading import divergence
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
+from glassformer.nn.linear import Linear
 from glassformer.quant.convert import quantized_layers
 from glassformer.quant.report import is_model_quantized, resident_bytes
 from glassformer.spec.decoding import DecodeSpec
@@ -177,7 +178,7 @@ def layer_errors(full: Model, small: Model, batch: Batch) -> Iterator[tuple[str,
         return see
 
     own = dict(full.named_modules())
-    plain = [path for path in layers if hasattr(own.get(path), "d_out")]
+    plain = [path for path in layers if isinstance(own.get(path), Linear)]
     for path in plain:
         hooks.append(own[path].register_forward_hook(watcher(path)))
     try:

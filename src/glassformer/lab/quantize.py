@@ -11,6 +11,7 @@ from glassformer.adapters.saving import save_model
 from glassformer.data.task import Task
 from glassformer.lab.assemble import assemble
 from glassformer.lab.material import Material, joined, of_model, of_task, of_text
+from glassformer.lab.own_data import check_data, data_file, recorded_hash
 from glassformer.lab.precision import Comparison, compare
 from glassformer.lab.record import load_run_spec
 from glassformer.models.model import Model
@@ -24,8 +25,10 @@ from glassformer.quant.convert import (
 from glassformer.quant.in_turn import quantize_in_turn
 from glassformer.quant.report import is_model_quantized
 from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schedule import CosineSchedule
+from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.train import RunSpec
 from glassformer.spec.tree import to_json
 from glassformer.store.checkpoint import WEIGHTS
@@ -74,7 +77,10 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         )
     full = adapter.model.float()
     run = run_of(path)
+    recorded = None if run is None else recorded_hash(_folder(path), run.task)
     task = None if run is None else assemble(run).task
+    if task is not None:
+        check_data(task, recorded)
     material = _material(wish, adapter, task)
     small, timings, select = copy.deepcopy(full), [], None
     if wish.auto:
@@ -89,7 +95,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     small = _quantized(small, wish, material, run, task, select, watch)
     files = dict(adapter.files())
     if run is not None:
-        files["config.json"] = to_json(replace(run, model=small.spec, tuning=None)).encode()
+        files |= {"config.json": to_json(_whole(run, small.spec)).encode(), **data_file(recorded)}
     save_model(out, small, files=files)
     opened = load(out).model
     disk = (_bytes(folder_of(path)), _bytes(out))
@@ -114,14 +120,27 @@ def dequantize_folder(path: str, out: Path) -> Path:
     files = dict(adapter.files())
     run = run_of(path)
     if run is not None:
-        files["config.json"] = to_json(replace(run, model=adapter.model.spec)).encode()
+        files["config.json"] = to_json(_whole(run, adapter.model.spec)).encode()
+        files |= data_file(recorded_hash(_folder(path), run.task))
     save_model(out, adapter.model, files=files)
     return out
 
 
+def _whole(run: RunSpec, model: ModelSpec) -> RunSpec:
+    """The run of a folder that holds every weight: no LoRA, a base only where data needs one."""
+    needed = run.tuning if isinstance(run.task, FinetuneTask) else None
+    tuning = None if needed is None else replace(needed, lora=None)
+    return replace(run, model=model, tuning=tuning)
+
+
+def _folder(path: str) -> Path:
+    """`runs/digits` of `runs/digits@120`."""
+    return Path(path.partition("@")[0])
+
+
 def run_of(path: str) -> RunSpec | None:
     """What a run, or a folder made from one, says of its task; None for other models."""
-    directory = RunDirectory(Path(str(path).partition("@")[0]))
+    directory = RunDirectory(_folder(str(path)))
     ours = directory.steps() or (directory.folder / "MANIFEST.json").is_file()
     if not ours or not (directory.folder / "config.json").is_file():
         return None

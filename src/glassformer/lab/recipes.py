@@ -194,9 +194,3 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
         kind = path.suffix.removeprefix(".").upper()
         raise InputError(f"the file cannot be read as {kind}: {error}", where=str(path)) from error
     return override(from_dict(RunSpec, data), overrides)
-
-
-def with_train(spec: RunSpec, **changes: object) -> RunSpec:
-    """The same run with other training settings; None leaves one as it is."""
-    chosen = {name: value for name, value in changes.items() if value is not None}
-    return replace(spec, train=replace(spec.train, **chosen))  # type: ignore[arg-type]

@@ -18,13 +18,21 @@ from glassformer.store.rundir import RunDirectory, plain_numbers
 from glassformer.train.fit import StepRecord
 
 
+def losses(record: StepRecord) -> dict[str, float]:
+    """`loss`; with several heads it is the first one's, as in an evaluation, and `objective` is
+    what was differentiated: all of them, weighed, and the penalty.
+    """
+    objective = {} if len(record.nll) == 1 else {"objective": record.loss}
+    return {"loss": record.first_loss, **objective}
+
+
 def metrics_line(record: StepRecord) -> dict[str, Any]:
     """A step as a line of metrics.jsonl; `seconds` is the only clock in it."""
     return dict(
         plain_numbers(
             {
                 "step": record.step,
-                "loss": record.loss,
+                **losses(record),
                 "nll": dict(record.nll),
                 "lr": record.lr,
                 "grad_norm": record.grad_norm,
@@ -89,4 +97,15 @@ def load_run_spec(directory: RunDirectory) -> RunSpec:
     path = directory.folder / "config.json"
     if not path.is_file():
         raise InputError("no config.json here, so this is not a run", where=str(directory.folder))
-    return from_json(RunSpec, path.read_text(encoding="utf-8"))
+    try:
+        return from_json(RunSpec, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"config.json cannot be read: {error}", where=str(path)) from error
+    except InputError as error:
+        if not (directory.folder / "run.json").exists():
+            raise InputError(
+                "this config.json is no run's, so this is not a run",
+                where=str(directory.folder),
+                hint="glass evaluate MODEL --suite smallbench takes any model",
+            ) from error
+        raise FileError(f"config.json is no run's: {error.what}", where=str(path)) from error

@@ -16,17 +16,19 @@ from typing import Any, TextIO
 
 from glassformer.lab.assemble import assemble, read_checkpoint, write_checkpoint
 from glassformer.lab.board import EVERY, Board
-from glassformer.lab.evaluate import Evaluation, evaluate
+from glassformer.lab.evaluate import evaluate
+from glassformer.lab.events import Alert, Evaluated, Event, Saved
 from glassformer.lab.probing import forget_probes, probe
 from glassformer.lab.record import (
     data_hash,
     fingerprint,
+    losses,
     metrics_line,
     read_state,
     spec_hash,
     to_toml,
 )
-from glassformer.lab.samples import Sample, keep_samples, write_samples
+from glassformer.lab.samples import keep_samples, write_samples
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
 from glassformer.spec.tree import to_dict, to_json
@@ -43,36 +45,6 @@ PATIENCE_FOR_NAN = 3
 FLUSH_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """An evaluation during training; a language model also writes something."""
-
-    step: int
-    evaluation: Evaluation
-    best: bool
-    samples: tuple[Sample, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint was written."""
-
-    step: int
-    folder: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Alert:
-    """Something that deserves a look."""
-
-    step: int
-    kind: str
-    message: str
-
-
-Event = StepRecord | Evaluated | Saved | Alert
-
-
 @dataclass(slots=True)
 class Progress:
     """What a run remembers between steps; saved with every checkpoint."""
@@ -83,6 +55,7 @@ class Progress:
     stale: int = 0
     unapplied: int = 0
     recent: tuple[float, ...] = ()
+    loss: float | None = None
     val: dict[str, Any] | None = None
     metrics_bytes: int = 0
     alerts_bytes: int = 0
@@ -155,6 +128,8 @@ class TrainingRun:
         self.engine.load_state(read_tensors(folder / "state.safetensors"))
         saved = state["progress"]
         self.progress = Progress(**{**saved, "recent": tuple(saved["recent"])})
+        if self.progress.loss is None and len(self.spec.model.head_names()) == 1:
+            self.progress.loss = next(reversed(saved["recent"]), None)  # saved before it had one
         self.progress.best_loss = float(saved["best_loss"])
         if self.progress.best_step in self.directory.steps():
             self.directory.point("best", self.progress.best_step)
@@ -190,8 +165,8 @@ class TrainingRun:
                 log.flush()
                 flushed = time.monotonic()
             if record.step % EVERY == 0:
-                curves = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm}
-                board.add(record.step, curves)
+                rest = {"lr": record.lr, "grad_norm": record.grad_norm}
+                board.add(record.step, {**losses(record), **rest})
             yield record
             yield from self._watch(record)
             last = record.step == train.steps or self.stop_requested
@@ -254,9 +229,10 @@ class TrainingRun:
             mean = math.fsum(recent) / WINDOW
             spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in recent) / WINDOW)
             if record.loss > mean + SPIKE * spread and spread > 0:
-                what = f"loss {record.loss:.4g}, recent mean {mean:.4g}"
+                what = f"{[*losses(record)][-1]} {record.loss:.4g}, recent mean {mean:.4g}"
                 yield self._alert(record.step, "spike", what)
         progress.recent = (*recent[-WINDOW + 1 :], record.loss)
+        progress.loss = record.first_loss
 
     def _alert(self, step: int, kind: str, message: str) -> Alert:
         with self.directory.alerts.open("a", encoding="utf-8") as log:

@@ -7,13 +7,16 @@ from typing import Any
 
 from glassformer.adapters.load import checkpoint_of, load_model
 from glassformer.data.task import Task
+from glassformer.kernels.threads import taking
 from glassformer.lab import evaluate as evaluation
 from glassformer.lab.assemble import Parts, assemble, read_checkpoint
 from glassformer.lab.decoded import decoded_scores
+from glassformer.lab.own_data import check_data, recorded_hash
 from glassformer.lab.recipes import recipe
 from glassformer.lab.record import load_run_spec
 from glassformer.lab.run import TrainingRun
 from glassformer.lab.samples import engine_stepper
+from glassformer.lab.threads import threads_of_run
 from glassformer.spec.errors import InputError
 from glassformer.spec.train import SGD, RunSpec
 from glassformer.spec.tree import override
@@ -32,17 +35,23 @@ def train(
     runs: str | Path = "runs",
     overrides: Iterable[str] = (),
     device: str = "cpu",
+    threads: int | None = None,
     overwrite: bool = False,
 ) -> TrainingRun:
-    """Train a task by name, or a whole `RunSpec`, to its end, and give back the finished run."""
+    """Train a task by name, or a whole `RunSpec`, to its end, and give back the finished run.
+
+    Without `threads` as many are taken as a batch is worth.
+    """
     given = list(overrides)
     given += [f"train.steps={steps}"] if steps is not None else []
     given += [f"train.seed={seed}"] if seed is not None else []
     cache = cache_folder(Path(runs))
     spec = recipe(what, given, cache=cache) if isinstance(what, str) else override(what, given)
-    folder = run_folder(Path(runs), name or (what if isinstance(what, str) else "run"))
+    usual = what if isinstance(what, str) else "run"
+    folder = run_folder(Path(runs), usual if name is None else name)
     run = TrainingRun(spec, folder, device=device)
-    with run.directory.locked():
+    count = threads_of_run(spec, run.task, asked=threads, device=device)
+    with run.directory.locked(), taking(count):
         run.prepare(overwrite=overwrite)
         for _ in run.events():
             pass
@@ -50,25 +59,34 @@ def train(
 
 
 def evaluate(
-    run: str | Path, *, split: str | None = None, device: str = "cpu"
+    run: str | Path,
+    *,
+    split: str | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
 ) -> "evaluation.Evaluation":
     """Measure the checkpoint of a run (`RUN`, `RUN@last`, `RUN@120`) on one split.
 
     An encoder-decoder also answers each source on its own, token after token.
     """
     engine, task = opened(run, device=device)
-    found = evaluation.evaluate(engine, task, split=split)
-    if engine.spec.encoder is None:
-        return found
-    own = decoded_scores(engine_stepper(engine), task, split=found.split)
+    spec = load_run_spec(RunDirectory(Path(str(run).partition("@")[0])))
+    with taking(threads_of_run(spec, task, asked=threads, device=device)):
+        found = evaluation.evaluate(engine, task, split=split)
+        if engine.spec.encoder is None:
+            return found
+        own = decoded_scores(engine_stepper(engine), task, split=found.split)
     return replace(found, decoded=own)
 
 
 def opened(run: str | Path, *, device: str = "cpu") -> tuple[Engine, Task]:
     """The checkpoint of a run, ready to be measured, and the task it was trained on."""
     path = str(run)
-    spec = load_run_spec(RunDirectory(Path(path.partition("@")[0])))
+    folder = Path(path.partition("@")[0])
+    spec = load_run_spec(RunDirectory(folder))
+    recorded = recorded_hash(folder, spec.task)
     parts = assemble(spec, device=device, cache=_known_cache(path))
+    check_data(parts.task, recorded)
     _check_tokens(parts, checkpoint_of(path))
     if is_quantized(checkpoint_of(path)):
         engine = TorchEngine(load_model(path).to(device), replace(spec.train, optimizer=SGD()))
@@ -103,7 +121,7 @@ def result_of(run: TrainingRun) -> dict[str, Any]:
     return {
         "run": run.directory.folder.name,
         "steps": progress.step,
-        "loss": progress.recent[-1] if progress.recent else None,
+        "loss": progress.loss,
         "val_loss": val.get("loss"),
         "val_accuracy": val.get("accuracy"),
         **({"bits_per_byte": bits} if bits is not None else {}),

@@ -20,8 +20,9 @@ SPAN_SHARE = 0.02
 
 
 def default_span(count: int) -> float:
-    """How many points the mean covers where nobody says: a fiftieth of them."""
-    return max(1.0, SPAN_SHARE * count)
+    """How many points the mean covers where nobody says: a fiftieth of them, if that is two."""
+    share = SPAN_SHARE * count
+    return share if share >= 2 else 1.0
 
 
 def smooth(values: Floats, *, span: float | None = None) -> Floats:
