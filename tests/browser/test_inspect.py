@@ -305,36 +305,113 @@ def test_back_returns_and_a_link_restores_the_view(open_page):
 def test_the_view_is_copied_as_link_command_and_python(open_page, site, monkeypatch):
     page = open_page(f"inspect?{OWN}&L=1&H=2&pos=4&ablate=L0H1")
     settled(page)
-    copied = {}
-    for kind in ("link", "command", "Python"):
-        page.get_by_role("button", name=kind, exact=True).click()
-        expect(page.locator("#toast")).to_be_visible()
-        copied[kind] = page.evaluate("navigator.clipboard.readText()")
-    assert copied["link"] == page.url
-    assert copied["command"] == (
-        "glass inspect runs/digits 'SECOND 7 3 9 SEP' --target '3' --layer 1 --head 2 --pos 4"
+    assert copied(page, "link") == page.url
+    command = copied(page, "command")
+    assert command == (
+        "glass inspect runs/digits 'SECOND 7 3 9 SEP' --target 3 --layer 1 --head 2 --pos 4"
         " --ablate L0H1"
     )
     monkeypatch.chdir(site.runs.parent)
-    names: dict[str, Any] = {}
-    exec(copied["Python"], names)  # what people will do with it
+    names = ran(copied(page, "Python"))  # what people will do with it
     assert f"{names['seen'].loss:.3f}" == text(page, "#loss-here")
-    command_runs(copied["command"], loss=names["seen"].loss)
+    command_runs(command, loss=names["seen"].loss)
+
+
+def copied(page: Page, kind: str) -> str:
+    """What a button of the header puts on the clipboard."""
+    page.evaluate("navigator.clipboard.writeText('')")
+    page.get_by_role("button", name=kind, exact=True).click()
+    page.wait_for_function("async () => await navigator.clipboard.readText() !== ''")
+    return page.evaluate("navigator.clipboard.readText()")
 
 
 def test_fewer_bits_are_copied_as_two_commands(open_page, site, monkeypatch):
     page = open_page(f"inspect?{OWN}&L=1&H=2&precision=int8")
     settled(page)
-    page.get_by_role("button", name="command", exact=True).click()
-    expect(page.locator("#toast")).to_be_visible()
-    quantize, inspect = page.evaluate("navigator.clipboard.readText()").split(" && ")
+    quantize, inspect = copied(page, "command").split(" && ")
     monkeypatch.chdir(site.runs.parent)
     loss = float(text(page, "#loss-here"))
     command_runs(quantize, loss=None)
     command_runs(inspect, loss=loss)
 
 
-def command_runs(command: str, *, loss: float | None) -> None:
+@pytest.mark.parametrize("other", ["digits@best:int4", "digits@320", "digits-seed1"])
+def test_a_comparison_is_copied_with_its_numbers(open_page, site, monkeypatch, other):
+    page = open_page(f"inspect?{OWN}&L=1&H=0&ablate=L0H1&with={other}&view=difference&table=1")
+    settled(page)
+    cells = page.locator(".attention table.data tbody td").all_inner_texts()
+    told = [float(cell.replace("\N{MINUS SIGN}", "-")) for cell in cells]
+    loss, kl = float(text(page, "#loss-against")), float(text(page, "#kl-against"))
+    shares = [float(row.inner_text().split()[2]) for row in page.locator("glass-bars tr").all()[1:]]
+    monkeypatch.chdir(site.runs.parent)
+    *before, inspect = copied(page, "command").split(" && ")
+    for command in before:
+        command_runs(command, loss=None)
+    found = command_runs(f"{inspect} --top {len(shares)}", loss=float(text(page, "#loss-here")))
+    against = found["against"]
+    flat = [value for row in against["difference"] for value in row]
+    assert told == [float(f"{value:.3f}") for value in flat]
+    assert (loss, kl) == (float(f"{against['loss']:.3f}"), float(f"{against['kl']:.4f}"))
+    assert shares == [float(f"{value:.3f}") for value in against["shares"]]
+    names = ran(copied(page, "Python"))
+    difference, _, beside = names["shown"]
+    assert told == [float(f"{value:.3f}") for value in difference.tensor.flatten().tolist()]
+    assert (loss, kl) == (float(f"{beside.loss:.3f}"), float(f"{beside.kl:.4f}"))
+
+
+def ran(source: str) -> dict[str, Any]:
+    """Python as people paste it; `shown` are the values of its lines, as a notebook would show."""
+    import ast
+
+    names: dict[str, Any] = {"shown": []}
+    for line in ast.parse(source).body:
+        if isinstance(line, ast.Expr):
+            code = compile(ast.Expression(line.value), "copied", "eval")
+            names["shown"].append(eval(code, names))
+        else:
+            exec(compile(ast.Module([line], []), "copied", "exec"), names)
+    return names
+
+
+def test_a_snapshot_is_copied_as_python_alone(open_page, site, monkeypatch):
+    for head in ("1", "mean"):
+        page = open_page(f"inspect?run=digits&step=80&L=1&H={head}&table=1")
+        settled(page)
+        cells = page.locator(".attention table.data tbody td").all_inner_texts()
+        monkeypatch.chdir(site.runs.parent)
+        heat, top = ran(copied(page, "Python"))["shown"]
+        assert cells == [f"{value:.3f}" for value in heat.tensor.flatten().tolist()]
+        assert text(page, "glass-bars tbody th") == top[0][0]
+        page.get_by_role("button", name="command", exact=True).click()
+        expect(page.locator("#toast")).to_contain_text("No command gives what is shown here")
+
+
+def test_texts_are_copied_as_a_shell_reads_them(open_page):
+    import shlex
+
+    page = open_page("inspect?run=digits")
+    made = """text => import("/static/js/inspect-commands.js")
+      .then(({command}) => command("glass inspect it", text, "--pos 1"))"""
+    for prompt in (
+        "plain",
+        "two words",
+        "it's",
+        "-dash first",
+        "--help",
+        "$HOME `x` \\n",
+        "",
+        "a\nb",
+    ):
+        words = shlex.split(page.evaluate(made, prompt))
+        dashes = ["--"] if prompt.startswith("-") else []
+        where = words.index(prompt)
+        assert words[:3] == ["glass", "inspect", "it"]
+        assert words[where - len(dashes) : where] == dashes
+        assert words[words.index("--pos") + 1] == "1"
+        assert where == (3 if not dashes else len(words) - 1)
+
+
+def command_runs(command: str, *, loss: float | None) -> Any:
     """The copied command is one that `glass` takes; of a look, its loss is the page's."""
     import shlex
 
@@ -342,10 +419,13 @@ def command_runs(command: str, *, loss: float | None) -> None:
 
     from glassformer.cli.main import app
 
-    result = CliRunner().invoke(app, [*shlex.split(command)[1:], "--json"])
+    first, *words = shlex.split(command)
+    assert first == "glass"
+    result = CliRunner().invoke(app, [words[0], "--json", *words[1:]])
     assert result.exit_code == 0, result.output
-    if loss is not None:
-        assert json.loads(result.stdout)["loss"] == pytest.approx(loss, abs=5.1e-4)
+    found = json.loads(result.stdout)
+    assert loss is None or found["loss"] == pytest.approx(loss, abs=5.1e-4)
+    return found
 
 
 def test_hovering_links_tokens_rows_and_lens(open_page):

@@ -191,3 +191,15 @@ def test_a_search_is_given_up_when_the_time_is_over(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(page, "PATIENCE", 30.0)
     lines = list(page.design_landscape(Query(body=simple), LAB))
     assert any(line.get("late") for line in lines[1:])
+
+
+def test_what_is_not_proven_is_shown_and_what_is_undecided_told() -> None:
+    assert asked()["not_proven"] == []
+    open_ended = {"params": 270_609_239, "vocab": 1997, "tolerance": 1e-6, "heads": 1}
+    open_ended |= {"length": 44_223, "norm": "rmsnorm", "embedding_ratio": 0.001, "kv_heads": 1}
+    open_ended |= {"exact_ratio": "true", "glu_expansion": 1, "ffn_multiple": 11, "rank": "any"}
+    open_ended |= {"min_aspect": 0.1, "max_aspect": 40}
+    with pytest.raises(InputError, match="did not rule one out") as caught:
+        asked(**open_ended)
+    assert caught.value.hint.startswith("the command can search on: glass design --params 27060923")
+    assert caught.value.hint.endswith(" --thorough")

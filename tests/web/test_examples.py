@@ -61,8 +61,8 @@ def test_a_quantized_model_has_as_many_parameters_as_its_twin(talkers: Lab, tmp_
     quantize_folder(f"{talkers.folder('digits')}@best", tmp_path / "small", wish)
     asked = Query(body={"run": "small", "text": "SECOND 7 3 9"})
     sent = inspect.inspect(asked, Lab(tmp_path / "small"))
-    assert gf.load(tmp_path / "small").get_num_parameters() < sent["parameters"]
-    assert sent["parameters"] == model.get_num_parameters()
+    small = gf.load(tmp_path / "small")
+    assert sent["parameters"] == model.get_num_parameters() == small.get_num_parameters()
 
 
 def test_what_tells_runs_apart_comes_first(talkers: Lab) -> None:

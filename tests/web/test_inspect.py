@@ -222,9 +222,9 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(folder / "runs")
 
 
-def test_maps_of_different_sizes_have_no_difference(lab):
+def test_maps_of_different_tokens_have_no_difference(lab):
     long, short = asked(lab, text=TEXT)["key"], asked(lab, text="MAX 7 3 SEP")["key"]
-    with pytest.raises(InputError, match="different sizes"):
+    with pytest.raises(InputError, match="different tokens"):
         fetched(lab, inspect.attention, long, layer=0, head=0, minus=short)
     at = fetched(lab, inspect.position, long, position=1, against=short)
     assert at["against"]["kl"] is None

@@ -96,6 +96,8 @@ def test_the_numbers_are_those_of_the_other_commands(runs):
             assert [label, f"{share:.1%}", f"{found.counts[group][label]:,}"] in seen.cells
     for row in parameter_table(adapter.spec):
         assert [row.component, f"{row.parameters:,}", f"{row.share:.2%}"] in seen.cells
+    (again,) = re.findall(r"glass train (\S+) --name again", seen.text)
+    assert again == "runs/digits/config.json" and (runs.parent / again).is_file()
     certificate = verify(adapter)
     assert f"{certificate.passed} checks passed, {certificate.failed} failed" in seen.text
     hashes = {line[-1] for line in seen.cells}

@@ -1,6 +1,7 @@
 """The app: static files, JSON, bytes, streams; errors and faults as three fields."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from uvicorn.server import ServerState
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.web import limits, server
 from glassformer.web.connection import Connection
-from glassformer.web.guard import Guard
+from glassformer.web.guard import HEADERS, Guard
 from glassformer.web.lab import Lab
 from glassformer.web.query import Bytes, Query, to_json
 from tests.web.conftest import PORT, TOKEN, Client
@@ -267,18 +268,16 @@ def test_the_page_travels_in_the_wheel() -> None:
     assert {path for path in STATIC.rglob("*") if path.is_file()} <= packed
 
 
-def test_who_asks_nothing_is_let_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a question, no question, half of a second one: none of them holds a connection."""
-    monkeypatch.setattr(limits, "HEAD_SECONDS", 0.05)
+def over_sockets(lab: Lab, *questions: bytes) -> list[bytes]:
+    """Each question on a connection of its own, and all that came back until it was closed."""
     app = app_of(lambda query, lab: {"n": 1}, lab).app
-    whole = f"GET /api/it HTTP/1.1\r\nHost: 127.0.0.1:{PORT}\r\nX-Glass-Token: {TOKEN}\r\n\r\n"
-    state = ServerState()
     config = uvicorn.Config(app, lifespan="off", log_level="critical", timeout_keep_alive=600)
     config.load()
+    state = ServerState()
 
-    async def silent(port: int, words: str) -> bytes:
+    async def ask(port: int, words: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(words.encode())
+        writer.write(words)
         answered = await asyncio.wait_for(reader.read(), timeout=30)
         writer.close()
         return answered
@@ -287,11 +286,36 @@ def test_who_asks_nothing_is_let_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -
         made = lambda: Connection(config=config, server_state=state, app_state={})  # noqa: E731
         listening = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
-        words = ("", "GET /api/it HT", whole, whole + "GET /api/it HT")
-        found = [await silent(port, each) for each in words]
+        found = [await ask(port, words) for words in questions]
         listening.close()
         return found
 
-    nothing, half, one, more = asyncio.run(all_of_them())
+    return asyncio.run(all_of_them())
+
+
+def test_who_asks_nothing_is_let_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a question, no question, half of a second one: none of them holds a connection."""
+    monkeypatch.setattr(limits, "HEAD_SECONDS", 0.05)
+    whole = f"GET /api/it HTTP/1.1\r\nHost: 127.0.0.1:{PORT}\r\nX-Glass-Token: {TOKEN}\r\n\r\n"
+    begun = b"GET /api/it HT"
+    nothing, half, one, more = over_sockets(lab, b"", begun, whole.encode(), whole.encode() + begun)
     assert nothing == half == b""
     assert one.endswith(b'{"n":1}') and more.endswith(b'{"n":1}')
+
+
+def test_what_is_no_http_gets_the_same_headers(lab: Lab) -> None:
+    asked = (
+        b"\x16\x03\x01\r\n\r\n",
+        b"GET / HTP\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    )
+    for words, answered in zip(asked, over_sockets(lab, *asked), strict=True):
+        head, _, body = answered.partition(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        named = dict(line.split(": ", 1) for line in lines)
+        assert status == "HTTP/1.1 400 Bad Request", words
+        assert {name: named[name] for name in HEADERS} == HEADERS
+        assert int(named["content-length"]) == len(body)
+        assert json.loads(body)["error"]["what"] == "this is no HTTP"

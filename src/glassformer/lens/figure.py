@@ -16,13 +16,16 @@ PLAIN = {"parse_math": False}
 
 
 class Mapped(Protocol):
-    """A map: `Heat` is one."""
+    """A map: `Heat` is one, and `Difference`."""
 
     @property
     def tensor(self) -> Tensor:
         """The weights (T, S)."""
 
-    allowed: Tensor
+    @property
+    def allowed(self) -> Tensor:
+        """True where they may be."""
+
     rows_words: tuple[str, ...]
     columns_words: tuple[str, ...]
     title: str
@@ -70,11 +73,23 @@ def heat_figure(heats: Sequence[Mapped], *, columns: int, words: bool = True) ->
     return figure
 
 
-def draw_heat(axis: Any, heat: Mapped, *, words: bool = True) -> Any:
+def difference_figure(difference: Mapped) -> Figure:
+    """One map on a scale from -1 to 1, masked cells hatched."""
+    side = min(9.0, max(3.2, 0.34 * max(difference.tensor.shape)))
+    figure = Figure(figsize=(side + 0.8, side + 0.4), layout="constrained")
+    axis = figure.subplots()
+    image = draw_heat(axis, difference, low=-1.0, colours="RdBu")
+    figure.colorbar(image, ax=axis, shrink=0.7, label="difference of the weights")
+    return figure
+
+
+def draw_heat(
+    axis: Any, heat: Mapped, *, words: bool = True, low: float = 0.0, colours: str = "Blues"
+) -> Any:
     """One map into one pair of axes."""
     values = np.ma.masked_array(heat.tensor.numpy(), ~heat.allowed.numpy())
     axis.patch.set(hatch="////", edgecolor="#bbbbbb", facecolor="white", linewidth=0)
-    image = axis.imshow(values, cmap="Blues", vmin=0.0, vmax=1.0, aspect="equal")
+    image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="equal")
     axis.set_title(heat.title, fontsize=8, **PLAIN)
     if words:
         _name(axis, heat.columns_words, heat.rows_words)

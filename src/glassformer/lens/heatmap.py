@@ -4,12 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from glassformer.lens import markup, picture
+from glassformer.lens.difference import Difference
 from glassformer.lens.face import Face, Row
 from glassformer.lens.heat import heat_text
 from glassformer.lens.words import shown
+from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +38,19 @@ class Heat(Face):
     def tensor(self) -> Tensor:
         """The weights (T, S); each row sums to 1, or to 0 where nothing may be attended to."""
         return self.weights_TS
+
+    def __sub__(self, other: "Heat") -> Difference:
+        """This map less that of another model, or of another head, at the same tokens."""
+        words = self.rows_words, self.columns_words
+        if words != (other.rows_words, other.columns_words):
+            raise InputError(
+                "the two maps are of different tokens, so there is no difference to draw",
+                hint="compare models that cut the text into the same tokens",
+            )
+        weights_TS = (self.tensor - other.tensor).masked_fill(
+            ~(self.allowed & other.allowed), torch.nan
+        )
+        return Difference(weights_TS, *words, title=f"{self.title} less {other.title}")
 
     def rows(self) -> list[Row]:
         """Every allowed cell: query, key, weight."""

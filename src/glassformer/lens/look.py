@@ -18,6 +18,7 @@ from glassformer.data.batch import Batch
 from glassformer.lens import sheet
 from glassformer.lens.ablation import Ablation, Ranking, compared, rank_heads
 from glassformer.lens.attention import Attentions, read_attention
+from glassformer.lens.beside import Beside, beside
 from glassformer.lens.capture import at_rest, capture, one_row, weight_versions
 from glassformer.lens.face import Face, Row
 from glassformer.lens.headname import HeadName, Kind, checked_heads, kinds_of
@@ -136,6 +137,13 @@ class Look(Face):
         silent = tuple(dict.fromkeys((*self.ablated, *named)))
         after = look_again(self.reading, self.words, self.source_words, silent)
         return compared(self, after, named)
+
+    def beside(self, other: "Look", position: int | None = None, k: int = 5) -> Beside:
+        """What another model says to the same tokens: its shares of our k likeliest, its loss, KL.
+
+        The maps of the two are compared by `seen.attention[1, 3] - other.attention[1, 3]`.
+        """
+        return beside(self, other, position, [i for i, *_ in self.next(position, k)])
 
     def ranking(self) -> Ranking:
         """Every head by what silencing it does."""

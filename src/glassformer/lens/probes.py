@@ -7,7 +7,7 @@ as bytes: 0 to 254 are weights in equal steps, 255 is a cell that may not be att
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,13 +98,17 @@ class Probes(Face):
         bytes_TS = bytes_TS[: len(rows), : len(columns)]
         allowed_TS = bytes_TS != MASKED
         weights_TS = np.where(allowed_TS, bytes_TS, 0).astype(np.float32) / FULL
-        return Heat(
-            torch.from_numpy(weights_TS),
-            torch.from_numpy(allowed_TS),
-            rows,
-            columns,
-            f"{name} at step {self.step}",
-        )
+        both = torch.from_numpy(weights_TS), torch.from_numpy(allowed_TS)
+        return Heat(*both, rows, columns, f"{name} at step {self.step}")
+
+    def mean(self, example: int, layer: int, *, kind: str = "self") -> Heat:
+        """The average of a layer's heads."""
+        names = [name for name in self.heads() if (name.kind, name.layer) == (kind, layer)]
+        every = [self.heat(example, name) for name in names]
+        if not every:
+            raise InputError(f"no layer {layer} of kind '{kind[:20]}' in these probes")
+        mean_TS = torch.stack([each.tensor for each in every]).mean(0)
+        return replace(every[0], weights_TS=mean_TS, title=f"L{layer} mean at step {self.step}")
 
     def _words(self, example: int, *, of_source: bool) -> tuple[str, ...]:
         if not 0 <= example < len(self.words):

@@ -9,7 +9,10 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from glassformer.spec.errors import InputError
 from glassformer.web import limits
+from glassformer.web.guard import HEADERS
+from glassformer.web.query import problem, to_json
 
 
 class Connection(H11Protocol):
@@ -25,6 +28,15 @@ class Connection(H11Protocol):
         """They went away."""
         self._clock.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is answered before the guard sees it, with the headers that it gives."""
+        body = to_json(problem(InputError("this is no HTTP")))
+        ends = {"content-type": "application/json", "content-length": len(body)}
+        named = {**HEADERS, **ends, "connection": "close"}
+        lines = ["HTTP/1.1 400 Bad Request", *(f"{name}: {text}" for name, text in named.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
+        self.transport.close()
 
     def _later(self) -> asyncio.TimerHandle:
         return self.loop.call_later(limits.HEAD_SECONDS, self._look)

@@ -10,6 +10,7 @@ from glassformer.data.batch import Batch
 from glassformer.data.build import build_task
 from glassformer.data.task import Task
 from glassformer.data.vocab import Tokenizer
+from glassformer.lab.own_data import check_data, recorded_hash
 from glassformer.lab.record import load_run_spec
 from glassformer.lens.words import shown
 from glassformer.spec.errors import InputError
@@ -39,12 +40,14 @@ def task_of(run: str, lab: Lab) -> Task | None:
     spec = load_run_spec(directory).task
     if isinstance(spec, FinetuneTask):
         return None
+    recorded = recorded_hash(directory.folder, spec)
     key = ("task", spec)
     found: Task | None = lab.remembered(key)
     if found is None:
         cache = cache_folder(directory.folder.parent)
         found = build_task(spec, cache=cache if cache.is_dir() else None)
         lab.remember(key, found)
+    check_data(found, recorded)
     return found
 
 

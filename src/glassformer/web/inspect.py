@@ -7,7 +7,7 @@ heads are fetched by that key when the page shows them.
 from typing import TYPE_CHECKING, Any
 
 from glassformer.lab.record import load_run_spec
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.quantity import plain_digits
 from glassformer.web import limits
 from glassformer.web.examples import Asked, listed, task_of, written
@@ -27,17 +27,24 @@ TWIN = "inspect: the quantized twin"
 
 
 def about(query: Query, lab: Lab) -> dict[str, Any]:
-    """What can be looked at in a run: its checkpoints, its splits, the first examples of one."""
+    """What can be looked at in a run: its checkpoints, its splits, the first examples of one.
+
+    `note`: why a run's own examples cannot be shown, where its data is not here or not its own.
+    """
     query.only("split")
     name = query.text("id")
     nothing: dict[str, Any] = {"run": name, "checkpoints": [], "snapshots": [], "watched": []}
     if kind_of(lab.folder(name)) != "run":
-        return nothing | {"splits": {}, "split": None, "examples": []}
+        return nothing | {"splits": {}, "split": None, "examples": [], "note": ""}
     from glassformer.lab.probing import probe_files
     from glassformer.web.snapshot import SPLIT, watched
 
     directory = lab.run(name)
-    task, split = task_of(name, lab), query.text("split", default="")
+    split, note = query.text("split", default=""), ""
+    try:
+        task = task_of(name, lab)
+    except (InputError, FileError) as error:
+        task, note = None, error.what
     splits = dict(task.sizes()) if task is not None else {}
     if split not in splits:
         split = SPLIT if SPLIT in splits else next(iter(splits), "")
@@ -52,6 +59,7 @@ def about(query: Query, lab: Lab) -> dict[str, Any]:
         "splits": splits,
         "split": split or None,
         "examples": listed(task, split, first=first) if task is not None and split else [],
+        "note": note,
     }
 
 

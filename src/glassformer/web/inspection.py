@@ -6,19 +6,16 @@ At once: words, losses, shapes. By position: answers, lens, norms. By head: one 
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from glassformer.lens.ablation import Ablation
 from glassformer.lens.attention import KindMaps
-from glassformer.lens.capture import at_rest
+from glassformer.lens.beside import beside, comparable
 from glassformer.lens.heatmap import Heat
 from glassformer.lens.look import Look
-from glassformer.lens.reading import divergence
 from glassformer.lens.words import shown
 from glassformer.spec.quantity import plain_digits
 from glassformer.web.maps import Maps, head_number
 
-# N heads, T positions, S keys, D d_model, V answers
+# N heads, T positions, S keys
 
 #: Answers of each half-layer that the lens shows.
 LENS_TOP = 3
@@ -140,22 +137,14 @@ def layer_of(row: str) -> int | None:
 
 def _beside(look: Look, other: Look, t: int, ids: list[int]) -> dict[str, Any]:
     """Another look at the same tokens: its probabilities of these answers, loss, likeliest, KL."""
-    if other.ids != look.ids or other.reading.model.spec.head_size(other.head) != (
-        look.reading.model.spec.head_size(look.head)
-    ):
+    if not comparable(look, other):
         return {"p": [None] * len(ids), "loss": None, "top": None, "kl": None, "mean_loss": None}
-    ours_1V, theirs_1V = _distribution(look, t), _distribution(other, t)
-    (_, word, share), *_ = other.next(t, 1)
+    found = beside(look, other, t, ids)
+    _, word, share = found.top
     return {
-        "p": theirs_1V[0, ids].exp().tolist(),
-        "loss": float(other.losses[t]),
-        "mean_loss": other.loss,
+        "p": found.shares,
+        "loss": found.loss,
+        "mean_loss": found.mean_loss,
         "top": {"word": shown(word), "p": share},
-        "kl": float(divergence(theirs_1V, ours_1V)[0]),
+        "kl": found.kl,
     }
-
-
-def _distribution(look: Look, t: int) -> Tensor:
-    with at_rest(look.model):
-        rows_TD = look.reading.rows_of(look.hidden_TD)
-        return look.reading.log_probabilities(rows_TD[t : t + 1]).cpu()

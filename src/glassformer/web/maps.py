@@ -46,15 +46,9 @@ class Maps(ABC):
 
     def map(self, kind: str, layer: int, head: str, *, minus: "Maps | None") -> Bytes:
         """The map's cells, NaN where masked; less another's, if one is given."""
-        values_TS = _masked(self.heat(kind, layer, head))
-        if minus is not None:
-            theirs_TS = _masked(minus.heat(kind, layer, head))
-            if theirs_TS.shape != values_TS.shape:
-                raise InputError(
-                    "the two have maps of different sizes, so there is no difference to draw",
-                    hint="compare models that cut the text into the same tokens",
-                )
-            values_TS = values_TS - theirs_TS
+        heat = self.heat(kind, layer, head)
+        shown = heat if minus is None else heat - minus.heat(kind, layer, head)
+        values_TS = shown.tensor.float().masked_fill(~shown.allowed, torch.nan).numpy()
         dtype = np.float32 if values_TS.size <= EXACT else np.float16
         return Bytes(values_TS.astype(dtype).tobytes(), values_TS.shape, np.dtype(dtype).name)
 
@@ -76,10 +70,6 @@ def head_number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 6):
         raise InputError(f"{text[:20]!r} is no head", hint="a number, or mean")
     return int(text)
-
-
-def _masked(heat: Heat) -> NDArray[np.float32]:
-    return heat.tensor.float().masked_fill(~heat.allowed, torch.nan).numpy()
 
 
 def _thumbnail(heat: Heat) -> NDArray[np.uint8]:

@@ -1,5 +1,6 @@
 """A run as the report sees it, and the sections that say what it is: settings, sizes, hashes."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -124,6 +125,8 @@ def trained(run: Subject) -> Iterator[str]:
     spec, record = run.spec, run.record
     model, train = spec.model, spec.train
     made = run.part("fingerprint")
+    folder = run.directory.folder.resolve()  # no more of the path than a command beside it needs
+    config = shlex.quote(f"{folder.parent.name}/{folder.name}/config.json")
     yield facts(
         [
             ("task", record.get("task")),
@@ -139,7 +142,7 @@ def trained(run: Subject) -> Iterator[str]:
             ("seed, precision", f"{train.seed}, {train.precision}"),
             ("engine", f"{spec.engine} on {made.get('device', 'unknown')}"),
             ("versions", ", ".join(f"{k} {v}" for k, v in made.items() if v and k != "device")),
-            ("again", f"glass train {run.name}/config.json --name again, in the folder of runs"),
+            ("again", f"glass train {config} --name again"),
         ]
     )
     if spec.tuning is not None:
@@ -172,7 +175,9 @@ def curves(run: Subject) -> Iterator[str]:
     if text := smoothing_text(made):
         yield say(f"The faint line is every step as it was; {text}.", kind="note")
     if len(run.spec.model.head_names()) > 1:
-        yield say("`loss` is of all heads together, `val.loss` of the first alone.", kind="note")
+        yield say(
+            "The losses are the first head's; all heads together are `objective`.", kind="note"
+        )
     alerts = run.curves.alerts
     if not alerts:
         yield say("No alert: no spike, no step that could not be applied.")

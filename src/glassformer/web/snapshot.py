@@ -4,10 +4,8 @@ Attention in steps of 1/254, residual norms, the likeliest answers of the lens, 
 snapshot does not hold (divergences, entropies, what a part wrote) is told as missing.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from glassformer.lab.probing import probe_files
 from glassformer.lens.headname import HeadName
@@ -78,6 +76,7 @@ class Snapshot(Maps):
         return {
             "run": self.run,
             "step": str(probes.step),
+            "at": self.at,
             "precision": "float32",
             "head": probes.head,
             "words": [shown(word) for word in words],
@@ -127,12 +126,6 @@ class Snapshot(Maps):
 
     def heat(self, kind: str, layer: int, head: str) -> Heat:
         """One head's map, or the mean of a layer's."""
-        place = f"{kind}.{layer}"
-        if place not in self.probes.attention:
-            raise InputError(f"no layer {layer} of kind '{kind[:20]}' in this snapshot")
-        if head != "mean":
-            return self.probes.heat(self.at, HeadName.parse(f"{kind}.L{layer}H{head_number(head)}"))
-        count = self.probes.attention[place].shape[1]
-        every = [self.probes.heat(self.at, f"{kind}.L{layer}H{i}") for i in range(count)]
-        mean = torch.stack([each.tensor for each in every]).mean(0)
-        return replace(every[0], tensor=mean, title=f"L{layer} mean")
+        if head == "mean":
+            return self.probes.mean(self.at, layer, kind=kind)
+        return self.probes.heat(self.at, HeadName.parse(f"{kind}.L{layer}H{head_number(head)}"))

@@ -139,7 +139,7 @@ const contextFor = (name) => ({
 
 async function copy(kind) {
   const text = kind === "link" ? location.href : shown?.handle?.commands()[kind];
-  if (!text) return;
+  if (!text) { toast("No command gives what is shown here."); return; }
   try {
     await navigator.clipboard.writeText(text);
     toast(`Copied: ${text}`);

@@ -3,7 +3,7 @@
 import { el, fill, meter, silent, table } from "./dom.js";
 import { fixed } from "./format.js";
 
-export class GlassBars extends HTMLElement {
+customElements.define("glass-bars", class extends HTMLElement {
   /** {rows: [{word, p, other}], target, caption, names: [ours, theirs] | null} */
   set data({ rows, target, caption, names }) {
     const lines = rows.map(({ word, p, other }) => [
@@ -13,6 +13,4 @@ export class GlassBars extends HTMLElement {
       silent("bar")];
     fill(this, table({ caption, rows: lines, head }));
   }
-}
-
-customElements.define("glass-bars", GlassBars);
+});

@@ -6,7 +6,7 @@ import { count, percent } from "./format.js";
 
 const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
-export class GlassConfusion extends HTMLElement {
+customElements.define("glass-confusion", class extends HTMLElement {
   #cells = [];
 
   /** {group, rows, columns, counts, shares, chosen: {asked, answered} | null} */
@@ -54,6 +54,4 @@ export class GlassConfusion extends HTMLElement {
     next.tabIndex = 0;
     next.focus();
   }
-}
-
-customElements.define("glass-confusion", GlassConfusion);
+});

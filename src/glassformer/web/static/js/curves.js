@@ -27,7 +27,7 @@ export function sparkline(values, label) {
     svg("path", { d: path(values.map((_, i) => i), values, x, y) }));
 }
 
-export class GlassCurves extends HTMLElement {
+customElements.define("glass-curves", class extends HTMLElement {
   #data = null;
   #at = null; // {line, point}: the cursor
   #axes = null;
@@ -224,7 +224,7 @@ export class GlassCurves extends HTMLElement {
     if ((step ?? null) === null) return;
     this.dispatchEvent(new CustomEvent("point", { detail: { run: line.run, step } }));
   }
-}
+});
 
 /** As many decimals as the ticks need to differ. */
 function label(value, all) {
@@ -235,5 +235,3 @@ function label(value, all) {
   if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0).replace("e-", "e−");
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }
-
-customElements.define("glass-curves", GlassCurves);

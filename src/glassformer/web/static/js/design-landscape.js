@@ -5,7 +5,7 @@ import { count, fixed, percent } from "./format.js";
 
 const LEVELS = 5; // grounds between "met" and "far off": classes, so that the theme decides the colours
 
-export class GlassLandscape extends HTMLElement {
+customElements.define("glass-landscape", class extends HTMLElement {
   #cells = [];
   #axes = null;
   #wish = null;
@@ -87,6 +87,4 @@ export class GlassLandscape extends HTMLElement {
     if (answer === undefined) return;
     fill(this.said, `${percent(ratios[column], 0)} and ${expansions[row]}: ${this.#words(answer, late)}`);
   }
-}
-
-customElements.define("glass-landscape", GlassLandscape);
+});

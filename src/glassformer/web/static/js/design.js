@@ -165,7 +165,7 @@ class Design {
     fill(this.below, this.#others(answer), this.#costs(answer.costs));
   }
 
-  #infeasible({ why, changes, helpless }) {
+  #infeasible({ why, changes, helpless, unknown }) {
     this.verdict.className = "verdict bad";
     fill(this.title, "Why");
     fill(this.verdict, "✕ ", el("strong", {}, "No design keeps these limits"));
@@ -174,7 +174,8 @@ class Design {
       changes.length > 0 && [el("h3", {}, "Each of these alone would do"),
         el("div", { class: "row changes" }, changes.map(({ label, settings }) =>
         el("button", { type: "button", onclick: () => this.settle(settings) }, label)))],
-      helpless.length > 0 && el("p", { class: "note" }, `No change of one of these alone: ${helpless.join(", ")}.`));
+      helpless.length > 0 && el("p", { class: "note" }, `No change of one of these alone: ${helpless.join(", ")}.`),
+      unknown.length > 0 && el("p", { class: "note" }, `Not known of these: ${unknown.join(", ")}.`));
     fill(this.below);
   }
 
@@ -206,7 +207,7 @@ class Design {
         props: { id: "costs", class: "data costs" } }));
   }
 
-  #others({ gave_way: gave, warnings, alternatives }) {
+  #others({ gave_way: gave, not_proven: open, warnings, alternatives }) {
     const asking = (settings) => settings
       && el("button", { type: "button", class: "small", onclick: () => this.settle(settings) }, "ask for it");
     const rows = alternatives.map((one) => [one.name, count(one.params), one.miss, one.d_model, one.d_ff, one.n_layers,
@@ -215,6 +216,8 @@ class Design {
       el("h2", { id: "gave-title" }, "What gave way"),
       gave.length ? el("ul", { id: "gave-way" }, gave.map((line) => el("li", {}, line)))
         : el("p", { class: "good", id: "gave-way" }, "Nothing: every wish is met."),
+      open.length > 0 && el("ul", { id: "not-proven", class: "note" },
+        open.map((line) => el("li", {}, `not proven: ${line}`))),
       warnings.map(({ what, option, value, label }) => el("p", { class: "warn" }, `⚠ ${what}. `,
         el("button", { type: "button", class: "small", onclick: () => this.settle({ [option]: value }) },
           `ask for ${label}`))),
@@ -237,6 +240,8 @@ class Design {
     }
   }
 
+  commands() { return { cli: this.answer?.cli, python: this.answer?.python }; }
+
   unmount() {
     this.gone = true;
     clearTimeout(this.timer);
@@ -250,10 +255,6 @@ export const page = {
   mount(root, params, context) {
     const design = new Design(root, context);
     queueMicrotask(() => design.update(params));
-    return {
-      update: (next) => design.update(next),
-      unmount: () => design.unmount(),
-      commands: () => ({ cli: design.answer?.cli ?? "", python: design.answer?.python ?? "" }),
-    };
+    return design;
   },
 };

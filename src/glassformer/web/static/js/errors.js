@@ -169,6 +169,6 @@ export const page = {
   async mount(root, params, context) {
     const view = new Errors(root, params, context);
     queueMicrotask(() => view.start().catch(context.alert));
-    return { update: (next) => view.update(next), unmount: () => view.unmount(), commands: () => view.commands() };
+    return view;
   },
 };

@@ -7,7 +7,7 @@ import { fixed } from "./format.js";
 const LEVELS = [0.9, 0.5, 0.2, 0.05];
 export const level = (probability) => LEVELS.findIndex((least) => probability >= least) + 1 || LEVELS.length + 1;
 
-export class GlassSpoken extends HTMLElement {
+customElements.define("glass-spoken", class extends HTMLElement {
   #tokens = [];
   #buttons = [];
   #prompt = null;
@@ -61,6 +61,4 @@ export class GlassSpoken extends HTMLElement {
     return el("p", { class: "note legend" }, "probability ",
       names.map((name, i) => el("span", { class: `key p${i + 1}` }, name)));
   }
-}
-
-customElements.define("glass-spoken", GlassSpoken);
+});

@@ -30,7 +30,7 @@ function places(nodes) {
   return { rows, count: next };
 }
 
-export class GlassTree extends HTMLElement {
+customElements.define("glass-tree", class extends HTMLElement {
   /** {nodes: [{parent, word, place, probability, finish}], best: leaves, best first} */
   set data({ nodes, best }) {
     if (!nodes.length) { fill(this); return; }
@@ -60,6 +60,4 @@ export class GlassTree extends HTMLElement {
       { role: "img", "aria-label": `${told}; the table lists them`, width, height, viewBox: `0 0 ${width} ${height}` },
       svg("circle", { cx: 14, cy: y(-1), r: 5, class: "root" }), nodes.map(edge), nodes.map(box))));
   }
-}
-
-customElements.define("glass-tree", GlassTree);
+});

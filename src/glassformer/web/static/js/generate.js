@@ -5,7 +5,7 @@ import { fixed, short } from "./format.js";
 import { ModelForm } from "./generate-model.js";
 import "./generate-tokens.js";
 import "./generate-tree.js";
-import { modelPath, quoted } from "./inspect-data.js";
+import { command, modelPath, quoted } from "./inspect-commands.js";
 import * as keys from "./keys.js";
 import { perFrame } from "./state.js";
 
@@ -313,12 +313,13 @@ class Generate {
       .map((name) => `${option[name]} ${view[name]}`);
     const text = this.form.text.value;
     const begun = this.tokens.filter(({ forced }) => forced).map((token) => token.text).join("");
-    const cli = [`glass generate ${path} ${quoted(text)} --max-new ${view.max}`, begun && `--force ${quoted(begun)}`,
-      ...own, view.mode === "beam" && `--beams ${view.beams}`, !view.cached && "--no-cache"].filter(Boolean).join(" ");
+    const cli = command(`glass generate ${quoted(path)}`, text, `--max-new ${view.max}`,
+      begun && `--force ${quoted(begun)}`, own, view.mode === "beam" && `--beams ${view.beams}`,
+      !view.cached && "--no-cache");
     const load = `import glassformer as gf\n\nmodel = gf.load(${JSON.stringify(path)})\n`;
     const prompt = JSON.stringify(text);
     if (this.answer) {
-      return { cli: `glass inspect ${path} ${quoted(text)}`, python: `${load}print(model.generate(${prompt}))` };
+      return { cli: command(`glass inspect ${quoted(path)}`, text), python: `${load}print(model.generate(${prompt}))` };
     }
     if (view.mode === "beam") {
       const settings = `width=${view.beams}, alpha=${view.penalty}, max_new_tokens=${view.max}`;

@@ -6,7 +6,7 @@ import * as theme from "./theme.js";
 
 const MASKED = 255; // of a thumbnail's bytes; 0..254 are weights
 
-export class GlassGrid extends HTMLElement {
+customElements.define("glass-grid", class extends HTMLElement {
   #data = null;
   #buttons = new Map();
   #stop = null;
@@ -81,6 +81,4 @@ export class GlassGrid extends HTMLElement {
       }
     });
   }
-}
-
-customElements.define("glass-grid", GlassGrid);
+});

@@ -11,7 +11,7 @@ const LARGEST = 56; // pixels of a cell
 const LABEL = 92; // pixels of a row's label
 const family = () => getComputedStyle(document.documentElement).getPropertyValue("--mono");
 
-export class GlassHeat extends HTMLElement {
+customElements.define("glass-heat", class extends HTMLElement {
   #data = null;
   #canvas = null;
   #box = null;
@@ -157,7 +157,7 @@ export class GlassHeat extends HTMLElement {
       if (named(j, over.column)) write(word, x, y, j === over.column, upright);
     });
   }
-}
+});
 
 /** The strongest cell of a row, in words: the text of the picture. */
 export function strongest({ values, shape: [, S], rows, columns }, row, digits = 3) {
@@ -169,5 +169,3 @@ export function strongest({ values, shape: [, S], rows, columns }, row, digits =
   if (best < 0) return `${rows[row]} may look nowhere`;
   return `from ${rows[row]} strongest to ${columns[best]}: ${fixed(values[row * S + best], digits)}`;
 }
-
-customElements.define("glass-heat", GlassHeat);

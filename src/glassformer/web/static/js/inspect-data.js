@@ -138,30 +138,3 @@ export function question(view, model = view) {
   if (model === view && view.ablate.length) asked.ablate = view.ablate;
   return asked;
 }
-
-export const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
-/** A model as a command names it: models' paths, and the step that is meant. */
-export const modelPath = ({ run, step }, paths) => `${paths[run] ?? run}${step === "best" ? "" : `@${step}`}`;
-
-/** The same look from a terminal and from Python. */
-export function commands(view, look, paths) {
-  const model = modelPath(view, paths);
-  const bits = { int8: 8, int4: 4 }[view.precision];
-  const cli = [
-    bits && `glass quantize ${model} --bits ${bits} --out ${view.run}-${view.precision} &&`,
-    `glass inspect ${bits ? `${view.run}-${view.precision}` : model} ${quoted(look.text)}`,
-    look.target && `--target ${quoted(look.target)}`, view.kind !== "self" && `--kind ${view.kind}`,
-    `--layer ${view.layer} --head ${view.head} --pos ${view.pos}`, ...view.ablate.map((head) => `--ablate ${head}`),
-  ].filter(Boolean).join(" ");
-  const loaded = `gf.load(${JSON.stringify(model)})`;
-  const options = [JSON.stringify(look.text), look.target && `target=${JSON.stringify(look.target)}`,
-    view.ablate.length && `ablate=${JSON.stringify(view.ablate)}`].filter(Boolean).join(", ");
-  const maps = view.kind === "self" ? "seen.attention" : `seen.attention.of("${view.kind}")`;
-  const python = [
-    "import glassformer as gf", "",
-    `seen = ${bits ? `gf.quantize(${loaded}, bits=${bits})` : loaded}.inspect(${options})`,
-    view.head === "mean" ? `${maps}.mean(${view.layer})` : `${maps}[${view.layer}, ${view.head}]`,
-    `seen.next(${view.pos}), seen.lens.at(${view.pos}), seen.loss`,
-  ].join("\n");
-  return { cli, python };
-}

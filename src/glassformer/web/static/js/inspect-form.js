@@ -49,7 +49,7 @@ export class Form {
       field("Example of the task", select(listed, view.text === null ? view.row : "", pick, { name: "example" })),
       field("Split", select(Object.keys(about.splits), view.split ?? about.split,
         (split) => this.change({ split, row: null, text: null, target: null, pos: null }), { name: "split" })),
-    ]);
+    ], about.note && el("p", { class: "note" }, `No examples: ${about.note}`));
   }
 
   /** What the server made of the question: the text that it read. */

@@ -3,7 +3,8 @@
 import "./bars.js";
 import { busy, el, fill, nothingYet, scrolled } from "./dom.js";
 import "./grid.js";
-import { Looks, address, commands, headName, parse, placeOf, question } from "./inspect-data.js";
+import { commands } from "./inspect-commands.js";
+import { Looks, address, headName, parse, placeOf, question } from "./inspect-data.js";
 import { Controls, Form } from "./inspect-form.js";
 import { MapView } from "./inspect-maps.js";
 import { effect, facts, rankingTable } from "./inspect-parts.js";
@@ -54,8 +55,9 @@ class Inspect {
     this.norms = el("glass-norms");
     this.ranking = el("div", { class: "ranking" });
     this.where = el("span", { class: "muted" });
-    this.map.beside.append(this.ablate, el("p", { class: "note" }, "Weights show where a head looks, not what the ",
-      "answer depends on: press ", el("kbd", {}, "x"), " to silence it and see."));
+    this.advice = el("p", { class: "note" }, "Weights show where a head looks, not what the answer depends on: press ",
+      el("kbd", {}, "x"), " to silence it and see.");
+    this.map.beside.append(this.ablate, this.advice);
     const panel = (name, title, ...children) => el("section", { class: `panel ${name}`, "aria-label": title },
       el("h2", {}, title, name === "lens" && this.where), children);
     fill(root, el("div", { class: "three" },
@@ -263,6 +265,7 @@ class Inspect {
   #drawAblation({ ablate }, at) {
     const name = this.headName();
     const out = ablate.includes(name);
+    this.advice.hidden = this.look.snapshot;
     fill(this.ablate, el("div", { class: "row" },
       name && !this.look.snapshot && el("button", { type: "button", id: "ablate", "aria-pressed": out,
         onclick: () => this.toggle(name) }, `${out ? "Bring back" : "Ablate"} ${name}`,
@@ -305,6 +308,11 @@ class Inspect {
     this.map.hover = place === null ? null : { row, column };
   }
 
+  commands() {
+    const { view, look, other, models } = this;
+    return look ? commands(view, look, other, models.paths) : {};
+  }
+
   unmount() {
     this.unbind();
     this.unwatch();
@@ -314,14 +322,9 @@ class Inspect {
 export const page = {
   title: "Inspect",
   styles: "inspect.css",
-  async mount(root, params, context) {
+  mount(root, params, context) {
     const inspect = new Inspect(root, context);
     queueMicrotask(() => inspect.start(params).catch(context.alert)); // the shell must hold the page first
-    return {
-      update: (next) => inspect.update(next),
-      unmount: () => inspect.unmount(),
-      commands: () => (inspect.look ? commands(inspect.view, inspect.look, inspect.models.paths)
-        : { cli: "", python: "" }),
-    };
+    return inspect;
   },
 };

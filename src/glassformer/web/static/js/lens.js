@@ -3,7 +3,7 @@
 import { el, fill, meter, table } from "./dom.js";
 import { fixed } from "./format.js";
 
-export class GlassLens extends HTMLElement {
+customElements.define("glass-lens", class extends HTMLElement {
   /** {rows: [{name, layer, top: [{word, p}], kl}], target, caption} */
   set data({ rows, target, caption }) {
     const most = Math.max(1e-9, ...rows.map(({ kl }) => kl ?? 0));
@@ -20,6 +20,4 @@ export class GlassLens extends HTMLElement {
   }
 
   #tell(layer) { this.dispatchEvent(new CustomEvent("over", { detail: layer })); }
-}
-
-customElements.define("glass-lens", GlassLens);
+});

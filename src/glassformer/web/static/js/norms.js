@@ -8,7 +8,7 @@ const [WIDTH, HEIGHT, LEFT, TOP, BOTTOM] = [320, 128, 38, 8, 24];
 /** L1 attn as a1, embed as e. */
 const brief = (name) => name.replace(/^L(\d+) (\w).*$/, "$2$1").replace("embed", "e");
 
-export class GlassNorms extends HTMLElement {
+customElements.define("glass-norms", class extends HTMLElement {
   /** {rows: [{name, residual, added}]}: added is what this half-layer wrote, null for the embedding */
   set data({ rows, caption }) {
     const most = Math.max(1e-9, ...rows.flatMap(({ residual, added }) => [residual ?? 0, added ?? 0]));
@@ -37,6 +37,4 @@ export class GlassNorms extends HTMLElement {
       el("details", {}, el("summary", {}, "as a table"), table({ caption, head,
         rows: rows.map(({ name, residual, added }) => [name, fixed(residual), fixed(added)]) })));
   }
-}
-
-customElements.define("glass-norms", GlassNorms);
+});

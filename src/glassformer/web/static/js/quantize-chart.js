@@ -6,7 +6,7 @@ import { short } from "./format.js";
 const HEIGHT = 120;
 const WIDE = 30;
 
-export class GlassDivergence extends HTMLElement {
+customElements.define("glass-divergence", class extends HTMLElement {
   /** {words, positions, selected, series: [{name, values}], answer} */
   set data({ words, positions, selected, series, answer }) {
     const most = Math.max(...series.flatMap(({ values }) => values), 1e-12);
@@ -47,6 +47,4 @@ export class GlassDivergence extends HTMLElement {
   }
 
   #pick(position) { this.dispatchEvent(new CustomEvent("pick", { detail: position })); }
-}
-
-customElements.define("glass-divergence", GlassDivergence);
+});

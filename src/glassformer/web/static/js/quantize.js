@@ -3,7 +3,7 @@
 import { busy, el, field, fill, scrolled, select, silent, table } from "./dom.js";
 import { count, fixed, percent, short } from "./format.js";
 import { ModelForm } from "./generate-model.js";
-import { modelPath, quoted } from "./inspect-data.js";
+import { modelPath, quoted } from "./inspect-commands.js";
 import "./quantize-chart.js";
 import * as keys from "./keys.js";
 import { latest } from "./state.js";
@@ -192,8 +192,8 @@ class Quantize {
           const [full, small] = one[kind].tokens_per_second;
           return [keyed(name, i + 1), count(small), count(full), said(one[kind])];
         }) })];
-    }), el("p", { class: "note" }, `Medians of ${rounds} rounds, each precision in turn with float32, batch 1, `,
-      "on this machine as busy as it is now."),
+    }), el("p", { class: "note" }, `Medians of ${rounds} rounds, each precision in turn with float32, batch 1, on `,
+      "this machine as busy as it is now; × is the median of the rounds' own ratios."),
       el("button", { type: "button", class: "small",
         onclick: () => { this.measured = null; this.compare().catch(this.context.alert); } }, "measure again"));
     this.speed.dataset.ready = "true";

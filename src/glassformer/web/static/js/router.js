@@ -1,15 +1,14 @@
 // The view is the address: #/inspect?run=digits&L=1&H=3. Back, forward and a copied link all come through here.
 
+import { query } from "./api.js";
+
 export function parse(hash) {
   const found = /^#\/([a-z]*)(?:\?(.*))?$/.exec(hash);
   return { name: found?.[1] || null, params: Object.fromEntries(new URLSearchParams(found?.[2] ?? "")) };
 }
 
 /** Parameters without a value are left out; the order is the order given. */
-export function href(name, params = {}) {
-  const pairs = Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== "");
-  return `#/${name}${pairs.length ? `?${new URLSearchParams(pairs)}` : ""}`;
-}
+export const href = (name, params = {}) => query(`#/${name}`, params);
 
 export class Router {
   /** show({name, params}) is called for every change of view, however it came. */

@@ -294,6 +294,6 @@ export const page = {
   async mount(root, params, context) {
     const view = new Runs(root, params, context);
     await view.start();
-    return { update: (next) => view.update(next), unmount: () => view.unmount(), commands: () => view.commands() };
+    return view;
   },
 };

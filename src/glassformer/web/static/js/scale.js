@@ -34,7 +34,7 @@ export function logTicks(low, high, wanted) {
 /** {at(value), ticks, from(pixel)} of an axis over pixels start..end. */
 export function axis(values, { start, end, log = false, wanted = 6, pad = 0.04 }) {
   const good = values.filter((value) => Number.isFinite(value) && (!log || value > 0));
-  let [low, high] = good.length ? [Math.min(...limits(good)), Math.max(...limits(good))] : log ? [1, 10] : [0, 1];
+  let [low, high] = good.length ? limits(good) : log ? [1, 10] : [0, 1];
   const [into, out] = log ? [Math.log10, (value) => 10 ** value] : [(value) => value, (value) => value];
   const around = (Math.abs(low) || 1) * 0.1; // of a single number
   if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - around, high + around];

@@ -2,7 +2,7 @@
 
 import { el, fill } from "./dom.js";
 
-export class GlassTokens extends HTMLElement {
+customElements.define("glass-tokens", class extends HTMLElement {
   #words = null;
 
   connectedCallback() {
@@ -39,6 +39,4 @@ export class GlassTokens extends HTMLElement {
   set hover(places) {
     [...this.children].forEach((button, at) => button.classList.toggle("over", places.includes(at)));
   }
-}
-
-customElements.define("glass-tokens", GlassTokens);
+});
