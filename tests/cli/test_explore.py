@@ -105,7 +105,8 @@ def test_loopback_takes_none(host: str) -> None:
 
 def test_a_remote_address_is_warned_of(tmp_path: Path) -> None:
     command = ["--host", "0.0.0.0", "--allow-remote", "--no-open"]
-    with exploring_process(str(tmp_path), *command) as (process, port, _):
+    with exploring_process(str(tmp_path), *command) as (process, port, token):
+        asked(port, token, "/api/runs")  # before it listens, a shell's background job is deaf
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     assert "warning" in err
@@ -115,7 +116,7 @@ def test_a_remote_address_is_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["no-such-run"], "there is no no-such-run"),
+        (["no-such-run"], "there is no folder no-such-run"),
         (["digits@best"], "names a checkpoint"),
         (["book.txt"], "neither a folder"),
         (["pickled"], "neither a run.json nor .safetensors"),

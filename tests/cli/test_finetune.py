@@ -44,6 +44,24 @@ def test_from_a_base_and_a_file_to_a_model_that_speaks(glass, place):
     assert AutoModelForCausalLM.from_pretrained(place / "qwen") is not None
 
 
+@pytest.mark.parametrize("lora", [(), ("lora=4",)])
+def test_a_tuned_model_is_quantized_measured_and_brought_back(glass, place, lora):
+    words = ("train", "finetune", "base=qwen", "data=chats.jsonl", *SHORT, *lora, "--name=a")
+    assert glass(*words)[0] == 0
+    code, out, err = glass("quantize", "a", "--bits=8", "--json")
+    assert code == 0, err
+    assert json.loads(out)["folder"] == "runs/a-int8"
+    code, _, err = glass("quantize", "a-int8", "--dequantize", "--out=runs/back")
+    assert code == 0, err
+    losses = []
+    for name in ("a", "a-int8", "back"):
+        code, out, err = glass("evaluate", name, "--json")
+        assert code == 0, err
+        losses.append(json.loads(out)["loss"])
+    assert losses[0] != losses[1]
+    assert losses == pytest.approx([losses[0]] * 3, abs=0.05)
+
+
 def test_a_stopped_run_goes_on_and_keeps_its_spec(glass, place):
     words = ("train", "finetune", "base=qwen", "data=chats.jsonl", *SHORT, "lora=4")
     assert glass(*words, "--name=whole")[0] == 0

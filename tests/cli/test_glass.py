@@ -30,6 +30,19 @@ def test_help_imports_no_torch():
     assert "verify" in shown.stdout
 
 
+def test_help_says_each_verb_in_one_whole_line():
+    shown = CliRunner().invoke(app, ["--help"], terminal_width=80).stdout
+    listed = shown.partition("Commands:\n")[2].rstrip().splitlines()
+    verbs = [line.split()[0] for line in listed]
+    assert len(verbs) == len(app.registered_commands) == len(set(verbs))
+    assert verbs[:4] == ["demo", "list", "design", "train"]  # the way a person goes
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed)
+    for verb in verbs:
+        shown = CliRunner().invoke(app, [verb, "--help"]).stdout
+        assert "[[" not in shown, verb
+        assert shown.count(f"glass {verb}") >= 2 or verb in ("demo", "list"), f"{verb}: no example"
+
+
 def test_importing_the_package_imports_no_torch():
     code = (
         "import sys, glassformer as gf; dir(gf); gf.preset('core'); print('torch' in sys.modules)"

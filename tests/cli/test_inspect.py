@@ -20,6 +20,8 @@ def runs(tmp_path_factory):
     place = tmp_path_factory.mktemp("runs")
     two = "model.decoder.layers.0.count=2"
     trained(digits(two), place / "digits")
+    trained(digits(two, "train.seed=5"), place / "other")
+    trained(digits(), place / "wide")
     trained(reverse(two), place / "reverse")
     trained(machine(), place / "machine")
     return place
@@ -89,6 +91,51 @@ def test_json_holds_the_chosen_map_and_the_answers(glass, runs):
     assert [one["word"] for one in found["next"]] == [w for _, w, _ in seen.next(None, 3)]
     assert found["position"] == len(seen.words) - 1
     assert found["loss"] is None
+
+
+def test_another_model_is_compared(glass, runs, tmp_path):
+    asked = ("digits", "MAX 3 1", "--target", "3", "--head", "L1H0", "--against", "other")
+    here, there = (
+        load(runs / run).eval().inspect("MAX 3 1", target="3") for run in ("digits", "other")
+    )
+    apart = here.attention[1, 0].tensor - there.attention[1, 0].tensor
+    beside = here.beside(there)
+    code, out, err = glass(*asked)
+    assert (code, err) == (0, "")
+    assert f"loss there {there.loss:.4f}   KL(there || here) {beside.kl:.4f}" in out
+    assert "L1H0 less other's" in out
+    for value in apart.flatten().tolist():
+        assert f"{value:+.3f}" in out
+    found = json.loads(glass(*asked, "--json")[1])["against"]
+    assert found["difference"] == apart.tolist()
+    assert (found["loss"], found["kl"]) == (there.loss, beside.kl)
+    assert found["shares"] == list(beside.shares)
+    assert json.loads(glass("digits", "MAX 3 1", "--json")[1])["against"] is None
+    # without a head the one that matters most here; with --layer a mean
+    best = here.ranking().heads[0]
+    assert (
+        f"{best} less other's"
+        in glass("digits", "MAX 3 1", "--target", "3", "--against", "other")[1]
+    )
+    mean = here.attention.mean(1).tensor - there.attention.mean(1).tensor
+    words = ("digits", "MAX 3 1", "--layer", 1, "--against", "other", "--json")
+    assert json.loads(glass(*words)[1])["against"]["difference"] == mean.tolist()
+    # heads are silenced here, and not there
+    code, out, _ = glass(*asked, "--ablate", "L0H0", "--json")
+    silent = here.ablate("L0H0").after
+    assert json.loads(out)["against"]["kl"] == pytest.approx(silent.beside(there).kl, abs=1e-7)
+    for ending in ("png", "svg", "html", "json"):
+        assert glass(*asked, "-o", tmp_path / f"apart.{ending}")[0] == 0
+    assert "less other" in (tmp_path / "apart.html").read_text()
+
+
+def test_models_of_other_tokens_are_not_compared(glass):
+    code, out, err = glass("digits", "MAX 3 1", "--against", "machine")
+    assert (code, out) == (2, "")
+    assert "'MAX' is not in" in err
+    code, _, err = glass("digits", "MAX 3 1", "--against", "wide", "--head", "L1H0")
+    assert code == 2
+    assert "no head L1H0" in err and "hint: L0H0 to L0H1" in err
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "html", "json"])

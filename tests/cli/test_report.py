@@ -115,8 +115,8 @@ def test_curves_as_json(glass, runs):
         (("one@99",), "no checkpoint '99'"),
         (("one@²",), "no checkpoint '²'"),
         ((__file__,), "not a run"),
-        (("nothing",), "not a run"),
-        (("nothing", "--curves"), "not a run"),
+        (("nothing",), "no folder nothing"),
+        (("nothing", "--curves"), "no folder nothing"),
     ],
 )
 def test_bad_input_is_told(glass, words, what):

@@ -5,7 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
 import typer
 
 from glassformer.adapters.load import folder_of, load
@@ -26,25 +25,16 @@ COLOURS = {
 def certificate(model: str | None, *, only: str | None, deep: bool, causal: bool) -> Report:
     """The report on a preset, a factory's model, a model on disk, or on ourselves."""
     if model is None or model in PRESETS:
-        # Parts and presets are small: two threads are no faster, and on a busy machine ten times
-        # slower, since each waits for the other.
-        torch.set_num_threads(1)
         subject = None if model is None else sample_subject(model, deep=deep)
         return verify(subject, only=only, deep=deep)
     if ":" in model:
         return verify(subject_of_factory(model, causal=causal), only=only, deep=deep)
-    place = place_of(model)
+    place = find_model(model, runs=Path("runs"), also=PRESETS)
     folder = folder_of(place)
     is_foreign = not is_native(folder) and folder.is_dir()
     # transformers is asked what it computes itself, where it is there and time is no matter
     compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
     return verify(load(place, reference=compared), name=model, only=only, deep=deep)
-
-
-def place_of(model: str) -> str:
-    """The path that a word means; where there is none, the word itself, for the error to name."""
-    found = find_model(model, runs=Path("runs"))
-    return found if Path(found.partition("@")[0]).exists() else model
 
 
 def show(report: Report, *, as_json: bool) -> None:

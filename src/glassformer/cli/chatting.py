@@ -14,16 +14,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.chat import read_chat
 from glassformer.adapters.conversation import Conversation
 from glassformer.adapters.generation_config import generation_defaults
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
+from glassformer.cli.device import check_device
 from glassformer.cli.narrator import tell
-from glassformer.cli.training import check_device
 from glassformer.generate.text import visible
 from glassformer.generate.warm import WarmStepper
+from glassformer.lab.threads import check_threads, threads_of_decoding
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError, InputError, nearest
 
@@ -57,10 +60,12 @@ def open_conversation(
     system: str | None = None,
     options: list[str],
     device: str = "cpu",
+    threads: int | None = None,
 ) -> Conversation:
     """A model ready to talk: its folder's own sampling settings, then what was asked for.
 
-    `given` are options of the command by name; one that a chat has no use for is refused.
+    `given` are options of the command by name; one that a chat has no use for is refused. Torch
+    keeps the threads that the model is worth: a chat lasts as long as the command.
     """
     for name in given:
         if name not in TAKEN:
@@ -69,7 +74,9 @@ def open_conversation(
                 hint=f"a chat takes: {', '.join('--' + n.replace('_', '-') for n in TAKEN)}",
             )
     check_device(device)
+    check_threads(threads)
     adapter = load(path).to(device)
+    torch.set_num_threads(threads_of_decoding(adapter.spec, asked=threads, device=device))
     folder = adapter.origin
     if folder is None:
         raise InputError("this model came from no folder, so it has no chat template")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from glassformer.cli.options import Runs
 from glassformer.spec.errors import InputError
 
 
@@ -12,8 +13,8 @@ def explore(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUNS]",
-            help="A folder of runs, one run, or a model's folder; the runs without it.",
+            metavar="RUNS",
+            help="A folder of runs, one run, or a model; by default --runs.",
         ),
     ] = None,
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 7337,
@@ -24,11 +25,11 @@ def explore(
     no_open: Annotated[
         bool, typer.Option("--no-open", help="Print the link and open no browser.")
     ] = False,
-    runs: Annotated[str, typer.Option(help="The folder that holds the runs.")] = "runs",
+    runs: Runs = "runs",
 ) -> None:
-    """The page: inspect, runs, errors, design, generate, quantize. Ctrl-C ends it.
+    """Inspect, compare, design, generate and quantize in a browser.
 
-    Examples:
+    The page is local and fetches nothing; Ctrl-C ends it. Examples:
 
       glass explore
 
@@ -74,9 +75,4 @@ def _place(what: str | None, runs: Path) -> Path:
         raise InputError(f"{what} names a checkpoint", hint="the page lets you choose the step")
     from glassformer.cli.finding import find_model
 
-    found = Path(find_model(what, runs=runs))
-    if not found.exists():
-        raise InputError(
-            f"there is no {what} here, nor in {runs}", hint="glass list shows the runs"
-        )
-    return found
+    return Path(find_model(what, runs=runs))

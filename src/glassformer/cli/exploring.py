@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
-import typer
 import uvicorn
 
+from glassformer.cli.streams import tell
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.web.connection import Connection
 from glassformer.web.server import create_app
@@ -59,11 +59,6 @@ def serve(place: Path, *, port: int, host: str, allow_remote: bool, open_browser
             tell("")
     sys.stdout.flush()
     os._exit(0)  # a worker thread may still compute; nothing is written here, so nothing is lost
-
-
-def tell(text: str) -> None:
-    """A line on stderr; the narrator's own would bring torch with it."""
-    typer.echo(text, err=True)
 
 
 class _Server(uvicorn.Server):

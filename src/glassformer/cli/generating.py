@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from glassformer.adapters.load import load, load_tokenizer
-from glassformer.adapters.tokenizer import FolderTokenizer
+from glassformer.adapters.tokenizer import end_ids, nameless_ids
+from glassformer.cli.device import check_device
 from glassformer.cli.narrator import tell
-from glassformer.cli.training import check_device
 from glassformer.data.machines import machine_named
 from glassformer.data.vocab import Tokenizer
 from glassformer.generate.beam import beam_search
@@ -19,6 +19,8 @@ from glassformer.generate.decoder import Decoder
 from glassformer.generate.prompts import Prompts, text_prompt
 from glassformer.generate.stepper import NaiveStepper, Stepper, TorchStepper
 from glassformer.generate.text import StopFilter, TextStream
+from glassformer.kernels.threads import taking
+from glassformer.lab.threads import check_threads, threads_of_decoding
 from glassformer.models.model import Model
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, LengthPenalty
 from glassformer.spec.errors import InputError
@@ -48,12 +50,9 @@ class Options:
 
     def spec(self, tokenizer: Tokenizer) -> DecodeSpec | BeamSpec:
         """The search or the draws that were asked for; options of the other are refused."""
-        eos = () if tokenizer.eos is None else (tokenizer.eos,)
-        nameless: tuple[int, ...] = ()
-        if isinstance(tokenizer, FolderTokenizer):
-            eos, nameless = tokenizer.eos_ids or eos, tokenizer.unnamed
+        eos = end_ids(tokenizer)
         chosen = {token for text in self.forbid for token in tokenizer.encode(text)}
-        forbidden = tuple(sorted({*chosen, *nameless}))
+        forbidden = tuple(sorted({*chosen, *nameless_ids(tokenizer)}))
         draws = DecodeSpec(
             max_new_tokens=self.max_new,
             min_new_tokens=self.min_new,
@@ -143,6 +142,7 @@ def run(
     lean: bool,
     compiled: bool,
     device: str,
+    threads: int | None,
     as_json: bool,
 ) -> int:
     """Generate, streaming; with beams, the n-best list. The exit code: 130 after Ctrl-C."""
@@ -150,14 +150,17 @@ def run(
     spec = options.spec(tokenizer)
     constraint = constraint_of(tokenizer, pattern=pattern, machine=machine)
     check_device(device)
+    check_threads(threads)
     model = load(path).to(device)
     stepper = stepper_of(model, cached=cached, lean=lean, compiled=compiled)
     prompts = text_prompt(model.spec, tokenizer, sys.stdin.read() if text == "-" else text)
+    count = threads_of_decoding(model.spec, asked=threads, device=device)
     try:
-        if isinstance(spec, BeamSpec):
-            _search(stepper, prompts, tokenizer, spec, constraint=constraint, as_json=as_json)
-        else:
-            _stream(stepper, prompts, tokenizer, spec, constraint=constraint, as_json=as_json)
+        with taking(count):
+            if isinstance(spec, BeamSpec):
+                _search(stepper, prompts, tokenizer, spec, constraint=constraint, as_json=as_json)
+            else:
+                _stream(stepper, prompts, tokenizer, spec, constraint=constraint, as_json=as_json)
     except KeyboardInterrupt:
         tell("\nstopped")
         return 128 + signal.SIGINT

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,48 +9,20 @@ from glassformer.adapters.load import load
 from glassformer.cli import terminal
 from glassformer.cli.figures import target_of
 from glassformer.cli.finding import find_model
+from glassformer.cli.looking import Against, Asked, Seen, inspect
 from glassformer.cli.saving import write_file
 from glassformer.lens import markup
-from glassformer.lens.ablation import Ablation, Ranking
+from glassformer.lens.ablation import Ranking
 from glassformer.lens.attention import Heat
 from glassformer.lens.face import plain
-from glassformer.lens.headname import HeadName, heads_of
 from glassformer.lens.heat import ASCII_SHADES, SHADES, heat_text, legend
 from glassformer.lens.look import Look
 from glassformer.lens.words import shown
-from glassformer.spec.errors import InputError
-from glassformer.spec.quantity import plain_digits
 
 ENDINGS = ("png", "svg", "html", "json")
 #: Characters of the longest bar; heads in the list; words of a column's name, from wide to narrow.
 BAR, RANKED = 30, 8
 COLUMN_WIDTHS = (12, 8, 6, 5, 4, 3, 2)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The options, as they were typed."""
-
-    layer: int | None = None
-    head: str | None = None
-    kind: str | None = None
-    position: int | None = None
-    top: int = 5
-    ablate: tuple[str, ...] = ()
-    target: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """One look, and what was chosen to show of it."""
-
-    look: Look
-    heat: Heat
-    why: str
-    ranking: Ranking | None  # None where every head is silent
-    ablation: Ablation | None
-    position: int
-    top: int
 
 
 def run(
@@ -67,92 +38,14 @@ def run(
     """Look, then say it or write it."""
     target = target_of(output, ENDINGS)
     adapter = load(find_model(model, runs=runs))
-    seen = inspect(adapter.eval(), text, asked)
+    other = None if asked.against is None else load(find_model(asked.against, runs=runs)).eval()
+    seen = inspect(adapter.eval(), text, asked, other=other)
     if target is not None:
         write_file(target, encoded(seen, target.suffix.lower().removeprefix("."), asked))
     if as_json:
         said(json.dumps(record(seen), allow_nan=False))
     elif target is None:
         said(terminal.printable(seen_text(seen)))
-
-
-def inspect(adapter: Any, text: str, asked: Asked) -> Seen:
-    """The pass, and a second one where heads are to be silent."""
-    names = [_head_of(adapter.spec, name) for name in asked.ablate]
-    _chosen(adapter.spec, asked)  # refused before the work is done
-    look: Look = adapter.inspect(text, target=asked.target)
-    ablation = look.ablate(*names) if names else None
-    shown_look = look if ablation is None else ablation.after
-    position = shown_look.lens.position(asked.position)
-    shown_look.next(position, asked.top)  # refuses a number that is not kept
-    left = set(heads_of(adapter.spec)) - {*shown_look.ablated}
-    ranking = shown_look.ranking() if left else None
-    heat, why = _heat(shown_look, asked, ranking)
-    return Seen(shown_look, heat, why, ranking, ablation, position, asked.top)
-
-
-# --- which head -----------------------------------------------------------------------------------
-
-
-def _head_of(spec: Any, text: str) -> HeadName:
-    """A head that this model has."""
-    name = HeadName.parse(text)
-    known = heads_of(spec)
-    if name not in known:
-        same = [head for head in known if head.kind == name.kind] or known
-        raise InputError(f"this model has no head {name}", hint=f"{same[0]} to {same[-1]}")
-    return name
-
-
-def _chosen(spec: Any, asked: Asked) -> HeadName | tuple[str, int] | None:
-    """The head, or (kind, layer) for a layer's mean, that the options name; None without them."""
-    number = plain_digits(asked.head or "")
-    if asked.head is not None and number is None and asked.head != "mean":
-        name = _head_of(spec, asked.head)
-        if asked.layer is not None or asked.kind is not None:
-            raise InputError(
-                f"--head {asked.head} says the layer and the kind itself",
-                hint=f"leave out --layer and --kind, or write --head {name.head}",
-            )
-        return name
-    known = heads_of(spec)
-    kinds = list(dict.fromkeys(head.kind for head in known))
-    if asked.kind is not None and asked.kind not in kinds:
-        raise InputError(
-            f"this model has no attention of kind '{asked.kind}'", hint=" or ".join(kinds)
-        )
-    if asked.layer is None:
-        if asked.head is not None:
-            raise InputError(
-                f"--head {asked.head} of which layer?", hint=f"--layer 0, or --head {known[0]}"
-            )
-        return None
-    kind = asked.kind or "self"
-    if number is None:
-        _head_of(spec, str(HeadName(kind, asked.layer, 0)))  # type: ignore[arg-type]
-        return kind, asked.layer
-    return _head_of(spec, str(HeadName(kind, asked.layer, number)))  # type: ignore[arg-type]
-
-
-def _heat(look: Look, asked: Asked, ranking: Ranking | None) -> tuple[Heat, str]:
-    """The map to show, and why that one."""
-    match _chosen(look.model.spec, asked):
-        case HeadName() as name:
-            return look.attention.of(name.kind)[name.layer, name.head], "as asked"
-        case (kind, layer):
-            return look.attention.of(kind).mean(layer), "the mean of the layer's heads"
-    ranked = () if ranking is None else zip(ranking.heads, ranking.effects, strict=True)
-    best = next((pair for pair in ranked if asked.kind in (None, pair[0].kind)), None)
-    if best is None:  # every head of that kind is silent
-        kind = asked.kind or "self"
-        return look.attention.of(kind)[0, 0], "the first: every head is silent"
-    name, effect = best
-    change = (
-        f"the answers by KL {effect:.4f}" if look.loss is None else f"the loss by {effect:+.4f}"
-    )
-    of_kind = "" if asked.kind is None else f" of kind {asked.kind}"
-    why = f"of all heads{of_kind} its silence changes most: {change}"
-    return look.attention.of(name.kind)[name.layer, name.head], why
 
 
 # --- how it is said -------------------------------------------------------------------------------
@@ -177,6 +70,9 @@ def _lines(seen: Seen, *, width: int) -> Iterator[str]:
     yield f"attention {seen.heat.title} ({seen.why})"
     yield f"each row shows where that token looks: {legend(shades)}"
     yield _heat_text(seen.heat, shades=shades, width=width)
+    if seen.against is not None:
+        yield ""
+        yield from _against(seen.against, look, seen.position)
     word = shown(look.words[seen.position])
     yield ""
     elsewhere = look.head == "answer" and seen.position != look.reading.place
@@ -198,6 +94,15 @@ def _lines(seen: Seen, *, width: int) -> Iterator[str]:
     yield from _norms(look, seen.position)
     yield ""
     yield from _ranking(seen.ranking)
+
+
+def _against(against: Against, look: Look, position: int) -> Iterator[str]:
+    """The difference of the maps, and what the other model says at the position."""
+    said, word = against.beside, shown(against.beside.top[1])
+    yield f"against {against.name}, at position {position}: says {word} {said.top[2]:.2%}"
+    loss = "" if said.loss != said.loss else f"loss there {said.loss:.4f}   "
+    yield f"  {loss}KL(there || here) {said.kl:.4f}"
+    yield against.difference.text()
 
 
 def _heat_text(heat: Heat, *, shades: str, width: int) -> str:
@@ -269,6 +174,22 @@ def _chosen_parts(seen: Seen) -> dict[str, Any]:
             "kl": ablation.kl.tolist(),
             "rows": ablation.rows(),
         },
+        "against": None if seen.against is None else _against_record(seen.against),
+    }
+
+
+def _against_record(against: Against) -> dict[str, Any]:
+    said = against.beside
+    i, word, share = said.top
+    return {
+        "model": against.name,
+        "head": against.difference.title,
+        "difference": against.difference.tensor.tolist(),
+        "shares": said.shares,
+        "top": {"id": i, "word": word, "probability": share},
+        "loss": said.loss,
+        "mean_loss": said.mean_loss,
+        "kl": said.kl,
     }
 
 
@@ -279,9 +200,12 @@ def encoded(seen: Seen, ending: str, asked: Asked) -> bytes:
         return (json.dumps(whole, ensure_ascii=False, allow_nan=False) + "\n").encode()
     if ending == "html":
         parts = [markup.heading(f"{seen.heat.title}: {seen.why}"), *seen.heat.parts()]
+        parts += [] if seen.against is None else list(seen.against.difference.parts())
         parts += [] if seen.ablation is None else list(seen.ablation.parts())
         parts += seen.look.parts()
         parts += [] if seen.ranking is None else seen.ranking.parts()
         return markup.page(seen.look.summary(), "".join(parts)).encode()
+    if seen.against is not None:
+        return seen.against.difference.encoded(ending)
     one = asked.layer is not None or asked.head is not None or asked.kind is not None
     return seen.heat.encoded(ending) if one else seen.look.encoded(ending)

@@ -8,18 +8,14 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from glassformer.lab.run import Alert, Evaluated, Event, Saved
+from glassformer.cli.streams import tell
+from glassformer.lab.events import Alert, Evaluated, Event, Saved
 from glassformer.lab.samples import Sample
 from glassformer.train.fit import StepRecord
 
 #: Seconds between two drawings of a bar, and between lines when nobody watches a terminal.
 LIVE_SECONDS = 0.1
 QUIET_SECONDS = 10.0
-
-
-def tell(text: str) -> None:
-    """Narration goes to stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -101,7 +97,7 @@ class Narrator:
         match event:
             case StepRecord():
                 self.tokens += event.tokens
-                self.loss, self.rate = event.loss, event.lr
+                self.loss, self.rate = event.first_loss, event.lr
                 self._tell(event.step, now=False)
             case Evaluated():
                 self.val = event.evaluation.loss

@@ -1,12 +1,12 @@
 """What `glass quantize` does: the folder, and the comparison for people or for scripts."""
 
 import json
-import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 
 from glassformer.cli.finding import find_model
+from glassformer.cli.streams import tell
 from glassformer.lab.precision import Comparison
 from glassformer.lab.quantize import Outcome, Wish, dequantize_folder, quantize_folder
 from glassformer.spec.quantization import QuantSpec
@@ -22,7 +22,7 @@ def run(text: str, wish: Wish, *, out: Path | None, runs: Path, as_json: bool) -
         warnings.simplefilter("always")
         outcome = quantize_folder(path, folder, wish, watch=_tell_step)
     for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
+        tell(f"warning: {warning.message}")
     print(outcome_json(outcome) if as_json else outcome_text(outcome, wish.spec))
 
 
@@ -40,7 +40,7 @@ def default_folder(text: str, spec: QuantSpec, runs: Path) -> Path:
 
 def _tell_step(record: StepRecord) -> None:
     if record.step % 20 == 0:
-        print(f"step={record.step} loss={record.loss:.4f}", file=sys.stderr)
+        tell(f"step={record.step} loss={record.loss:.4f}")
 
 
 def outcome_json(outcome: Outcome) -> str:

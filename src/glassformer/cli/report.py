@@ -5,10 +5,13 @@ from typing import Annotated
 
 import typer
 
+from glassformer.cli.options import AsJson, Runs
+
 
 def report(
     run: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="A run, or RUN@120; several for curves.")
+        list[str],
+        typer.Argument(metavar="RUN", help="A run, or RUN@120; several give their curves."),
     ],
     curves: Annotated[
         bool, typer.Option("--curves", help="Curves in the terminal instead of a report.")
@@ -18,26 +21,29 @@ def report(
         typer.Option("-o", "--output", help="A report .html, or curves as .png, .svg or .csv."),
     ] = None,
     series: Annotated[
-        list[str] | None, typer.Option(help="Of curves: lr, val.by.operation.MAX; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Curves: lr, val.by.operation.MAX, ...; repeatable."),
     ] = None,
-    x: Annotated[str | None, typer.Option(help="Of curves: step, tokens or time.")] = None,
+    x: Annotated[
+        str | None, typer.Option(help="Curves: step (the default), tokens or time.")
+    ] = None,
     smooth: Annotated[
-        float | None, typer.Option(help="Of curves: points of the mean; 1 is none.")
+        float | None, typer.Option(help="Curves: points that the mean covers; 1 is no mean.")
     ] = None,
     log: Annotated[
-        bool | None, typer.Option("--log/--linear", help="Of curves: the scale.")
+        bool | None,
+        typer.Option("--log/--linear", help="Curves: the scale; by default what suits them."),
     ] = None,
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Of a report: without the certificate.")
+        bool, typer.Option("--no-verify", help="Report: leave out the certificate.")
     ] = False,
-    runs: Annotated[str, typer.Option(help="The folder that holds the runs.")] = "runs",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="JSON on stdout, nothing else there.")
-    ] = False,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
 ) -> None:
-    """One self-contained HTML file about a run; or the curves of one or several runs.
+    """One HTML file about a run, or curves of several.
 
-    The report lies in the run's folder as report.html unless -o says otherwise. Examples:
+    The report needs no script and no network. It lies in the run's folder as report.html unless
+    -o says otherwise. Examples:
 
       glass report digits
 

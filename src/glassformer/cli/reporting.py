@@ -8,9 +8,9 @@ from typing import Any
 
 from glassformer.cli import terminal
 from glassformer.cli.figures import target_of
+from glassformer.cli.finding import find_run
 from glassformer.cli.narrator import tell
 from glassformer.cli.saving import write_file
-from glassformer.cli.training import find_run
 from glassformer.lab.confusion import rows_csv
 from glassformer.lab.curve_figure import (
     X_TITLES,

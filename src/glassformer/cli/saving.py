@@ -1,10 +1,13 @@
 """Files that a verb writes where `-o` says: the ending decides the form, errors are told."""
 
+import contextlib
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from glassformer.cli.narrator import tell
-from glassformer.spec.errors import InputError
+from glassformer.cli.streams import tell
+from glassformer.spec.errors import InputError, MachineError
 
 
 def ending_of(path: Path, allowed: Sequence[str]) -> str:
@@ -19,13 +22,21 @@ def ending_of(path: Path, allowed: Sequence[str]) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write it and say so; a place that cannot be written to is an error with its reason."""
+    """Write it whole or not at all, and say so; a place that takes nothing is told why."""
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name[:200]}.tmp")
     try:
-        path.write_bytes(content)
+        if target.exists() and not target.is_file():  # a device, a pipe; a folder refuses
+            target.write_bytes(content)
+        else:
+            beside.write_bytes(content)
+            beside.replace(target)
     except OSError as error:
-        raise InputError(
-            f"cannot be written: {error.strerror}",
-            where=str(path),
-            hint="the folder must be there, and be yours to write to",
-        ) from error
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        what = f"cannot be written: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise MachineError(what, where=str(path), hint="make room") from error
+        hint = "the folder must be there, and be yours to write to"
+        raise InputError(what, where=str(path), hint=hint) from error
     tell(f"saved {path}")

@@ -1,5 +1,6 @@
 """What `glass evaluate MODEL --suite NAME` does: a suite's own measures of a model."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,8 +9,10 @@ from typing import Any
 
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
+from glassformer.kernels.threads import taking
 from glassformer.lab.smallbench.examinee import examinee_of
 from glassformer.lab.smallbench.suite import ITEMS, smallbench
+from glassformer.lab.threads import check_threads, threads_of_decoding
 from glassformer.spec.errors import InputError, nearest
 from glassformer.store.rundir import RunDirectory
 
@@ -24,6 +27,7 @@ class Asked:
     items: int | None = None
     seed: int | None = None
     device: str = "cpu"
+    threads: int | None = None
 
     def refuse(self, suite: str, *options: str) -> None:
         """Options that are another suite's are not left unread."""
@@ -45,6 +49,7 @@ def run_suite(name: str, path: str, asked: Asked) -> Outcome:
     """The suite of that name on the model at a path."""
     if name not in SUITES:
         raise InputError(f"no suite '{name}'", hint=nearest(name, SUITES))
+    check_threads(asked.threads)
     return SUITES[name](path, asked)
 
 
@@ -58,7 +63,8 @@ def harness(path: str, asked: Asked) -> Outcome:
 
     adapter = load(path, device=asked.device)
     assert isinstance(adapter, NativeAdapter)
-    data = run_harness(adapter, asked.tasks, tasks_dir=asked.tasks_dir, limit=asked.limit)
+    with _threads(adapter, asked):
+        data = run_harness(adapter, asked.tasks, tasks_dir=asked.tasks_dir, limit=asked.limit)
     lines = []
     for task, metrics in data["tasks"].items():
         lines.append(f"{task}: {data['examples'].get(task, '?')} examples")
@@ -73,15 +79,20 @@ def small(path: str, asked: Asked) -> Outcome:
     assert isinstance(adapter, NativeAdapter)
     folder = Path(path.partition("@")[0])
     examinee = examinee_of(adapter.model, adapter.tokenizer, name=folder.name)
-    result = smallbench(
-        examinee,
-        items=ITEMS if asked.items is None else asked.items,
-        seed=asked.seed or 0,
-        only=asked.tasks or None,
-    )
+    with _threads(adapter, asked):
+        result = smallbench(
+            examinee,
+            items=ITEMS if asked.items is None else asked.items,
+            seed=asked.seed or 0,
+            only=asked.tasks or None,
+        )
     if (folder / "run.json").is_file():
         RunDirectory(folder).write_json("eval/smallbench.json", result.to_dict())
     return Outcome(result.to_dict(), result.table())
+
+
+def _threads(adapter: NativeAdapter, asked: Asked) -> contextlib.AbstractContextManager[None]:
+    return taking(threads_of_decoding(adapter.spec, asked=asked.threads, device=asked.device))
 
 
 SUITES: dict[str, Callable[[str, Asked], Outcome]] = {"smallbench": small, "lm-eval": harness}
