@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from glassformer.cli.training import Narrator
+from glassformer.cli.narrator import Narrator
 from glassformer.lab.recipes import recipe
 from glassformer.lab.run import TrainingRun
 from glassformer.train.fit import StepRecord

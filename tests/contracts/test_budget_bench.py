@@ -12,6 +12,7 @@ from bench.budget import (
     sane_grid,
     source_grid,
 )
+from bench.budget_stress import EACH, KINDS, MIXED, outcome, stress_set
 
 from glassformer.spec.budget import Budget
 from glassformer.spec.solve import solve
@@ -45,3 +46,15 @@ def test_rows_have_the_promised_form():
     rows = list(grid_rows(GRID[:2], "a case"))
     assert all(set(made) == FIELDS for made in (*rows, row("a", "b", 1.0)))
     assert "2 of 2 within tolerance" in rows[0]["name"]
+
+
+def test_the_stress_set_is_the_same_every_time_and_has_every_kind():
+    drawn = list(stress_set())
+    assert drawn == list(stress_set())
+    names = [name for name, _ in drawn]
+    assert {name: names.count(name) for name in KINDS} == {
+        name: MIXED if name == "mixed" else EACH for name in KINDS
+    }
+    assert len({budget for _, budget in drawn}) > 0.99 * len(drawn)
+    ends = {outcome(budget)[0] for _, budget in drawn[:12]}
+    assert ends <= {"proven", "answered", "refused", "left open"}

@@ -10,8 +10,9 @@ import pytest
 from glassformer.generate.stepper import TorchStepper
 from glassformer.lab.decoded import decode_split
 from glassformer.lab.evaluate import evaluate
+from glassformer.lab.events import Evaluated
 from glassformer.lab.recipes import recipe
-from glassformer.lab.run import Evaluated, TrainingRun
+from glassformer.lab.run import TrainingRun
 from glassformer.train.fit import StepRecord
 
 
