@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from glassformer.adapters.config import Config
-from glassformer.adapters.export import export
-from glassformer.adapters.qwen import QWEN2, QwenAdapter
+from glassformer.adapters.families.qwen import QWEN2, QwenAdapter
+from glassformer.adapters.folder.export import export
 from glassformer.models.build import build
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec

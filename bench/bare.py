@@ -19,7 +19,7 @@ MODULES = (
     "glassformer.nn.attention",
     "glassformer.nn.block",
     "glassformer.models.stack",
-    "glassformer.models.decoder",
+    "glassformer.models.model",
 )
 
 

@@ -14,19 +14,18 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from glassformer.budget.design import design, solve
+from glassformer.budget.infeasible import InfeasibleBudget
+from glassformer.budget.question import Answer, Budget, Target
+from glassformer.costs.flops import training_memory
+from glassformer.costs.timing import step_time
 from glassformer.data.batch import Batch
-from glassformer.lab.calibrate import calibrate
 from glassformer.lab.footprint import optimizer_bytes, saved_bytes
+from glassformer.lab.measure.machine_rates import calibrate
 from glassformer.models.build import build
-from glassformer.spec.budget import Answer, Budget, Target
-from glassformer.spec.costs import training_memory
-from glassformer.spec.design import design
-from glassformer.spec.infeasible import InfeasibleBudget
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.solve import solve
-from glassformer.spec.timing import step_time
 from glassformer.spec.train import TrainSpec
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.torch_engine import TorchEngine
 
 VOCABULARIES = (256, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 50_257, 151_936)
 BUDGETS = tuple(int(million * 1e6) for million in (0.1, 0.3, 1, 3, 5, 10, 30, 50, 100, 350))

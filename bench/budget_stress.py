@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from bench.budget import row
-from glassformer.spec.budget import Budget, Exact, Free, Target
+from glassformer.budget.design import solve
+from glassformer.budget.effort import OutOfPatience, patience
+from glassformer.budget.infeasible import InfeasibleBudget
+from glassformer.budget.question import Budget, Exact, Free, Target
 from glassformer.spec.errors import GlassError, InputError
-from glassformer.spec.infeasible import InfeasibleBudget
 from glassformer.spec.model import LayerNorm, Learned, NoPosition, RMSNorm, Rotary
-from glassformer.spec.patience import OutOfPatience, patience
-from glassformer.spec.solve import solve
 
 SEED = 6
 #: How many of all options at once, and of each kind.

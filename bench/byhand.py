@@ -20,7 +20,7 @@ from glassformer.data.batch import Batch
 from glassformer.models.build import build
 from glassformer.spec import model as spec
 from glassformer.spec.presets import digits
-from glassformer.spec.tree import override
+from glassformer.spec.serialize import override
 
 VOCAB = 20
 ROUNDS, SETTLE, TIMED = 15, 3, 6

@@ -22,16 +22,16 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from glassformer.lab.curves import read_curves
-from glassformer.lab.session import train
+from glassformer.lab.api import train
+from glassformer.lab.runs.curves import read_curves
 from glassformer.lens.look import look
 from glassformer.models.build import build
 from glassformer.spec.presets import budget_lm
-from glassformer.web.lab import Lab
-from glassformer.web.query import Query, to_json
-from glassformer.web.report import report_html
-from glassformer.web.runs import list_runs
-from glassformer.web.server import create_app
+from glassformer.web.app.query import Query, to_json
+from glassformer.web.app.server import create_app
+from glassformer.web.app.workspace import Lab
+from glassformer.web.pages.runs import list_runs
+from glassformer.web.report.document import report_html
 
 RUNS, AGAIN = 200, 9
 STEPS = 1_000_000

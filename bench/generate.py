@@ -14,16 +14,16 @@ import torch
 from bench.clock import Row, Sides, bandwidth, growth, installed, interleave, rows, said
 from bench.peers import EOS, fresh, qwen_pair
 from bench.translation import crossed
-from glassformer.data.machines import brackets
-from glassformer.data.vocab import Vocab
-from glassformer.generate.constraint import Constraint
-from glassformer.generate.decode import generate
-from glassformer.generate.decoder import Decoder
-from glassformer.generate.stepper import NaiveStepper, Stepper, TorchStepper
-from glassformer.generate.trials import disagreements
+from glassformer.checks.brute_force import disagreements
+from glassformer.costs.flops import cache_bytes
+from glassformer.data.automata.library import brackets
+from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.generation.constraint import Constraint
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.loop import generate
+from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
 from glassformer.models.model import Model
 from glassformer.spec import presets
-from glassformer.spec.costs import cache_bytes
 from glassformer.spec.decoding import DecodeSpec
 
 #: 25 M parameters, and the shape of Qwen2.5-0.5B.

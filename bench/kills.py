@@ -18,12 +18,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from glassformer.lab.record import load_run_spec
-from glassformer.lab.run import TrainingRun
+from glassformer.lab.runs.record import load_run_spec
+from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec import presets
+from glassformer.spec.serialize import from_json, override, to_json
 from glassformer.spec.tasks import DigitsTask
 from glassformer.spec.train import RunSpec, TrainSpec
-from glassformer.spec.tree import from_json, override, to_json
 from glassformer.store.rundir import RunDirectory
 
 KILLS = 20

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from bench.clock import interleave, rows
+from glassformer.checks.preset_subjects import perturb
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.mask import Mask, build_mask
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec import model as spec
-from glassformer.verify.samples import perturb
 
 B, T, D, N, D_FF = 16, 64, 128, 4, 512
 CASE = f"B{B} T{T} d{D} h{N} ff{D_FF}"

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from glassformer.data.build import build_task
+from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
-from glassformer.generate.stepper import TorchStepper
-from glassformer.lab.decoded import decode_split
-from glassformer.lab.evaluate import Evaluation, evaluate
+from glassformer.generation.stepper import TorchStepper
+from glassformer.lab.measure.evaluate import Evaluation, evaluate
+from glassformer.lab.measure.exact_match import decode_split
 from glassformer.lab.recipes import recipe
-from glassformer.lab.run import TrainingRun
+from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec.tasks import DigitsTask
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.torch_engine import TorchEngine
 
 SEQUENCES = ("reverse", "copy", "translate")
 DIGITS = ("engine=torch", "engine=numpy")

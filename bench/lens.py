@@ -15,20 +15,20 @@ import torch
 from bench.bare import bare_decoder
 from bench.clock import interleave, rows, said
 from bench.learning import FRESH, prompts
-from glassformer.cli.heap import keep_freed_memory
-from glassformer.data.build import build_task
-from glassformer.data.digits import Digits
-from glassformer.lab.probing import take_probes
+from glassformer.cli.shell.process import keep_freed_memory
+from glassformer.data.build_task import build_task
+from glassformer.data.tasks.digits import Digits
 from glassformer.lab.recipes import recipe
-from glassformer.lab.run import TrainingRun
-from glassformer.lens.capture import residual_rows
+from glassformer.lab.runs.probing import take_probes
+from glassformer.lab.runs.run import TrainingRun
+from glassformer.lens.measure.capture import residual_rows
+from glassformer.lens.measure.roles import head_roles
 from glassformer.lens.positional import COPYING, SITES, cut_accuracy, positional_attention
-from glassformer.lens.roles import head_roles
 from glassformer.models.build import build
 from glassformer.models.model import Model
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.torch_engine import TorchEngine
 
 #: Width, layers, heads, batch, tokens: the text recipe's model; wider; and many short rows.
 SIZES = ((64, 3, 4, 1, 128), (256, 6, 8, 1, 64), (256, 6, 8, 1, 128), (256, 6, 8, 8, 64))

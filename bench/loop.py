@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from glassformer.cli.narrator import Narrator
+from glassformer.cli.shell.progress import Narrator
 from glassformer.lab.recipes import recipe
-from glassformer.lab.run import TrainingRun
-from glassformer.train.fit import StepRecord
+from glassformer.lab.runs.run import TrainingRun
+from glassformer.training.fit import StepRecord
 
 STEPS, SETTLE = 600, 150
 

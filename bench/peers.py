@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from glassformer.checks.preset_subjects import perturb
 from glassformer.models.build import build
 from glassformer.models.model import Model
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec
-from glassformer.verify.samples import perturb
 
 #: Ids that both sides know: padding, the beginning, the end.
 PAD, BOS, EOS = 0, 1, 2

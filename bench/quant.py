@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 
 from bench.quant_peers import installed, peers_of
-from glassformer.generate.decoder import Decoder
-from glassformer.generate.prompts import Prompts
-from glassformer.generate.stepper import TorchStepper
-from glassformer.kernels.choice import CHOICES
-from glassformer.kernels.product import Product
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import TorchStepper
+from glassformer.kernels.autotune import CHOICES
+from glassformer.kernels.matmul import Product
 from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.quant.convert import quantize_model
 from glassformer.quant.layers import QuantizedLinear
-from glassformer.quant.report import is_model_quantized, resident_bytes
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
+from glassformer.quant.status import is_model_quantized, resident_bytes
 from glassformer.spec import presets
 from glassformer.spec.errors import GlassError
 from glassformer.spec.model import ModelSpec

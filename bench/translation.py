@@ -12,11 +12,11 @@ import torch
 
 from bench.clock import Row, Sides, installed, interleave, rows, said
 from bench.peers import BOS, EOS, ctranslate_twin, fresh, marian_twin
-from glassformer.generate.beam import beam_search
-from glassformer.generate.decode import generate
-from glassformer.generate.decoder import Decoder
-from glassformer.generate.prompts import Prompts
-from glassformer.generate.stepper import Stepper, TorchStepper
+from glassformer.generation.beam import beam_search
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.loop import generate
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import Stepper, TorchStepper
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 

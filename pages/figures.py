@@ -17,7 +17,7 @@ from glassformer.data.batch import Batch
 from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.spec.presets import core, preset
-from glassformer.spec.tree import override
+from glassformer.spec.serialize import override
 from pages import runs
 from pages.quotes import ROOT
 

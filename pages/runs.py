@@ -12,13 +12,22 @@ from functools import cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tests.verify.faults import FAULTS, planted
+from tests.checks.faults import FAULTS, planted
 
-from glassformer.data.build import build_task
+from glassformer.checks.catalogue import (
+    PART_CHECKS,
+    Finding,
+    run_part_check,
+    verify_parts,
+    verify_subject,
+)
+from glassformer.checks.measure import EXACT, TOLERANCE
+from glassformer.checks.preset_subjects import sample_subjects
+from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
-from glassformer.generate.beam import beam_search
-from glassformer.generate.decoder import Decoder
-from glassformer.generate.prompts import Prompts
+from glassformer.generation.beam import beam_search
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.prompts import Prompts
 from glassformer.lab.recipes import recipe
 from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
@@ -26,17 +35,8 @@ from glassformer.models.model import Model
 from glassformer.nn.taps import trace
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.presets import seq2seq
-from glassformer.train.fit import StepRecord, fit
-from glassformer.train.torch_engine import TorchEngine
-from glassformer.verify.catalogue import (
-    PART_CHECKS,
-    Finding,
-    run_part_check,
-    verify_parts,
-    verify_subject,
-)
-from glassformer.verify.measure import EXACT, TOLERANCE
-from glassformer.verify.samples import sample_subjects
+from glassformer.training.fit import StepRecord, fit
+from glassformer.training.torch_engine import TorchEngine
 
 
 @contextmanager

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from glassformer.models.build import build
-from glassformer.models.decoder import DecoderLM
-from glassformer.models.encoder_decoder import EncoderDecoder
+from glassformer.models.model import DecoderLM, EncoderDecoder
 from glassformer.spec.model import (
     MLP,
     Attention,

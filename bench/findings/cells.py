@@ -21,9 +21,8 @@ from glassformer.spec.model import (
     Rotary,
     Stack,
 )
-from glassformer.spec.schedule import CosineSchedule
-from glassformer.spec.train import RunSpec, TrainSpec
-from glassformer.spec.tree import override
+from glassformer.spec.serialize import override
+from glassformer.spec.train import CosineSchedule, RunSpec, TrainSpec
 
 TASKS = ("digits", "reverse")
 SEEDS = (0, 1, 2)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
-from glassformer.lens.roles import head_roles
+from glassformer.lens.measure.roles import head_roles
 from glassformer.nn.taps import trace
 from glassformer.spec.taps import tap_shapes
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.torch_engine import TorchEngine
 
 #: Examples of the test split that are looked at.
 EXAMPLES = 500
@@ -43,7 +43,7 @@ def insides(engine: TorchEngine, task: Task) -> dict[str, Any]:
 
 
 def roles(engine: TorchEngine, task: Task, batch: Batch) -> dict[str, str]:
-    """The role of every head, where it has a clear one: see `glassformer.lens.roles`."""
+    """The role of every head, where it has a clear one: see `glassformer.lens.measure.roles`."""
     rows = np.arange(len(batch.tokens), dtype=np.int64)
     answers = batch.source is None  # one answer, read at the last place
     seen = head_roles(

@@ -13,13 +13,13 @@ import torch
 from bench.findings.cells import Job
 from bench.findings.insides import insides
 from bench.findings.surgery import operate
-from glassformer.data.build import build_task
+from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
-from glassformer.lab.evaluate import evaluate
+from glassformer.lab.measure.evaluate import evaluate
 from glassformer.models.build import build
 from glassformer.spec.manifest import count_parameters
-from glassformer.train.fit import fit
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.fit import fit
+from glassformer.training.torch_engine import TorchEngine
 
 #: So many steps in a row that were not finite end a run.
 GIVE_UP = 20

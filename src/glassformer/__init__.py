@@ -5,70 +5,76 @@
     model = gf.build(gf.preset("qwen"))
     print(gf.verify(model))
 
-Names are found when they are first used: importing the package imports neither torch nor NumPy.
-Where a function has a package's name (`gf.verify`, `gf.train`), the package can be called.
+Names are imported when they are first used: importing the package imports neither torch nor NumPy.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_DOOR = {
+if TYPE_CHECKING:
+    from glassformer.adapters.load import load as load
+    from glassformer.adapters.load import save as save
+    from glassformer.adapters.quantize import quantize as quantize
+    from glassformer.budget.design import design as design
+    from glassformer.checks.report import verify as verify
+    from glassformer.checks.subject import Subject as Subject
+    from glassformer.data.batch import Batch as Batch
+    from glassformer.lab.api import evaluate as evaluate
+    from glassformer.lab.api import train as train
+    from glassformer.lab.smallbench.examinee import Examinee as Examinee
+    from glassformer.lab.smallbench.suite import smallbench as smallbench
+    from glassformer.lens.look import look as look
+    from glassformer.lens.measure.patching import patch as patch
+    from glassformer.models.build import build as build
+    from glassformer.models.inputs import Inputs as Inputs
+    from glassformer.nn.taps import Taps as Taps
+    from glassformer.nn.taps import trace as trace
+    from glassformer.spec.errors import GlassError as GlassError
+    from glassformer.spec.manifest import count_parameters as count_parameters
+    from glassformer.spec.manifest import manifest as manifest
+    from glassformer.spec.model import ModelSpec as ModelSpec
+    from glassformer.spec.presets import preset as preset
+    from glassformer.spec.serialize import override as override
+    from glassformer.spec.train import RunSpec as RunSpec
+
+__version__ = "0.1.0"
+
+#: Where each public name is defined; a test compares this table with the imports above.
+_HOME = {
     "Batch": "glassformer.data.batch",
     "Examinee": "glassformer.lab.smallbench.examinee",
     "GlassError": "glassformer.spec.errors",
     "Inputs": "glassformer.models.inputs",
     "ModelSpec": "glassformer.spec.model",
     "RunSpec": "glassformer.spec.train",
-    "Subject": "glassformer.verify.subject",
+    "Subject": "glassformer.checks.subject",
     "Taps": "glassformer.nn.taps",
     "build": "glassformer.models.build",
     "count_parameters": "glassformer.spec.manifest",
-    "design": "glassformer.spec.design",
-    "evaluate": "glassformer.lab.session",
+    "design": "glassformer.budget.design",
+    "evaluate": "glassformer.lab.api",
     "load": "glassformer.adapters.load",
     "look": "glassformer.lens.look",
     "manifest": "glassformer.spec.manifest",
-    "override": "glassformer.spec.tree",
-    "patch": "glassformer.lens.patching",
+    "override": "glassformer.spec.serialize",
+    "patch": "glassformer.lens.measure.patching",
     "preset": "glassformer.spec.presets",
-    "quantize": "glassformer.adapters.quantized",
+    "quantize": "glassformer.adapters.quantize",
     "save": "glassformer.adapters.load",
     "smallbench": "glassformer.lab.smallbench.suite",
     "trace": "glassformer.nn.taps",
+    "train": "glassformer.lab.api",
+    "verify": "glassformer.checks.report",
 }
 
-#: Packages that can be called, and the function that answers.
-_CALLS = {"train": "glassformer.lab.session", "verify": "glassformer.verify.report"}
-
-__all__ = sorted((*_DOOR, *_CALLS))
-
-
-class _CallablePackage(ModuleType):
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        name = self.__name__.rpartition(".")[2]
-        return getattr(import_module(_CALLS[name]), name)(*arguments, **options)
-
-
-class _Door(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The import system hangs each subpackage on its parent, whoever asked for it first.
-        if name in _CALLS and isinstance(value, ModuleType):
-            value.__class__ = _CallablePackage
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Door
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CALLS:
-        return import_module(f"glassformer.{name}")
-    if name not in _DOOR:
+    if name not in _HOME:
         raise AttributeError(f"glassformer has no '{name}'; it has {', '.join(__all__)}")
-    return getattr(import_module(_DOOR[name]), name)
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

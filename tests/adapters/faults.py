@@ -1,12 +1,18 @@
 """Planted faults of a conversion: one line of damage each, and the case that must show it."""
 
-from tests.verify.faults import Fault
+from tests.checks.faults import Fault
 
 FAULTS = [
-    Fault("theta forgotten", "adapters.rope:read_rotary", "base=inner", "base=THETA", "qwen2 tied"),
+    Fault(
+        "theta forgotten",
+        "adapters.families.rope:read_rotary",
+        "base=inner",
+        "base=THETA",
+        "qwen2 tied",
+    ),
     Fault(
         "theta of the 5.x file not read",
-        "adapters.rope:read_rotary",
+        "adapters.families.rope:read_rotary",
         "Config(old or new",
         "Config(old",
         "qwen2 untied",
@@ -19,18 +25,22 @@ FAULTS = [
         "qwen2 untied",
     ),
     Fault(
-        "bias not asked for", "adapters.qwen:read_qwen2", 'bias="qkv"', 'bias="none"', "qwen2 tied"
+        "bias not asked for",
+        "adapters.families.qwen:read_qwen2",
+        'bias="qkv"',
+        'bias="none"',
+        "qwen2 tied",
     ),
     Fault(
         "output's bias forgotten",
-        "adapters.llama:read_llama",
+        "adapters.families.llama:read_llama",
         '"all" if',
         '"qkv" if',
         "llama3 biases",
     ),
     Fault(
         "eps of another family",
-        "adapters.llama:read_stack",
+        "adapters.families.llama:read_stack",
         'config.number("rms_norm_eps", default=1e-6)',
         "1e-6",
         "llama",
@@ -44,21 +54,21 @@ FAULTS = [
     ),
     Fault(
         "q/k-norm not asked for",
-        "adapters.qwen:read_qwen3",
+        "adapters.families.qwen:read_qwen3",
         "qk_norm=True",
         "qk_norm=False",
         "qwen3 bias",
     ),
     Fault(
         "window dropped",
-        "adapters.qwen:read_windows",
+        "adapters.families.qwen:read_windows",
         "window if kind == SLIDING else None",
         "None",
         "qwen2 window",
     ),
     Fault(
         "window one too wide",
-        "adapters.llama:read_mistral",
+        "adapters.families.llama:read_mistral",
         "(window,)",
         "(window and window + 1,)",
         "mistral",
@@ -79,21 +89,21 @@ FAULTS = [
     ),
     Fault(
         "tied head taken for its own",
-        "adapters.llama:read_stack",
+        "adapters.families.llama:read_stack",
         'tied=config.flag("tie_word_embeddings", default=False)',
         "tied=False",
         "qwen2 tied",
     ),
     Fault(
         "own head taken for tied",
-        "adapters.llama:read_stack",
+        "adapters.families.llama:read_stack",
         'tied=config.flag("tie_word_embeddings", default=False)',
         "tied=True",
         "llama",
     ),
     Fault(
         "width of a head guessed",
-        "adapters.qwen:read_qwen3",
+        "adapters.families.qwen:read_qwen3",
         'config.whole("head_dim", default=128)',
         "None",
         "qwen3 wide heads",
@@ -107,7 +117,7 @@ FAULTS = [
     ),
     Fault(
         "scaling forgotten",
-        "adapters.rope:read_rotary",
+        "adapters.families.rope:read_rotary",
         "scaling=_scaling(found, kind, max_seq_len)",
         "scaling=None",
         "llama3 biases",
@@ -128,7 +138,7 @@ FAULTS = [
     ),
     Fault(
         "gelu of the other kind",
-        "adapters.gpt2:read_gpt2",
+        "adapters.families.gpt2:read_gpt2",
         "activation=ACTIVATIONS[word]",
         'activation="gelu"',
         "gpt2",

@@ -12,21 +12,19 @@ import torch
 import glassformer as gf
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.config import Config
-from glassformer.adapters.custom import CustomTransformerAdapter
-from glassformer.adapters.gpt2 import GPT2Adapter
-from glassformer.adapters.llama import LlamaAdapter
+from glassformer.adapters.families.gpt2 import GPT2Adapter
+from glassformer.adapters.families.llama import LlamaAdapter
+from glassformer.adapters.families.qwen import QwenAdapter
 from glassformer.adapters.load import adapt, load, load_model, load_tokenizer
-from glassformer.adapters.native import NativeAdapter
-from glassformer.adapters.qwen import QwenAdapter
+from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import ADAPTERS, adapter_for, adapter_named, register
 from glassformer.adapters.table import Columns, Row, Rows, Table, identity_plan, make_plan
-from glassformer.adapters.training_config import TrainingConfig
-from glassformer.data.digits import VOCAB
-from glassformer.generate.decoder import Decoder
+from glassformer.data.tasks.digits import VOCAB
+from glassformer.generation.fast.stepper import Decoder
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ClassHead
-from glassformer.spec.tree import to_dict
+from glassformer.spec.serialize import to_dict
 from tests.adapters.checkpoints import CASES, folder_of, live, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -223,7 +221,7 @@ def test_a_model_that_answers_answers():
 
 
 def test_text_goes_in_and_comes_out(tmp_path):
-    from glassformer.data.letters import Bytes
+    from glassformer.data.tokenizers.characters import Bytes
 
     spec = presets.core(vocab_size=Bytes().vocab_size, d_model=32, n_heads=4, d_ff=48, n_layers=1)
     made = CustomTransformerAdapter(gf.build(spec), tokenizer=Bytes())
@@ -318,7 +316,7 @@ def test_loading_takes_the_weights_and_little_more(how, tmp_path):
     spec = presets.qwen(
         vocab_size=30_000, d_model=512, d_ff=1024, n_layers=6, d_head=64, max_seq_len=64
     )
-    from glassformer.adapters.export import export
+    from glassformer.adapters.folder.export import export
 
     model = gf.build(spec).to(torch.float16 if how == "widened" else torch.float32)
     folder = export(CustomTransformerAdapter(model), tmp_path / "big").folder

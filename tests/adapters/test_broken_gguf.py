@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import pytest
 
-from glassformer.adapters.chat import read_templates
-from glassformer.adapters.gguf.head import Head, read_head
+from glassformer.adapters.chat.template import read_templates
+from glassformer.adapters.gguf.header import Head, read_head
 from glassformer.adapters.load import load
 from glassformer.spec.errors import FileError, GlassError
 from tests.adapters.checkpoints import live

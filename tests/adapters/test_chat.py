@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from glassformer.adapters.chat import ChatTemplate, Limits, read_chat, read_templates
+from glassformer.adapters.chat.template import ChatTemplate, Limits, read_chat, read_templates
 from glassformer.spec.errors import FileError, InputError
 from tests.adapters import folders
 

@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from glassformer.adapters.chat import read_chat
-from glassformer.adapters.tokenizer import read_tokenizer
+from glassformer.adapters.chat.template import read_chat
+from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
 from tests.adapters.official import official
 from tests.adapters.test_chat import TALKS, TOOLS
 

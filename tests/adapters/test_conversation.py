@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glassformer.adapters.chat import read_chat
-from glassformer.adapters.conversation import Conversation
+from glassformer.adapters.chat.conversation import Conversation
+from glassformer.adapters.chat.template import read_chat
 from glassformer.adapters.load import load
-from glassformer.generate.decode import decode, generate
-from glassformer.generate.prompts import Prompts
-from glassformer.generate.stepper import TorchStepper
-from glassformer.generate.warm import WarmStepper
+from glassformer.generation.loop import decode, generate
+from glassformer.generation.prefix_cache import WarmStepper
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import TorchStepper
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 from tests.adapters import folders

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glassformer.adapters.llama import LLAMA, LlamaAdapter
+from glassformer.adapters.families.llama import LLAMA, LlamaAdapter
 from glassformer.adapters.load import load
 from glassformer.adapters.table import Row, Table
 from glassformer.spec.errors import FileError
 from tests.adapters.checkpoints import folder_of, live, tokens
 from tests.adapters.faults import FAULTS
-from tests.verify.faults import Fault, planted
+from tests.checks.faults import Fault, planted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 

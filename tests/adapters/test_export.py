@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.adapters.counterpart import counterpart, misfits
-from glassformer.adapters.custom import CustomTransformerAdapter
-from glassformer.adapters.export import export
+from glassformer.adapters.folder.export import export
 from glassformer.adapters.load import load
+from glassformer.adapters.match_family import counterpart, misfits
+from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.adapters.registry import families_that_write
-from glassformer.data.bpe import BytePairs
-from glassformer.data.digits import VOCAB
+from glassformer.checks.preset_subjects import perturb
+from glassformer.data.tasks.digits import VOCAB
+from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
@@ -30,7 +31,6 @@ from glassformer.spec.model import (
     SwiGLU,
     YarnScaling,
 )
-from glassformer.verify.samples import perturb
 from tests.adapters.checkpoints import CASES, change, folder_of, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own

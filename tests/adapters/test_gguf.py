@@ -11,15 +11,15 @@ import torch
 from typer.testing import CliRunner
 
 import glassformer as gf
-from glassformer.adapters.counterpart import differences
-from glassformer.adapters.custom import CustomTransformerAdapter
-from glassformer.adapters.export import export
+from glassformer.adapters.folder.export import export
 from glassformer.adapters.gguf.export import export_gguf
-from glassformer.adapters.gguf.head import read_head, shortest
+from glassformer.adapters.gguf.header import read_head, shortest
 from glassformer.adapters.load import load
+from glassformer.adapters.match_family import differences
+from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.cli.main import app
 from glassformer.spec.errors import FileError, InputError, MachineError
-from glassformer.spec.rotary import single
+from glassformer.spec.position import single
 from tests.adapters.checkpoints import CASES, folder_of, live, tokens
 from tests.adapters.gguf.files import ARCHITECTURES, arrays_of, finish, write_foreign
 
@@ -248,7 +248,7 @@ def test_without_the_library_its_extra_is_named(tmp_path, monkeypatch):
     adapter = load(folder_of("llama", tmp_path))
     export_gguf(adapter, tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    from glassformer.adapters.gguf.kinds import kind_of
+    from glassformer.adapters.gguf.dtypes import kind_of
 
     kind_of.cache_clear()
     for use in (

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from glassformer.adapters.gguf.export import export_gguf
-from glassformer.adapters.gguf.head import _read_head
+from glassformer.adapters.gguf.header import _read_head
 from glassformer.adapters.load import load
 from glassformer.spec.errors import FileError, InputError
 from tests.adapters.checkpoints import folder_of, live, tokens
 from tests.adapters.gguf.faults import READING, WRITING
 from tests.adapters.gguf.files import write_foreign
-from tests.verify.faults import planted
+from tests.checks.faults import planted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 

@@ -7,14 +7,14 @@ import gguf
 import pytest
 
 import glassformer as gf
-from glassformer.adapters.chat import read_chat, read_templates
-from glassformer.adapters.custom import CustomTransformerAdapter
-from glassformer.adapters.export import export
+from glassformer.adapters.chat.template import read_chat, read_templates
+from glassformer.adapters.folder.export import export
 from glassformer.adapters.gguf.export import export_gguf
-from glassformer.adapters.gguf.head import read_head
+from glassformer.adapters.gguf.header import read_head
 from glassformer.adapters.load import load
-from glassformer.data.bpe import BytePairs
-from glassformer.data.digits import VOCAB
+from glassformer.adapters.native import CustomTransformerAdapter
+from glassformer.data.tasks.digits import VOCAB
+from glassformer.data.tokenizers.bpe import BytePairs
 from tests.adapters.folders import SAMPLE, llama_engine, write, write_model
 from tests.adapters.gguf.files import finish
 from tests.adapters.official import PLACE

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from glassformer.adapters import hub
-from glassformer.cli import finding
+from glassformer.adapters.folder import hub
+from glassformer.cli.shell import resolve
 from glassformer.spec.errors import FileError, GlassError, InputError, MachineError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -97,21 +97,21 @@ def test_without_a_cache_only_paths_are_known():
 
 
 def test_where_the_cache_is():
-    assert finding.hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == Path("/a")
-    assert finding.hub_cache({"HF_HOME": "/b"}) == Path("/b/hub")
-    assert finding.hub_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/hub")
-    assert finding.hub_cache({}) == Path.home() / ".cache/huggingface/hub"
+    assert resolve.hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == Path("/a")
+    assert resolve.hub_cache({"HF_HOME": "/b"}) == Path("/b/hub")
+    assert resolve.hub_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/hub")
+    assert resolve.hub_cache({}) == Path.home() / ".cache/huggingface/hub"
 
 
 def test_a_word_on_the_command_line(cache, tmp_path):
     runs = tmp_path / "runs"
     (runs / "mine").mkdir(parents=True)
-    assert finding.find_model("mine@7", runs=runs) == str(runs / "mine@7")
-    assert finding.find_model(str(runs), runs=runs) == str(runs)
-    found = finding.find_model("Org/Name-0.5B", runs=runs, cache=cache)
+    assert resolve.find_model("mine@7", runs=runs) == str(runs / "mine@7")
+    assert resolve.find_model(str(runs), runs=runs) == str(runs)
+    found = resolve.find_model("Org/Name-0.5B", runs=runs, cache=cache)
     assert found.endswith(COMMIT)
     with pytest.raises(InputError, match="not in the local cache"):
-        finding.find_model("Org/Other", runs=runs, cache=cache)
+        resolve.find_model("Org/Other", runs=runs, cache=cache)
 
 
 class Terminal:
@@ -132,13 +132,13 @@ def test_a_download_asks_first(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hub, "download", lambda name, **rest: wanted.append(name) or cache)
     ask = {"runs": tmp_path, "download": True, "cache": cache}
     with pytest.raises(InputError, match="no terminal to ask at"):
-        finding.find_model("Org/Other", **ask)
+        resolve.find_model("Org/Other", **ask)
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     with pytest.raises(InputError, match="nothing was downloaded"):
-        finding.find_model("Org/Other", **ask)
+        resolve.find_model("Org/Other", **ask)
     assert wanted == []
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
-    assert finding.find_model("Org/Other", **ask) == str(cache)
+    assert resolve.find_model("Org/Other", **ask) == str(cache)
     assert wanted == ["Org/Other"]
     assert "download Org/Other from huggingface.co" in capsys.readouterr().err
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.adapters.custom import CustomTransformerAdapter
 from glassformer.adapters.load import adapt
-from glassformer.data.digits import VOCAB as DIGITS
-from glassformer.data.vocab import Vocab
+from glassformer.adapters.native import CustomTransformerAdapter
+from glassformer.data.tasks.digits import VOCAB as DIGITS
+from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.lens.look import look
 from glassformer.models.build import build
 from glassformer.spec.errors import InputError

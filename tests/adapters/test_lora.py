@@ -16,8 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from glassformer.adapters.load import adapt, load, save
-from glassformer.adapters.lora import (
+from glassformer.adapters.folder.lora import (
     CONFIG,
     TENSORS,
     load_adapter,
@@ -26,14 +25,15 @@ from glassformer.adapters.lora import (
     read_peft,
     save_adapter,
 )
+from glassformer.adapters.load import adapt, load, save
 from glassformer.models.state import weights_of
 from glassformer.nn.lora import apply_lora, lora_parameters, merge
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.tuning import LoRA, lora_manifest
+from glassformer.spec.finetune import LoRA, lora_manifest
 from glassformer.store.tensors import read_header, tensor_bytes
+from tests.checks.faults import Fault, planted
 from tests.tiny import tiny, token_ids
-from tests.verify.faults import Fault, planted
 
 SIZES = {
     "vocab_size": 61,
@@ -256,25 +256,31 @@ def test_nothing_is_lost_or_overwritten(tmp_path):
 # --- tests are tested -----------------------------------------------------------------------------
 
 FAULTS = (
-    Fault("alpha not written", "adapters.lora:peft_files", "int(lora.alpha) if", "8 if", ""),
+    Fault("alpha not written", "adapters.folder.lora:peft_files", "int(lora.alpha) if", "8 if", ""),
     Fault(
-        "rank as alpha", "adapters.lora:peft_files", '"r": lora.rank', '"r": int(lora.alpha)', ""
+        "rank as alpha",
+        "adapters.folder.lora:peft_files",
+        '"r": lora.rank',
+        '"r": int(lora.alpha)',
+        "",
     ),
     Fault(
         "A and B swapped",
-        "adapters.lora:_renamed",
+        "adapters.folder.lora:_renamed",
         "{leaf}.{end}",
         "{'lora_A' if leaf == 'lora_B' else 'lora_B'}.{end}",
         "",
     ),
     Fault(
         "names of another layer",
-        "adapters.lora:_renamed",
+        "adapters.folder.lora:_renamed",
         "names[projection]",
         "names[projection].replace('layers.0', 'layers.9')",
         "",
     ),
-    Fault("prefix forgotten", "adapters.lora:peft_files", "PREFIX + _renamed", "_renamed", ""),
+    Fault(
+        "prefix forgotten", "adapters.folder.lora:peft_files", "PREFIX + _renamed", "_renamed", ""
+    ),
 )
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glassformer.adapters.load import adapt, load
-from glassformer.generate.decode import generate
+from glassformer.generation.loop import generate
 from glassformer.nn.cache import FixedCache
 from glassformer.spec.decoding import DecodeSpec
 from tests.adapters.checkpoints import CASES, folder_of, live, tokens

@@ -6,16 +6,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from glassformer.adapters.chat import read_chat
-from glassformer.adapters.conversation import Conversation
+from glassformer.adapters.chat.conversation import Conversation
+from glassformer.adapters.chat.template import read_chat
 from glassformer.adapters.load import load
-from glassformer.adapters.tokenizer import read_tokenizer
-from glassformer.generate.warm import WarmStepper
+from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
+from glassformer.generation.prefix_cache import WarmStepper
 from glassformer.spec.errors import GlassError
 from tests.adapters import folders, test_chat, test_conversation, test_hub, test_tokenizer
 from tests.adapters.speech.faults import FAULTS
+from tests.checks.faults import planted
 from tests.lab import test_lm_eval
-from tests.verify.faults import planted
 
 RED = (AssertionError, LookupError, RuntimeError, GlassError, pytest.fail.Exception)
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from glassformer.adapters.generation_config import GenerationDefaults, generation_defaults
-from glassformer.adapters.tokenizer import FolderTokenizer, read_tokenizer
-from glassformer.adapters.tokenizer_files import QWEN_WORDS
-from glassformer.adapters.tokenizer_ranks import QWEN_1_SPECIALS
-from glassformer.data.vocab import Tokenizer
-from glassformer.generate.constraint import Constraint
-from glassformer.generate.text import TextStream, visible
+from glassformer.adapters.folder.generation_config import GenerationDefaults, generation_defaults
+from glassformer.adapters.tokenizers.files import QWEN_WORDS
+from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer, read_tokenizer
+from glassformer.adapters.tokenizers.tiktoken import QWEN_1_SPECIALS
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.constraint import Constraint
+from glassformer.generation.streaming import TextStream, visible
 from glassformer.spec.errors import FileError, GlassError, InputError
 from tests.adapters import folders
 from tests.adapters.texts import varied

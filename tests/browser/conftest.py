@@ -20,7 +20,7 @@ import uvicorn
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
-from glassformer.web.server import create_app
+from glassformer.web.app.server import create_app
 from tests.browser.laboratory import train_all
 
 SCREENS = Path(__file__).parents[2] / "build" / "screens"

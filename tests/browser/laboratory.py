@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from glassformer.lab.session import train
+from glassformer.lab.api import train
 
 #: A text of its own, so that the language models' tokens do not depend on the Python version.
 TEXT = "the glass is clear. a head looks back at the word before it. so it goes, and so it goes.\n"

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from glassformer.lab.design_figure import EXPANSIONS, RATIOS
-from glassformer.spec.allocation import allocation_lines
-from glassformer.spec.budget import Answer
-from glassformer.spec.design import design
-from glassformer.spec.quantity import format_bytes
+from glassformer.budget.design import design
+from glassformer.budget.question import Answer
+from glassformer.costs.parameter_table import allocation_lines
+from glassformer.lab.plots.figures import EXPANSIONS, RATIOS
+from glassformer.spec.units import format_bytes
 from tests.browser.conftest import THEMES, WIDTHS, Opener, Watch
 
 READY = ".design[data-ready] glass-landscape[data-ready]"

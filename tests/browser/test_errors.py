@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
-from glassformer.lab import session
-from glassformer.lab.confusion import order
-from glassformer.lab.evaluate import Evaluation
+from glassformer.lab import api
+from glassformer.lab.measure.confusion import order
+from glassformer.lab.measure.evaluate import Evaluation
 from glassformer.store.rundir import RunDirectory
 from tests.browser.conftest import THEMES, WIDTHS, Opener, Site
 
@@ -16,7 +16,7 @@ from tests.browser.conftest import THEMES, WIDTHS, Opener, Site
 @pytest.fixture(scope="module")
 def own(site: Site) -> Evaluation:
     """What Python says."""
-    return session.evaluate(site.runs / "digits", split="test")
+    return api.evaluate(site.runs / "digits", split="test")
 
 
 def measured(page: Page) -> None:
@@ -77,7 +77,7 @@ def test_a_cell_opens_its_examples_and_back_closes_them(
     open_page: Opener, site: Site, own: Evaluation
 ) -> None:
     asked, answered, count = wrong_cell(own)
-    _, task = session.opened(site.runs / "digits")
+    _, task = api.opened(site.runs / "digits")
     rows = [i for i, pair in enumerate(own.pairs["operation"]) if pair == (asked, answered)]
     page = open_page("errors?run=digits")
     measured(page)
@@ -130,7 +130,7 @@ def test_another_checkpoint_and_split(open_page: Opener, site: Site) -> None:
     page.get_by_label("checkpoint").select_option(str(step))
     expect(page.locator(".facts")).to_contain_text(f"step{step}")
     page.get_by_label("split").select_option("val")
-    own = session.evaluate(site.runs / f"digits@{step}", split="val")
+    own = api.evaluate(site.runs / f"digits@{step}", split="val")
     expect(page.locator(".facts")).to_contain_text(f"{own.loss:.4f}")
     page.locator('[data-copy="cli"]').click()
     copied = page.evaluate("navigator.clipboard.readText()")
@@ -138,7 +138,7 @@ def test_another_checkpoint_and_split(open_page: Opener, site: Site) -> None:
 
 
 def test_a_task_without_a_matrix_says_so(open_page: Opener, site: Site) -> None:
-    own = session.evaluate(site.runs / "reverse", split="test")
+    own = api.evaluate(site.runs / "reverse", split="test")
     page = open_page("errors?run=reverse")
     measured(page)
     expect(page.locator("#matrix-title")).to_have_text("Nothing to confuse")

@@ -7,8 +7,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import glassformer as gf
-from glassformer.generate.beam import beam_search
-from glassformer.generate.decode import Generated, generate
+from glassformer.generation.beam import beam_search
+from glassformer.generation.loop import Generated, generate
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from tests.browser.conftest import THEMES, WIDTHS, Opener, Site, Watch
 from tests.browser.hostile import HOSTILE

@@ -223,7 +223,7 @@ def test_the_scrubber_moves_through_checkpoints_and_snapshots(open_page, site):
         "() => document.querySelector('.time output').textContent.includes('snapshot')"
     )
     page.wait_for_function("() => !document.querySelector('.inspect').classList.contains('busy')")
-    from glassformer.lens.probes import read_probes
+    from glassformer.lens.measure.probes import read_probes
 
     probes = read_probes(site.runs / "digits/probes/step-000080.safetensors")
     cells = page.locator(".attention table.data tbody td").all_inner_texts()
@@ -484,9 +484,9 @@ def test_512_tokens_open_and_one_head_is_fetched_at_a_time(open_page, site, watc
 
 
 def test_a_small_map_travels_in_float32_and_a_large_one_in_float16(site):
-    from glassformer.web import inspect
-    from glassformer.web.lab import Lab
-    from glassformer.web.query import Query
+    from glassformer.web.app.query import Query
+    from glassformer.web.app.workspace import Lab
+    from glassformer.web.pages import inspect
 
     lab = Lab(site.runs)
     for run, dtype in (("text", np.float32), ("long", np.float16)):
@@ -496,7 +496,7 @@ def test_a_small_map_travels_in_float32_and_a_large_one_in_float16(site):
         values = np.frombuffer(sent.data, dtype).reshape(sent.shape)
         assert sent.dtype == np.dtype(dtype).name
         adapter = gf.load(site.runs / run)
-        from glassformer.web.examples import task_of, written
+        from glassformer.web.pages.examples import task_of, written
 
         own = look(adapter.model, written(task_of(run, lab), "val", 0).batch).attention[1, 0]
         assert np.isnan(values).tolist() == (~own.allowed).tolist()

@@ -3,7 +3,7 @@
 import pytest
 
 from glassformer.adapters.load import load
-from glassformer.web.report import report_html
+from glassformer.web.report.document import report_html
 from tests.browser.conftest import HEIGHTS, THEMES, WIDTHS, Watch
 
 RUNS = ("digits", "reverse", "text")

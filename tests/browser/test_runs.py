@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from glassformer.lab.curves import read_curves
+from glassformer.lab.runs.curves import read_curves
 from glassformer.store.rundir import RunDirectory
 from tests.browser.conftest import THEMES, WIDTHS, Opener, Site, Watch
 

@@ -13,7 +13,7 @@ import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
 import glassformer as gf
-from glassformer.web.server import create_app
+from glassformer.web.app.server import create_app
 from tests.browser.conftest import Opener, Site, Watch
 
 

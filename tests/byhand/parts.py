@@ -23,10 +23,15 @@ from glassformer.byhand.activation import (
     silu_forward,
     slope_backward,
 )
-from glassformer.byhand.attend import attend_backward, attend_forward
 from glassformer.byhand.attention import multi_head_backward, multi_head_forward
+from glassformer.byhand.attention_core import (
+    attend_backward,
+    attend_forward,
+    softmax_backward,
+    softmax_forward,
+)
 from glassformer.byhand.block import BlockArrays, Setting, block_backward, block_forward
-from glassformer.byhand.embed import (
+from glassformer.byhand.embedding import (
     embedding_backward,
     embedding_forward,
     factorized_backward,
@@ -42,6 +47,7 @@ from glassformer.byhand.norm import (
     rms_norm_backward,
     rms_norm_forward,
 )
+from glassformer.byhand.pass_context import Trip, Workspace
 from glassformer.byhand.position import (
     rotate_backward,
     rotate_forward,
@@ -50,13 +56,10 @@ from glassformer.byhand.position import (
     sinusoidal_forward,
     sinusoids,
 )
-from glassformer.byhand.softmax import softmax_backward, softmax_forward
 from glassformer.byhand.storage import under
-from glassformer.byhand.trip import Trip
-from glassformer.byhand.workspace import Workspace
 from glassformer.spec import model as spec
-from glassformer.spec.inits import HeInit
-from glassformer.spec.parameters import attention_parameters, block_parameters, ffn_parameters
+from glassformer.spec.init import HeInit
+from glassformer.spec.manifest import attention_parameters, block_parameters, ffn_parameters
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glassformer.byhand.decode import start, step
+from glassformer.byhand.cached_forward import start, step
 from glassformer.byhand.model import Model
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from glassformer.byhand.erf import DOUBLE, SINGLE, erf
+from glassformer.byhand.activation import DOUBLE, SINGLE, erf
 
 LINE = np.concatenate([np.linspace(-7, 7, 20_011), np.linspace(-1e-3, 1e-3, 1_009)])
 

@@ -20,7 +20,7 @@ from tests.byhand import (
 )
 from tests.byhand.parts import PARTS
 from tests.byhand.witness import PRESETS
-from tests.verify.faults import Fault, planted
+from tests.checks.faults import Fault, planted
 
 
 def steps_like(ours: type[Adam], theirs: type[torch.optim.Optimizer]) -> None:
@@ -83,35 +83,35 @@ FAULTS = [
     ),
     fault(
         "repeated tokens overwrite",
-        "embed:embedding_backward",
+        "embedding:embedding_backward",
         "dtable_VD[rows] += sums if scale == 1.0 else sums * scale",
         "dtable_VD[tokens_M] = dout_MD",
         "repeated tokens, many rows",
     ),
     fault(
         "tied table not accumulated",
-        "embed:embedding_backward",
+        "embedding:embedding_backward",
         "dtable_VD += np.matmul(chosen_VM, dout_MD)",
         "dtable_VD[...] = np.matmul(chosen_VM, dout_MD)",
         "model fsm-probe",
     ),
     fault(
         "embedding scale forgotten backward",
-        "embed:embedding_backward",
+        "embedding:embedding_backward",
         "np.arange(len(tokens_M))] = scale",
         "np.arange(len(tokens_M))] = 1.0",
         "model seq2seq",
     ),
     fault(
         "factor V overwritten",
-        "embed:factorized_backward",
+        "embedding:factorized_backward",
         "dv_RD += dv.T",
         "dv_RD[...] = dv.T",
         "model fsm-factorized",
     ),
     fault(
         "L1 slope missing",
-        "embed:l1_penalty",
+        "embedding:l1_penalty",
         "du_VR += l1 * np.sign(u_VR)",
         "du_VR += 0.0",
         "model fsm-factorized",
@@ -139,49 +139,49 @@ FAULTS = [
     ),
     fault(
         "softmax without the Jacobian's second term",
-        "softmax:softmax_backward",
+        "attention_core:softmax_backward",
         "dx = np.subtract(dout, dot, out=dx)",
         "dx = np.subtract(dout, 0.0, out=dx)",
         "part softmax",
     ),
     fault(
         "empty rows divide by zero",
-        "softmax:masked_softmax",
+        "attention_core:masked_softmax",
         "total_BNT += total_BNT == 0",
         "total_BNT += 0",
         "empty rows",
     ),
     fault(
         "no shift for large scores",
-        "softmax:masked_softmax",
+        "attention_core:masked_softmax",
         "x -= x.max(axis=-1, keepdims=True)",
         "x -= 0.0",
         "huge",
     ),
     fault(
         "dropped 1/sqrt(d) backward",
-        "attend:attend_backward",
+        "attention_core:attend_backward",
         "dscores *= 1.0 / math.sqrt(H)",
         "dscores *= 1.0",
         "part attend",
     ),
     fault(
         "dv given to the wrong keys",
-        "attend:attend_backward",
+        "attention_core:attend_backward",
         "used.reshape(B, K, M, S).swapaxes(-1, -2), dheads_BKMH",
         "used.reshape(B, K, M, S)[..., ::-1].swapaxes(-1, -2), dheads_BKMH",
         "part attend",
     ),
     fault(
         "groups mixed up",
-        "attend:_fold",
+        "attention_core:_fold",
         "np.copyto(folded.reshape(B, N, T, H), x_BNTH)",
         "np.copyto(folded.reshape(B, N, T, H), x_BNTH[:, ::-1])",
         "part attend",
     ),
     fault(
         "attention dropout forgotten backward",
-        "attend:attend_backward",
+        "attention_core:attend_backward",
         "dweights *= keep",
         "dweights *= 1.0",
         "dropout slopes",
@@ -349,14 +349,14 @@ FAULTS = [
     ),
     fault(
         "cache off by one",
-        "decode:_advance",
+        "cached_forward:_advance",
         "past=state.length,",
         "past=max(state.length - 1, 0),",
         "cached",
     ),
     fault(
         "beams keep another beam's memory",
-        "decode:DecodeState.reorder",
+        "cached_forward:DecodeState.reorder",
         "(k[rows_B], v[rows_B])",
         "(k, v)",
         "cached seq2seq",

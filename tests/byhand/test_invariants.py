@@ -5,18 +5,23 @@ import pytest
 import torch
 
 from glassformer.byhand.activation import gelu_forward, relu_forward, silu_forward
-from glassformer.byhand.attend import attend_backward, attend_forward
 from glassformer.byhand.attention import multi_head_forward
-from glassformer.byhand.embed import embedding_backward, factorized_forward, l1_penalty
+from glassformer.byhand.attention_core import (
+    CALM,
+    attend_backward,
+    attend_forward,
+    masked_softmax,
+    softmax_backward,
+    softmax_forward,
+)
+from glassformer.byhand.embedding import embedding_backward, factorized_forward, l1_penalty
 from glassformer.byhand.heads import readout_forward
 from glassformer.byhand.inputs import allow_of, positions_of
 from glassformer.byhand.linear import linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
 from glassformer.byhand.norm import layer_norm_backward, layer_norm_forward, rms_norm_forward
+from glassformer.byhand.pass_context import Trip, Workspace
 from glassformer.byhand.position import rotate_forward, rotations, sinusoids
-from glassformer.byhand.softmax import CALM, masked_softmax, softmax_backward, softmax_forward
-from glassformer.byhand.trip import Trip
-from glassformer.byhand.workspace import Workspace
 from glassformer.nn.mask import build_mask
 from glassformer.spec import model as spec
 from tests.byhand.parts import ALLOW, PARTS, B, D, H, K, N, S, T

@@ -5,27 +5,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glassformer.byhand.attend import attend_backward
-from glassformer.byhand.check import numerical_gradient, relative_error
+from glassformer.byhand.attention_core import attend_backward
+from glassformer.byhand.gradient_check import numerical_gradient, relative_error
 from glassformer.byhand.layers import (
     CrossEntropyLoss,
     Embedding,
+    FeedForward,
     LayerNorm,
     Linear,
+    MultiHeadAttention,
     PositionalEncoding,
     ReLU,
     Softmax,
+    Transformer,
+    TransformerBlock,
     scaled_dot_product_attention,
 )
 from glassformer.byhand.optim import SGD, Adam
-from glassformer.byhand.transformer import (
-    FeedForward,
-    MultiHeadAttention,
-    Transformer,
-    TransformerBlock,
-)
-from glassformer.byhand.trip import Trip
-from glassformer.byhand.workspace import Workspace
+from glassformer.byhand.pass_context import Trip, Workspace
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import digits
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from glassformer.byhand.check import check_directions, relative_error
+from glassformer.byhand.gradient_check import check_directions, relative_error
 from glassformer.byhand.model import Model
 from glassformer.nn.taps import Taps
 from glassformer.spec.manifest import manifest

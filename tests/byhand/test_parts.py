@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from glassformer.byhand.check import numerical_gradient, relative_error
+from glassformer.byhand.gradient_check import numerical_gradient, relative_error
 from tests.byhand.parts import PARTS, Part
 
 TOLERANCE = 1e-12  # worst seen 4e-15 in outputs, 1.2e-13 in gradients (one zero by theory)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from glassformer.adapters.load import load_tokenizer
-from glassformer.cli import chatting, generating
+from glassformer.cli.actions import chat, generate
 from glassformer.cli.main import app
 from glassformer.spec.errors import InputError
 from tests.adapters import folders
@@ -46,7 +46,7 @@ def test_every_line_is_a_question_and_the_end_is_the_end(folder):
     assert one["finish"] in ("eos", "length")
     assert one["text"] != two["text"]
     stdout, stderr = glass(folder, *GREEDY, lines=["the cat", "on the mat"])
-    assert stdout == f"{chatting.visible(one['text'])}\n{chatting.visible(two['text'])}\n"
+    assert stdout == f"{chat.visible(one['text'])}\n{chat.visible(two['text'])}\n"
     assert stderr.count("cut off") == [one["finish"], two["finish"]].count("length")
 
 
@@ -70,13 +70,13 @@ def test_the_systems_words_come_first(folder):
 
 
 def test_the_folders_settings_are_used_unless_others_are_given(folder):
-    conversation = chatting.open_conversation(folder, {}, options=[])
+    conversation = chat.open_conversation(folder, {}, options=[])
     spec = conversation.spec
     assert (spec.temperature, spec.top_p, spec.top_k) == (0.7, 0.9, 20)
     assert spec.eos == (312, 310)
     assert spec.forbidden == tuple(range(313, 320))
     given = {"temperature": 0.0, "max_new": 5, "stop": ["x"]}
-    spec = chatting.open_conversation(folder, given, options=[]).spec
+    spec = chat.open_conversation(folder, given, options=[]).spec
     assert (spec.temperature, spec.top_p, spec.max_new_tokens) == (0.0, 0.9, 5)
     assert spec.stop == ("x",)
     drawn = [answers(folder, "--seed", str(seed), lines=["the cat"]) for seed in (1, 1, 2)]
@@ -84,14 +84,14 @@ def test_the_folders_settings_are_used_unless_others_are_given(folder):
 
 
 def test_a_plain_prompt_ends_at_any_end_and_meets_no_nameless_id(folder):
-    spec = generating.Options(forbid=("the",)).spec(load_tokenizer(folder))
+    spec = generate.Options(forbid=("the",)).spec(load_tokenizer(folder))
     assert spec.eos == (312, 310)
     assert set(range(313, 320)) < set(spec.forbidden)
 
 
 def test_options_reach_the_template(folder):
     options = ["enable_thinking=false", "name=Ada"]
-    talk = chatting.open_conversation(folder, {}, options=options)
+    talk = chat.open_conversation(folder, {}, options=options)
     assert talk.options == {"enable_thinking": False, "name": "Ada"}
 
 
@@ -161,36 +161,36 @@ class Typed(io.StringIO):
 
 
 def test_errors_at_a_terminal_do_not_end_the_conversation(folder, monkeypatch, capsys):
-    talk = chatting.open_conversation(folder, {"temperature": 0.0, "max_new": 4}, options=[])
+    talk = chat.open_conversation(folder, {"temperature": 0.0, "max_new": 4}, options=[])
     typed = Typed("/nothing\n", KeyboardInterrupt(), "the cat\n")
     monkeypatch.setattr(sys, "stdin", typed)
-    assert chatting.chat(talk) == 0
+    assert chat.chat(talk) == 0
     seen = capsys.readouterr()
     assert "is no command" in seen.err
     assert "/quit or Ctrl-D leaves" in seen.err
     assert len(talk.messages) == 2
-    assert chatting.visible(talk.messages[1]["content"]) in seen.out
+    assert chat.visible(talk.messages[1]["content"]) in seen.out
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(folder, capsys):
-    talk = chatting.open_conversation(folder, {"temperature": 0.0, "max_new": 40}, options=[])
+    talk = chat.open_conversation(folder, {"temperature": 0.0, "max_new": 40}, options=[])
     before = signal.getsignal(signal.SIGINT)
     heard = 0
-    for _ in chatting.answering(talk, "the cat"):
+    for _ in chat.answering(talk, "the cat"):
         heard += 1
         if heard == 3:
             os.kill(os.getpid(), signal.SIGINT)
     assert heard == 3
     assert talk.last.finish == "stopped"
     assert signal.getsignal(signal.SIGINT) is before
-    assert len(list(chatting.answering(talk, "the mat"))) > 0
+    assert len(list(chat.answering(talk, "the mat"))) > 0
 
 
 def test_a_second_ctrl_c_is_not_held_back(folder):
-    talk = chatting.open_conversation(folder, {"temperature": 0.0, "max_new": 40}, options=[])
+    talk = chat.open_conversation(folder, {"temperature": 0.0, "max_new": 40}, options=[])
 
     def twice():
-        for _ in chatting.answering(talk, "the cat"):
+        for _ in chat.answering(talk, "the cat"):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 

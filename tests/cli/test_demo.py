@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from glassformer.cli import demonstration
 from glassformer.cli import main as command
+from glassformer.cli.actions import demo
 from glassformer.store.rundir import RunDirectory
 
 
@@ -35,7 +35,7 @@ def made(tmp_path_factory):
     place = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        patch.setattr(demonstration, "HELD_OUT", 20)
+        patch.setattr(demo, "HELD_OUT", 20)
         words = ("demo", "--steps", 4)
         return place, (run(patch, *words), run(patch, *words, "--json"))
 
@@ -76,7 +76,7 @@ def test_json_is_one_object(made):
     assert len(weights) == len(found["attention"]["answer"])
     for row in weights:
         assert sum(row) == pytest.approx(1.0, abs=1e-3)
-    assert len(weights[0]) == len(found["attention"]["source"]) == demonstration.SHOWN + 1
+    assert len(weights[0]) == len(found["attention"]["source"]) == demo.SHOWN + 1
 
 
 def test_what_it_says_to_try_next_works_as_printed(made, monkeypatch):
@@ -103,16 +103,16 @@ def test_it_leaves_a_report_with_the_checks_it_made(made):
 
 
 def test_overwrite_starts_the_run_anew(tmp_path):
-    assert demonstration.free_folder(tmp_path, "demo", overwrite=False) == tmp_path / "demo"
+    assert demo.free_folder(tmp_path, "demo", overwrite=False) == tmp_path / "demo"
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo-2").mkdir()
-    assert demonstration.free_folder(tmp_path, "demo", overwrite=False) == tmp_path / "demo-3"
-    assert demonstration.free_folder(tmp_path, "demo", overwrite=True) == tmp_path / "demo"
+    assert demo.free_folder(tmp_path, "demo", overwrite=False) == tmp_path / "demo-3"
+    assert demo.free_folder(tmp_path, "demo", overwrite=True) == tmp_path / "demo"
 
 
 def test_commands_quote_what_a_shell_would_split(tmp_path):
     folder = tmp_path / "my runs" / "demo"
-    for text, _ in demonstration.next_commands(folder):
+    for text, _ in demo.next_commands(folder):
         assert str(folder) in shlex.split(text)
 
 

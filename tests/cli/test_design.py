@@ -8,12 +8,12 @@ import tomllib
 
 import pytest
 
+from glassformer.budget.infeasible import Infeasible, InfeasibleBudget
+from glassformer.budget.question import Budget
 from glassformer.cli import main as command
-from glassformer.cli.designing import infeasible_json, infeasible_text
+from glassformer.cli.actions.design import infeasible_json, infeasible_text
 from glassformer.lab.recipes import read_config
 from glassformer.models.build import build
-from glassformer.spec.budget import Budget
-from glassformer.spec.infeasible import Infeasible, InfeasibleBudget
 from glassformer.spec.manifest import count_parameters
 
 KEYS = {

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from glassformer.cli import exploring
+from glassformer.cli.actions import explore
 from glassformer.cli.main import app
 from glassformer.spec.errors import GlassError, InputError
 
@@ -92,15 +92,15 @@ def test_a_model_folder_is_shown_without_curves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", "localhost.evil"])
 def test_another_address_takes_two_options(host: str) -> None:
     with pytest.raises(InputError, match="other machines"):
-        exploring.check_host(host, allow_remote=False)
-    exploring.check_host(host, allow_remote=True)
+        explore.check_host(host, allow_remote=False)
+    explore.check_host(host, allow_remote=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
 def test_loopback_takes_none(host: str) -> None:
-    exploring.check_host(host, allow_remote=False)
+    explore.check_host(host, allow_remote=False)
     with pytest.raises(InputError, match="this machine only"):
-        exploring.check_host(host, allow_remote=True)
+        explore.check_host(host, allow_remote=True)
 
 
 def test_a_remote_address_is_warned_of(tmp_path: Path) -> None:
@@ -141,13 +141,13 @@ def test_what_cannot_be_is_told(
 
 
 def test_a_browser_needs_a_screen() -> None:
-    assert exploring.has_screen({"DISPLAY": ":0"}) or sys.platform in ("darwin", "win32")
+    assert explore.has_screen({"DISPLAY": ":0"}) or sys.platform in ("darwin", "win32")
     if sys.platform == "linux":
-        assert not exploring.has_screen({})
+        assert not explore.has_screen({})
 
 
 def test_the_link_goes_to_the_browser_in_a_private_file(tmp_path: Path) -> None:
-    address = exploring._doorway(tmp_path, "http://127.0.0.1:1/#t=secret&x")
+    address = explore._doorway(tmp_path, "http://127.0.0.1:1/#t=secret&x")
     file = tmp_path / "open.html"
     assert address == file.as_uri()
     assert file.stat().st_mode & 0o077 == 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from glassformer.cli.finding import find_model, find_run
+from glassformer.cli.shell.resolve import find_model, find_run
 from glassformer.spec.errors import InputError
 
 

@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 import glassformer as gf
-from glassformer.cli import generating
 from glassformer.cli import main as command
+from glassformer.cli.actions import generate
 from glassformer.cli.main import app
-from glassformer.data.machines import parity
+from glassformer.data.automata.library import parity
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +143,9 @@ def test_bad_input_is_three_lines_before_work_starts(runs, words, message, monke
     """Exit code 2, nothing on stdout, and no model has made a step."""
     work = []
     for name in ("TorchStepper", "NaiveStepper"):
-        stepper = getattr(generating, name)
+        stepper = getattr(generate, name)
         seen = type(name, (stepper,), {"start": lambda self, *_, **__: work.append(self)})
-        monkeypatch.setattr(generating, name, seen)
+        monkeypatch.setattr(generate, name, seen)
     monkeypatch.setattr(sys, "argv", ["glass", "generate", *words, "--runs", runs])
     with pytest.raises(SystemExit) as ended:
         command.main()
@@ -160,13 +160,13 @@ def test_bad_input_is_three_lines_before_work_starts(runs, words, message, monke
 def test_ctrl_c_ends_a_stream_cleanly(runs, monkeypatch, capsys):
     """What was made stays on stdout; the exit code is a signal's."""
 
-    class Interrupted(generating.TorchStepper):
+    class Interrupted(generate.TorchStepper):
         def step(self, tokens_B, *, past):
             if self.positions > 3:
                 raise KeyboardInterrupt
             return super().step(tokens_B, past=past)
 
-    monkeypatch.setattr(generating, "TorchStepper", Interrupted)
+    monkeypatch.setattr(generate, "TorchStepper", Interrupted)
     words = ["glass", "generate", "parity", "0", "--min-new", "9", "--runs", runs]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:

@@ -67,7 +67,7 @@ def test_verify_takes_a_checkpoint(tmp_path):
 
 
 def test_a_failed_check_exits_1():
-    result = CliRunner().invoke(app, ["verify", "tests.verify.foreign:leaky"])
+    result = CliRunner().invoke(app, ["verify", "tests.checks.foreign:leaky"])
     assert result.exit_code == 1
     assert "bug" in result.stdout
 
@@ -102,7 +102,7 @@ def test_debug_shows_the_traceback():
 def test_the_door_names_what_it_has():
     with pytest.raises(AttributeError, match="glassformer has no 'nothing'; it has Batch"):
         gf.nothing  # noqa: B018
-    for name in dir(gf):
+    for name in gf.__all__:
         assert callable(getattr(gf, name))
 
 

@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from glassformer.adapters.load import load
-from glassformer.cli import inspecting
 from glassformer.cli import main as command
-from glassformer.cli.inspecting import Asked
+from glassformer.cli.actions import inspect
+from glassformer.cli.actions.inspect import Asked
 from tests.adapters import folders
 from tests.lab.runs import trained
-from tests.train.samples import digits, machine, reverse
+from tests.training.samples import digits, machine, reverse
 
 
 @pytest.fixture(scope="module")
@@ -194,13 +194,13 @@ def test_a_long_line_gives_the_strongest_cells_and_plain_signs_where_there_are_n
     runs, monkeypatch
 ):
     adapter = load(runs / "digits").eval()
-    seen = inspecting.inspect(adapter, "SUM " + "1 2 3 4 " * 12, Asked(target="3"))
+    seen = inspect.inspect(adapter, "SUM " + "1 2 3 4 " * 12, Asked(target="3"))
     monkeypatch.setenv("COLUMNS", "60")
-    text = inspecting.seen_text(seen)
+    text = inspect.seen_text(seen)
     assert "does not fit 60 columns; its strongest:" in text
-    short = inspecting.inspect(adapter, "SUM 1 2", Asked())
-    monkeypatch.setattr(inspecting.terminal, "is_unicode", lambda: False)
-    assert inspecting.seen_text(short).isascii()
+    short = inspect.inspect(adapter, "SUM 1 2", Asked())
+    monkeypatch.setattr(inspect.terminal, "is_unicode", lambda: False)
+    assert inspect.seen_text(short).isascii()
 
 
 def test_every_head_may_be_silent(glass, tmp_path):

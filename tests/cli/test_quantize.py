@@ -9,11 +9,13 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.cli.main import app
-from glassformer.quant.report import is_model_quantized
+from glassformer.quant.status import is_model_quantized
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.quantized import load_quantized
 
-pytestmark = pytest.mark.filterwarnings("ignore::glassformer.quant.backends.SlowQuantization")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::glassformer.quant.backends.choose.SlowQuantization"
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from glassformer.cli import main as command
-from glassformer.lab.curves import read_curves
-from glassformer.lab.session import evaluate
+from glassformer.lab.api import evaluate
+from glassformer.lab.runs.curves import read_curves
 from tests.lab.runs import trained
-from tests.train.samples import digits, machine
+from tests.training.samples import digits, machine
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from glassformer.cli.device import check_device
-from glassformer.cli.listing import listing, listing_text
-from glassformer.cli.saving import write_file
-from glassformer.cli.streams import CUT_OFF, is_cut_off, tell, trouble
-from glassformer.lab.record import load_run_spec
+from glassformer.cli.actions.list import listing, listing_text
+from glassformer.cli.shell.output import write_file
+from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.terminal import CUT_OFF, is_cut_off, tell, trouble
+from glassformer.lab.runs.record import load_run_spec
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.store.rundir import RunDirectory
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from glassformer.cli import main as command
-from glassformer.cli.training import stopping
+from glassformer.cli.actions.train import stopping
 from glassformer.lab.recipes import RECIPES
 from glassformer.spec.presets import PRESETS
 from glassformer.store.rundir import RunDirectory
@@ -316,6 +316,6 @@ def test_signals_are_given_back_after_the_run(glass, tmp_path):
 
 
 def test_freed_memory_is_kept_where_the_c_library_can():
-    from glassformer.cli.heap import keep_freed_memory
+    from glassformer.cli.shell.process import keep_freed_memory
 
     assert keep_freed_memory() == ("glibc" in platform.libc_ver()[0])

@@ -14,8 +14,8 @@ from bench.budget import (
 )
 from bench.budget_stress import EACH, KINDS, MIXED, outcome, stress_set
 
-from glassformer.spec.budget import Budget
-from glassformer.spec.solve import solve
+from glassformer.budget.design import solve
+from glassformer.budget.question import Budget
 from tests.contracts.test_bench import FIELDS
 
 GRID = list(sane_grid())

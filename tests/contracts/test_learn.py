@@ -12,7 +12,7 @@ import pytest
 from pages.figures import FIGURES, FOLDER, draw
 from pages.quotes import PAGES, QUOTE, BadQuote, excerpt, refresh, refreshed, source_of
 
-from glassformer.verify.catalogue import PART_CHECKS, SUBJECT_CHECKS
+from glassformer.checks.catalogue import PART_CHECKS, SUBJECT_CHECKS
 
 LEARN = PAGES / "learn"
 CHAPTERS = sorted(LEARN.glob("0*.md"))
@@ -57,9 +57,9 @@ def test_only_a_page_that_changed_is_written(tmp_path):
 
 
 def test_functions_methods_and_constants_can_be_quoted():
-    assert source_of("glassformer/byhand/softmax.py", "CALM") == "CALM = 60.0\n"
+    assert source_of("glassformer/byhand/attention_core.py", "CALM") == "CALM = 60.0\n"
     assert source_of("glassformer/nn/norm.py", "LayerNorm.extra_repr").startswith("def extra_repr")
-    assert source_of("glassformer/spec/base.py", "spec").startswith("@")  # its decorators too
+    assert source_of("glassformer/spec/checks.py", "spec").startswith("@")  # its decorators too
 
 
 def test_an_excerpt_is_from_one_line_to_the_next():

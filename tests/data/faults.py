@@ -1,10 +1,10 @@
 """Planted mistakes in the data: one line of damage each, and the check that must notice."""
 
-from tests.verify.faults import Fault
+from tests.checks.faults import Fault
 
-TRANSLATION = "data.translation:Translation."
-ANSWERED = "data.answered:answered_batch"
-FSM, DRAWN = "data.fsm:Fsm.", "data.fsm_rows:"
+TRANSLATION = "data.tasks.translation:Translation."
+ANSWERED = "data.splits:answered_batch"
+FSM, DRAWN = "data.tasks.fsm:Fsm.", "data.tasks.fsm:"
 SHIFT = "tokens_BT[:, 1:] = next_BT[:, :-1]"
 TRAIN_WALK = "train follows the walk"
 DRAWS = "counted targets are draws from the oracle"
@@ -14,26 +14,26 @@ FAULTS = (
     # labels
     Fault("seq2seq labels not shifted", ANSWERED, SHIFT, "tokens_BT[:] = next_BT", "sequences"),
     Fault("seq2seq reads the future", ANSWERED, SHIFT, "tokens_BT[:, :-1] = next_BT[:, 1:]", "sequences"),
-    Fault("seq2seq without EOS", "data.sequences:Sequences._make", "source_NS[place, length] = answer_NT[place, length] = EOS", "source_NS[place, length] = EOS", "sequences"),
+    Fault("seq2seq without EOS", "data.tasks.sequences:Sequences._make", "source_NS[place, length] = answer_NT[place, length] = EOS", "source_NS[place, length] = EOS", "sequences"),
     Fault("FSM labels not shifted", DRAWN + "_rows", "next_NT = np.pad(words, ((0, 0), (0, 1)), constant_values=PAD)", "next_NT = tokens_NT.copy()", "rows"),
     Fault("FSM without EOS", DRAWN + "_rows", "np.where(ended, EOS, following + FIRST)", "following + FIRST", "rows"),
     Fault("FSM state one late", DRAWN + "_rows", "np.where(valid_NT, states_NL[numbers], 0)", "np.where(valid_NT, np.roll(states_NL[numbers], 1, axis=1), 0)", "rows"),
     Fault("FSM class is the state", FSM + "batch", "np.where(valid_BT, self._classes_Q[states_BT], 0)", "np.where(valid_BT, states_BT, 0)", "rows"),
-    Fault("text labels not shifted", "data.text:Text.batch", "window_BT[:, 1:]", "window_BT[:, :-1]", "text targets"),
-    Fault("text windows overlap", "data.text:Text._window", "rows[:, None] * self.spec.length", "rows[:, None] * (self.spec.length - 1)", "text targets"),
+    Fault("text labels not shifted", "data.tasks.text:Text.batch", "window_BT[:, 1:]", "window_BT[:, :-1]", "text targets"),
+    Fault("text windows overlap", "data.tasks.text:Text._window", "rows[:, None] * self.spec.length", "rows[:, None] * (self.spec.length - 1)", "text targets"),
     Fault("translation not shifted", ANSWERED, SHIFT, "tokens_BT[:, 1:] = next_BT[:, 1:]", "translation batches"),
     Fault("translation PAD weighted", ANSWERED, "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "translation batches"),
     Fault("source of another pair", TRANSLATION + "batch", "pairs.source_NS[rows]", "pairs.source_NS[rows[::-1]]", "translation batches"),
     # answers
     Fault("the other form's words", TRANSLATION + "_pair", "written(value.kind, value.value, wanted)", "written(value.kind, value.value, given)", "translations"),
-    Fault("dates a day late", "data.written:_date", "format_date(date,", "format_date(date + datetime.timedelta(1),", "translations"),
-    Fault("numbers one more", "data.written:_number", "num2words(value,", "num2words(value + 1,", "translations"),
-    Fault("SECOND is the first", "data.digits:_answers", "digits[:, 1]", "digits[:, 0]", "digits"),
-    Fault("SUM modulo 9", "data.digits:_answers", "% 10", "% 9", "digits"),
-    Fault("answers of other rows", "data.digits:Digits.__init__", "every.answers_N[mixed]", "every.answers_N[numbers]", "digits"),
-    Fault("SEP forgotten", "data.digits:_enumerate", "tokens_NT[place, length + 1] = SEP", "pass", "digits"),
-    Fault("reverse is a copy", "data.sequences:_rearranged", "rows[:, ::-1]", "rows", "sequences"),
-    Fault("sorted backwards", "data.sequences:_rearranged", "np.sort(rows, axis=1)", "np.sort(rows, axis=1)[:, ::-1]", "sequences"),
+    Fault("dates a day late", "data.tasks.translation:_date", "format_date(date,", "format_date(date + datetime.timedelta(1),", "translations"),
+    Fault("numbers one more", "data.tasks.translation:_number", "num2words(value,", "num2words(value + 1,", "translations"),
+    Fault("SECOND is the first", "data.tasks.digits:_answers", "digits[:, 1]", "digits[:, 0]", "digits"),
+    Fault("SUM modulo 9", "data.tasks.digits:_answers", "% 10", "% 9", "digits"),
+    Fault("answers of other rows", "data.tasks.digits:Digits.__init__", "every.answers_N[mixed]", "every.answers_N[numbers]", "digits"),
+    Fault("SEP forgotten", "data.tasks.digits:_enumerate", "tokens_NT[place, length + 1] = SEP", "pass", "digits"),
+    Fault("reverse is a copy", "data.tasks.sequences:_rearranged", "rows[:, ::-1]", "rows", "sequences"),
+    Fault("sorted backwards", "data.tasks.sequences:_rearranged", "np.sort(rows, axis=1)", "np.sort(rows, axis=1)[:, ::-1]", "sequences"),
     # padding
     Fault("seq2seq PAD weighted", ANSWERED, "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "sequence padding"),
     Fault("FSM PAD weighted", DRAWN + "_rows", "counts_NL[numbers] & valid_NT", "counts_NL[numbers]", "FSM padding"),
@@ -49,33 +49,33 @@ FAULTS = (
     Fault("held-out prefixes all count", DRAWN + "divided", "likeliest_NL * spec.examples <= 1.0", "likeliest_NL >= 0.0", DRAWS),
     Fault("only what happened is rare", DRAWN + "divided", "rest_LQ[np.arange(spec.max_length + 1), states_NL]", "1e-9", DRAWS),
     Fault("longer counts from the start", DRAWN + "longer", "np.arange(cut + 1) > spec.max_length", "np.arange(cut + 1) >= 0", DRAWS),
-    Fault("hash reads the padding", "data.streams:hash_rows", "np.where(place < lengths_N, mixed_N, hash_N)", "mixed_N", "row hashes"),
-    Fault("pairs split, not values", "data.translation:_divided", 'mixed.permutation(numbers)]', 'mixed.permutation(len(values))[: len(numbers)]]', "translation splits"),
+    Fault("hash reads the padding", "data.rng:hash_rows", "np.where(place < lengths_N, mixed_N, hash_N)", "mixed_N", "row hashes"),
+    Fault("pairs split, not values", "data.tasks.translation:_divided", 'mixed.permutation(numbers)]', 'mixed.permutation(len(values))[: len(numbers)]]', "translation splits"),
     # oracle
     Fault("oracle forgets min_length", FSM + "oracle", "np.minimum(np.arange(width), self.spec.min_length)", "np.full(width, self.spec.min_length)", "oracle"),
     Fault("oracle of the next state", FSM + "oracle", "states_BT = kept.states_NT[:, :width]", "states_BT = np.roll(kept.states_NT[:, :width], -1, axis=1)", "oracle"),
-    Fault("entropy in bits", "data.walk:Walk.entropies", "np.log(", "np.log2(", "entropy"),
-    Fault("entropy without the end", "data.walk:Walk.entropies", "p = self.probabilities_MQE", "p = self.probabilities_MQE[:, :, :-1]", "entropy"),
-    Fault("walk ignores its weights", "data.walk:Walk.draw", "np.cumsum(self.probabilities_MQE, axis=2)", "np.cumsum(self.probabilities_MQE > 0, axis=2)", "draws"),
-    Fault("walk ends too often", "data.walk:Walk.draw", "(bounds <= below).sum(axis=1)", "(bounds <= below * 1.2).sum(axis=1).clip(max=end)", "draws"),
+    Fault("entropy in bits", "data.automata.walk:Walk.entropies", "np.log(", "np.log2(", "entropy"),
+    Fault("entropy without the end", "data.automata.walk:Walk.entropies", "p = self.probabilities_MQE", "p = self.probabilities_MQE[:, :, :-1]", "entropy"),
+    Fault("walk ignores its weights", "data.automata.walk:Walk.draw", "np.cumsum(self.probabilities_MQE, axis=2)", "np.cumsum(self.probabilities_MQE > 0, axis=2)", "draws"),
+    Fault("walk ends too often", "data.automata.walk:Walk.draw", "(bounds <= below).sum(axis=1)", "(bounds <= below * 1.2).sum(axis=1).clip(max=end)", "draws"),
     Fault("excess by the targets' mean", "data.task:Oracle.excess", "- self.entropy", "- self.entropy.mean()", "perfect model"),
     # machines
-    Fault("Hopcroft forgets a half", "data.refine:coarsest_refinement", "(block, other) in waiting or len(inside)", "len(inside)", "Hopcroft"),
-    Fault("Hopcroft never waits", "data.refine:coarsest_refinement", "while waiting:", "for _ in range(1):", "Hopcroft"),
-    Fault("minimised ignores ends", "data.machine:Machine.minimised", "2 * kind + end", "2 * kind", "Hopcroft"),
-    Fault("counterexample not shortest", "data.equivalence:counterexample", "queue.popleft()", "queue.pop()", "equivalence"),
-    Fault("what cannot be read is ignored", "data.equivalence:counterexample", "if state == NOWHERE:\n            return None", "if state == NOWHERE:\n            state = 0", "equivalence"),
-    Fault("legal into a dead end", "data.machine:Machine.legal", "target != NOWHERE and alive[target]", "target != NOWHERE", "legal"),
-    Fault("plus matches nothing", "data.regex:_Parser.repeated", 'how in "*?"', 'how in "*?+"', "regex"),
-    Fault("star only once", "data.regex:_Parser.repeated", 'how in "*+"', 'how in "+"', "regex"),
-    Fault("choice not inverted", "data.regex:_Parser.choice", "if inverted else", "if not members else", "regex"),
+    Fault("Hopcroft forgets a half", "data.automata.machine:coarsest_refinement", "(block, other) in waiting or len(inside)", "len(inside)", "Hopcroft"),
+    Fault("Hopcroft never waits", "data.automata.machine:coarsest_refinement", "while waiting:", "for _ in range(1):", "Hopcroft"),
+    Fault("minimised ignores ends", "data.automata.machine:Machine.minimised", "2 * kind + end", "2 * kind", "Hopcroft"),
+    Fault("counterexample not shortest", "data.automata.machine:counterexample", "queue.popleft()", "queue.pop()", "equivalence"),
+    Fault("what cannot be read is ignored", "data.automata.machine:counterexample", "if state == NOWHERE:\n            return None", "if state == NOWHERE:\n            state = 0", "equivalence"),
+    Fault("legal into a dead end", "data.automata.machine:Machine.legal", "target != NOWHERE and alive[target]", "target != NOWHERE", "legal"),
+    Fault("plus matches nothing", "data.automata.regex:_Parser.repeated", 'how in "*?"', 'how in "*?+"', "regex"),
+    Fault("star only once", "data.automata.regex:_Parser.repeated", 'how in "*+"', 'how in "+"', "regex"),
+    Fault("choice not inverted", "data.automata.regex:_Parser.choice", "if inverted else", "if not members else", "regex"),
     # order and text
     Fault("last batch dropped", "data.sampler:Sampler._batches_of", "range(0, self.size, self.batch_size)", "range(0, self.size - self.size % self.batch_size or self.size, self.batch_size)", "every row once"),
     Fault("every epoch alike", "data.sampler:Sampler._batches_of", '"order", epoch', '"order"', "epochs differ"),
     Fault("order depends on the past", "data.sampler:Sampler.rows", "if epoch != self._epoch:", "if self._epoch < 0:", "step alone decides"),
     Fault("not sorted by length", "data.sampler:Sampler._batches_of", "part[by_length]", "part", "like length"),
     Fault("short batches first", "data.sampler:Sampler._batches_of", "rng.permutation(len(batches))", "range(len(batches))", "like length"),
-    Fault("pieces learned from all text", "data.text:_tokenizer", 'texts["train"].decode("utf-8")', 'b"".join(texts.values()).decode("utf-8")', "pieces"),
-    Fault("bytes counted as characters", "data.text:Text._tokens", "_Part(ids[split], len(text))", "_Part(ids[split], len(text.decode()))", "text parts"),
-    Fault("val inside train", "data.text:Text.__init__", '"train": whole[:cut]', '"train": whole', "text parts"),
+    Fault("pieces learned from all text", "data.tasks.text:_tokenizer", 'texts["train"].decode("utf-8")', 'b"".join(texts.values()).decode("utf-8")', "pieces"),
+    Fault("bytes counted as characters", "data.tasks.text:Text._tokens", "_Part(ids[split], len(text))", "_Part(ids[split], len(text.decode()))", "text parts"),
+    Fault("val inside train", "data.tasks.text:Text.__init__", '"train": whole[:cut]', '"train": whole', "text parts"),
 )  # fmt: skip

@@ -4,7 +4,7 @@ import itertools
 
 from hypothesis import strategies as st
 
-from glassformer.data.machine import NOWHERE, Machine
+from glassformer.data.automata.machine import NOWHERE, Machine
 
 
 @st.composite

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.data.digits import (
+from glassformer.data.tasks.digits import (
     VOCAB,
     Digits,
     Example,

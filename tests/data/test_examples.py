@@ -8,18 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.data.examples import Example, Examples, packed
-from glassformer.data.letters import Bytes
-from glassformer.data.records import Chat, Plain, Prompted, read_records
+from glassformer.data.packing import Example, Examples, packed
+from glassformer.data.tasks.records import Chat, Plain, Prompted, read_records
+from glassformer.data.tokenizers.characters import Bytes
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.train import TrainSpec
-from glassformer.train.engine import loss_weights
-from glassformer.train.losses import head_loss
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.engine import loss_weights
+from glassformer.training.losses import head_loss
+from glassformer.training.torch_engine import TorchEngine
+from tests.checks.faults import Fault, planted
 from tests.tiny import built
-from tests.verify.faults import Fault, planted
 
 QWEN = presets.qwen(
     vocab_size=256, d_model=12, n_heads=3, n_kv_heads=1, d_head=4, d_ff=17, n_layers=2, window=5
@@ -316,7 +316,7 @@ def test_the_spec_is_checked(fields):
 
 # --- tests are tested -----------------------------------------------------------------------------
 
-BATCH, ROWS = "data.examples:Examples.batch", "data.examples:_rows"
+BATCH, ROWS = "data.packing:Examples.batch", "data.packing:_rows"
 ANSWERS, LEAKS = "answers", "packed"
 FAULTS = (
     Fault("mask one too early", ROWS, "example.learned_N[1:]", "example.learned_N[:-1]", ANSWERS),

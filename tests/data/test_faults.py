@@ -6,10 +6,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from glassformer.data.machines import machine_named
-from glassformer.data.walk import weighted_walk
-from glassformer.data.written import written
+from glassformer.data.automata.library import machine_named
+from glassformer.data.automata.walk import weighted_walk
+from glassformer.data.tasks.translation import written
 from glassformer.spec.errors import GlassError
+from tests.checks.faults import planted
 from tests.data import (
     test_digits,
     test_fsm,
@@ -23,7 +24,6 @@ from tests.data import (
     test_walk,
 )
 from tests.data.faults import FAULTS
-from tests.verify.faults import planted
 
 
 def in_a_folder(check: Callable[[Path], None]) -> Callable[[], None]:

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from glassformer.data.fsm import Fsm
-from glassformer.data.fsm_rows import BOS, EOS, FIRST, PAD
+from glassformer.data.tasks.fsm import BOS, EOS, FIRST, PAD, Fsm
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import FsmTask
 

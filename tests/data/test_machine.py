@@ -5,15 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glassformer.data.equivalence import counterexample, equivalent
-from glassformer.data.machine import NOWHERE, Machine
-from glassformer.data.machines import (
+from glassformer.data.automata.library import (
     brackets,
     machine_named,
     modulo,
     parity,
     random_machine,
 )
+from glassformer.data.automata.machine import NOWHERE, Machine, counterexample, equivalent
 from glassformer.spec.errors import InputError
 from tests.data.strategies import machines, said, strings
 

@@ -8,19 +8,13 @@ import types
 import numpy as np
 import pytest
 
-from glassformer.data.build import build_task
+from glassformer.data.build_task import build_task
+from glassformer.data.rng import digest, hash_rows, stream
 from glassformer.data.splits import distinct_rows, overlap, spread, tenths
-from glassformer.data.streams import digest, hash_rows, stream
 from glassformer.data.task import Oracle
-from glassformer.data.tokenizer import tokenizer_from_json
+from glassformer.data.tokenizers.from_json import tokenizer_from_json
 from glassformer.spec.errors import InputError
-from glassformer.spec.tasks import (
-    DigitsTask,
-    FsmTask,
-    SequenceTask,
-    TextTask,
-    TranslationTask,
-)
+from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask, TranslationTask
 
 SPECS = {
     "digits": DigitsTask(examples=1_000),
@@ -146,7 +140,7 @@ def test_seeds_make_other_data():
 def test_other_processes_make_the_same_bytes_without_torch():
     program = (
         "import sys\n"
-        "from glassformer.data.build import build_task\n"
+        "from glassformer.data.build_task import build_task\n"
         "from glassformer.spec.tasks import *\n"
         "for spec in (DigitsTask(examples=1000), SequenceTask(operation='sort', examples=1000),\n"
         "             FsmTask(examples=2000)):\n"

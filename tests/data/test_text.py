@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from glassformer.data import text as module
-from glassformer.data.corpus import read_corpus
-from glassformer.data.text import Text, held_out_text
+from glassformer.data.tasks import text as module
+from glassformer.data.tasks.corpus import read_corpus
+from glassformer.data.tasks.text import Text, held_out_text
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.tasks import TextTask
 

@@ -7,10 +7,9 @@ through every variant that the machine has.
 import torch
 import torch.nn.functional as F
 
-from glassformer.kernels import native
-from glassformer.kernels.integer import Int4Weight, Int8Weight
-from glassformer.kernels.product import Product
-from glassformer.kernels.reference import reference_int4, reference_int8
+from glassformer.kernels import c_library
+from glassformer.kernels.int_matmul import Int4Weight, Int8Weight, reference_int4, reference_int8
+from glassformer.kernels.matmul import Product
 from tests.tiny import noise
 
 # B rows, I inputs, O outputs, G groups
@@ -56,8 +55,8 @@ def floats_are_torchs() -> None:
                     )
                     small, large = (1e-6, 1e-6) if dtype == torch.float32 else (1e-2, 2**-7)
                     limit = small * (inputs**0.5 + 1) + large * (want.abs() + residual.abs())
-                    for name in native.variants():
-                        with native.use_variant(name):
+                    for name in c_library.variants():
+                        with c_library.use_variant(name):
                             assert ((product(x) - want).abs() <= limit).all(), (
                                 name,
                                 outputs,
@@ -76,8 +75,8 @@ def int8_is_the_reference() -> None:
             x = single(rows, inputs, seed=2) * torch.logspace(-9, 9, rows)[:, None]
             for given in (None, bias):
                 want = reference_int8(x, qweight, scale, given)
-                for name in native.variants():
-                    with native.use_variant(name):
+                for name in c_library.variants():
+                    with c_library.use_variant(name):
                         assert torch.equal(weight.product(x, given), want), (name, outputs, inputs)
 
 
@@ -92,8 +91,8 @@ def int4_is_the_reference() -> None:
                 for rows in (1, 3, 13, 41):
                     x = single(rows, inputs, seed=2)
                     want = reference_int4(x, qweight, scales, zeros, bias)
-                    for name in native.variants():
-                        with native.use_variant(name):
+                    for name in c_library.variants():
+                        with c_library.use_variant(name):
                             assert torch.equal(weight.product(x, bias), want), (name, inputs, group)
 
 
@@ -103,8 +102,8 @@ def nothing_saturates() -> None:
     x[1] = -3.0
     for level in (-128, 127):
         qweight = torch.full((19, inputs), level, dtype=torch.int8)
-        for name in native.variants():
-            with native.use_variant(name):
+        for name in c_library.variants():
+            with c_library.use_variant(name):
                 got = Int8Weight(qweight, torch.ones(19)).product(x)
                 want = reference_int8(x, qweight, torch.ones(19))
                 assert torch.equal(got, want) and bool((got[0] == 3.0 * inputs * level).all()), name
@@ -112,8 +111,8 @@ def nothing_saturates() -> None:
         qweight = torch.full((19, inputs), level, dtype=torch.uint8)
         for group in (32, 128, 1280):
             scale = torch.ones(19, inputs // group)
-            for name in native.variants():
-                with native.use_variant(name):
+            for name in c_library.variants():
+                with c_library.use_variant(name):
                     got = Int4Weight(qweight, scale, group=group).product(x)
                     assert torch.equal(got, reference_int4(x, qweight, scale)), (name, group)
 
@@ -128,8 +127,8 @@ def rows_are_their_own() -> None:
         (Product(single(37, 129), single(37, seed=1), routines=C), 129, 16),
         (Product(single(37, 2111), None, routines=C), 2111, 16),
     )
-    for name in native.variants():
-        with native.use_variant(name):
+    for name in c_library.variants():
+        with c_library.use_variant(name):
             for product, inputs, most in kinds:
                 x = single(most, inputs, seed=2)
                 x[most // 2] *= 1e6
@@ -167,8 +166,8 @@ def activations_are_rounded_as_said() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 126.5], [0.0] * 5, [1.0, torch.nan, 1.0, 1.0, 1.0]])
     x = torch.cat((x, torch.tensor([[torch.inf] + [1.0] * 4, [3e-44, 1e-45, 0.0, 0.0, -3e-44]])))
     weight = Int8Weight(torch.eye(5, dtype=torch.int8), torch.ones(5))
-    for name in native.variants():
-        with native.use_variant(name):
+    for name in c_library.variants():
+        with c_library.use_variant(name):
             got = weight.product(x)
             assert got[0].tolist() == [127.0, 0.0, 2.0, -2.0, 126.0], name
             assert got[1].tolist() == [0.0] * 5, name

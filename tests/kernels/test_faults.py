@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from glassformer.kernels import native
+from glassformer.kernels import c_library
 from glassformer.kernels.build import HEADERS, HERE, SOURCES, build
 from tests.kernels.checks import CHECKS
 from tests.kernels.faults import FAULTS
@@ -15,7 +15,7 @@ PLAIN = ("-O0", "-std=gnu11", "-ffp-contract=off")
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_is_caught(fault, tmp_path, monkeypatch):
-    if fault.needs not in native.variants():
+    if fault.needs not in c_library.variants():
         pytest.skip("this machine cannot run the damaged line")
     for name in SOURCES + HEADERS:
         shutil.copy(HERE / name, tmp_path / name)
@@ -23,8 +23,8 @@ def test_every_fault_is_caught(fault, tmp_path, monkeypatch):
     assert text.count(fault.old) == 1, f"the line to damage is gone: {fault.old}"
     (tmp_path / fault.file).write_text(text.replace(fault.old, fault.new))
     made = build(source=tmp_path, target=tmp_path / "damaged.so", flags=PLAIN)
-    damaged = native.open_library(made)
-    monkeypatch.setattr(native, "_loaded", lambda: (damaged, ""))
+    damaged = c_library.open_library(made)
+    monkeypatch.setattr(c_library, "_loaded", lambda: (damaged, ""))
     with pytest.raises(AssertionError):
         CHECKS[fault.caught_by]()
 

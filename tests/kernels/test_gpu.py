@@ -19,7 +19,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("extra", [False, True])
 def test_a_product_of_one_row(n_in, norm, gated, extra):
-    from glassformer.kernels import gpu
+    from glassformer.kernels import triton_decode
 
     n_out = 37
     x, weight = draw(1, n_in), draw(2 * n_out if gated else n_out, n_in, seed=1)
@@ -35,7 +35,7 @@ def test_a_product_of_one_row(n_in, norm, gated, extra):
     if gated:
         want = F.silu(want[:, :n_out]) * want[:, n_out:]
     want = want if residual is None else want + residual
-    shown = gpu.product(
+    shown = triton_decode.product(
         x,
         weight,
         bias,
@@ -50,11 +50,11 @@ def test_a_product_of_one_row(n_in, norm, gated, extra):
 
 
 def test_a_gate_of_many_rows():
-    from glassformer.kernels import gpu
+    from glassformer.kernels import triton_decode
 
     wide = draw(5, 2 * 1031)
     want = F.silu(wide[:, :1031].double()) * wide[:, 1031:]
-    assert (gpu.gate(wide) - want).abs().max() < 1e-5
+    assert (triton_decode.gate(wide) - want).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("batch", [1, 3, 70])
@@ -63,7 +63,7 @@ def test_a_gate_of_many_rows():
 @pytest.mark.parametrize("extra", [False, True])
 def test_one_query_looks_back(batch, end, window, extra):
     """With `extra`: padding on the left, rotation and a norm of the heads."""
-    from glassformer.kernels import gpu
+    from glassformer.kernels import triton_decode
 
     N, K, H, S = 6, 2, 24, 320
     qkv, kv = draw(batch, N + 2 * K, H), draw(batch, 2 * K, S, H, seed=1)
@@ -96,7 +96,7 @@ def test_one_query_looks_back(batch, end, window, extra):
     score = score.masked_fill(~seen, -torch.inf)
     score = score if mask is None else score + mask[:, None, None].double()
     want = torch.einsum("bkgs,bksh->bkgh", score.softmax(-1), given[:, K:]).reshape(batch, N * H)
-    shown = gpu.attend(
+    shown = triton_decode.attend(
         qkv,
         kv,
         torch.tensor([end], device="cuda"),

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from glassformer.kernels import integer
-from glassformer.kernels.integer import Int4Weight, Int8Weight
+from glassformer.kernels import int_matmul
+from glassformer.kernels.int_matmul import Int4Weight, Int8Weight
 from glassformer.spec.errors import InputError
 from tests.kernels.checks import int4, int8, single
 
@@ -91,6 +91,6 @@ def test_bad_input_is_refused():
 
 
 def test_the_api_speaks_of_the_library():
-    assert integer.available()
-    assert integer.why_not() == ""
-    assert integer.variant() in ("portable", "avx2", "avx512-vnni")
+    assert int_matmul.available()
+    assert int_matmul.why_not() == ""
+    assert int_matmul.variant() in ("portable", "avx2", "avx512-vnni")

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from glassformer.kernels import build, native
+from glassformer.kernels import build, c_library
 from glassformer.kernels.__main__ import main
 from glassformer.spec.errors import InputError, MachineError
 
 
 def test_it_is_there_and_fresh():
-    assert native.available(), native.why_not()
-    assert native.variant() == native.variants()[-1]
+    assert c_library.available(), c_library.why_not()
+    assert c_library.variant() == c_library.variants()[-1]
 
 
 def test_there_is_one_openmp_runtime():
     """Ours adds none: torch's own is the only one that is mapped because of these imports."""
     script = """
 import torch
-from glassformer.kernels import native
+from glassformer.kernels import c_library as native
 native.library()
 assert native.shares_threads()
 maps = open("/proc/self/maps").read().split()
@@ -34,12 +34,12 @@ print(len({part for part in maps if "omp" in part.rpartition("/")[2] and ".so" i
 
 
 def test_variants_can_be_forced_and_are_restored():
-    best = native.variant()
-    for name in native.variants():
-        with native.use_variant(name):
-            assert native.variant() == name
-    assert native.variant() == best
-    with pytest.raises(InputError, match="no variant 'neon'"), native.use_variant("neon"):
+    best = c_library.variant()
+    for name in c_library.variants():
+        with c_library.use_variant(name):
+            assert c_library.variant() == name
+    assert c_library.variant() == best
+    with pytest.raises(InputError, match="no variant 'neon'"), c_library.use_variant("neon"):
         pass
 
 
@@ -47,28 +47,28 @@ def test_variants_can_be_forced_and_are_restored():
 def elsewhere(tmp_path, monkeypatch):
     """A place without a library; the real one is used again afterwards."""
     path = tmp_path / "_native.so"
-    monkeypatch.setattr(native, "LIBRARY", path)
-    native._loaded.cache_clear()
+    monkeypatch.setattr(c_library, "LIBRARY", path)
+    c_library._loaded.cache_clear()
     yield path
-    native._loaded.cache_clear()
+    c_library._loaded.cache_clear()
 
 
 def test_without_the_library_it_is_said_how_to_get_it(elsewhere):
-    assert not native.available()
-    assert build.COMMAND in native.why_not()
+    assert not c_library.available()
+    assert build.COMMAND in c_library.why_not()
     with pytest.raises(MachineError, match="not compiled"):
-        native.library()
+        c_library.library()
 
 
 def test_a_library_of_other_sources_is_not_used(elsewhere, monkeypatch):
     monkeypatch.setattr(build, "digest", lambda: "other")
     build.build(target=elsewhere, flags=("-O0", "-std=gnu11"))
-    assert "other sources" in native.why_not()
+    assert "other sources" in c_library.why_not()
 
 
 def test_a_damaged_library_is_not_used(elsewhere):
     elsewhere.write_bytes(b"not a library")
-    assert "cannot be loaded" in native.why_not()
+    assert "cannot be loaded" in c_library.why_not()
 
 
 def test_building_fails_with_a_reason(tmp_path):
@@ -84,7 +84,7 @@ def test_building_fails_with_a_reason(tmp_path):
 def test_the_command_shows_what_is_in_use_and_how_building_failed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kernels"])
     assert main() == 0
-    assert native.variant() in capsys.readouterr().out
+    assert c_library.variant() in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["kernels", "build", "--compiler", "nobody"])
     assert main() == 5
     assert "no C compiler" in capsys.readouterr().err
@@ -92,4 +92,4 @@ def test_the_command_shows_what_is_in_use_and_how_building_failed(monkeypatch, c
 
 def test_torch_is_where_the_pool_is_looked_for():
     assert (Path(torch.__file__).parent / "lib").is_dir()
-    assert native.shares_threads()
+    assert c_library.shares_threads()

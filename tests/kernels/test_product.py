@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glassformer.kernels.product import CLASSES, ROUTINES, Product, joined, why_not_c
+from glassformer.kernels.matmul import CLASSES, ROUTINES, Product, joined, why_not_c
 from glassformer.spec.errors import InputError
 from tests.tiny import noise
 

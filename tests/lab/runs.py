@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from glassformer.lab.record import load_run_spec
-from glassformer.lab.run import TrainingRun
+from glassformer.lab.runs.record import load_run_spec
+from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec.train import RunSpec
 from glassformer.store.checkpoint import write_folder
 from glassformer.store.rundir import RunDirectory
-from tests.train.samples import digits
+from tests.training.samples import digits
 
 KEPT = "train.keep=1000"
 

@@ -5,7 +5,7 @@ import socket
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from glassformer.lab.recipes import recipe
-from glassformer.lab.run import TrainingRun
+from glassformer.lab.runs.run import TrainingRun
 
 
 def test_tensorboard_reads_the_run(tmp_path):

@@ -2,9 +2,16 @@
 
 import time
 
-from glassformer.lab.calibrate import ELEMENTS, HEADS, LENGTHS, LOGITS, WIDTHS, calibrate
+from glassformer.costs.timing import step_time
+from glassformer.lab.measure.machine_rates import (
+    ELEMENTS,
+    HEADS,
+    LENGTHS,
+    LOGITS,
+    WIDTHS,
+    calibrate,
+)
 from glassformer.spec.presets import budget_lm
-from glassformer.spec.timing import step_time
 
 
 def test_rates_have_every_point_and_predict_a_step():

@@ -5,9 +5,15 @@ import io
 
 import pytest
 
-from glassformer.lab.confusion import confusion_csv, confusion_rows, confusion_text, order, shares
-from glassformer.lab.confusion_figure import confusion_figure
-from glassformer.lens.figure_file import figure_bytes
+from glassformer.lab.measure.confusion import (
+    confusion_csv,
+    confusion_rows,
+    confusion_text,
+    order,
+    shares,
+)
+from glassformer.lab.plots.figures import confusion_figure
+from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import InputError
 
 TABLE = {"SUM": {"SUM": 1, "none": 2, "MAX": 1}, "MAX": {"MAX": 5}}

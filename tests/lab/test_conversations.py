@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from glassformer.data.letters import Bytes
-from glassformer.data.records import Chat, Plain, Prompted
-from glassformer.lab.conversations import Speech, examples_of
+from glassformer.data.tasks.records import Chat, Plain, Prompted
+from glassformer.data.tokenizers.characters import Bytes
+from glassformer.lab.finetune.base import Speech, examples_of
 from glassformer.spec.errors import InputError
-from tests.verify.faults import Fault, planted
+from tests.checks.faults import Fault, planted
 
 
 def said(*turns: str) -> tuple[dict[str, str], ...]:
@@ -137,7 +137,7 @@ CHECKS = {
     "answers": answers_are_learned_up_to_their_end,
     "anew": a_past_that_is_written_anew_makes_another_example,
 }
-TOKENS, PIECES = "lab.conversations:_tokens", "lab.conversations:conversations"
+TOKENS, PIECES = "lab.finetune.base:_tokens", "lab.finetune.base:conversations"
 FAULTS = (
     Fault("loss on prompts", TOKENS, "if piece.learned else 0", "if True else 0", "answers"),
     Fault("the end is not learned", TOKENS, "place + 1 for place", "place for place", "answers"),

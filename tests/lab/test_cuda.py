@@ -6,15 +6,15 @@ import pytest
 import torch
 from bench.budget import batch_for
 
-from glassformer.lab.calibrate import calibrate
+from glassformer.costs.memory import activations
+from glassformer.costs.timing import step_time
 from glassformer.lab.footprint import saved_bytes
+from glassformer.lab.measure.machine_rates import calibrate
 from glassformer.nn.attention import attend
 from glassformer.nn.mask import Mask
-from glassformer.spec.activations import activations
 from glassformer.spec.presets import budget_lm, qwen
-from glassformer.spec.timing import step_time
 from glassformer.spec.train import TrainSpec
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.torch_engine import TorchEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from glassformer.spec.errors import GlassError
+from tests.checks.faults import Fault, planted
 from tests.lab import (
     test_confusion,
     test_curve_figure,
@@ -14,12 +15,11 @@ from tests.lab import (
     test_metric_lines,
     test_terminal_plot,
 )
-from tests.verify.faults import Fault, planted
 
 READ, SERIES, SHAPE = (
-    "lab.curves:read_curves",
-    "lab.curves:_series",
-    "lab.metric_lines:_shape_of",
+    "lab.runs.curves:read_curves",
+    "lab.runs.curves:_series",
+    "lab.runs.metrics_file:_shape_of",
 )
 
 FAULTS = (
@@ -35,14 +35,14 @@ FAULTS = (
     ),
     Fault(
         "a cut log goes on",
-        "lab.curves:_read",
+        "lab.runs.curves:_read",
         'start if file.read(1) == b"\\n" else 0',
         "start",
         "cut",
     ),
     Fault(
         "old steps stay",
-        "lab.curves:_lasting",
+        "lab.runs.curves:_lasting",
         "step[:-1] < lowest_after",
         "step[:-1] >= 0",
         "again",
@@ -62,69 +62,73 @@ FAULTS = (
     ),
     Fault(
         "a shape's lines stand at the end",
-        "lab.metric_lines:_both",
+        "lab.runs.metrics_file:_both",
         "(number[1:] >= number[:-1]).all()",
         "True",
         "as json",
     ),
     Fault(
         "large values stay",
-        "lab.metric_lines:_Shape.lines",
+        "lab.runs.metrics_file:_Shape.lines",
         "values[large] *= math.inf",
         "pass",
         "as json",
     ),
     Fault(
-        "NaN becomes 0", "lab.metric_lines:_number", "_NOT_FINITE.get(value)", "0.0", "not finite"
+        "NaN becomes 0",
+        "lab.runs.metrics_file:_number",
+        "_NOT_FINITE.get(value)",
+        "0.0",
+        "not finite",
     ),
     Fault(
         "the mean is biased at its beginning",
-        "lab.smoothing:smooth",
+        "lab.runs.smoothing:smooth",
         "weight = keep * weight + 1.0",
         "weight = 1.0 / (1.0 - keep)",
         "mean",
     ),
     Fault(
         "one point of a bucket is kept",
-        "lab.smoothing:extremes",
+        "lab.runs.smoothing:extremes",
         "kept.add(first + int(high[first:last].argmax()))",
         "pass",
         "extremes",
     ),
     Fault(
         "too many points are kept",
-        "lab.smoothing:extremes",
+        "lab.runs.smoothing:extremes",
         "(most - 2) // 2 + 1",
         "most",
         "extremes",
     ),
     Fault(
         "shares of the column",
-        "lab.confusion:shares",
+        "lab.measure.confusion:shares",
         "sum(table[row].values())",
         "len(table[row])",
         "diagonal",
     ),
     Fault(
         "upside down",
-        "lab.terminal_plot:_Canvas.draw",
+        "lab.plots.terminal:_Canvas.draw",
         "(1 - y) * (high - 1)",
         "y * (high - 1)",
         "falls",
     ),
     Fault(
         "alerts one run later",
-        "lab.curve_figure:_draw_alerts",
+        "lab.plots.curves:_draw_alerts",
         "[x[place]]",
         "[x[place] + 1]",
         "panel",
     ),
     Fault(
-        "the raw line is hidden", "lab.curve_figure:_draw_panel", "alpha=0.3", "alpha=1.0", "panel"
+        "the raw line is hidden", "lab.plots.curves:_draw_panel", "alpha=0.3", "alpha=1.0", "panel"
     ),
     Fault(
         "one dash for all",
-        "lab.curve_figure:_draw_panel",
+        "lab.plots.curves:_draw_panel",
         "DASHES[number % len(DASHES)]",
         "DASHES[0]",
         "dash",

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from glassformer.lab.curve_figure import (
+from glassformer.lab.plots.curves import (
     GAP,
     alerts_text,
     apart,
@@ -13,8 +13,8 @@ from glassformer.lab.curve_figure import (
     panels,
     smoothing_text,
 )
-from glassformer.lab.curves import read_curves
-from glassformer.lens.figure_file import figure_bytes
+from glassformer.lab.runs.curves import read_curves
+from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import InputError
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from glassformer.data.build import build_task
-from glassformer.generate.stepper import TorchStepper
-from glassformer.lab.decoded import answers, decode_split, wanted
+from glassformer.data.build_task import build_task
+from glassformer.generation.stepper import TorchStepper
+from glassformer.lab.measure.exact_match import answers, decode_split, wanted
 from glassformer.lab.recipes import recipe
 from glassformer.models.build import build
 from glassformer.models.inputs import Inputs

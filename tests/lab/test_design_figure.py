@@ -1,8 +1,8 @@
 """The picture of a design: a PNG whose landscape is the solver's own answers."""
 
-from glassformer.lab.design_figure import EXPANSIONS, RATIOS, design_figure, drift, landscape
-from glassformer.spec.budget import Budget
-from glassformer.spec.design import design
+from glassformer.budget.design import design
+from glassformer.budget.question import Budget
+from glassformer.lab.plots.figures import EXPANSIONS, RATIOS, design_figure, drift, landscape
 
 
 def test_the_figure_is_a_png():

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from glassformer.data.build import build_task
-from glassformer.lab import evaluate as module
-from glassformer.lab.evaluate import evaluate, log_softmax
+from glassformer.data.build_task import build_task
+from glassformer.lab.measure import evaluate as module
+from glassformer.lab.measure.evaluate import evaluate, log_softmax
 from glassformer.spec.errors import InputError
-from glassformer.train.fit import fit
-from tests.train.samples import ENGINES, RUNS, digits, engine_of, machine, reverse
+from glassformer.training.fit import fit
+from tests.training.samples import ENGINES, RUNS, digits, engine_of, machine, reverse
 
 
 def copy(*changes: str):

@@ -7,12 +7,13 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from glassformer.spec.errors import GlassError
+from tests.checks.faults import planted
 from tests.lab import test_evaluate, test_resume, test_run
 from tests.lab.conftest import MEMORY
 from tests.lab.faults import FAULTS
 from tests.lab.runs import KEPT, assert_same, killed_after, outcome, resumed, sample, trained
 from tests.spec import test_schedule
-from tests.train import (
+from tests.training import (
     test_accumulation,
     test_engines,
     test_fit,
@@ -20,7 +21,6 @@ from tests.train import (
     test_lr_find,
     test_not_finite,
 )
-from tests.verify.faults import planted
 
 
 def in_a_folder(check: Callable[[Path], None]) -> Callable[[], None]:

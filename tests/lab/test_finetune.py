@@ -14,30 +14,30 @@ import torch
 from bench.kills import Children, kill
 
 import glassformer as gf
-from glassformer.adapters.custom import CustomTransformerAdapter
 from glassformer.adapters.load import load_model
+from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.data.batch import Batch
-from glassformer.data.letters import Bytes
-from glassformer.lab import evaluate as module
-from glassformer.lab.assemble import assemble
-from glassformer.lab.finetune import finetune_spec
+from glassformer.data.tokenizers.characters import Bytes
+from glassformer.lab.api import evaluate
+from glassformer.lab.finetune.recipe import finetune_spec
+from glassformer.lab.measure import evaluate as module
 from glassformer.lab.recipes import read_config, recipe
-from glassformer.lab.run import TrainingRun
-from glassformer.lab.session import evaluate
+from glassformer.lab.runs.assemble import assemble
+from glassformer.lab.runs.run import TrainingRun
 from glassformer.models.build import build
 from glassformer.models.state import weights_hash, weights_of
 from glassformer.nn.lora import corrected_layers
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.finetune import LoRA
+from glassformer.spec.serialize import to_json
 from glassformer.spec.train import RunSpec
-from glassformer.spec.tree import to_json
-from glassformer.spec.tuning import LoRA
 from glassformer.store.rundir import RunDirectory
 from tests.adapters.folders import write_model
+from tests.checks.faults import Fault, planted
 from tests.lab.runs import metrics, resumed, rewritten, trained
 from tests.tiny import token_ids
-from tests.verify.faults import Fault, planted
 
 SHORT = ("task.length=90", "train.schedule.warmup=5", "train.keep=1000")
 LORA = ("lora.rank=8", "lora.alpha=16", "train.lr=2e-2")
@@ -453,7 +453,7 @@ def test_logits_are_made_in_pieces_that_fit(tmp_path, monkeypatch):
 FAULTS = (
     Fault(
         "another base is used",
-        "adapters.lora:check_base",
+        "adapters.folder.lora:check_base",
         "weights_hash(model) != tuning.sha256",
         "False",
         "",

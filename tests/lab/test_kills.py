@@ -3,7 +3,7 @@
 import pytest
 from bench.kills import row, trials
 
-from tests.train.samples import ENGINES
+from tests.training.samples import ENGINES
 
 
 @pytest.mark.parametrize("engine", ENGINES)

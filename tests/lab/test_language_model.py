@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import glassformer as gf
+from glassformer.lab.api import result_of
 from glassformer.lab.recipes import recipe
-from glassformer.lab.session import result_of
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import RMSNorm, Rotary

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glassformer.lab import metric_lines
-from glassformer.lab.metric_lines import BadLine, Lines, read_lines
+from glassformer.lab.runs import metrics_file
+from glassformer.lab.runs.metrics_file import BadLine, Lines, read_lines
 
 NUMBERS = (
     "0", "-0", "7", "-3", "0.25", "-0.0", "1e5", "1E-7", "2.5e+3", "0.1", "1e22", "1e23",
@@ -182,4 +182,4 @@ def test_more_lines_and_shapes_than_are_taken_at_once():
     for i in range(40):
         rows.insert(200 * i, line((f"k{i}", "1.5"), step=str(200 * i)))
     check(b"".join(rows))
-    assert metric_lines.TOGETHER < 9000 < 40 * 9000 // metric_lines.SHAPES
+    assert metrics_file.TOGETHER < 9000 < 40 * 9000 // metrics_file.SHAPES

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 import glassformer as gf
-from glassformer.lab.own_data import DATA
+from glassformer.checks.report import Report
+from glassformer.lab.api import train
 from glassformer.lab.quantize import Wish, dequantize_folder, quantize_folder
-from glassformer.lab.session import train
+from glassformer.lab.runs.provenance import DATA
 from glassformer.spec.errors import FileError, GlassError, InputError
 from glassformer.spec.quantization import QuantSpec
-from glassformer.verify.report import Report
-from glassformer.web import errors, inspect
-from glassformer.web.lab import Lab
-from glassformer.web.query import Query
-from glassformer.web.report import report_html
+from glassformer.web.app.query import Query
+from glassformer.web.app.workspace import Lab
+from glassformer.web.pages import errors, inspect
+from glassformer.web.report.document import report_html
 
 SECRET = "password hunter2 and more that nobody may see\n" * 40
 OVERRIDES = (

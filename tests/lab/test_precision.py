@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glassformer.lab.precision import _paired
+from glassformer.lab.measure.precision import _paired
 
 
 def test_equal_weights_give_the_standard_error_of_a_mean():

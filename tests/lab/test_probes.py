@@ -7,17 +7,17 @@ import itertools
 import numpy as np
 import pytest
 
-from glassformer.lab import probing
-from glassformer.lab.probing import kept_steps, probe_files
-from glassformer.lab.record import load_run_spec, spec_hash
-from glassformer.lab.run import TrainingRun
-from glassformer.lens.probes import read_probes
+from glassformer.lab.runs import probing
+from glassformer.lab.runs.probing import kept_steps, probe_files
+from glassformer.lab.runs.record import load_run_spec, spec_hash
+from glassformer.lab.runs.run import TrainingRun
+from glassformer.lens.measure.probes import read_probes
 from glassformer.spec.errors import InputError
+from glassformer.spec.serialize import from_dict, override, to_dict
 from glassformer.spec.train import RunSpec
-from glassformer.spec.tree import from_dict, override, to_dict
 from glassformer.store.rundir import RunDirectory
 from tests.lab.runs import KEPT, killed_after, outcome, resumed, sample, trained
-from tests.train.samples import ENGINES, RUNS
+from tests.training.samples import ENGINES, RUNS
 
 
 def found_in(folder):

@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from glassformer.lab.evaluate import evaluate
-from glassformer.lab.run import Progress, TrainingRun
-from glassformer.lab.session import result_of
+from glassformer.lab.api import result_of
+from glassformer.lab.measure.evaluate import evaluate
+from glassformer.lab.runs.run import Progress, TrainingRun
 from glassformer.spec.errors import DivergedError
-from glassformer.spec.tree import override
+from glassformer.spec.serialize import override
 from glassformer.store.rundir import RunDirectory
 from glassformer.store.tensors import read_tensors, tensor_bytes
 from tests.lab.runs import KEPT, assert_same, killed_after, outcome, resumed, rewritten, trained
 from tests.lab.runs import sample as sample_run
-from tests.train.samples import ENGINES, RUNS, engine_of, uneven
+from tests.training.samples import ENGINES, RUNS, engine_of, uneven
 
 MOMENTUM = 'train.optimizer={"kind": "SGD", "momentum": 0.9}'
 

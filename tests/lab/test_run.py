@@ -15,20 +15,19 @@ from pathlib import Path
 import pytest
 
 from glassformer.lab import recipes
-from glassformer.lab.assemble import check_fit
-from glassformer.lab.events import Alert, Evaluated, Saved
+from glassformer.lab.api import evaluate, result_of, train
 from glassformer.lab.recipes import read_config
-from glassformer.lab.record import load_run_spec, metrics_line
-from glassformer.lab.run import SPIKE, WINDOW, TrainingRun
-from glassformer.lab.session import evaluate, result_of, train
+from glassformer.lab.runs.assemble import check_fit
+from glassformer.lab.runs.record import load_run_spec, metrics_line
+from glassformer.lab.runs.run import SPIKE, WINDOW, Alert, Evaluated, Saved, TrainingRun
 from glassformer.spec.errors import DivergedError, FileError, InputError, MachineError
-from glassformer.spec.tree import override
+from glassformer.spec.serialize import override
 from glassformer.store.checkpoint import verify_folder
 from glassformer.store.rundir import RunDirectory, plain_numbers, run_folder
 from glassformer.store.tensors import read_tensors
-from glassformer.train.fit import StepRecord
+from glassformer.training.fit import StepRecord
 from tests.lab.runs import KEPT, assert_same, metrics, outcome, resumed, rewritten, sample, trained
-from tests.train.samples import ENGINES, digits, machine
+from tests.training.samples import ENGINES, digits, machine
 
 DIVERGING = ("train.optimizer=SGD", "train.clip=0", "train.label_smoothing=0")
 

@@ -7,10 +7,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from glassformer.data.build import build_task
-from glassformer.lab.decoded import Decoded, decode_split, decoded_scores, text_scores, wanted
+from glassformer.data.build_task import build_task
+from glassformer.lab.measure.exact_match import (
+    Decoded,
+    corpus_scores,
+    decode_split,
+    decoded_scores,
+    text_scores,
+    wanted,
+)
 from glassformer.lab.recipes import recipe
-from glassformer.lab.text_scores import corpus_scores
 from glassformer.spec.errors import InputError, MachineError
 from tests.lab.test_decoded import Rows, Told
 

@@ -9,11 +9,11 @@ import textwrap
 import pytest
 import torch
 
-from glassformer.cli.waiting import OPENMP, TURNS, waiting_briefly
-from glassformer.data.build import build_task
+from glassformer.cli.shell.process import OPENMP, TURNS, waiting_briefly
+from glassformer.data.build_task import build_task
 from glassformer.kernels.threads import FLOPS, WEIGHTS, taking, threads_for
 from glassformer.lab.recipes import recipe
-from glassformer.lab.threads import (
+from glassformer.lab.runs.threads import (
     check_threads,
     recorded_threads,
     threads_of_decoding,
@@ -21,7 +21,7 @@ from glassformer.lab.threads import (
 )
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
-from glassformer.spec.tree import override
+from glassformer.spec.serialize import override
 from tests.lab.runs import rewritten, sample, trained
 
 
@@ -89,7 +89,7 @@ RESUMED = """
 import io, json, sys, contextlib
 from pathlib import Path
 import torch
-from glassformer.cli import training
+from glassformer.cli.actions import train as training
 
 def go(*, steps, name, resume=False, threads=None):
     told = io.StringIO()

@@ -7,13 +7,12 @@ import types
 import numpy as np
 import pytest
 
-from glassformer.generate.stepper import TorchStepper
-from glassformer.lab.decoded import decode_split
-from glassformer.lab.evaluate import evaluate
-from glassformer.lab.events import Evaluated
+from glassformer.generation.stepper import TorchStepper
+from glassformer.lab.measure.evaluate import evaluate
+from glassformer.lab.measure.exact_match import decode_split
 from glassformer.lab.recipes import recipe
-from glassformer.lab.run import TrainingRun
-from glassformer.train.fit import StepRecord
+from glassformer.lab.runs.run import Evaluated, TrainingRun
+from glassformer.training.fit import StepRecord
 
 
 def trained(tmp_path, name, *overrides):

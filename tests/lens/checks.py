@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glassformer.lens.headname import HeadName, attentions, heads_of, kinds_of
 from glassformer.lens.look import look
+from glassformer.lens.measure.head_names import HeadName, attentions, heads_of, kinds_of
 from glassformer.nn.taps import trace
 from glassformer.spec.errors import InputError
 from tests.lens.models import ANSWERING, DECODERS, ENCODED, inputs_of, model_of

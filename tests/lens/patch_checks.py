@@ -2,8 +2,7 @@
 
 import torch
 
-from glassformer.lens.experiment import experiment, site_grid
-from glassformer.lens.patching import patch
+from glassformer.lens.measure.patching import experiment, patch, site_grid
 from glassformer.nn.taps import trace
 from tests.lens.checks import EXACT, by_hand
 from tests.lens.models import inputs_of, model_of

@@ -2,8 +2,8 @@
 
 import pytest
 
-from glassformer.lens.headname import HeadName, heads_of
 from glassformer.lens.look import look
+from glassformer.lens.measure.head_names import HeadName, heads_of
 from glassformer.spec.errors import InputError
 from tests.lens import checks
 from tests.lens.models import inputs_of, model_of
@@ -20,7 +20,7 @@ def test_ranking_is_every_ablation():
 def test_ranking_in_pieces(monkeypatch):
     seen = look(model_of("grouped"), inputs_of("grouped"))
     whole = seen.ranking()
-    monkeypatch.setattr("glassformer.lens.ablation.CHUNK", 20)
+    monkeypatch.setattr("glassformer.lens.measure.ablation.CHUNK", 20)
     pieces = seen.ranking()
     assert pieces.heads == whole.heads
     assert pieces.loss_changes == pytest.approx(whole.loss_changes, abs=checks.EXACT)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from glassformer.lens.beside import comparable
+from glassformer.lens.compare import comparable
 from glassformer.lens.look import look
 from glassformer.spec.errors import InputError
 from tests.lens.models import SPECS, inputs_of, model_of

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 import glassformer as gf
-from glassformer.lens.face import CELL_BYTES
 from glassformer.lens.look import look
+from glassformer.lens.show.displayable import CELL_BYTES
 from glassformer.spec.errors import InputError
 from tests.lens.models import inputs_of, model_of
 from tests.lens.test_picture import HOSTILE, Seen, inert

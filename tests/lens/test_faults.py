@@ -3,8 +3,8 @@
 import pytest
 
 from glassformer.spec.errors import InputError
+from tests.checks.faults import planted
 from tests.lens.faults import CHECKS, FAULTS
-from tests.verify.faults import planted
 
 #: A damaged look may also fail outright: an index out of range is noticed too.
 RED = (

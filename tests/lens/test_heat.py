@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glassformer.lens.heat import ASCII_SHADES, heat_text, legend, shade
+from glassformer.lens.show.ascii import ASCII_SHADES, heat_text, legend, shade
 from glassformer.spec.errors import InputError
 
 

@@ -9,9 +9,9 @@ import torch
 
 import glassformer as gf
 from glassformer.data.batch import Batch, Source
-from glassformer.lens.capture import MOST_MAPS
 from glassformer.lens.look import look
-from glassformer.lens.reading import KEPT
+from glassformer.lens.measure.capture import MOST_MAPS
+from glassformer.lens.measure.predictions import KEPT
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import Dropout, LayerNorm
 from tests.lens import checks
@@ -167,7 +167,9 @@ def test_words_are_kept_and_the_vocabulary_is_named():
 def test_a_large_vocabulary_is_read_in_pieces(monkeypatch):
     model, ids = model_of("grouped"), token_ids(T)
     whole = look(model, ids)
-    monkeypatch.setattr("glassformer.lens.reading.PIECE", 2 * VOCAB)  # two positions at once
+    monkeypatch.setattr(
+        "glassformer.lens.measure.predictions.PIECE", 2 * VOCAB
+    )  # two positions at once
     pieces = look(model, ids)
     assert (whole.lens.kl - pieces.lens.kl).abs().max() < checks.EXACT
     assert torch.equal(whole.lens.measured.ids, pieces.lens.measured.ids)

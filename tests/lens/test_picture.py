@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from glassformer.lens import markup, picture
-from glassformer.lens.words import shown
+from glassformer.lens.show import html
+from glassformer.lens.show import svg as picture
+from glassformer.lens.show.token_text import shown
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -116,13 +117,13 @@ def test_hostile_words_are_text(word):
     lined = [word, (word, 0.5)]
     inside = "".join(
         (
-            markup.table([word, "x"], [[word, 0.5]], caption=word),
-            markup.shaded_table(["", word], [lined], caption=word),
-            markup.folded(word, markup.heading(word)),
-            markup.captioned(heat, word),
+            html.table([word, "x"], [[word, 0.5]], caption=word),
+            html.shaded_table(["", word], [lined], caption=word),
+            html.folded(word, html.heading(word)),
+            html.captioned(heat, word),
         )
     )
-    seen = inert(markup.page(word, inside))
+    seen = inert(html.page(word, inside))
     page = {"html", "head", "meta", "title", "style", "body", "main", "p", "strong"}
     table = {"table", "caption", "thead", "tbody", "tr", "th", "td", "details", "summary"}
     drawn = {"figure", "figcaption", "svg", "image", "rect", "text"}
@@ -137,18 +138,18 @@ def test_words_are_seen_whole():
 
 def test_what_does_not_fit_is_counted():
     parts = ["<p>a</p>", "<p>" + "b" * 500 + "</p>", "<p>c</p>"]
-    whole = markup.capped(parts, most=1000)
+    whole = html.capped(parts, most=1000)
     assert "left out" not in whole and "<p>c</p>" in whole
-    cut = markup.capped(parts, most=100)
+    cut = html.capped(parts, most=100)
     assert "2 more parts were left out" in cut and len(cut.encode()) < 400
     assert "bbb" not in cut and "<p>c</p>" not in cut
 
 
 def test_long_tables_say_how_much_is_missing():
-    text = markup.table(["n"], ([n] for n in range(1_000)), caption="numbers", most=10)
+    text = html.table(["n"], ([n] for n in range(1_000)), caption="numbers", most=10)
     assert text.count("<tr>") == 11 and "990 left out" in text
     wide = ["", *map(str, range(100))]
-    shaded = markup.shaded_table(wide, [["row", *[("x", 0.1)] * 100]], caption="c", most=40)
+    shaded = html.shaded_table(wide, [["row", *[("x", 0.1)] * 100]], caption="c", most=40)
     assert shaded.count("<td") == 40 and "the last 40 of 100 positions" in shaded
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from glassformer.data.build import build_task
-from glassformer.data.digits import answer_of
+from glassformer.data.build_task import build_task
+from glassformer.data.tasks.digits import answer_of
 from glassformer.lab.recipes import recipe
-from glassformer.lab.run import TrainingRun
+from glassformer.lab.runs.run import TrainingRun
 from glassformer.lens.positional import (
     BAR,
     COPYING,

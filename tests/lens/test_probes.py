@@ -8,17 +8,17 @@ import safetensors.numpy
 import torch
 
 from glassformer.data.batch import Batch, Source
-from glassformer.lens.headname import HeadName
 from glassformer.lens.look import look
-from glassformer.lens.probes import LIMIT, MASKED, read_probes
-from glassformer.lens.snapshot import EXAMPLES, MAPS, TOKENS, largest, room, snapshot
+from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.measure.probes import LIMIT, MASKED, read_probes
+from glassformer.lens.measure.snapshot import EXAMPLES, MAPS, TOKENS, largest, room, snapshot
 from glassformer.models.build import build
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import AnswerHead, LayerNorm
 from glassformer.store.tensors import BFLOAT16
 from tests.tiny import MAX_SEQ_LEN, VOCAB, built, tiny, token_ids
-from tests.train.samples import RUNS, engine_of, uneven
+from tests.training.samples import RUNS, engine_of, uneven
 
 
 def batch_of(*, lengths=(5, 3, 7), source=(), seed=4):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from glassformer.data.batch import Batch
-from glassformer.lens import roles, scores
-from glassformer.lens.headname import HeadName
-from glassformer.lens.maps import Maps, read_maps
-from glassformer.lens.roles import NO_ROLE, ROLES, head_roles
+from glassformer.lens.measure import roles
+from glassformer.lens.measure.batch_attention import Maps, read_maps
+from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.measure.roles import NO_ROLE, ROLES, head_roles
 from glassformer.models.build import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
@@ -58,7 +58,7 @@ def even(causal=True):
 
 def chance_from(place):
     """Of a causal head that looks everywhere alike: the queries that come after, from the third."""
-    asked = [t for t in range(scores.FROM, T) if t > place]
+    asked = [t for t in range(roles.FROM, T) if t > place]
     return sum(1 / (t + 1) for t in asked) / len(asked)
 
 
@@ -70,18 +70,18 @@ def known_maps_score_as_they_must():
     first = maps_of(looking(lambda t: 0))
     third = maps_of(looking(lambda t: min(t, 3)))
     for found, want in (
-        (scores.previous_token(previous, HEAD, at="every"), 1.0),
-        (scores.previous_token(first, HEAD, at="every"), 0.0),
-        (scores.first_token(first, HEAD, at="every"), 1.0),
-        (scores.first_token(previous, HEAD, at="every"), 0.0),
-        (scores.fixed_position(third, HEAD, at="every"), 1.0),
+        (roles.previous_token(previous, HEAD, at="every"), 1.0),
+        (roles.previous_token(first, HEAD, at="every"), 0.0),
+        (roles.first_token(first, HEAD, at="every"), 1.0),
+        (roles.first_token(previous, HEAD, at="every"), 0.0),
+        (roles.fixed_position(third, HEAD, at="every"), 1.0),
     ):
         assert found.score == pytest.approx(want)
-    assert scores.fixed_position(third, HEAD, at="every").place == 3
-    assert scores.fixed_position(first, HEAD, at="every").lift < 0, "the first has its own role"
-    for role in (scores.previous_token, scores.first_token):
+    assert roles.fixed_position(third, HEAD, at="every").place == 3
+    assert roles.fixed_position(first, HEAD, at="every").lift < 0, "the first has its own role"
+    for role in (roles.previous_token, roles.first_token):
         assert role(first, HEAD, at="every").chance == pytest.approx(chance_from(0))
-    assert scores.fixed_position(third, HEAD, at="every").chance == pytest.approx(chance_from(3))
+    assert roles.fixed_position(third, HEAD, at="every").chance == pytest.approx(chance_from(3))
 
 
 def test_known_maps_score_as_they_must():
@@ -91,23 +91,23 @@ def test_known_maps_score_as_they_must():
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_head_that_looks_everywhere_alike_is_at_chance(causal):
     maps = maps_of(even(causal), causal=causal)
-    for role in (scores.previous_token, scores.first_token, scores.fixed_position):
+    for role in (roles.previous_token, roles.first_token, roles.fixed_position):
         found = role(maps, HEAD, at="every")
         assert found.score == pytest.approx(found.chance)
         assert abs(found.lift) < 1e-6
         if not causal:
             assert found.chance == pytest.approx(1 / T)
-    assert scores.induction(maps, HEAD, half=3).lift == pytest.approx(0.0, abs=1e-6)
+    assert roles.induction(maps, HEAD, half=3).lift == pytest.approx(0.0, abs=1e-6)
 
 
 def induction_is_what_followed_the_earlier_copy():
     half = 3
     follows = maps_of(looking(lambda t: max(0, t - half + 1), length=2 * half))
     copies = maps_of(looking(lambda t: max(0, t - half), length=2 * half))
-    assert scores.induction(follows, HEAD, half=half).score == 1.0
-    assert scores.induction(copies, HEAD, half=half).score == 0.0
+    assert roles.induction(follows, HEAD, half=half).score == 1.0
+    assert roles.induction(copies, HEAD, half=half).score == 0.0
     want = sum(1 / (t + 1) for t in range(half, 2 * half)) / half
-    assert scores.induction(copies, HEAD, half=half).chance == pytest.approx(want)
+    assert roles.induction(copies, HEAD, half=half).chance == pytest.approx(want)
 
 
 def test_induction_is_what_followed_the_earlier_copy():
@@ -120,10 +120,10 @@ def padding_is_no_place():
     weights = torch.zeros(2, T, T)
     for row, length in enumerate(lengths):
         weights[row, :length, length - 1] = 1.0
-    found = scores.fixed_position(maps_of(weights, causal=False, lengths=lengths), HEAD, at="every")
+    found = roles.fixed_position(maps_of(weights, causal=False, lengths=lengths), HEAD, at="every")
     assert (found.score, found.place) == (1.0, -1)
     assert found.chance == pytest.approx((1 / 4 + 3 / 6) / 4), "queries 2 of 4, and 2, 3, 4 of 6"
-    last = scores.previous_token(maps_of(weights, causal=False, lengths=lengths), HEAD, at="last")
+    last = roles.previous_token(maps_of(weights, causal=False, lengths=lengths), HEAD, at="last")
     assert (last.score, last.chance) == (0.0, pytest.approx((1 / 4 + 1 / 6) / 2))
 
 
@@ -144,12 +144,12 @@ def by_group(share):
 def groups_score_what_moves_between_them():
     for share in (1.0, 0.3, 0.01):
         maps, groups = by_group(share)
-        found = scores.of_groups(maps, HEAD, groups, at="every", seed=0)
+        found = roles.of_groups(maps, HEAD, groups, at="every", seed=0)
         assert found.score == pytest.approx(share), "all variance is by group, whatever its size"
         assert found.chance < 0.5 * share
     maps, groups = by_group(1.0)
     mixed = groups[:4] + ["one"] * 4 + ["two"] * 4
-    assert scores.of_groups(maps, HEAD, mixed, at="every", seed=0).score < 0.5
+    assert roles.of_groups(maps, HEAD, mixed, at="every", seed=0).score < 0.5
 
 
 def test_groups_score_what_moves_between_them():
@@ -159,7 +159,7 @@ def test_groups_score_what_moves_between_them():
 def test_groups_that_say_nothing_are_at_chance():
     weights = torch.rand(200, T, T, generator=torch.Generator().manual_seed(3))
     maps = maps_of(weights / weights.sum(-1, keepdim=True), causal=False)
-    found = scores.of_groups(maps, HEAD, ["a", "b", "c", "d"] * 50, at="last", seed=1)
+    found = roles.of_groups(maps, HEAD, ["a", "b", "c", "d"] * 50, at="last", seed=1)
     assert found.score == pytest.approx(found.chance, rel=0.2)
 
 
@@ -170,9 +170,9 @@ def test_groups_are_compared_among_rows_of_one_length():
     for row, length in enumerate(lengths):
         weights[row, :length, length - 1] = 1.0
     maps = maps_of(weights, causal=False, lengths=lengths)
-    assert scores.of_groups(maps, HEAD, groups, at="every", seed=0).score == 0.0
+    assert roles.of_groups(maps, HEAD, groups, at="every", seed=0).score == 0.0
     by_length = ["a" if length == 4 else "b" for length in lengths]
-    assert math.isnan(scores.of_groups(maps, HEAD, by_length, at="every", seed=0).score)
+    assert math.isnan(roles.of_groups(maps, HEAD, by_length, at="every", seed=0).score)
 
 
 # --- real models ----------------------------------------------------------------------------------

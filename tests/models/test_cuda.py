@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from glassformer.checks.preset_subjects import NARROW, perturb
+from glassformer.checks.subject import with_source
 from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.nn.attention import attend
@@ -10,8 +12,6 @@ from glassformer.nn.cache import FixedCache
 from glassformer.nn.mask import mask_from_allow
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec.presets import PRESETS, preset
-from glassformer.verify.samples import NARROW, perturb
-from glassformer.verify.subject import with_source
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -6,14 +6,7 @@ import torch
 from glassformer.models.inputs import Inputs
 from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import (
-    AnswerHead,
-    Learned,
-    NoPosition,
-    RMSNorm,
-    Rotary,
-    Sinusoidal,
-)
+from glassformer.spec.model import AnswerHead, Learned, NoPosition, RMSNorm, Rotary, Sinusoidal
 from tests.tiny import VOCAB, B, S, T, built, tiny, token_ids
 
 SPECS = {

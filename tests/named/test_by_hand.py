@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from glassformer.byhand.model import Model
-from glassformer.data.build import build_task
-from glassformer.lab import evaluate as measure
+from glassformer.data.build_task import build_task
+from glassformer.lab.measure import evaluate as measure
 from glassformer.named import by_hand
 from glassformer.named.by_hand import Trainer, evaluate, train_one_epoch
-from glassformer.train.fit import fit
-from tests.train.samples import digits, engine_of
+from glassformer.training.fit import fit
+from tests.training.samples import digits, engine_of
 
 
 def trainer_of(run) -> Trainer:

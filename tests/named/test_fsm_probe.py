@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from glassformer.named.fsm_probe import (
-    ModelConfig,
-    SingleLayerTransformer,
-    add_positional,
-    capture,
-)
+from glassformer.named.fsm_probe import ModelConfig, SingleLayerTransformer, add_positional, capture
 from glassformer.nn.position import sinusoids
 from glassformer.spec.errors import InputError
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from glassformer.checks.rows.layers import block_pairs
 from glassformer.named.seq2seq import (
     DecoderLayer,
     EncoderLayer,
@@ -15,7 +16,6 @@ from glassformer.named.seq2seq import (
     scaled_dot_product_attention,
 )
 from glassformer.spec.errors import InputError
-from glassformer.verify.references import block_pairs
 
 
 def x(*shape, seed=1):

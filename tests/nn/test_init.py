@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glassformer.models.build import build
-from glassformer.spec.inits import Constant, Gaussian, Uniform
+from glassformer.spec.init import Constant, Gaussian, Uniform
 from glassformer.spec.manifest import manifest, stored
 from glassformer.spec.model import HeInit, Learned, NormalInit, XavierInit
 from tests.tiny import tiny

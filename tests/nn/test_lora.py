@@ -20,13 +20,13 @@ from glassformer.nn.lora import (
 )
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
+from glassformer.spec.finetune import LoRA, Tuning, lora_manifest, lora_targets
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import NextHead
-from glassformer.spec.tree import from_dict, to_dict
-from glassformer.spec.tuning import LoRA, Tuning, lora_manifest, lora_targets
+from glassformer.spec.serialize import from_dict, to_dict
+from tests.checks.faults import Fault, planted
 from tests.compare import assert_matches
 from tests.tiny import built, filled, noise, tiny, token_ids
-from tests.verify.faults import Fault, planted
 
 QWEN = presets.qwen(
     vocab_size=19, d_model=12, n_heads=3, n_kv_heads=1, d_head=4, d_ff=17, n_layers=2

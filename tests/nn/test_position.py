@@ -13,7 +13,7 @@ from glassformer.nn.position import (
     sinusoids,
 )
 from glassformer.spec.model import LinearScaling, Llama3Scaling, Rotary, YarnScaling
-from glassformer.spec.rotary import rotary_frequencies
+from glassformer.spec.position import rotary_frequencies
 from tests.compare import assert_matches
 from tests.tiny import filled, noise
 

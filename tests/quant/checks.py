@@ -8,22 +8,22 @@ import torch.nn.functional as F
 from glassformer.models.build import build
 from glassformer.models.model import Model
 from glassformer.quant.arrays import quantized_arrays, restored_model
-from glassformer.quant.backends import BACKENDS, why_not
+from glassformer.quant.backends.choose import BACKENDS, why_not
 from glassformer.quant.convert import (
     dequantize_model,
     prepare_model_for_quantization,
     quantize_model,
     quantized_layers,
 )
-from glassformer.quant.fake import fake_quantize
 from glassformer.quant.gptq import making_up, quantize_with_inputs
-from glassformer.quant.in_turn import quantize_in_turn
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear
-from glassformer.quant.report import is_model_quantized, resident_bytes
+from glassformer.quant.qat import fake_quantize
 from glassformer.quant.schemes import dequantize, pack, quantize_tensor, unpack
+from glassformer.quant.sequential import quantize_in_turn
+from glassformer.quant.status import is_model_quantized, resident_bytes
 from glassformer.spec import presets
 from glassformer.spec.quantization import QuantSpec, Scheme
-from glassformer.spec.tree import override
+from glassformer.spec.serialize import override
 
 CPU = torch.device("cpu")
 SCHEMES = [

@@ -1,7 +1,7 @@
 """Planted faults of quantization: one line of damage each, and the check that must notice."""
 
+from tests.checks.faults import Fault
 from tests.quant import checks
-from tests.verify.faults import Fault
 
 CHECKS = {
     check.__name__: check
@@ -45,22 +45,22 @@ FAULTS = (
     Fault("columns rounded to the wrong side", "quant.gptq:_rounded_again", "before_O - slope_OI", "before_O + slope_OI", "gptq_keeps_products"),
     Fault("scales by the wrong moment", "quant.gptq:_scales_again", "pull_OI = units_OGE[:, g] @ moment_GEI[g]", "pull_OI = units_OGE[:, g] @ moment_GEI[0]", "gptq_keeps_products"),
     Fault("the cross moment turned", "quant.gptq:making_up", "(cross_II.double() + extra_II)", "(cross_II.double().T + extra_II)", "errors_are_made_up_for"),
-    Fault("behind float layers", "quant.in_turn:quantize_in_turn", "module.weight.copy_(dequantize(found[module]))", "pass", "turns_keep_answers"),
-    Fault("nothing made up for", "quant.in_turn:_settle_block", "weight_OI = making_up(layer.weight, moment_II=moment_II, cross_II=cross_II)", "weight_OI = layer.weight", "turns_keep_answers"),
+    Fault("behind float layers", "quant.sequential:quantize_in_turn", "module.weight.copy_(dequantize(found[module]))", "pass", "turns_keep_answers"),
+    Fault("nothing made up for", "quant.sequential:_settle_block", "weight_OI = making_up(layer.weight, moment_II=moment_II, cross_II=cross_II)", "weight_OI = layer.weight", "turns_keep_answers"),
     Fault("the moment itself for its inverse", "quant.gptq:_inverse_factor", "torch.cholesky_inverse(torch.linalg.cholesky(damped_II))", "damped_II", "gptq_keeps_products"),
     # backends
-    Fault("activations scaled by the batch", "quant.fbgemm:FbgemmForm.product", "x_MI.abs().amax(-1, keepdim=True)", "x_MI.abs().amax().expand(len(x_MI), 1)", "rows_are_alone"),
-    Fault("activations of eight bits", "quant.fbgemm:FbgemmForm.product", "1.0 / STEPS, 64, self.packed", "1.0 / 255, 64, self.packed", "backends_are_within_their_bound"),
-    Fault("rows not scaled back", "quant.fbgemm:FbgemmForm.product", "out_MO.mul_(largest_M1)", "out_MO", "backends_are_within_their_bound"),
-    Fault("bias forgotten", "quant.fbgemm:FbgemmForm.product", "out_MO if bias_O is None else out_MO.add_(bias_O)", "out_MO", "backends_are_within_their_bound"),
-    Fault("asymmetric zeros dropped", "quant.native:NativeForm.__init__", "tensor.scale, tensor.zero, group", "tensor.scale, None, group", "backends_are_within_their_bound"),
-    Fault("zeros lost on the way back", "quant.native:NativeForm.unpack", "scale, zero, self.scheme", "scale, None, self.scheme", "forms_come_back"),
+    Fault("activations scaled by the batch", "quant.backends.fbgemm:FbgemmForm.product", "x_MI.abs().amax(-1, keepdim=True)", "x_MI.abs().amax().expand(len(x_MI), 1)", "rows_are_alone"),
+    Fault("activations of eight bits", "quant.backends.fbgemm:FbgemmForm.product", "1.0 / STEPS, 64, self.packed", "1.0 / 255, 64, self.packed", "backends_are_within_their_bound"),
+    Fault("rows not scaled back", "quant.backends.fbgemm:FbgemmForm.product", "out_MO.mul_(largest_M1)", "out_MO", "backends_are_within_their_bound"),
+    Fault("bias forgotten", "quant.backends.fbgemm:FbgemmForm.product", "out_MO if bias_O is None else out_MO.add_(bias_O)", "out_MO", "backends_are_within_their_bound"),
+    Fault("asymmetric zeros dropped", "quant.backends.c_kernels:NativeForm.__init__", "tensor.scale, tensor.zero, group", "tensor.scale, None, group", "backends_are_within_their_bound"),
+    Fault("zeros lost on the way back", "quant.backends.c_kernels:NativeForm.unpack", "scale, zero, self.scheme", "scale, None, self.scheme", "forms_come_back"),
     Fault("the stored form kept too", "quant.layers:QuantizedWeight.ready", "self.qweight = self.scale = self.zero = None", "pass", "forms_come_back"),
     # layers and models
     Fault("lookups unscaled", "quant.layers:QuantizedEmbedding.forward", "x if self.multiplier is None else x * self.multiplier", "x", "lookups_are_rows"),
-    Fault("STE gradient missing", "quant.fake:StraightThrough.backward", "return gradient, None", "return torch.zeros_like(gradient), None", "gradients_go_straight_through"),
-    Fault("weights not rounded in training", "quant.fake:RoundedLinear.forward", "fake_quantize(self.weight, self.scheme)", "self.weight", "converted_is_rounded"),
-    Fault("a table not rounded in training", "quant.fake:RoundedEmbedding.forward", "fake_quantize(self.weight, self.scheme)", "self.weight", "converted_is_rounded"),
+    Fault("STE gradient missing", "quant.qat:StraightThrough.backward", "return gradient, None", "return torch.zeros_like(gradient), None", "gradients_go_straight_through"),
+    Fault("weights not rounded in training", "quant.qat:RoundedLinear.forward", "fake_quantize(self.weight, self.scheme)", "self.weight", "converted_is_rounded"),
+    Fault("a table not rounded in training", "quant.qat:RoundedEmbedding.forward", "fake_quantize(self.weight, self.scheme)", "self.weight", "converted_is_rounded"),
     Fault("tied table forgotten", "spec.quantization:targets", 'keep_tables = factorized or tied != "share"', "keep_tables = True", "tied_tables_are_shared"),
     Fault("untied head beside a tied spec", "quant.convert:_untie", "model.spec = untied(model.spec)", "pass", "tied_tables_are_shared"),
     Fault("bias lost on the way back", "quant.convert:dequantize_model", "plain.bias = nn.Parameter(layer.bias)", "plain.bias = nn.Parameter(torch.zeros_like(layer.bias))", "dequantized_is_what_was_used"),

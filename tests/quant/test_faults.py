@@ -2,15 +2,15 @@
 
 import pytest
 
-from glassformer.kernels import integer
+from glassformer.kernels import int_matmul
 from glassformer.spec.errors import InputError
+from tests.checks.faults import planted
 from tests.quant.faults import CHECKS, FAULTS
-from tests.verify.faults import planted
 
 RED = (AssertionError, IndexError, KeyError, RuntimeError, AttributeError, InputError, ValueError)
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::glassformer.quant.backends.SlowQuantization"  # a machine without a C compiler
+    "ignore::glassformer.quant.backends.choose.SlowQuantization"  # a machine without a C compiler
 )
 
 
@@ -28,7 +28,7 @@ def test_the_claim_holds(check):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_is_caught(fault, sound):
     if fault.where.startswith("quant.native"):
-        assert integer.available(), integer.why_not()
+        assert int_matmul.available(), int_matmul.why_not()
     if fault.caught_by not in sound:
         CHECKS[fault.caught_by]()
         sound.add(fault.caught_by)

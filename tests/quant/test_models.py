@@ -5,16 +5,15 @@ import copy
 import pytest
 import torch
 
-from glassformer.data.build import build_task
-from glassformer.generate.decode import generate
-from glassformer.generate.decoder import Decoder
-from glassformer.generate.prompts import Prompts
-from glassformer.generate.stepper import TorchStepper
+from glassformer.data.build_task import build_task
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.loop import generate
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import TorchStepper
 from glassformer.models.build import build
 from glassformer.models.state import weights_of
-from glassformer.quant import backends
-from glassformer.quant.auto import keeping_float, time_layers
-from glassformer.quant.backends import SlowQuantization
+from glassformer.quant.backends import choose
+from glassformer.quant.backends.choose import SlowQuantization
 from glassformer.quant.convert import (
     dequantize_model,
     prepare_model_for_quantization,
@@ -22,8 +21,9 @@ from glassformer.quant.convert import (
     quantized_layers,
     use_backend,
 )
-from glassformer.quant.report import is_model_quantized, quantized_numbers, resident_bytes
+from glassformer.quant.layer_timing import keeping_float, time_layers
 from glassformer.quant.schemes import quantize_tensor
+from glassformer.quant.status import is_model_quantized, quantized_numbers, resident_bytes
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
@@ -31,11 +31,13 @@ from glassformer.spec.manifest import count_parameters
 from glassformer.spec.quantization import QuantSpec, Scheme
 from glassformer.spec.tasks import SequenceTask
 from glassformer.spec.train import TrainSpec
-from glassformer.train.fit import fit
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.fit import fit
+from glassformer.training.torch_engine import TorchEngine
 from tests.quant.checks import both_sides_share_one_table, logits, model, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore::glassformer.quant.backends.SlowQuantization")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::glassformer.quant.backends.choose.SlowQuantization"
+)
 
 
 def test_every_linear_layer_and_the_head_are_quantized_with_their_parameters():
@@ -221,9 +223,9 @@ def test_a_backend_that_is_not_here_is_refused_or_replaced_with_one_warning(monk
         quantize_model(model(), backend="cc")
     with pytest.raises(MachineError, match="'fbgemm' cannot run int4"):
         quantize_model(model(), QuantSpec(bits=4, head_bits=4), backend="fbgemm")
-    for backend in backends.BACKENDS.values():
+    for backend in choose.BACKENDS.values():
         monkeypatch.setattr(type(backend), "why_not", lambda *a, **k: "is not here")
-    backends._warn_once.cache_clear()
+    choose._warn_once.cache_clear()
     small = quantize_model(model())
     with pytest.warns(SlowQuantization, match="right and small, not fast") as caught:
         found = logits(small)

@@ -3,8 +3,17 @@
 import pytest
 from hypothesis import given
 
-from glassformer.spec.inits import Constant, Gaussian, Uniform
-from glassformer.spec.manifest import count_parameters, manifest, stored
+from glassformer.costs.parameter_table import format_table, parameter_table
+from glassformer.spec.init import Constant, Gaussian, Uniform
+from glassformer.spec.manifest import (
+    attention_parameters,
+    block_parameters,
+    count_parameters,
+    ffn_parameters,
+    manifest,
+    norm_parameters,
+    stored,
+)
 from glassformer.spec.model import (
     MLP,
     Attention,
@@ -20,14 +29,7 @@ from glassformer.spec.model import (
     SwiGLU,
     XavierInit,
 )
-from glassformer.spec.parameters import (
-    attention_parameters,
-    block_parameters,
-    ffn_parameters,
-    norm_parameters,
-)
 from glassformer.spec.presets import PRESETS, budget_lm, fsm_probe, preset
-from glassformer.spec.table import format_table, parameter_table
 from glassformer.spec.taps import tap_shapes
 from tests.strategies import model_specs
 from tests.tiny import D_FF, D_MODEL, MAX_SEQ_LEN, VOCAB, tiny

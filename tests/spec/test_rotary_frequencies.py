@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from glassformer.spec.model import LinearScaling, Llama3Scaling, Rotary, YarnScaling
-from glassformer.spec.rotary import rotary_frequencies
+from glassformer.spec.position import rotary_frequencies
 
 SINGLE = 1e-6  # frequencies are single-precision numbers, rounded at each step of the formula
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glassformer.spec.errors import InputError
-from glassformer.spec.schedule import ConstantSchedule, CosineSchedule, InverseSqrtSchedule
-from glassformer.spec.train import TrainSpec
+from glassformer.spec.train import ConstantSchedule, CosineSchedule, InverseSqrtSchedule, TrainSpec
 
 STEPS = 40
 

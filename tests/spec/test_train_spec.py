@@ -7,20 +7,23 @@ from typing import get_args, get_type_hints
 import pytest
 
 from glassformer.lab.recipes import RECIPES, recipe
-from glassformer.lab.record import spec_hash, to_toml
+from glassformer.lab.runs.record import spec_hash, to_toml
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import PRESETS
-from glassformer.spec.schedule import ConstantSchedule, CosineSchedule, InverseSqrtSchedule
-from glassformer.spec.tasks import (
-    DigitsTask,
-    FsmTask,
-    SequenceTask,
-    TextTask,
-    TranslationTask,
+from glassformer.spec.serialize import from_dict, from_json, override, to_dict, to_json
+from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask, TranslationTask
+from glassformer.spec.train import (
+    SGD,
+    AdamW,
+    ConstantSchedule,
+    CosineSchedule,
+    HeadWeight,
+    InverseSqrtSchedule,
+    Muon,
+    RunSpec,
+    TrainSpec,
 )
-from glassformer.spec.train import SGD, AdamW, HeadWeight, Muon, RunSpec, TrainSpec
-from glassformer.spec.tree import from_dict, from_json, override, to_dict, to_json
 
 DIGITS = RunSpec(model=presets.digits(), task=DigitsTask())
 

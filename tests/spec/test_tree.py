@@ -19,7 +19,7 @@ from glassformer.spec.model import (
     YarnScaling,
 )
 from glassformer.spec.presets import PRESETS, preset
-from glassformer.spec.tree import from_dict, from_json, override, to_dict, to_json
+from glassformer.spec.serialize import from_dict, from_json, override, to_dict, to_json
 from tests.strategies import model_specs
 from tests.tiny import tiny
 

@@ -12,7 +12,7 @@ import pytest
 
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.manifest import stored
-from glassformer.spec.tree import to_json
+from glassformer.spec.serialize import to_json
 from glassformer.store.checkpoint import (
     load_checkpoint,
     save_checkpoint,

@@ -11,9 +11,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from starlette.applications import Starlette
 
-from glassformer.lab.session import train
-from glassformer.web.lab import Lab
-from glassformer.web.server import create_app
+from glassformer.lab.api import train
+from glassformer.web.app.server import create_app
+from glassformer.web.app.workspace import Lab
 
 TOKEN, PORT = "the-right-token", 7337
 TINY = (

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from glassformer.budget.design import design as solve
 from glassformer.cli.main import app
-from glassformer.lab.design_figure import EXPANSIONS, RATIOS, drift, landscape
-from glassformer.lab.designs import run_of_design
-from glassformer.lab.record import to_toml
-from glassformer.spec.costs import cache_bytes, flops, training_memory, weight_bytes
-from glassformer.spec.design import design as solve
+from glassformer.costs.flops import cache_bytes, flops, training_memory, weight_bytes
+from glassformer.lab.budget_report import run_of_design
+from glassformer.lab.plots.figures import EXPANSIONS, RATIOS, drift, landscape
+from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import manifest
-from glassformer.web import design as page
-from glassformer.web.lab import Lab
-from glassformer.web.query import Query, to_json
+from glassformer.web.app.query import Query, to_json
+from glassformer.web.app.workspace import Lab
+from glassformer.web.pages import design as page
 
 LAB = Lab(Path("nowhere"))
 

@@ -5,15 +5,15 @@ from urllib.parse import urlencode
 
 import pytest
 
-from glassformer.lab import session
-from glassformer.lab.confusion import order, shares
-from glassformer.web import limits
+from glassformer.lab import api
+from glassformer.lab.measure.confusion import order, shares
+from glassformer.web.app import limits
 from tests.web.conftest import Client, Opener
 
 
 def test_the_numbers_are_those_of_evaluate(client: Client, runs: Path) -> None:
     found = client.get("/api/runs/digits-0/errors?split=test&step=8")
-    own = session.evaluate(runs / "digits-0@8", split="test")
+    own = api.evaluate(runs / "digits-0@8", split="test")
     assert found["loss"] == own.loss
     assert found["accuracy"] == own.accuracy
     assert found["by"] == own.to_dict()["by"]
@@ -27,7 +27,7 @@ def test_the_numbers_are_those_of_evaluate(client: Client, runs: Path) -> None:
 
 
 def test_a_cell_shows_the_examples_that_it_counts(client: Client, runs: Path) -> None:
-    _, task = session.opened(runs / "digits-0@8")
+    _, task = api.opened(runs / "digits-0@8")
     found = client.get("/api/runs/digits-0/errors?split=test&step=8")
     for table in found["tables"]:
         seen = []
@@ -54,7 +54,7 @@ def test_a_checkpoint_is_measured_once(
     def never(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(session, "opened", never)
+    monkeypatch.setattr(api, "opened", never)
     client.get("/api/runs/digits-1/errors")
     client.get("/api/runs/digits-1/errors/cell?group=operation&asked=MAX&answered=MAX")
 

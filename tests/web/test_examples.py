@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 import glassformer as gf
-from glassformer.data.build import build_task
-from glassformer.generate.prompts import text_prompt
+from glassformer.data.build_task import build_task
+from glassformer.generation.prompts import text_prompt
 from glassformer.lab.quantize import Wish, quantize_folder
 from glassformer.lab.recipes import recipe
 from glassformer.spec.quantization import QuantSpec
-from glassformer.web import generate, inspect, records
-from glassformer.web import runs as listing
-from glassformer.web.examples import listed, opening, task_of, written
-from glassformer.web.lab import Lab
-from glassformer.web.query import Query, Unknown
+from glassformer.web.app.query import Query, Unknown
+from glassformer.web.app.workspace import Lab
+from glassformer.web.pages import generate, inspect, run_listing
+from glassformer.web.pages import runs as listing
+from glassformer.web.pages.examples import listed, opening, task_of, written
 from tests.adapters import folders
 
 
@@ -66,8 +66,10 @@ def test_a_quantized_model_has_as_many_parameters_as_its_twin(talkers: Lab, tmp_
 
 
 def test_what_tells_runs_apart_comes_first(talkers: Lab) -> None:
-    found = {run: records.settings(talkers.folder(run)) for run in ("digits", "reverse", "text")}
-    keys = records.differing(found)["keys"]
+    found = {
+        run: run_listing.settings(talkers.folder(run)) for run in ("digits", "reverse", "text")
+    }
+    keys = run_listing.differing(found)["keys"]
     assert keys[:2] == ["task.kind", "task.operation"]
     assert keys.index("model.decoder.layers.0.count") < keys.index("train.steps")
     assert {key.partition(".")[0] for key in keys[-5:]} == {"model"}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from glassformer.store.rundir import RunDirectory
-from glassformer.web.query import Busy
-from tests.verify.faults import Fault, planted
+from glassformer.web.app.query import Busy
+from tests.checks.faults import Fault, planted
 from tests.web import test_errors, test_guard, test_lab, test_runs, test_server
 from tests.web.conftest import Client, Opener
 from tests.web.faults import FAULTS

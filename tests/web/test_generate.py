@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from glassformer.generate.beam import beam_search
-from glassformer.generate.decode import generate
-from glassformer.generate.stepper import TorchStepper
+from glassformer.generation.beam import beam_search
+from glassformer.generation.loop import generate
+from glassformer.generation.stepper import TorchStepper
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
-from glassformer.web import generate as page
-from glassformer.web import limits
-from glassformer.web.generate_ask import BEAM_TOKENS
-from glassformer.web.lab import Lab
-from glassformer.web.query import Busy, Query, TooLarge, Unknown, to_json
+from glassformer.web.app import limits
+from glassformer.web.app.query import Busy, Query, TooLarge, Unknown, to_json
+from glassformer.web.app.workspace import Lab
+from glassformer.web.pages import generate as page
+from glassformer.web.pages.generate import BEAM_TOKENS
 
 
 def said(lab: Lab, **body: Any) -> list[dict[str, Any]]:

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.lens.probes import read_probes
+from glassformer.lens.measure.probes import read_probes
 from glassformer.spec.errors import InputError
-from glassformer.web import inspect, limits
-from glassformer.web.lab import Lab
-from glassformer.web.query import Bytes, Query, TooLarge, Unknown
+from glassformer.web.app import limits
+from glassformer.web.app.query import Bytes, Query, TooLarge, Unknown
+from glassformer.web.app.workspace import Lab
+from glassformer.web.pages import inspect
 
 TEXT = "SECOND 7 3 9 SEP"
 
@@ -212,7 +213,7 @@ def test_masked_cells_are_nan_and_never_a_zero(causal):
 @pytest.fixture(scope="session")
 def causal(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """A tiny language model over three letters."""
-    from glassformer.lab.session import train
+    from glassformer.lab.api import train
 
     folder = tmp_path_factory.mktemp("causal")
     (folder / "letters.txt").write_text("abcabacbabcbacab" * 40, encoding="utf-8")

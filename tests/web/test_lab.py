@@ -11,10 +11,10 @@ from urllib.parse import quote
 import pytest
 
 from glassformer.spec.errors import InputError
-from glassformer.web import limits
-from glassformer.web.inspect import TWIN
-from glassformer.web.lab import Lab, id_for, written_at
-from glassformer.web.query import Busy, Refused, Unknown
+from glassformer.web.app import limits
+from glassformer.web.app.query import Busy, Refused, Unknown
+from glassformer.web.app.workspace import Lab, id_for, written_at
+from glassformer.web.pages.inspect import TWIN
 from tests.web.conftest import Client, Opener
 
 TRAVERSALS = (

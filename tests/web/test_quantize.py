@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.lab.precision import layer_errors
-from glassformer.quant.report import resident_bytes
+from glassformer.lab.measure.precision import layer_errors
+from glassformer.quant.status import resident_bytes
 from glassformer.spec.errors import InputError
-from glassformer.web import quantize as page
-from glassformer.web.lab import Lab
-from glassformer.web.query import Query, TooLarge, to_json
+from glassformer.web.app.query import Query, TooLarge, to_json
+from glassformer.web.app.workspace import Lab
+from glassformer.web.pages import quantize as page
 
 TEXT = "so it goes"
 
@@ -54,7 +54,7 @@ def test_divergence_is_that_of_the_distributions(talkers: Lab) -> None:
 
 
 def test_sizes_are_those_of_the_files(talkers: Lab, tmp_path: Any) -> None:
-    from glassformer.adapters.saving import save_model
+    from glassformer.adapters.native import save_model
 
     model, sizes = talkers.model("text"), {one["name"]: one for one in told(talkers)["precisions"]}
     folder = talkers.checkpoint("text")

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 
 from glassformer.adapters.load import load
-from glassformer.lab.curve_figure import curve_figure, panels
-from glassformer.lab.curves import read_curves
-from glassformer.lab.evaluate import evaluate
-from glassformer.lab.run import TrainingRun
-from glassformer.lab.session import opened, train
-from glassformer.lens.figure_file import figure_bytes
-from glassformer.lens.roles import head_roles
+from glassformer.checks.report import Report, verify
+from glassformer.costs.parameter_table import parameter_table
+from glassformer.lab.api import opened, train
+from glassformer.lab.measure.evaluate import evaluate
+from glassformer.lab.plots.curves import curve_figure, panels
+from glassformer.lab.runs.curves import read_curves
+from glassformer.lab.runs.run import TrainingRun
+from glassformer.lens.measure.roles import head_roles
+from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.table import parameter_table
 from glassformer.store.checkpoint import verify_folder
-from glassformer.verify.report import Report, verify
-from glassformer.web.report import report_html
-from glassformer.web.report_curves import panels_svg, ticks
-from glassformer.web.report_inside import spread
-from glassformer.web.report_page import POLICY
+from glassformer.web.report.curves import panels_svg, ticks
+from glassformer.web.report.document import report_html
+from glassformer.web.report.inside import spread
+from glassformer.web.report.page import POLICY
 from tests.browser.hostile import HOSTILE
-from tests.train.samples import RUNS
+from tests.training.samples import RUNS
 
 #: No certificate: the tests that are not about it are quicker so.
 NO_CHECKS = Report(())

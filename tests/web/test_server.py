@@ -17,14 +17,14 @@ from starlette.routing import Route
 from uvicorn.server import ServerState
 
 from glassformer.spec.errors import FileError, InputError, MachineError
-from glassformer.web import limits, server
-from glassformer.web.connection import Connection
-from glassformer.web.guard import HEADERS, Guard
-from glassformer.web.lab import Lab
-from glassformer.web.query import Bytes, Query, to_json
+from glassformer.web.app import limits, server
+from glassformer.web.app.connection import Connection
+from glassformer.web.app.guard import HEADERS, Guard
+from glassformer.web.app.query import Bytes, Query, to_json
+from glassformer.web.app.workspace import Lab
 from tests.web.conftest import PORT, TOKEN, Client
 
-STATIC = Path(server.__file__).parent / "static"
+STATIC = Path(server.__file__).parents[1] / "static"
 
 
 def app_of(handler: Any, lab: Lab, method: str = "GET") -> Client:
@@ -41,7 +41,7 @@ def lab(runs: Path) -> Lab:
 
 def test_the_page_comes_without_torch() -> None:
     code = (
-        "import sys; from pathlib import Path; from glassformer.web.server import create_app;"
+        "import sys; from pathlib import Path; from glassformer.web.app.server import create_app;"
         "create_app(Path('nowhere'), token='t', port=1); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,6 @@
-"""`BaseAdapter`: one face for every architecture, for training and for inference.
+"""`WholeStepper`: decoding over nothing but `forward(ids, mask) -> logits`, for models not ours.
+
+`BaseAdapter`: one face for every architecture, for training and for inference.
 
 The methods are source 002's, by its names. An adapter holds a model and what came with it; which
 parts the model is made of, how its tensors are named on disk and how its text is cut are its own
@@ -6,28 +8,66 @@ affair.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from glassformer.adapters.inspecting import inspect_text, question
-from glassformer.adapters.origin import find_tokenizer
-from glassformer.adapters.tokenizer import end_ids, nameless_ids
-from glassformer.adapters.whole_stepper import WholeStepper
-from glassformer.data.vocab import Tokenizer
-from glassformer.generate.decode import generate
-from glassformer.generate.prompts import Prompts, text_prompt
-from glassformer.generate.stepper import Stepper
-from glassformer.lens.headname import HeadName
+from glassformer.adapters.folder.origin import find_tokenizer
+from glassformer.adapters.text_inputs import inspect_text, question
+from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.loop import generate
+from glassformer.generation.prompts import Prompts, padded, text_prompt
+from glassformer.generation.stepper import Rows, Stepper, check_decodes
 from glassformer.lens.look import Look
+from glassformer.lens.measure.head_names import HeadName
 from glassformer.models.model import Model
-from glassformer.quant.report import quantized_numbers
+from glassformer.quant.status import quantized_numbers
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
+
+# B batch, T length, V vocab
+
+Forward = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class WholeStepper:
+    """No cache: the whole sequence at every step, and the last column of its logits."""
+
+    def __init__(self, forward: Forward, spec: ModelSpec, *, device: torch.device) -> None:
+        check_decodes(spec)
+        self.forward = forward
+        self.device = device
+        self.vocab_size = spec.vocab_size
+        self.max_seq_len = spec.max_seq_len
+        self.source_vocab: int | None = None
+        self.encoder_calls = 0
+        self.positions = 0
+
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
+        """Read the prompts; nothing is reserved, whatever the room."""
+        tokens_BT, valid_BT = padded(prompts.tokens)
+        valid = None if valid_BT is None else torch.from_numpy(valid_BT).to(self.device)
+        past = Rows(torch.from_numpy(tokens_BT).to(self.device), valid, None, None)
+        return self._read(past), past
+
+    def step(self, tokens_B: Tensor, *, past: Rows) -> Tensor:
+        """One more token a row, and everything once more."""
+        new_B1 = tokens_B.to(self.device)[:, None]
+        past.tokens_BT = torch.cat((past.tokens_BT, new_B1), 1)
+        if past.valid_BT is not None:
+            past.valid_BT = torch.cat((past.valid_BT, torch.ones_like(new_B1, dtype=torch.bool)), 1)
+        return self._read(past)
+
+    @torch.no_grad()
+    def _read(self, past: Rows) -> Tensor:
+        self.positions += past.tokens_BT.shape[1]
+        return self.forward(past.tokens_BT, past.valid_BT)[:, -1]
+
 
 # B batch, T length, V vocab
 
@@ -111,7 +151,7 @@ class BaseAdapter(nn.Module, ABC):
             raise InputError(
                 "this model came without a tokenizer, so it reads token ids and no text",
                 where=str(self.origin or ""),
-                hint="adapter(ids) gives logits; glassformer.generate continues rows of ids",
+                hint="adapter(ids) gives logits; glassformer.generation continues rows of ids",
             )
         return found
 

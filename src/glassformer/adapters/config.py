@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from glassformer.adapters.sidecars import read_object
+from glassformer.adapters.folder.files import read_object
 from glassformer.spec.errors import FileError, InputError
 
 FILE = "config.json"

@@ -11,34 +11,36 @@ from torch import nn
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.config import Config
-from glassformer.adapters.custom import CustomTransformerAdapter
-from glassformer.adapters.fill import filled
-from glassformer.adapters.gguf.head import SUFFIX, is_gguf
-from glassformer.adapters.gguf.opening import open_gguf
-from glassformer.adapters.lora import read_tuning, tuned
-from glassformer.adapters.native import NativeAdapter
-from glassformer.adapters.origin import (
+from glassformer.adapters.folder.load_weights import filled
+from glassformer.adapters.folder.lora import read_tuning, tuned
+from glassformer.adapters.folder.origin import (
     find_tokenizer,
     is_native,
     origin_of,
     read_origin,
     read_spec,
 )
+from glassformer.adapters.folder.weights import FileWeights, folder_weights
+from glassformer.adapters.gguf.header import SUFFIX, is_gguf
+from glassformer.adapters.gguf.load import open_gguf
+from glassformer.adapters.native import (
+    CustomTransformerAdapter,
+    NativeAdapter,
+    TrainingConfig,
+    save_model,
+)
 from glassformer.adapters.registry import adapter_for, adapter_named
-from glassformer.adapters.saving import save_model
 from glassformer.adapters.table import identity_plan, make_plan
-from glassformer.adapters.training_config import TrainingConfig
-from glassformer.adapters.weights import FileWeights, folder_weights
 from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_transformers
-from glassformer.data.vocab import Tokenizer
+from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.build import build
 from glassformer.models.model import Model
 from glassformer.quant.arrays import restored_model
-from glassformer.spec.base import one_of
+from glassformer.spec.checks import one_of
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.presets import PRESETS, preset
-from glassformer.spec.quantity import plain_digits
-from glassformer.spec.tree import override
+from glassformer.spec.serialize import override
+from glassformer.spec.units import plain_digits
 from glassformer.store.checkpoint import WEIGHTS, verify_folder
 from glassformer.store.quantized import is_quantized, load_quantized
 from glassformer.store.rundir import RunDirectory

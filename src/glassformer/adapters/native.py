@@ -1,37 +1,59 @@
-"""`NativeAdapter`: any architecture that a `ModelSpec` can say, computed by our own parts.
+"""Model folders of ours, quantized or not: one way to write them.
+
+`NativeAdapter`: any architecture that a `ModelSpec` can say, computed by our own parts.
 
 A Hugging Face config becomes a spec and its weights our parameters, so that verify, trace, caches,
 beams, quantization and training apply unchanged. Subclasses add a name and their families.
+
+`CustomTransformerAdapter`: our own checkpoints, runs and presets.
+
+`TrainingConfig`: what a training brings to a model when it is loaded, as source 002 has it.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from glassformer.adapters.base import BaseAdapter, valid_of
 from glassformer.adapters.config import Config
 from glassformer.adapters.family import Family
-from glassformer.adapters.fill import filled, refill
-from glassformer.adapters.origin import is_native, read_spec
-from glassformer.adapters.report import ConversionReport
-from glassformer.adapters.saving import save_model
-from glassformer.adapters.sidecars import ORIGIN
+from glassformer.adapters.folder.files import ORIGIN
+from glassformer.adapters.folder.load_weights import ConversionReport, filled, refill
+from glassformer.adapters.folder.origin import is_native, read_spec
+from glassformer.adapters.folder.weights import FileWeights, ModuleWeights, Weights, folder_weights
 from glassformer.adapters.table import identity_plan, make_plan
-from glassformer.adapters.weights import FileWeights, ModuleWeights, Weights, folder_weights
-from glassformer.data.vocab import Tokenizer
-from glassformer.generate.stepper import TorchStepper
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.stepper import TorchStepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
+from glassformer.models.state import weights_of
 from glassformer.nn.taps import Taps
+from glassformer.quant.arrays import quantized_arrays
+from glassformer.quant.status import is_model_quantized
+from glassformer.spec.checks import at_least, one_of, probability, spec
 from glassformer.spec.errors import InputError
-from glassformer.spec.inits import NormalInit
+from glassformer.spec.init import NormalInit
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import Dropout, ModelSpec
-from glassformer.spec.tree import to_dict
-from glassformer.store.checkpoint import WEIGHTS, verify_folder
+from glassformer.spec.serialize import to_dict
+from glassformer.store.checkpoint import WEIGHTS, save_checkpoint, verify_folder
+from glassformer.store.quantized import save_quantized
+
+
+def save_model(folder: Path, model: Model, *, files: Mapping[str, bytes] | None = None) -> None:
+    """Write a checkpoint folder that `load` opens; one that exists is never overwritten."""
+    if is_model_quantized(model):
+        quantization, arrays = quantized_arrays(model)
+        save_quantized(folder, model.spec, quantization, arrays, files=files)
+    else:
+        save_checkpoint(folder, model.spec, weights_of(model), files=files)
+
 
 # B batch, T length, V vocab
 
@@ -166,3 +188,67 @@ class NativeAdapter(BaseAdapter):
     def scoped_taps(self, taps: Taps | None) -> None:
         """Set by `trace` for the time of its block."""
         self.model.scoped_taps = taps
+
+
+class CustomTransformerAdapter(NativeAdapter):
+    """Any `Model` of ours: the five presets, and whatever else a `ModelSpec` says."""
+
+    architecture_type = "custom-transformer"
+
+
+Precision = Literal["float32", "float64", "bfloat16", "float16"]
+
+
+@spec
+class TrainingConfig:
+    """Settings that the files do not decide; None leaves what they say.
+
+    architecture_type: which adapter it must be. dropout: one rate in every place. precision: of the
+    weights. frozen: patterns of parameters that stay as they are (`embed.*`). overrides and seed:
+    for a preset, whose weights are drawn: `decoder.layers.count=2`.
+    """
+
+    architecture_type: str | None = None
+    dropout: float | None = None
+    precision: Precision | None = None
+    frozen: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        if self.dropout is not None:
+            probability("dropout", self.dropout)
+        if self.precision is not None:
+            one_of("precision", self.precision, get_args(Precision))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The precision as torch's."""
+        return None if self.precision is None else getattr(torch, self.precision)
+
+    def adjusted(self, model: ModelSpec) -> ModelSpec:
+        """The spec with this training's dropout."""
+        if self.dropout is None:
+            return model
+        rates = Dropout.from_number(self.dropout)
+        encoder = model.encoder
+        return replace(
+            model,
+            decoder=replace(model.decoder, dropout=rates),
+            encoder=None if encoder is None else replace(encoder, dropout=rates),
+        )
+
+    def freeze(self, model: Model) -> None:
+        """Switch off the gradients of what is frozen; a pattern that names nothing is refused."""
+        names = stored(model.spec)
+        own = dict(model.named_parameters())
+        for pattern in self.frozen:
+            found = [name for name in names if fnmatchcase(name, pattern)]
+            if not found:
+                raise InputError(
+                    f"no parameter is named '{pattern}'",
+                    hint=f"names look like {next(iter(names))}",
+                )
+            for name in found:
+                own[name].requires_grad_(False)

@@ -6,12 +6,11 @@
 from typing import TypeVar
 
 from glassformer.adapters.config import Config
-from glassformer.adapters.custom import CustomTransformerAdapter
+from glassformer.adapters.families.gpt2 import GPT2Adapter
+from glassformer.adapters.families.llama import LlamaAdapter
+from glassformer.adapters.families.qwen import QwenAdapter
 from glassformer.adapters.family import Family
-from glassformer.adapters.gpt2 import GPT2Adapter
-from glassformer.adapters.llama import LlamaAdapter
-from glassformer.adapters.native import NativeAdapter
-from glassformer.adapters.qwen import QwenAdapter
+from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.spec.errors import FileError, InputError, nearest
 
 ADAPTERS: dict[str, type[NativeAdapter]] = {}

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from glassformer.adapters.base import BaseAdapter, valid_of
 from glassformer.adapters.config import Config
-from glassformer.adapters.origin import read_origin
-from glassformer.adapters.weights import folder_weights
-from glassformer.data.vocab import Tokenizer
+from glassformer.adapters.folder.origin import read_origin
+from glassformer.adapters.folder.weights import folder_weights
+from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from glassformer.byhand.attend import AttendCache, attend_backward, attend_forward
+from glassformer.byhand.attention_core import AttendCache, attend_backward, attend_forward
 from glassformer.byhand.linear import (
     LinearCache,
     linear_forward,
@@ -18,9 +18,8 @@ from glassformer.byhand.linear import (
     sum_rows,
 )
 from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.pass_context import Array, Trip
 from glassformer.byhand.position import rotate_backward, rotate_forward
-from glassformer.byhand.trip import Trip
-from glassformer.byhand.workspace import Array
 from glassformer.spec import model as spec
 
 # B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head

@@ -18,8 +18,7 @@ from glassformer.byhand.ffn import (
     swiglu_forward,
 )
 from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
-from glassformer.byhand.trip import Trip
-from glassformer.byhand.workspace import Array
+from glassformer.byhand.pass_context import Array, Trip
 from glassformer.spec import model as spec
 
 # B batch, T query length, S key length, D d_model

@@ -21,8 +21,7 @@ from glassformer.byhand.linear import (
     linear_products,
     sum_rows,
 )
-from glassformer.byhand.trip import Trip
-from glassformer.byhand.workspace import Array
+from glassformer.byhand.pass_context import Array, Trip
 from glassformer.spec import model as spec
 
 # B batch, T length, D d_model, F d_ff, W = 2F, gate and up side by side

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glassformer.byhand.embed import tied_forward
+from glassformer.byhand.embedding import tied_forward
 from glassformer.byhand.linear import LinearCache, linear_forward, linear_products, sum_rows
-from glassformer.byhand.workspace import Array, Workspace, room
+from glassformer.byhand.pass_context import Array, Workspace, room
 from glassformer.spec import model as spec
 
 # B batch, T length, D d_model, V logits, R rank

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from glassformer.byhand.workspace import Array
+from glassformer.byhand.pass_context import Array
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 

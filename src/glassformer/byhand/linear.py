@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glassformer.byhand.workspace import Array, Workspace, room
+from glassformer.byhand.pass_context import Array, Workspace, room
 
 # R rows (batch x length), I width in, O width out
 

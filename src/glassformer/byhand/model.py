@@ -11,8 +11,8 @@ import numpy as np
 
 from glassformer.byhand.heads import HeadCache, head_backward, head_forward
 from glassformer.byhand.inputs import Inputs, check_inputs
-from glassformer.byhand.loss import cross_entropy_backward
-from glassformer.byhand.objective import Losses, head_losses, penalty, total_loss
+from glassformer.byhand.loss import Losses, cross_entropy_backward, head_losses, penalty, total_loss
+from glassformer.byhand.pass_context import Array, Trip, Workspace
 from glassformer.byhand.stack import (
     StackCache,
     StackParts,
@@ -21,8 +21,6 @@ from glassformer.byhand.stack import (
     stack_parts,
 )
 from glassformer.byhand.storage import Storage
-from glassformer.byhand.trip import Trip
-from glassformer.byhand.workspace import Array, Workspace
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 

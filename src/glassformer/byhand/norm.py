@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from glassformer.byhand.linear import dot_rows, sum_rows
-from glassformer.byhand.workspace import Array, Workspace, room
+from glassformer.byhand.pass_context import Array, Workspace, room
 from glassformer.spec import model as spec
 
 # D width of the normalised axis

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from glassformer.byhand.model import Model
-from glassformer.byhand.workspace import Array
+from glassformer.byhand.pass_context import Array
 from glassformer.spec.errors import InputError
 
 # P entries of one piece

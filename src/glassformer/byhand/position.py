@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from glassformer.byhand.workspace import Array, Workspace, room
+from glassformer.byhand.pass_context import Array, Workspace, room
 from glassformer.spec.model import Rotary
-from glassformer.spec.rotary import rotary_frequencies
+from glassformer.spec.position import rotary_frequencies
 
 # B batch, T length, D d_model, N heads, H d_head
 

@@ -7,14 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from glassformer.byhand.attention import Past
-from glassformer.byhand.block import (
-    BlockArrays,
-    BlockCache,
-    Setting,
-    block_backward,
-    block_forward,
-)
-from glassformer.byhand.embed import (
+from glassformer.byhand.block import BlockArrays, BlockCache, Setting, block_backward, block_forward
+from glassformer.byhand.embedding import (
     FactorCache,
     embedding_backward,
     embedding_forward,
@@ -24,10 +18,9 @@ from glassformer.byhand.embed import (
 )
 from glassformer.byhand.inputs import Side, allow_of, positions_of
 from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.pass_context import Array, Trip
 from glassformer.byhand.position import rotations, sinusoidal_forward, sinusoids
 from glassformer.byhand.storage import Storage
-from glassformer.byhand.trip import Trip
-from glassformer.byhand.workspace import Array
 from glassformer.spec import model as spec
 
 # B batch, T query length, S key length, D d_model

@@ -12,12 +12,11 @@ import numpy as np
 from glassformer.byhand.attention import JOINED as JOINED_QKV
 from glassformer.byhand.block import BlockArrays
 from glassformer.byhand.ffn import JOINED as JOINED_GATE_UP
-from glassformer.byhand.workspace import Array
+from glassformer.byhand.pass_context import Array
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.inits import Constant, Gaussian, Rule, Uniform
-from glassformer.spec.manifest import manifest
+from glassformer.spec.init import Constant, Gaussian, Rule, Uniform
+from glassformer.spec.manifest import Parameter, manifest
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.parameters import Parameter
 
 
 class Storage:

@@ -10,21 +10,28 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from glassformer.cli.convert import convert
-from glassformer.cli.demo import demo
-from glassformer.cli.design import design
-from glassformer.cli.evaluate import evaluate
-from glassformer.cli.explore import explore
-from glassformer.cli.generate import generate
-from glassformer.cli.inspect import inspect
-from glassformer.cli.list_all import list_all
-from glassformer.cli.lr_find import lr_find
-from glassformer.cli.quantize import quantize
-from glassformer.cli.report import report
-from glassformer.cli.streams import CUT_OFF, give_up_stdout, is_cut_off, open_streams, tell, trouble
-from glassformer.cli.train import train
-from glassformer.cli.verify import verify
-from glassformer.cli.waiting import waiting_briefly
+from glassformer.cli.shell.process import waiting_briefly
+from glassformer.cli.shell.terminal import (
+    CUT_OFF,
+    give_up_stdout,
+    is_cut_off,
+    open_streams,
+    tell,
+    trouble,
+)
+from glassformer.cli.verbs.convert import convert
+from glassformer.cli.verbs.demo import demo
+from glassformer.cli.verbs.design import design
+from glassformer.cli.verbs.evaluate import evaluate
+from glassformer.cli.verbs.explore import explore
+from glassformer.cli.verbs.generate import generate
+from glassformer.cli.verbs.inspect import inspect
+from glassformer.cli.verbs.list import list_all
+from glassformer.cli.verbs.lr_find import lr_find
+from glassformer.cli.verbs.quantize import quantize
+from glassformer.cli.verbs.report import report
+from glassformer.cli.verbs.train import train
+from glassformer.cli.verbs.verify import verify
 from glassformer.spec.errors import GlassError
 
 app = typer.Typer(

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.batch import Ints
-from glassformer.data.streams import stream
-from glassformer.spec.base import at_least
+from glassformer.data.rng import stream
+from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
 
 POOL = 64  # batches; within one pool rows are sorted by length, across pools only chance rules

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Ints
-from glassformer.data.vocab import Tokenizer
+from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import InputError
 
 # B batch, T length, V vocabulary

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from glassformer.kernels import build, native
+from glassformer.kernels import build, c_library
 from glassformer.spec.errors import GlassError
 
 
@@ -19,11 +19,13 @@ def main() -> int:
     except GlassError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    if not native.available():
-        print(native.why_not())
+    if not c_library.available():
+        print(c_library.why_not())
         return 1
-    pool = "torch's" if native.shares_threads() else "none: one thread"
-    print(f"variant: {native.variant()} of {', '.join(native.variants())}; thread pool: {pool}")
+    pool = "torch's" if c_library.shares_threads() else "none: one thread"
+    print(
+        f"variant: {c_library.variant()} of {', '.join(c_library.variants())}; thread pool: {pool}"
+    )
     return 0
 
 

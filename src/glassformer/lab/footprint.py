@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.train.torch_engine import TorchEngine
+from glassformer.training.torch_engine import TorchEngine
 
 
 def saved_bytes(engine: TorchEngine, batch: Batch) -> int:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from glassformer.data.build import build_task
+from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
-from glassformer.lab import finetune
-from glassformer.lab.assemble import longest
+from glassformer.lab.finetune import recipe as finetune
+from glassformer.lab.runs.assemble import longest
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Dropout, LayerNorm, ModelSpec
-from glassformer.spec.schedule import CosineSchedule
+from glassformer.spec.serialize import from_dict, override
 from glassformer.spec.tasks import (
     DigitsTask,
     FinetuneTask,
@@ -22,8 +22,7 @@ from glassformer.spec.tasks import (
     TextTask,
     TranslationTask,
 )
-from glassformer.spec.train import AdamW, RunSpec, TrainSpec
-from glassformer.spec.tree import from_dict, override
+from glassformer.spec.train import AdamW, CosineSchedule, RunSpec, TrainSpec
 
 TaskSpec = DigitsTask | SequenceTask | FsmTask | TextTask | TranslationTask
 

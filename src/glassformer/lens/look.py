@@ -15,16 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.lens import sheet
-from glassformer.lens.ablation import Ablation, Ranking, compared, rank_heads
-from glassformer.lens.attention import Attentions, read_attention
-from glassformer.lens.beside import Beside, beside
-from glassformer.lens.capture import at_rest, capture, one_row, weight_versions
-from glassformer.lens.face import Face, Row
-from glassformer.lens.headname import HeadName, Kind, checked_heads, kinds_of
-from glassformer.lens.logit_lens import LogitLens, read_lens
-from glassformer.lens.norms import Norms, read_norms
-from glassformer.lens.reading import (
+from glassformer.lens.compare import Beside, beside
+from glassformer.lens.measure.ablation import Ablation, Ranking, compared, rank_heads
+from glassformer.lens.measure.attention import Attentions, read_attention
+from glassformer.lens.measure.capture import at_rest, capture, one_row, weight_versions
+from glassformer.lens.measure.head_names import HeadName, Kind, checked_heads, kinds_of
+from glassformer.lens.measure.logit_lens import LogitLens, read_lens
+from glassformer.lens.measure.norms import Norms, read_norms
+from glassformer.lens.measure.predictions import (
     NONE,
     Measured,
     Reading,
@@ -32,10 +30,13 @@ from glassformer.lens.reading import (
     likeliest,
     mean_of,
     measure,
+    no_targets,
+    read_targets,
     reading_place,
 )
-from glassformer.lens.targets import no_targets, read_targets
-from glassformer.lens.words import Names, checked_words, naming
+from glassformer.lens.show import sheet
+from glassformer.lens.show.displayable import Face, Row
+from glassformer.lens.show.token_text import Names, checked_words, naming
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError

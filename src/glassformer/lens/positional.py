@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.data.batch import Ints
-from glassformer.data.digits import Digits
-from glassformer.lens import markup
-from glassformer.lens.capture import at_rest
-from glassformer.lens.face import Face, Row
-from glassformer.lens.headname import HeadName, heads_of
-from glassformer.lens.maps import Maps, read_maps
+from glassformer.data.tasks.digits import Digits
+from glassformer.lens.measure.batch_attention import Maps, read_maps
+from glassformer.lens.measure.capture import at_rest
+from glassformer.lens.measure.head_names import HeadName, heads_of
+from glassformer.lens.show import html
+from glassformer.lens.show.displayable import Face, Row
 from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError
@@ -123,11 +123,11 @@ class PositionalAttention(Face):
     def parts(self) -> Iterator[str]:
         """The table with every head's mass."""
         rows = self.rows()
-        yield markup.table(list(rows[0]), (row.values() for row in rows), caption=self.title)
+        yield html.table(list(rows[0]), (row.values() for row in rows), caption=self.title)
 
     def figure(self) -> "Figure":
         """Mass by operation and head."""
-        from glassformer.lens.figure import grid_figure
+        from glassformer.lens.show.mpl import grid_figure
 
         return grid_figure(
             self.mass.numpy(),

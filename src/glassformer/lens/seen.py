@@ -5,12 +5,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from glassformer.lens.attention import Attentions
-from glassformer.lens.face import Row
-from glassformer.lens.headname import HeadName, Kind
-from glassformer.lens.logit_lens import LogitLens
-from glassformer.lens.norms import Norms
-from glassformer.lens.reading import Measured, Reading
+from glassformer.lens.measure.attention import Attentions
+from glassformer.lens.measure.head_names import HeadName, Kind
+from glassformer.lens.measure.logit_lens import LogitLens
+from glassformer.lens.measure.norms import Norms
+from glassformer.lens.measure.predictions import Measured, Reading
+from glassformer.lens.show.displayable import Row
 
 # T positions, D d_model
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from glassformer.models.decoder import DecoderLM
-from glassformer.models.encoder_decoder import EncoderDecoder
+from glassformer.models.model import DecoderLM, EncoderDecoder
 from glassformer.nn.init import initialise
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import ModelSpec

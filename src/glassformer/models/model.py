@@ -1,4 +1,9 @@
-"""What every model is: a body that makes hidden states, and heads that read them."""
+"""What every model is: a body that makes hidden states, and heads that read them.
+
+`DecoderLM`: one stack and heads. Budget LM, FSM probe, digits and Qwen are specs of it.
+
+`EncoderDecoder`: decode(encode(source)). The encoder's output goes to every decoder layer.
+"""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -9,6 +14,7 @@ from torch import Tensor, nn
 
 from glassformer.data.batch import Batch
 from glassformer.models.inputs import Inputs, as_inputs
+from glassformer.models.stack import Stack, add_stack_parts, run_stack
 from glassformer.nn.cache import Cache
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
 from glassformer.nn.heads import TiedHead, read_out
@@ -144,3 +150,99 @@ def build_heads(spec: ModelSpec) -> nn.ModuleDict:
         else:
             heads[name] = Linear(spec.d_model, size, bias=head.bias)
     return heads
+
+
+class DecoderLM(Model):
+    """embed -> blocks -> final norm -> heads."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        add_stack_parts(self, spec, spec.decoder, vocab_size=spec.vocab_size)
+        self.heads = build_heads(spec)
+
+    def hidden(
+        self,
+        inputs: Inputs,
+        *,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        return run_stack(
+            self,
+            inputs.tokens_BT,
+            valid_BT=inputs.valid_BT,
+            segments_BT=inputs.segments_BT,
+            cache=cache,
+            taps=taps,
+            recompute=recompute,
+        )
+
+    def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
+        return self.embed
+
+
+# B batch, T target length, S source length, D d_model
+
+
+class EncoderDecoder(Model):
+    """The 2017 transformer: every decoder layer reads the end of the encoder."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        assert spec.encoder is not None
+        self.encoder = Stack(spec, spec.encoder, vocab_size=spec.source_vocab)
+        self.decoder = Stack(spec, spec.decoder, vocab_size=spec.vocab_size)
+        if spec.share_embedding:
+            self.decoder.embed = self.encoder.embed
+        self.heads = build_heads(spec)
+
+    def encode(
+        self, inputs: Inputs, *, taps: Taps | None = None, recompute: bool = False
+    ) -> Tensor:
+        """The memory (B, S, D) that every decoder layer reads."""
+        assert inputs.source_BS is not None
+        return run_stack(
+            self.encoder,
+            inputs.source_BS,
+            valid_BT=inputs.source_valid_BS,
+            taps=taps,
+            prefix="encoder.",
+            recompute=recompute,
+        )
+
+    def decode(
+        self,
+        inputs: Inputs,
+        memory_BSD: Tensor,
+        *,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Hidden states (B, T, D) of the target tokens; with a cache, of the new ones."""
+        return run_stack(
+            self.decoder,
+            inputs.tokens_BT,
+            valid_BT=inputs.valid_BT,
+            memory_BSD=memory_BSD,
+            memory_valid_BS=inputs.source_valid_BS,
+            cache=cache,
+            taps=taps,
+            prefix="decoder.",
+            recompute=recompute,
+        )
+
+    def hidden(
+        self,
+        inputs: Inputs,
+        *,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        memory_BSD = self.encode(inputs, taps=taps, recompute=recompute)
+        return self.decode(inputs, memory_BSD, cache=cache, taps=taps, recompute=recompute)
+
+    def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
+        return self.decoder.embed

@@ -8,8 +8,7 @@ import torch
 
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError
-from glassformer.spec.manifest import stored
-from glassformer.spec.parameters import Parameter
+from glassformer.spec.manifest import Parameter, stored
 from glassformer.store.tensors import BFLOAT16, CODES, explain_difference
 
 Rules = Mapping[str, Parameter]

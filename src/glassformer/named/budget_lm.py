@@ -17,10 +17,10 @@ from glassformer.named.parameter_budget import (
 from glassformer.nn import attention, block, ffn
 from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask, mask_from_allow
+from glassformer.spec import manifest
 from glassformer.spec import model as spec
-from glassformer.spec import parameters
-from glassformer.spec.base import divides
-from glassformer.spec.inits import NormalInit
+from glassformer.spec.checks import divides
+from glassformer.spec.init import NormalInit
 
 __all__ = [
     "IGNORED",
@@ -43,7 +43,7 @@ class SwiGLU(nn.Module):
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
         described = spec.SwiGLU(d_ff=d_ff)
-        rules = parameters.ffn_parameters(described, "", d_model, init=NormalInit())
+        rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
         self.part = initialised(ffn.SwiGLU(described, d_model), rules)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         described = _described(d_model, n_heads, 1).attention
         self.output_dropout = output_dropout
-        rules = parameters.attention_parameters(described, "", d_model, init=NormalInit())
+        rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
         self.part = initialised(
             attention.MultiHeadAttention(described, d_model, dropout=attention_dropout), rules
         )
@@ -93,7 +93,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         described = _described(d_model, n_heads, d_ff)
         rates = spec.Dropout.from_number(dropout)
-        rules = parameters.block_parameters(described, "", d_model, init=NormalInit())
+        rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
         self.part = initialised(block.TransformerBlock(described, d_model, dropout=rates), rules)
 
     def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:

@@ -7,31 +7,29 @@ on the NumPy engine.
 from dataclasses import replace
 from itertools import islice
 
-from glassformer.byhand.check import check_directions, numerical_gradient, relative_error
+from glassformer.byhand.gradient_check import check_directions, numerical_gradient, relative_error
 from glassformer.byhand.layers import (
     CrossEntropyLoss,
     Embedding,
+    FeedForward,
     LayerNorm,
     Linear,
+    MultiHeadAttention,
     PositionalEncoding,
     ReLU,
     Softmax,
+    Transformer,
+    TransformerBlock,
     scaled_dot_product_attention,
 )
 from glassformer.byhand.model import Model
 from glassformer.byhand.optim import SGD, Adam
-from glassformer.byhand.transformer import (
-    FeedForward,
-    MultiHeadAttention,
-    Transformer,
-    TransformerBlock,
-)
-from glassformer.data.digits import create_batch, detokenize, generate_example, tokenize
 from glassformer.data.task import Task
-from glassformer.lab import evaluate as measure
+from glassformer.data.tasks.digits import create_batch, detokenize, generate_example, tokenize
+from glassformer.lab.measure import evaluate as measure
 from glassformer.spec.train import TrainSpec
-from glassformer.train.fit import fit
-from glassformer.train.numpy_engine import NumpyEngine
+from glassformer.training.fit import fit
+from glassformer.training.numpy_engine import NumpyEngine
 
 __all__ = [
     "Adam",

@@ -11,10 +11,10 @@ from glassformer.models.build import build
 from glassformer.nn import attention, block, ffn, norm
 from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask
+from glassformer.spec import manifest, presets
 from glassformer.spec import model as spec
-from glassformer.spec import parameters, presets
-from glassformer.spec.base import divides
-from glassformer.spec.inits import NormalInit
+from glassformer.spec.checks import divides
+from glassformer.spec.init import NormalInit
 
 
 def _attention(d_model: int, n_heads: int) -> spec.Attention:
@@ -31,7 +31,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         described = _attention(d_model, n_heads)
         self.n_heads = n_heads
-        rules = parameters.attention_parameters(described, "", d_model, init=NormalInit())
+        rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
         self.part = initialised(
             attention.MultiHeadAttention(described, d_model), rules, generator=generator
         )
@@ -48,7 +48,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         described = spec.MLP(d_ff=d_ff)
-        rules = parameters.ffn_parameters(described, "", d_model, init=NormalInit())
+        rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
         self.part = initialised(ffn.MLP(described, d_model), rules, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class LayerNorm(nn.Module):
     def __init__(self, d_model: int, *, eps: float = 1e-5) -> None:
         super().__init__()
         described = spec.LayerNorm(eps=eps)
-        rules = parameters.norm_parameters(described, "", d_model)
+        rules = manifest.norm_parameters(described, "", d_model)
         self.part = initialised(norm.build_norm(described, d_model), rules)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class TransformerBlock(nn.Module):
         described = spec.Block(
             attention=_attention(d_model, n_heads), ffn=spec.MLP(d_ff=d_ff), norm=spec.LayerNorm()
         )
-        rules = parameters.block_parameters(described, "", d_model, init=NormalInit())
+        rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
         self.part = initialised(
             block.TransformerBlock(described, d_model, dropout=spec.Dropout()),
             rules,

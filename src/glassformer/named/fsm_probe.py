@@ -17,7 +17,7 @@ from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.nn.position import sinusoids
 from glassformer.nn.taps import Taps, trace
-from glassformer.spec.base import at_least, divides, probability
+from glassformer.spec.checks import at_least, divides, probability
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import fsm_probe

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.lab.session import result_of, train
+from glassformer.lab.api import result_of, train
 from glassformer.models.build import build
 from glassformer.named.parameter_budget import ModelConfig
 from glassformer.spec import model as spec

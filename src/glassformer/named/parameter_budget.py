@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from glassformer.spec.allocation import allocate
-from glassformer.spec.base import probability
-from glassformer.spec.budget import Answer, Budget, Target
+from glassformer.budget.design import solve
+from glassformer.budget.question import Answer, Budget, Target
+from glassformer.costs.parameter_table import allocate
+from glassformer.spec.checks import probability
 from glassformer.spec.model import Dropout, ModelSpec
-from glassformer.spec.solve import solve
 
 
 class ModelDims(NamedTuple):

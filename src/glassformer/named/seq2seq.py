@@ -14,9 +14,9 @@ from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask, build_mask, causal_allow, mask_from_allow
 from glassformer.nn.position import SinusoidalPosition
 from glassformer.nn.taps import Taps, TapsAt
+from glassformer.spec import manifest, presets
 from glassformer.spec import model as spec
-from glassformer.spec import parameters, presets
-from glassformer.spec.inits import XavierInit
+from glassformer.spec.init import XavierInit
 
 
 def padding_mask(lengths: Tensor, *, max_length: int | None = None) -> Tensor:
@@ -70,7 +70,7 @@ class _Layer(nn.Module):
         )
         described = getattr(whole, self.side).layers[0].block
         rates = spec.Dropout(attention=dropout, residual=dropout, ffn=dropout)
-        rules = parameters.block_parameters(described, "", d_model, init=XavierInit())
+        rules = manifest.block_parameters(described, "", d_model, init=XavierInit())
         part = block.TransformerBlock(described, d_model, dropout=rates)
         self.part = initialised(part, rules)
 

@@ -6,8 +6,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from glassformer.spec.inits import Constant, Gaussian, Uniform
-from glassformer.spec.parameters import Parameter
+from glassformer.spec.init import Constant, Gaussian, Uniform
+from glassformer.spec.manifest import Parameter
 
 Part = TypeVar("Part", bound=nn.Module)
 

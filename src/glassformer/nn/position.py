@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from glassformer.spec.model import Rotary
-from glassformer.spec.rotary import rotary_frequencies
+from glassformer.spec.position import rotary_frequencies
 
 # B batch, T length, D d_model, N heads, H d_head
 

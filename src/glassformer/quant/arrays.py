@@ -11,8 +11,8 @@ from glassformer.models.state import array_of, dtype_of, tensor_of
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.convert import quantized_layers, replace_module
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
-from glassformer.quant.report import quantization_of
 from glassformer.quant.schemes import QuantizedTensor
+from glassformer.quant.status import quantization_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import Quantization, QuantizedLayer, stored_tensors

@@ -15,15 +15,15 @@ from glassformer.models.model import Model
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.linear import Linear
-from glassformer.quant.fake import (
+from glassformer.quant.gptq import quantize_with_inputs
+from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from glassformer.quant.qat import (
     RoundedEmbedding,
     RoundedLinear,
     Watch,
     WatchedEmbedding,
     WatchedLinear,
 )
-from glassformer.quant.gptq import quantize_with_inputs
-from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import Method, QuantSpec, Scheme, layer_of, targets, untied

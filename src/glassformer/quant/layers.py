@@ -12,14 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassformer.quant.backends import (
-    BACKENDS,
-    REFERENCE,
-    Form,
-    check_backend,
-    choose,
-)
-from glassformer.quant.reference import reference_product, reference_rows
+from glassformer.quant.backends.choose import BACKENDS, REFERENCE, Form, check_backend, choose
+from glassformer.quant.backends.reference import reference_product, reference_rows
 from glassformer.quant.schemes import QuantizedTensor, dequantize
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import Method, Scheme

@@ -1,8 +1,16 @@
-"""What a block is made of: norm, attention, feed-forward, and where the norm stands."""
+"""What a block is made of: norm, attention, feed-forward, and where the norm stands.
 
+Blocks on top of each other: runs of equal ones, so that layers may differ.
+
+What is read off the last hidden states: a head for each kind of answer.
+
+How a token becomes d_model numbers.
+"""
+
+from collections.abc import Iterator
 from typing import Literal, get_args
 
-from glassformer.spec.base import at_least, divides, one_of, positive, spec
+from glassformer.spec.checks import at_least, divides, one_of, positive, probability, spec
 from glassformer.spec.errors import InputError
 
 
@@ -119,3 +127,141 @@ class Block:
                 "cross-attention cannot be causal or windowed: it reads another sequence",
                 hint="set cross.causal=false and leave cross.window out",
             )
+
+
+@spec
+class Layers:
+    """A run of `count` equal blocks."""
+
+    count: int
+    block: Block
+
+    def __post_init__(self) -> None:
+        at_least("count", self.count)
+
+
+@spec
+class Dropout:
+    """Rates by place: after the embedding, on attention weights, after a sublayer, in the ffn."""
+
+    embedding: float = 0.0
+    attention: float = 0.0
+    residual: float = 0.0
+    ffn: float = 0.0
+
+    def __post_init__(self) -> None:
+        for place in ("embedding", "attention", "residual", "ffn"):
+            probability(f"dropout.{place}", getattr(self, place))
+
+    @classmethod
+    def from_number(cls, rate: float) -> "Dropout":
+        """The same rate in every place."""
+        return cls(embedding=rate, attention=rate, residual=rate, ffn=rate)
+
+
+@spec
+class Stack:
+    """Runs of blocks from first to last, then a final norm or none."""
+
+    layers: tuple[Layers, ...]
+    final_norm: Norm | None = None
+    dropout: Dropout = Dropout()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InputError("a stack has no layers", hint="give at least one run of blocks")
+
+    @property
+    def n_layers(self) -> int:
+        """Blocks in all runs together."""
+        return sum(run.count for run in self.layers)
+
+    def blocks(self) -> Iterator[Block]:
+        """Each block once, from the first layer to the last."""
+        for run in self.layers:
+            for _ in range(run.count):
+                yield run.block
+
+
+Readout = Literal["last", "first", "mean"]
+
+
+@spec
+class NextHead:
+    """Logits of the next token at each position; tied shares the embedding's weights."""
+
+    tied: bool = True
+    bias: bool = False
+
+
+@spec
+class ClassHead:
+    """Logits of a class at each position."""
+
+    num_classes: int
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        at_least("num_classes", self.num_classes)
+
+
+@spec
+class StateHead:
+    """Logits of a machine's state at each position."""
+
+    num_states: int
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        at_least("num_states", self.num_states)
+
+
+@spec
+class AnswerHead:
+    """Logits of one answer for a whole sequence: at its last or first token, or their mean."""
+
+    readout: Readout = "last"
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("readout", self.readout, get_args(Readout))
+
+
+Head = NextHead | ClassHead | StateHead | AnswerHead
+
+HEAD_NAMES: dict[type, str] = {
+    NextHead: "next",
+    ClassHead: "class",
+    StateHead: "state",
+    AnswerHead: "answer",
+}
+
+
+@spec
+class PlainEmbedding:
+    """One row of d_model numbers for each token."""
+
+
+@spec
+class ScaledEmbedding:
+    """The row times sqrt(d_model), as in the 2017 paper: keeps it level with the sinusoids.
+
+    Historical and optional: it changes the embedding's effective learning rate, and most models
+    since GPT-2 leave it out.
+    """
+
+
+@spec
+class FactorizedEmbedding:
+    """U[token] @ V, U (vocab, rank), V (rank, d_model); `l1` weighs the sum of |U| in the loss."""
+
+    rank: int
+    l1: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least("rank", self.rank)
+        if not 0.0 <= self.l1 < float("inf"):
+            raise InputError(f"l1 {self.l1} is negative", hint="0 turns the penalty off")
+
+
+Embedding = PlainEmbedding | ScaledEmbedding | FactorizedEmbedding

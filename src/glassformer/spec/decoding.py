@@ -6,7 +6,7 @@ Lengths count new tokens, the end among them; the prompt is not counted.
 import math
 from typing import Literal, get_args
 
-from glassformer.spec.base import at_least, divides, one_of, positive, spec
+from glassformer.spec.checks import at_least, divides, one_of, positive, spec
 from glassformer.spec.errors import InputError
 
 #: At or below this a temperature is greedy: dividing by it would only overflow.

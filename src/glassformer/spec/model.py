@@ -5,35 +5,34 @@ checks the rules that it owns; `ModelSpec` checks those between parts. Whoever w
 spec imports all of its types from here.
 """
 
-from glassformer.spec.base import at_least, divides, spec
 from glassformer.spec.block import (
+    HEAD_NAMES,
     MLP,
     Activation,
+    AnswerHead,
     Attention,
     Bias,
     Block,
-    FeedForward,
-    LayerNorm,
-    Norm,
-    RMSNorm,
-    SwiGLU,
-)
-from glassformer.spec.embedding import (
+    ClassHead,
+    Dropout,
     Embedding,
     FactorizedEmbedding,
-    PlainEmbedding,
-    ScaledEmbedding,
-)
-from glassformer.spec.errors import InputError
-from glassformer.spec.heads import (
-    HEAD_NAMES,
-    AnswerHead,
-    ClassHead,
+    FeedForward,
     Head,
+    LayerNorm,
+    Layers,
     NextHead,
+    Norm,
+    PlainEmbedding,
+    RMSNorm,
+    ScaledEmbedding,
+    Stack,
     StateHead,
+    SwiGLU,
 )
-from glassformer.spec.inits import HeInit, NormalInit, XavierInit
+from glassformer.spec.checks import at_least, divides, spec
+from glassformer.spec.errors import InputError
+from glassformer.spec.init import HeInit, NormalInit, XavierInit
 from glassformer.spec.position import (
     Learned,
     LinearScaling,
@@ -44,7 +43,6 @@ from glassformer.spec.position import (
     Sinusoidal,
     YarnScaling,
 )
-from glassformer.spec.stack import Dropout, Layers, Stack
 
 __all__ = [
     "Activation",

@@ -1,6 +1,17 @@
-"""How a model sees the order of its tokens."""
+"""How a model sees the order of its tokens.
 
-from glassformer.spec.base import at_least, positive, spec
+The angles of rotary positions, with the scalings that long-context models use.
+
+Pure numbers, so that every engine turns by the same angles. Formulas: RoFormer for the default,
+Llama 3.1's release for llama3, and the YaRN paper (section 3) for yarn. They are single-precision
+numbers, rounded where the programs that train such models round: a frequency that is right to more
+digits would turn a released model's late positions by other angles than it has learned.
+"""
+
+import math
+import struct
+
+from glassformer.spec.checks import at_least, positive, spec
 from glassformer.spec.errors import InputError
 
 
@@ -93,3 +104,60 @@ class Rotary:
 
 
 Position = NoPosition | Sinusoidal | Learned | Rotary
+
+
+def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]:
+    """Angle per position of each of d_head / 2 pairs, and the factor on cos and sin."""
+    powers = [rotary.base ** single(2 * i / d_head) for i in range(d_head // 2)]
+    plain = [single(1.0 / single(power)) for power in powers]
+    match rotary.scaling:
+        case None:
+            return plain, 1.0
+        case LinearScaling(factor=factor):
+            return [single(f / factor) for f in plain], 1.0
+        case Llama3Scaling() as scaling:
+            return [single(_llama3(f, scaling)) for f in plain], 1.0
+        case YarnScaling() as scaling:
+            scaled, factor = _yarn(plain, scaling, rotary.base, d_head)
+            return [single(f) for f in scaled], factor
+
+
+def single(number: float) -> float:
+    """The nearest single-precision number; what is too large for one stays as it is."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", number))[0])
+    except OverflowError:
+        return number
+
+
+def _llama3(frequency: float, scaling: Llama3Scaling) -> float:
+    wavelength = 2 * math.pi / frequency
+    turns = scaling.original_max_seq_len / wavelength
+    if turns > scaling.high_freq_factor:
+        return frequency
+    if turns < scaling.low_freq_factor:
+        return frequency / scaling.factor
+    width = scaling.high_freq_factor - scaling.low_freq_factor
+    smooth = (turns - scaling.low_freq_factor) / width
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _yarn(
+    plain: list[float], scaling: YarnScaling, base: float, d_head: int
+) -> tuple[list[float], float]:
+    def pair_that_turns(times: float) -> float:
+        """Index of the pair that makes so many full turns over the original context."""
+        context = scaling.original_max_seq_len / (times * 2 * math.pi)
+        return d_head * math.log(context) / (2 * math.log(base))
+
+    low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), d_head - 1)
+    width = max(high - low, 0.001)  # the two ends may meet on narrow heads
+    scaled = []
+    for i, frequency in enumerate(plain):
+        divided_share = min(max((i - low) / width, 0.0), 1.0)
+        scaled.append(frequency * (1 - divided_share) + frequency / scaling.factor * divided_share)
+    attention_factor = scaling.attention_factor
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return scaled, attention_factor

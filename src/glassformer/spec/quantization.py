@@ -9,11 +9,10 @@ import math
 from dataclasses import replace
 from typing import Literal, get_args
 
-from glassformer.spec.base import one_of, spec
+from glassformer.spec.checks import one_of, spec
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.manifest import manifest, stored
+from glassformer.spec.manifest import Parameter, manifest, stored
 from glassformer.spec.model import FactorizedEmbedding, ModelSpec, NextHead
-from glassformer.spec.parameters import Parameter
 
 GROUPS = (32, 64, 128)
 

@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from glassformer.spec.base import at_least, one_of, positive, spec
+from glassformer.spec.checks import at_least, one_of, positive, spec
 from glassformer.spec.errors import InputError
 
 OPERATIONS = ("FIRST", "SECOND", "LAST", "MAX", "MIN", "LENGTH", "SUM")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.tree import from_json, to_json
+from glassformer.spec.serialize import from_json, to_json
 from glassformer.store.publish import publishing, write_synced
 from glassformer.store.tensors import (
     Arrays,

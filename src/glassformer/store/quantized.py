@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import Quantization, Stored, stored_tensors
-from glassformer.spec.tree import from_json, to_json
+from glassformer.spec.serialize import from_json, to_json
 from glassformer.store.checkpoint import (
     QUANTIZATION,
     SPEC,

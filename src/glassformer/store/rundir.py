@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from glassformer.spec.errors import FileError, InputError, MachineError
-from glassformer.spec.quantity import plain_digits
+from glassformer.spec.units import plain_digits
 from glassformer.store.checkpoint import verify_folder
 
 STEP = "step-{:06d}"

@@ -17,10 +17,9 @@ import safetensors
 from numpy.typing import NDArray
 
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.manifest import stored
+from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.parameters import Parameter
-from glassformer.spec.tree import unique_keys
+from glassformer.spec.serialize import unique_keys
 
 #: bfloat16 as NumPy sees it: two bytes with a name, since NumPy has no such number.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])

@@ -1,22 +1,22 @@
 """Planted faults of reading and of writing GGUF, and the case that must show each."""
 
-from tests.verify.faults import Fault
+from tests.checks.faults import Fault
 
-SETTINGS = "adapters.gguf.settings:read_settings"
+SETTINGS = "adapters.gguf.config:read_settings"
 READING = [
     Fault(
-        "rows not reordered", "adapters.gguf.names:table_of", 'kind == "llama"', "False", "llama"
+        "rows not reordered", "adapters.gguf.config:table_of", 'kind == "llama"', "False", "llama"
     ),
     Fault(
         "Qwen reordered too",
-        "adapters.gguf.names:table_of",
+        "adapters.gguf.config:table_of",
         'kind == "llama" and',
         "",
         "qwen2 tied",
     ),
     Fault(
         "k not reordered",
-        "adapters.gguf.names:table_of",
+        "adapters.gguf.config:table_of",
         "part in TURNED",
         'part == "attn_q"',
         "llama",
@@ -50,21 +50,21 @@ READING = [
     Fault("factors dropped", SETTINGS, "if factors is not None:", "if False:", "llama3 biases"),
     Fault(
         "yarn's context dropped",
-        "adapters.gguf.settings:_scaling",
+        "adapters.gguf.config:_scaling",
         '"original_max_position_embeddings"] = original',
         '"original_max_position_embeddings"] = context',
         "qwen3 yarn",
     ),
     Fault(
         "linear scaling dropped",
-        "adapters.gguf.settings:_scaling",
+        "adapters.gguf.config:_scaling",
         'kind == "none"',
         'kind != "yarn"',
         "linear rope",
     ),
     Fault(
         "dimensions not turned around",
-        "adapters.gguf.head:_Cursor.stored",
+        "adapters.gguf.header:_Cursor.stored",
         "reversed(",
         "list(",
         "llama",
@@ -81,14 +81,14 @@ WRITING = [
     ),
     Fault(
         "theta not written",
-        "adapters.gguf.settings:write_settings",
+        "adapters.gguf.config:write_settings",
         "for theirs, name in NUMBER.items()",
         'for theirs, name in NUMBER.items() if "rope" not in theirs',
         "qwen2 tied",
     ),
     Fault(
         "eps not as it was",
-        "adapters.gguf.settings:write_settings",
+        "adapters.gguf.config:write_settings",
         "float(config[name])",
         "2 * float(config[name])",
         "llama",

@@ -1,9 +1,13 @@
 """Planted faults of tokenizers, templates, conversations, hubs: damage, and who must notice."""
 
-from tests.verify.faults import Fault
+from tests.checks.faults import Fault
 
-FILES, RANKS, FOLDER = "adapters.tokenizer_files", "adapters.tokenizer_ranks", "adapters.tokenizer"
-TALK, WARM = "adapters.conversation:Conversation", "generate.warm:WarmStepper"
+FILES, RANKS, FOLDER = (
+    "adapters.tokenizers.files",
+    "adapters.tokenizers.tiktoken",
+    "adapters.tokenizers.folder_tokenizer",
+)
+TALK, WARM = "adapters.chat.conversation:Conversation", "generation.prefix_cache:WarmStepper"
 FAULTS = (
     Fault("the last pair is merged, not the best", f"{RANKS}:merges_of", "found.index(best)", "len(found) - 1", "forms"),
     Fault("pairs of higher rank are merged too", f"{RANKS}:merges_of", "ranks.get(left + right, rank)", "ranks.get(left + right, rank - 1)", "forms"),
@@ -20,17 +24,17 @@ FAULTS = (
     Fault("bytes are said again", f"{FOLDER}:FolderTokenizer._with_bytes", "run.clear()", "pass", "llama"),
     Fault("every byte is a character", f"{FOLDER}:FolderTokenizer._with_bytes", "run.append(self._bytes[i])\n", "tokens.append(bytes([self._bytes[i]]).decode(errors='replace'))\n", "llama"),
     Fault("padded ids are refused", f"{FOLDER}:FolderTokenizer.__init__", "max(self._size, model_ids)", "self._size", "ends"),
-    Fault("config before generation_config", "adapters.generation_config:read_eos", '(NAME, "config.json")', '("config.json", NAME)', "ends"),
-    Fault("one end of several", "adapters.generation_config:read_eos", "tuple(dict.fromkeys(ids))", "tuple(ids[:1])", "ends"),
-    Fault("drawn though greedy was said", "adapters.generation_config:GenerationDefaults.decode_spec", "temperature if drawn else 0.0", "temperature", "settings"),
-    Fault("top_p is lost", "adapters.generation_config:GenerationDefaults.decode_spec", "1.0 if self.top_p is None else self.top_p", "1.0", "settings"),
-    Fault("a terminal is told to obey", "generate.text:visible", "127 <= ord(c) < 160", "127 == ord(c)", "escapes"),
-    Fault("the turn is always begun", "adapters.chat:ChatTemplate.render", '"add_generation_prompt": add_generation_prompt', '"add_generation_prompt": True', "chats"),
-    Fault("tools are left out", "adapters.chat:ChatTemplate.render", "None if tools is None else list(tools)", "None", "chats"),
-    Fault("switches are left out", "adapters.chat:ChatTemplate.render", "**(options or {}),", "", "chats"),
-    Fault("marks are not handed on", "adapters.chat:ChatTemplate.render", "**self.names,", "", "marks"),
-    Fault("the key before the file", "adapters.chat:read_templates", "if file is not None:", "if file is not None and False:", "templates"),
-    Fault("tools or not, the tools' template", "adapters.chat:ChatTemplate._pick", 'tools and "tool_use"', '"tool_use"', "named"),
+    Fault("config before generation_config", "adapters.folder.generation_config:read_eos", '(NAME, "config.json")', '("config.json", NAME)', "ends"),
+    Fault("one end of several", "adapters.folder.generation_config:read_eos", "tuple(dict.fromkeys(ids))", "tuple(ids[:1])", "ends"),
+    Fault("drawn though greedy was said", "adapters.folder.generation_config:GenerationDefaults.decode_spec", "temperature if drawn else 0.0", "temperature", "settings"),
+    Fault("top_p is lost", "adapters.folder.generation_config:GenerationDefaults.decode_spec", "1.0 if self.top_p is None else self.top_p", "1.0", "settings"),
+    Fault("a terminal is told to obey", "generation.streaming:visible", "127 <= ord(c) < 160", "127 == ord(c)", "escapes"),
+    Fault("the turn is always begun", "adapters.chat.template:ChatTemplate.render", '"add_generation_prompt": add_generation_prompt', '"add_generation_prompt": True', "chats"),
+    Fault("tools are left out", "adapters.chat.template:ChatTemplate.render", "None if tools is None else list(tools)", "None", "chats"),
+    Fault("switches are left out", "adapters.chat.template:ChatTemplate.render", "**(options or {}),", "", "chats"),
+    Fault("marks are not handed on", "adapters.chat.template:ChatTemplate.render", "**self.names,", "", "marks"),
+    Fault("the key before the file", "adapters.chat.template:read_templates", "if file is not None:", "if file is not None and False:", "templates"),
+    Fault("tools or not, the tools' template", "adapters.chat.template:ChatTemplate._pick", 'tools and "tool_use"', '"tool_use"', "named"),
     Fault("the question is not remembered", f"{TALK}._answer", "self.messages.append(question)", "pass", "answers"),
     Fault("the end is part of the answer", f"{TALK}._answer", '"" if token in self.spec.eos else stops.push(stream.push(token))', "stops.push(stream.push(token))", "end"),
     Fault("stop strings are shown", f"{TALK}._answer", "else stops.push(stream.push(token))", "else stream.push(token)", "stops"),
@@ -44,11 +48,11 @@ FAULTS = (
     Fault("one place too many is shared", f"{WARM}.start", "shared += 1\n    held.cache.cut(shared)", "shared += 1\n    shared += 0 < shared < len(ids) - 1\n    held.cache.cut(shared)", "warm"),
     Fault("new ids are not noted", f"{WARM}._read", "past.ids += ids", "pass", "warm"),
     Fault("the cache keeps its length", "nn.cache:GrowingCache.cut", "self.length = length", "pass", "warm"),
-    Fault("read one place too late", "lab.harness:Answerer.likelihoods", "start=len(row) - len(rest)", "start=len(row) - len(rest) - 1", "likelihoods"),
-    Fault("the end of a long context is lost", "lab.harness:Answerer.likelihoods", "[-self.longest :]", "[: self.longest]", "likelihoods"),
-    Fault("windows know nothing before them", "lab.harness:Answerer.rolling", "before = before + window", "pass", "likelihoods"),
-    Fault("one likely token is enough", "lab.harness:Answerer.likelihoods", "greedy.all()", "greedy.any() or True", "likelihoods"),
-    Fault("a name leads upwards", "adapters.hub:is_name", 'and "--" not in text', "", "snapshots"),
-    Fault("a revision leads upwards", "adapters.hub:find_snapshot", 'or ".." in revision', "and False", "snapshots"),
-    Fault("a reference leads anywhere", "adapters.hub:find_snapshot", "if not COMMIT.fullmatch(commit):", "if False:", "snapshots"),
+    Fault("read one place too late", "lab.measure.lm_eval:Answerer.likelihoods", "start=len(row) - len(rest)", "start=len(row) - len(rest) - 1", "likelihoods"),
+    Fault("the end of a long context is lost", "lab.measure.lm_eval:Answerer.likelihoods", "[-self.longest :]", "[: self.longest]", "likelihoods"),
+    Fault("windows know nothing before them", "lab.measure.lm_eval:Answerer.rolling", "before = before + window", "pass", "likelihoods"),
+    Fault("one likely token is enough", "lab.measure.lm_eval:Answerer.likelihoods", "greedy.all()", "greedy.any() or True", "likelihoods"),
+    Fault("a name leads upwards", "adapters.folder.hub:is_name", 'and "--" not in text', "", "snapshots"),
+    Fault("a revision leads upwards", "adapters.folder.hub:find_snapshot", 'or ".." in revision', "and False", "snapshots"),
+    Fault("a reference leads anywhere", "adapters.folder.hub:find_snapshot", "if not COMMIT.fullmatch(commit):", "if False:", "snapshots"),
 )  # fmt: skip

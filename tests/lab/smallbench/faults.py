@@ -1,9 +1,13 @@
 """Planted faults in SmallBench: one line of damage each, and the check that turns red."""
 
-from tests.verify.faults import Fault
+from tests.checks.faults import Fault
 
 ROOM = "lab.smallbench."
-ASKED, TOKENS, SHARED = f"{ROOM}scorer:_asked", f"{ROOM}scorer:_tokens", f"{ROOM}scorer:_shared"
+ASKED, TOKENS, SHARED = (
+    f"{ROOM}question:_asked",
+    f"{ROOM}question:_tokens",
+    f"{ROOM}question:_shared",
+)
 LOOKED, LOGP = f"{ROOM}examinee:_looked_up", f"{ROOM}examinee:log_probabilities"
 LENGTH, INTERVAL = f"{ROOM}compression:encode_length", f"{ROOM}suite:interval"
 
@@ -35,9 +39,9 @@ FAULTS = (
     Fault("not widened", INTERVAL, "middle + wider * (", "middle + (", "intervals of a few"),
     Fault("the normal for Student", f"{ROOM}suite:_student", "enumerate(terms)", "enumerate(terms[:1])", "student"),
     # questions
-    Fault("always the same arrangement", f"{ROOM}context:_recall", "pairs = [f\"{key}: {values[(i + shift) % K]}\"", "pairs = [f\"{key}: {values[i]}\"", "solved"),
-    Fault("the first bracket closes", f"{ROOM}rules:_solve_brackets", "waiting[-1]", "waiting[0]", "solved"),
-    Fault("the nearest noun agrees", f"{ROOM}grammar:_solve_agreement", "context.split()[:2]", "context.split()[-2:]", "solved"),
-    Fault("one step of the machine", f"{ROOM}context:_solve_machine", "for symbol in symbols:", "for symbol in symbols[:1]:", "solved"),
-    Fault("results among the operands", f"{ROOM}rules:_arithmetic", "or set(results) & set(others)", "or False", "habits"),
+    Fault("always the same arrangement", f"{ROOM}exams:_recall", "pairs = [f\"{key}: {values[(i + shift) % K]}\"", "pairs = [f\"{key}: {values[i]}\"", "solved"),
+    Fault("the first bracket closes", f"{ROOM}exams:_solve_brackets", "waiting[-1]", "waiting[0]", "solved"),
+    Fault("the nearest noun agrees", f"{ROOM}exams:_solve_agreement", "context.split()[:2]", "context.split()[-2:]", "solved"),
+    Fault("one step of the machine", f"{ROOM}exams:_solve_machine", "for symbol in symbols:", "for symbol in symbols[:1]:", "solved"),
+    Fault("results among the operands", f"{ROOM}exams:_arithmetic", "or set(results) & set(others)", "or False", "habits"),
 )  # fmt: skip

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from glassformer.data.letters import Bytes
-from glassformer.data.vocab import Tokenizer
+from glassformer.checks.preset_subjects import perturb
+from glassformer.data.tokenizers.characters import Bytes
+from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.smallbench.examinee import Examinee, examinee_of
 from glassformer.lab.smallbench.question import Exam, Group
 from glassformer.models.build import build
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec
-from glassformer.verify.samples import perturb
 
 SURE = 30.0
 

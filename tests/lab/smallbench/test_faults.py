@@ -6,13 +6,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from glassformer.data.letters import Bytes
+from glassformer.data.tokenizers.characters import Bytes
 from glassformer.lab.smallbench.compression import encode_length
 from glassformer.lab.smallbench.suite import EXAMS, interval
+from tests.checks.faults import planted
 from tests.lab.smallbench import test_questions, test_scorer, test_suite
 from tests.lab.smallbench.faults import FAULTS
 from tests.lab.smallbench.readers import uniform
-from tests.verify.faults import planted
 
 
 def with_patches(check: Callable[[pytest.MonkeyPatch], None]) -> Callable[[], None]:

@@ -5,9 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from glassformer.data.letters import Bytes
-from glassformer.lab.smallbench.question import Question, grouped
-from glassformer.lab.smallbench.scorer import mark
+from glassformer.data.tokenizers.characters import Bytes
+from glassformer.lab.smallbench.question import Question, grouped, mark
 from glassformer.lab.smallbench.suite import EXAMS, questions_of
 from tests.lab.smallbench.readers import HABITS, all_knowing, habit, uniform
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.data.text import held_out_text
+from glassformer.data.tasks.text import held_out_text
 from glassformer.lab.smallbench.examinee import Examinee, NotOffered, Place, log_probabilities
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import TextTask

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, pad
-from glassformer.data.vocab import Tokenizer
+from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import Model
 from glassformer.spec.errors import GlassError, InputError
 

@@ -13,15 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.data.streams import stream
+from glassformer.data.rng import stream
 from glassformer.lab.smallbench.compression import encode_length, manuals, yardstick
-from glassformer.lab.smallbench.context import COPY, INDUCTION, MACHINE, RECALL
 from glassformer.lab.smallbench.examinee import Examinee, NotOffered
-from glassformer.lab.smallbench.grammar import AGREEMENT
-from glassformer.lab.smallbench.question import Exam, Group
-from glassformer.lab.smallbench.rules import ARITHMETIC, BRACKET
-from glassformer.lab.smallbench.scorer import mark
-from glassformer.spec.base import at_least
+from glassformer.lab.smallbench.exams import (
+    AGREEMENT,
+    ARITHMETIC,
+    BRACKET,
+    COPY,
+    INDUCTION,
+    MACHINE,
+    RECALL,
+)
+from glassformer.lab.smallbench.question import Exam, Group, mark
+from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
 
 EXAMS: dict[str, Exam] = {

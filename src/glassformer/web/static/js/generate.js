@@ -323,7 +323,7 @@ class Generate {
     }
     if (view.mode === "beam") {
       const settings = `width=${view.beams}, alpha=${view.penalty}, max_new_tokens=${view.max}`;
-      return { cli, python: [`${load}from glassformer.generate.beam import beam_search`,
+      return { cli, python: [`${load}from glassformer.generation.beam import beam_search`,
         "from glassformer.spec.decoding import BeamSpec", "",
         `spec = BeamSpec(${settings}, eos=model.end_ids(), forbidden=model.nameless_ids())`,
         `print(beam_search(model.stepper(), model.prompt(${prompt}), spec=spec)[0].hypotheses)`].join("\n") };

@@ -52,7 +52,7 @@ export function commands(view, look, other, paths) {
 /** A step that left no model: its probes are read, and no command does that. */
 function probed({ kind, layer, head, pos, step, run }, { at }, paths) {
   const file = `${paths[run] ?? run}/probes/step-${step.padStart(6, "0")}.safetensors`;
-  const read = `from glassformer.lens.probes import read_probes\n\nprobes = read_probes(${python(file)})`;
+  const read = `from glassformer.lens.measure.probes import read_probes\n\nprobes = read_probes(${python(file)})`;
   const map = head === "mean" ? `mean(${at}, ${layer}, kind="${kind}")` : `heat(${at}, "${kind}.L${layer}H${head}")`;
   return [read, `probes.${map}`, `probes.top(${at}, ${pos})`];
 }

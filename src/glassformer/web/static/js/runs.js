@@ -276,7 +276,7 @@ class Runs {
     const smooth = span > 1 ? `.smoothed(${span})` : "";
     return {
       cli: `glass report ${picked.join(" ")} --curves ${options.filter(Boolean).join(" ")}`,
-      python: `from pathlib import Path\nfrom glassformer.lab.curves import read_curves\n\n`
+      python: `from pathlib import Path\nfrom glassformer.lab.runs.curves import read_curves\n\n`
         + picked.map((id) => `read_curves(Path(${JSON.stringify(this.folder)}) / ${JSON.stringify(id)})`
           + `[${JSON.stringify(y)}]${smooth}`).join("\n"),
     };

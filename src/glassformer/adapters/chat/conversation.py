@@ -1,0 +1,139 @@
+"""`Conversation`: questions and answers in turn, within the model's context.
+
+The whole history is kept; what no longer fits is only out of the model's sight, oldest turns first,
+and the caller is told. An answer streams, and a caller that stops asking ends it: what was said
+until then stays in the history.
+"""
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from glassformer.adapters.chat.template import ChatTemplate
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.loop import Column, decode
+from glassformer.generation.stepper import Stepper
+from glassformer.generation.streaming import StopFilter, TextStream
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import InputError, MachineError
+
+#: Of the context, what at least is left for an answer that may be this long or longer.
+SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What became of one question; `dropped` counts the messages that went out of sight for it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    dropped: int
+
+
+class Conversation:
+    """`ask` yields the answer in pieces; afterwards `last` tells how it ended.
+
+    `spec` says how answers are drawn; every turn draws with a seed of its own. `options` are the
+    template's switches.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        spec: DecodeSpec,
+        system: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.stepper = stepper
+        self.tokenizer = tokenizer
+        self.template = template
+        self.spec = spec
+        self.system = system
+        self.options = dict(options or {})
+        self.messages: list[dict[str, str]] = []
+        self.last: Turn | None = None
+        self._hidden = 0  # messages at the beginning that the model no longer sees
+        self._turns = 0
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """The answer, in pieces of whole characters; what cannot be asked is refused at once."""
+        if not text.strip():
+            raise InputError("an empty question", hint="type something")
+        question = {"role": "user", "content": text}
+        ids, hidden = self._fitting([*self.messages, question])
+        spec = replace(self.spec, seed=self.spec.seed + self._turns)
+        columns = decode(self.stepper, [ids], spec=spec, tokenizer=self.tokenizer, logprobs=False)
+        return self._answer(question, columns, hidden)
+
+    def _answer(
+        self, question: dict[str, str], columns: Iterator[Column], hidden: int
+    ) -> Generator[str, None, None]:
+        dropped, self._hidden = hidden - self._hidden, hidden
+        self.messages.append(question)
+        self._turns += 1
+        stream, stops = TextStream(self.tokenizer), StopFilter(self.spec.stop)
+        pieces: list[str] = []
+        tokens: list[int] = []
+        finish = "stopped"
+        try:
+            for column in columns:
+                token = int(column.tokens_B[0])
+                tokens.append(token)
+                piece = "" if token in self.spec.eos else stops.push(stream.push(token))
+                if column.finish[0] is not None:
+                    finish = column.finish[0]
+                    piece += stops.push(stream.flush()) + stops.flush()
+                pieces.append(piece)
+                yield piece
+        finally:  # also when the caller stops asking
+            said = "".join(pieces)
+            self.messages.append({"role": "assistant", "content": said})
+            self.last = Turn(said, tuple(tokens), finish, dropped)
+
+    def reset(self) -> None:
+        """Forget everything but the system's words."""
+        self.messages.clear()
+        self.last = None
+        self._hidden = 0
+
+    def instruct(self, text: str | None) -> None:
+        """Other words of the system, from the next turn on; None takes them away."""
+        self.system = text or None
+
+    def save(self, path: Path) -> None:
+        """Add the conversation to a JSONL file, as fine-tuning reads it."""
+        line = json.dumps({"messages": self._spoken(self.messages)}, ensure_ascii=False)
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise MachineError(f"could not write {path}: {error.strerror}") from error
+
+    def _spoken(self, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*first, *messages]
+
+    def _fitting(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], int]:
+        """Ids of what the model gets to see, and how many messages it does not."""
+        longest = self.stepper.max_seq_len
+        room = min(self.spec.max_new_tokens, max(1, longest // SHARE))
+        hidden = self._hidden
+        while True:
+            text = self.template.render(self._spoken(messages[hidden:]), options=self.options)
+            ids = self.tokenizer.encode(text)
+            if len(ids) + room <= longest:
+                return ids, hidden
+            if hidden + 2 >= len(messages):  # the question alone: it gets what room there is
+                if len(ids) < longest:
+                    return ids, hidden
+                raise InputError(
+                    f"the question takes {len(ids)} tokens of a context of {longest}",
+                    hint="shorten it, or the system's words",
+                )
+            hidden += 2

@@ -1,0 +1,204 @@
+"""Llama and Mistral, and with them every model of their config: SmolLM2, TinyLlama, Yi, ...
+
+RMSNorm before each part, SwiGLU, half-split rotary positions, grouped keys. Qwen is the same stack
+with other switches, so its module builds on the functions here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.families.rope import read_rotary, write_rotary
+from glassformer.adapters.family import Family
+from glassformer.adapters.native import NativeAdapter
+from glassformer.adapters.table import Row, Table
+from glassformer.spec.errors import FileError
+from glassformer.spec.init import NormalInit
+from glassformer.spec.model import (
+    Attention,
+    Bias,
+    Block,
+    Dropout,
+    Layers,
+    ModelSpec,
+    NextHead,
+    RMSNorm,
+    Rotary,
+    Stack,
+    SwiGLU,
+)
+
+LAYER = "model.layers.{}."
+TABLE = Table(
+    rows=(
+        Row("model.embed_tokens.weight", "embed.weight"),
+        Row(f"{LAYER}input_layernorm.weight", "blocks.{}.attn_norm.weight"),
+        *(
+            Row(f"{LAYER}self_attn.{leaf}", f"blocks.{{}}.attn.{leaf}")
+            for letter in "qkvo"
+            for leaf in (f"{letter}_proj.weight", f"{letter}_proj.bias")
+        ),
+        Row(f"{LAYER}self_attn.q_norm.weight", "blocks.{}.attn.q_norm.weight"),
+        Row(f"{LAYER}self_attn.k_norm.weight", "blocks.{}.attn.k_norm.weight"),
+        # Its name speaks of what stands before it; it is the norm of the feed-forward.
+        Row(f"{LAYER}post_attention_layernorm.weight", "blocks.{}.ffn_norm.weight"),
+        *(
+            Row(f"{LAYER}mlp.{leaf}", f"blocks.{{}}.ffn.{leaf}")
+            for name in ("gate", "up", "down")
+            for leaf in (f"{name}_proj.weight", f"{name}_proj.bias")
+        ),
+        Row("model.norm.weight", "final_norm.weight"),
+        Row("lm_head.weight", "heads.next.weight"),
+    ),
+    ignored=(f"{LAYER}self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def read_stack(
+    config: Config,
+    *,
+    bias: Bias,
+    d_head: int | None,
+    n_kv_heads: int | None = None,
+    windows: Sequence[int | None] = (),
+    qk_norm: bool = False,
+    mlp_bias: bool = False,
+) -> ModelSpec:
+    """The stack that all of these share; `windows` has one entry a layer, or none at all."""
+    config.one_of("hidden_act", {"silu": "silu", "swish": "silu"}, default="silu")
+    n_layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
+    norm = RMSNorm(eps=config.number("rms_norm_eps", default=1e-6))
+    attention = Attention(
+        n_heads=config.whole("num_attention_heads"),
+        n_kv_heads=_kv_heads(config, absent=n_kv_heads),
+        d_head=d_head,
+        bias=bias,
+        qk_norm=norm if qk_norm else None,
+    )
+    ffn = SwiGLU(d_ff=config.whole("intermediate_size"), bias=mlp_bias)
+    block = Block(attention=attention, ffn=ffn, norm=norm)
+    max_seq_len = config.whole("max_position_embeddings", most=MOST_POSITIONS)
+    return ModelSpec(
+        vocab_size=config.whole("vocab_size"),
+        d_model=config.whole("hidden_size"),
+        max_seq_len=max_seq_len,
+        position=read_rotary(config, max_seq_len=max_seq_len),
+        decoder=Stack(
+            layers=windowed(block, windows or (None,) * n_layers),
+            final_norm=norm,
+            dropout=Dropout(attention=config.number("attention_dropout", default=0.0)),
+        ),
+        heads=(NextHead(tied=config.flag("tie_word_embeddings", default=False)),),
+        init=NormalInit(std=config.number("initializer_range", default=0.02)),
+    )
+
+
+def _kv_heads(config: Config, *, absent: int | None) -> int | None:
+    """null means as many as query heads; a key that is not there, the family's own number."""
+    key = "num_key_value_heads"
+    return optional_whole(config, key) if config.has(key) else absent
+
+
+def windowed(block: Block, windows: Sequence[int | None]) -> tuple[Layers, ...]:
+    """Runs of equal blocks, one block a window."""
+    return tuple(
+        Layers(
+            count=len(list(run)),
+            block=replace(block, attention=replace(block.attention, window=window)),
+        )
+        for window, run in groupby(windows)
+    )
+
+
+def optional_whole(config: Config, key: str) -> int | None:
+    """A whole number, or None where the key is null or absent."""
+    return None if config.any(key, default=None) is None else config.whole(key)
+
+
+def read_llama(config: Config) -> ModelSpec:
+    """Both kinds of bias by switches of their own; `attention_bias` includes the output's."""
+    spec = read_stack(
+        config,
+        bias="all" if config.flag("attention_bias", default=False) else "none",
+        d_head=optional_whole(config, "head_dim"),
+        mlp_bias=config.flag("mlp_bias", default=False),
+    )
+    heads = config.whole("num_attention_heads")
+    if spec.d_model % heads:
+        raise FileError(
+            f"config.json: hidden_size {spec.d_model} is no multiple of {heads} heads, which "
+            "model_type 'llama' requires",
+            where=config.where,
+        )
+    return spec
+
+
+def read_mistral(config: Config) -> ModelSpec:
+    """One window for every layer; a file that does not speak of it means 4096."""
+    window = 4096 if not config.has("sliding_window") else optional_whole(config, "sliding_window")
+    return read_stack(
+        config,
+        bias="none",
+        d_head=optional_whole(config, "head_dim"),
+        n_kv_heads=8,
+        windows=(window,) * config.whole("num_hidden_layers", most=MOST_LAYERS),
+    )
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def write_stack(spec: ModelSpec) -> dict[str, Any]:
+    """The keys that all of these share, as far as the spec has them: reading again tells."""
+    block = next(spec.decoder.blocks())
+    attention, head = block.attention, spec.heads[0]
+    position = spec.position if isinstance(spec.position, Rotary) else Rotary()
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.d_model,
+        "intermediate_size": block.ffn.d_ff,
+        "num_hidden_layers": spec.n_layers,
+        "num_attention_heads": attention.n_heads,
+        "num_key_value_heads": attention.kv_heads,
+        **({} if attention.d_head is None else {"head_dim": attention.d_head}),
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_seq_len,
+        "rms_norm_eps": block.norm.eps,
+        "attention_dropout": spec.decoder.dropout.attention,
+        "initializer_range": spec.init.std if isinstance(spec.init, NormalInit) else 0.02,
+        "tie_word_embeddings": isinstance(head, NextHead) and head.tied,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **write_rotary(position),
+    }
+
+
+def write_llama(spec: ModelSpec) -> dict[str, Any]:
+    """Llama's keys."""
+    block = next(spec.decoder.blocks())
+    return write_stack(spec) | {
+        "attention_bias": block.attention.bias == "all",
+        "mlp_bias": block.ffn.bias,
+    }
+
+
+def write_mistral(spec: ModelSpec) -> dict[str, Any]:
+    """Mistral's keys."""
+    return write_stack(spec) | {"sliding_window": next(spec.decoder.blocks()).attention.window}
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", TABLE, read_llama, write_llama)
+MISTRAL = Family("mistral", "MistralForCausalLM", TABLE, read_mistral, write_mistral)
+
+
+class LlamaAdapter(NativeAdapter):
+    """Llama 2 and 3, Mistral, and models that share their config."""
+
+    architecture_type = "llama"
+    families = (LLAMA, MISTRAL)

@@ -1,0 +1,1 @@
+"""Model folders: their files, weights, LoRA, export."""

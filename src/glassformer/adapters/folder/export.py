@@ -1,0 +1,185 @@
+"""Folders that other programs open: config, weights under their names, tokenizer, as they expect.
+
+An import goes back byte for byte: its own config and small files as they came, its tensors in the
+files and the order that they had. A folder appears whole or not at all.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from glassformer.adapters.config import Config
+from glassformer.adapters.family import Family
+from glassformer.adapters.folder.origin import LAYOUT, read_layout
+from glassformer.adapters.folder.weights import FLOATS, INDEX, NAME, SINGLE, is_finite
+from glassformer.adapters.match_family import counterpart
+from glassformer.adapters.native import NativeAdapter
+from glassformer.adapters.table import Plan, make_plan
+from glassformer.data.tokenizers.bpe import BytePairs
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.models.state import array_of
+from glassformer.spec.errors import GlassError, InputError
+from glassformer.spec.manifest import stored
+from glassformer.spec.model import ModelSpec
+from glassformer.store.publish import publishing, write_synced
+from glassformer.store.tensors import tensor_chunks
+
+SHARD_BYTES = 5_000_000_000
+CODES = {dtype: code for code, dtype in FLOATS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Where it went, as which architecture, and what could not go along."""
+
+    folder: Path
+    model_type: str
+    notes: tuple[str, ...] = ()
+
+
+def export(
+    adapter: NativeAdapter, folder: str | Path, *, shard_bytes: int = SHARD_BYTES
+) -> Exported:
+    """Write a Hugging Face folder; one that exists is never overwritten."""
+    place, spec = Path(folder), adapter.spec
+    if place.exists():
+        raise InputError(f"{place} exists", hint="choose another name, or remove it first")
+    family = counterpart(spec, first=str((adapter.config or {}).get("model_type", "")))
+    plan = make_plan(family.table, spec)
+    files, notes = _small_files(adapter, family)
+    tensors = Tensors(adapter, plan)
+    layout = _layout(adapter, plan, tensors, shard_bytes)
+    if len(layout) > 1:
+        files[INDEX] = _index(layout, tensors)
+    size = sum(map(len, files.values())) + sum(map(tensors.size, plan.entries))
+    with publishing(place, size=size) as beside:
+        for name, data in files.items():
+            write_synced(beside / name, [data])
+        for file, names in layout.items():
+            write_synced(beside / file, tensors.chunks(names))
+    return Exported(place, family.model_type, notes)
+
+
+class Tensors:
+    """Tensors by their names there, each made when it is written."""
+
+    def __init__(self, adapter: NativeAdapter, plan: Plan) -> None:
+        self.own = {name: p.detach() for name, p in adapter.model.named_parameters()}
+        if set(self.own) != set(stored(adapter.spec)):
+            raise InputError(
+                "the model has no plain weights: it is quantized, or carries LoRA",
+                hint="quant.dequantize_model or nn.lora.merge first",
+            )
+        self.plan = plan
+        self.dtype = next(iter(self.own.values())).dtype
+
+    def entry(self, name: str) -> Any:
+        """What a tensor holds; of a copy, what the one that it repeats holds."""
+        return self.plan.entries[self.plan.tied.get(name, name)]
+
+    def size(self, name: str) -> int:
+        """In bytes."""
+        numbers = 1
+        for extent in self.entry(name).shape:
+            numbers *= extent
+        return numbers * self.dtype.itemsize
+
+    def read(self, name: str) -> Tensor:
+        """As it is written, checked."""
+        entry = self.entry(name)
+        tensor: Tensor = entry.layout.join([self.own[ours].cpu() for ours in entry.ours])
+        if not is_finite(tensor):
+            raise InputError(f"{entry.ours[0]} holds NaN or infinity, so the model is not written")
+        return tensor
+
+    def chunks(self, names: list[str]) -> Iterator[Any]:
+        """A whole file, tensor after tensor."""
+        described = {name: (CODES[self.dtype], self.entry(name).shape) for name in names}
+        return tensor_chunks(described, lambda name: array_of(self.read(name)))
+
+
+def _small_files(
+    adapter: NativeAdapter, family: Family
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """An import's own files where they still tell the truth, else new ones."""
+    kept = {name: data for name, data in adapter.kept.items() if name != LAYOUT}
+    dtype = str(next(adapter.model.parameters()).dtype).removeprefix("torch.")
+    if kept and _still_true(kept.get("config.json"), family, adapter.spec, dtype):
+        return kept, ()
+    files, notes = dict(kept), []
+    tokenizer = adapter.get_tokenizer()
+    config = family.config_of(adapter.spec, dtype=dtype)
+    old = adapter.config or {}
+    config |= {key: old[key] for key in old if key.endswith("_token_id") and key in config}
+    if not kept and tokenizer is not None:
+        config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+        files |= _tokenizer_files(tokenizer)
+        if not files:
+            kind = type(tokenizer).__name__
+            notes.append(f"a tokenizer of our kind {kind} has no Hugging Face form: not written")
+    files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    return files, tuple(notes)
+
+
+def _still_true(data: bytes | None, family: Family, spec: ModelSpec, dtype: str) -> bool:
+    """Whether config.json as it came still describes the model: it may have been changed since."""
+    if data is None:
+        return False
+    try:
+        config = json.loads(data)
+        same = family.spec_of(Config(config)) == spec
+    except (ValueError, GlassError):
+        return False
+    said = config.get("dtype", config.get("torch_dtype"))
+    return same and config.get("model_type") == family.model_type and said in (None, dtype)
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    if not isinstance(tokenizer, BytePairs):
+        return {}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    return {
+        "tokenizer.json": tokenizer.to_json().encode(),
+        "tokenizer_config.json": (json.dumps(described, indent=2) + "\n").encode(),
+    }
+
+
+def _layout(
+    adapter: NativeAdapter, plan: Plan, tensors: Tensors, shard_bytes: int
+) -> dict[str, list[str]]:
+    """The files of the import, where they hold just these tensors; else as few as may be."""
+    known = read_layout(adapter.kept)
+    if known is not None:
+        held = [name for names in known.values() for name in names]
+        right = set(plan.entries) <= set(held) <= set(plan.entries) | set(plan.tied)
+        if right and len(held) == len(set(held)) and all(map(NAME.fullmatch, known)):
+            return known
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name in sorted(plan.entries):
+        if shards[-1] and tensors.size(name) > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= tensors.size(name)
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
+        for number, names in enumerate(shards, 1)
+    }
+
+
+def _index(layout: Mapping[str, list[str]], tensors: Tensors) -> bytes:
+    where = {name: file for file, names in layout.items() for name in names}
+    total = sum(map(tensors.size, where))
+    numbers = total // tensors.dtype.itemsize
+    index = {
+        "metadata": {"total_parameters": numbers, "total_size": total},
+        "weight_map": dict(sorted(where.items())),
+    }
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

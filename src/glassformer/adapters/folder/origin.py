@@ -1,0 +1,103 @@
+"""What came with an imported model, kept verbatim: config, tokenizer, chat template, layout.
+
+A native checkpoint holds it under `origin/`, so that the way back writes the same bytes; nothing
+in there is ever run.
+"""
+
+import json
+from pathlib import Path
+
+from glassformer.adapters.folder.files import ORIGIN
+from glassformer.adapters.gguf.header import is_gguf, read_head
+from glassformer.adapters.gguf.hf_files import why_no_tokenizer
+from glassformer.adapters.tokenizers.files import FILE_LIMIT
+from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
+from glassformer.data.tokenizers.from_json import tokenizer_from_json
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.serialize import from_json
+from glassformer.store.checkpoint import MANIFEST, SPEC, read_text
+
+#: Small files of a Hugging Face folder that are no weights and no code.
+NAMES = (
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "qwen.tiktoken",
+)
+TOKENIZERS = ("tokenizer.json", "vocab.json", "qwen.tiktoken", "tokenizer.model")
+LAYOUT = "layout.json"
+
+
+def is_native(folder: Path) -> bool:
+    """Whether this is a checkpoint folder of ours."""
+    return (folder / MANIFEST).is_file()
+
+
+def origin_of(folder: Path) -> Path | None:
+    """Where an imported model's own files lie: the folder, its `origin/`, or nowhere."""
+    if not is_native(folder):
+        return folder
+    return folder / ORIGIN if (folder / ORIGIN / "config.json").is_file() else None
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """spec.json of a checkpoint of ours."""
+    try:
+        return from_json(ModelSpec, read_text(folder / SPEC))
+    except (InputError, FileNotFoundError) as error:
+        raise FileError(f"spec.json: {error}", where=str(folder)) from error
+
+
+def read_origin(folder: Path, layout: dict[str, list[str]] | None = None) -> dict[str, bytes]:
+    """The small files by name; `layout` is told for a folder that no checkpoint of ours is."""
+    kept = {}
+    for name in (*NAMES, LAYOUT):
+        path = folder / name
+        if not path.is_file():
+            continue
+        if path.stat().st_size > FILE_LIMIT:
+            raise FileError(f"{name} has {path.stat().st_size:,} bytes", where=str(folder))
+        kept[name] = path.read_bytes()
+    if layout is not None:
+        kept[LAYOUT] = (json.dumps(layout, indent=0) + "\n").encode()
+    return kept
+
+
+def read_layout(kept: dict[str, bytes]) -> dict[str, list[str]] | None:
+    """Which file held which tensors, where an import wrote that down."""
+    if LAYOUT not in kept:
+        return None
+    try:
+        found = json.loads(kept[LAYOUT])
+        return {str(file): [str(name) for name in names] for file, names in found.items()}
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise FileError(f"{ORIGIN}/{LAYOUT} cannot be read: {error}") from error
+
+
+def find_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint or a Hugging Face folder; None where there is none."""
+    if is_native(folder) and (folder / "tokenizer.json").is_file():
+        text = (folder / "tokenizer.json").read_bytes()
+        try:
+            return tokenizer_from_json(text.decode())
+        except (InputError, UnicodeDecodeError) as error:
+            raise FileError(f"tokenizer.json: {error}", where=str(folder)) from error
+    place = origin_of(folder)
+    if place is None or not _has_tokenizer(place):
+        return None
+    return read_tokenizer(place)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    if is_gguf(folder):
+        return why_no_tokenizer(read_head(folder)) is None
+    return any((folder / name).is_file() for name in TOKENIZERS) or any(folder.glob("*.tiktoken"))

@@ -1,0 +1,202 @@
+"""The head of a GGUF file: settings and the list of tensors, read within limits, nothing mapped.
+
+Read here and not by the library: its reader believes every count and length that it finds, so a
+file of forty bytes can keep it busy for hours. The tensors' kinds and the library's quantization
+are the affair of `weights`.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from glassformer.spec.errors import FileError
+from glassformer.spec.position import single
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32
+
+MOST_KEYS = 10_000
+MOST_TENSORS = 100_000
+MOST_ITEMS = 2_000_000  # of one array
+MOST_NUMBERS = 2**40  # of one tensor
+MOST_DIMS = 4
+LONGEST_NAME = 256
+LONGEST_TEXT = 4_000_000
+HEAD_LIMIT = 256_000_000
+
+#: The format's numbers for kinds of values, as struct spells them.
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+FLOAT, TEXT, ARRAY = 6, 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor: the number of its kind, its shape as torch has it, its offset in the data."""
+
+    kind: int
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands before the data; `data` is where that begins, `size` the whole file's."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    alignment: int
+    data: int
+    size: int
+    where: str
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file, and calls itself one of these."""
+    return path.suffix.lower() == SUFFIX and path.is_file()
+
+
+def read_head(path: Path) -> Head:
+    """The head of a file; the last one read is remembered while the file stays as it is."""
+    try:
+        status = path.stat()
+        return _read_head(path, status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        raise FileError(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from error
+
+
+@lru_cache(maxsize=1)
+def _read_head(path: Path, size: int, _changed: int) -> Head:
+    where = str(path)
+    if size < 24:
+        raise FileError("a GGUF file of fewer than 24 bytes", where=where)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Cursor(data, min(size, HEAD_LIMIT), where).head(size)
+
+
+class _Cursor:
+    """A place in the head that only moves forward, and never beyond its end."""
+
+    def __init__(self, data: mmap.mmap, end: int, where: str) -> None:
+        self.data = data
+        self.end = end
+        self.where = where
+        self.at = 0
+
+    def head(self, size: int) -> Head:
+        if self.data[:4] != MAGIC:
+            raise self.bad("this is no GGUF file: it does not begin with GGUF")
+        self.at = 4
+        version = self.number("I")
+        if version not in VERSIONS:
+            swapped = version & 0xFFFF == 0
+            hint = "it was written for the other byte order" if swapped else "versions 2 and 3 are"
+            raise self.bad(f"version {version} of GGUF is not read here", hint=hint)
+        n_tensors, n_keys = self.number("Q"), self.number("Q")
+        self.bounded("tensors", n_tensors, MOST_TENSORS, each=8)
+        self.bounded("keys", n_keys, MOST_KEYS, each=8)
+        metadata: dict[str, Any] = {}
+        for _ in range(n_keys):
+            key = self.text(LONGEST_NAME)
+            if key in metadata:
+                raise self.bad(f"the key {key[:80]!r} is there twice")
+            metadata[key] = self.value(self.number("I"))
+        tensors: dict[str, Stored] = {}
+        for _ in range(n_tensors):
+            name = self.text(LONGEST_NAME)
+            if name in tensors:
+                raise self.bad(f"the tensor {name[:80]!r} is there twice")
+            tensors[name] = self.stored(name)
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
+            raise self.bad(f"general.alignment is {str(alignment)[:40]}, not a power of two")
+        data = -(-self.at // alignment) * alignment
+        return Head(metadata, tensors, alignment, data, size, self.where)
+
+    def stored(self, name: str) -> Stored:
+        dims = self.number("I")
+        if not 1 <= dims <= MOST_DIMS:
+            raise self.bad(f"tensor {name[:80]} has {dims} dimensions")
+        # The format counts from the innermost dimension.
+        shape = tuple(reversed([self.number("Q") for _ in range(dims)]))
+        if not all(shape) or math.prod(shape) > MOST_NUMBERS:
+            raise self.bad(f"tensor {name[:80]} has the shape {shape}")
+        return Stored(self.number("I"), shape, self.number("Q"))
+
+    def value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self.text(LONGEST_TEXT)
+        if kind == ARRAY:
+            return self.array()
+        found = self.number(self.code(kind))
+        return shortest(found) if kind == FLOAT else found
+
+    def array(self) -> list[Any]:
+        kind, count = self.number("I"), self.number("Q")
+        if kind == ARRAY:
+            raise self.bad("lists within lists are not read here")
+        if kind == TEXT:
+            self.bounded("texts in a list", count, MOST_ITEMS, each=8)
+            return [self.text(LONGEST_TEXT) for _ in range(count)]
+        form = f"<{count}{self.code(kind)}"
+        self.bounded("numbers in a list", count, MOST_ITEMS, each=struct.calcsize(form[-1]))
+        found = struct.unpack_from(form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return list(found)
+
+    def code(self, kind: int) -> str:
+        if kind not in NUMBERS:
+            raise self.bad(f"a value of the unknown kind {kind}")
+        return NUMBERS[kind]
+
+    def number(self, code: str) -> Any:
+        size = struct.calcsize(f"<{code}")
+        self.need(size)
+        (found,) = struct.unpack_from(f"<{code}", self.data, self.at)
+        self.at += size
+        return found
+
+    def text(self, most: int) -> str:
+        length = self.number("Q")
+        if length > most:
+            raise self.bad(f"a text of {length:,} bytes, more than the {most:,} that are read")
+        self.need(length)
+        found = self.data[self.at : self.at + length]
+        self.at += length
+        try:
+            return found.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.bad(f"a text that is not UTF-8: {found[:40]!r}") from error
+
+    def bounded(self, what: str, count: int, most: int, *, each: int) -> None:
+        """Refuse a count that is absurd, or more than the file has room for."""
+        if count > most:
+            raise self.bad(f"{count:,} {what}, more than the {most:,} that are read")
+        self.need(count * each)
+
+    def need(self, size: int) -> None:
+        if self.at + size > self.end:
+            raise self.bad("the file is cut: its head goes on beyond its end")
+
+    def bad(self, what: str, *, hint: str = "") -> FileError:
+        return FileError(what, where=f"{self.where}, byte {self.at}", hint=hint)
+
+
+def shortest(number: float) -> float:
+    """The decimal number that people meant: 1e-06, which single precision holds as 9.99999997e-07.
+
+    Written in single precision again it is the same one.
+    """
+    if not math.isfinite(number):
+        return number
+    for digits in range(1, 10):
+        found = float(f"{number:.{digits}g}")
+        if single(found) == number:
+            return found
+    return number

@@ -1,0 +1,211 @@
+"""What a Hugging Face folder would hold beside its weights, made of a GGUF file's metadata.
+
+So one reader of tokenizers, chat templates and generation settings serves both, with its limits.
+Tokenizers that are byte-level BPE, and whose way of cutting is known, are read; of others the
+reason why not is given.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from glassformer.adapters.gguf.header import Head, read_head
+from glassformer.adapters.tokenizers.pretokenize import WORDS
+from glassformer.spec.errors import FileError
+
+PREFIX = "tokenizer.ggml."
+TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+NONE = ("none", "no_vocab")
+
+#: Kinds of tokens by the format's numbers; the others are plain pieces.
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+#: What config files call the tokens that the format numbers.
+NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "pad_token": "padding_token_id",
+    "unk_token": "unknown_token_id",
+}
+ENDS = ("eos_token_id", "eot_token_id")
+
+
+def small_file(path: Path, name: str) -> dict[str, Any]:
+    """One of the files as data; empty where the metadata says nothing of it."""
+    head = read_head(path)
+    match name:
+        case "tokenizer.json":
+            return tokenizer_json(head)
+        case "tokenizer_config.json":
+            return tokenizer_config(head)
+        case "generation_config.json":
+            return generation_config(head)
+        case "config.json":
+            rows = head.tensors.get("token_embd.weight")
+            return {} if rows is None else {"vocab_size": rows.shape[0]}
+        case _:
+            return {}
+
+
+def kept_files(head: Head) -> dict[str, bytes]:
+    """All of them but config.json, for a checkpoint's `origin/`."""
+    made: dict[str, dict[str, Any]] = {"generation_config.json": generation_config(head)}
+    made["tokenizer_config.json"] = tokenizer_config(head)
+    if why_no_tokenizer(head) is None:
+        made["tokenizer.json"] = tokenizer_json(head)
+    return {
+        name: (json.dumps(data, ensure_ascii=False) + "\n").encode()
+        for name, data in made.items()
+        if data
+    }
+
+
+def why_no_tokenizer(head: Head) -> str | None:
+    """None where there is one that can be read; empty where the file has none."""
+    kind = head.metadata.get(f"{PREFIX}model", NONE[0])
+    if kind in NONE:
+        return ""
+    if kind != "gpt2":
+        return f"its tokenizer is of the kind {str(kind)[:40]!r}: gpt2 (byte-level BPE) is read"
+    words = head.metadata.get(f"{PREFIX}pre", "absent")
+    if not isinstance(words, str) or words not in WORDS:
+        return (
+            f"how its tokenizer cuts words ({str(words)[:40]!r}) is not known here; "
+            f"known: {', '.join(WORDS)}"
+        )
+    return None
+
+
+def tokenizer_json(head: Head) -> dict[str, Any]:
+    """The tokenizer in the words of the `tokenizers` library; marks keep their ids."""
+    if why_no_tokenizer(head) is not None:
+        return {}
+    words = WORDS[head.metadata[f"{PREFIX}pre"]]
+    tokens, kinds = _tokens(head)
+    pieces = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
+    if len(pieces) < sum(kind != UNUSED for kind in kinds):
+        raise FileError("two tokens are the same text", where=head.where)
+    merges = _texts(head, f"{PREFIX}merges")
+    for merge in merges:
+        if merge.count(" ") != 1 or merge.startswith(" ") or merge.endswith(" "):
+            raise FileError(f"a merge is not two pieces: {merge[:60]!r}", where=head.where)
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": i,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kinds[i] == CONTROL,
+            }
+            for i, token in enumerate(tokens)
+            if kinds[i] in (CONTROL, USER_DEFINED)
+        ],
+        "normalizer": words.normalizer,
+        "pre_tokenizer": words.cut,
+        "post_processor": _begin(head, tokens),
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": words.whole,
+            "vocab": pieces,
+            "merges": [merge.split(" ") for merge in merges],
+        },
+    }
+
+
+def tokenizer_config(head: Head) -> dict[str, Any]:
+    """The named tokens, and the chat templates."""
+    made: dict[str, Any] = {}
+    if why_no_tokenizer(head) is None:
+        tokens, _ = _tokens(head)
+        made["tokenizer_class"] = "PreTrainedTokenizerFast"
+        made["add_bos_token"] = _begins(head)
+        for name, key in NAMED.items():
+            i = _id(head, key)
+            if i is not None:
+                made[name] = tokens[i]
+    templates = _templates(head)
+    if set(templates) == {"default"}:
+        made["chat_template"] = templates["default"]
+    elif templates:
+        made["chat_template"] = [{"name": n, "template": text} for n, text in templates.items()]
+    return made
+
+
+def generation_config(head: Head) -> dict[str, Any]:
+    """Where texts end: the end of a text, and of a turn where that is another token."""
+    ids = [i for i in (_id(head, key) for key in ENDS) if i is not None]
+    return {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
+
+
+def _tokens(head: Head) -> tuple[list[str], list[int]]:
+    tokens = _texts(head, f"{PREFIX}tokens")
+    kinds = head.metadata.get(f"{PREFIX}token_type", [1] * len(tokens))
+    right = isinstance(kinds, list) and len(kinds) == len(tokens)
+    if not right or not all(type(kind) is int for kind in kinds):
+        raise FileError("the kinds of tokens are not one number for each", where=head.where)
+    return tokens, kinds
+
+
+def _texts(head: Head, key: str) -> list[str]:
+    found = head.metadata.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise FileError(f"{key} is no list of texts", where=head.where)
+    return found
+
+
+def _id(head: Head, key: str) -> int | None:
+    found = head.metadata.get(PREFIX + key)
+    if found is None:
+        return None
+    most = len(_texts(head, f"{PREFIX}tokens"))
+    if type(found) is not int or not 0 <= found < most:
+        raise FileError(f"{PREFIX}{key} is {str(found)[:40]} of {most} tokens", where=head.where)
+    return found
+
+
+def _begins(head: Head) -> bool:
+    """Whether texts begin with a BOS: as the file says, else as its way of cutting has it."""
+    own = WORDS[head.metadata[f"{PREFIX}pre"]].begins and _id(head, "bos_token_id") is not None
+    said = head.metadata.get(f"{PREFIX}add_bos_token", own)
+    if not isinstance(said, bool):
+        raise FileError(f"{PREFIX}add_bos_token is {str(said)[:40]}", where=head.where)
+    return said
+
+
+def _begin(head: Head, tokens: list[str]) -> dict[str, Any] | None:
+    i = _id(head, "bos_token_id")
+    if i is None or not _begins(head):
+        return None
+    mark = {"SpecialToken": {"id": tokens[i], "type_id": 0}}
+    texts = [{"Sequence": {"id": letter, "type_id": 0}} for letter in "AB"]
+    return {
+        "type": "TemplateProcessing",
+        "single": [mark, texts[0]],
+        "pair": [mark, texts[0], mark, texts[1]],
+        "special_tokens": {tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]}},
+    }
+
+
+def _templates(head: Head) -> Mapping[str, str]:
+    found = {"default": head.metadata.get(TEMPLATE)} if TEMPLATE in head.metadata else {}
+    for name in _texts(head, TEMPLATES):
+        found[name] = head.metadata.get(f"{TEMPLATE}.{name}")
+    if not all(isinstance(text, str) for text in found.values()):
+        raise FileError("a chat template is no text", where=head.where)
+    return {name: str(text) for name, text in found.items()}

@@ -1,0 +1,106 @@
+"""Which Hugging Face architecture a spec is: the one whose config, read again, gives the same spec.
+
+So an export cannot say less than the model does. Where none fits, the nearest is named, with what
+would have to change. How weights were first drawn and where dropout acted in training does not
+count: neither changes what a finished model computes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from glassformer.adapters.config import Config
+from glassformer.adapters.family import Family
+from glassformer.adapters.registry import families_that_write
+from glassformer.spec.errors import GlassError, InputError
+from glassformer.spec.init import NormalInit
+from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, Stack
+from glassformer.spec.serialize import to_dict
+
+#: The order of choice where several fit: the one that most programs read comes first.
+PREFERRED = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+SHOWN = 6
+
+
+def counterpart(spec: ModelSpec, *, first: str = "") -> Family:
+    """The family that writes this spec; `first` is asked before the others."""
+    known = families_that_write()
+    order = [name for name in (first, *PREFERRED, *known) if name in known]
+    tried: dict[str, list[str]] = {}
+    for name in dict.fromkeys(order):
+        reasons = misfits(spec, known[name])
+        if not reasons:
+            return known[name]
+        tried[name] = reasons
+    raise InputError(
+        "no Hugging Face architecture computes this model",
+        where=nearest_of(tried),
+        hint="--to native keeps every spec",
+    )
+
+
+def nearest_of(tried: dict[str, list[str]]) -> str:
+    """The architecture with the fewest misfits, and what they are."""
+    # A single reason that begins with config.json is a family that could not even be asked.
+    able = {name: found for name, found in tried.items() if not found[0].startswith("config.json")}
+    name, reasons = min((able or tried).items(), key=lambda item: len(item[1]))
+    more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
+    return f"the nearest is '{name}': {'; '.join(reasons[:SHOWN])}{more}"
+
+
+def misfits(spec: ModelSpec, family: Family) -> list[str]:
+    """What this family would compute differently, in words."""
+    if spec.encoder is not None:
+        return ["encoder: has one, and that is a decoder alone"]
+    try:
+        again = family.spec_of(Config(family.config_of(spec)))
+    except GlassError as error:
+        return [error.what]
+    return differences(spec, again)
+
+
+def differences(spec: ModelSpec, again: ModelSpec) -> list[str]:
+    """Where two specs compute something else, in words."""
+    ours, theirs = to_dict(_comparable(spec)), to_dict(_comparable(again))
+    return [
+        f"{path}: {found} here, {other} there" for path, found, other in _differences(ours, theirs)
+    ]
+
+
+def _comparable(spec: ModelSpec) -> ModelSpec:
+    """With everything said that has a default, and nothing of training."""
+
+    def block(one: Block) -> Block:
+        attention = replace(
+            one.attention,
+            n_kv_heads=one.attention.kv_heads,
+            d_head=one.attention.head_width(spec.d_model),
+        )
+        return replace(one, attention=attention)
+
+    runs = groupby(spec.decoder.blocks())
+    layers = tuple(Layers(count=len(list(run)), block=block(one)) for one, run in runs)
+    decoder = Stack(layers=layers, final_norm=spec.decoder.final_norm, dropout=Dropout())
+    return replace(spec, decoder=decoder, init=NormalInit())
+
+
+def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        if ours.get("kind") != theirs.get("kind"):
+            yield path, ours.get("kind"), theirs.get("kind")
+            return
+        for key in ours:
+            below = f"{path}.{key}" if path else key
+            yield from _differences(ours[key], theirs.get(key), below)
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(one, other, f"{path}.{place}")
+    elif ours != theirs:
+        yield path, _word(ours), _word(theirs)
+
+
+def _word(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.get("kind", "something")
+    return f"{len(value)} of them" if isinstance(value, list) else value

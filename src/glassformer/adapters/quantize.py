@@ -1,0 +1,64 @@
+"""`glassformer.quantize`: one call, for a model with or without an adapter around it."""
+
+import copy
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from glassformer.adapters.native import NativeAdapter
+from glassformer.models.model import Model
+from glassformer.quant.convert import quantize_model
+from glassformer.quant.sequential import quantize_in_turn
+from glassformer.spec.quantization import Indivisible, Method, QuantSpec, Tied
+
+M = TypeVar("M", Model, NativeAdapter)
+
+
+def quantize(
+    model: M,
+    *,
+    bits: int = 8,
+    group: int | None = None,
+    symmetric: bool | None = None,
+    method: Method | None = None,
+    head_bits: int | None = None,
+    tied: Tied = "share",
+    indivisible: Indivisible = "refuse",
+    calibrate: "list[torch.Tensor] | None" = None,
+    select: Callable[[str, nn.Module], bool] | None = None,
+    backend: str = "auto",
+) -> M:
+    """A quantized copy; the model itself stays. `calibrate`: batches of tokens, for GPTQ."""
+    if method is None and calibrate is not None:
+        method = "gptq"
+    spec = QuantSpec(
+        bits=bits,
+        group=group,
+        symmetric=symmetric,
+        method=method,
+        head_bits=head_bits,
+        tied=tied,
+        indivisible=indivisible,
+    )
+    if isinstance(model, NativeAdapter):
+        twin = copy.copy(model)
+        twin._modules = dict(model._modules)
+        twin.model = _quantized(copy.deepcopy(model.model), spec, calibrate, select, backend)
+        twin.spec = twin.model.spec
+        return twin
+    return _quantized(copy.deepcopy(model), spec, calibrate, select, backend)
+
+
+@torch.no_grad()
+def _quantized(
+    model: Model,
+    spec: QuantSpec,
+    calibrate: "list[torch.Tensor] | None",
+    select: Callable[[str, nn.Module], bool] | None,
+    backend: str,
+) -> Model:
+    if calibrate is None:
+        return quantize_model(model, spec, select=select, backend=backend)
+    return quantize_in_turn(model, calibrate, spec, select=select, backend=backend)

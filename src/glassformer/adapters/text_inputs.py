@@ -1,0 +1,120 @@
+"""From a text to a `Look`: the tokens as the model was trained to see them, and their words."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
+from glassformer.generation.loop import generate
+from glassformer.generation.prompts import Prompts, text_prompt
+from glassformer.generation.stepper import Stepper
+from glassformer.generation.streaming import BROKEN
+from glassformer.lens.look import Look, look
+from glassformer.lens.measure.capture import at_rest
+from glassformer.lens.measure.head_names import HeadName
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import InputError
+
+
+class Words:
+    """The word of each id of a model: what no text stands for is called by its number."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, i: int) -> str:
+        try:
+            word = self.tokenizer.decode([i])
+        except InputError:
+            word = ""  # the model's table is larger than its vocabulary
+        return f"<id {i}>" if not word or BROKEN in word else word
+
+
+def question(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that asks for one answer: where the vocabulary has a SEP, it ends so."""
+    ids = tokenizer.encode(text)
+    if isinstance(tokenizer, Vocab) and tokenizer.sep is not None and ids[-1:] != [tokenizer.sep]:
+        ids = [*ids, tokenizer.sep]
+    return ids
+
+
+def inspect_text(
+    model: Model,
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    target: str | None,
+    ablate: Sequence[str | HeadName],
+    stepper: Callable[[], Stepper],
+    greedy: DecodeSpec,
+) -> Look:
+    """One pass over a text. See `BaseAdapter.inspect` for what `target` means."""
+    spec, words = model.spec, Words(tokenizer)
+    if spec.encoder is not None:
+        return _translated(
+            model, words, text, target=target, ablate=ablate, stepper=stepper, greedy=greedy
+        )
+    if "next" in spec.head_names():
+        prompt = list(text_prompt(spec, tokenizer, text).tokens[0])
+        if target is None:
+            return look(model, prompt, names=words, ablate=ablate)
+        wanted = _ids(tokenizer, target)
+        asked = [*[None] * (len(prompt) - 1), *wanted]
+        return look(model, [*prompt, *wanted[:-1]], names=words, targets=asked, ablate=ablate)
+    ids = question(tokenizer, text)
+    if not ids:
+        raise InputError("an empty text", hint="give at least one token")
+    if target is None:
+        return look(model, ids, names=words, ablate=ablate)
+    wanted = _ids(tokenizer, target)
+    if "answer" not in spec.head_names() or len(wanted) != 1:
+        raise InputError(
+            f"a target of {len(wanted)} tokens for a model with the heads "
+            f"{', '.join(spec.head_names())}",
+            hint="an answer is one token; glassformer.look takes targets by position",
+        )
+    return look(model, ids, names=words, targets=wanted[0], ablate=ablate)
+
+
+def _translated(
+    model: Model,
+    words: Words,
+    text: str,
+    *,
+    target: str | None,
+    ablate: Sequence[str | HeadName],
+    stepper: Callable[[], Stepper],
+    greedy: DecodeSpec,
+) -> Look:
+    """The source is the text; the target is given, or what the model says to it."""
+    tokenizer = words.tokenizer
+    prompt: Prompts = text_prompt(model.spec, tokenizer, text)
+    assert prompt.sources is not None
+    if target is None:
+        with at_rest(model):
+            wanted = list(generate(stepper(), prompt, spec=greedy, logprobs=False)[0].tokens)
+    else:
+        ended = [] if tokenizer.eos is None else [tokenizer.eos]
+        wanted = [*(tokenizer.encode(target) if target else []), *ended]
+    if not wanted:
+        raise InputError("an empty target", hint="give at least one token")
+    begin, source = list(prompt.tokens[0]), list(prompt.sources[0])
+    inputs = Inputs(torch.tensor([[*begin, *wanted[:-1]]]), source_BS=torch.tensor([source]))
+    asked = [*[None] * (len(begin) - 1), *wanted]
+    return look(
+        model,
+        inputs,
+        names=words,
+        source_words=[words(i) for i in source],
+        targets=asked,
+        ablate=ablate,
+    )
+
+
+def _ids(tokenizer: Tokenizer, target: str) -> list[int]:
+    ids = tokenizer.encode(target)
+    if not ids:
+        raise InputError("an empty target", hint="give at least one token, or leave it out")
+    return ids

@@ -1,0 +1,1 @@
+"""Tokenizers as model folders store them."""

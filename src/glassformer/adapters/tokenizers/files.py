@@ -1,0 +1,264 @@
+"""A tokenizer's pieces as folders hold them: `tokenizer.json`, `vocab.json` + `merges.txt`, ranks.
+
+All three become one engine of the `tokenizers` library. Sizes and counts are bounded before the
+library sees anything; how text is cut into words is never guessed: where no file says it, the
+tokenizer's class must be one that is known here.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from glassformer.adapters.folder.files import read_object, read_sidecar, read_text
+from glassformer.adapters.gguf.header import is_gguf
+from glassformer.adapters.gguf.hf_files import small_file
+from glassformer.adapters.tokenizers.pretokenize import QWEN_WORDS
+from glassformer.adapters.tokenizers.tiktoken import (
+    LONGEST_TOKEN,
+    MOST_TOKENS,
+    QWEN_1_SPECIALS,
+    pieces_of_ranks,
+    read_ranks,
+)
+from glassformer.spec.errors import FileError
+from glassformer.spec.serialize import unique_keys
+
+ENGINE = "tokenizer.json"
+VOCAB, MERGES = "vocab.json", "merges.txt"
+CONFIG = "tokenizer_config.json"
+
+FILE_LIMIT = 64_000_000
+MOST_ADDED = 20_000
+LONGEST_TEXT = 8_192  # of a pattern or a replacement in the engine's other parts
+DEEPEST = 32
+
+
+def read_engine(folder: Path) -> Tokenizer:
+    """The library's tokenizer from whichever files there are; added tokens have their own ids."""
+    config = read_sidecar(folder, CONFIG)
+    try:
+        engine = _from_any(folder, config)
+        _add_tokens(engine, folder, config)
+    except BaseException as error:
+        raise_if_panic(error, where=str(folder))
+        raise
+    return engine
+
+
+def raise_if_panic(error: BaseException, *, where: str) -> None:
+    """The library's own failures are no exceptions of Python's; here they become ours."""
+    if type(error).__module__ == "pyo3_runtime":
+        raise FileError(f"the tokenizer fails: {str(error)[:200]}", where=where) from error
+
+
+def _from_any(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    if is_gguf(folder):
+        return _from_json(json.dumps(small_file(folder, ENGINE)), where=str(folder))
+    if (folder / ENGINE).is_file():
+        path = folder / ENGINE
+        return _from_json(read_text(path, limit=FILE_LIMIT), where=str(path))
+    if (folder / VOCAB).is_file() and (folder / MERGES).is_file():
+        return _from_merges(folder, config)
+    ranks = sorted(path for path in folder.glob("*.tiktoken") if path.is_file())
+    if len(ranks) == 1:
+        vocab, merges = pieces_of_ranks(read_ranks(ranks[0], limit=FILE_LIMIT))
+        engine = _engine(vocab, merges, qwen=True, where=str(ranks[0]))
+        names = (AddedToken(name, normalized=False, special=True) for name in QWEN_1_SPECIALS)
+        add_in_order(engine, list(names))
+        return engine
+    if (folder / "tokenizer.model").is_file():
+        raise FileError(
+            "tokenizer.model alone is not read here",
+            where=str(folder),
+            hint="transformers' AutoTokenizer writes a tokenizer.json from it: save_pretrained",
+        )
+    raise FileError(
+        "no tokenizer in this folder",
+        where=str(folder),
+        hint=f"{ENGINE}, {VOCAB} with {MERGES}, or one .tiktoken file",
+    )
+
+
+# --- tokenizer.json -----------------------------------------------------------------------------
+
+
+def _from_json(text: str, *, where: str) -> Tokenizer:
+    try:
+        data = json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{ENGINE} is not JSON: {error}", where=where) from error
+    model = data.get("model") if isinstance(data, dict) else None
+    if not isinstance(model, dict):
+        raise FileError(f"{ENGINE} holds no tokenizer of the tokenizers library", where=where)
+    if model.get("type", "BPE") != "BPE":
+        raise FileError(
+            f"a tokenizer of type {str(model['type'])[:40]!r}", where=where, hint="BPE is read here"
+        )
+    vocab, merges = model.get("vocab"), model.get("merges")
+    if not isinstance(vocab, dict) or not isinstance(merges, list):
+        raise FileError("the tokenizer's vocab or merges are missing", where=where)
+    check_pieces(vocab, where=where)
+    check_count("merges", merges, MOST_TOKENS, where=where)
+    check_count("added tokens", data.get("added_tokens") or [], MOST_ADDED, where=where)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        _check_part(data.get(part), where=f"{where}, {part}")
+    try:
+        engine = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises Exception itself
+        raise FileError(f"{ENGINE} cannot be used: {str(error)[:200]}", where=where) from error
+    for token in data.get("added_tokens") or []:
+        _check_id(engine, str(token.get("content")), token.get("id"), where=where)
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
+def check_pieces(vocab: dict[str, Any], *, where: str) -> None:
+    """Tokens of bounded length, each with an id of its own."""
+    check_count("tokens", vocab, MOST_TOKENS, where=where)
+    ids = vocab.values()
+    if not all(type(i) is int and 0 <= i < 2 * MOST_TOKENS for i in ids):
+        raise FileError("a token's id is not a number from 0 upwards", where=where)
+    if len(set(ids)) < len(vocab):
+        raise FileError("two tokens have the same id", where=where)
+    if max(map(len, vocab), default=0) > LONGEST_TOKEN:
+        raise FileError(f"a token of more than {LONGEST_TOKEN} characters", where=where)
+    if not vocab:
+        raise FileError("a tokenizer without tokens", where=where)
+
+
+def check_count(name: str, found: Any, most: int, *, where: str) -> None:
+    """Refuse more than anyone needs."""
+    if not isinstance(found, (dict, list)):
+        raise FileError(f"the tokenizer's {name} are not a list", where=where)
+    if len(found) > most:
+        raise FileError(f"{len(found):,} {name}, more than the {most:,} allowed", where=where)
+
+
+def _check_part(part: Any, *, where: str, depth: int = 0) -> None:
+    """Patterns, templates and replacements: small, and not nested without end."""
+    if depth > DEEPEST:
+        raise FileError("nested too deeply", where=where)
+    if isinstance(part, str) and len(part) > LONGEST_TEXT:
+        raise FileError(f"a text of {len(part):,} characters", where=where)
+    if isinstance(part, (dict, list)):
+        check_count("entries", part, MOST_ADDED, where=where)
+        for item in part.values() if isinstance(part, dict) else part:
+            _check_part(item, where=where, depth=depth + 1)
+
+
+# --- vocab.json + merges.txt --------------------------------------------------------------------
+
+
+def _from_merges(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    where = str(folder / VOCAB)
+    vocab = read_object(folder / VOCAB, limit=FILE_LIMIT)
+    check_pieces(vocab, where=where)
+    lines = read_text(folder / MERGES, limit=FILE_LIMIT).split("\n")
+    if lines and lines[0].startswith("#version"):
+        lines = lines[1:]
+    check_count("merges", lines, MOST_TOKENS, where=str(folder / MERGES))
+    merges = []
+    for number, line in enumerate(lines):
+        parts = tuple(line.rstrip("\r").split(" "))
+        if parts == ("",):
+            continue
+        if len(parts) != 2 or not all(parts):
+            raise FileError("a merge is not two pieces", where=f"{folder / MERGES}, {number + 1}")
+        merges.append((parts[0], parts[1]))
+    kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    match kind or str(read_sidecar(folder, "config.json").get("model_type", "")):
+        case "Qwen2Tokenizer" | "qwen2" | "qwen3":
+            return _engine(vocab, merges, qwen=True, where=where)
+        case "GPT2Tokenizer" | "gpt2":
+            spaced = config.get("add_prefix_space") is True
+            return _engine(vocab, merges, qwen=False, prefix_space=spaced, where=where)
+        case other:
+            raise FileError(
+                f"how a tokenizer of class {other[:60]!r} cuts text is not known here",
+                where=str(folder),
+                hint=f"Qwen2Tokenizer, GPT2Tokenizer, or a {ENGINE}, which says it itself",
+            )
+
+
+def _engine(
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    *,
+    qwen: bool,
+    prefix_space: bool = False,
+    where: str,
+) -> Tokenizer:
+    """Byte-level BPE, cut as Qwen does or as GPT-2 does."""
+    try:
+        engine = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # the library raises Exception itself
+        raise FileError(f"the merges do not fit: {str(error)[:200]}", where=where) from error
+    if qwen:
+        engine.normalizer = normalizers.NFC()
+        engine.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    engine.decoder = decoders.ByteLevel()
+    return engine
+
+
+# --- added tokens -------------------------------------------------------------------------------
+
+
+def _add_tokens(engine: Tokenizer, folder: Path, config: dict[str, Any]) -> None:
+    """Tokens that other files add to the pieces, each with the id that they give it."""
+    where = str(folder)
+    wanted: dict[int, AddedToken] = {}
+    for content, i in read_sidecar(folder, "added_tokens.json").items():
+        wanted[_number(i, where=where)] = AddedToken(content, normalized=False)
+    declared = config.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict):
+        raise FileError("added_tokens_decoder is not a table", where=where)
+    for i, entry in declared.items():
+        wanted[_number(i, where=where)] = _added(entry, where=where)
+    check_count("added tokens", wanted, MOST_ADDED, where=where)
+    there = engine.get_added_tokens_decoder()
+    add_in_order(engine, [wanted[i] for i in sorted(wanted) if i not in there])
+    for i, token in wanted.items():
+        _check_id(engine, token.content, i, where=where)
+
+
+def add_in_order(engine: Tokenizer, tokens: list[AddedToken]) -> None:
+    """Special ones and others, without changing their order."""
+    for token in tokens:
+        engine.add_special_tokens([token]) if token.special else engine.add_tokens([token])
+
+
+def _number(text: Any, *, where: str) -> int:
+    if not str(text).isascii() or not str(text).isdigit() or int(text) >= 2 * MOST_TOKENS:
+        raise FileError(f"an added token with the id {str(text)[:40]!r}", where=where)
+    return int(text)
+
+
+def _added(entry: Any, *, where: str) -> AddedToken:
+    content = entry.get("content") if isinstance(entry, dict) else None
+    if not isinstance(content, str) or not 0 < len(content) <= LONGEST_TOKEN:
+        raise FileError("an added token without its text", where=where)
+    flags = {
+        name: entry.get(name) is True
+        for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+    }
+    return AddedToken(content, **flags)
+
+
+def _check_id(engine: Tokenizer, content: str, wanted: Any, *, where: str) -> None:
+    found = engine.token_to_id(content)
+    if found != wanted:
+        raise FileError(
+            f"token {content[:60]!r} should have id {str(wanted)[:20]} and has {found}",
+            where=where,
+            hint="the files of the tokenizer do not belong together",
+        )

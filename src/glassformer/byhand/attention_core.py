@@ -1,0 +1,198 @@
+"""Softmax over the last axis, plain and with a mask, and its Jacobian.
+
+softmax(q k^T / sqrt(H)) v and its gradients, for grouped heads, with a mask.
+
+Query heads of one group share their keys, so their rows are laid under one another: K products of
+(G x T) rows each, and the sum over the group that backward needs happens inside the product.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from glassformer.byhand.linear import dot_rows
+from glassformer.byhand.pass_context import Array, Trip, Workspace
+
+# B batch, T query length, S key length, N query heads
+
+#: Scores within these bounds need no shift: exp stays far from overflow and underflow, in float32
+#: too (exp(60) = 1e26), whatever the other scores of the row are.
+CALM = 60.0
+
+
+def softmax_forward(x: Array, *, out: Array | None = None) -> tuple[Array, Array]:
+    """exp(x - max) / sum, row by row; the result is the cache."""
+    out = np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
+    np.exp(out, out=out)
+    out /= out.sum(axis=-1, keepdims=True)
+    return out, out
+
+
+def softmax_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
+    """The Jacobian diag(p) - p p^T times dout, without ever writing the matrix down."""
+    # forward: p = exp(x) / sum exp(x)   =>   dp_i/dx_j = p_i (1[i=j] - p_j)
+    #                                    =>   dx_j = p_j (dout_j - sum_i dout_i p_i)
+    dot = np.vecdot(dout, cache)[..., None]
+    dx = np.subtract(dout, dot, out=dx)
+    dx *= cache
+    return dx
+
+
+def masked_softmax(scores_BNTS: Array, *, allow_BNTS: Array | None = None) -> Array:
+    """Softmax in place over what `allow` (1 = may attend, 0 = not) lets through.
+
+    A row that may attend to nothing becomes zeros, and `softmax_backward` of it gives zeros.
+    Calm scores are not shifted: softmax ignores a constant, and finding each row's largest is the
+    dearest part of the work. Which way was taken can differ by rounding only.
+    """
+    x = scores_BNTS
+    if not (x.min() > -CALM and x.max() < CALM):
+        if allow_BNTS is not None:
+            x -= (1.0 - allow_BNTS) * (np.finfo(x.dtype).max / 8)
+        x -= x.max(axis=-1, keepdims=True)
+    np.exp(x, out=x)
+    if allow_BNTS is not None:
+        x *= allow_BNTS
+    total_BNT = dot_rows(x, np.ones(x.shape[-1], x.dtype))
+    if allow_BNTS is not None:
+        total_BNT += total_BNT == 0  # an empty row: 0 / 1
+    np.reciprocal(total_BNT, out=total_BNT)
+    x *= total_BNT[..., None]
+    return x
+
+
+# B batch, T query length, S key length, N query heads, K key-value heads, H d_head, M = N/K x T
+
+#: Queries of a group below which keys are read transposed, and not copied.
+FEW_ROWS = 8
+
+
+class AttendCache(NamedTuple):
+    """Folded queries, keys, values, weights before dropout, dropout mask, tap prefix."""
+
+    q_BKMH: Array
+    k_BKSH: Array
+    v_BKSH: Array
+    weights_BNTS: Array
+    keep_BNTS: Array | None
+    at: str
+
+
+def attend_forward(
+    q_BNTH: Array,
+    *,
+    k_BKSH: Array,
+    v_BKSH: Array,
+    trip: Trip,
+    allow: Array | None = None,
+    dropout: float = 0.0,
+    at: str = "",
+) -> tuple[Array, AttendCache]:
+    """heads_BTNH, in the order in which the output projection reads them.
+
+    allow: 1 = may attend, 0 = not, broadcasting to (B, N, T, S), in the model's dtype.
+    """
+    B, N, T, H = q_BNTH.shape
+    K, S = k_BKSH.shape[1:3]
+    ws, M = trip.ws, N // K * T
+    q_BKMH = _fold(q_BNTH, K, ws)
+    scores = ws.take((B, N, T, S))
+    _product_with_transposed(
+        q_BKMH, k_BKSH, scores.reshape(B, K, M, S), ws, scale=1.0 / math.sqrt(H)
+    )
+    trip.tap(f"{at}scores", scores)
+    weights = masked_softmax(scores, allow_BNTS=allow)
+    trip.tap(f"{at}weights", weights)
+    keep = trip.keep(weights.shape, dropout)
+    used = weights if keep is None else np.multiply(weights, keep, out=ws.take(weights.shape))
+    heads_BTNH = ws.take((B, T, N, H))
+    _unfold_product(used.reshape(B, K, M, S), v_BKSH, heads_BTNH.transpose(0, 2, 1, 3), ws)
+    trip.tap(f"{at}heads", heads_BTNH.transpose(0, 2, 1, 3))
+    return heads_BTNH, AttendCache(q_BKMH, k_BKSH, v_BKSH, weights, keep, at)
+
+
+def attend_backward(
+    dheads_BNTH: Array,
+    cache: AttendCache,
+    *,
+    trip: Trip,
+    dq_BNTH: Array | None = None,
+    dk_BKSH: Array | None = None,
+    dv_BKSH: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """dq, dk, dv, written into the arrays given."""
+    q_BKMH, k_BKSH, v_BKSH, weights, keep, at = cache
+    B, N, T, S = weights.shape
+    K, M, H = q_BKMH.shape[1:]
+    ws = trip.ws
+    mark = ws.mark()
+    trip.tap_grad(f"{at}heads", dheads_BNTH)
+    dq_BNTH = np.empty((B, N, T, H), weights.dtype) if dq_BNTH is None else dq_BNTH
+    dheads_BKMH = _fold(dheads_BNTH, K, ws)
+    # forward: heads = (weights * keep) @ v
+    #   =>   dweights = (dheads @ v.T) * keep,  dv = (weights * keep).T @ dheads
+    dweights = ws.take(weights.shape)
+    _product_with_transposed(dheads_BKMH, v_BKSH, dweights.reshape(B, K, M, S), ws)
+    used = weights
+    if keep is not None:
+        dweights *= keep
+        used = np.multiply(weights, keep, out=ws.take(weights.shape))
+    dv_BKSH = np.matmul(used.reshape(B, K, M, S).swapaxes(-1, -2), dheads_BKMH, out=dv_BKSH)
+    if trip.tap_grads is not None:  # a row that may attend to nothing hands nothing back
+        trip.tap_grad(f"{at}weights", dweights * weights.any(axis=-1, keepdims=True))
+    trip.tap_grad(f"{at}v", dv_BKSH)
+    # forward: weights = softmax(scores) where allowed, 0 elsewhere; a weight of 0 passes nothing on
+    dscores = softmax_backward(dweights, weights, dx=dweights)
+    trip.tap_grad(f"{at}scores", dscores)
+    # forward: scores = q @ k.T / sqrt(H)
+    #   =>   dq = dscores @ k / sqrt(H),  dk = dscores.T @ q / sqrt(H)
+    dscores *= 1.0 / math.sqrt(H)
+    dscores_BKMS = dscores.reshape(B, K, M, S)
+    _unfold_product(dscores_BKMS, k_BKSH, dq_BNTH, ws)
+    dk_BKSH = np.matmul(dscores_BKMS.swapaxes(-1, -2), q_BKMH, out=dk_BKSH)
+    trip.tap_grad(f"{at}q", dq_BNTH)
+    trip.tap_grad(f"{at}k", dk_BKSH)
+    ws.release(mark)
+    return dq_BNTH, dk_BKSH, dv_BKSH
+
+
+def _fold(x_BNTH: Array, kv_heads: int, ws: Workspace) -> Array:
+    """The rows of a group under one another: (B, K, M, H); a view where each group is one head."""
+    B, N, T, H = x_BNTH.shape
+    if kv_heads == N:
+        return x_BNTH
+    folded = ws.take((B, kv_heads, N // kv_heads * T, H))
+    np.copyto(folded.reshape(B, N, T, H), x_BNTH)
+    return folded
+
+
+def _product_with_transposed(
+    a_BKMH: Array, b_BKSH: Array, out_BKMS: Array, ws: Workspace, *, scale: float = 1.0
+) -> None:
+    """scale * a @ b.T.
+
+    OpenBLAS is slower at small products with a transposed right side than at copying it first; the
+    copy applies the scale on the way. A few rows (decoding) would not pay for the copy.
+    """
+    if a_BKMH.shape[2] < FEW_ROWS:
+        np.matmul(a_BKMH, b_BKSH.swapaxes(-1, -2), out=out_BKMS)
+        out_BKMS *= scale
+        return
+    mark = ws.mark()
+    B, K, S, H = b_BKSH.shape
+    b_BKHS = np.multiply(b_BKSH.swapaxes(-1, -2), scale, out=ws.take((B, K, H, S)))
+    np.matmul(a_BKMH, b_BKHS, out=out_BKMS)
+    ws.release(mark)
+
+
+def _unfold_product(a_BKMS: Array, b_BKSH: Array, out_BNTH: Array, ws: Workspace) -> None:
+    """a @ b, written to each head's own place."""
+    B, K, M, _ = a_BKMS.shape
+    if out_BNTH.shape[1] == K:
+        np.matmul(a_BKMS, b_BKSH, out=out_BNTH)
+        return
+    mark = ws.mark()
+    folded = np.matmul(a_BKMS, b_BKSH, out=ws.take((B, K, M, b_BKSH.shape[-1])))
+    np.copyto(out_BNTH, folded.reshape(out_BNTH.shape))
+    ws.release(mark)

@@ -1,0 +1,171 @@
+"""The certificate: findings gathered, counted, shown as text or as one JSON object."""
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from glassformer.checks.catalogue import Finding, verify_parts, verify_subject
+from glassformer.checks.preset_subjects import sample_subjects
+from glassformer.checks.subject import Logits, subject_of
+from glassformer.checks.threads import few_threads
+from glassformer.spec.errors import CheckFailed
+
+Style = Callable[[str, str], str]  # (text, verdict) -> text with or without colour
+
+
+def plain(text: str, verdict: str) -> str:
+    """No colour."""
+    return text
+
+
+#: Columns of a line that is not a row: the list of what was not offered.
+LINE = 100
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """What was checked, and how it went; it prints, and shows itself in a notebook, as text."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> int:
+        """Rows that held."""
+        return sum(f.verdict == "passed" for f in self.findings)
+
+    @property
+    def failed(self) -> int:
+        """Rows that did not."""
+        return sum(f.failed for f in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints; a gap that is not a finite number becomes null."""
+        checks = []
+        for f in self.findings:
+            checks.append(
+                {
+                    "name": f.name,
+                    "group": f.group,
+                    "subject": f.subject,
+                    "dtype": f.dtype,
+                    "size": f.size,
+                    "worst": f.worst if math.isfinite(f.worst) else None,
+                    "tolerance": f.tolerance,
+                    "verdict": f.verdict,
+                    "note": f.note,
+                }
+            )
+        return {"passed": self.passed, "failed": self.failed, "checks": checks}
+
+    def raise_if_failed(self) -> None:
+        """For scripts: an exception that names the first failure."""
+        for f in self.findings:
+            if f.failed:
+                raise CheckFailed(f"{f.name}: {_number(f.worst)} > {_bar(f)}", where=f.subject)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def text(self, style: Style = plain) -> str:
+        """A row for each check, over all subjects; then each failure by itself."""
+        rows: dict[tuple[str, str], list[Finding]] = {}
+        for f in self.findings:
+            if f.verdict != "not offered":
+                rows.setdefault((f.group, f.name), []).append(f)
+        lines, width = [], max((len(name) for _, name in rows), default=0)
+        group = ""
+        for (row_group, name), findings in sorted(
+            rows.items(), key=lambda row: _first(self.findings, row[0][0])
+        ):
+            if row_group != group:
+                group = row_group
+                lines.append(f"\n{group}" if lines else group)
+            lines.append(_row(name.ljust(width), findings, style))
+        lines += [_failure(f, style) for f in self.findings if f.failed]
+        lines += _not_offered(self.findings, style)
+        verdict = "failed" if self.failed else "passed"
+        total = f"{self.passed} passed, {self.failed} failed"
+        return "\n".join([*lines, "", style(total, verdict)])
+
+
+def _first(findings: Iterable[Finding], group: str) -> int:
+    return next(i for i, f in enumerate(findings) if f.group == group)
+
+
+def _number(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.1e}" if math.isfinite(value) else "no match"
+
+
+def _bar(f: Finding) -> str:
+    return "exact" if f.tolerance == 0 else _number(f.tolerance)
+
+
+def _row(name: str, findings: list[Finding], style: Style) -> str:
+    columns = []
+    for dtype in dict.fromkeys(f.dtype for f in findings):
+        worst = max((f for f in findings if f.dtype == dtype), key=lambda f: f.worst)
+        columns.append(f"{dtype} {_number(worst.worst):>8} of {_bar(worst):<7}")
+    subjects = list(dict.fromkeys(f.subject for f in findings))
+    size = findings[0].size if len(subjects) == 1 else f"{len(subjects)} models"
+    verdict = next((f.verdict for f in findings if f.failed), "passed")
+    return f"  {name}  {style(verdict.ljust(8), verdict)}  {'  '.join(columns)}  {size}"
+
+
+def _not_offered(findings: Iterable[Finding], style: Style) -> list[str]:
+    """What could not be asked, by reason: never counted as passed."""
+    reasons: dict[str, list[str]] = {}
+    for f in findings:
+        if f.verdict == "not offered":
+            reasons.setdefault(f.note, []).append(f.name)
+    lines = []
+    for reason, names in reasons.items():
+        said = f"{reason}: {'; '.join(dict.fromkeys(names))}"  # names have commas of their own
+        wrapped = textwrap.wrap(
+            said,
+            LINE,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [style(line, "not offered") for line in wrapped]
+    return ["", style("not offered", "not offered"), *lines] if lines else []
+
+
+def _failure(f: Finding, style: Style) -> str:
+    note = f"\n  {f.note}" if f.note else ""
+    where = f"{f.subject}, {f.dtype}, {f.size}" if f.size else f"{f.subject}, {f.dtype}"
+    gap = f"{_number(f.worst)}, allowed {_bar(f)}"
+    return f"\n{style(f.verdict, f.verdict)}  {f.name}\n  at: {where}\n  worst: {gap}{note}"
+
+
+def verify(
+    thing: object = None,
+    *,
+    only: str | None = None,
+    deep: bool = False,
+    name: str = "",
+    logits: Logits | None = None,
+    vocab_size: int | None = None,
+    causal: bool = True,
+) -> Report:
+    """The certificate of a model of anyone's; without one, of our parts and every preset.
+
+    `logits=lambda tokens, valid: ...` says how to ask a module whose forward has other habits.
+    """
+    if thing is not None:
+        subject = subject_of(thing, name=name, logits=logits, vocab_size=vocab_size, causal=causal)
+        with few_threads(subject.parameters):
+            return Report(tuple(verify_subject(subject, only=only, deep=deep)))
+    with few_threads({}):
+        findings = list(verify_parts(only=only, deep=deep))
+        for subject in sample_subjects():
+            findings += verify_subject(subject, only=only, deep=deep)
+        if deep:
+            for subject in sample_subjects(deep=True):
+                findings += verify_subject(subject, only=only)
+    return Report(tuple(findings))

@@ -1,0 +1,1 @@
+"""The rows of the certificate, one module for each subject."""

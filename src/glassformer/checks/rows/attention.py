@@ -1,0 +1,230 @@
+"""Our attention against PyTorch's own and against one head, one query at a time.
+
+Each check takes a dtype and gives a `Measure`: results and every gradient. Sizes are distinct
+primes where the claim allows, so that no transposition passes by luck.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.checks.measure import EXACT, TOLERANCE, Measure, draw, gap, parity, seeded
+from glassformer.checks.preset_subjects import perturb
+from glassformer.checks.rows.layers import attention_pairs
+from glassformer.checks.rows.parts import turn_by_hand
+from glassformer.nn.attention import MultiHeadAttention, attend
+from glassformer.nn.mask import Mask, build_mask, mask_from_allow
+from glassformer.nn.position import rotations
+from glassformer.nn.taps import Taps, TapsAt
+from glassformer.spec import model as spec
+
+# B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head
+
+
+def everything_explicit() -> TapsAt:
+    """Taps that ask for the weights, and so choose the explicit path."""
+    return TapsAt(Taps(read="weights"), "")
+
+
+def explicit_attention(dtype: torch.dtype) -> Measure:
+    """Our softmax(q k^T / sqrt(H)) v, causal and with a random mask, against PyTorch's kernel."""
+    B, N, T, H = 2, 3, 13, 7
+    allow = torch.rand(B, 1, T, T, generator=seeded(1)) < 0.6
+    allow |= torch.eye(T, dtype=torch.bool)
+    worst = []
+    for mask, extra in (
+        (Mask(causal=True), {"is_causal": True}),
+        (mask_from_allow(allow), {"attn_mask": allow}),
+        (Mask(), {}),
+    ):
+        inputs = [draw(B, N, T, H, dtype=dtype, seed=seed) for seed in (2, 3, 4)]
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
+            return attend(q, k, v, mask=mask, taps=everything_explicit())
+
+        def theirs(q: Tensor, k: Tensor, v: Tensor, extra: dict = extra) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, **extra)
+
+        worst.append(parity(ours, theirs, inputs=inputs, size=f"B{B} N{N} T{T} H{H}"))
+    return max(worst, key=lambda measure: measure.worst)
+
+
+def fused_is_explicit(dtype: torch.dtype) -> Measure:
+    """The fused path against the explicit one, grouped heads, padding and window at once."""
+    B, N, K, T, H = 2, 6, 2, 11, 5
+    valid = torch.ones(B, T, dtype=torch.bool)
+    valid[0, 7:] = False
+    mask = build_mask(T, T, causal=True, window=5, valid_q_BT=valid, valid_k_BS=valid)
+    inputs = [draw(B, n, T, H, dtype=dtype, seed=n) for n in (N, K, K)]
+    return parity(
+        lambda q, k, v: attend(q, k, v, mask=mask, taps=everything_explicit()),
+        lambda q, k, v: attend(q, k, v, mask=mask),
+        inputs=inputs,
+        size=f"B{B} N{N} K{K} T{T} H{H}",
+    )
+
+
+def grouped_heads(dtype: torch.dtype) -> Measure:
+    """Query head n reads key-value head n // (N / K): against one head at a time."""
+    B, N, K, T, H = 2, 6, 3, 7, 5
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = []
+        for n in range(N):
+            kv = n // (N // K)
+            weights = torch.softmax(q[:, n] @ k[:, kv].mT / math.sqrt(H), -1)
+            heads.append(weights @ v[:, kv])
+        return torch.stack(heads, 1)
+
+    inputs = [draw(B, n, T, H, dtype=dtype, seed=n) for n in (N, K, K)]
+    fused = parity(
+        lambda q, k, v: attend(q, k, v, mask=Mask()), one_by_one, inputs=inputs, size=f"N{N} K{K}"
+    )
+    inputs = [draw(B, n, T, H, dtype=dtype, seed=n) for n in (N, K, K)]
+    explicit = parity(
+        lambda q, k, v: attend(q, k, v, mask=Mask(), taps=everything_explicit()),
+        one_by_one,
+        inputs=inputs,
+        size=f"B{B} N{N} K{K} T{T} H{H}",
+    )
+    return max(fused, explicit, key=lambda measure: measure.worst)
+
+
+def window_by_hand(dtype: torch.dtype) -> Measure:
+    """A window of w: each query alone over the keys it may see."""
+    B, N, T, H, w = 2, 3, 11, 5, 4
+
+    def slices(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = []
+        for t in range(T):
+            seen = slice(max(0, t - w + 1), t + 1)
+            scores = q[:, :, t : t + 1] @ k[:, :, seen].mT / math.sqrt(H)
+            rows.append(torch.softmax(scores, -1) @ v[:, :, seen])
+        return torch.cat(rows, 2)
+
+    mask = build_mask(T, T, causal=True, window=w)
+    inputs = [draw(B, N, T, H, dtype=dtype, seed=seed) for seed in (5, 6, 7)]
+    return parity(
+        lambda q, k, v: attend(q, k, v, mask=mask), slices, inputs=inputs, size=f"T{T} window {w}"
+    )
+
+
+def empty_rows(dtype: torch.dtype) -> Measure:
+    """A row that may attend to nothing gives exact zeros, forward and backward, on both paths."""
+    B, N, T, H = 2, 3, 5, 7
+    allow = torch.ones(B, 1, T, T, dtype=torch.bool)
+    allow[0, :, 2] = False
+    allow[1, :, :, :] = False
+    mask, worst = mask_from_allow(allow), 0.0
+    for taps in (None, everything_explicit()):
+        q, k, v = (draw(B, N, T, H, dtype=dtype, seed=seed) for seed in (8, 9, 10))
+        out = attend(q, k, v, mask=mask, taps=taps)
+        out.sum().backward()
+        zeros = [out[0, :, 2], out[1], q.grad[0, :, 2], q.grad[1], k.grad[1], v.grad[1]]
+        alive = [out.detach()[0, :, 0], v.grad[0]]
+        worst = max(worst, *(gap(z, torch.zeros_like(z)) for z in zeros))
+        if not all(bool(a.isfinite().all()) and float(a.abs().max()) > 0 for a in alive):
+            worst = math.inf
+    return Measure(worst, EXACT, f"B{B} N{N} T{T} H{H}")
+
+
+def large_scores(dtype: torch.dtype) -> Measure:
+    """Scores of 1e4 stay finite and pick the largest: the maximum is subtracted before exp."""
+    q = torch.tensor([[[[1e4, 0.0]]]], dtype=dtype)
+    k = torch.tensor([[[[1.0, 0.0], [0.5, 0.0], [-1.0, 0.0]]]], dtype=dtype)
+    v = torch.tensor([[[[3.0], [5.0], [7.0]]]], dtype=dtype).expand(1, 1, 3, 2)
+    worst = 0.0
+    for taps in (None, everything_explicit()):
+        out = attend(q, k, v, mask=Mask(), taps=taps)
+        worst = max(worst, gap(out, torch.full_like(out, 3.0)))
+    return Measure(worst, TOLERANCE[dtype], "scores of 7e3")
+
+
+def multi_head(dtype: torch.dtype) -> Measure:
+    """Self-attention with causal mask and padding, against nn.MultiheadAttention."""
+    B, T, D, N = 3, 11, 21, 3
+    ours = MultiHeadAttention(spec.Attention(n_heads=N, bias="all"), D)
+    perturb(ours, dtype=dtype, seed=11)
+    reference = nn.MultiheadAttention(D, N, batch_first=True, dtype=dtype)
+    valid = torch.ones(B, T, dtype=torch.bool)
+    valid[1, 6:] = False
+    mask = build_mask(T, T, causal=True, valid_q_BT=valid, valid_k_BS=valid)
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+
+    def theirs(x: Tensor) -> Tensor:
+        return reference(x, x, x, key_padding_mask=~valid, attn_mask=future, need_weights=False)[0]
+
+    return parity(
+        lambda x: ours(x, mask=mask),
+        theirs,
+        inputs=[draw(B, T, D, dtype=dtype, seed=12)],
+        pairs=list(attention_pairs("attn", ours, reference)),
+        where=valid,
+        size=f"B{B} T{T} D{D} N{N}",
+    )
+
+
+def multi_head_weights(dtype: torch.dtype) -> Measure:
+    """The weights that the explicit path shows, head by head, against nn.MultiheadAttention."""
+    B, T, D, N = 2, 7, 15, 3
+    ours = MultiHeadAttention(spec.Attention(n_heads=N, bias="all", causal=False), D)
+    perturb(ours, dtype=dtype, seed=13)
+    reference = nn.MultiheadAttention(D, N, batch_first=True, dtype=dtype)
+    for pair in attention_pairs("attn", ours, reference):
+        pair.copy()
+    x, taps = draw(B, T, D, dtype=dtype, seed=14), Taps(read="weights")
+    ours(x, mask=Mask(), taps=TapsAt(taps, ""))
+    expected = reference(x, x, x, need_weights=True, average_attn_weights=False)[1]
+    return Measure(gap(taps.seen["weights"], expected), TOLERANCE[dtype], f"B{B} T{T} D{D} N{N}")
+
+
+def cross_attention(dtype: torch.dtype) -> Measure:
+    """Queries from one sequence, keys and values from another, the source padded."""
+    B, T, S, D, N = 3, 5, 11, 21, 3
+    ours = MultiHeadAttention(spec.Attention(n_heads=N, bias="all", causal=False), D)
+    perturb(ours, dtype=dtype, seed=15)
+    reference = nn.MultiheadAttention(D, N, batch_first=True, dtype=dtype)
+    valid = torch.ones(B, S, dtype=torch.bool)
+    valid[2, 4:] = False
+    mask = build_mask(T, S, causal=False, valid_k_BS=valid)
+    return parity(
+        lambda x, memory: ours(x, context_BSD=memory, mask=mask),
+        lambda x, memory: reference(x, memory, memory, key_padding_mask=~valid, need_weights=False)[
+            0
+        ],
+        inputs=[draw(B, T, D, dtype=dtype, seed=16), draw(B, S, D, dtype=dtype, seed=17)],
+        pairs=list(attention_pairs("cross", ours, reference)),
+        size=f"B{B} T{T} S{S} D{D} N{N}",
+    )
+
+
+def qk_norm(dtype: torch.dtype) -> Measure:
+    """Queries and keys normed over the head, then turned: written out step by step."""
+    B, T, D, N, H = 2, 7, 12, 3, 4
+    attention = spec.Attention(n_heads=N, qk_norm=spec.RMSNorm(eps=1e-3))
+    ours = MultiHeadAttention(attention, D)
+    perturb(ours, dtype=dtype, seed=18)
+    cos, sin = rotations(spec.Rotary(), T, H, dtype=dtype)
+
+    def rms(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+
+    def by_hand(x: Tensor) -> Tensor:
+        heads = []
+        for n in range(N):
+            rows = slice(n * H, (n + 1) * H)
+            q = rms(x @ ours.q_proj.weight[rows].T, ours.q_norm.weight)
+            k = rms(x @ ours.k_proj.weight[rows].T, ours.k_norm.weight)
+            q, k = turn_by_hand(q, H), turn_by_hand(k, H)
+            weights = torch.softmax(q @ k.mT / math.sqrt(H), -1)
+            heads.append(weights @ (x @ ours.v_proj.weight[rows].T))
+        return torch.cat(heads, -1) @ ours.o_proj.weight.T
+
+    return parity(
+        lambda x: ours(x, mask=Mask(), rotation=(cos, sin)),
+        by_hand,
+        inputs=[draw(B, T, D, dtype=dtype, seed=19)],
+        size=f"B{B} T{T} D{D} N{N}",
+    )

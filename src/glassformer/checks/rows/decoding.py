@@ -1,0 +1,276 @@
+"""Decoding: every way of choosing the likeliest tokens chooses the same, and does no more work."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassformer.byhand.model import Model as HandModel
+from glassformer.checks.brute_force import MOST, disagreements, every_hypothesis
+from glassformer.checks.measure import EXACT, Measure, NotOffered
+from glassformer.checks.rows.invariants import scaled_gap, tokens_of, tolerance_of
+from glassformer.checks.rows.own_models import check_compiler
+from glassformer.checks.subject import Subject, with_source
+from glassformer.generation.beam import beam_search
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.loop import generate
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.samplers import uniform
+from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, TorchStepper
+from glassformer.models.model import Model
+from glassformer.models.state import weights_of
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
+
+# B batch, T length, V vocab
+
+NEW = 6
+#: Random models of the search that brute force can answer: always, and with `--deep`.
+FEW, MANY = 30, 1_000
+
+
+def _case(subject: Subject) -> tuple[Model, Prompts]:
+    """One of our models that can continue, and prompts of different lengths for it."""
+    model = subject.ours()
+    if "next" not in model.spec.head_names() or not subject.causal:
+        raise NotOffered("it cannot continue a sequence")
+    if next(model.parameters()).device.type != "cpu":
+        raise NotOffered("decoding is examined on the CPU")
+    tokens = tokens_of(subject, 3, 5, seed=95).tolist()
+    rows = [tokens[0], tokens[1][:2], tokens[2][:4]]
+    source = with_source(model.spec, torch.tensor(tokens), None).source_BS
+    sources = None if source is None else source.tolist()
+    return model, Prompts.of(rows, sources=sources)
+
+
+def _lean(model: Model, *, compiled: bool = False) -> Decoder:
+    """The lean step; its products as the modules have them, as a certificate tries nothing out."""
+    return Decoder(model, routines="linear", compile=compiled)
+
+
+def _steppers(model: Model) -> dict[str, Stepper]:
+    """Every way of reading a sequence token by token."""
+    found: dict[str, Stepper] = {
+        "cached": TorchStepper(model),
+        "growing cache": TorchStepper(model, cache="growing"),
+        "lean": _lean(model),
+    }
+    if next(model.parameters()).dtype in (torch.float32, torch.float64):
+        hand = HandModel(model.spec, params=weights_of(model), dtype=weights_dtype(model))
+        found["by hand"] = HandStepper(hand)
+    return found
+
+
+def _tokens(
+    stepper: Stepper, prompts: Prompts, spec: DecodeSpec, *, rows: Sequence[int] | None = None
+) -> list[list[int]]:
+    made = generate(stepper, prompts, spec=spec, rows=rows, logprobs=False)
+    return [list(one.tokens) for one in made]
+
+
+def _first(stepper: Stepper, prompts: Prompts, spec: BeamSpec) -> list[list[int]]:
+    found = beam_search(stepper, prompts, spec=spec)
+    return [list(beams.hypotheses[0].tokens) for beams in found]
+
+
+def every_way_is_greedy(subject: Subject) -> Measure:
+    """Cached, uncached, lean, by hand, temperature 0, top 1 and one beam give the same tokens."""
+    model, prompts = _case(subject)
+    greedy, plain = DecodeSpec(max_new_tokens=NEW), TorchStepper(model)
+    expected = _tokens(NaiveStepper(model), prompts, greedy)
+    found = {name: _tokens(one, prompts, greedy) for name, one in _steppers(model).items()}
+    almost = DecodeSpec(max_new_tokens=NEW, temperature=1e-6)
+    found["temperature 1e-6"] = _tokens(plain, prompts, almost)
+    alone = DecodeSpec(max_new_tokens=NEW, temperature=1.0, top_k=1)
+    found["top 1"] = _tokens(plain, prompts, alone)
+    found["one beam"] = _first(plain, prompts, BeamSpec(width=1, max_new_tokens=NEW))
+    wrong = [name for name, tokens in found.items() if tokens != expected]
+    size = f"{subject.size}, {len(found)} ways"
+    return Measure(float(len(wrong)), EXACT, size, ", ".join(wrong))
+
+
+def weights_dtype(model: Model) -> type:
+    """NumPy's name for the model's precision."""
+    wide = next(model.parameters()).dtype == torch.float64
+    return np.float64 if wide else np.float32
+
+
+def every_step_is_uncached(subject: Subject) -> Measure:
+    """Logits of every way at every step, and the token they choose, are the uncached ones."""
+    model, prompts = _case(subject)
+    steppers = _steppers(model)
+    return _followed(steppers, NaiveStepper(model), prompts, f"{subject.size}, {NEW} steps")
+
+
+def every_wide_step_is_uncached(subject: Subject) -> Measure:
+    """The same with the model's weights in float64."""
+    _case(subject)
+    if subject.double is None:
+        raise NotOffered("it cannot be had in float64")
+    model, prompts = _case(subject.double())
+    size = f"{subject.size}, {NEW} steps"
+    return _followed(_steppers(model), NaiveStepper(model), prompts, size, dtype="float64")
+
+
+def _followed(
+    steppers: dict[str, Stepper], witness: Stepper, prompts: Prompts, size: str, dtype: str = ""
+) -> Measure:
+    """The worst gap of the steppers' logits to the witness's, along its greedy tokens."""
+    wanted_BV, past = witness.start(prompts, room=NEW)
+    pasts = {}
+    worst, where, logits = 0.0, "", {}
+    for name, stepper in steppers.items():
+        logits[name], pasts[name] = stepper.start(prompts, room=NEW)
+    for step in range(NEW):
+        chosen_B = wanted_BV.argmax(-1)
+        for name, logits_BV in logits.items():
+            apart = scaled_gap(logits_BV, wanted_BV)
+            if not torch.equal(logits_BV.argmax(-1), chosen_B):
+                apart = float("inf")
+            if not apart <= worst:
+                worst, where = apart, f"worst: {name}, step {step + 1}"
+        if step + 1 < NEW:
+            wanted_BV = witness.step(chosen_B, past=past)
+            for name, stepper in steppers.items():
+                logits[name] = stepper.step(chosen_B, past=pasts[name])
+    return Measure(worst, tolerance_of(wanted_BV), size, where, dtype)
+
+
+def a_batch_decodes_as_its_rows(subject: Subject) -> Measure:
+    """Prompts of three lengths, padded on either side, greedy and drawn: as each one alone."""
+    model, prompts = _case(subject)
+    wrong = []
+    for name, stepper in (("cached", TorchStepper(model)), ("lean", _lean(model))):
+        for temperature in (0.0, 1.0):
+            spec = DecodeSpec(max_new_tokens=NEW, temperature=temperature, seed=7)
+            alone = []
+            for row in range(len(prompts)):
+                source = None if prompts.sources is None else (prompts.sources[row],)
+                one = Prompts((prompts.tokens[row],), source)
+                alone += _tokens(stepper, one, spec, rows=[row])
+            for side in ("left", "right"):
+                if _tokens(stepper, _padded(prompts, side), spec) != alone:
+                    wrong.append(f"{name}, padded {side}, temperature {temperature:g}")
+    return Measure(float(len(wrong)), EXACT, f"{subject.size}, 8 ways", "; ".join(wrong))
+
+
+def _padded(prompts: Prompts, side: str) -> Prompts:
+    """The same prompts, given as an array with a mask."""
+    longest = max(map(len, prompts.tokens))
+    tokens_BT = np.zeros((len(prompts), longest), dtype=np.int64)
+    valid_BT = np.zeros((len(prompts), longest), dtype=np.bool_)
+    for row, ids in enumerate(prompts.tokens):
+        place = slice(longest - len(ids), None) if side == "left" else slice(0, len(ids))
+        tokens_BT[row, place], valid_BT[row, place] = ids, True
+    return Prompts.of(tokens_BT, valid=valid_BT, sources=prompts.sources)
+
+
+def all_kept_is_plain_sampling(subject: Subject) -> Measure:
+    """Top-k of everything, top-p 1 and min-p 0 draw what the plain distribution draws."""
+    model, prompts = _case(subject)
+    size, seed, stepper = model.spec.vocab_size, 11, TorchStepper(model)
+    expected = _drawn(stepper, prompts, seed=seed)
+    wrong = []
+    for top_k in (None, size, size + 5):
+        spec = DecodeSpec(
+            max_new_tokens=NEW, temperature=1.0, top_k=top_k, top_p=1.0, min_p=0.0, seed=seed
+        )
+        if _tokens(stepper, prompts, spec) != expected:
+            wrong.append(f"top_k {top_k}")
+    return Measure(float(len(wrong)), EXACT, f"{subject.size}, k {size}", ", ".join(wrong))
+
+
+def _drawn(stepper: Stepper, prompts: Prompts, *, seed: int) -> list[list[int]]:
+    """Sampling by its definition: the first token whose cumulative probability exceeds a number."""
+    logits_BV, past = stepper.start(prompts, room=NEW)
+    made: list[list[int]] = [[] for _ in range(len(prompts))]
+    for step in range(NEW):
+        chance_BV = np.exp(logits_BV.double().log_softmax(-1).numpy())
+        chosen = []
+        for row, chance_V in enumerate(chance_BV):
+            below = np.cumsum(chance_V) <= uniform(seed, row, step) * chance_V.sum()
+            chosen.append(int(below.sum()))
+            made[row].append(chosen[-1])
+        if step + 1 < NEW:
+            logits_BV = stepper.step(torch.tensor(chosen), past=past)
+    return made
+
+
+def beams_are_brute_force(subject: Subject) -> Measure:
+    """Of a few allowed tokens, the widest search finds all sequences in their order."""
+    model, prompts = _case(subject)
+    one = Prompts(prompts.tokens[:1], None if prompts.sources is None else prompts.sources[:1])
+    vocab = model.spec.vocab_size
+    # Brute force reads every prefix: as long as it may, of two tokens and an end.
+    longest = max((n for n in range(2, 6) if 2 ** (n - 1) * vocab <= MOST), default=0)
+    if not longest or vocab < 3:
+        raise NotOffered("its vocabulary is too large or too small for brute force")
+    allowed = sorted({int(token) for token in _likeliest(model, one, 3)})
+    wrong, scores = 0, 0.0
+    for penalty, alpha in (("gnmt", 0.6), ("power", -0.7)):
+        rules = BeamSpec(
+            width=2 ** (longest + 1) - 1,  # every sequence with and without an end
+            penalty=penalty,
+            alpha=alpha,
+            max_new_tokens=longest,
+            forbidden=tuple(token for token in range(vocab) if token not in allowed),
+            eos=(allowed[0],),
+        )
+        every = every_hypothesis(NaiveStepper(model), one, spec=rules)
+        (found,) = beam_search(TorchStepper(model), one, spec=rules)
+        same = [h.tokens for h in found.hypotheses] == [h.tokens for h in every]
+        wrong += not same
+        if same:
+            pairs = zip(found.hypotheses, every, strict=True)
+            scores = max(scores, max(_apart(a.score, b.score) for a, b in pairs))
+    dtype = next(model.parameters()).dtype
+    worst = float(wrong) if wrong else scores
+    size = f"{subject.size}, {2 ** (longest + 1) - 1} sequences, 2 penalties"
+    return Measure(worst, tolerance_of(torch.zeros(0, dtype=dtype)), size)
+
+
+def _apart(score: float, wanted: float) -> float:
+    """Absolute below 1; sums of many log-probabilities round with their size."""
+    return abs(score - wanted) / max(1.0, abs(wanted))
+
+
+def _likeliest(model: Model, prompts: Prompts, count: int) -> Tensor:
+    logits_BV, _ = NaiveStepper(model).start(prompts, room=1)
+    return logits_BV[0].topk(count).indices
+
+
+def searches_are_exact(dtype: torch.dtype) -> Measure:
+    """The n-best lists of tiny random models, penalties of both signs, against brute force."""
+    return _exact(FEW)
+
+
+def many_searches_are_exact(dtype: torch.dtype) -> Measure:
+    """The same for many more of them."""
+    return _exact(MANY)
+
+
+def _exact(models: int) -> Measure:
+    wrong = list(disagreements(models, steppers=(TorchStepper, _lean)))
+    note = wrong[0] if wrong else ""
+    return Measure(float(len(wrong)), EXACT, f"{models:,} random models, vocabulary ≤ 5", note)
+
+
+def compiled_steps_are_eager(subject: Subject) -> Measure:
+    """The lean step through torch.compile: logits and tokens of the lean step as it is."""
+    model, prompts = _case(subject)
+    check_compiler()
+    sides: dict[str, Stepper] = {"compiled": _lean(model, compiled=True)}
+    return _followed(sides, _lean(model), prompts, f"{subject.size}, {NEW} steps")
+
+
+def one_token_a_step(subject: Subject) -> Measure:
+    """After the prompt each cached step reads one column; the encoder runs once."""
+    model, prompts = _case(subject)
+    extra = 0
+    for stepper in (TorchStepper(model), _lean(model)):
+        generate(stepper, prompts, spec=DecodeSpec(max_new_tokens=NEW))
+        # The last token is chosen and never read.
+        columns = max(len(row) for row in prompts.tokens) + NEW - 1
+        extra += abs(stepper.positions - columns)
+        extra += abs(stepper.encoder_calls - (model.spec.encoder is not None))
+    return Measure(float(extra), EXACT, subject.size)

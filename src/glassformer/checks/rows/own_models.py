@@ -1,0 +1,309 @@
+"""What is claimed of our own models beyond what any model offers: names, ties, taps, caches.
+
+Whether dropout acts where the spec says: seen at the taps before and after each place.
+"""
+
+import copy
+import math
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from glassformer.checks.measure import EXACT, Measure, NotOffered, gap, seeded
+from glassformer.checks.rows.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
+from glassformer.checks.subject import Subject, size_of, with_source
+from glassformer.models.build import build
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import EncoderDecoder, Model
+from glassformer.nn.cache import GrowingCache
+from glassformer.nn.embedding import FactorizedTokenEmbedding
+from glassformer.nn.heads import TiedHead
+from glassformer.nn.taps import Taps
+from glassformer.spec.manifest import count_parameters, stored
+from glassformer.spec.model import Attention, Dropout
+from glassformer.spec.taps import tap_shapes
+
+#: Taps that are edited in one forward, each in a sequence of its own.
+EDITS = 8
+
+
+def _inputs(subject: Subject) -> Inputs:
+    return with_source(subject.ours().spec, tokens_of(subject, 2, LENGTH, seed=81), None)
+
+
+def conforms_to_manifest(subject: Subject) -> Measure:
+    """Names and shapes of parameters are the manifest's, and nothing else is in the state."""
+    model = subject.ours()
+    wanted = {name: p.shape for name, p in stored(model.spec).items()}
+    have = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    saved = set(model.state_dict(keep_vars=True))
+    aliases = {p for p in saved if p not in wanted and not _is_alias(model, p)}
+    wrong = set(wanted.items()) ^ set(have.items())
+    numbers = sum(p.numel() for p in model.parameters())
+    mistakes = len(wrong) + len(aliases) + (numbers != count_parameters(model.spec))
+    note = ", ".join(sorted({name for name, _ in wrong} | aliases))[:200]
+    return Measure(float(mistakes), EXACT, f"{subject.size}, {numbers:,} parameters", note)
+
+
+def _is_alias(model: Model, key: str) -> bool:
+    """A key that is a second name of a parameter, as a shared embedding has."""
+    tensor = model.state_dict(keep_vars=True)[key]
+    return any(tensor is p for p in model.parameters())
+
+
+def tied(subject: Subject) -> Measure:
+    """The tied head reads the embedding's own storage: change that, and the logits follow."""
+    model = copy.deepcopy(subject.ours())
+    if "next" not in model.heads or not isinstance(model.heads["next"], TiedHead):
+        raise NotOffered("its head has weights of its own")
+    embed = model.output_embedding()
+    hidden = torch.randn(2, 3, model.spec.d_model, generator=seeded(82)).to(
+        next(model.parameters())
+    )
+    with torch.no_grad():
+        for parameter in embed.parameters():
+            noise = torch.randn(parameter.shape, generator=seeded(83)).to(parameter)
+            parameter.add_(noise / math.sqrt(parameter.shape[-1]))
+        logits = model.logits(hidden, "next")
+        if isinstance(embed, FactorizedTokenEmbedding):
+            expected = hidden @ (embed.u @ embed.v).T
+        else:
+            expected = hidden @ embed.weight.T
+        bias = model.heads["next"].bias
+        expected = expected if bias is None else expected + bias
+    names = [name for name, _ in model.named_parameters() if name.startswith("heads.next.")]
+    worst = math.inf if set(names) - {"heads.next.bias"} else scaled_gap(logits, expected)
+    return Measure(worst, tolerance_of(logits), subject.size)
+
+
+@torch.no_grad()
+def explicit_is_fused(subject: Subject) -> Measure:
+    """Asking for the attention weights chooses the other path; the logits stay."""
+    model, inputs = subject.ours(), _inputs(subject)
+    plain, worst = model(inputs), 0.0
+    taps = Taps(read="*.weights")
+    for head, logits in model(inputs, taps=taps).items():
+        worst = max(worst, scaled_gap(logits, plain[head]))
+        bar = tolerance_of(logits)
+    if not taps.seen:
+        worst = math.inf
+    return Measure(worst, bar, subject.size)
+
+
+@torch.no_grad()
+def attention_pattern(subject: Subject) -> Measure:
+    """Weight falls exactly where the spec allows, asked pair by pair: order, window, padding."""
+    model, mistakes = subject.ours(), 0
+    tokens = tokens_of(subject, 2, LENGTH, seed=87)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[0, : LENGTH // 3] = False
+    valid[1, LENGTH // 2 :] = False
+    inputs = with_source(model.spec, tokens, valid)
+    taps = Taps(read="*.weights")
+    model(inputs, taps=taps)
+    for prefix, stack in model.spec.stacks().items():
+        side = inputs.source_valid_BS if prefix == "encoder." else valid
+        assert side is not None
+        for layer, block in enumerate(stack.blocks()):
+            at = f"{prefix}blocks.{layer}."
+            seen = {f"{at}attn.weights": (side, side, block.attention)}
+            if block.cross is not None:
+                assert inputs.source_valid_BS is not None
+                seen[f"{at}cross.weights"] = (side, inputs.source_valid_BS, block.cross)
+            for name, (queries, keys, attention) in seen.items():
+                expected = _allowed(queries.tolist(), keys.tolist(), attention)
+                mistakes += int(((taps.seen[name] > 0).all(1) != expected).sum())
+    return Measure(float(mistakes), EXACT, subject.size)
+
+
+def _allowed(queries: list[list[bool]], keys: list[list[bool]], attention: Attention) -> Tensor:
+    """Who may attend to whom, asked of each pair; every head has the same answer."""
+    width = attention.window or math.inf
+    rows = [
+        [
+            [
+                q and k and (s <= t or not attention.causal) and abs(t - s) < width
+                for s, k in enumerate(row_keys)
+            ]
+            for t, q in enumerate(row_queries)
+        ]
+        for row_queries, row_keys in zip(queries, keys, strict=True)
+    ]
+    return torch.tensor(rows)
+
+
+@torch.no_grad()
+def taps_are_named(subject: Subject) -> Measure:
+    """Every tap of the spec is seen, none else; an edit reaches the logits; no hook remains."""
+    model, row = subject.ours(), tokens_of(subject, 1, LENGTH, seed=81)
+    inputs = with_source(model.spec, row.expand(EDITS, -1), None)
+    taps = Taps(read="*")
+    plain = model(inputs, taps=taps)
+    wanted = tap_shapes(model.spec)
+    mistakes = len(set(taps.seen) ^ set(wanted))
+    mistakes += sum(taps.seen[name].ndim != len(shape) for name, shape in wanted.items())
+    for start in range(0, len(wanted), EDITS):
+        # Everything is read again, so that the same path is taken and equal bits mean no effect.
+        names = list(wanted)[start : start + EDITS]
+        edits = {name: partial(_moved, place=place) for place, name in enumerate(names)}
+        changed = model(inputs, taps=Taps(read="*", edit=edits))
+        felt = [(changed[head] != plain[head]).flatten(1).any(1) for head in plain]
+        mistakes += int((~torch.stack(felt).any(0)[: len(names)]).sum())
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return Measure(float(mistakes + hooks), EXACT, f"{subject.size}, {len(wanted)} taps")
+
+
+def _moved(x: Tensor, *, place: int) -> Tensor:
+    """Two entries of one sequence changed: scores that move all together have no effect, nor has
+    a padded row.
+    """
+    x = x.clone()
+    for end in (0, -1):
+        x[(place, *(end,) * (x.ndim - 1))] += 1.0
+    return x
+
+
+@torch.no_grad()
+def growing_is_fixed(subject: Subject) -> Measure:
+    """A prompt, single tokens, then reordered rows, against the whole sequence."""
+    model = subject.ours()
+    if subject.step is None:
+        raise NotOffered("no step by step forward")
+    whole = _inputs(subject)
+    expected = torch.cat(list(model(whole).values()), -1)
+    cache, parts, start = GrowingCache(), [], 0
+    for width in (4, 1, 2, whole.tokens_BT.shape[1] - 7):
+        piece = replace(whole, tokens_BT=whole.tokens_BT[:, start : start + width])
+        if start == 7:
+            cache.reorder(torch.tensor([1, 0]))
+            piece = replace(piece, tokens_BT=piece.tokens_BT.flip(0))
+        parts.append(torch.cat(list(model(piece, cache=cache).values()), -1))
+        start += width
+    parts[-1] = parts[-1].flip(0)
+    result = torch.cat(parts, 1)
+    return Measure(scaled_gap(result, expected), tolerance_of(expected), subject.size)
+
+
+@torch.no_grad()
+def cross_reads_encoder(subject: Subject) -> Measure:
+    """In every decoder layer cross keys and values are projections of the encoder's output."""
+    model = subject.ours()
+    if not isinstance(model, EncoderDecoder):
+        raise NotOffered("no encoder")
+    inputs = _inputs(subject)
+    taps = Taps(read=["decoder.blocks.*", "encoder.final"])
+    model(inputs, taps=taps)
+    other = Taps(read="decoder.blocks.*.cross.out")
+    assert inputs.source_BS is not None
+    changed = replace(inputs, source_BS=(inputs.source_BS + 1) % model.spec.source_vocab)
+    # The decoder's own stream is held fixed, so that a change can only come through
+    # cross-attention.
+    held = {
+        f"decoder.blocks.{i}.resid_mid": taps.seen[f"decoder.blocks.{i}.resid_mid"]
+        for i in range(model.spec.n_layers)
+    }
+    other.edits.update(held)
+    model(changed, taps=other)
+    worst, memory = 0.0, taps.seen["encoder.final"]
+    for i, block in enumerate(model.decoder.blocks):
+        for leaf, projection in (("k", block.cross.k_proj), ("v", block.cross.v_proj)):
+            seen = taps.seen[f"decoder.blocks.{i}.cross.{leaf}"]
+            worst = max(worst, scaled_gap(seen.transpose(1, 2).flatten(2), projection(memory)))
+        out = f"decoder.blocks.{i}.cross.out"
+        if gap(other.seen[out], taps.seen[out]) == 0.0:
+            worst = math.inf
+    return Measure(worst, tolerance_of(memory), subject.size)
+
+
+def same_seed_same_weights(subject: Subject) -> Measure:
+    """Two builds from one seed agree in every bit; another seed gives other weights."""
+    spec = subject.ours().spec
+    first, again, other = (build(spec, generator=seeded(seed)) for seed in (84, 84, 85))
+    pairs = zip(first.parameters(), again.parameters(), strict=True)
+    worst = max(gap(a, b) for a, b in pairs)
+    others = zip(first.parameters(), other.parameters(), strict=True)
+    if all(torch.equal(a, b) for a, b in others):
+        worst = math.inf
+    return Measure(worst, EXACT, size_of(spec))
+
+
+def check_compiler() -> None:
+    """On a CPU torch.compile writes C++: without a compiler there is nothing to compare."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        raise NotOffered("no C++ compiler on this machine")
+
+
+def compiled_is_eager(subject: Subject) -> Measure:
+    """torch.compile of the body, forward and backward, against the same body run eagerly."""
+    model, inputs = copy.deepcopy(subject.ours()), _inputs(subject)
+    check_compiler()
+    compiled = torch.compile(model.hidden)
+    results = []
+    for body in (compiled, model.hidden):
+        model.zero_grad()
+        hidden = body(inputs)
+        # Not the squares: behind a norm their sum hardly moves, and its gradient is rounding.
+        push = torch.randn(hidden.shape, generator=seeded(88)).to(hidden)
+        (hidden * push).sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        results.append((hidden, gradients))
+    (fast, fast_gradients), (slow, slow_gradients) = results
+    worst = scaled_gap(fast, slow)
+    for ours, theirs in zip(fast_gradients, slow_gradients, strict=True):
+        worst = max(worst, scaled_gap(ours, theirs))
+    return Measure(worst, tolerance_of(slow), subject.size)
+
+
+#: For each place: the tap that is still the same, and the one that first differs.
+PLACES = {
+    "embedding": (None, "embed"),
+    "attention": ("attn.weights", "attn.heads"),
+    "residual": ("attn.out", "resid_mid"),
+    "ffn": ("ffn.hidden", "ffn.out"),
+}
+
+
+def dropout_places(subject: Subject) -> Measure:
+    """Each rate acts where its name says and nowhere before, in training only."""
+    model, mistakes = subject.ours(), 0
+    inputs = with_source(model.spec, tokens_of(subject, 2, LENGTH, seed=81), None)
+    for place, (same, differs) in PLACES.items():
+        for prefix in model.spec.stacks():
+            twin = _with_dropout(model, prefix, place)
+            block = f"{prefix}blocks.0."
+            after = f"{prefix}embed" if differs == "embed" else f"{block}{differs}"
+            before = f"{block}{same}" if same else None
+            names = [after, before] if before else [after]
+            first, second = (_one_run(twin, inputs, names, seed=seed) for seed in (1, 2))
+            mistakes += torch.equal(first[after], second[after])
+            if before:
+                mistakes += not torch.equal(first[before], second[before])
+            twin.eval()
+            first, second = (_one_run(twin, inputs, [], seed=seed) for seed in (1, 2))
+            mistakes += any(not torch.equal(first[key], second[key]) for key in first)
+    return Measure(float(mistakes), EXACT, subject.size)
+
+
+def _with_dropout(model: Model, prefix: str, place: str) -> Model:
+    """A copy in training mode whose only dropout is that one."""
+    rates = {"decoder": Dropout(), "encoder": Dropout()}
+    rates[prefix.removesuffix(".") or "decoder"] = Dropout(**{place: 0.5})
+    spec = model.spec
+    spec = replace(spec, decoder=replace(spec.decoder, dropout=rates["decoder"]))
+    if spec.encoder is not None:
+        spec = replace(spec, encoder=replace(spec.encoder, dropout=rates["encoder"]))
+    twin = type(model)(spec).to(next(model.parameters()))
+    twin.load_state_dict(model.state_dict())
+    return twin.train()
+
+
+@torch.no_grad()
+def _one_run(model: Model, inputs: Inputs, names: list[str], *, seed: int) -> dict[str, Tensor]:
+    taps = Taps(read=names)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        answers = model(inputs, taps=taps)
+    return {**taps.seen, **answers}

@@ -1,0 +1,191 @@
+"""Norms, feed-forward, embedding and first weights, against PyTorch's own and against formulas.
+
+Each check takes a dtype and gives a `Measure`: results and every gradient. Sizes are distinct
+primes where the claim allows, so that no transposition passes by luck.
+
+Our positions against closed forms: complex numbers for the rotary, the formula for sinusoids.
+"""
+
+import cmath
+import math
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.checks.measure import TOLERANCE, Measure, Pair, draw, gap, parity, seeded
+from glassformer.checks.preset_subjects import perturb
+from glassformer.nn.attention import MultiHeadAttention
+from glassformer.nn.embedding import FactorizedTokenEmbedding
+from glassformer.nn.ffn import build_ffn
+from glassformer.nn.init import initialise
+from glassformer.nn.norm import build_norm
+from glassformer.nn.position import SinusoidalPosition, rotate, rotations
+from glassformer.spec import model as spec
+from glassformer.spec.init import Gaussian, HeInit, XavierInit
+from glassformer.spec.manifest import attention_parameters, ffn_parameters
+
+# B batch, T length, D d_model, F d_ff, V vocab, R rank
+
+
+def layer_norm(dtype: torch.dtype) -> Measure:
+    """Against nn.LayerNorm, at an input small enough to show eps."""
+    B, T, D = 2, 5, 11
+    ours = perturb(build_norm(spec.LayerNorm(eps=1e-5), D), dtype=dtype, seed=23)
+    reference = nn.LayerNorm(D, eps=1e-5, dtype=dtype)
+    pairs = [
+        Pair("weight", ours.weight, reference.weight),
+        Pair("bias", ours.bias, reference.bias),
+    ]
+    return parity(
+        lambda x: ours(x * 3e-3),
+        lambda x: reference(x * 3e-3),
+        inputs=[draw(B, T, D, dtype=dtype, seed=24)],
+        pairs=pairs,
+        size=f"B{B} T{T} D{D}",
+    )
+
+
+def rms_norm(dtype: torch.dtype) -> Measure:
+    """Against nn.RMSNorm, at an input small enough to show eps."""
+    B, T, D = 2, 5, 11
+    ours = perturb(build_norm(spec.RMSNorm(eps=1e-6), D), dtype=dtype, seed=25)
+    reference = nn.RMSNorm(D, eps=1e-6, dtype=dtype)
+    return parity(
+        lambda x: ours(x * 1e-3),
+        lambda x: reference(x * 1e-3),
+        inputs=[draw(B, T, D, dtype=dtype, seed=26)],
+        pairs=[Pair("weight", ours.weight, reference.weight)],
+        size=f"B{B} T{T} D{D}",
+    )
+
+
+def feed_forward(dtype: torch.dtype) -> Measure:
+    """ReLU, both GELUs and SwiGLU against formulas written out."""
+    B, T, D, d_ff = 2, 5, 7, 13
+    formulas = {
+        "relu": lambda x: x.clamp(min=0),
+        "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda x: (
+            x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+        ),
+    }
+    measures = []
+    for activation, formula in formulas.items():
+        ours = perturb(
+            build_ffn(spec.MLP(d_ff=d_ff, activation=activation), D), dtype=dtype, seed=27
+        )
+
+        def theirs(x: Tensor, ours: nn.Module = ours, formula=formula) -> Tensor:
+            up, down = ours.up_proj, ours.down_proj
+            return formula(x @ up.weight.T + up.bias) @ down.weight.T + down.bias
+
+        inputs = [draw(B, T, D, dtype=dtype, seed=28)]
+        measures.append(parity(ours, theirs, inputs=inputs, size=f"B{B} T{T} D{D} F{d_ff}"))
+    glu = perturb(build_ffn(spec.SwiGLU(d_ff=d_ff), D), dtype=dtype, seed=29)
+
+    def swiglu(x: Tensor) -> Tensor:
+        gate, up = x @ glu.gate_proj.weight.T, x @ glu.up_proj.weight.T
+        return (gate / (1 + torch.exp(-gate)) * up) @ glu.down_proj.weight.T
+
+    inputs = [draw(B, T, D, dtype=dtype, seed=30)]
+    measures.append(parity(glu, swiglu, inputs=inputs, size=f"B{B} T{T} D{D} F{d_ff}"))
+    return max(measures, key=lambda measure: measure.worst)
+
+
+def factorized_embedding(dtype: torch.dtype) -> Measure:
+    """U[token] @ V and its use as an output layer, against the dense product U @ V."""
+    vocab, D, rank = 11, 7, 3
+    part = FactorizedTokenEmbedding(vocab, D, rank=rank, l1=0.5)
+    perturb(part, dtype=dtype, seed=31)
+    tokens = torch.randint(0, vocab, (2, 5), generator=seeded(32))
+    dense = part.u @ part.v
+    x = draw(2, 5, D, dtype=dtype, seed=33)
+    worst = max(
+        gap(part(tokens), dense[tokens]),
+        gap(part.as_linear(x), x @ dense.T),
+        gap(part.penalty(), 0.5 * part.u.detach().flatten().norm(p=1)),
+    )
+    return Measure(worst, TOLERANCE[dtype], f"V{vocab} D{D} R{rank}")
+
+
+def initialisation(dtype: torch.dtype) -> Measure:
+    """Draws follow the manifest's rule: mean and spread of large tensors."""
+    D = 64
+    policy, worst = XavierInit(), 0.0
+    rules = [
+        *attention_parameters(spec.Attention(n_heads=4, bias="all"), "", D, init=policy),
+    ]
+    attention = MultiHeadAttention(spec.Attention(n_heads=4, bias="all"), D)
+    ffn = build_ffn(spec.MLP(d_ff=4 * D, activation="relu"), D)
+    ffn_rules = tuple(ffn_parameters(spec.MLP(d_ff=4 * D, activation="relu"), "", D, init=HeInit()))
+    for module, wanted in ((attention, tuple(rules)), (ffn, ffn_rules)):
+        initialise(module, wanted, generator=seeded(34))
+        own = dict(module.named_parameters())
+        for parameter in wanted:
+            values = own[parameter.name].detach()
+            if parameter.kind != "matrix":
+                worst = max(worst, gap(values, torch.zeros_like(values)))
+                continue
+            rule = parameter.init
+            std = rule.std if isinstance(rule, Gaussian) else rule.bound / math.sqrt(3)
+            error = std / math.sqrt(parameter.size)
+            off_mean = abs(float(values.mean())) / error
+            off_std = abs(float(values.std()) - std) / error
+            worst = max(worst, off_mean / 10, off_std / 10)
+    return Measure(worst, 1.0, f"D{D}", "10 standard errors")
+
+
+# B batch, T length, N heads, H d_head, D d_model
+
+
+def turn_by_hand(x_BTH: Tensor, H: int) -> Tensor:
+    """Pair (i, i + H/2) as a complex number, turned by t / 10000^(2i/H), a float32 frequency."""
+    T, half = x_BTH.shape[1], H // 2
+    exponents = torch.tensor([2 * i / H for i in range(half)], dtype=torch.float32).double()
+    frequencies = (1.0 / (10_000.0**exponents).float()).tolist()
+    turns = [[cmath.exp(1j * t * frequency) for frequency in frequencies] for t in range(T)]
+    kind = torch.complex128 if x_BTH.dtype == torch.float64 else torch.complex64
+    turned = torch.complex(x_BTH[..., :half], x_BTH[..., half:]) * torch.tensor(turns, dtype=kind)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def rotary_closed_form(dtype: torch.dtype) -> Measure:
+    """`rotate` against complex multiplication."""
+    B, N, T, H = 2, 3, 23, 10
+    cos, sin = rotations(spec.Rotary(), T, H, dtype=dtype)
+    return parity(
+        lambda x: rotate(x, cos, sin),
+        lambda x: torch.stack([turn_by_hand(x[:, n], H) for n in range(N)], 1),
+        inputs=[draw(B, N, T, H, dtype=dtype, seed=20)],
+        size=f"B{B} N{N} T{T} H{H}",
+    )
+
+
+def rotary_is_relative(dtype: torch.dtype) -> Measure:
+    """A score depends on the distance of two positions only: shifting both changes nothing."""
+    T, H, shift = 17, 6, 5
+    table = rotations(spec.Rotary(), T + shift, H, dtype=dtype)
+    q, k = draw(1, 1, 1, H, dtype=dtype, seed=21), draw(1, 1, 1, H, dtype=dtype, seed=22)
+
+    def score(i: int, j: int) -> Tensor:
+        return (rotate(q, *table[:, i : i + 1]) * rotate(k, *table[:, j : j + 1])).sum()
+
+    worst = max(gap(score(i, 3), score(i + shift, 3 + shift)) for i in range(T))
+    return Measure(worst, TOLERANCE[dtype], f"T{T} H{H}")
+
+
+def sinusoidal_closed_form(dtype: torch.dtype) -> Measure:
+    """PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos, number by number; odd d too."""
+    worst = 0.0
+    for length, d_model in ((13, 10), (7, 5)):
+        part = SinusoidalPosition(length, d_model, base=10_000.0).to(dtype)
+        expected = torch.empty(length, d_model, dtype=dtype)
+        for pos in range(length):
+            for column in range(d_model):
+                angle = pos / 10_000 ** ((column - column % 2) / d_model)
+                expected[pos, column] = math.cos(angle) if column % 2 else math.sin(angle)
+        shown = part(torch.zeros(2, length, d_model, dtype=dtype), slice(0, length))
+        worst = max(worst, gap(shown, expected.expand(2, -1, -1)))
+        if list(part.parameters()) or part.state_dict():
+            worst = math.inf
+    return Measure(worst, TOLERANCE[dtype], "T13 D10, T7 D5")

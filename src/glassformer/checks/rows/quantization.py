@@ -1,0 +1,159 @@
+"""Quantization: whole numbers compute what rounded weights compute, there and back, on every
+machine and in any company.
+
+A model that comes quantized is examined as it is; any other one of ours is quantized for the
+occasion, to 8 bits and, where groups fill its layers, to 4.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from glassformer.checks.measure import EXACT, Measure, NotOffered, gap, seeded
+from glassformer.checks.rows.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
+from glassformer.checks.subject import Subject, with_source
+from glassformer.models.model import Model
+from glassformer.quant.arrays import quantized_arrays, restored_model
+from glassformer.quant.backends.choose import BACKENDS, REFERENCE, ROUNDING, why_not
+from glassformer.quant.backends.reference import reference_product
+from glassformer.quant.convert import (
+    dequantize_model,
+    prepare_model_for_quantization,
+    quantize_model,
+    quantized_layers,
+    use_backend,
+)
+from glassformer.quant.layers import QuantizedWeight
+from glassformer.quant.schemes import dequantize
+from glassformer.spec.errors import InputError
+from glassformer.spec.manifest import stored
+from glassformer.spec.quantization import QuantSpec
+from glassformer.store.quantized import load_quantized, save_quantized
+
+SPECS = (QuantSpec(bits=8), QuantSpec(bits=4, method="absmax", indivisible="keep"))
+#: Whose answers for a row are the same bits in any batch.
+INVARIANT = ("c", "fbgemm")
+NEIGHBOURS = 16
+
+
+def _plain(subject: Subject) -> Model:
+    model = subject.ours()
+    if next(model.parameters()).device.type != "cpu":
+        raise NotOffered("quantization is examined on the CPU")
+    return model
+
+
+def _quantized(subject: Subject, *, backend: str) -> Iterator[Model]:
+    """The subject itself, or copies of it in both precisions."""
+    model = _plain(subject)
+    if subject.quantized is not None:
+        yield use_backend(copy.deepcopy(subject.quantized), backend)
+        return
+    for spec in SPECS:
+        try:
+            yield quantize_model(copy.deepcopy(model), spec, backend=backend)
+        except InputError:  # no layer of it can have 4 bits
+            if spec.bits == 8:
+                raise
+
+
+@torch.no_grad()
+def _logits(model: Model, subject: Subject) -> Tensor:
+    inputs = with_source(model.spec, tokens_of(subject, 3, LENGTH, seed=71), None)
+    return torch.cat(list(model(inputs).values()), -1)
+
+
+def equals_rounded(subject: Subject) -> Measure:
+    """Quantized weights compute, by the reference, what training with rounded ones computed."""
+    model, worst, bar = _plain(subject), 0.0, EXACT
+    if subject.quantized is not None:
+        (small,) = _quantized(subject, backend=REFERENCE)
+        expected = _logits(model, subject)
+        return Measure(
+            scaled_gap(_logits(small, subject), expected), tolerance_of(expected), subject.size
+        )
+    for small, spec in zip(_quantized(subject, backend=REFERENCE), SPECS, strict=False):
+        rounded = prepare_model_for_quantization(
+            copy.deepcopy(model), QuantSpec(bits=spec.bits, indivisible="keep"), mode="qat"
+        )
+        worst = max(worst, gap(_logits(small, subject), _logits(rounded, subject)))
+    return Measure(worst, bar, subject.size)
+
+
+def dequantizes_exactly(subject: Subject) -> Measure:
+    """The way back is a plain model of the manifest's names that computes the same bits."""
+    worst = 0.0
+    for small in _quantized(subject, backend=REFERENCE):
+        expected = _logits(small, subject)
+        back = dequantize_model(copy.deepcopy(small))
+        names = {name for name, _ in back.named_parameters()} ^ set(stored(back.spec))
+        if names or any(True for _ in quantized_layers(back)):
+            return Measure(float("inf"), EXACT, subject.size, f"left over: {sorted(names)[:3]}")
+        worst = max(worst, gap(_logits(back, subject), expected))
+    return Measure(worst, EXACT, subject.size)
+
+
+def rows_stand_alone(subject: Subject) -> Measure:
+    """A row's answer is the same alone and beside rows twenty times as large."""
+    worst, bar, names = 0.0, EXACT, set()
+    for small in _quantized(subject, backend="auto"):
+        for _, layer in _distinct(small):
+            x = torch.randn(NEIGHBOURS + 1, layer.shape[1], generator=seeded(72))
+            x[1:] *= 20.0
+            alone, beside = layer.times(x[:1], None), layer.times(x, None)[:1]
+            worst = max(worst, scaled_gap(beside, alone))
+            names.add(layer.backend)
+            bar = bar if layer.backend in INVARIANT else tolerance_of(alone)
+    return Measure(worst, bar, f"{subject.size}, {', '.join(sorted(names))}")
+
+
+def saves_and_loads(subject: Subject) -> Measure:
+    """A quantized model comes back from the disk with every bit, and computes the same."""
+    worst = 0.0
+    for small in _quantized(subject, backend="auto"):
+        quantization, arrays = quantized_arrays(small)
+        with TemporaryDirectory() as place:
+            folder = Path(place) / "quantized"
+            save_quantized(folder, small.spec, quantization, arrays)
+            again = restored_model(*load_quantized(folder))
+        worst = max(worst, gap(_logits(again, subject), _logits(small, subject)))
+        for name, array in quantized_arrays(again)[1].items():
+            worst = worst if array.tobytes() == arrays[name].tobytes() else float("inf")
+    return Measure(worst, EXACT, subject.size)
+
+
+def backends_agree(subject: Subject) -> Measure:
+    """Every backend of this machine is within its bound of the reference; shares of the bound."""
+    worst, names = 0.0, set()
+    for small in _quantized(subject, backend=REFERENCE):
+        for _, layer in _distinct(small):
+            tensor, device = layer.stored(), torch.device("cpu")
+            x = torch.randn(5, layer.shape[1], generator=seeded(73))
+            x[1] = x[1].sign() * 3.0  # every activation at its end
+            x[2] *= 20.0
+            expected = reference_product(x, tensor)
+            for name, backend in BACKENDS.items():
+                lookup = layer.lookup
+                if why_not(name, layer.scheme, layer.shape, device, lookup=lookup):
+                    continue
+                found = backend.pack(tensor, lookup=lookup).product(x, None)
+                room = backend.bound(x, dequantize(tensor)) + ROUNDING * expected.abs().max()
+                worst = max(worst, float(((found - expected).abs() / room).max()))
+                names.add(name)
+    if not names:
+        raise NotOffered("no backend but the reference on this machine")
+    return Measure(worst, 1.0, f"{subject.size}, {', '.join(sorted(names))}")
+
+
+def _distinct(model: Model) -> Iterator[tuple[str, QuantizedWeight]]:
+    """One layer of each shape and scheme."""
+    seen = set()
+    for path, layer in quantized_layers(model):
+        key = (layer.shape, layer.scheme, layer.lookup)
+        if key not in seen:
+            seen.add(key)
+            yield path, layer

@@ -1,0 +1,282 @@
+"""`Subject`: what verify speaks to. Not our classes, but a name and a few functions.
+
+Only `logits` is required. What a subject does not offer is reported as "not offered", never as
+passed. Our models, live modules of any library and `package.module:factory` become subjects here.
+"""
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.adapters.base import BaseAdapter
+from glassformer.checks.foreign_call import (
+    Logits,
+    call_by_signature,
+    step_by_signature,
+    through_state_dict,
+    vocabulary_of,
+)
+from glassformer.checks.measure import NotOffered, seeded
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.models.state import load_weights, weights_of
+from glassformer.nn.cache import FixedCache
+from glassformer.nn.taps import Taps
+from glassformer.quant.convert import dequantize_model
+from glassformer.quant.status import is_model_quantized
+from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.manifest import manifest
+from glassformer.spec.model import ModelSpec
+from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
+
+# B batch, T length, S source length, V logits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A model under examination.
+
+    logits(tokens_BT, valid_BT) gives (B, T, V), or (B, V) where `per_position` is False; valid is
+    True for real tokens, and None means that all are. The rest is optional:
+    parameters by name (for gradient flow), names whose gradient is zero by theory, `train` to
+    switch the mode, `step` for logits computed one token at a time through a cache, `reload` for
+    the model after a trip through the disk, `double` for the same model in float64, `weights` for
+    the attention weights by tap name, `reference` for logits of another library's same model.
+    A quantized model of ours stands in `quantized`; `model` and all else are its float twin, whose
+    weights are exactly those that it uses.
+    """
+
+    name: str
+    logits: Logits
+    vocab_size: int
+    max_length: int
+    causal: bool = True
+    per_position: bool = True
+    size: str = ""
+    parameters: Mapping[str, Tensor] | None = None
+    zero_by_theory: Mapping[str, str] | None = None
+    train: Callable[[bool], Any] | None = None
+    step: Logits | None = None
+    reload: Callable[[], "Subject"] | None = None
+    double: Callable[[], "Subject"] | None = None
+    weights: Callable[[Tensor, Tensor | None], dict[str, Tensor]] | None = None
+    reference: Logits | None = None
+    quantized: Model | None = None
+    model: Model | None = None
+
+    def ours(self) -> Model:
+        """The model, where it is one of ours."""
+        if self.model is None:
+            raise NotOffered("not one of our models")
+        return self.model
+
+
+# --- our own models -----------------------------------------------------------------------------
+
+
+def subject_of_model(model: Model, *, name: str) -> Subject:
+    """One of our models; an encoder-decoder is examined on its target side with a fixed source."""
+    if is_model_quantized(model):
+        twin = dequantize_model(copy.deepcopy(model))
+        return replace(subject_of_model(twin, name=name), quantized=model)
+    spec = model.spec
+
+    def inputs(tokens_BT: Tensor, valid_BT: Tensor | None) -> Inputs:
+        return with_source(spec, tokens_BT, valid_BT)
+
+    def logits(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        return torch.cat(list(model(inputs(tokens_BT, valid_BT)).values()), -1)
+
+    def step(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        cache, columns = FixedCache(tokens_BT.shape[1]), []
+        for t in range(tokens_BT.shape[1]):
+            column = slice(t, t + 1)
+            valid = None if valid_BT is None else valid_BT[:, column]
+            answers = model(inputs(tokens_BT[:, column], valid), cache=cache)
+            columns.append(torch.cat(list(answers.values()), -1))
+        return torch.cat(columns, 1)
+
+    def reload() -> Subject:
+        with TemporaryDirectory() as place:
+            folder = Path(place) / "checkpoint"
+            save_checkpoint(folder, spec, weights_of(model))
+            spec_again, arrays = load_checkpoint(folder)
+        again = type(model)(spec_again).to(next(model.parameters())).eval()
+        load_weights(again, arrays)
+        return subject_of_model(again, name=name)
+
+    causal = all(block.attention.causal for block in spec.decoder.blocks())
+    per_position = "answer" not in spec.head_names()
+    zero = {p.name: p.zero_gradient for p in manifest(spec) if p.zero_gradient}
+    return Subject(
+        name=name,
+        logits=logits,
+        vocab_size=spec.vocab_size,
+        max_length=spec.max_seq_len,
+        causal=causal,
+        per_position=per_position,
+        size=size_of(spec),
+        parameters=dict(model.named_parameters()),
+        zero_by_theory=zero,
+        train=model.train,
+        step=step if causal and per_position else None,
+        reload=reload,
+        double=lambda: subject_of_model(copy.deepcopy(model).double(), name=name),
+        weights=lambda tokens, valid: _weights(model, inputs(tokens, valid)),
+        model=model,
+    )
+
+
+def with_source(spec: ModelSpec, tokens_BT: Tensor, valid_BT: Tensor | None) -> Inputs:
+    """Inputs of one of our models; with an encoder, every row gets the same random source."""
+    if spec.encoder is None:
+        return Inputs(tokens_BT, valid_BT)
+    length = min(7, spec.max_seq_len)
+    source_1S = torch.randint(0, spec.source_vocab, (1, length), generator=seeded(51))
+    valid_1S = torch.ones(1, length, dtype=torch.bool)
+    valid_1S[0, length // 2 + 1 :] = False
+    rows = len(tokens_BT)
+    return Inputs(tokens_BT, valid_BT, None, source_1S.repeat(rows, 1), valid_1S.repeat(rows, 1))
+
+
+def _weights(model: Model, inputs: Inputs) -> dict[str, Tensor]:
+    taps = Taps(read="*.weights")
+    model(inputs, taps=taps)
+    return taps.seen
+
+
+def size_of(spec: ModelSpec) -> str:
+    """`d64 L2 h4`, with both depths for an encoder-decoder."""
+    heads = next(spec.decoder.blocks()).attention.n_heads
+    encoder = "" if spec.encoder is None else f"{spec.encoder.n_layers}+"
+    return f"d{spec.d_model} L{encoder}{spec.n_layers} h{heads} V{spec.vocab_size}"
+
+
+# --- live modules -------------------------------------------------------------------------------
+
+
+def subject_of_module(
+    module: nn.Module,
+    *,
+    name: str = "",
+    logits: Logits | None = None,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    causal: bool = True,
+) -> Subject:
+    """Any module. `logits` says how to call it; without it the forward's argument names decide."""
+    vocab_size = vocab_size or vocabulary_of(module)
+    call = logits or call_by_signature(module)
+
+    def again(twin: nn.Module) -> Subject:
+        return subject_of_module(
+            twin, name=name, vocab_size=vocab_size, max_length=max_length, causal=causal
+        )
+
+    plain = logits is None  # a function of the caller's is bound to its module, not to a copy
+    return Subject(
+        name=name or type(module).__name__,
+        logits=call,
+        vocab_size=vocab_size,
+        max_length=max_length or 64,
+        causal=causal,
+        size=f"V{vocab_size}",
+        parameters=dict(module.named_parameters()),
+        train=module.train,
+        step=step_by_signature(module) if plain else None,
+        reload=(lambda: again(through_state_dict(module))) if plain else None,
+        double=(lambda: again(copy.deepcopy(module).double())) if plain else None,
+    )
+
+
+# --- adapters -----------------------------------------------------------------------------------
+
+
+def subject_of_adapter(adapter: BaseAdapter, *, name: str = "") -> Subject:
+    """What an adapter holds, and the module that it was made of as its reference."""
+    name = name or adapter.get_architecture_type()
+    if isinstance(adapter.model, Model):
+        subject = subject_of_model(adapter.model.eval(), name=name)
+    else:
+        subject = subject_of_module(
+            adapter.model.eval(),
+            name=name,
+            vocab_size=adapter.spec.vocab_size,
+            max_length=adapter.spec.max_seq_len,
+        )
+    return _compared(subject, adapter.reference)
+
+
+def _compared(subject: Subject, reference: nn.Module | None) -> Subject:
+    """With a reference, and its float64 twin beside the subject's own."""
+    if reference is None:
+        return subject
+    again = subject.double
+
+    def double() -> Subject:
+        assert again is not None
+        return _compared(again(), copy.deepcopy(reference).double())
+
+    return replace(
+        subject,
+        reference=call_by_signature(reference.eval()),
+        double=None if again is None else double,
+    )
+
+
+# --- anything -----------------------------------------------------------------------------------
+
+
+def subject_of(
+    thing: object,
+    *,
+    name: str = "",
+    logits: Logits | None = None,
+    vocab_size: int | None = None,
+    causal: bool = True,
+) -> Subject:
+    """A Subject from a Subject, one of our models, an adapter, or any module."""
+    match thing:
+        case Subject():
+            return replace(thing, name=name) if name else thing
+        case Model():
+            return subject_of_model(thing.eval(), name=name or type(thing).__name__)
+        case BaseAdapter():
+            return subject_of_adapter(thing, name=name)
+        case nn.Module():
+            return subject_of_module(
+                thing.eval(), name=name, logits=logits, vocab_size=vocab_size, causal=causal
+            )
+    raise InputError(
+        f"cannot verify a {type(thing).__name__}",
+        hint="give a model, an nn.Module, or a Subject",
+    )
+
+
+def subject_of_factory(reference: str, *, causal: bool = True) -> Subject:
+    """`package.module:factory`, called without arguments; the current folder is searched too."""
+    module_name, _, attribute = reference.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"no module named '{error.name}'", where=reference) from error
+    except ImportError as error:
+        raise FileError(f"the module cannot be imported: {error}", where=reference) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise InputError(
+            f"'{module_name}' has no function '{attribute}'",
+            where=reference,
+            hint="name a function that returns a module or a glassformer Subject",
+        )
+    return subject_of(factory(), name=reference, causal=causal)

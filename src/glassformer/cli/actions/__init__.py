@@ -1,0 +1,1 @@
+"""What each verb does, in a module of the same name."""

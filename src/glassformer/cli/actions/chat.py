@@ -1,0 +1,235 @@
+"""What `glass generate MODEL --chat` does: a conversation at the terminal, or over a pipe.
+
+Answers go to stdout as they are made, everything else to stderr. Ctrl-C ends an answer, not the
+conversation. Without a terminal every line of stdin is a question, and the end of it the end.
+"""
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.chat.conversation import Conversation
+from glassformer.adapters.chat.template import read_chat
+from glassformer.adapters.folder.generation_config import generation_defaults
+from glassformer.adapters.load import load
+from glassformer.adapters.native import NativeAdapter
+from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.progress import tell
+from glassformer.generation.prefix_cache import WarmStepper
+from glassformer.generation.streaming import visible
+from glassformer.lab.runs.threads import check_threads, threads_of_decoding
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import GlassError, InputError, nearest
+
+#: Tokens of an answer at most, where nobody says otherwise.
+LONGEST_ANSWER = 1_024
+
+HELP = {
+    "/reset": "forget the conversation",
+    "/system": "TEXT: instructions for the model; without text there are none",
+    "/save": "FILE: add the conversation to a JSONL file, as fine-tuning reads it",
+    "/help": "this list; a question that begins with / is typed with //",
+    "/quit": "leave (or Ctrl-D)",
+}
+#: The options of `glass generate` that a chat takes, by the names of a DecodeSpec's fields.
+TAKEN = {
+    "max_new": "max_new_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "stop": "stop",
+    "seed": "seed",
+}
+
+
+def open_conversation(
+    path: str,
+    given: Mapping[str, Any],
+    *,
+    system: str | None = None,
+    options: list[str],
+    device: str = "cpu",
+    threads: int | None = None,
+) -> Conversation:
+    """A model ready to talk: its folder's own sampling settings, then what was asked for.
+
+    `given` are options of the command by name; one that a chat has no use for is refused. Torch
+    keeps the threads that the model is worth: a chat lasts as long as the command.
+    """
+    for name in given:
+        if name not in TAKEN:
+            raise InputError(
+                f"--{name.replace('_', '-')} does not go with --chat",
+                hint=f"a chat takes: {', '.join('--' + n.replace('_', '-') for n in TAKEN)}",
+            )
+    check_device(device)
+    check_threads(threads)
+    adapter = load(path).to(device)
+    torch.set_num_threads(threads_of_decoding(adapter.spec, asked=threads, device=device))
+    folder = adapter.origin
+    if folder is None:
+        raise InputError("this model came from no folder, so it has no chat template")
+    template = read_chat(folder)
+    stepper = WarmStepper(adapter.model) if isinstance(adapter, NativeAdapter) else None
+    return Conversation(
+        stepper or adapter.stepper(),
+        adapter.tokenizer,
+        template,
+        spec=drawing(adapter, folder, {TAKEN[name]: value for name, value in given.items()}),
+        system=system,
+        options=dict(map(option, options)),
+    )
+
+
+def drawing(adapter: BaseAdapter, folder: Path, given: Mapping[str, Any]) -> DecodeSpec:
+    """How answers are drawn: any of the model's ends stops, ids without a token never come."""
+    spec = generation_defaults(folder).decode_spec(
+        max_new_tokens=LONGEST_ANSWER, forbidden=adapter.nameless_ids()
+    )
+    if "stop" in given:
+        given = {**given, "stop": tuple(given["stop"])}
+    own = adapter.tokenizer.eos
+    ends = dict.fromkeys((*adapter.end_ids(), *([] if own is None else [own])))
+    return replace(spec, eos=tuple(ends), **given)
+
+
+def option(text: str) -> tuple[str, Any]:
+    """`enable_thinking=false` for the template; a value that is not JSON is a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise InputError(f"{text[:60]!r} is no option", hint="enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+def chat(conversation: Conversation, *, first: str | None = None, as_json: bool = False) -> int:
+    """Talk until the input ends; the exit code."""
+    live = sys.stdin.isatty()
+    if live:
+        import readline  # noqa: F401  importing it gives `input` line editing and a history
+
+        tell("a chat: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
+    show = _show_json if as_json else _show_text
+    waiting = [] if first is None else [first]
+    while True:
+        try:
+            line = waiting.pop() if waiting else _read(live)
+        except KeyboardInterrupt:  # at the prompt: the line is given up
+            tell("\n(/quit or Ctrl-D leaves)")
+            continue
+        if line is None or line.strip() == "/quit":
+            return 0
+        if not line.strip():
+            continue
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                obey(conversation, line)
+            else:
+                show(conversation, line.removeprefix("/"))
+        except KeyboardInterrupt:  # a second one: at once, also while the question is read
+            if not live:
+                raise
+            tell("\n(stopped)")
+        except GlassError as error:
+            if not live:
+                raise
+            tell(f"error: {error}")
+
+
+def obey(conversation: Conversation, line: str) -> None:
+    """One of the commands."""
+    word, _, rest = line.strip().partition(" ")
+    rest = rest.strip()
+    match word:
+        case "/reset":
+            conversation.reset()
+            tell("(forgotten)")
+        case "/system":
+            conversation.instruct(rest or None)
+            tell("(from the next question on)" if rest else "(no instructions)")
+        case "/save" if rest:
+            conversation.save(Path(rest).expanduser())
+            tell(f"(added to {rest})")
+        case "/save":
+            raise InputError("/save needs a file", hint="/save talk.jsonl")
+        case "/help":
+            tell("\n".join(f"  {name:<9}{what}" for name, what in HELP.items()))
+        case _:
+            raise InputError(f"'{word}' is no command", hint=nearest(word, HELP))
+
+
+def _read(live: bool) -> str | None:
+    """The next line, None at the end."""
+    if live:
+        try:
+            return input("> ")
+        except EOFError:
+            tell("")
+            return None
+    line = sys.stdin.readline()
+    return line.rstrip("\r\n") if line else None
+
+
+def _show_text(conversation: Conversation, question: str) -> None:
+    for piece in answering(conversation, question):
+        print(visible(piece), end="", flush=True)
+    print(flush=True)
+    turn = conversation.last
+    assert turn is not None
+    if turn.dropped:
+        tell(f"(the oldest {turn.dropped} messages no longer fit and are out of the model's sight)")
+    if turn.finish == "length":
+        tell("(cut off: the answer reached its longest)")
+    elif turn.finish == "stopped":
+        tell("(stopped)")
+
+
+def _show_json(conversation: Conversation, question: str) -> None:
+    for _ in answering(conversation, question):
+        pass
+    turn = conversation.last
+    assert turn is not None
+    result = {"text": turn.text, "tokens": list(turn.tokens), "finish": turn.finish}
+    print(json.dumps({**result, "dropped": turn.dropped}), flush=True)
+
+
+def answering(conversation: Conversation, question: str) -> Iterator[str]:
+    """The pieces of an answer, until it ends or a Ctrl-C stops it after the next token."""
+    with stopping() as stopped, contextlib.closing(conversation.ask(question)) as pieces:
+        for piece in pieces:
+            yield piece
+            if stopped():
+                return
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Within it a first Ctrl-C is only noticed, so that no step is cut in two."""
+    caught: list[int] = []
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        yield lambda: bool(caught)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,243 @@
+"""What `glass demo` does: train from nothing, verify, decode, look inside; each step is a verb."""
+
+import json
+import shlex
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassformer.adapters.load import load_model
+from glassformer.checks.catalogue import SUBJECT_CHECKS, verify_subject
+from glassformer.checks.report import Report
+from glassformer.checks.subject import subject_of
+from glassformer.cli.actions.train import follow, stopping
+from glassformer.cli.shell.progress import Bar, tell
+from glassformer.cli.shell.terminal import is_unicode
+from glassformer.data.task import Task
+from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.generation.stepper import TorchStepper
+from glassformer.kernels.threads import taking
+from glassformer.lab import api
+from glassformer.lab.measure.exact_match import Decoded, answers, decode_split, wanted
+from glassformer.lab.recipes import recipe
+from glassformer.lab.runs.run import TrainingRun
+from glassformer.lab.runs.threads import threads_of_run
+from glassformer.lens.look import look
+from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heat_text, legend
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.spec.manifest import count_parameters
+from glassformer.store.rundir import plain_numbers, run_folder
+from glassformer.web.report.document import report_html
+
+# T answer, S source, N heads
+
+TASK, SPLIT = "reverse", "test"
+HELD_OUT = 500  # examples decoded
+WIDTH = 4  # beams
+SHOWN = 7  # symbols of the example that is looked into
+
+
+def demo(
+    *,
+    runs: Path,
+    name: str | None,
+    steps: int | None,
+    seed: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
+    """Everything in turn; the exit code: 1 if the certificate fails, 130 after Ctrl-C."""
+    changes = [f"train.steps={steps}"] if steps is not None else []
+    changes += [f"train.seed={seed}"] if seed is not None else []
+    free = name is None
+    folder = free_folder(runs, "demo", overwrite=overwrite) if free else run_folder(runs, name)
+    run = TrainingRun(recipe(TASK, changes), folder)
+    began = time.perf_counter()
+    say = _silent if as_json else _say
+    try:
+        with taking(threads_of_run(run.spec, run.task)):
+            code, result = _train(run, overwrite=overwrite)
+            if not code:
+                say(
+                    f"trained   {result['steps']:,} steps in {result['seconds']:.0f} s, "
+                    f"validation loss {result['val_loss']:.4f}: {folder}"
+                )
+                code = _after_training(run, result, say)
+    except KeyboardInterrupt:
+        tell(f"\nstopped; what was trained is in {folder}")
+        return 128 + signal.SIGINT
+    result["total_seconds"] = round(time.perf_counter() - began, 1)
+    if as_json:
+        print(json.dumps(plain_numbers(result), allow_nan=False))
+    elif not run.stopped:
+        say(f"\nin all    {result['total_seconds']:.0f} s. Next:")
+        commands = next_commands(folder)
+        width = max(len(command) for command, _ in commands)
+        for command, what in commands:
+            say(f"  {command:<{width}}   {what}")
+    return code
+
+
+def free_folder(runs: Path, name: str, *, overwrite: bool) -> Path:
+    """The first of demo, demo-2, demo-3 … that is not there yet; with `overwrite`, demo."""
+    number, folder = 1, run_folder(runs, name)
+    while folder.exists() and not overwrite:
+        number += 1
+        folder = run_folder(runs, f"{name}-{number}")
+    return folder
+
+
+def next_commands(folder: Path) -> list[tuple[str, str]]:
+    """What to try with the run, as it can be pasted."""
+    place = shlex.quote(str(folder))
+    return [
+        (f"glass explore {place}", "look around in it, in a browser"),
+        (f'glass inspect {place} "3 1 4 15 9" --kind cross --layer 1', "where it looks, and why"),
+        (f'glass generate {place} "3 1 4 15 9" --beams 4', "its four likeliest answers"),
+        (f"glass evaluate {place} --split longer", "rows longer than it ever saw"),
+        (f"glass verify {place}", "the certificate, row by row"),
+    ]
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _silent(text: str) -> None:
+    """Scripts get one object at the end."""
+
+
+def _train(run: TrainingRun, *, overwrite: bool) -> tuple[int, dict[str, Any]]:
+    """From fresh weights to the end, or to the first Ctrl-C, with the state saved."""
+    folder, sizes = run.directory.folder, run.task.sizes()
+    tell(
+        f"1/4 train   {TASK}: {sizes['train']:,} rows of symbols to turn around; encoder-decoder, "
+        f"{count_parameters(run.spec.model):,} parameters, {run.spec.train.steps:,} steps"
+    )
+    began = time.perf_counter()
+    with run.directory.locked(), stopping(run) as caught:
+        run.prepare(overwrite=overwrite)
+        follow(run)
+    result = api.result_of(run) | {"seconds": round(time.perf_counter() - began, 1)}
+    if not run.stopped:
+        return 0, result
+    elsewhere = "" if str(folder.parent) == "runs" else f" --runs {shlex.quote(str(folder.parent))}"
+    tell(f"stopped at step {run.progress.step}, state saved; go on with")
+    tell(f"  glass train {TASK} --name {folder.name}{elsewhere} --resume")
+    return 128 + (caught[0] if caught else signal.SIGINT), result
+
+
+def _after_training(run: TrainingRun, result: dict[str, Any], say: Any) -> int:
+    """The certificate, held-out answers, one look inside; all of it goes into the result."""
+    model = load_model(run.directory.folder)
+    report = _verify(model, run.directory.folder.name)
+    result["verify"] = {"passed": report.passed, "failed": report.failed}
+    absent = len(report.findings) - report.passed - report.failed
+    say(
+        f"verified  {report.passed} checks passed, {report.failed} failed, "
+        f"{absent} not offered by this model"
+    )
+    if report.failed:
+        say(Report(tuple(f for f in report.findings if f.failed)).text())
+    found = _decode(model, run.task)
+    result["examples"] = found["greedy"].examples
+    result["exact_match"] = {way: one.exact_match for way, one in found.items()}
+    shares = ", ".join(f"{way} {one.exact_match:.1%}" for way, one in found.items())
+    say(f"decoded   {result['examples']} held-out rows, wholly right: {shares}")
+    tell("4/4 look    where the decoder attends while it answers")
+    example = _example(model, run.task)
+    result["attention"] = example.to_dict()
+    say(example.text())
+    page = report_html(str(run.directory.folder), certificate=report)
+    run.directory.write("report.html", page)
+    result["report"] = str(run.directory.folder / "report.html")
+    say(f"\nreport    {result['report']}: all of this and more, for any browser")
+    say(f"          (glass report {shlex.quote(str(run.directory.folder))} makes it anew)")
+    return 1 if report.failed else 0
+
+
+def _verify(model: Model, name: str) -> Report:
+    checks = sum(not check.deep for check in SUBJECT_CHECKS)
+    tell(f"2/4 verify  {checks} checks: two ways of computing the same thing, compared")
+    findings = []
+    with Bar("verify", total=checks) as bar:
+        for finding in verify_subject(subject_of(model, name=name)):
+            findings.append(finding)
+            bar.show(len(findings), finding.name)
+    return Report(tuple(findings))
+
+
+def _decode(model: Model, task: Task) -> dict[str, Decoded]:
+    tell(f"3/4 decode  {HELD_OUT} rows that were never trained on, greedily and with {WIDTH} beams")
+    stepper, found = TorchStepper(model), {}
+    for way, beams in (("greedy", None), (f"beam {WIDTH}", WIDTH)):
+        found[way] = decode_split(stepper, task, split=SPLIT, examples=HELD_OUT, beams=beams)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One held-out row, the model's answer, and how the last layer read the source for it."""
+
+    source: list[str]
+    answer: list[str]
+    right: bool
+    layer: int
+    weights_TS: Tensor
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; weights to four digits."""
+        return {
+            "source": self.source,
+            "answer": self.answer,
+            "right": self.right,
+            "layer": self.layer,
+            "weights": [[round(w, 4) for w in row] for row in self.weights_TS.tolist()],
+        }
+
+    def text(self) -> str:
+        """The example and its heat map; reversing shows as a falling diagonal from the right."""
+        shades = SHADES if is_unicode(SHADES) else ASCII_SHADES
+        picture = heat_text(self.weights_TS, rows=self.answer, columns=self.source, shades=shades)
+        lines = [
+            f"\nasked     {_words(self.source)}",
+            f"answered  {_words(self.answer)}  ({'right' if self.right else 'wrong'})",
+            f"\ncross-attention, layer L{self.layer}, mean of its heads: each answer's row shows "
+            "where in",
+            f"the source it looked ({legend(shades)})\n",
+        ]
+        return "\n".join([*lines, *(f"  {line}" for line in picture.split("\n"))])
+
+
+def _example(model: Model, task: Task) -> Example:
+    """The first held-out row of the size that fits a screen, answered greedily."""
+    names = task.tokenizer
+    assert isinstance(names, Vocab)
+    lengths = task.lengths(SPLIT) - 1  # symbols; the end is a token too
+    row = int(np.argmin(np.abs(lengths - SHOWN)))
+    batch = task.batch(SPLIT, np.array([row]))
+    assert batch.source is not None
+    (answer,) = answers(TorchStepper(model), batch, eos=names.eos, beams=None)
+    tokens_1T = torch.tensor([[int(batch.tokens[0, 0]), *answer[:-1]]])
+    source_1S = torch.from_numpy(batch.source.tokens).long()
+    layer = model.spec.n_layers - 1
+    seen = look(model, Inputs(tokens_1T, source_BS=source_1S))
+    return Example(
+        source=[names.names[token] for token in source_1S[0].tolist()],
+        answer=[names.names[token] for token in answer],
+        right=answer == next(wanted(batch)),
+        layer=layer,
+        weights_TS=seen.attention.of("cross").mean(layer).tensor,
+    )
+
+
+def _words(names: Sequence[str]) -> str:
+    return " ".join(name for name in names if name != "EOS")

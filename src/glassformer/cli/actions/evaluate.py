@@ -1,0 +1,164 @@
+"""What `glass evaluate` does without a suite: measure a run, keep the result, tell it.
+
+What `glass evaluate MODEL --suite NAME` does: a suite's own measures of a model.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glassformer.adapters.load import load
+from glassformer.adapters.native import NativeAdapter
+from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.resolve import find_run
+from glassformer.kernels.threads import taking
+from glassformer.lab import api
+from glassformer.lab.measure.confusion import confusion_csv, confusion_text
+from glassformer.lab.measure.evaluate import Evaluation
+from glassformer.lab.runs.threads import check_threads, threads_of_decoding
+from glassformer.lab.smallbench.examinee import examinee_of
+from glassformer.lab.smallbench.suite import ITEMS, smallbench
+from glassformer.spec.errors import InputError, nearest
+from glassformer.store.rundir import RunDirectory, plain_numbers
+
+
+def evaluate_run(
+    text: str, *, runs: Path, split: str | None, device: str, threads: int | None
+) -> Evaluation:
+    """Measure a run's checkpoint on a split, and leave the result in its eval folder."""
+    check_device(device)
+    path = find_run(text, runs)
+    result = api.evaluate(path, split=split, device=device, threads=threads)
+    directory = RunDirectory(Path(path.partition("@")[0]))
+    split = result.split
+    directory.write_json(f"eval/{split}.json", result.to_dict())
+    lines = (json.dumps(error) for error in result.errors)
+    directory.write(f"eval/{split}-errors.jsonl", "".join(f"{line}\n" for line in lines))
+    for group, table in result.confusion.items():
+        directory.write(f"eval/{split}-confusion-{group}.csv", confusion_csv(table))
+    return result
+
+
+def evaluation_json(evaluation: Evaluation) -> str:
+    """The result for scripts; a number that is not finite is a text."""
+    return json.dumps(plain_numbers(evaluation.to_dict()), allow_nan=False)
+
+
+def evaluation_text(evaluation: Evaluation, *, width: int = 80) -> str:
+    """The result for people, no wider than their terminal."""
+    lines = [
+        f"{evaluation.split}: {evaluation.examples:,} examples",
+        f"  loss {evaluation.loss:.4f}  accuracy {evaluation.accuracy:.2%}  "
+        f"exact match {evaluation.exact_match:.2%}",
+    ]
+    for head, values in evaluation.heads.items():
+        lines.append(f"  {head}: loss {values['loss']:.4f}, accuracy {values['accuracy']:.2%}")
+    for name, value in evaluation.oracle.items():
+        lines.append(f"  {name} {value:.4f}")
+    for group, labels in evaluation.by.items():
+        lines.append(f"by {group}")
+        for label, share in labels.items():
+            count = evaluation.counts[group][label]
+            lines.append(f"  {label:<12}{share:>9.2%}  of {count:,}")
+    lines += decoded_lines(evaluation.decoded)
+    for group, table in evaluation.confusion.items():
+        lines += ["", confusion_text(group, table, width=width)]
+    return "\n".join(lines)
+
+
+def decoded_lines(decoded: Mapping[str, Any]) -> list[str]:
+    """The answers that the model gave on its own; nothing where it was not asked."""
+    if not decoded:
+        return []
+    scores = {"chrf": "chrF", "bleu": "BLEU"}
+    told = "".join(f"  {scores[key]} {decoded[key]:.2f}" for key in scores if key in decoded)
+    lines = ["decoded, from the source alone", f"  exact match {decoded['exact_match']:.2%}{told}"]
+    for group, labels in decoded["by"].items():
+        shares = ", ".join(f"{label} {share:.1%}" for label, share in labels.items())
+        lines.append(f"  by {group}: {shares}")
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The options of the command that a suite may take."""
+
+    tasks: tuple[str, ...] = ()
+    tasks_dir: Path | None = None
+    limit: int | None = None
+    items: int | None = None
+    seed: int | None = None
+    device: str = "cpu"
+    threads: int | None = None
+
+    def refuse(self, suite: str, *options: str) -> None:
+        """Options that are another suite's are not left unread."""
+        for option in options:
+            if getattr(self, option) is not None:
+                spelled = f"--{option.replace('_', '-')}"
+                raise InputError(f"{spelled} is no option of {suite}", hint=f"leave out {spelled}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A suite's result, for scripts and for people."""
+
+    data: Mapping[str, Any]
+    text: str
+
+
+def run_suite(name: str, path: str, asked: Asked) -> Outcome:
+    """The suite of that name on the model at a path."""
+    if name not in SUITES:
+        raise InputError(f"no suite '{name}'", hint=nearest(name, SUITES))
+    check_threads(asked.threads)
+    return SUITES[name](path, asked)
+
+
+def harness(path: str, asked: Asked) -> Outcome:
+    """lm-evaluation-harness, offline: data sets come from files or from the local cache."""
+    asked.refuse("lm-eval", "items", "seed")
+    # Its libraries read these when they are imported.
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        os.environ.setdefault(name, "1")
+    from glassformer.lab.measure.lm_eval import run_harness
+
+    adapter = load(path, device=asked.device)
+    assert isinstance(adapter, NativeAdapter)
+    with _threads(adapter, asked):
+        data = run_harness(adapter, asked.tasks, tasks_dir=asked.tasks_dir, limit=asked.limit)
+    lines = []
+    for task, metrics in data["tasks"].items():
+        lines.append(f"{task}: {data['examples'].get(task, '?')} examples")
+        lines += [f"  {name:<24}{value:.4f}" for name, value in metrics.items()]
+    return Outcome(data, "\n".join(lines))
+
+
+def small(path: str, asked: Asked) -> Outcome:
+    """SmallBench; a run keeps the result in its eval folder."""
+    asked.refuse("smallbench", "tasks_dir", "limit")
+    adapter = load(path, device=asked.device)
+    assert isinstance(adapter, NativeAdapter)
+    folder = Path(path.partition("@")[0])
+    examinee = examinee_of(adapter.model, adapter.tokenizer, name=folder.name)
+    with _threads(adapter, asked):
+        result = smallbench(
+            examinee,
+            items=ITEMS if asked.items is None else asked.items,
+            seed=asked.seed or 0,
+            only=asked.tasks or None,
+        )
+    if (folder / "run.json").is_file():
+        RunDirectory(folder).write_json("eval/smallbench.json", result.to_dict())
+    return Outcome(result.to_dict(), result.table())
+
+
+def _threads(adapter: NativeAdapter, asked: Asked) -> contextlib.AbstractContextManager[None]:
+    return taking(threads_of_decoding(adapter.spec, asked=asked.threads, device=asked.device))
+
+
+SUITES: dict[str, Callable[[str, Asked], Outcome]] = {"smallbench": small, "lm-eval": harness}

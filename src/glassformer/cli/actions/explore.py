@@ -1,0 +1,150 @@
+"""What `glass explore` does: an address that only this machine reaches, a token, a server.
+
+Listening to anyone else takes two options, because whoever has the link can read every run and
+spend this machine's time. The link reaches the browser in a private file, not in the arguments of
+a process, which every user of the machine can read.
+"""
+
+import errno
+import html
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from glassformer.cli.shell.terminal import tell
+from glassformer.spec.errors import InputError, MachineError
+from glassformer.web.app.connection import Connection
+from glassformer.web.app.server import create_app
+
+
+def serve(place: Path, *, port: int, host: str, allow_remote: bool, open_browser: bool) -> None:
+    """Serve the page over `place` until Ctrl-C."""
+    check_host(host, allow_remote=allow_remote)
+    listening = listen(host, port)
+    port = listening.getsockname()[1]
+    token = secrets.token_urlsafe(24)
+    app = create_app(place, token=token, host=host, port=port)
+    link = f"http://{_written(host)}:{port}/#t={token}"
+    if not is_loopback(host):
+        tell(f"warning: whoever can reach {host}:{port} and has this link reads these runs")
+        tell(f"safer: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, and no --host")
+    tell(f"showing {place}; Ctrl-C ends it")
+    print(link, flush=True)
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
+    with tempfile.TemporaryDirectory(prefix="glass-") as private:
+        if open_browser and has_screen():
+            webbrowser.open(_doorway(Path(private), link))
+        server = _Server(config, app.state.lab.closing.set)
+        try:
+            server.run(sockets=[listening])
+        except KeyboardInterrupt:  # uvicorn has closed up and passes the signal on
+            tell("")
+    sys.stdout.flush()
+    os._exit(0)  # a worker thread may still compute; nothing is written here, so nothing is lost
+
+
+class _Server(uvicorn.Server):
+    """Tells running answers that the end has come before it waits for them."""
+
+    def __init__(self, config: uvicorn.Config, closing: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._closing = closing
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._closing()
+        super().handle_exit(sig, frame)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def check_host(host: str, *, allow_remote: bool) -> None:
+    """Another address than loopback must be asked for twice; asking for nothing is a mistake."""
+    if is_loopback(host) and allow_remote:
+        raise InputError(
+            f"--allow-remote, but {host} is reached from this machine only",
+            hint="name the address with --host, or leave out --allow-remote",
+        )
+    if not is_loopback(host) and not allow_remote:
+        raise InputError(
+            f"{host} can be reached from other machines",
+            hint="ssh -L is safer; if you mean it, add --allow-remote",
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything heavy is loaded."""
+    name = host.strip("[]")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, kind)
+    except OSError as error:
+        raise InputError(f"cannot listen at {host}: {error.strerror}") from error
+    except UnicodeError as error:  # a name with an empty part, or with one of 64 letters
+        raise InputError(f"cannot listen at {host[:80]}: that is no name of a machine") from error
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+        opened.listen(128)
+    except OSError as error:
+        opened.close()
+        if error.errno == errno.EADDRINUSE:
+            raise MachineError(
+                f"port {port} is in use (perhaps by another explorer)",
+                hint="--port 0 takes a free one",
+            ) from error
+        raise MachineError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+    return opened
+
+
+def has_screen(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a browser would have a window: without one, a text browser takes the terminal."""
+    if sys.platform in ("darwin", "win32"):
+        return True
+    return bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
+
+
+def _written(host: str) -> str:
+    """A host as it stands in an address; for `all of them`, the one that works here."""
+    name = host.strip("[]")
+    if name in ("0.0.0.0", "::"):
+        return "127.0.0.1" if name == "0.0.0.0" else "[::1]"
+    return f"[{name}]" if ":" in name else name
+
+
+def _doorway(folder: Path, link: str) -> str:
+    """A file that only this user can read, and that leads to the page."""
+    file = folder / "open.html"
+    file.touch(mode=0o600)
+    target = html.escape(link, quote=True)
+    file.write_text(
+        f'<!doctype html><meta charset="utf-8"><title>glass explorer</title>'
+        f'<meta http-equiv="refresh" content="0; url={target}"><a href="{target}">open</a>\n',
+        encoding="utf-8",
+    )
+    return file.as_uri()

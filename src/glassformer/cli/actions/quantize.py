@@ -1,0 +1,107 @@
+"""What `glass quantize` does: the folder, and the comparison for people or for scripts."""
+
+import json
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.terminal import tell
+from glassformer.lab.measure.precision import Comparison
+from glassformer.lab.quantize import Outcome, Wish, dequantize_folder, quantize_folder
+from glassformer.spec.quantization import QuantSpec
+from glassformer.store.rundir import plain_numbers
+from glassformer.training.fit import StepRecord
+
+
+def run(text: str, wish: Wish, *, out: Path | None, runs: Path, as_json: bool) -> None:
+    """Quantize, and tell what came of it."""
+    path = find_model(text, runs=runs)
+    folder = out or default_folder(text, wish.spec, runs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = quantize_folder(path, folder, wish, watch=_tell_step)
+    for warning in caught:
+        tell(f"warning: {warning.message}")
+    print(outcome_json(outcome) if as_json else outcome_text(outcome, wish.spec))
+
+
+def undo(text: str, *, out: Path, runs: Path, as_json: bool) -> None:
+    """Write the float model of a quantized one."""
+    folder = dequantize_folder(find_model(text, runs=runs), out)
+    print(json.dumps({"folder": str(folder)}) if as_json else f"written to {folder}")
+
+
+def default_folder(text: str, spec: QuantSpec, runs: Path) -> Path:
+    """Beside the runs: `text-int4`."""
+    name = Path(text.partition("@")[0]).name
+    return runs / f"{name}-int{spec.bits}"
+
+
+def _tell_step(record: StepRecord) -> None:
+    if record.step % 20 == 0:
+        tell(f"step={record.step} loss={record.loss:.4f}")
+
+
+def outcome_json(outcome: Outcome) -> str:
+    """One object for scripts."""
+    found = {
+        "folder": str(outcome.folder),
+        "layers": outcome.layers,
+        "kept_float": list(outcome.kept),
+        "timings": [asdict(timing) for timing in outcome.timings],
+        **outcome.comparison.to_dict(),
+    }
+    return json.dumps(plain_numbers(found), allow_nan=False)
+
+
+def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
+    """The comparison for people."""
+    found, agreement = outcome.comparison, outcome.comparison.agreement
+    before, after = agreement.perplexity
+    there, back = agreement.full_to_small, agreement.small_to_full
+    error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
+    lines = [
+        f"written to {outcome.folder}",
+        f"{outcome.layers} layers, {spec.scheme(spec.bits).describe()} by {spec.way}, "
+        f"run by {', '.join(found.backends)}",
+        "",
+        f"{'':<22}{'before':>14}{'after':>14}{'':>10}",
+    ]
+    if found.disk is not None:
+        lines.append(_bytes_line("bytes on disk", found.disk))
+    lines += [
+        _bytes_line("bytes resident", found.resident),
+        f"{'perplexity':<22}{before:>14.4f}{after:>14.4f}{agreement.change:>+10.2%}{error}",
+        *_speed_lines(found),
+        "",
+        f"measured on {found.material}, {agreement.examples:,} examples, "
+        f"{agreement.positions:,} positions",
+        f"same likeliest answer  {agreement.top1:.2%}",
+    ]
+    for name, one in (("before to after", there), ("after to before", back)):
+        lines.append(
+            f"divergence, {name}  mean {one.mean:.5f}, worst {one.worst:.4f} "
+            f"(example {one.example}, position {one.position})"
+        )
+    lines.append("worst layers           " + "; ".join(f"{p} {e:.2%}" for p, e in found.layers))
+    if outcome.kept:
+        lines.append(f"kept in float, which is faster for them: {', '.join(outcome.kept)}")
+    return "\n".join(lines)
+
+
+def _bytes_line(name: str, pair: tuple[int, int]) -> str:
+    return f"{name:<22}{pair[0]:>14,}{pair[1]:>14,}{pair[1] / pair[0]:>9.3f}x"
+
+
+def _speed_lines(found: Comparison) -> list[str]:
+    lines = []
+    for name, speed in (("prefill", found.prefill), ("decode", found.decode)):
+        if speed is None:
+            continue
+        before, after = speed.tokens_per_second
+        said = "" if speed.ratio < 1 else "  slower than before"
+        lines.append(
+            f"{name + ' tokens/s':<22}{before:>14,.0f}{after:>14,.0f}{1 / speed.ratio:>9.2f}x{said}"
+        )
+    return lines

@@ -1,0 +1,211 @@
+"""What `glass report` does: the one-file report of a run, or curves as text, picture and table."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glassformer.cli.shell import terminal
+from glassformer.cli.shell.output import target_of, write_file
+from glassformer.cli.shell.progress import tell
+from glassformer.cli.shell.resolve import find_run
+from glassformer.lab.measure.confusion import rows_csv
+from glassformer.lab.plots.curves import (
+    X_TITLES,
+    Panel,
+    alerts_text,
+    curve_figure,
+    panels,
+    smoothing_text,
+)
+from glassformer.lab.plots.terminal import Line, plot
+from glassformer.lab.runs.curves import AXES, Curves, read_curves
+from glassformer.lens.show.mpl import figure_bytes
+from glassformer.spec.errors import InputError, nearest
+from glassformer.store.rundir import RunDirectory, plain_numbers
+
+CURVE_ENDINGS = ("png", "svg", "csv")
+ENDINGS = ("html", *CURVE_ENDINGS)
+#: Lines of a plot in the terminal; alerts that are listed below it.
+HEIGHT, LISTED = 12, 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The options, as they were typed."""
+
+    curves: bool = False
+    series: tuple[str, ...] = ()
+    axis: str | None = None
+    span: float | None = None
+    log: bool | None = None
+    verify: bool = True
+
+    @property
+    def of_curves(self) -> bool:
+        """Was anything said that only curves have?"""
+        return bool(self.series) or not (self.axis is self.span is self.log is None)
+
+
+def run(
+    names: Sequence[str],
+    asked: Asked,
+    *,
+    output: str | None,
+    runs: Path,
+    as_json: bool,
+    said: Callable[[str], None],
+) -> None:
+    """A report of one run, or curves; the ending of `-o` says which."""
+    target = target_of(output, ENDINGS)
+    ending = "" if target is None else target.suffix.lower().removeprefix(".")
+    drawn = asked.curves or ending in CURVE_ENDINGS or (not ending and len(names) > 1)
+    if ending == "html" and (drawn or len(names) > 1):
+        raise InputError(
+            "a report is of one run, and holds its curves",
+            hint="-o curves.png for several, or one run with -o report.html",
+        )
+    if drawn:
+        if not asked.verify:
+            raise InputError("--no-verify is of a report", hint="leave it out")
+        draw_curves(names, asked, target=target, runs=runs, as_json=as_json, said=said)
+        return
+    if asked.of_curves:
+        raise InputError(
+            "--series, --x, --smooth, --log and --linear are of curves", hint="add --curves"
+        )
+    write_report(names[0], asked, target=target, runs=runs, as_json=as_json, said=said)
+
+
+def write_report(
+    name: str,
+    asked: Asked,
+    *,
+    target: Path | None,
+    runs: Path,
+    as_json: bool,
+    said: Callable[[str], None],
+) -> None:
+    """Make the file, write it whole or not at all, say where it is."""
+    from glassformer.checks.report import Report
+    from glassformer.web.report.document import report_html
+
+    path = find_run(name, runs)
+    directory = RunDirectory(Path(path.partition("@")[0]))
+    certificate = None if asked.verify else Report(())
+    text = report_html(path, certificate=certificate, told=lambda title: tell(f"  {title}"))
+    if target is None:
+        directory.write("report.html", text)
+        target = directory.folder / "report.html"
+    else:
+        write_file(target, text.encode())
+    size = len(text.encode())
+    if as_json:
+        said(json.dumps({"report": str(target), "bytes": size}))
+    else:
+        said(f"{target}  {size:,} bytes, opens in any browser, offline")
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def draw_curves(
+    names: Sequence[str],
+    asked: Asked,
+    *,
+    target: Path | None,
+    runs: Path,
+    as_json: bool,
+    said: Callable[[str], None],
+) -> None:
+    """Read them, then draw them where they are wanted."""
+    axis = asked.axis or "step"
+    if axis not in AXES:
+        raise InputError(f"no axis '{axis}'", hint=nearest(axis, AXES))
+    curves = [_read(name, runs) for name in names]
+    if target is None and not as_json:
+        said(curves_text(curves, asked, axis))
+        return
+    if target is not None and target.suffix.lower() == ".csv":
+        write_file(target, rows_csv(_rows(curves, asked.series)).encode())
+    elif target is not None:
+        figure = curve_figure(curves, names=asked.series, axis=axis, span=asked.span, log=asked.log)
+        write_file(target, figure_bytes(figure, target.suffix.lower().removeprefix(".")))
+    if as_json:
+        said(json.dumps(plain_numbers(_record(curves, asked.series)), allow_nan=False))
+
+
+def _read(name: str, runs: Path) -> Curves:
+    plain, at, _ = name.partition("@")
+    if at:
+        raise InputError(
+            f"{name} is a checkpoint, and curves are of a whole run", hint=f"write {plain}"
+        )
+    return read_curves(Path(find_run(plain, runs)))
+
+
+def curves_text(curves: Sequence[Curves], asked: Asked, axis: str) -> str:
+    """Every panel for this terminal, then how it is to be read."""
+    made = panels(curves, names=asked.series, span=asked.span, log=asked.log)
+    parts = [_panel_text(panel, curves, axis) for panel in made]
+    notes = [smoothing_text(made, asked.span)]
+    if alerts := alerts_text(curves):
+        notes.append(f"alerts (!): {alerts}")
+    parts.append("\n".join(filter(None, [*notes, *_alerts(curves)])))
+    return terminal.printable("\n\n".join(filter(None, parts)))
+
+
+def _panel_text(panel: Panel, curves: Sequence[Curves], axis: str) -> str:
+    lines, marks = [], []
+    for line in panel.lines:
+        shown = (line.smooth or line.raw).thinned()
+        lines.append(Line(line.label, shown.x(axis), shown.value))
+        if line.raw.name == "loss":
+            steps = {alert.step for alert in curves[line.run].alerts}
+            pairs = zip(line.raw.step.tolist(), line.raw.x(axis).tolist(), strict=True)
+            marks += [x for step, x in pairs if step in steps]
+    picture = plot(
+        lines,
+        width=terminal.columns(),
+        height=HEIGHT,
+        log_y=panel.log,
+        alerts=marks,
+        unicode=terminal.is_unicode(),
+        paint=terminal.paint,
+    )
+    scale = ", logarithmic" if panel.log else ""
+    return f"{panel.title} over {X_TITLES[axis]}{scale}\n{picture}"
+
+
+def _alerts(curves: Sequence[Curves]) -> Iterator[str]:
+    every = [(one.run, alert) for one in curves for alert in one.alerts]
+    for name, alert in every[:LISTED]:
+        yield f"  {name} step {alert.step}: {alert.kind}: {alert.message}"
+    if len(every) > LISTED:
+        yield f"  and {len(every) - LISTED} more in alerts.jsonl"
+
+
+def _rows(curves: Sequence[Curves], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The wide tables of all runs below each other, with the columns of all of them."""
+    for name in names:
+        if not any(name in one.series for one in curves):
+            curves[0][name]  # says what there is
+    rows = [row for one in curves for row in one.rows()]
+    fixed = ("run", "step", "tokens", "seconds")
+    every = dict.fromkeys(name for row in rows for name in row if name not in fixed)
+    chosen = (*fixed, *(names or every))
+    return [{name: row.get(name) for name in chosen} for row in rows]
+
+
+def _record(curves: Sequence[Curves], names: Sequence[str]) -> dict[str, Any]:
+    made = []
+    for one in curves:
+        kept = {name: one[name] for name in names} if names else one.series
+        series = {
+            name: {"step": line.step.tolist(), "value": line.value.tolist()}
+            for name, line in kept.items()
+        }
+        alerts = [{"step": a.step, "kind": a.kind, "message": a.message} for a in one.alerts]
+        made.append({"run": one.run, "series": series, "alerts": alerts})
+    return {"runs": made}

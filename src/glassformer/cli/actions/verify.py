@@ -1,0 +1,53 @@
+"""What `glass verify` does: find the subject, ask, show."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import typer
+
+from glassformer.adapters.folder.origin import is_native
+from glassformer.adapters.load import folder_of, load
+from glassformer.checks.preset_subjects import sample_subject
+from glassformer.checks.report import Report, verify
+from glassformer.checks.subject import subject_of_factory
+from glassformer.cli.shell.resolve import find_model
+from glassformer.spec.presets import PRESETS
+
+COLOURS = {
+    "passed": typer.colors.GREEN,
+    "not offered": typer.colors.BRIGHT_BLACK,
+    "rounding": typer.colors.YELLOW,
+}
+
+
+def certificate(model: str | None, *, only: str | None, deep: bool, causal: bool) -> Report:
+    """The report on a preset, a factory's model, a model on disk, or on ourselves."""
+    if model is None or model in PRESETS:
+        subject = None if model is None else sample_subject(model, deep=deep)
+        return verify(subject, only=only, deep=deep)
+    if ":" in model:
+        return verify(subject_of_factory(model, causal=causal), only=only, deep=deep)
+    place = find_model(model, runs=Path("runs"), also=PRESETS)
+    folder = folder_of(place)
+    is_foreign = not is_native(folder) and folder.is_dir()
+    # transformers is asked what it computes itself, where it is there and time is no matter
+    compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
+    return verify(load(place, reference=compared), name=model, only=only, deep=deep)
+
+
+def show(report: Report, *, as_json: bool) -> None:
+    """JSON for scripts, else a table; coloured on a terminal."""
+    if as_json:
+        print(json.dumps(report.to_dict(), allow_nan=False))
+    else:
+        typer.echo(report.text(_coloured if sys.stdout.isatty() else _plain))
+
+
+def _coloured(text: str, verdict: str) -> str:
+    return typer.style(text, fg=COLOURS.get(verdict, typer.colors.RED))
+
+
+def _plain(text: str, verdict: str) -> str:
+    return text

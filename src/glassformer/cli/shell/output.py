@@ -1,0 +1,51 @@
+"""Files that a verb writes where `-o` says: the ending decides the form, errors are told."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from glassformer.cli.shell.terminal import tell
+from glassformer.spec.errors import InputError, MachineError
+
+
+def ending_of(path: Path, allowed: Sequence[str]) -> str:
+    """`png` of x.png, if it is one of those."""
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in allowed:
+        known = f"{', '.join(f'.{name}' for name in allowed[:-1])} or .{allowed[-1]}"
+        raise InputError(
+            f"-o {path} ends in none of {known}", hint=f"-o {path.with_suffix('')}.{allowed[0]}"
+        )
+    return ending
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write it whole or not at all, and say so; a place that takes nothing is told why."""
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name[:200]}.tmp")
+    try:
+        if target.exists() and not target.is_file():  # a device, a pipe; a folder refuses
+            target.write_bytes(content)
+        else:
+            beside.write_bytes(content)
+            beside.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        what = f"cannot be written: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise MachineError(what, where=str(path), hint="make room") from error
+        hint = "the folder must be there, and be yours to write to"
+        raise InputError(what, where=str(path), hint=hint) from error
+    tell(f"saved {path}")
+
+
+def target_of(output: str | None, endings: tuple[str, ...]) -> Path | None:
+    """Where `-o` leads, asked before the work is done; None without it."""
+    if output is None:
+        return None
+    path = Path(output)
+    ending_of(path, endings)
+    return path

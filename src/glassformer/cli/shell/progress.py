@@ -1,0 +1,132 @@
+"""Narration on stderr: a bar on a terminal, greppable lines elsewhere; results are stdout's."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from glassformer.cli.shell.terminal import tell
+from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved
+from glassformer.lab.runs.samples import Sample
+from glassformer.training.fit import StepRecord
+
+#: Seconds between two drawings of a bar, and between lines when nobody watches a terminal.
+LIVE_SECONDS = 0.1
+QUIET_SECONDS = 10.0
+
+
+class Bar:
+    """`title ━━━━━━ 58%  facts`, on a terminal only; nothing stays of it when it is done.
+
+    It is drawn when something is said, never by a thread of its own.
+    """
+
+    def __init__(self, title: str, *, total: int, done: int = 0) -> None:
+        self.live = sys.stderr.isatty()
+        self.drawn = 0.0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[facts]}", markup=False),
+            console=Console(stderr=True, highlight=False),
+            auto_refresh=False,
+            transient=True,
+            disable=not self.live,
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done, facts="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, done: int, facts: str = "") -> None:
+        """So much is done; drawn if it is time."""
+        moment = time.perf_counter()
+        if self.live and moment - self.drawn >= LIVE_SECONDS:
+            self.drawn = moment
+            self._progress.update(self._task, completed=done, facts=facts, refresh=True)
+
+    def tell(self, text: str) -> None:
+        """A line above the bar, or simply a line."""
+        if self.live:
+            self._progress.console.print(text, markup=False, soft_wrap=True)
+        else:
+            tell(text)
+
+
+class Narrator:
+    """Tells a training run: one live line on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, title: str, *, steps: int, start: int) -> None:
+        self.steps, self.start = steps, start
+        self.bar = Bar(title, total=steps, done=start)
+        self.began = self.told = time.perf_counter()
+        self.tokens = 0
+        self.loss = self.val = float("nan")
+        self.rate = 0.0
+        self.samples: tuple[Sample, ...] = ()
+
+    def __enter__(self) -> Self:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.__exit__(kind, error, trace)
+        for sample in self.samples:
+            tell(f"--- {sample.opening.strip()!r} goes on:\n{sample.text}")
+
+    def see(self, event: Event) -> None:
+        """Take note of what happened, and tell it when it is time."""
+        match event:
+            case StepRecord():
+                self.tokens += event.tokens
+                self.loss, self.rate = event.first_loss, event.lr
+                self._tell(event.step, now=False)
+            case Evaluated():
+                self.val = event.evaluation.loss
+                self.samples = event.samples
+                self._tell(event.step, now=True)
+            case Alert():
+                self.bar.tell(f"alert at step {event.step}: {event.kind}: {event.message}")
+            case Saved():
+                pass
+
+    def _tell(self, step: int, *, now: bool) -> None:
+        moment = time.perf_counter()
+        passed = max(1e-9, moment - self.began)
+        left = passed / max(1, step - self.start) * (self.steps - step)
+        speed = self.tokens / passed
+        if self.bar.live:
+            val = "" if self.val != self.val else f"  val {self.val:.4f}"
+            facts = f"{step:,}/{self.steps:,}  loss {self.loss:.4f}{val}  {speed:,.0f} tokens/s"
+            self.bar.show(step, f"{facts}  {clock(left)} left")
+        elif now or moment - self.told >= QUIET_SECONDS:
+            self.told = moment
+            tell(
+                f"step={step}/{self.steps} loss={self.loss:.4f} val={self.val:.4f} "
+                f"lr={self.rate:.2e} tokens/s={speed:,.0f} left={left:.0f}s"
+            )
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:30, 3:05:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,1 @@
+"""Signatures and help of the verbs; nothing here imports torch."""

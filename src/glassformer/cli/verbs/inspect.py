@@ -1,0 +1,71 @@
+"""`glass inspect`: the options of one look inside. `inspecting` does the work."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from glassformer.cli.shell.options import AnyModel, AsJson, Runs
+
+
+def inspect(
+    model: AnyModel,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What the model reads.")],
+    layer: Annotated[
+        int | None, typer.Option(help="The layer whose attention is shown, from 0.")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(help="A number, mean, or a name such as L1H3 or cross.L0H2.")
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="self, or of an encoder-decoder encoder or cross.")
+    ] = None,
+    pos: Annotated[
+        int | None, typer.Option(help="The position whose answers are shown; -1 is the last.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many answers to list.")] = 5,
+    ablate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HEAD", help="Silence a head, such as L1H3; repeatable."),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="What should follow; losses are then of this.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Another model at the same text: what differs."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="A .png, .svg, .html or .json to write.")
+    ] = None,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Look inside a model while it reads a text.
+
+    Attention, the logit lens, norms, and what silencing each head changes. Without --layer and
+    --head the map is of the head whose silence changes most. Examples:
+
+      glass inspect digits "SECOND 7 3 9"
+
+      glass inspect digits "SECOND 7 3 9" --target 3 --ablate L1H3
+
+      glass inspect digits "SECOND 7 3 9" --head L1H3 --against digits@80
+
+      glass inspect reverse "3 1 4 15 9" --kind cross --layer 1 -o cross.png
+    """
+    from glassformer.cli.actions import inspect as inspecting
+
+    asked = inspecting.Asked(
+        layer=layer,
+        head=head,
+        kind=kind,
+        position=pos,
+        top=top,
+        ablate=tuple(ablate or ()),
+        target=target,
+        against=against,
+    )
+    inspecting.run(
+        model, text, asked, runs=Path(runs), output=output, as_json=as_json, said=typer.echo
+    )

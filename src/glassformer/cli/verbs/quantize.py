@@ -1,0 +1,114 @@
+"""The verb `glass quantize`; torch is imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from glassformer.cli.shell.options import AsJson, Runs
+from glassformer.spec.errors import InputError
+
+
+def quantize(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run, RUN@120, a checkpoint, a Hugging Face folder, a .gguf, org/name.",
+        ),
+    ],
+    bits: Annotated[int, typer.Option(help="8 or 4.")] = 8,
+    group: Annotated[
+        int | None,
+        typer.Option(help="4 bits: inputs that share a scale: 32, 64 (the default) or 128."),
+    ] = None,
+    head_bits: Annotated[
+        int | None, typer.Option(help="Bits of the head and of a tied table; 8 by default.")
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="Symmetric 8 bits, asymmetric 4 by default."),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="absmax, mse or gptq: how scales are found.")
+    ] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A text to calibrate on, by GPTQ.")
+    ] = None,
+    qat: Annotated[
+        int,
+        typer.Option(metavar="STEPS", help="Train on with rounded weights, so many steps, before."),
+    ] = 0,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Time each layer, and keep float where it is faster.")
+    ] = False,
+    tied: Annotated[
+        str, typer.Option(help="What becomes of a tied table: share, untie or skip.")
+    ] = "share",
+    indivisible: Annotated[
+        str, typer.Option(help="A layer that --group does not divide: refuse, int8 or keep.")
+    ] = "refuse",
+    backend: Annotated[str, typer.Option(help="auto, c, fbgemm, aten or reference.")] = "auto",
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="The way back: float weights, to --out.")
+    ] = False,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out", "-o", help="The folder to write; by default RUNS/MODEL-int8 or -int4."
+        ),
+    ] = None,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Make weights of 8 or 4 bits, and measure what it costs.
+
+    Size, speed, perplexity and divergence before and after are printed. Examples:
+
+      glass quantize text --bits 8
+
+      glass quantize text --bits 4 --calibrate novel.txt --out text-small
+
+      glass quantize text --bits 4 --qat 200
+    """
+    if dequantize:
+        from glassformer.cli.actions import quantize as quantizing
+
+        if out is None:
+            raise InputError("--dequantize writes a folder", hint="name it with --out")
+        quantizing.undo(model, out=Path(out), runs=Path(runs), as_json=as_json)
+        return
+    from glassformer.spec.quantization import QuantSpec
+
+    spec = QuantSpec(
+        bits=bits,
+        group=group,
+        symmetric=symmetric,
+        method=_way(method, calibrate=calibrate, qat=qat),
+        head_bits=head_bits,
+        tied=tied,
+        indivisible=indivisible,
+    )
+    from glassformer.cli.actions import quantize as quantizing
+    from glassformer.lab.quantize import Wish
+
+    wish = Wish(
+        spec=spec,
+        calibrate=None if calibrate is None else Path(calibrate),
+        qat_steps=qat,
+        auto=auto,
+        backend=backend,
+    )
+    place = None if out is None else Path(out)
+    quantizing.run(model, wish, out=place, runs=Path(runs), as_json=as_json)
+
+
+def _way(method: str | None, *, calibrate: str | None, qat: int) -> str | None:
+    """How scales are found: as it was said, or as the other options imply."""
+    if qat < 0:
+        raise InputError(f"--qat {qat} is negative", hint="a number of steps, such as 200")
+    if qat and (method is not None or calibrate is not None):
+        raise InputError("--qat finds weights by training", hint="leave out --method, --calibrate")
+    if calibrate is not None and method not in (None, "gptq"):
+        raise InputError(f"{method} needs no text", hint="leave out --calibrate, or --method gptq")
+    return "qat" if qat else "gptq" if calibrate is not None else method

@@ -1,0 +1,154 @@
+"""Where a language model's parameters are, line by line: every line adds up, to the unit.
+
+Counted by the manifest; percentages are of the actual total. The component table of any model is in
+`table`; this one has the lines of source 001: token, position, head, a layer's parts, final norm.
+
+The parameter table: what each component costs, by the manifest, to the unit.
+"""
+
+from collections import Counter
+
+from glassformer.spec.checks import spec
+from glassformer.spec.errors import InputError
+from glassformer.spec.manifest import manifest
+from glassformer.spec.model import ModelSpec, NextHead
+
+
+@spec
+class Allocation:
+    """Parameters of a decoder by place; `per_layer` is one layer's, by part."""
+
+    token: int
+    position: int
+    head: int
+    per_layer: dict[str, int]
+    n_layers: int
+    final_norm: int
+    tied: bool
+
+    @property
+    def backbone(self) -> int:
+        """All layers."""
+        return self.n_layers * sum(self.per_layer.values())
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.token + self.position + self.head + self.backbone + self.final_norm
+
+
+def allocate(model: ModelSpec) -> Allocation:
+    """The allocation of a decoder whose layers are alike."""
+    if model.encoder is not None or len(model.decoder.layers) > 1:
+        raise InputError(
+            "a table by layer needs one stack of equal layers",
+            hint="costs.parameter_table.format_table shows any model",
+        )
+    outside: Counter[str] = Counter()
+    layer = {"attention": 0, "ffn": 0, "norm": 0}
+    for parameter in manifest(model):
+        if parameter.tied_to is not None:
+            continue
+        if parameter.layer is None:
+            outside[parameter.role] += parameter.size
+        elif parameter.layer == 0:
+            layer[parameter.role] += parameter.size
+    heads = [head for head in model.heads if isinstance(head, NextHead)]
+    return Allocation(
+        token=outside["embedding"],
+        position=outside["position"],
+        head=outside["head"],
+        per_layer=layer,
+        n_layers=model.n_layers,
+        final_norm=outside["final_norm"],
+        tied=bool(heads) and heads[0].tied,
+    )
+
+
+@spec
+class Line:
+    """One line of the table; those of a layer's parts are `indented`, and part of the line above.
+
+    The lines that are not indented add up to `total`, the last one.
+    """
+
+    name: str
+    parameters: int
+    share: float
+    note: str = ""
+    indented: bool = False
+
+
+def allocation_lines(model: ModelSpec) -> tuple[Line, ...]:
+    """The table as values: everything outside the layers, the layers and their parts, the total."""
+    found = allocate(model)
+    layers = found.n_layers
+    parts = {"attention": "attention", "feed-forward": "ffn", "norms": "norm"}
+    rows = [
+        ("token embedding", found.token, "", False),
+        ("position embedding", found.position, "" if found.position else "none learned", False),
+        ("head", found.head, "tied: the token embedding again" if found.tied else "", False),
+        ("layers", found.backbone, f"{layers} x {sum(found.per_layer.values()):,}", False),
+    ]
+    for name, part in parts.items():
+        each = found.per_layer[part]
+        rows.append((name, layers * each, f"{layers} x {each:,}", True))
+    rows += [("final norm", found.final_norm, "", False), ("total", found.total, "", False)]
+    return tuple(
+        Line(name=name, parameters=count, share=count / found.total, note=note, indented=indented)
+        for name, count, note, indented in rows
+    )
+
+
+def format_allocation(model: ModelSpec) -> str:
+    """The table as text."""
+    lines = [f"{'component':<20}{'parameters':>15}{'share':>10}"]
+    for line in allocation_lines(model):
+        name = f"  {line.name}" if line.indented else line.name
+        text = f"{name:<20}{line.parameters:>15,}{line.share:>10.2%}   {line.note}"
+        lines.append(text.rstrip())
+    lines.insert(-1, "-" * 45)
+    return "\n".join(lines)
+
+
+COMPONENTS = {
+    "embedding": "token embedding",
+    "position": "position embedding",
+    "attention": "attention",
+    "cross_attention": "cross-attention",
+    "ffn": "feed-forward",
+    "norm": "norms",
+    "final_norm": "final norm",
+    "head": "heads",
+}
+
+
+@spec
+class Row:
+    """A component, its parameters in all layers, and its share of the actual total."""
+
+    component: str
+    parameters: int
+    share: float
+
+
+def parameter_table(model: ModelSpec) -> tuple[Row, ...]:
+    """One row for each component that the model has, then the total; tied weights count once."""
+    sizes: Counter[str] = Counter()
+    for parameter in manifest(model):
+        sizes[parameter.role] += parameter.size if parameter.tied_to is None else 0
+    total = sum(sizes.values())
+    rows = [
+        Row(component=label, parameters=sizes[role], share=sizes[role] / total)
+        for role, label in COMPONENTS.items()
+        if role in sizes
+    ]
+    return (*rows, Row(component="total", parameters=total, share=1.0))
+
+
+def format_table(model: ModelSpec) -> str:
+    """The table as text."""
+    lines = [f"{'component':<20}{'parameters':>14}{'share':>9}"]
+    for row in parameter_table(model):
+        lines.append(f"{row.component:<20}{row.parameters:>14,}{row.share:>9.2%}")
+    return "\n".join(lines)

@@ -1,0 +1,241 @@
+"""Regular expressions as machines: a small parser, Thompson's construction, subsets, minimisation.
+
+Known: single characters, `|`, `*`, `+`, `?`, `( )`, `[abc]`, `[a-c]`, `[^a]`, `.` for any symbol of
+the alphabet, and `\\` before a character that is meant literally. The meaning is that of Python's
+`re.fullmatch`.
+"""
+
+from collections.abc import Sequence
+
+from glassformer.data.automata.machine import NOWHERE, Machine
+from glassformer.spec.errors import InputError
+
+FOREIGN = "^$]{}"  # mean something to `re` that is not known here
+DEEPEST = 50  # brackets within brackets
+MOST_STATES = 2_000
+WIDEST = 255  # from one end of a range to the other
+
+
+def machine_of_regex(pattern: str, *, alphabet: Sequence[str] = ()) -> Machine:
+    """The smallest machine whose strings may end exactly where they match; dead ends are cut off.
+
+    Without an alphabet, it is the characters that occur in the pattern, in order.
+    """
+    if not alphabet:
+        reader = _Parser(pattern, None)
+        reader.whole()
+        alphabet = sorted(reader.named)
+    parser = _Parser(pattern, tuple(alphabet))
+    start, end = parser.whole()
+    return _determinised(parser, start, end).trimmed().minimised()
+
+
+class _Parser:
+    """Reads a pattern once, from left to right, and builds Thompson's machine on the way.
+
+    A part is a pair of states, entered at the first and left at the second. `free[q]` are the moves
+    that read nothing, `moves[q]` those that read one of some characters.
+    """
+
+    def __init__(self, pattern: str, alphabet: tuple[str, ...] | None) -> None:
+        self.pattern = pattern
+        self.place = 0
+        self.depth = 0
+        self.free: list[list[int]] = []
+        self.moves: list[tuple[frozenset[str], int] | None] = []
+        self.named: set[str] = set()  # characters met so far
+        self.open = alphabet is None  # a first reading, which only asks for the characters
+        self.alphabet = alphabet or ()
+        for symbol in self.alphabet:
+            if len(symbol) != 1 or symbol.isspace():
+                raise self.error(f"symbol {symbol!r} is not a single visible character")
+        if not self.open and not self.alphabet:
+            raise self.error("the pattern names no symbol", hint="name one, e.g. (ab)*")
+
+    def error(self, what: str, *, hint: str = "") -> InputError:
+        """What is wrong, and at which place of the pattern."""
+        return InputError(
+            what, where=f"character {self.place} of regex '{self.pattern}'", hint=hint
+        )
+
+    def whole(self) -> tuple[int, int]:
+        """The whole pattern."""
+        part = self.union()
+        if self.place < len(self.pattern):
+            raise self.error("a ) that closes nothing", hint="write \\) for the character itself")
+        return part
+
+    def union(self) -> tuple[int, int]:
+        """concat | concat | …"""
+        start, end = self.state(), self.state()
+        while True:
+            first, last = self.concat()
+            self.free[start].append(first)
+            self.free[last].append(end)
+            if self.peek() != "|":
+                return start, end
+            self.place += 1
+
+    def concat(self) -> tuple[int, int]:
+        """Parts one after another; none at all matches the empty string."""
+        start = end = self.state()
+        while self.peek() not in ("", "|", ")"):
+            first, last = self.repeated()
+            self.free[end].append(first)
+            end = last
+        return start, end
+
+    def repeated(self) -> tuple[int, int]:
+        """A part, and how often."""
+        first, last = self.atom()
+        how = self.peek()
+        if how not in ("*", "+", "?"):
+            return first, last
+        self.place += 1
+        if self.peek() in ("*", "+", "?"):
+            raise self.error("one repetition directly after another", hint="use brackets: (a*)?")
+        start, end = self.state(), self.state()
+        self.free[start].append(first)
+        self.free[last].append(end)
+        if how in "*?":
+            self.free[start].append(end)
+        if how in "*+":
+            self.free[last].append(first)
+        return start, end
+
+    def atom(self) -> tuple[int, int]:
+        """One character of some, or a part in brackets."""
+        character = self.peek()
+        if character == "(":
+            if self.depth == DEEPEST:
+                raise self.error(f"more than {DEEPEST} brackets within brackets")
+            self.place += 1
+            self.depth += 1
+            part = self.union()
+            self.depth -= 1
+            if self.peek() != ")":
+                raise self.error("a ( that is not closed")
+            self.place += 1
+            return part
+        if character == "[":
+            return self.reads(self.choice())
+        if character == ".":
+            self.place += 1
+            return self.reads(frozenset(self.alphabet))
+        if character in ("*", "+", "?"):
+            raise self.error(f"nothing before {character} to repeat")
+        return self.reads(frozenset(self.literal()))
+
+    def choice(self) -> frozenset[str]:
+        """[abc], [a-c], [^abc]."""
+        opened = self.place
+        self.place += 1
+        inverted = self.peek() == "^"
+        self.place += inverted
+        members: set[str] = set()
+        while self.peek() != "]":
+            if self.peek() == "":
+                self.place = opened
+                raise self.error("a [ that is not closed")
+            low = self.member()
+            if self.peek() == "-" and self.peek(1) not in ("]", ""):
+                self.place += 1
+                high = self.member()
+                if high < low:
+                    raise self.error(f"the range {low}-{high} is empty")
+                if ord(high) - ord(low) > WIDEST:
+                    raise self.error(f"the range {low}-{high} has more than {WIDEST} symbols")
+                members |= {chr(code) for code in range(ord(low), ord(high) + 1)}
+            else:
+                members.add(low)
+        self.place += 1
+        self.named |= members
+        chosen = set(self.alphabet) - members if inverted else members & set(self.alphabet)
+        if not chosen and not self.open:
+            raise self.error("a choice of no symbol")
+        return frozenset(chosen)
+
+    def member(self) -> str:
+        """One character between [ and ], where only \\ is special."""
+        if self.peek() == "\\":
+            self.place += 1
+            if self.peek().isalnum():
+                raise self.error(f"\\{self.peek()} is not known here")
+        if self.peek() == "":
+            raise self.error("the pattern ends within [")
+        self.place += 1
+        return self.pattern[self.place - 1]
+
+    def literal(self) -> str:
+        """One character, itself."""
+        character = self.peek()
+        if character in FOREIGN:
+            raise self.error(
+                f"'{character}' is not known here", hint=f"write \\{character} for itself"
+            )
+        if character == "\\":
+            self.place += 1
+            character = self.peek()
+            if character == "" or character.isalnum():
+                raise self.error(f"\\{character} is not known here")
+        if character not in self.alphabet and not self.open:
+            raise self.error(f"'{character}' is not in the alphabet {' '.join(self.alphabet)}")
+        self.place += 1
+        self.named.add(character)
+        return character
+
+    def peek(self, ahead: int = 0) -> str:
+        """The character here, empty at the end."""
+        return self.pattern[self.place + ahead : self.place + ahead + 1]
+
+    def state(self) -> int:
+        """A new state."""
+        self.free.append([])
+        self.moves.append(None)
+        return len(self.free) - 1
+
+    def reads(self, symbols: frozenset[str]) -> tuple[int, int]:
+        """A part that reads one of these."""
+        start, end = self.state(), self.state()
+        self.moves[start] = (symbols, end)
+        return start, end
+
+
+def _determinised(parser: _Parser, start: int, end: int) -> Machine:
+    """Sets of states that some string can be in; class 1 where the last one is among them."""
+
+    def closed(states: set[int]) -> frozenset[int]:
+        waiting = list(states)
+        while waiting:
+            for following in parser.free[waiting.pop()]:
+                if following not in states:
+                    states.add(following)
+                    waiting.append(following)
+        return frozenset(states)
+
+    begin = closed({start})
+    number = {begin: 0}
+    order = [begin]
+    table: list[tuple[int, ...]] = []
+    for subset in order:  # grows while it is read
+        row: list[int] = []
+        for symbol in parser.alphabet:
+            moves = (parser.moves[state] for state in subset)
+            reached = closed({move[1] for move in moves if move is not None and symbol in move[0]})
+            if not reached:
+                row.append(NOWHERE)
+                continue
+            if reached not in number:
+                number[reached] = len(order)
+                order.append(reached)
+                if len(order) > MOST_STATES:
+                    raise parser.error(f"the machine has more than {MOST_STATES} states")
+            row.append(number[reached])
+        table.append(tuple(row))
+    accepted = tuple(end in subset for subset in order)
+    return Machine(
+        alphabet=parser.alphabet,
+        transitions=tuple(table),
+        classes=tuple(map(int, accepted)),
+        ends=accepted,
+    )

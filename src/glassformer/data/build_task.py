@@ -1,0 +1,33 @@
+"""From a task's spec to the task."""
+
+from pathlib import Path
+
+from glassformer.data.task import Task
+from glassformer.data.tasks.digits import Digits
+from glassformer.data.tasks.fsm import Fsm
+from glassformer.data.tasks.sequences import Sequences
+from glassformer.data.tasks.text import Text
+from glassformer.data.tasks.translation import Translation
+from glassformer.spec import tasks as spec
+from glassformer.spec.errors import InputError
+
+
+def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
+    """The examples that a spec describes; `cache` is a folder where text keeps its token files."""
+    match task:
+        case spec.DigitsTask():
+            return Digits(task)
+        case spec.SequenceTask():
+            return Sequences(task)
+        case spec.FsmTask():
+            return Fsm(task)
+        case spec.TextTask():
+            return Text(task, cache=cache)
+        case spec.TranslationTask():
+            return Translation(task)
+        case spec.FinetuneTask():
+            raise InputError(
+                "a fine-tuning task is made of its base's tokens",
+                hint="glassformer.lab.runs.assemble.assemble(run) builds task and engine together",
+            )
+    raise InputError(f"{type(task).__name__} is no task", hint="a spec of glassformer.spec.tasks")

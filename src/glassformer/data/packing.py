@@ -1,0 +1,257 @@
+"""Ready-made examples as a task: ids with what is to be learned of them, packed into rows.
+
+Packing leaks nothing: an example is shifted on its own before it is packed, so its last token never
+predicts the next one's first, and `segments` keeps attention and positions apart. What does not fit
+is cut or left out, and told: `notes` says it to people, `facts` to the run's record.
+"""
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.data.batch import Batch, Bools, Ints
+from glassformer.data.rng import digest, stream
+from glassformer.data.splits import checked, pick
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.errors import InputError
+from glassformer.spec.tasks import FinetuneTask
+
+# B batch, T length, N tokens of one example
+
+#: Places that are named when examples were cut or left out.
+NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """Ids of one example, and which of them are to be learned. `where` is its place in the file.
+
+    `goes_on`: what is too long continues in a further example (text); else it is cut (an answer).
+    """
+
+    ids_N: NDArray[np.int64]
+    learned_N: Bools
+    where: str
+    goes_on: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """One row: tokens, the tokens after them, what counts, and which example each is of."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    counted: Bools
+    segments: NDArray[np.int64]
+
+
+class Examples:
+    """Splits `train` and `val`, head `next`; rows of `train` hold several examples if packed.
+
+    Equal examples stay in one split, so that nothing held out was trained on.
+    """
+
+    def __init__(
+        self, spec: FinetuneTask, examples: Sequence[Example], *, tokenizer: Tokenizer
+    ) -> None:
+        self.spec = spec
+        self.name = "finetune"
+        self.tokenizer = tokenizer
+        self.heads = {"next": tokenizer.vocab_size}
+        self._given = len(examples)
+        self._cut: list[str] = []
+        self._cut_tokens = 0
+        self._left_out: list[str] = []
+        fitted = [piece for example in examples for piece in self._fitted(example)]
+        if not fitted:
+            raise InputError(
+                f"none of the {len(examples)} examples has anything to learn",
+                where=spec.path,
+                hint="an answer that is empty, or begins beyond `task.length`, teaches nothing",
+            )
+        parts, self._repeated = divided(fitted, held_out=spec.held_out, seed=spec.seed)
+        if not parts["val"]:
+            raise InputError(
+                "all examples are alike, so none can be held out",
+                where=spec.path,
+                hint="give at least two different ones",
+            )
+        self._examples = {split: len(part) for split, part in parts.items()}
+        self._rows = {
+            "train": list(_rows(parts["train"], spec.length if spec.packing else 0)),
+            "val": list(_rows(parts["val"], 0)),
+        }
+
+    def _fitted(self, example: Example) -> Iterator[Example]:
+        """The example in pieces that have room, or its beginning; nothing if nothing is learned."""
+        width, size = self.spec.length + 1, len(example.ids_N)
+        starts = range(0, max(1, size - 1), self.spec.length) if example.goes_on else range(1)
+        for start in starts:
+            piece = Example(
+                ids_N=example.ids_N[start : start + width],
+                learned_N=example.learned_N[start : start + width],
+                where=example.where,
+            )
+            if piece.learned_N[1:].any():
+                yield piece
+            elif example.where not in self._left_out:
+                self._left_out.append(example.where)
+        if size > width and not example.goes_on:
+            self._cut.append(example.where)
+            self._cut_tokens += size - width
+
+    def sizes(self) -> dict[str, int]:
+        """Rows of each split."""
+        return {split: len(rows) for split, rows in self._rows.items()}
+
+    def lengths(self, split: str) -> NDArray[np.int64]:
+        """Positions of each row."""
+        return np.array([len(row.tokens) for row in pick(self._rows, split)], dtype=np.int64)
+
+    def batch(self, split: str, rows: Ints) -> Batch:
+        """Those rows, padded to the longest; weights are 1 where the next token is learned."""
+        made = self._picked(split, rows)
+        shape = (len(made), max(len(row.tokens) for row in made))
+        tokens_BT, targets_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        weights_BT, valid_BT = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+        segments_BT = np.full(shape, -1, dtype=np.int64)
+        for place, row in enumerate(made):
+            size = len(row.tokens)
+            tokens_BT[place, :size] = row.tokens
+            targets_BT[place, :size] = row.targets
+            weights_BT[place, :size] = row.counted
+            segments_BT[place, :size] = row.segments
+            valid_BT[place, :size] = True
+        packed = bool((segments_BT > 0).any())
+        return Batch(
+            tokens=tokens_BT,
+            valid=valid_BT,
+            targets={"next": targets_BT},
+            weights=weights_BT,
+            segments=segments_BT if packed else None,
+        )
+
+    def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
+        """Examples are not broken down."""
+        self._picked(split, rows)
+        return {}
+
+    def confusions(
+        self, split: str, rows: Ints, answers: NDArray[np.int64]
+    ) -> dict[str, list[tuple[str, str]]]:
+        """A wrong token is no other question's answer: nothing to confuse."""
+        return {}
+
+    def oracle(self, split: str, rows: Ints) -> None:
+        """Nobody knows what else could have been answered."""
+        self._picked(split, rows)
+
+    def describe(self, split: str, row: int) -> str:
+        """The row's examples, one after another."""
+        made = self._picked(split, np.array([row]))[0]
+        parts = [
+            [*made.tokens[at].tolist(), int(made.targets[at][-1])]
+            for at in (made.segments == number for number in range(made.segments[-1] + 1))
+        ]
+        return "\n---\n".join(self.tokenizer.decode(ids) for ids in parts)
+
+    def facts(self) -> dict[str, Any]:
+        """Examples, rows, tokens and what was not used, with a hash of all that is trained on."""
+        rows = [row for split in ("train", "val") for row in self._rows[split]]
+        parts = [(row.tokens, row.targets, row.counted, row.segments) for row in rows]
+        return {
+            "task": self.name,
+            "records": self._given,
+            "examples": self._examples,
+            "sizes": self.sizes(),
+            "tokens": {split: int(self.lengths(split).sum()) for split in self._rows},
+            "learned_tokens": {
+                split: int(sum(row.counted.sum() for row in made))
+                for split, made in self._rows.items()
+            },
+            "repeated": self._repeated,
+            "cut": len(self._cut),
+            "cut_tokens": self._cut_tokens,
+            "left_out": len(self._left_out),
+            "sha256": digest(array for part in parts for array in part),
+        }
+
+    def notes(self) -> list[str]:
+        """What a person should know before training: what was cut, left out, or repeated."""
+        told = []
+        if self._cut:
+            told.append(
+                f"{len(self._cut)} of {self._given} examples are longer than task.length="
+                f"{self.spec.length} and were cut: {self._cut_tokens} tokens are not read "
+                f"({_named(self._cut)})"
+            )
+        if self._left_out:
+            told.append(
+                f"{len(self._left_out)} of {self._given} examples have nothing to learn within "
+                f"{self.spec.length} positions and were left out ({_named(self._left_out)})"
+            )
+        if self._repeated:
+            told.append(f"{self._repeated} examples occur more than once, each within one split")
+        return told
+
+    def _picked(self, split: str, rows: Ints) -> list[_Row]:
+        held = pick(self._rows, split)
+        return [held[row] for row in checked(rows, size=len(held), split=split)]
+
+
+def divided(
+    examples: Sequence[Example], *, held_out: float, seed: int
+) -> tuple[dict[str, list[Example]], int]:
+    """`train` and `val`, equal examples together, and how many examples repeat an earlier one."""
+    alike: dict[bytes, list[Example]] = {}
+    for example in examples:
+        key = example.ids_N.tobytes() + b"/" + example.learned_N.tobytes()
+        alike.setdefault(key, []).append(example)
+    groups = list(alike.values())
+    count = min(max(1, round(held_out * len(groups))), len(groups) - 1)
+    chosen = set(stream(seed, "held out").permutation(len(groups))[:count].tolist())
+    parts: dict[str, list[Example]] = {"train": [], "val": []}
+    for number, group in enumerate(groups):
+        parts["val" if number in chosen else "train"] += group
+    return parts, len(examples) - len(groups)
+
+
+def packed(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Numbers of the items of each bin: longest first, each into the fullest bin with room for it.
+
+    Whatever is longer than the capacity gets a bin of its own.
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free places, bin), ascending
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        at = bisect.bisect_left(room, (sizes[item], 0))
+        if at < len(room):
+            free, number = room.pop(at)
+        else:
+            free, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(item)
+        bisect.insort(room, (free - sizes[item], number))
+    return bins
+
+
+def _rows(examples: Sequence[Example], capacity: int) -> Iterator[_Row]:
+    """Rows of up to `capacity` positions; each example predicts its own tokens alone."""
+    sizes = [len(example.ids_N) - 1 for example in examples]
+    for numbers in packed(sizes, capacity):
+        chosen = [examples[number] for number in numbers]
+        yield _Row(
+            tokens=np.concatenate([example.ids_N[:-1] for example in chosen]),
+            targets=np.concatenate([example.ids_N[1:] for example in chosen]),
+            counted=np.concatenate([example.learned_N[1:] for example in chosen]),
+            segments=np.repeat(np.arange(len(chosen)), [sizes[number] for number in numbers]),
+        )
+
+
+def _named(places: Sequence[str]) -> str:
+    more = f" and {len(places) - NAMED} more" if len(places) > NAMED else ""
+    return ", ".join(places[:NAMED]) + more

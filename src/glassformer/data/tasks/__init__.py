@@ -1,0 +1,1 @@
+"""The tasks: one module for each kind of training data."""

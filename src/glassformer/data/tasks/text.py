@@ -1,0 +1,296 @@
+"""Next-token prediction over text: a corpus becomes one long row of ids, read in windows.
+
+The end of the corpus is held out as `val`. The cut is made in the text, before any tokenizer is
+trained, so pieces are learned from the training part alone, and each part's bytes are known.
+Bits per byte = nats per token / ln 2 / bytes per token: it compares across tokenizers.
+"""
+
+import hashlib
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.data.batch import Batch, Ints
+from glassformer.data.splits import checked, pick
+from glassformer.data.tasks.corpus import Document, read_corpus
+from glassformer.data.tokenizers.bpe import BytePairs
+from glassformer.data.tokenizers.characters import Bytes, Characters
+from glassformer.data.tokenizers.from_json import tokenizer_from_json
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.tasks import TextTask
+
+# B batch, T length
+
+FORMAT = 1  # of the files in the cache; another number makes new ones
+LONGEST_LINE = 1_000  # characters that pieces are learned from at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One split: its ids, as a memory-mapped file, and how many bytes of text they stand for."""
+
+    ids: NDArray[np.unsignedinteger[Any]]
+    text_bytes: int
+
+
+class Text:
+    """Windows of `length` tokens, one after another; head `next`. Nobody knows the truth here.
+
+    `cache` is a folder for the token files, found again by the hash of the text; without one they
+    lie in nameless temporary files. What is left at a part's end, shorter than a window, is unused.
+    """
+
+    def __init__(self, spec: TextTask, *, cache: Path | None = None) -> None:
+        self.spec = spec
+        self.name = "text"
+        documents = read_corpus(spec.path, seed=spec.seed)
+        if spec.tokenizer != "bytes":
+            for document in documents:
+                document.text()  # reports what is no text, with file and offset
+        whole = _joined(documents)
+        cut = _cut(whole, held_out=spec.held_out)
+        self._documents = len(documents)
+        self._sha256 = hashlib.sha256(whole).hexdigest()
+        self._text_bytes = len(whole)
+        self.tokenizer, self._parts = self._tokens(
+            {"train": whole[:cut], "val": whole[cut:]}, cache
+        )
+        self.heads: Mapping[str, int] = {"next": self.tokenizer.vocab_size}
+        for split, part in self._parts.items():
+            if len(part.ids) <= spec.length:
+                raise InputError(
+                    f"the {split} part of the corpus has {len(part.ids)} tokens, "
+                    f"one sequence needs {spec.length + 1}",
+                    where=spec.path or "Python's manuals",
+                    hint=f"use a text of {-(-(spec.length + 1) * len(whole) // len(part.ids))} "
+                    "bytes or more, or a smaller length",
+                )
+
+    def sizes(self) -> dict[str, int]:
+        """Windows of each part; the token after a window's last is its last target."""
+        return {
+            split: (len(part.ids) - 1) // self.spec.length for split, part in self._parts.items()
+        }
+
+    def lengths(self, split: str) -> NDArray[np.int64]:
+        """All alike."""
+        pick(self._parts, split)
+        return np.full(self.sizes()[split], self.spec.length)
+
+    def batch(self, split: str, rows: Ints) -> Batch:
+        """Windows, and the same one token later as the target of head `next`."""
+        window_BT = self._window(split, rows)
+        tokens_BT = window_BT[:, :-1]
+        return Batch(
+            tokens=tokens_BT,
+            valid=np.ones(tokens_BT.shape, dtype=np.bool_),
+            targets={"next": window_BT[:, 1:]},
+            weights=np.ones(tokens_BT.shape, dtype=np.float32),
+        )
+
+    def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
+        """Text is not broken down."""
+        self._window(split, rows)
+        return {}
+
+    def confusions(
+        self, split: str, rows: Ints, answers: NDArray[np.int64]
+    ) -> dict[str, list[tuple[str, str]]]:
+        """A wrong symbol is no other question's answer: nothing to confuse."""
+        return {}
+
+    def oracle(self, split: str, rows: Ints) -> None:
+        """Nobody knows what comes next in a text."""
+        self._window(split, rows)
+
+    def describe(self, split: str, row: int) -> str:
+        """The window's text."""
+        return self.tokenizer.decode(self._window(split, np.array([row]))[0, :-1].tolist())
+
+    def notes(self) -> list[str]:
+        """What people should know before they train on it."""
+        made, asked = self.tokenizer.vocab_size, self.spec.vocab_size
+        if self.spec.tokenizer != "bpe" or made >= asked:
+            return []
+        return [
+            f"the text is too short for {asked:,} different pieces: the vocabulary has {made:,}"
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """Where the text is from, its size and hash, tokens and bytes per token of each part."""
+        source = "files"
+        if not self.spec.path:
+            source = f"manuals of {platform.python_implementation()} {platform.python_version()}"
+        return {
+            "task": self.name,
+            "corpus": source,
+            "documents": self._documents,
+            "bytes": self._text_bytes,
+            "sha256": self._sha256,
+            "tokenizer": self.spec.tokenizer,
+            "vocab_size": self.tokenizer.vocab_size,
+            "sizes": self.sizes(),
+            "tokens": {split: len(part.ids) for split, part in self._parts.items()},
+            "bytes_per_token": {
+                split: part.text_bytes / len(part.ids) for split, part in self._parts.items()
+            },
+        }
+
+    def _window(self, split: str, rows: Ints) -> NDArray[np.int64]:
+        """(B, T + 1): a window and the token after it."""
+        part = pick(self._parts, split)
+        rows = checked(rows, size=self.sizes()[split], split=split)
+        places = rows[:, None] * self.spec.length + np.arange(self.spec.length + 1)
+        window_BT: NDArray[np.int64] = part.ids[places].astype(np.int64)
+        return window_BT
+
+    def _tokens(
+        self, texts: Mapping[str, bytes], cache: Path | None
+    ) -> tuple[Tokenizer, dict[str, _Part]]:
+        """The tokenizer and the parts, from the cache if they are there."""
+        spec = self.spec
+        size = spec.vocab_size if spec.tokenizer == "bpe" else 0
+        words = f"{FORMAT}/{spec.tokenizer}/{size}/{spec.held_out}/{self._sha256}"
+        key = hashlib.sha256(words.encode()).hexdigest()[:24]
+        stored = None if cache is None else cache / f"text-{key}"
+        if stored is not None and (stored / "tokenizer.json").is_file():
+            tokenizer, ids = _found(stored, tuple(texts))
+        else:
+            tokenizer = _tokenizer(spec, texts)
+            made = {split: _encoded(tokenizer, text) for split, text in texts.items()}
+            if stored is None:
+                ids = {split: _mapped(array) for split, array in made.items()}
+            else:
+                ids = _stored(stored, tokenizer, made)
+        return tokenizer, {split: _Part(ids[split], len(text)) for split, text in texts.items()}
+
+
+def held_out_text(spec: TextTask) -> str:
+    """What a task of this spec holds out, as text, without making any tokens."""
+    documents = read_corpus(spec.path, seed=spec.seed)
+    for document in documents:
+        document.text()
+    whole = _joined(documents)
+    return whole[_cut(whole, held_out=spec.held_out) :].decode("utf-8")
+
+
+def _joined(documents: Sequence[Document]) -> bytes:
+    """All documents, an empty line between them."""
+    return b"\n\n".join(document.content.strip(b"\n") for document in documents) + b"\n"
+
+
+def _cut(whole: bytes, *, held_out: float) -> int:
+    """Where the held-out end begins: at a line's start, if one is near."""
+    place = min(int(len(whole) * (1.0 - held_out)), len(whole) - 1)
+    line = whole.find(b"\n", place) + 1
+    if 0 < line < len(whole) - (len(whole) - place) // 2:
+        return line
+    while place < len(whole) and whole[place] & 0xC0 == 0x80:  # inside a character
+        place += 1
+    return place
+
+
+def _tokenizer(spec: TextTask, texts: Mapping[str, bytes]) -> Tokenizer:
+    match spec.tokenizer:
+        case "bytes":
+            return Bytes()
+        case "characters":
+            return Characters.of(text.decode("utf-8") for text in texts.values())
+        case _:
+            return BytePairs.train(
+                _lines(texts["train"].decode("utf-8")), vocab_size=spec.vocab_size
+            )
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines to learn pieces from; a long one in parts, at a space if it has one.
+
+    The time that a word takes there grows with the square of its length: a megabyte without a
+    space would never be done.
+    """
+    for line in text.splitlines(keepends=True):
+        start = 0
+        while len(line) - start > LONGEST_LINE:
+            end = line.rfind(" ", start + 1, start + LONGEST_LINE)
+            end = start + LONGEST_LINE if end < 0 else end
+            yield line[start:end]
+            start = end
+        yield line[start:]
+
+
+def _encoded(tokenizer: Tokenizer, text: bytes) -> NDArray[np.unsignedinteger[Any]]:
+    """Ids in the smallest type that holds them."""
+    kind = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    if isinstance(tokenizer, Bytes):
+        return np.frombuffer(text, dtype=np.uint8).astype(kind)
+    if isinstance(tokenizer, BytePairs):
+        pieces = tokenizer.encode_many(_paragraphs(text.decode("utf-8")))
+        return np.concatenate([np.array(piece, dtype=kind) for piece in pieces])
+    return np.array(tokenizer.encode(text.decode("utf-8")), dtype=kind)
+
+
+def _paragraphs(text: str) -> list[str]:
+    """The text in pieces of some thousand characters, for all cores; a piece ends with a line."""
+    pieces: list[str] = []
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + 10_000) + 1 or len(text)
+        pieces.append(text[start:end])
+        start = end
+    return pieces
+
+
+def _mapped(array: NDArray[Any]) -> NDArray[Any]:
+    """The same numbers in a file without a name, which is gone when nobody reads it any more."""
+    with tempfile.TemporaryFile() as file:
+        array.tofile(file)
+        file.flush()
+        mapped: NDArray[Any] = np.memmap(file, dtype=array.dtype, mode="r", shape=array.shape)
+    return mapped
+
+
+def _found(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[str, NDArray[Any]]]:
+    """What the cache holds, which is whole unless someone damaged it."""
+    try:
+        tokenizer = tokenizer_from_json((folder / "tokenizer.json").read_text("utf-8"))
+        ids = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in splits}
+        if any(part.ndim != 1 or part.dtype.kind != "u" for part in ids.values()):
+            raise ValueError("a file of it holds no token ids")
+    except (OSError, ValueError, EOFError) as error:
+        raise FileError(
+            f"the cache of tokens is damaged: {error}",
+            where=folder.name,
+            hint="delete this folder of the cache; it is made anew",
+        ) from error
+    return tokenizer, ids
+
+
+def _stored(
+    folder: Path, tokenizer: Tokenizer, arrays: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """Written beside and renamed, so that a folder that is there is whole."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
+            beside = Path(name) / folder.name
+            beside.mkdir()
+            for split, array in arrays.items():
+                np.save(beside / f"{split}.npy", array, allow_pickle=False)
+            (beside / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+            if not folder.exists():  # else someone was faster; theirs is the same
+                beside.rename(folder)
+    except OSError as error:
+        if not (folder / "tokenizer.json").is_file():  # faster by a hair, and not a full disk
+            raise MachineError(
+                f"could not write the tokens: {error.strerror or error}",
+                where=str(folder.parent),
+                hint="make room there, or choose another folder",
+            ) from error
+    return {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in arrays}

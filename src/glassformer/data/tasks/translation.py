@@ -1,0 +1,250 @@
+"""A number or a date as people write it: in figures, or in the words of a language.
+
+The words are num2words' and Babel's, whose languages do not depend on the machine's own. Figures
+are plain digits and the ISO 8601 date.
+
+Translation with exact answers: numbers and dates between figures and two languages.
+
+The source names the form that is wanted: `de: 4217` is answered `viertausendzweihundertsiebzehn`,
+`digits: March 17, 2024` is answered `2024-03-17`. Numbers and dates are split, not pairs: what is
+held out occurs in no direction in training. Tokens are pieces of words learned from the training
+part, so that rows are short (a number in words has 7 pieces, 41 characters), and digits stand
+alone, so that a piece never hides their places.
+"""
+
+import datetime
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import permutations
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.data.batch import Batch, Ints, pad
+from glassformer.data.rng import digest, stream
+from glassformer.data.splits import (
+    EOS,
+    PAD,
+    answered_batch,
+    checked,
+    padded_to_longest,
+    pick,
+    spread,
+    tenths,
+)
+from glassformer.data.task import Oracle
+from glassformer.data.tokenizers.bpe import BytePairs
+from glassformer.spec.errors import MachineError
+from glassformer.spec.tasks import TranslationTask
+
+Kind = Literal["number", "date"]
+
+#: The form that is no language.
+FIGURES = "digits"
+NEEDED = ("num2words", "babel")
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def written(kind: Kind, value: int, form: str) -> str:
+    """A number, or a date by its ordinal (day 1 is the first of January of year 1)."""
+    if kind == "date":
+        date = datetime.date.fromordinal(value)
+        return date.isoformat() if form == FIGURES else _date(date, form)
+    return str(value) if form == FIGURES else _number(value, form)
+
+
+def writers() -> dict[str, str]:
+    """The libraries that write, with their versions: other ones may word things differently."""
+    try:
+        import babel  # noqa: F401
+        import num2words  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError as error:
+        raise MachineError(
+            f"the translation task needs {error.name}, which is not installed",
+            hint="pip install 'glassformer[translate]'",
+        ) from error
+    return {name: version(name) for name in NEEDED}
+
+
+def _number(value: int, language: str) -> str:
+    from num2words import num2words
+
+    text: str = num2words(value, lang=language)
+    return text
+
+
+def _date(date: datetime.date, language: str) -> str:
+    from babel.dates import format_date
+
+    # The long form; a full one names the weekday, which is arithmetic and no translation.
+    text: str = format_date(date, "long", locale=language)
+    return text
+
+
+# N pairs, B batch, T answer tokens, S source tokens, V vocabulary
+
+SPECIALS = ("PAD", "BOS", "EOS")
+WAYS = 6  # three forms, each into each other one
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A number or a date, and which of its kind's lengths it has."""
+
+    kind: Kind
+    value: int
+
+    @property
+    def length(self) -> str:
+        """Digits of a number; dates are all alike."""
+        return str(len(str(self.value))) if self.kind == "number" else "date"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """One split: its values, and the pairs of each, one for every direction, as padded ids."""
+
+    values: list[_Value]
+    source_NS: NDArray[np.int64]
+    source_lengths_N: NDArray[np.int64]
+    answer_NT: NDArray[np.int64]
+    answer_lengths_N: NDArray[np.int64]
+
+
+class Translation:
+    """Every value in all six directions; splits `train`, `val`, `test` by value, head `next`."""
+
+    def __init__(self, spec: TranslationTask) -> None:
+        self.spec = spec
+        self.name = "translation"
+        self._writers = writers()
+        self.directions = tuple(permutations((FIGURES, *spec.languages), 2))
+        parts = _divided(spec)
+        texts = {split: self._texts(values) for split, values in parts.items()}
+        self.tokenizer = BytePairs.train(
+            (text for pair in texts["train"] for text in pair),
+            vocab_size=spec.pieces,
+            specials=SPECIALS,
+            digits_apart=True,
+        )
+        self.heads: Mapping[str, int] = {"next": self.tokenizer.vocab_size}
+        self._splits = {split: self._encoded(parts[split], pairs) for split, pairs in texts.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """Pairs of each split."""
+        return {split: len(pairs.answer_NT) for split, pairs in self._splits.items()}
+
+    def lengths(self, split: str) -> NDArray[np.int64]:
+        """Tokens of each answer, its end included."""
+        return pick(self._splits, split).answer_lengths_N
+
+    def batch(self, split: str, rows: Ints) -> Batch:
+        """The source, BOS and the answer, and the answer and EOS as the target of head `next`."""
+        pairs, rows = self._found(split, rows)
+        return answered_batch(
+            pairs.source_NS[rows],
+            pairs.source_lengths_N[rows],
+            answer_NT=pairs.answer_NT[rows],
+            answer_lengths_N=pairs.answer_lengths_N[rows],
+        )
+
+    def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
+        """Direction, the language or figures asked for, number or date, digits of a number."""
+        pairs, rows = self._found(split, rows)
+        ways = [self.directions[row % WAYS] for row in rows]
+        values = [pairs.values[row // WAYS] for row in rows]
+        return {
+            "direction": [f"{given} to {wanted}" for given, wanted in ways],
+            "language": [wanted for _, wanted in ways],
+            "kind": [value.kind for value in values],
+            "length": [value.length for value in values],
+        }
+
+    def confusions(
+        self, split: str, rows: Ints, answers: NDArray[np.int64]
+    ) -> dict[str, list[tuple[str, str]]]:
+        """A wrong piece is no other question's answer: nothing to confuse."""
+        return {}
+
+    def oracle(self, split: str, rows: Ints) -> Oracle:
+        """One answer is right: entropy (B, T) is 0, and (B, T, V) is 1 on the target; 0 on PAD."""
+        pairs, rows = self._found(split, rows)
+        next_BT, valid_BT = padded_to_longest(pairs.answer_NT[rows], pairs.answer_lengths_N[rows])
+        probabilities_BTV = np.eye(self.heads["next"])[next_BT] * valid_BT[:, :, None]
+        return Oracle(
+            entropy=np.zeros(next_BT.shape),
+            probabilities=probabilities_BTV,
+            legal=probabilities_BTV > 0,
+        )
+
+    def describe(self, split: str, row: int) -> str:
+        """`de: 42 -> zweiundvierzig`."""
+        pairs, (number,) = self._found(split, np.array([row]))
+        return " -> ".join(self._pair(pairs.values[number // WAYS], number % WAYS))
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes, characters a token of the answers, who wrote the words, and a hash."""
+        arrays = [
+            array for pairs in self._splits.values() for array in (pairs.source_NS, pairs.answer_NT)
+        ]
+        return {
+            "task": self.name,
+            "languages": list(self.spec.languages),
+            "writers": self._writers,
+            "sizes": self.sizes(),
+            "overlap": self._overlap(),
+            "vocab_size": self.tokenizer.vocab_size,
+            "sha256": digest(arrays),
+        }
+
+    def _overlap(self) -> int:
+        """Numbers and dates that occur in more than one split."""
+        distinct = [set(pairs.values) for pairs in self._splits.values()]
+        return sum(map(len, distinct)) - len(set[_Value]().union(*distinct))
+
+    def _found(self, split: str, rows: Ints) -> tuple[_Pairs, NDArray[np.int64]]:
+        pairs = pick(self._splits, split)
+        return pairs, checked(rows, size=len(pairs.answer_NT), split=split)
+
+    def _pair(self, value: _Value, way: int) -> tuple[str, str]:
+        """What is asked and what is answered."""
+        given, wanted = self.directions[way]
+        source = f"{wanted}: {written(value.kind, value.value, given)}"
+        return source, written(value.kind, value.value, wanted)
+
+    def _texts(self, values: Sequence[_Value]) -> list[tuple[str, str]]:
+        return [self._pair(value, way) for value in values for way in range(WAYS)]
+
+    def _encoded(self, values: list[_Value], texts: Sequence[tuple[str, str]]) -> _Pairs:
+        sides = []
+        for side in range(2):
+            ids = self.tokenizer.encode_many([pair[side] for pair in texts])
+            tokens_NT, valid_NT = pad([[*row, EOS] for row in ids], filler=PAD)
+            sides.append((tokens_NT.astype(np.int64), valid_NT.sum(axis=1)))
+        (source_NS, source_lengths_N), (answer_NT, answer_lengths_N) = sides
+        return _Pairs(values, source_NS, source_lengths_N, answer_NT, answer_lengths_N)
+
+
+def _divided(spec: TranslationTask) -> dict[str, list[_Value]]:
+    """Distinct values by split: half numbers, as evenly over lengths as can be, half dates."""
+    count = spec.examples // WAYS
+    places = range(1, spec.digits + 1)
+    room = [9 * 10 ** (place - 1) for place in places]
+    first = datetime.date(spec.first_year, 1, 1).toordinal()
+    days = datetime.date(spec.last_year, 12, 31).toordinal() + 1 - first
+    dates, numbers = count // 2, count - count // 2
+    spread(dates, [days], what="dates")  # refuses more than there are
+    values: list[_Value] = []
+    for place, many, size in zip(places, spread(numbers, room, what="numbers"), room, strict=True):
+        drawn = stream(spec.seed, "translation", place).permutation(size)[:many]
+        values += [_Value("number", 10 ** (place - 1) + int(number)) for number in drawn]
+    drawn = stream(spec.seed, "translation", "dates").permutation(days)[:dates]
+    values += [_Value("date", first + int(day)) for day in drawn]
+    mixed = stream(spec.seed, "translation", "order")
+    return {
+        split: [values[number] for number in mixed.permutation(numbers)]
+        for split, numbers in tenths(len(values)).items()
+    }

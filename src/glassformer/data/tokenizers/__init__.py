@@ -1,0 +1,1 @@
+"""Tokenizers: named symbols, characters, bytes, byte-pair encoding."""

@@ -1,0 +1,107 @@
+"""Byte-level BPE, trained and run by the `tokenizers` library, which is imported on first use.
+
+Its JSON is that library's own format, so that other tools open a checkpoint's `tokenizer.json`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from glassformer.data.tokenizers.characters import utf8
+from glassformer.data.tokenizers.vocab import known_id
+from glassformer.spec.checks import at_least
+from glassformer.spec.errors import InputError, MachineError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Engine
+
+
+class BytePairs:
+    """Pieces of words, from 256 bytes upwards: any text goes in and the same text comes out."""
+
+    def __init__(self, engine: "Engine") -> None:
+        # A text that spells a special token's name means the letters, never the token.
+        engine.encode_special_tokens = True
+        self._engine = engine
+        self._size = int(engine.get_vocab_size())
+        added = engine.get_added_tokens_decoder()
+        names = {token.content: int(i) for i, token in added.items() if token.special}
+        self.pad, self.bos, self.eos = (names.get(name) for name in ("PAD", "BOS", "EOS"))
+
+    @classmethod
+    def train(
+        cls,
+        texts: Iterable[str],
+        *,
+        vocab_size: int,
+        specials: Sequence[str] = (),
+        digits_apart: bool = False,
+    ) -> "BytePairs":
+        """Merge the most frequent pairs until there are `vocab_size` pieces, or no pair is left.
+
+        `specials` get the first ids. `digits_apart`: a digit is never part of a longer piece.
+        """
+        at_least("vocab_size", vocab_size, 256 + len(specials))
+        _library()
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        engine = Tokenizer(models.BPE())
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        single = pre_tokenizers.Digits(individual_digits=True)
+        engine.pre_tokenizer = pre_tokenizers.Sequence([single, level]) if digits_apart else level
+        engine.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(specials),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        engine.train_from_iterator(texts, trainer)
+        return cls(engine)
+
+    @classmethod
+    def from_json(cls, text: str) -> "BytePairs":
+        """The inverse of `to_json`."""
+        _library()
+        from tokenizers import Tokenizer
+
+        try:
+            return cls(Tokenizer.from_str(text))
+        except Exception as error:  # the library raises Exception itself
+            raise InputError(f"not a tokenizer of the tokenizers library: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """How many pieces there are: fewer than asked for where the text was short."""
+        return self._size
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the pieces."""
+        utf8(text)
+        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        found = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [each.ids for each in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these pieces; U+FFFD where a character was cut."""
+        known = [known_id(i, self._size) for i in ids]
+        text: str = self._engine.decode(known, skip_special_tokens=False)
+        return text
+
+    def to_json(self) -> str:
+        """The library's own JSON."""
+        text: str = self._engine.to_str(pretty=False)
+        return text + "\n"
+
+
+def _library() -> None:
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise MachineError(
+            "BPE needs the library tokenizers, which is not installed",
+            hint="pip install tokenizers, or use tokenizer=bytes",
+        ) from error

@@ -1,0 +1,324 @@
+"""What a beam search keeps: the best candidates of each step, and the tree that they grow.
+
+Candidates of one step have one length, so their log-probabilities rank them; scores compare
+hypotheses of different lengths.
+
+Beam search: many prompts at once, cached, with a stop that never gives up a winner.
+
+At each step an item's candidates are all its live beams with all their next tokens. The best of
+them fill the places that no complete hypothesis holds: those that end leave the search and keep
+their place, the others go on. An item is done when it has its n best and no live beam can beat
+the last of them, by `BeamSpec.bound`, whatever the sign of the length penalty.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glassformer.generation.constraint import Bounded, Constraint
+from glassformer.generation.loop import check_something_left, check_tokens
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import Stepper
+from glassformer.spec.decoding import BeamSpec
+from glassformer.spec.errors import DivergedError
+
+# I items (prompts), W beams, V vocab, C = W * V candidates, R rows of the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One kept token: the node before it (-1: the prompt), and the sum of log-probabilities.
+
+    `place` counts new tokens from 1. `finish` says why a hypothesis is complete here, if it is.
+    """
+
+    parent: int
+    token: int
+    place: int
+    logprob: float
+    total: float
+    group: int = 0
+    finish: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A complete sequence of new tokens, the end among them; `node` is its leaf in the tree."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    logprob: float
+    score: float
+    finish: str
+    node: int = -1
+
+
+def path_to(nodes: list[Node], leaf: int) -> list[Node]:
+    """The nodes from the first token to this one."""
+    path = []
+    while leaf >= 0:
+        path.append(nodes[leaf])
+        leaf = nodes[leaf].parent
+    return path[::-1]
+
+
+def best_candidates(
+    ranked_IC: Tensor, totals_IC: Tensor, *, places: NDArray[np.int64]
+) -> list[list[tuple[int, float]]]:
+    """For each item the places[i] candidates that rank best, as (number, total), best first.
+
+    Of equal ones the first wins, as `argmax` has it; `topk` alone would not say which.
+    """
+    most = min(int(places.max()), ranked_IC.shape[1])
+    if most == 0:
+        return [[] for _ in places]
+    sorted_IW = ranked_IC.topk(most).values
+    last_I1 = torch.from_numpy(np.clip(places, 1, most) - 1)[:, None].to(ranked_IC.device)
+    enough_IC = ranked_IC >= sorted_IW.gather(1, last_I1)
+    found = enough_IC.logical_and_(ranked_IC > -math.inf).nonzero()
+    items, numbers = found.cpu().numpy().T
+    ranks = ranked_IC[found[:, 0], found[:, 1]].cpu().numpy()
+    totals = totals_IC[found[:, 0], found[:, 1]].tolist()
+    made: list[list[tuple[int, float]]] = [[] for _ in places]
+    for at in np.lexsort((numbers, -ranks, items)).tolist():
+        item = int(items[at])
+        if len(made[item]) < places[item]:
+            made[item].append((int(numbers[at]), totals[at]))
+    return made
+
+
+# I items (prompts), G groups, W beams of a group, V vocab, R rows of the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """What the search found for one prompt, best first; with `record`, every node that was kept."""
+
+    hypotheses: tuple[Hypothesis, ...]
+    tree: tuple[Node, ...] = ()
+
+
+@dataclass(slots=True)
+class _Beam:
+    """A live hypothesis: its row in the batch, its leaf, its sum, its constraint's state."""
+
+    row: int
+    node: int
+    total: float
+    state: int = 0
+
+
+@dataclass(slots=True)
+class _Item:
+    """One prompt's search: live beams and places left by group, and what is complete."""
+
+    limit: int
+    bounded: Bounded | None
+    live: list[list[_Beam]]
+    places: list[int]
+    nodes: list[Node] = field(default_factory=list)
+    complete: list[Hypothesis] = field(default_factory=list)
+
+    def settled(self, spec: BeamSpec, made: int) -> bool:
+        """Can nothing that is live come among the n best any more?"""
+        alive = [beam.total for group in self.live for beam in group]
+        if not alive:
+            return True
+        if len(self.complete) < spec.kept:
+            return False
+        last = sorted((h.score for h in self.complete), reverse=True)[spec.kept - 1]
+        shortest = max(made + 1, spec.min_new_tokens)
+        return last >= spec.bound(max(alive), shortest=shortest, longest=self.limit)
+
+    def ended(self, spec: BeamSpec, token: int, state: int, made: int) -> str | None:
+        """Why a hypothesis is complete with this token, if it is."""
+        if token in spec.eos:
+            return "eos"
+        if made >= self.limit:
+            return "length"
+        if self.bounded is not None and self.bounded.over(state, made):
+            return "constraint"
+        return None
+
+
+def beam_search(
+    stepper: Stepper,
+    prompts: Prompts | Sequence[Sequence[int]],
+    *,
+    spec: BeamSpec = BeamSpec(),  # noqa: B008  frozen
+    constraint: Constraint | None = None,
+    record: bool = False,
+) -> list[Beams]:
+    """The n best complete hypotheses of each prompt, with scores; `record` keeps the tree."""
+    prompts, items = _begin(stepper, prompts, spec, constraint)
+    for _ in _search(stepper, prompts, items, spec):
+        pass
+    return [_found(item, spec, record) for item in items]
+
+
+def beam_steps(
+    stepper: Stepper,
+    prompts: Prompts | Sequence[Sequence[int]],
+    *,
+    spec: BeamSpec = BeamSpec(),  # noqa: B008  frozen
+    constraint: Constraint | None = None,
+) -> Iterator[list[Beams]]:
+    """The same search as it goes: after each step what is complete, and the tree so far."""
+    prompts, items = _begin(stepper, prompts, spec, constraint)
+    steps = _search(stepper, prompts, items, spec)
+    return ([_found(item, spec, True) for item in items] for _ in steps)
+
+
+def _begin(
+    stepper: Stepper,
+    prompts: Prompts | Sequence[Sequence[int]],
+    spec: BeamSpec,
+    constraint: Constraint | None,
+) -> tuple[Prompts, list[_Item]]:
+    """Everything that can be refused is refused here, before any work."""
+    prompts = prompts if isinstance(prompts, Prompts) else Prompts.of(prompts)
+    prompts.check(stepper)
+    check_tokens(stepper.vocab_size, forbidden=spec.forbidden, eos=spec.eos)
+    early_end = set(spec.eos) if spec.min_new_tokens > 1 else set()
+    check_something_left(stepper.vocab_size, {*spec.forbidden, *early_end})
+    items = []
+    for row, limit in enumerate(prompts.room(stepper, spec.max_new_tokens)):
+        bounded = None
+        if constraint is not None:
+            bounded = constraint.within(
+                shortest=spec.min_new_tokens,
+                longest=limit,
+                vocab_size=stepper.vocab_size,
+                eos=spec.eos,
+                forbidden=spec.forbidden,
+            )
+        state = 0 if bounded is None else bounded.start
+        live = [[_Beam(row, -1, 0.0, state)] for _ in range(spec.groups)]
+        items.append(_Item(limit, bounded, live, [spec.width // spec.groups] * spec.groups))
+    return prompts, items
+
+
+def _search(
+    stepper: Stepper, prompts: Prompts, items: list[_Item], spec: BeamSpec
+) -> Iterator[int]:
+    """One step after another, counted from 1."""
+    logits_RV, past = stepper.start(prompts, room=max(item.limit for item in items))
+    going = items
+    for made in range(1, spec.max_new_tokens + 1):
+        logprobs_RV = _logprobs(logits_RV, spec, made)
+        rows, tokens = _grow(going, logprobs_RV, spec, made)
+        yield made
+        going = [item for item in going if not item.settled(spec, made)]
+        if not going:
+            return
+        # Beams of items that are done leave the batch; the others get their rows in order.
+        beams = [beam for item in going for group in item.live for beam in group]
+        order = [rows[beam.row] for beam in beams]
+        chosen = torch.tensor([tokens[beam.row] for beam in beams])
+        for place, beam in enumerate(beams):
+            beam.row = place
+        if order != list(range(len(logits_RV))):
+            past.reorder(torch.tensor(order))
+        logits_RV = stepper.step(chosen, past=past)
+
+
+def _logprobs(logits_RV: Tensor, spec: BeamSpec, made: int) -> Tensor:
+    """The model's log-probabilities, -inf for what may not come."""
+    wide_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    logprobs_RV = wide_RV.log_softmax(-1)
+    if bool(logprobs_RV.isnan().any()):
+        raise DivergedError(
+            "the model's logits are not numbers", hint="its weights hold NaN or infinity"
+        )
+    closed = (*spec.forbidden, *(spec.eos if made < spec.min_new_tokens else ()))
+    if closed:
+        logprobs_RV[:, list(closed)] = -math.inf
+    return logprobs_RV
+
+
+def _grow(
+    items: list[_Item], logprobs_RV: Tensor, spec: BeamSpec, made: int
+) -> tuple[list[int], list[int]]:
+    """Choose every group's beams anew. For each new beam, numbered by its `row`: the row that it
+    continues, and its token."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    vocab = logprobs_RV.shape[1]
+    taken_IV = np.zeros((len(items), vocab))
+    for group in range(spec.groups):
+        before = [item.live[group] for item in items]
+        totals_IWV = ranked_IWV = _totals(items, before, logprobs_RV, made)
+        if group and spec.diversity:
+            paid_IV = torch.from_numpy(spec.diversity * taken_IV).to(totals_IWV.device)
+            ranked_IWV = totals_IWV - paid_IV[:, None]
+        places = np.array([item.places[group] for item in items])
+        best = best_candidates(ranked_IWV.flatten(1), totals_IWV.flatten(1), places=places)
+        for i, (item, candidates) in enumerate(zip(items, best, strict=True)):
+            item.live[group] = []
+            for number, total in candidates:
+                parent, token = before[i][number // vocab], number % vocab
+                taken_IV[i, token] += 1
+                beam = _continue(item, parent, (token, total), (group, made), spec=spec)
+                if beam is not None:
+                    beam.row = len(rows)
+                    rows.append(parent.row)
+                    tokens.append(token)
+                    item.live[group].append(beam)
+    return rows, tokens
+
+
+def _totals(
+    items: list[_Item], before: list[list[_Beam]], logprobs_RV: Tensor, made: int
+) -> Tensor:
+    """(I, W, V): the sum of each live beam with each next token; -inf where there is no beam."""
+    widest = max(1, max(map(len, before)))
+    rows = np.zeros((len(items), widest), dtype=np.int64)
+    sums = np.full((len(items), widest), -math.inf)
+    for i, beams in enumerate(before):
+        rows[i, : len(beams)] = [beam.row for beam in beams]
+        sums[i, : len(beams)] = [beam.total for beam in beams]
+    device = logprobs_RV.device
+    totals_IWV = logprobs_RV.double()[torch.from_numpy(rows).to(device)]
+    totals_IWV += torch.from_numpy(sums)[..., None].to(device)
+    for i, (item, beams) in enumerate(zip(items, before, strict=True)):
+        if item.bounded is not None:
+            for w, beam in enumerate(beams):
+                allow_V = torch.from_numpy(item.bounded.allow(beam.state, made - 1))
+                totals_IWV[i, w].masked_fill_(~allow_V.to(device), -math.inf)
+    return totals_IWV
+
+
+def _continue(
+    item: _Item, parent: _Beam, chosen: tuple[int, float], at: tuple[int, int], *, spec: BeamSpec
+) -> _Beam | None:
+    """Put a chosen token into the tree: the new live beam, or None if it was the last token."""
+    (token, total), (group, made) = chosen, at
+    state = parent.state if item.bounded is None else item.bounded.advance(parent.state, token)
+    finish = item.ended(spec, token, state, made)
+    node = Node(parent.node, token, made, total - parent.total, total, group, finish)
+    item.nodes.append(node)
+    if finish is None:
+        return _Beam(-1, len(item.nodes) - 1, total, state)
+    item.places[group] -= 1
+    path = path_to(item.nodes, len(item.nodes) - 1)
+    item.complete.append(
+        Hypothesis(
+            tokens=tuple(n.token for n in path),
+            logprobs=tuple(n.logprob for n in path),
+            logprob=total,
+            score=spec.score(total, made),
+            finish=finish,
+            node=len(item.nodes) - 1,
+        )
+    )
+    return None
+
+
+def _found(item: _Item, spec: BeamSpec, record: bool) -> Beams:
+    best = sorted(item.complete, key=lambda h: -h.score)[: spec.kept]
+    return Beams(tuple(best), tuple(item.nodes) if record else ())

@@ -1,0 +1,1 @@
+"""The fast decoding step: derived weights, kernels, CUDA graphs."""

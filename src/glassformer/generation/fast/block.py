@@ -1,0 +1,325 @@
+"""Attention of one new token over keys and values that lie in place.
+
+A single query sees everything before it: there is no causal mask, a window is a slice, and only
+padding needs a mask, which was made when the prompt was read. Grouped heads are rows of one
+product, nothing is repeated.
+
+One decoding step without what a step does not need: no modules, masks, or copies of the past.
+
+The weights are derived forms of a model's: query, key and value as one product, gate and up as one,
+each in the fastest layout.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glassformer.generation.fast.projection import (
+    HeadNorms,
+    Maker,
+    OwnProduct,
+    Projection,
+    make_norm,
+)
+from glassformer.models.model import EncoderDecoder, Model
+from glassformer.models.stack import StackParts
+from glassformer.nn.attention import MultiHeadAttention
+from glassformer.nn.block import TransformerBlock
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
+from glassformer.nn.ffn import MLP, SwiGLU, activate
+from glassformer.nn.heads import TiedHead
+from glassformer.nn.norm import LayerNorm, RMSNorm
+from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
+from glassformer.spec import model as spec
+
+# B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
+# X = N + 2 K heads of one product
+
+
+class LeanAttention:
+    """Self-attention of one new token: q, k and v by one product, written and read in place."""
+
+    def __init__(
+        self,
+        part: MultiHeadAttention,
+        attention: spec.Attention,
+        make: Maker,
+        *,
+        norm: LayerNorm | RMSNorm | None,
+    ) -> None:
+        self.d_head, self.window = part.d_head, attention.window
+        self.n_heads, self.n_kv_heads = attention.n_heads, attention.kv_heads
+        self.qkv = make.linear(part.q_proj, part.k_proj, part.v_proj, norm=norm)
+        self.out = make.linear(part.o_proj)
+        self.norms = self.gains = None
+        if part.q_norm is not None and part.k_norm is not None:
+            self.norms = HeadNorms([(part.q_norm, self.n_heads), (part.k_norm, self.n_kv_heads)])
+            self.gains = (part.q_norm.weight.detach(), part.k_norm.weight.detach())
+        fusible = self.norms is None or self.norms.kind is RMSNorm
+        self.gpu = make.gpu if fusible else None
+        self.table: tuple[Tensor, Tensor] | None = None  # of every place; the model sets it
+
+    def heads(
+        self,
+        x_BD: Tensor,
+        kv_BXSH: Tensor,
+        end: "int | Tensor",
+        *,
+        rotation: tuple[Tensor, Tensor] | None,
+        places_B: Tensor | None,
+        mask_B11S: Tensor | None,
+    ) -> Tensor:
+        """What the heads read, (B, N * H); position end - 1 of the cache is written.
+
+        As a number, `end` is a slice of the cache; as a tensor it is a mask over all of it, which
+        reads more but has one shape for every step, as a compiled or recorded step needs. Our GPU
+        kernel reads the number itself, from memory, and no more than it says.
+        """
+        B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
+        qkv_BXH = self.qkv(x_BD).view(B, N + 2 * K, self.d_head)
+        if self.gpu is not None and isinstance(end, Tensor):
+            return self.gpu.attend(
+                qkv_BXH,
+                kv_BXSH,
+                end,
+                n_heads=N,
+                places_B=places_B,
+                rotation=self.table,
+                gains=self.gains,
+                eps=0.0 if self.norms is None else self.norms.eps,
+                window=self.window,
+                mask_BS=None if mask_B11S is None else mask_B11S[:, 0, 0],
+            )
+        turned_BXH = qkv_BXH[:, : N + K]
+        if self.norms is not None:
+            turned_BXH = turned_BXH.copy_(self.norms(turned_BXH))
+        if rotation is not None:
+            cos, sin = rotation  # both halves; sin with the first half's sign turned
+            swapped_BXH = turned_BXH.roll(self.d_head // 2, -1)
+            turned_BXH.mul_(cos).addcmul_(swapped_BXH, sin)
+        if isinstance(end, int):
+            kv_BXSH[:, :, end - 1] = qkv_BXH[:, N:]
+            begin = 0 if self.window is None else max(0, end - self.window)
+            past_BXSH = kv_BXSH[:, :, begin:end]
+            mask = None if mask_B11S is None else mask_B11S[..., begin:end]
+        else:
+            past_BXSH = kv_BXSH.index_copy_(2, end - 1, qkv_BXH[:, N:, None])
+            mask = self._until(end, kv_BXSH, mask_B11S)
+        q_BKGH = qkv_BXH[:, :N].view(B, K, N // K, self.d_head)
+        heads_BKGH = F.scaled_dot_product_attention(
+            q_BKGH, past_BXSH[:, :K], past_BXSH[:, K:], attn_mask=mask
+        )
+        return heads_BKGH.reshape(B, N * self.d_head)
+
+    def _until(self, end_1: Tensor, kv_BXSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
+        """To be added to scores over the whole cache: -inf from `end` on and before a window."""
+        column_S = torch.arange(kv_BXSH.shape[2], device=kv_BXSH.device)
+        seen_S = column_S < end_1
+        if self.window is not None:
+            seen_S = seen_S & (column_S >= end_1 - self.window)
+        mask_S = torch.zeros_like(column_S, dtype=kv_BXSH.dtype).masked_fill(~seen_S, -math.inf)
+        return mask_S[None, None, None] if mask_B11S is None else mask_B11S + mask_S
+
+
+class LeanCross:
+    """Cross-attention of one new token: keys and values are those of the prompt's forward."""
+
+    def __init__(
+        self,
+        part: MultiHeadAttention,
+        attention: spec.Attention,
+        make: Maker,
+        *,
+        norm: LayerNorm | RMSNorm | None,
+    ) -> None:
+        self.d_head = part.d_head
+        self.n_heads, self.n_kv_heads = attention.n_heads, attention.kv_heads
+        self.query = make.linear(part.q_proj, norm=norm)
+        self.out = make.linear(part.o_proj)
+        self.norm = None if part.q_norm is None else make_norm(part.q_norm)
+
+    def heads(self, x_BD: Tensor, kv: tuple[Tensor, Tensor], *, mask_B11S: Tensor | None) -> Tensor:
+        """What the heads read, (B, N * H)."""
+        B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
+        q_BNH = self.query(x_BD).view(B, N, self.d_head)
+        q_BNH = q_BNH if self.norm is None else self.norm(q_BNH)
+        q_BKGH = q_BNH.view(B, K, N // K, self.d_head)
+        heads_BKGH = F.scaled_dot_product_attention(q_BKGH, *kv, attn_mask=mask_B11S)
+        return heads_BKGH.reshape(B, N * self.d_head)
+
+
+# B batch, S positions, D d_model, H d_head, F d_ff, V vocab,
+# X heads of the product that makes queries, keys and values
+
+
+class LeanFeed:
+    """The feed-forward half; gate and up are one product."""
+
+    def __init__(
+        self, part: MLP | SwiGLU, make: Maker, *, norm: LayerNorm | RMSNorm | None
+    ) -> None:
+        self.down = make.linear(part.down_proj)
+        if isinstance(part, SwiGLU):
+            self.activation = ""
+            self.up = make.linear(part.gate_proj, part.up_proj, norm=norm, gated=True)
+        else:
+            self.activation = part.activation
+            self.up = make.linear(part.up_proj, norm=norm)
+
+    def hidden(self, x_BD: Tensor) -> Tensor:
+        """(B, F)."""
+        wide = self.up(x_BD)
+        return activate(wide, self.activation) if self.activation else wide
+
+
+class LeanBlock:
+    """The three residual lines of a block, for one new token a row.
+
+    Norms before a part belong to the part's first product; those after it stand here.
+    """
+
+    def __init__(self, part: TransformerBlock, block: spec.Block, make: Maker) -> None:
+        pre = part.pre
+        self.attention = LeanAttention(
+            part.attn, block.attention, make, norm=part.attn_norm if pre else None
+        )
+        self.feed = LeanFeed(part.ffn, make, norm=part.ffn_norm if pre else None)
+        self.attn_norm = _same if pre else make_norm(part.attn_norm)
+        self.ffn_norm = _same if pre else make_norm(part.ffn_norm)
+        self.cross, self.cross_norm = None, _same
+        if part.cross is not None and part.cross_norm is not None and block.cross is not None:
+            self.cross = LeanCross(
+                part.cross, block.cross, make, norm=part.cross_norm if pre else None
+            )
+            self.cross_norm = _same if pre else make_norm(part.cross_norm)
+
+    def __call__(
+        self,
+        x_BD: Tensor,
+        kv_BXSH: Tensor,
+        end: "int | Tensor",
+        *,
+        rotation: tuple[Tensor, Tensor] | None,
+        places_B: Tensor | None,
+        mask_B11S: Tensor | None,
+        cross: tuple[Tensor, Tensor] | None,
+        cross_mask_B11S: Tensor | None,
+    ) -> Tensor:
+        own, feed = self.attention, self.feed
+        heads = own.heads(
+            x_BD, kv_BXSH, end, rotation=rotation, places_B=places_B, mask_B11S=mask_B11S
+        )
+        x_BD = self.attn_norm(own.out.onto(x_BD, heads))
+        if self.cross is not None:
+            assert cross is not None
+            heads = self.cross.heads(x_BD, cross, mask_B11S=cross_mask_B11S)
+            x_BD = self.cross_norm(self.cross.out.onto(x_BD, heads))
+        return self.ffn_norm(feed.down.onto(x_BD, feed.hidden(x_BD)))
+
+
+def _same(x_BD: Tensor) -> Tensor:
+    return x_BD
+
+
+class LeanModel:
+    """A whole decoder as one function of the new tokens; see `step`."""
+
+    def __init__(self, model: Model, *, make: Maker) -> None:
+        parts: StackParts = model.decoder if isinstance(model, EncoderDecoder) else model
+        self.embed = parts.embed
+        self.blocks = [
+            LeanBlock(part, block, make)
+            for part, block in zip(parts.blocks, parts.stack.blocks(), strict=True)
+        ]
+        dtype = next(model.parameters()).dtype
+        self.places_SD = _places(parts.position, dtype)
+        self.turns = {int(w): _both_halves(r, dtype) for w, r in parts.rotary.items()}
+        for block in self.blocks:
+            block.attention.table = self.turns.get(block.attention.d_head)
+        self.head = _make_head(model, make, norm=parts.final_norm)
+
+    def step(
+        self,
+        tokens_B: Tensor,
+        kvs: list[Tensor],
+        end: "int | Tensor",
+        *,
+        places_B: Tensor | None,
+        mask_B11S: Tensor | None,
+        crosses: list[tuple[Tensor, Tensor]],
+        cross_mask_B11S: Tensor | None,
+    ) -> Tensor:
+        """Logits (B, V) after one more token; it becomes position end - 1 of the cache.
+
+        `places_B` says where rows stand if not all at end - 1, as padded ones do.
+        """
+        at = end - 1 if places_B is None else places_B
+        x_BD = self._embedded(tokens_B, at)
+        turned_by_kernels = isinstance(end, Tensor) and all(
+            block.attention.gpu is not None for block in self.blocks
+        )
+        rotations = {
+            width: (cos[at], sin[at]) if places_B is None else (cos[at][:, None], sin[at][:, None])
+            for width, (cos, sin) in ({} if turned_by_kernels else self.turns).items()
+        }
+        for layer, block in enumerate(self.blocks):
+            x_BD = block(
+                x_BD,
+                kvs[layer],
+                end,
+                rotation=rotations.get(block.attention.d_head),
+                places_B=places_B,
+                mask_B11S=mask_B11S,
+                cross=crosses[layer] if crosses else None,
+                cross_mask_B11S=cross_mask_B11S,
+            )
+        return self.head(x_BD)
+
+    def _embedded(self, tokens_B: Tensor, at: "int | Tensor") -> Tensor:
+        embed = self.embed
+        if type(embed) is TokenEmbedding:
+            x_BD = embed.weight.detach().index_select(0, tokens_B)
+            scale = 1.0 if embed.scale is None else embed.scale
+        elif isinstance(embed, FactorizedTokenEmbedding):
+            x_BD, scale = embed.u.detach().index_select(0, tokens_B) @ embed.v.detach(), 1.0
+        else:
+            x_BD, scale = embed(tokens_B), 1.0
+        if self.places_SD is not None:
+            return torch.add(self.places_SD[at], x_BD, alpha=scale)
+        return x_BD if scale == 1.0 else x_BD * scale
+
+
+def _places(part: SinusoidalPosition | LearnedPosition | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the embedding at each position."""
+    match part:
+        case SinusoidalPosition():
+            return part.table.to(dtype)
+        case LearnedPosition():
+            return part.weight.detach().to(dtype)
+    return None
+
+
+def _both_halves(part: RotaryPosition, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin (S, H), so that turned = x * cos + (x, halves exchanged) * sin."""
+    cos, sin = part.table.to(dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def _make_head(
+    model: Model, make: Maker, *, norm: LayerNorm | RMSNorm | None
+) -> Callable[[Tensor], Tensor]:
+    part = model.heads["next"]
+    if not isinstance(part, TiedHead):
+        return make.linear(part, norm=norm)
+    bias = None if part.bias is None else part.bias.detach()
+    embed = model.output_embedding()
+    if type(embed) is TokenEmbedding:
+        return make.projection(embed.weight.detach(), bias, norm=norm)
+    if isinstance(embed, OwnProduct):
+        return Projection(embed.product(bias), norm=norm, gated=False, gpu=None)
+    narrow = make.projection(embed.v.detach(), None, norm=norm)
+    wide = make.projection(embed.u.detach(), bias)
+    return lambda x: wide(narrow(x))

@@ -1,0 +1,168 @@
+"""The products of a lean step with what stands before and behind them: norm, gate, residual.
+
+On a GPU they are one kernel for one row, if Triton is there; elsewhere one call after another.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.kernels.matmul import Product, joined
+from glassformer.nn.linear import Linear
+from glassformer.nn.norm import LayerNorm, RMSNorm
+from glassformer.spec.errors import InputError
+
+# B batch, I inputs, O outputs, F d_ff, N query heads, K key-value heads, X = N + K, H d_head
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """How a lean step's parts are made: the products, and our GPU kernels, where they can run."""
+
+    product: Callable[[Tensor, Tensor | None], Product]
+    gpu: ModuleType | None = None
+
+    def projection(
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        *,
+        norm: LayerNorm | RMSNorm | None = None,
+        gated: bool = False,
+    ) -> "Projection":
+        """A product with its norm before it, and its gate behind it."""
+        product = self.product(weight_OI, bias_O)
+        return Projection(product, norm=norm, gated=gated, gpu=self.gpu)
+
+    def linear(
+        self,
+        *parts: nn.Module,
+        norm: LayerNorm | RMSNorm | None = None,
+        gated: bool = False,
+    ) -> "Projection":
+        """Layers of one input as one product; quantized ones bring their own."""
+        if not any(isinstance(part, OwnProduct) for part in parts):
+            plain = joined([linear_parts(part) for part in parts])
+            return self.projection(*plain, norm=norm, gated=gated)
+        products = [
+            part.product() if isinstance(part, OwnProduct) else self.product(*linear_parts(part))
+            for part in parts
+        ]
+        product = products[0] if len(products) == 1 else SideBySide(products)
+        return Projection(product, norm=norm, gated=gated, gpu=None)
+
+
+@runtime_checkable
+class OwnProduct(Protocol):
+    """A layer whose weights have a form of their own, as quantized ones do."""
+
+    def product(self) -> Product:
+        """x W^T + b and residual + x W^T + b of some rows."""
+
+
+class SideBySide:
+    """Several products of one input, their answers one after another."""
+
+    def __init__(self, products: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        self.products = products
+
+    def __call__(self, x_BI: Tensor) -> Tensor:
+        return torch.cat([product(x_BI) for product in self.products], dim=-1)
+
+
+def make_norm(part: LayerNorm | RMSNorm) -> Callable[[Tensor], Tensor]:
+    """The norm as one call."""
+    weight, eps, shape = part.weight.detach(), part.eps, tuple(part.weight.shape)
+    if isinstance(part, LayerNorm):
+        bias = part.bias.detach()
+        return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
+    return lambda x: torch.rms_norm(x, shape, weight, eps)
+
+
+def gpu_kernels(like: Tensor) -> ModuleType | None:
+    """Our kernels for tensors like this one, where they can run."""
+    if not like.is_cuda or find_spec("triton") is None:
+        return None
+    gpu = import_module("glassformer.kernels.triton_decode")
+    return gpu if like.dtype in gpu.DTYPES else None
+
+
+class Projection:
+    """product(norm(x)); gated: silu(first half of it) * second half."""
+
+    def __init__(
+        self,
+        product: Product,
+        *,
+        norm: LayerNorm | RMSNorm | None,
+        gated: bool,
+        gpu: ModuleType | None,
+    ) -> None:
+        self.product, self.gated = product, gated
+        self.norm = None if norm is None else make_norm(norm)
+        self.gpu = gpu if type(product) is Product else None
+        self.fused: dict[str, object] = {"gated": gated}
+        if norm is not None:
+            kind = "layer" if isinstance(norm, LayerNorm) else "rms"
+            shift = norm.bias.detach() if isinstance(norm, LayerNorm) else None
+            gain = norm.weight.detach()
+            self.fused |= {"norm": kind, "gain_I": gain, "shift_I": shift, "eps": norm.eps}
+
+    def __call__(self, x_BI: Tensor) -> Tensor:
+        if self.gpu is not None and len(x_BI) == 1:
+            product = self.product
+            return self.gpu.product(x_BI, product.weight_OI, product.bias_O, **self.fused)
+        wide_BO = self.product(x_BI if self.norm is None else self.norm(x_BI))
+        if not self.gated:
+            return wide_BO
+        if self.gpu is not None:
+            return self.gpu.gate(wide_BO)
+        gate_BF, up_BF = wide_BO.chunk(2, -1)
+        return F.silu(gate_BF) * up_BF
+
+    def onto(self, residual_BO: Tensor, x_BI: Tensor) -> Tensor:
+        """residual + product(x); the residual is spent."""
+        product = self.product
+        if self.gpu is None:
+            return product.onto(residual_BO, x_BI)
+        if len(x_BI) == 1:
+            weight, bias = product.weight_OI, product.bias_O
+            return self.gpu.product(x_BI, weight, bias, residual_1O=residual_BO)
+        residual_BO = residual_BO.addmm_(x_BI, product.weight_OI.t())
+        return residual_BO if product.bias_O is None else residual_BO.add_(product.bias_O)
+
+
+def linear_parts(part: object) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a plain linear layer; others have products of their own."""
+    if type(part) is not Linear:
+        raise InputError(
+            f"a lean step needs plain linear layers, and found {type(part).__name__}",
+            hint="use TorchStepper, which runs any model",
+        )
+    return part.weight.detach(), None if part.bias is None else part.bias.detach()
+
+
+class HeadNorms:
+    """q/k-norm of all heads at once: one normalisation, a gain for each head's kind."""
+
+    def __init__(self, parts: list[tuple[LayerNorm | RMSNorm, int]]) -> None:
+        self.kind, self.eps = type(parts[0][0]), parts[0][0].eps
+        self.shape = tuple(parts[0][0].weight.shape)
+        self.gain_XH = torch.cat([part.weight.detach().expand(n, -1) for part, n in parts])
+        self.bias_XH = None
+        if self.kind is LayerNorm:
+            self.bias_XH = torch.cat([part.bias.detach().expand(n, -1) for part, n in parts])
+
+    def __call__(self, x_BXH: Tensor) -> Tensor:
+        if self.kind is LayerNorm:
+            assert self.bias_XH is not None
+            x_BXH = torch.layer_norm(x_BXH, self.shape, None, None, self.eps)
+            return torch.addcmul(self.bias_XH, x_BXH, self.gain_XH)
+        return torch.rms_norm(x_BXH, self.shape, None, self.eps) * self.gain_XH

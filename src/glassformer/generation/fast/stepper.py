@@ -1,0 +1,318 @@
+"""The memory of a decoding: keys and values of every layer in place, and what padding needs.
+
+Rows that end leave their lines; beams move between them. Memory that was made is kept by its
+`Decoder`, so that the next decoding finds it.
+
+`Decoder`: a stepper that keeps what it built between calls: derived weights, memory, a graph.
+
+The prompt goes through the model itself, once, into memory that is kept and written in place; each
+new token then goes through the lean step. The tokens are those of the plain path.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glassformer.generation.fast.block import LeanModel
+from glassformer.generation.fast.cuda_graph import Recorded, record
+from glassformer.generation.fast.projection import Maker, gpu_kernels
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import check_decodes, check_eval, read_prompts
+from glassformer.kernels.autotune import CHOICES
+from glassformer.kernels.matmul import CLASSES, Product, Routine
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
+from glassformer.spec.errors import InputError
+
+# B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head
+
+
+@dataclass(slots=True)
+class Slots:
+    """Layer by layer (B, 2 K, S, H), keys before values; `kvs` are the first `batch` lines."""
+
+    whole: list[Tensor]
+    batch: int
+    length: int = 0
+    valid_BS: Tensor | None = None
+    cross: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def kvs(self) -> list[Tensor]:
+        """Layer by layer, the lines in use."""
+        return [kv_BXSH[: self.batch] for kv_BXSH in self.whole]
+
+    def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+        kv_BXSH, K = self.whole[layer][: self.batch], k_BKTH.shape[1]
+        end = self.length + k_BKTH.shape[2]
+        kv_BXSH[:, :K, self.length : end] = k_BKTH
+        kv_BXSH[:, K:, self.length : end] = v_BKTH
+        return kv_BXSH[:, :K, :end], kv_BXSH[:, K:, :end]
+
+    def advance(self, count: int, valid_BT: Tensor | None) -> None:
+        self.length += count
+        self.valid_BS = valid_BT
+
+    def reorder(self, rows_B: Tensor) -> None:
+        """Rows move within the memory; more rows than it has need new memory."""
+        self.batch = len(rows_B)
+        if self.batch > len(self.whole[0]):
+            self.whole = [kv_BXSH[rows_B] for kv_BXSH in self.whole]
+        else:
+            for kv_BXSH in self.whole:
+                moved_BXSH = kv_BXSH[:, :, : self.length].index_select(0, rows_B)
+                kv_BXSH[: self.batch, :, : self.length] = moved_BXSH
+        for layer, (k, v) in self.cross.items():
+            self.cross[layer] = (k[rows_B], v[rows_B])
+
+
+@dataclass(slots=True)
+class LeanPast:
+    """The slots, where each row stands, and the masks that padding needs, made once.
+
+    In a recorded step (`record`), a batch that shrinks keeps its lines: `lines_B` says which are
+    still alive, until half of them are not.
+    """
+
+    slots: Slots
+    call: int
+    device: torch.device
+    places_B: Tensor | None = None
+    mask_B11S: Tensor | None = None
+    cross_mask_B11S: Tensor | None = None
+    crosses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    record: Recorded | None = None
+    lines_B: Tensor | None = None
+
+    @torch.inference_mode()
+    def reorder(self, rows_B: Tensor) -> None:
+        rows = rows_B.tolist()
+        fewer = all(a < b for a, b in pairwise(rows))
+        rows_B = rows_B.to(self.device)
+        if self.record is not None:
+            lines_B = rows_B if self.lines_B is None else self.lines_B[rows_B]
+            if fewer and 2 * len(rows) > self.slots.batch:
+                self.lines_B = lines_B
+                return
+            self.places_B, rows_B = self.record.places_B, lines_B
+            self.record = self.lines_B = None
+            if fewer:  # graphs are kept by size: few sizes, the lines to spare hold the first row
+                spare = (1 << (len(rows) - 1).bit_length()) - len(rows)
+                self.lines_B = torch.arange(len(rows), device=self.device) if spare else None
+                rows_B = torch.cat((rows_B, rows_B[:1].expand(spare)))
+        self.slots.reorder(rows_B)
+        self.places_B = None if self.places_B is None else self.places_B[rows_B]
+        self.mask_B11S = None if self.mask_B11S is None else self.mask_B11S[rows_B]
+        if self.cross_mask_B11S is not None:
+            self.cross_mask_B11S = self.cross_mask_B11S[rows_B]
+        self.crosses = [self.slots.cross[layer] for layer in range(len(self.crosses))]
+
+    def widen_crosses(self, *, to_multiple_of: int) -> None:
+        """Sources of few lengths: masked columns are added behind them."""
+        k_BKSH = self.crosses[0][0]
+        B, source = len(k_BKSH), k_BKSH.shape[2]
+        more = -source % to_multiple_of
+        if self.cross_mask_B11S is None:
+            self.cross_mask_B11S = k_BKSH.new_zeros(B, 1, 1, source)
+        self.cross_mask_B11S = F.pad(self.cross_mask_B11S, (0, more), value=-math.inf)
+        for layer, (k, v) in enumerate(self.crosses):
+            self.slots.cross[layer] = (F.pad(k, (0, 0, 0, more)), F.pad(v, (0, 0, 0, more)))
+        self.crosses = [self.slots.cross[layer] for layer in range(len(self.crosses))]
+
+
+def added_mask(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:
+    """(B, 1, 1, S + more), to be added to scores: -inf for padding, 0 for all that is real."""
+    mask_BS = torch.zeros(len(valid_BS), valid_BS.shape[1] + more, dtype=dtype)
+    mask_BS = mask_BS.to(valid_BS.device)
+    mask_BS[:, : valid_BS.shape[1]].masked_fill_(~valid_BS, -math.inf)
+    return mask_BS[:, None, None]
+
+
+# B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head, V vocab
+
+MEMORY_STEP, SOURCE_STEP = 128, 32  # lengths are rounded up to these where steps are recorded
+
+
+class Decoder:
+    """A `Stepper` for one model, to be kept and used again.
+
+    `routines` says how products are asked for: "auto" tries each shape once, with 1, 4 and 8 rows;
+    a name is used for all. What was chosen stands in `chosen`, by (outputs, inputs).
+    `compile=True` runs the step through torch.compile, which attends to the whole memory behind a
+    mask, so that every step has one shape. On a GPU the step is our kernels, where they can run
+    (`gpu_kernels`), recorded as one CUDA graph, unless `graph=False`. One decoding at a time:
+    memory is shared.
+    """
+
+    def __init__(
+        self,
+        model: Model | Holder,
+        *,
+        routines: Literal["auto"] | Routine = "auto",
+        compile: bool = False,
+        graph: bool = True,
+    ) -> None:
+        model = model_of(model)
+        check_decodes(model.spec)
+        check_eval(model)
+        if compile and routines == "c":
+            raise InputError("a compiled step cannot hold our C kernels", hint="routines='auto'")
+        self.model = model
+        self.routines = routines
+        self.compile = compile
+        self.graph = graph
+        self.vocab_size = model.spec.vocab_size
+        self.max_seq_len = model.spec.max_seq_len
+        self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
+        self.encoder_calls = 0
+        self.positions = 0
+        self.chosen: dict[tuple[int, ...], tuple[Routine, ...]] = {}
+        self._step: Callable[..., Tensor] | None = None
+        self._version: tuple[int, ...] = ()
+        self._kvs: list[Tensor] = []
+        self._records: dict[tuple[object, ...], Recorded] = {}
+        self._call = 0
+
+    @torch.inference_mode()
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, LeanPast]:
+        inputs = read_prompts(self.model, prompts)
+        B, T = inputs.tokens_BT.shape
+        self._call += 1
+        self._notice_new_weights()
+        slots = Slots(self._memory(B, T + room), B)
+        past = LeanPast(slots, self._call, inputs.tokens_BT.device)
+        given = Inputs(inputs.tokens_BT, inputs.valid_BT, source_valid_BS=inputs.source_valid_BS)
+        if isinstance(self.model, EncoderDecoder):
+            memory_BSD = self.model.encode(inputs)
+            self.encoder_calls += 1
+            hidden_BTD = self.model.decode(given, memory_BSD, cache=slots)
+            slots.cross = {
+                layer: (k.contiguous(), v.contiguous()) for layer, (k, v) in slots.cross.items()
+            }
+            past.crosses = [slots.cross[layer] for layer in range(len(slots.cross))]
+        else:
+            hidden_BTD = self.model.hidden(given, cache=slots)
+        self.positions += T
+        dtype = hidden_BTD.dtype
+        if inputs.valid_BT is not None:
+            past.places_B = inputs.valid_BT.sum(1)
+            past.mask_B11S = added_mask(inputs.valid_BT, slots.whole[0].shape[2] - T, dtype)
+        elif self._one_shape:
+            past.places_B = torch.full((B,), T, device=past.device)
+        if inputs.source_valid_BS is not None:
+            past.cross_mask_B11S = added_mask(inputs.source_valid_BS, 0, dtype)
+        if self._recording and past.crosses:
+            past.widen_crosses(to_multiple_of=SOURCE_STEP)
+        return self.model.project(hidden_BTD[:, -1], "next"), past
+
+    @torch.inference_mode()
+    def step(self, tokens_B: Tensor, *, past: LeanPast) -> Tensor:
+        if past.call != self._call:
+            raise InputError(
+                "this Decoder has begun another decoding, in the same memory",
+                hint="finish one before the next, or make a second Decoder",
+            )
+        slots = past.slots
+        assert self._step is not None
+        if slots.whole is not self._kvs:  # a search needed more lines than there were
+            self._kvs = slots.whole
+            self._records.clear()
+        end = slots.length + 1
+        tokens_B = tokens_B.to(past.device)
+        slots.length += 1
+        self.positions += 1
+        if self._recording:
+            past.record = past.record or self._taken_up(past, end)
+            return past.record.step(tokens_B, past.lines_B)
+        logits_BV = self._step(
+            tokens_B,
+            slots.kvs,
+            torch.tensor([end], device=past.device) if self.compile else end,
+            places_B=past.places_B,
+            mask_B11S=past.mask_B11S,
+            crosses=past.crosses,
+            cross_mask_B11S=past.cross_mask_B11S,
+        )
+        if past.places_B is not None:
+            past.places_B += 1
+        return logits_BV
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the keys and values that are kept."""
+        return sum(kv.nbytes for kv in self._kvs)
+
+    @property
+    def _recording(self) -> bool:
+        return self.graph and next(self.model.parameters()).is_cuda
+
+    @property
+    def _one_shape(self) -> bool:
+        """Whether every step must look alike: compiled, or recorded."""
+        return self.compile or self._recording
+
+    def _taken_up(self, past: LeanPast, end: int) -> Recorded:
+        """The graph for such a batch, recorded at need, with this decoding's state."""
+        shape = past.crosses[0][0].shape if past.crosses else None
+        key = (past.slots.batch, past.mask_B11S is None, shape)
+        assert self._step is not None and past.places_B is not None
+        state = {
+            "places_B": past.places_B,
+            "mask_B11S": past.mask_B11S,
+            "crosses": past.crosses,
+            "cross_mask_B11S": past.cross_mask_B11S,
+        }
+        if key not in self._records:
+            self._records[key] = record(self._step, past.slots.kvs, end, **state)
+        self._records[key].take_up(end, **state)
+        return self._records[key]
+
+    def _memory(self, batch: int, length: int) -> list[Tensor]:
+        """Kept memory, or new where it is too small: (B, 2 K, S, H) for each layer."""
+        if self._recording:  # few lengths, so that graphs serve again
+            length = -(-length // MEMORY_STEP) * MEMORY_STEP
+        if not self._kvs or len(self._kvs[0]) < batch or self._kvs[0].shape[2] < length:
+            like = next(self.model.parameters())
+            self._records.clear()
+            self._kvs = [
+                like.new_zeros(
+                    batch,
+                    2 * block.attention.kv_heads,
+                    length,
+                    block.attention.head_width(self.model.spec.d_model),
+                )
+                for block in self.model.spec.decoder.blocks()
+            ]
+        return self._kvs
+
+    def _notice_new_weights(self) -> None:
+        """Derived forms are made anew when the model was trained on, loaded or moved."""
+        now = tuple(x for p in self.model.parameters() for x in (p._version, p.data_ptr()))
+        if now != self._version:
+            self._kvs = []  # the model may have another dtype or device now
+            self._records.clear()
+            self._build()
+            self._version = now
+
+    def _build(self) -> None:
+        """Derived weights, and the step over them."""
+        self.chosen = {}
+        like = next(self.model.parameters())
+        gpu = None if self.compile else gpu_kernels(like)
+        lean = LeanModel(self.model, make=Maker(self._product, gpu))
+        self._step = torch.compile(lean.step) if self.compile else lean.step
+
+    def _product(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product:
+        shape = tuple(weight_OI.shape)
+        if shape not in self.chosen:
+            if self.routines == "auto":
+                self.chosen[shape] = CHOICES.of(weight_OI, compiled=self.compile)
+            else:
+                self.chosen[shape] = (self.routines,) * len(CLASSES)
+        return Product(weight_OI, bias_O, routines=self.chosen[shape])

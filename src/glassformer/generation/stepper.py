@@ -1,0 +1,256 @@
+"""`start` reads prompts, `step` adds one token a row: what decoding asks of any engine.
+
+Three implementations: `TorchStepper` with a cache, `NaiveStepper` without one, which reads
+everything again at each step and is what the others are checked against, and `HandStepper` over
+the by-hand engine. The past is passed in and out, never parked on the model.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassformer.byhand import cached_forward as byhand
+from glassformer.byhand.model import Model as HandModel
+from glassformer.generation.prompts import Prompts, padded
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
+from glassformer.nn.cache import Cache, FixedCache, GrowingCache
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
+
+# B batch, T length, S source length, D d_model, V vocab
+
+
+class Past(Protocol):
+    """What was read so far, row by row."""
+
+    def reorder(self, rows_B: Tensor) -> None:
+        """Row b becomes what row rows_B[b] was; rows may repeat, or be fewer."""
+
+
+class Stepper(Protocol):
+    """`encoder_calls` and `positions` count what was done: runs of the encoder, columns read.
+
+    A past belongs to the stepper that began it.
+    """
+
+    vocab_size: int
+    source_vocab: int | None
+    max_seq_len: int
+    encoder_calls: int
+    positions: int
+
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Any]:
+        """Read checked prompts: next-token logits (B, V), and the past with `room` to grow."""
+
+    def step(self, tokens_B: Tensor, *, past: Any) -> Tensor:
+        """One more token for each row: next-token logits (B, V), good until the next step."""
+
+
+def check_decodes(spec: ModelSpec) -> None:
+    """Refuse a model that says nothing about the next token."""
+    if "next" not in spec.head_names():
+        raise InputError(
+            "this model has no next-token head to decode with",
+            hint=f"it has: {', '.join(spec.head_names())}",
+        )
+
+
+def check_eval(model: Model) -> None:
+    """Dropout would make every step another model."""
+    if model.training:
+        raise InputError("the model is in training mode", hint="call model.eval() first")
+
+
+def read_prompts(model: Model, prompts: Prompts) -> Inputs:
+    """Checked tensors on the model's device, padded on the left."""
+    tokens_BT, valid_BT = padded(prompts.tokens)
+    source_BS = source_valid_BS = None
+    if prompts.sources is not None:
+        source_BS, source_valid_BS = map(_tensor, padded(prompts.sources))
+    given = Inputs(
+        torch.from_numpy(tokens_BT),
+        _tensor(valid_BT),
+        source_BS=source_BS,
+        source_valid_BS=source_valid_BS,
+    )
+    return model.inputs(given)
+
+
+def _tensor(array: np.ndarray | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(array)
+
+
+def _row(held: Tensor | None, rows_B: Tensor) -> Tensor | None:
+    return None if held is None else held[rows_B]
+
+
+@dataclass(slots=True)
+class TorchPast:
+    """A cache; behind an encoder also its memory and which of its places are real."""
+
+    cache: Cache
+    device: torch.device
+    memory_BSD: Tensor | None = None
+    memory_valid_BS: Tensor | None = None
+
+    @torch.no_grad()
+    def reorder(self, rows_B: Tensor) -> None:
+        rows_B = rows_B.to(self.device)
+        self.cache.reorder(rows_B)
+        self.memory_BSD = _row(self.memory_BSD, rows_B)
+        self.memory_valid_BS = _row(self.memory_valid_BS, rows_B)
+
+
+class TorchStepper:
+    """A model with a cache: the prompt once, then one new token a row and step."""
+
+    def __init__(
+        self, model: Model | Holder, *, cache: Literal["fixed", "growing"] = "fixed"
+    ) -> None:
+        model = model_of(model)
+        check_decodes(model.spec)
+        check_eval(model)
+        self.model = model
+        self.cache = cache
+        self.vocab_size = model.spec.vocab_size
+        self.max_seq_len = model.spec.max_seq_len
+        self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
+        self.encoder_calls = 0
+        self.positions = 0
+
+    @torch.no_grad()
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, TorchPast]:
+        inputs = read_prompts(self.model, prompts)
+        length = inputs.tokens_BT.shape[1]
+        cache = FixedCache(length + room) if self.cache == "fixed" else GrowingCache()
+        past = TorchPast(cache, inputs.tokens_BT.device)
+        if isinstance(self.model, EncoderDecoder):
+            past.memory_BSD = self.model.encode(inputs)
+            past.memory_valid_BS = inputs.source_valid_BS
+            self.encoder_calls += 1
+        return self._read(inputs.tokens_BT, inputs.valid_BT, past), past
+
+    @torch.no_grad()
+    def step(self, tokens_B: Tensor, *, past: TorchPast) -> Tensor:
+        return self._read(tokens_B.to(past.device)[:, None], None, past)
+
+    def _read(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:
+        """Only the last column is projected: it is every row's last token."""
+        self.positions += tokens_BT.shape[1]
+        inputs = Inputs(tokens_BT, valid_BT, source_valid_BS=past.memory_valid_BS)
+        if isinstance(self.model, EncoderDecoder):
+            assert past.memory_BSD is not None
+            hidden_BTD = self.model.decode(inputs, past.memory_BSD, cache=past.cache)
+        else:
+            hidden_BTD = self.model.hidden(inputs, cache=past.cache)
+        return self.model.project(hidden_BTD[:, -1], "next")
+
+
+@dataclass(slots=True)
+class Rows:
+    """Everything read so far, as ids."""
+
+    tokens_BT: Tensor
+    valid_BT: Tensor | None
+    source_BS: Tensor | None
+    source_valid_BS: Tensor | None
+
+    def reorder(self, rows_B: Tensor) -> None:
+        rows_B = rows_B.to(self.tokens_BT.device)
+        self.tokens_BT = self.tokens_BT[rows_B]
+        self.valid_BT = _row(self.valid_BT, rows_B)
+        self.source_BS = _row(self.source_BS, rows_B)
+        self.source_valid_BS = _row(self.source_valid_BS, rows_B)
+
+
+class NaiveStepper:
+    """No cache: the whole sequence through the whole model at every step."""
+
+    def __init__(self, model: Model | Holder) -> None:
+        model = model_of(model)
+        check_decodes(model.spec)
+        check_eval(model)
+        self.model = model
+        self.vocab_size = model.spec.vocab_size
+        self.max_seq_len = model.spec.max_seq_len
+        self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
+        self.encoder_calls = 0
+        self.positions = 0
+
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
+        inputs = read_prompts(self.model, prompts)
+        past = Rows(inputs.tokens_BT, inputs.valid_BT, inputs.source_BS, inputs.source_valid_BS)
+        return self._read(past), past
+
+    def step(self, tokens_B: Tensor, *, past: Rows) -> Tensor:
+        new_B1 = tokens_B.to(past.tokens_BT.device)[:, None]
+        past.tokens_BT = torch.cat((past.tokens_BT, new_B1), 1)
+        if past.valid_BT is not None:
+            past.valid_BT = torch.cat((past.valid_BT, torch.ones_like(new_B1, dtype=torch.bool)), 1)
+        return self._read(past)
+
+    @torch.no_grad()
+    def _read(self, past: Rows) -> Tensor:
+        self.positions += past.tokens_BT.shape[1]
+        self.encoder_calls += past.source_BS is not None
+        inputs = Inputs(
+            past.tokens_BT,
+            past.valid_BT,
+            source_BS=past.source_BS,
+            source_valid_BS=past.source_valid_BS,
+        )
+        return self.model.project(self.model.hidden(inputs)[:, -1], "next")
+
+
+@dataclass(slots=True)
+class HandPast:
+    """The by-hand engine's own state."""
+
+    state: byhand.DecodeState
+
+    def reorder(self, rows_B: Tensor) -> None:
+        self.state.reorder(rows_B.cpu().numpy())
+
+
+class HandStepper:
+    """The by-hand engine's cached forward."""
+
+    def __init__(self, model: HandModel) -> None:
+        check_decodes(model.spec)
+        self.model = model
+        self.vocab_size = model.spec.vocab_size
+        self.max_seq_len = model.spec.max_seq_len
+        self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
+        self.encoder_calls = 0
+        self.positions = 0
+
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, HandPast]:
+        tokens_BT, valid_BT = padded(prompts.tokens)
+        if tokens_BT.shape[1] + room > self.max_seq_len:
+            raise InputError(
+                f"the by-hand engine counts padding: {tokens_BT.shape[1]} + {room} columns exceed "
+                f"max_seq_len {self.max_seq_len}",
+                hint="give prompts of one length, or ask for fewer new tokens",
+            )
+        source_BS = source_valid_BS = None
+        if prompts.sources is not None:
+            source_BS, source_valid_BS = padded(prompts.sources)
+            self.encoder_calls += 1
+        self.positions += tokens_BT.shape[1]
+        logits_BV, state = byhand.start(
+            self.model,
+            tokens_BT,
+            valid_BT=valid_BT,
+            source_tokens_BS=source_BS,
+            source_valid_BS=source_valid_BS,
+        )
+        return torch.from_numpy(np.array(logits_BV)), HandPast(state)
+
+    def step(self, tokens_B: Tensor, *, past: HandPast) -> Tensor:
+        self.positions += 1
+        logits_BV = byhand.step(self.model, tokens_B.cpu().numpy(), state=past.state)
+        return torch.from_numpy(np.array(logits_BV))

@@ -1,0 +1,306 @@
+"""What integer.py's products compute, in plain torch: the same operations in the same order.
+
+Whole numbers are multiplied in float64, where their sums are exact, so that the C file can be held
+against these bit for bit, in every variant and for any batch.
+
+Products with integer weights: INT8 per output channel, INT4 in groups, activations INT8 per row.
+
+The arithmetic, which the C file and the references follow operation by operation, in float32:
+
+    a    = max |x| / 127, of each row alone        (a = 0: the row's quantized values are 0)
+    xq   = round_half_even(x / a), held to [-127, 127]
+    INT8   acc = float(sum xq q) * scale
+    INT4   acc = 0; for each group in order: acc = acc + (float(sum xq q) - zero * sum xq) * scale
+    y    = acc * a, then + bias
+
+Sums of integers are exact (nothing saturates), so an answer depends on neither the batch, the
+number of threads, nor the variant of the machine's instructions: the bits are the same. A row with
+an infinity or a NaN gives NaN. There are no gradients. Tensors are on the CPU.
+"""
+
+import ctypes
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from glassformer.kernels import c_library
+from glassformer.kernels.c_library import available, variant, why_not
+from glassformer.spec.errors import InputError, MachineError
+
+# B rows, I inputs, O outputs, G groups
+
+STEPS = 127
+
+
+def reference_int8(
+    x_BI: Tensor, qweight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None
+) -> Tensor:
+    """What `Int8Weight.product` computes, in plain torch and bit for bit."""
+    xq_BI, a_B1 = _quantized(x_BI)
+    sum_BO = (xq_BI.double() @ qweight_OI.double().t()).float()  # whole numbers: exact
+    y_BO = sum_BO * scale_O.float() * a_B1
+    return y_BO if bias_O is None else y_BO + bias_O
+
+
+def reference_int4(
+    x_BI: Tensor,
+    qweight_OI: Tensor,
+    scale_OG: Tensor,
+    zero_OG: Tensor | None = None,
+    bias_O: Tensor | None = None,
+) -> Tensor:
+    """What `Int4Weight.product` computes, in plain torch and bit for bit; q is (O, I)."""
+    xq_BI, a_B1 = _quantized(x_BI)
+    groups = scale_OG.shape[1]
+    acc_BO = x_BI.new_zeros(len(x_BI), len(qweight_OI))
+    for g, (xq, q) in enumerate(
+        zip(xq_BI.chunk(groups, 1), qweight_OI.chunk(groups, 1), strict=True)
+    ):
+        zero = 8.0 if zero_OG is None else zero_OG[:, g].float()
+        sum_BO = (xq.double() @ q.double().t()).float()
+        acc_BO = acc_BO + (sum_BO - zero * xq.sum(1, keepdim=True)) * scale_OG[:, g].float()
+    y_BO = acc_BO * a_B1
+    return y_BO if bias_O is None else y_BO + bias_O
+
+
+def _quantized(x_BI: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers in [-127, 127] as float32, and what one step is worth in each row."""
+    most_B1 = x_BI.abs().amax(1, keepdim=True)
+    a_B1 = (most_B1 / STEPS).masked_fill(~most_B1.isfinite(), torch.nan)
+    xq_BI = torch.round(x_BI / a_B1).clamp(-STEPS, STEPS)
+    return torch.where(a_B1 > 0, xq_BI, 0.0), a_B1
+
+
+__all__ = [
+    "Int4Weight",
+    "Int8Weight",
+    "available",
+    "reference_int4",
+    "reference_int8",
+    "variant",
+    "why_not",
+]
+
+# B rows, I inputs, O outputs, G groups, N looked-up rows, T tiles, L = 16 outputs of a tile
+
+TILE = 16
+MOST_INPUTS = 1 << 17  # 128 * 127 * this still fits into 32 bits
+MOST_GROUP = 1 << 13  # 15 * 127 * this is still exact in float32
+KINDS = (torch.float32, torch.float16, torch.uint8)  # `enum kind` of integer.c
+
+
+class _Form(ctypes.Structure):
+    """`struct integer` of integer.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "zero")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "groups", "group")),
+        *((name, ctypes.c_int32) for name in ("bits", "scale_kind", "zero_kind")),
+    )
+
+
+class _IntegerWeight(ABC):
+    """Weights in the layout of the C file: tiles of 16 outputs."""
+
+    def __init__(
+        self,
+        packed: Tensor,
+        scale_TGL: Tensor,
+        zero_TGL: Tensor | None,
+        *,
+        shape: tuple[int, int],
+        bits: int,
+    ) -> None:
+        self.shape, self.packed, self.scale_TGL, self.zero_TGL = shape, packed, scale_TGL, zero_TGL
+        self._call = c_library.library().glass_integer
+        groups = scale_TGL.shape[1]
+        self._form = _Form(
+            packed.data_ptr(),
+            scale_TGL.data_ptr(),
+            None if zero_TGL is None else zero_TGL.data_ptr(),
+            *shape,
+            groups,
+            shape[1] // groups,
+            bits,
+            KINDS.index(scale_TGL.dtype),
+            0 if zero_TGL is None else KINDS.index(zero_TGL.dtype),
+        )
+        self._address = ctypes.addressof(self._form)
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes: weights, scales and zero points."""
+        parts = (self.packed, self.scale_TGL, self.zero_TGL)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def product(self, x_BI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x W^T + b, (B, O) of float32, for any number of rows."""
+        outputs, inputs = self.shape
+        _check_float32("x", x_BI, (x_BI.shape[0] if x_BI.ndim == 2 else -1, inputs))
+        x_BI = x_BI.contiguous()
+        if bias_O is not None:
+            _check_float32("bias", bias_O, (outputs,))
+            bias_O = bias_O.contiguous()
+        y_BO = torch.empty(len(x_BI), outputs)
+        if len(x_BI) and self._call(
+            self._address,
+            None if bias_O is None else bias_O.data_ptr(),
+            x_BI.data_ptr(),
+            y_BO.data_ptr(),
+            len(x_BI),
+            torch.get_num_threads(),
+        ):
+            raise MachineError(f"no memory for the product of {len(x_BI)} rows of {inputs}")
+        return y_BO
+
+    @abstractmethod
+    def rows(self, index_N: Tensor) -> Tensor:
+        """Some rows of the matrix as float32, (N, I)."""
+
+
+class Int8Weight(_IntegerWeight):
+    """W = q * scale; q (O, I) int8, scale (O,) float32 or float16."""
+
+    def __init__(self, qweight_OI: Tensor, scale_O: Tensor) -> None:
+        shape = _matrix_shape(qweight_OI, torch.int8)
+        _check_numbers("scale", scale_O, shape[:1])
+        if not 0 < shape[1] <= MOST_INPUTS:
+            raise InputError(f"{shape[1]} inputs", hint=f"1 to {MOST_INPUTS}: sums have 32 bits")
+        blocks = -(-shape[1] // 8) * 2
+        padded = torch.zeros(_tiles(shape[0]) * TILE, blocks * 4, dtype=torch.int8)
+        padded[: shape[0], : shape[1]] = qweight_OI
+        lifted = padded.view(torch.uint8).bitwise_xor_(128)  # q + 128
+        packed = lifted.view(-1, TILE, blocks, 4).transpose(1, 2).contiguous()
+        super().__init__(packed, _in_tiles(scale_O[:, None]), None, shape=shape, bits=8)
+
+    def unpack(self) -> tuple[Tensor, Tensor]:
+        """q (O, I) and scale (O,), as they were given."""
+        flat = self.packed.transpose(1, 2).flatten(2).flatten(0, 1)
+        qweight_OI = (flat[: self.shape[0], : self.shape[1]] ^ 128).view(torch.int8)
+        return qweight_OI.contiguous(), _from_tiles(self.scale_TGL, self.shape[0])[:, 0]
+
+    def rows(self, index_N: Tensor) -> Tensor:
+        tile_N, lane_N = index_N // TILE, index_N % TILE
+        q_NI = (self.packed[tile_N, :, lane_N].flatten(1) ^ 128).view(torch.int8)
+        return q_NI[:, : self.shape[1]].float() * self.scale_TGL[tile_N, :, lane_N].float()
+
+    def __reduce__(self) -> tuple[Callable[..., "Int8Weight"], tuple[Tensor, ...]]:
+        return Int8Weight, self.unpack()  # addresses do not travel
+
+
+class Int4Weight(_IntegerWeight):
+    """W = (q - zero) * scale for groups of `group` inputs, a multiple of 8.
+
+    q is uint8, (O, I) with one value 0..15 in a byte, or (O, I / 2) with two, the low nibble first;
+    scale (O, G) is float16 or float32, zero (O, G) also uint8; no zero means 8 everywhere.
+    """
+
+    def __init__(
+        self, qweight: Tensor, scale_OG: Tensor, zero_OG: Tensor | None = None, *, group: int
+    ) -> None:
+        outputs, width = _matrix_shape(qweight, torch.uint8)
+        if not (0 < group <= MOST_GROUP and group % 8 == 0):
+            raise InputError(f"groups of {group}", hint=f"a multiple of 8 up to {MOST_GROUP}")
+        shape = (outputs, scale_OG.shape[-1] * group)
+        if width not in (shape[1], shape[1] // 2):
+            raise InputError(
+                f"qweight has {width} bytes a row, scale {tuple(scale_OG.shape)} groups of {group}",
+                hint=f"{shape[1]} unpacked, {shape[1] // 2} packed",
+            )
+        grid = (outputs, shape[1] // group)
+        _check_numbers("scale", scale_OG, grid)
+        if zero_OG is not None:
+            _check_numbers("zero", zero_OG, grid, kinds=KINDS)
+        q_OI = qweight if width == shape[1] else _nibbles(qweight)
+        if q_OI.numel() and int(q_OI.max()) > 15:
+            raise InputError(f"a 4-bit value of {int(q_OI.max())}", hint="0 to 15")
+        padded = torch.zeros(_tiles(outputs) * TILE, shape[1], dtype=torch.uint8)
+        padded[:outputs] = q_OI
+        halves = padded.view(-1, TILE, shape[1] // 8, 2, 4)
+        packed = (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2).contiguous()
+        zero_TGL = None if zero_OG is None else _in_tiles(zero_OG)
+        super().__init__(packed, _in_tiles(scale_OG), zero_TGL, shape=shape, bits=4)
+        self.group = group
+
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q (O, I) one value in a byte, scale and zero (O, G), as they were given."""
+        zero_OG = None if self.zero_TGL is None else _from_tiles(self.zero_TGL, self.shape[0])
+        q_OI = _eights(self.packed.transpose(1, 2)).flatten(2).flatten(0, 1)[: self.shape[0]]
+        return q_OI.contiguous(), _from_tiles(self.scale_TGL, self.shape[0]), zero_OG
+
+    def rows(self, index_N: Tensor) -> Tensor:
+        tile_N, lane_N = index_N // TILE, index_N % TILE
+        q_NI = _eights(self.packed[tile_N, :, lane_N]).flatten(1)
+        q_NGi = q_NI.view(len(q_NI), -1, self.group).float()
+        zero = 8.0
+        if self.zero_TGL is not None:
+            zero = self.zero_TGL[tile_N, :, lane_N].float()[..., None]
+        return ((q_NGi - zero) * self.scale_TGL[tile_N, :, lane_N].float()[..., None]).flatten(1)
+
+    def __reduce__(self) -> tuple[Callable[..., "Int4Weight"], tuple[Tensor | None, ...]]:
+        return functools.partial(Int4Weight, group=self.group), self.unpack()
+
+
+def _tiles(outputs: int) -> int:
+    return -(-outputs // TILE)
+
+
+def _in_tiles(numbers_OG: Tensor) -> Tensor:
+    outputs, groups = numbers_OG.shape
+    padded = numbers_OG.new_zeros(_tiles(outputs) * TILE, groups)
+    padded[:outputs] = numbers_OG
+    return padded.view(-1, TILE, groups).transpose(1, 2).contiguous()
+
+
+def _from_tiles(numbers_TGL: Tensor, outputs: int) -> Tensor:
+    return numbers_TGL.transpose(1, 2).flatten(0, 1)[:outputs].contiguous()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Two values a byte, the low one first, to one."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _eights(packed: Tensor) -> Tensor:
+    """(..., 4) bytes of the tiles' layout to (..., 8) values: four low ones, then four high."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _matrix_shape(qweight: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    if qweight.ndim != 2 or qweight.dtype != dtype or qweight.device.type != "cpu":
+        raise InputError(
+            f"qweight is {tuple(qweight.shape)}, {qweight.dtype}, on {qweight.device}",
+            hint=f"a matrix of {dtype} on the CPU",
+        )
+    return qweight.shape[0], qweight.shape[1]
+
+
+def _check_numbers(
+    name: str,
+    numbers: Tensor,
+    shape: tuple[int, ...],
+    *,
+    kinds: tuple[torch.dtype, ...] = (torch.float32, torch.float16),
+) -> None:
+    fits = numbers.shape == shape and numbers.dtype in kinds
+    if not fits or numbers.device.type != "cpu":
+        raise InputError(
+            f"{name} is {tuple(numbers.shape)}, {numbers.dtype}, on {numbers.device}",
+            hint=f"{shape} of {' or '.join(map(str, kinds))} on the CPU",
+        )
+
+
+def _check_float32(name: str, given: Tensor, shape: tuple[int, ...]) -> None:
+    if given.shape != shape or given.dtype != torch.float32 or given.device.type != "cpu":
+        raise InputError(
+            f"{name} is {tuple(given.shape)}, {given.dtype}, on {given.device}",
+            hint=f"{shape} of float32 on the CPU",
+        )
+    if given.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"{name} requires a gradient, and integer products have none",
+            hint="call it under torch.no_grad()",
+        )

@@ -1,0 +1,128 @@
+"""Training and evaluation as one call each, for Python and for the sources' own faces."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from glassformer.adapters.load import checkpoint_of, load_model
+from glassformer.data.task import Task
+from glassformer.kernels.threads import taking
+from glassformer.lab.measure import evaluate as evaluation
+from glassformer.lab.measure.exact_match import decoded_scores
+from glassformer.lab.recipes import recipe
+from glassformer.lab.runs.assemble import Parts, assemble, read_checkpoint
+from glassformer.lab.runs.provenance import check_data, recorded_hash
+from glassformer.lab.runs.record import load_run_spec
+from glassformer.lab.runs.run import TrainingRun
+from glassformer.lab.runs.samples import engine_stepper
+from glassformer.lab.runs.threads import threads_of_run
+from glassformer.spec.errors import InputError
+from glassformer.spec.serialize import override
+from glassformer.spec.train import SGD, RunSpec
+from glassformer.store.quantized import is_quantized
+from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
+from glassformer.training.engine import Engine
+from glassformer.training.torch_engine import TorchEngine
+
+
+def train(
+    what: str | RunSpec,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+    runs: str | Path = "runs",
+    overrides: Iterable[str] = (),
+    device: str = "cpu",
+    threads: int | None = None,
+    overwrite: bool = False,
+) -> TrainingRun:
+    """Train a task by name, or a whole `RunSpec`, to its end, and give back the finished run.
+
+    Without `threads` as many are taken as a batch is worth.
+    """
+    given = list(overrides)
+    given += [f"train.steps={steps}"] if steps is not None else []
+    given += [f"train.seed={seed}"] if seed is not None else []
+    cache = cache_folder(Path(runs))
+    spec = recipe(what, given, cache=cache) if isinstance(what, str) else override(what, given)
+    usual = what if isinstance(what, str) else "run"
+    folder = run_folder(Path(runs), usual if name is None else name)
+    run = TrainingRun(spec, folder, device=device)
+    count = threads_of_run(spec, run.task, asked=threads, device=device)
+    with run.directory.locked(), taking(count):
+        run.prepare(overwrite=overwrite)
+        for _ in run.events():
+            pass
+    return run
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    split: str | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+) -> "evaluation.Evaluation":
+    """Measure the checkpoint of a run (`RUN`, `RUN@last`, `RUN@120`) on one split.
+
+    An encoder-decoder also answers each source on its own, token after token.
+    """
+    engine, task = opened(run, device=device)
+    spec = load_run_spec(RunDirectory(Path(str(run).partition("@")[0])))
+    with taking(threads_of_run(spec, task, asked=threads, device=device)):
+        found = evaluation.evaluate(engine, task, split=split)
+        if engine.spec.encoder is None:
+            return found
+        own = decoded_scores(engine_stepper(engine), task, split=found.split)
+    return replace(found, decoded=own)
+
+
+def opened(run: str | Path, *, device: str = "cpu") -> tuple[Engine, Task]:
+    """The checkpoint of a run, ready to be measured, and the task it was trained on."""
+    path = str(run)
+    folder = Path(path.partition("@")[0])
+    spec = load_run_spec(RunDirectory(folder))
+    recorded = recorded_hash(folder, spec.task)
+    parts = assemble(spec, device=device, cache=_known_cache(path))
+    check_data(parts.task, recorded)
+    _check_tokens(parts, checkpoint_of(path))
+    if is_quantized(checkpoint_of(path)):
+        engine = TorchEngine(load_model(path).to(device), replace(spec.train, optimizer=SGD()))
+        return engine, parts.task
+    parts.engine.load_weights(read_checkpoint(checkpoint_of(path), spec))
+    return parts.engine, parts.task
+
+
+def _known_cache(path: str) -> Path | None:
+    """The cache beside a run, if there is one: measuring makes none."""
+    cache = cache_folder(Path(path.partition("@")[0]).parent)
+    return cache if cache.is_dir() else None
+
+
+def _check_tokens(parts: Parts, folder: Path) -> None:
+    """A text that has changed since gives other tokens, which would mean nothing to the model."""
+    file = folder / "tokenizer.json"
+    ours = parts.files.get(file.name)
+    if ours is not None and file.is_file() and file.read_bytes() != ours:
+        raise InputError(
+            "the task's tokens are not those that the model was trained on: its data has changed",
+            where=str(folder),
+            hint="bring the data back, or the Python version whose manuals they are",
+        )
+
+
+def result_of(run: TrainingRun) -> dict[str, Any]:
+    """The outcome of a run in a few numbers."""
+    progress = run.progress
+    val = progress.val or {}
+    bits = val.get("oracle", {}).get("bits_per_byte")
+    return {
+        "run": run.directory.folder.name,
+        "steps": progress.step,
+        "loss": progress.loss,
+        "val_loss": val.get("loss"),
+        "val_accuracy": val.get("accuracy"),
+        **({"bits_per_byte": bits} if bits is not None else {}),
+    }

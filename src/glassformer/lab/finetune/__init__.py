@@ -1,0 +1,1 @@
+"""Fine-tuning: the base model, its data, the recipe."""

@@ -1,0 +1,1 @@
+"""Measurements of a trained model: evaluation, precision, suites, machine rates."""

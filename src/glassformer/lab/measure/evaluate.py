@@ -1,0 +1,246 @@
+"""What a model has learned, measured against the truth, broken down by what the task knows.
+
+One pass over a split: loss and accuracy of every head, exact match of whole sequences, both by the
+task's groups, and the distance to the oracle where there is one.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.data.batch import Batch
+from glassformer.data.task import Oracle, Task
+from glassformer.spec.errors import InputError
+from glassformer.spec.units import plain_digits
+from glassformer.training.engine import Engine, loss_weights
+
+# B batch, T length, V logits
+
+#: Examples evaluated at once, and logits made at once; only speed and memory depend on them.
+CHUNK = 256
+LOGITS = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results of one split. `loss` is the plain mean a token of the first head, in nats.
+
+    by: {group: {label: exact match}}; heads: {head: {loss, accuracy}}; oracle: the truth's
+    entropy, the excess over it (divergence from the truth, free of the sample's luck), and legal
+    (probability given to what can occur); errors: some rows. pairs: what each row asked and was
+    answered as, by group, from row 0 on; `confusion` counts them. decoded: the same answers with
+    only the model's own tokens before each, where the task has a source.
+    """
+
+    split: str
+    examples: int
+    loss: float
+    accuracy: float
+    exact_match: float
+    heads: Mapping[str, Mapping[str, float]]
+    by: Mapping[str, Mapping[str, float]]
+    counts: Mapping[str, Mapping[str, int]]
+    oracle: Mapping[str, float]
+    confusion: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    pairs: Mapping[str, list[tuple[str, str]]] = field(default_factory=dict)
+    decoded: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "split": self.split,
+            "examples": self.examples,
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "exact_match": self.exact_match,
+            "heads": {head: dict(values) for head, values in self.heads.items()},
+            "by": {group: dict(values) for group, values in self.by.items()},
+            "oracle": dict(self.oracle),
+            **({"decoded": dict(self.decoded)} if self.decoded else {}),
+        }
+
+
+class _Tally:
+    """Sums over the batches seen so far."""
+
+    def __init__(self, primary: str) -> None:
+        self.primary = primary
+        self.heads: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self.by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+        self.confusion: dict[str, dict[str, dict[str, int]]] = {}
+        self.pairs: dict[str, list[tuple[str, str]]] = {}
+        self.matches = 0
+        self.asked = 0
+        self.entropy = 0.0
+        self.excess = 0.0
+        self.legal = 0.0
+        self.judged = 0.0
+        self.errors: list[dict[str, Any]] = []
+
+    def add(
+        self, batch: Batch, logits: Mapping[str, NDArray]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Count every head; give back which sequences the first head has wholly right, and which
+        ask anything at all.
+        """
+        exact = np.zeros(len(batch.tokens), dtype=np.bool_)
+        asked = exact
+        for head, target in batch.targets.items():
+            if head not in logits:
+                continue
+            weights = loss_weights(batch, head).astype(np.float64)
+            known = np.where(weights > 0, target, 0).astype(np.int64)
+            nll = -np.take_along_axis(log_softmax(logits[head]), known[..., None], -1)[..., 0]
+            right = logits[head].argmax(-1) == target
+            sums = self.heads[head]
+            sums[0] += float((nll * weights).sum())
+            sums[1] += float((right * weights).sum())
+            sums[2] += float(weights.sum())
+            if head == self.primary:
+                counted = (weights > 0).reshape(len(exact), -1)
+                wrong = counted & ~right.reshape(len(exact), -1)
+                asked = counted.any(axis=1)
+                exact = asked & ~wrong.any(axis=1)
+        self.matches += int(exact.sum())
+        self.asked += int(asked.sum())
+        return exact, asked
+
+    def add_groups(
+        self,
+        groups: Mapping[str, list[str]],
+        exact: NDArray[np.bool_],
+        asked: NDArray[np.bool_],
+    ) -> None:
+        """Right and all, for each label of each group, over the sequences that ask anything."""
+        for group, labels in groups.items():
+            for label, right, counts_too in zip(labels, exact, asked, strict=True):
+                if counts_too:
+                    counts = self.by[group][label]
+                    counts[0] += int(right)
+                    counts[1] += 1
+
+    def add_confusions(self, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
+        """How often what was asked was answered as what."""
+        for group, found in pairs.items():
+            self.pairs.setdefault(group, []).extend(found)
+            table = self.confusion.setdefault(group, {})
+            for asked, answered in found:
+                row = table.setdefault(asked, {})
+                row[answered] = row.get(answered, 0) + 1
+
+    def add_truth(self, truth: Oracle, batch: Batch, logits: NDArray) -> None:
+        """Distance to the truth, and probability given to what can occur, where it counts."""
+        weights = loss_weights(batch, self.primary).astype(np.float64)
+        logp = log_softmax(logits)
+        if truth.probabilities is not None:  # a model may have answers that the task has not
+            logp = logp[..., : truth.probabilities.shape[-1]]
+        self.judged += float(weights.sum())
+        self.entropy += float((truth.entropy * weights).sum())
+        self.excess += float((truth.excess(logp) * weights).sum())
+        self.legal += float((truth.legal_mass(logp) * weights).sum())
+
+
+def log_softmax(logits: NDArray) -> NDArray[np.float64]:
+    """Logarithms of probabilities, in float64."""
+    wide = logits.astype(np.float64)
+    wide = wide - wide.max(-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+
+
+def evaluate(
+    engine: Engine, task: Task, *, split: str | None = None, examples: int | None = None
+) -> Evaluation:
+    """Measure one split, or its first `examples`; without a name the test split, else val."""
+    sizes = task.sizes()
+    split = split or ("test" if "test" in sizes else "val")
+    if split not in sizes:
+        raise InputError(f"no split '{split}'", hint=f"this task has: {', '.join(sizes)}")
+    count = sizes[split] if examples is None else min(examples, sizes[split])
+    if count == 0:
+        raise InputError(f"the split '{split}' has no examples")
+    tally = None
+    size = int(task.lengths(split)[:count].max()) * max(
+        map(engine.spec.head_size, engine.spec.head_names())
+    )
+    for rows in _chunks(count, max(1, min(CHUNK, LOGITS // size))):
+        batch = task.batch(split, rows)
+        logits = engine.logits(batch)
+        if tally is None:
+            tally = _Tally(_primary(engine, batch))
+        exact, asked = tally.add(batch, logits)
+        tally.add_groups(task.groups(split, rows), exact, asked)
+        answers = logits[tally.primary].argmax(-1)
+        tally.add_confusions(task.confusions(split, rows, answers))
+        truth = task.oracle(split, rows)
+        if truth is not None:
+            tally.add_truth(truth, batch, logits[tally.primary])
+        for row in rows[asked & ~exact][: 20 - len(tally.errors)]:
+            tally.errors.append({"row": int(row), "example": task.describe(split, int(row))})
+    assert tally is not None
+    return _evaluation(tally, task, split, count)
+
+
+def natural(item: tuple[str, Any]) -> tuple[int, str]:
+    """Numbers by their size, then words: 4 before 10."""
+    number = plain_digits(item[0])
+    return (1 << 62, item[0]) if number is None else (number, item[0])
+
+
+def _chunks(count: int, size: int) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, count, size):
+        yield np.arange(start, min(start + size, count), dtype=np.int64)
+
+
+def _primary(engine: Engine, batch: Batch) -> str:
+    return next(head for head in engine.spec.head_names() if head in batch.targets)
+
+
+def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation:
+    heads = {
+        head: {"loss": loss / weight, "accuracy": right / weight}
+        for head, (loss, right, weight) in tally.heads.items()
+        if weight > 0
+    }
+    if tally.primary not in heads:
+        raise InputError(
+            f"nothing counts in the first {count} examples of '{split}'", hint="take more of them"
+        )
+    first = heads[tally.primary]
+    oracle = {}
+    if tally.judged:
+        oracle = {
+            "entropy": tally.entropy / tally.judged,
+            "excess": tally.excess / tally.judged,
+            "legal": tally.legal / tally.judged,
+        }
+    width = task.facts().get("bytes_per_token", {}).get(split)
+    if width:
+        oracle["bits_per_byte"] = first["loss"] / math.log(2) / width
+    return Evaluation(
+        split=split,
+        examples=count,
+        loss=first["loss"],
+        accuracy=first["accuracy"],
+        exact_match=tally.matches / max(1, tally.asked),
+        heads=heads,
+        by={
+            group: {
+                label: right / all_ for label, (right, all_) in sorted(labels.items(), key=natural)
+            }
+            for group, labels in tally.by.items()
+        },
+        counts={
+            group: {label: all_ for label, (_, all_) in sorted(labels.items(), key=natural)}
+            for group, labels in tally.by.items()
+        },
+        oracle=oracle,
+        confusion=tally.confusion,
+        errors=tally.errors,
+        pairs=tally.pairs,
+    )

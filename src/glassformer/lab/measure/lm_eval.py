@@ -1,0 +1,213 @@
+"""lm-evaluation-harness over our models: its tasks ask for likelihoods and continuations.
+
+The harness is an extra and slow to import, so it is imported when it is run. What it asks is
+answered from an `Examinee`'s logits and by decoding; tasks come from a folder of YAML files or from
+its own list, whose data must then be in the local cache.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from glassformer.adapters.native import NativeAdapter
+from glassformer.generation.loop import generate
+from glassformer.lab.smallbench.examinee import examinee_of, log_probabilities
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import InputError, MachineError
+
+Pair = tuple[Sequence[int], Sequence[int]]
+
+LONGEST_ANSWER = 256  # tokens of a continuation, where a task does not say
+
+
+class Answerer:
+    """What the harness asks of a model, in ids and texts."""
+
+    def __init__(self, adapter: NativeAdapter, *, batch_size: int = 16) -> None:
+        self.adapter = adapter
+        self.examinee = examinee_of(adapter.model, adapter.tokenizer, name=str(adapter.origin))
+        self.tokenizer = adapter.tokenizer
+        self.batch_size = batch_size
+        self.longest = adapter.spec.max_seq_len
+
+    def begin(self) -> int:
+        """The token before a text that has nothing before it."""
+        for token in (self.tokenizer.bos, self.tokenizer.eos):
+            if token is not None:
+                return token
+        raise InputError(
+            "this task scores texts without a context, and the tokenizer has no token to begin one",
+            hint="choose tasks whose questions have a context",
+        )
+
+    def encode(self, text: str, *, begun: bool) -> list[int]:
+        """Ids; `begun` puts the token before them that the model's texts begin with."""
+        ids, bos = self.tokenizer.encode(text), self.tokenizer.bos
+        return ids if not begun or bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation after its context, and whether it is the greedy one.
+
+        A context that is too long loses its beginning.
+        """
+        rows, places = [], []
+        for context, rest in pairs:
+            if len(rest) > self.longest:
+                raise InputError(f"{len(rest)} tokens to score in a context of {self.longest}")
+            row = (*context, *rest)[:-1][-self.longest :]
+            rows.append(row)
+            places.append(list(enumerate(rest, start=len(row) - len(rest))))
+        found = log_probabilities(self.examinee, rows, places)
+        return [(float(values.sum()), bool(greedy.all())) for values, greedy in found]
+
+    def rolling(self, text: str) -> float:
+        """Log-probability of a whole text, of any length: in windows, each token once."""
+        ids = self.encode(text, begun=False)
+        if not ids:
+            return 0.0
+        pairs, before = [], [self.begin()]
+        for first in range(0, len(ids), self.longest):
+            window = ids[first : first + self.longest]
+            # A window reads what its first token follows, and as much before as there is room for.
+            room = self.longest + 1 - len(window)
+            pairs.append((before[-room:], window))
+            before = before + window
+        return math.fsum(value for value, _ in self.likelihoods(pairs))
+
+    def continuations(self, texts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+        """What the model says after each text, up to a stop string."""
+        spec = self._drawing(settings)
+        room = self.longest - spec.max_new_tokens
+        if room < 1:
+            raise InputError(
+                f"{spec.max_new_tokens} new tokens leave no context of {self.longest}",
+                hint="max_gen_toks in the task's generation_kwargs",
+            )
+        made = []
+        for first in range(0, len(texts), self.batch_size):
+            some = texts[first : first + self.batch_size]
+            rows = [self.encode(text, begun=True)[-room:] or [self.begin()] for text in some]
+            found = generate(
+                self.adapter.stepper(), rows, spec=spec, tokenizer=self.tokenizer, logprobs=False
+            )
+            made += [each.text for each in found]
+        return made
+
+    def _drawing(self, settings: Mapping[str, Any]) -> DecodeSpec:
+        """A task's generation_kwargs; what nobody here understands is refused."""
+        left = dict(settings)
+        until = left.pop("until", [])
+        longest = left.pop("max_gen_toks", LONGEST_ANSWER)
+        drawn = left.pop("do_sample", bool(left.get("temperature")))
+        temperature = float(left.pop("temperature", None) or 1.0) if drawn else 0.0
+        if not drawn:
+            left.pop("temperature", None)
+        numbers = {name: left.pop(name) for name in ("top_k", "top_p", "min_p") if name in left}
+        if left:
+            raise InputError(
+                f"generation_kwargs not known here: {', '.join(sorted(map(str, left)))}",
+                hint="until, max_gen_toks, do_sample, temperature, top_k, top_p, min_p",
+            )
+        return DecodeSpec(
+            max_new_tokens=longest,
+            temperature=temperature,
+            stop=tuple([until] if isinstance(until, str) else filter(None, until)),
+            eos=self.adapter.end_ids(),
+            forbidden=self.adapter.nameless_ids(),
+            **numbers,
+        )
+
+
+def run_harness(
+    adapter: NativeAdapter,
+    tasks: Sequence[str],
+    *,
+    tasks_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 16,
+) -> dict[str, Any]:
+    """Metrics by task; `tasks_dir` holds YAML tasks and replaces the harness's own list."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise MachineError(
+            "the suite lm-eval needs lm-evaluation-harness, which is not installed",
+            hint="pip install 'glassformer[eval]'",
+        ) from error
+    if not tasks:
+        raise InputError("no tasks", hint="--tasks arc_easy,my_task")
+    if tasks_dir is not None and not tasks_dir.is_dir():
+        raise InputError(f"there is no folder {tasks_dir}", hint="a folder of YAML tasks")
+    own = None if tasks_dir is None else str(tasks_dir)
+    manager = TaskManager(include_path=own, include_defaults=tasks_dir is None)
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown:
+        known = ", ".join(manager.all_tasks[:12])
+        raise InputError(f"no task '{unknown[0]}'", hint=f"known: {known}")
+    found = simple_evaluate(
+        model=_language_model(Answerer(adapter, batch_size=batch_size)),
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    assert found is not None, "one process only"
+    return {
+        "suite": "lm-eval",
+        "tasks": {name: _metrics(values) for name, values in found["results"].items()},
+        "examples": {name: n["effective"] for name, n in found["n-samples"].items()},
+    }
+
+
+def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """`acc,none` as `acc`; names and what was not computed left out."""
+    return {
+        key.removesuffix(",none"): float(value)
+        for key, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and "," in key
+    }
+
+
+def _language_model(answerer: Answerer) -> Any:
+    """The harness's own interface over an `Answerer`."""
+    from lm_eval.api.model import TemplateLM
+
+    class GlassLM(TemplateLM):
+        @property
+        def eot_token_id(self) -> int:
+            return answerer.begin()
+
+        @property
+        def max_length(self) -> int:
+            return answerer.longest
+
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        ) -> list[int]:
+            return answerer.encode(string, begun=add_special_tokens is not False)
+
+        def _loglikelihood_tokens(
+            self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+        ) -> list[tuple[float, bool]]:
+            return answerer.likelihoods([(context, rest) for _, context, rest in requests])
+
+        def loglikelihood_rolling(
+            self, requests: list[Any], disable_tqdm: bool = False
+        ) -> list[float]:
+            return [answerer.rolling(request.args[0]) for request in requests]
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            groups: dict[str, list[int]] = {}
+            for place, request in enumerate(requests):
+                groups.setdefault(repr(request.args[1]), []).append(place)
+            made: dict[int, str] = {}
+            for places in groups.values():
+                texts = [requests[place].args[0] for place in places]
+                answers = answerer.continuations(texts, requests[places[0]].args[1])
+                made.update(zip(places, answers, strict=True))
+            return [made[place] for place in range(len(requests))]
+
+    return GlassLM()

@@ -1,0 +1,1 @@
+"""Figures of runs and designs, for files and for the terminal."""

@@ -1,0 +1,310 @@
+"""Exams whose answer stands in the text: copy, recall, induction, and a machine to be followed.
+
+All are squares. The questions of a group pair every query with every arrangement of the answers:
+who reads the query alone meets each answer equally often, who reads the rest alone is asked every
+query. Every choice occurs equally often before the query.
+
+Subject-verb agreement: minimal pairs from a small grammar of English.
+
+    sentence -> subject preposition other verb
+    subject, other -> singular or plural, from the lexicon
+    verb -> agrees with the subject
+
+A group has all four numbers of subject and other: who agrees with the nearest noun is right in two
+of four, like one who always takes the same verb. Number shows in many ways (s, a vowel, another
+determiner), so that no single letter stands for it.
+
+Exams whose answer follows from a rule that the model has to bring along: sums, brackets.
+"""
+
+import re
+
+import numpy as np
+
+from glassformer.lab.smallbench.question import (
+    LETTERS,
+    WORDS,
+    Exam,
+    Group,
+    Question,
+    drawn,
+    grouped,
+)
+
+K = 4  # spans, pairs: the number of choices
+SPAN = 4  # words of a span to copy
+STATES = 3
+
+
+def _copy(rng: np.random.Generator) -> Group:
+    words = drawn(rng, WORDS, K * SPAN)
+    starts = [words[i * SPAN : (i + 1) * SPAN - 1] for i in range(K)]
+    ends = words[SPAN - 1 :: SPAN]
+    questions = []
+    for shift in range(K):
+        lines = [" ".join([*start, ends[(i + shift) % K]]) for i, start in enumerate(starts)]
+        for query, start in enumerate(starts):
+            questions.append(_question([*lines, " ".join(start)], "\n", ends, (query + shift) % K))
+    return grouped(questions)
+
+
+def _question(parts: list[str], between: str, ends: list[str], right: int) -> Question:
+    return Question(
+        context=between.join(parts), choices=tuple(f" {end}" for end in ends), right=right
+    )
+
+
+def _solve_copy(context: str, choices: tuple[str, ...]) -> str:
+    *lines, begun = context.split("\n")
+    (line,) = (line for line in lines if line.startswith(begun))
+    return line.removeprefix(begun)
+
+
+def _recall(rng: np.random.Generator) -> Group:
+    words = drawn(rng, WORDS, 2 * K)
+    keys, values = words[:K], words[K:]
+    questions = []
+    for shift in range(K):
+        pairs = [f"{key}: {values[(i + shift) % K]}" for i, key in enumerate(keys)]
+        for query, key in enumerate(keys):
+            parts = [", ".join(pairs), f"{key}:"]
+            questions.append(_question(parts, ". ", values, (query + shift) % K))
+    return grouped(questions)
+
+
+def _solve_recall(context: str, choices: tuple[str, ...]) -> str:
+    pairs, query = context.split(". ")
+    known = dict(pair.split(": ") for pair in pairs.split(", "))
+    return f" {known[query.removesuffix(':')]}"
+
+
+def _induction(rng: np.random.Generator) -> Group:
+    letters = drawn(rng, LETTERS, 2 * K)
+    keys, values = letters[:K], letters[K:]
+    questions = []
+    for shift in range(K):
+        pairs = [f"{key} {values[(i + shift) % K]}" for i, key in enumerate(keys)]
+        for query, key in enumerate(keys):
+            questions.append(_question([*pairs, key], " ", values, (query + shift) % K))
+    return grouped(questions)
+
+
+def _solve_induction(context: str, choices: tuple[str, ...]) -> str:
+    letters = context.split()
+    return f" {letters[letters.index(letters[-1]) + 1]}"
+
+
+def _machine(rng: np.random.Generator) -> Group:
+    """Two symbols, each a permutation of the states; the second one's targets are turned around."""
+    letters = drawn(rng, LETTERS, STATES + 2)
+    states, (first, second) = letters[:STATES], letters[STATES:]
+    one, two = rng.permutation(STATES), rng.permutation(STATES)
+    questions = []
+    for turn in range(STATES):
+        turned = (two + turn) % STATES
+        for start, state in enumerate(states):
+            parts = [
+                f"{first} takes {_edges(states, one)}",
+                f"{second} takes {_edges(states, turned)}",
+                f"from {state}, {first} then {second} leads to",
+            ]
+            questions.append(_question(parts, "; ", states, int(turned[one[start]])))
+    return grouped(questions)
+
+
+def _edges(states: list[str], targets: np.ndarray) -> str:
+    return ", ".join(f"{states[i]} to {states[target]}" for i, target in enumerate(targets))
+
+
+def _solve_machine(context: str, choices: tuple[str, ...]) -> str:
+    *tables, query = context.split("; ")
+    leads = {}
+    for table in tables:
+        symbol, _, edges = table.partition(" takes ")
+        leads[symbol] = dict(edge.split(" to ") for edge in edges.split(", "))
+    found = re.fullmatch(r"from (\w), (\w) then (\w) leads to", query)
+    assert found is not None
+    state, *symbols = found.groups()
+    for symbol in symbols:
+        state = leads[symbol][state]
+    return f" {state}"
+
+
+COPY = Exam(
+    name="copy",
+    asks=f"which word ends a line of {SPAN} that was begun again",
+    make=_copy,
+    solve=_solve_copy,
+    opens=True,
+)
+RECALL = Exam(
+    name="recall",
+    asks=f"which of {K} values belongs to a key",
+    make=_recall,
+    solve=_solve_recall,
+    opens=True,
+)
+INDUCTION = Exam(
+    name="induction",
+    asks="which letter followed this one before",
+    make=_induction,
+    solve=_solve_induction,
+    opens=True,
+)
+MACHINE = Exam(
+    name="fsm",
+    asks=f"where a machine of {STATES} states is after two symbols, its table being given",
+    make=_machine,
+    solve=_solve_machine,
+    opens=True,
+)
+
+
+#: Singular and plural.
+NOUNS = (
+    ("the value", "the values"),
+    ("the object", "the objects"),
+    ("the file", "the files"),
+    ("the name", "the names"),
+    ("the line", "the lines"),
+    ("the man", "the men"),
+    ("the woman", "the women"),
+    ("the child", "the children"),
+    ("the foot", "the feet"),
+    ("the tooth", "the teeth"),
+    ("the mouse", "the mice"),
+    ("the goose", "the geese"),
+    ("this sheep", "these sheep"),
+    ("that fish", "those fish"),
+    ("one series", "two series"),
+    ("one deer", "many deer"),
+    ("each aircraft", "all aircraft"),
+    ("this species", "some species"),
+)
+VERBS = (
+    (" is", " are"),
+    (" was", " were"),
+    (" has", " have"),
+    (" does not", " do not"),
+)
+PREPOSITIONS = ("near", "of", "with", "behind", "in", "for", "from", "by")
+
+
+def _agreement(rng: np.random.Generator) -> Group:
+    subject, other = (NOUNS[i] for i in rng.permutation(len(NOUNS))[:2])
+    verbs = VERBS[int(rng.integers(len(VERBS)))]
+    preposition = PREPOSITIONS[int(rng.integers(len(PREPOSITIONS)))]
+    return grouped(
+        [
+            Question(context=f"{subject[n]} {preposition} {other[m]}", choices=verbs, right=n)
+            for n in (0, 1)
+            for m in (0, 1)
+        ]
+    )
+
+
+def _solve_agreement(context: str, choices: tuple[str, ...]) -> str:
+    subject = " ".join(context.split()[:2])
+    (number,) = {pair.index(subject) for pair in NOUNS if subject in pair}
+    (verbs,) = (pair for pair in VERBS if pair == choices)
+    return verbs[number]
+
+
+AGREEMENT = Exam(
+    name="agreement",
+    asks="which verb agrees with the subject, another noun standing between",
+    make=_agreement,
+    solve=_solve_agreement,
+    opens=False,
+)
+
+
+CHOICES = 4  # results to choose from
+BRACKETS = ("()", "[]", "{}", "<>")
+
+
+def _arithmetic(rng: np.random.Generator) -> Group:
+    """One number with four others, all results of two digits.
+
+    Results share some digits with what is asked. Only groups are taken in which the right ones
+    share neither more nor fewer than the wrong ones: repeating what was read helps nobody.
+    """
+    while True:
+        sign = "+-"[int(rng.integers(2))]
+        one = int(rng.integers(10, 100))
+        others = [int(other) for other in rng.permutation(90)[:CHOICES] + 1]
+        results = [one + other if sign == "+" else one - other for other in others]
+        if not all(10 <= result < 100 for result in results) or set(results) & set(others):
+            continue
+        contexts = [f"{one}{sign}{other}=" for other in others]
+        shared = np.array([[_shared(text, str(result)) for result in results] for text in contexts])
+        if shared.trace() * CHOICES == shared.sum():
+            choices = tuple(map(str, results))
+            return grouped(
+                [
+                    Question(context=text, choices=choices, right=i)
+                    for i, text in enumerate(contexts)
+                ]
+            )
+
+
+def _shared(context: str, result: str) -> int:
+    """Digits of the result that stand in the context."""
+    return sum(digit in context for digit in result)
+
+
+def _solve_arithmetic(context: str, choices: tuple[str, ...]) -> str:
+    found = re.fullmatch(r"(\d+)([+-])(\d+)=", context)
+    assert found is not None
+    one, sign, other = int(found[1]), found[2], int(found[3])
+    return str(one + other if sign == "+" else one - other)
+
+
+def _brackets(rng: np.random.Generator) -> Group:
+    """`( ant [ bed ] cap` asks for `)`, `( ant [ bed ] [ cap` for `]`, and both kinds exchanged.
+
+    What was opened or closed last is the same in both: only the count of what is open tells. There
+    are few kinds of brackets, and what a model makes of one it makes of it everywhere: groups of
+    the same two kinds count as one when the interval is drawn.
+    """
+    kinds = drawn(rng, BRACKETS, 2)
+    words = drawn(rng, WORDS, 3)
+    before = bool(rng.integers(2))  # pairs of both kinds, closed before anything counts
+    choices = tuple(f" {kind[1]}" for kind in kinds)
+    questions = []
+    for outer, (o, c) in enumerate(kinds):
+        inner = 1 - outer
+        i, j = kinds[inner]
+        closed = f"{o} {c} {i} {j} " if before else ""
+        begun = f"{closed}{o} {words[0]} {i} {words[1]} {j} "
+        texts = ((f"{begun}{words[2]}", outer), (f"{begun}{i} {words[2]}", inner))
+        for text, right in texts:
+            questions.append(Question(context=text, choices=choices, right=right))
+    return grouped(questions, kind="".join(sorted(kinds)))
+
+
+def _solve_brackets(context: str, choices: tuple[str, ...]) -> str:
+    partner = dict(BRACKETS)
+    waiting: list[str] = []
+    for word in context.split():
+        if word in partner:
+            waiting.append(partner[word])
+        elif word in partner.values():
+            assert waiting.pop() == word, "brackets cross"
+    return f" {waiting[-1]}"
+
+
+ARITHMETIC = Exam(
+    name="arithmetic",
+    asks="the sum or difference of two numbers, of two digits",
+    make=_arithmetic,
+    solve=_solve_arithmetic,
+    opens=True,
+)
+BRACKET = Exam(
+    name="brackets",
+    asks="which of two kinds of brackets has to be closed",
+    make=_brackets,
+    solve=_solve_brackets,
+    opens=False,
+)

@@ -1,0 +1,1 @@
+"""Measurements of a model: attention, logit lens, norms, ablation, patching, roles."""

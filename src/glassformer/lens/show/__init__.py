@@ -1,0 +1,1 @@
+"""Rendering of measurements: terminal text, SVG, HTML, matplotlib."""

@@ -1,0 +1,237 @@
+"""`Difference`: one attention map less another, with its words; signed, hatched where masked.
+
+`Heat`: one attention map with its words, and which of its cells may be attended to.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from glassformer.lens.show import html, svg
+from glassformer.lens.show import svg as picture
+from glassformer.lens.show.ascii import heat_text
+from glassformer.lens.show.displayable import Face, Row
+from glassformer.lens.show.token_text import shown
+from glassformer.spec.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# T queries (rows), S keys (columns)
+
+#: Maps up to this many rows and columns are written out; of larger ones the largest cells.
+DIFFERENCES_WRITTEN, PEAKS = 12, 12
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Difference(Face):
+    """One map less another: `heat - other` makes it. NaN where either of them may not look."""
+
+    weights_TS: Tensor
+    rows_words: tuple[str, ...]
+    columns_words: tuple[str, ...]
+    title: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The differences (T, S), from -1 to 1."""
+        return self.weights_TS
+
+    @property
+    def allowed(self) -> Tensor:
+        """True where both may look."""
+        return ~self.tensor.isnan()
+
+    def rows(self) -> list[Row]:
+        """Every cell where both may look: query, key, difference."""
+        return [
+            {"query": t, "query_word": q, "key": s, "key_word": k, "difference": value}
+            for t, (q, values) in enumerate(zip(self.rows_words, self.tensor.tolist(), strict=True))
+            for s, (k, value) in enumerate(zip(self.columns_words, values, strict=True))
+            if value == value
+        ]
+
+    def peaks(self, most: int = PEAKS) -> list[tuple[int, int, float]]:
+        """The cells that differ most: query, key, difference."""
+        found = [(row["query"], row["key"], row["difference"]) for row in self.rows()]
+        return sorted(found, key=lambda cell: -abs(cell[2]))[:most]
+
+    def summary(self) -> str:
+        """One line."""
+        if not (peaks := self.peaks(1)):
+            return f"{self.title}: there is no cell at which both may look"
+        t, s, value = peaks[0]
+        words = f"'{shown(self.rows_words[t])}' to '{shown(self.columns_words[s])}'"
+        return f"{self.title}: the largest {value:+.3f}, from {words}"
+
+    def text(self) -> str:
+        """Its numbers, or the cells of a large one that differ most."""
+        T, S = self.tensor.shape
+        if max(T, S) > DIFFERENCES_WRITTEN:
+            lines = (
+                f"  {value:+.3f}  {t}:{shown(self.rows_words[t])} -> "
+                f"{s}:{shown(self.columns_words[s])}"
+                for t, s, value in self.peaks()
+            )
+            return "\n".join([f"{self.title}: {T} x {S}, what differs most:", *lines])
+        rows = [shown(word, most=12) for word in self.rows_words]
+        columns = [shown(word, most=12) for word in self.columns_words]
+        left, widths = max(map(len, rows)), [max(6, len(name)) for name in columns]
+        named = " ".join(name.rjust(width) for name, width in zip(columns, widths, strict=True))
+        lines = [self.title, f"{'':{left}}  {named}"]
+        for name, values in zip(rows, self.tensor.tolist(), strict=True):
+            cells = (
+                (f"{value:+.3f}" if value == value else "").rjust(width)
+                for value, width in zip(values, widths, strict=True)
+            )
+            lines.append(f"{name:>{left}}  {' '.join(cells)}".rstrip())
+        return "\n".join(lines)
+
+    def parts(self) -> Iterator[str]:
+        """The map, blue where the first looks more, then its cells as a table."""
+        drawn = svg.heat_svg(
+            self.tensor.numpy(),
+            rows=self.rows_words,
+            columns=self.columns_words,
+            label=self.summary(),
+        )
+        yield html.captioned(drawn, self.summary())
+        lines = ([*row.values()] for row in self.rows())
+        names = ["query", "", "key", "", "difference"]
+        yield html.folded("as a table", html.table(names, lines, caption=self.title))
+
+    def figure(self) -> "Figure":
+        """On a scale from -1 to 1."""
+        from glassformer.lens.show.mpl import difference_figure
+
+        return difference_figure(self)
+
+
+# T queries (rows), S keys (columns)
+
+#: Maps up to this many rows and columns are written out cell by cell; larger ones by their peaks.
+WRITTEN = 32
+THUMBNAIL = 64
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Heat(Face):
+    """One map: row t says where position t looks. `allowed` is False where it may not look."""
+
+    weights_TS: Tensor
+    allowed: Tensor
+    rows_words: tuple[str, ...]
+    columns_words: tuple[str, ...]
+    title: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weights (T, S); each row sums to 1, or to 0 where nothing may be attended to."""
+        return self.weights_TS
+
+    def __sub__(self, other: "Heat") -> Difference:
+        """This map less that of another model, or of another head, at the same tokens."""
+        words = self.rows_words, self.columns_words
+        if words != (other.rows_words, other.columns_words):
+            raise InputError(
+                "the two maps are of different tokens, so there is no difference to draw",
+                hint="compare models that cut the text into the same tokens",
+            )
+        weights_TS = (self.tensor - other.tensor).masked_fill(
+            ~(self.allowed & other.allowed), torch.nan
+        )
+        return Difference(weights_TS, *words, title=f"{self.title} less {other.title}")
+
+    def rows(self) -> list[Row]:
+        """Every allowed cell: query, key, weight."""
+        weights, allowed = self.tensor.tolist(), self.allowed.tolist()
+        return [
+            {"query": t, "query_word": q, "key": s, "key_word": k, "weight": weights[t][s]}
+            for t, q in enumerate(self.rows_words)
+            for s, k in enumerate(self.columns_words)
+            if allowed[t][s]
+        ]
+
+    def peaks(self, most: int = 10) -> list[tuple[int, int, float]]:
+        """The strongest cells: query, key, weight; masked ones are none."""
+        weights_TS = self.tensor.masked_fill(~self.allowed, -1.0)
+        best = weights_TS.flatten().topk(min(most, int(self.allowed.sum())))
+        S = self.tensor.shape[1]
+        return [
+            (i // S, i % S, value)
+            for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+
+    def text(self) -> str:
+        """A picture of characters, or the strongest cells of a large map."""
+        T, S = self.tensor.shape
+        top = f"{self.title}: {T} queries x {S} keys"
+        if max(T, S) <= WRITTEN:
+            rows = [shown(word, most=12) for word in self.rows_words]
+            columns = [shown(word, most=12) for word in self.columns_words]
+            return f"{top}\n{heat_text(self.tensor, rows=rows, columns=columns)}"
+        lines = [
+            f"  {weight:.3f}  {t} {shown(self.rows_words[t])} -> {s} {shown(self.columns_words[s])}"
+            for t, s, weight in self.peaks()
+        ]
+        return "\n".join([f"{top}; the strongest:", *lines])
+
+    def svg(self, *, side: int = 384) -> str:
+        """The labelled map, masked cells hatched."""
+        return picture.heat_svg(
+            self.tensor.numpy(),
+            rows=self.rows_words,
+            columns=self.columns_words,
+            allowed=self.allowed.numpy(),
+            label=self.summary(),
+            side=side,
+        )
+
+    def thumbnail(self) -> str:
+        """A small map without words, the peaks of a large one kept."""
+        small = picture.pooled(self.tensor.numpy(), most=THUMBNAIL)
+        allowed = picture.pooled(self.allowed.numpy(), most=THUMBNAIL)
+        scale = max(1, 96 // max(small.shape))
+        uri = picture.data_uri(picture.heat_png(small, allowed=allowed, scale=scale))
+        T, S = small.shape
+        return (
+            f'<img src="{uri}" width="{96 * S // max(T, S)}" height="{96 * T // max(T, S)}" '
+            f'style="outline:1px solid #8888" alt="{html.escape_line(self.summary())}">'
+        )
+
+    def summary(self) -> str:
+        """One line for those who do not see the picture."""
+        if not bool(self.allowed.any()):
+            return f"attention {self.title}: nothing may be attended to"
+        t, s, weight = self.peaks(1)[0]
+        words = f"'{shown(self.rows_words[t])}' to '{shown(self.columns_words[s])}'"
+        return f"attention {self.title}: strongest {weight:.3f}, from {words}"
+
+    def parts(self) -> Iterator[str]:
+        """The map, then its cells as a table."""
+        yield html.captioned(self.svg(), self.summary())
+        T, S = self.tensor.shape
+        if max(T, S) <= WRITTEN:
+            cells = zip(self.rows_words, self.tensor.tolist(), self.allowed.tolist(), strict=True)
+            lines = (
+                [word, *(f"{v:.3f}" if ok else None for v, ok in zip(values, may, strict=True))]
+                for word, values, may in cells
+            )
+            inside = html.table(["", *self.columns_words], lines, caption=self.title)
+        else:
+            lines = (
+                [t, self.rows_words[t], s, self.columns_words[s], weight]
+                for t, s, weight in self.peaks(200)
+            )
+            caption = f"{self.title}: the 200 strongest of {int(self.allowed.sum()):,} cells"
+            inside = html.table(["query", "", "key", "", "weight"], lines, caption=caption)
+        yield html.folded("as a table", inside)
+
+    def figure(self) -> "Figure":
+        """The map on paper."""
+        from glassformer.lens.show.mpl import heat_figure
+
+        return heat_figure([self], columns=1)

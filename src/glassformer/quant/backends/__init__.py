@@ -1,0 +1,1 @@
+"""Routines that multiply by quantized weights, and the choice between them."""

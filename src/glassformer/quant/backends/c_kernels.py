@@ -1,0 +1,73 @@
+"""INT8 and INT4 through our C routines (`kernels.integer`): activations of eight bits, each row's
+own scale, sums that are exact, so that no answer depends on the batch."""
+
+import torch
+from torch import Tensor
+
+from glassformer.kernels import int_matmul
+from glassformer.quant.schemes import QuantizedTensor, pack
+from glassformer.spec.quantization import Scheme
+
+# M rows, N looked-up rows, O outputs, I inputs
+
+STEPS = 127
+
+
+class NativeForm:
+    """A matrix in the C routines' layout."""
+
+    def __init__(self, tensor: QuantizedTensor) -> None:
+        self.scheme = tensor.scheme
+        if tensor.scheme.bits == 8:
+            self.weight = int_matmul.Int8Weight(tensor.qweight, tensor.scale)
+        else:
+            assert tensor.scheme.group is not None
+            self.weight = int_matmul.Int4Weight(
+                tensor.qweight, tensor.scale, tensor.zero, group=tensor.scheme.group
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes."""
+        return self.weight.nbytes
+
+    def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + b."""
+        return self.weight.product(x_MI, bias_O)
+
+    def rows(self, index_N: Tensor) -> Tensor:
+        """Dequantized rows (N, I)."""
+        return self.weight.rows(index_N)
+
+    def unpack(self) -> QuantizedTensor:
+        """The stored form again."""
+        if self.scheme.bits == 8:
+            qweight, scale = self.weight.unpack()
+            return QuantizedTensor(qweight, scale, None, self.scheme)
+        levels, scale, zero = self.weight.unpack()
+        return QuantizedTensor(pack(levels), scale, zero, self.scheme)
+
+
+class Native:
+    """Our C routines on the CPU."""
+
+    name = "c"
+
+    def why_not(
+        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
+    ) -> str:
+        """Empty where it can serve."""
+        if device.type != "cpu":
+            return "runs on the CPU only"
+        if scheme.bits == 8 and not scheme.symmetric:
+            return "has symmetric levels only, for 8 bits"
+        return "" if int_matmul.available() else int_matmul.why_not()
+
+    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> NativeForm:
+        """The run-time form."""
+        return NativeForm(tensor)
+
+    def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+        """How far (M, O) may be from the reference: half a step of each activation."""
+        step_M1 = x_MI.abs().amax(-1, keepdim=True) / STEPS
+        return 0.5 * step_M1 * weight_OI.abs().sum(-1)

@@ -1,0 +1,180 @@
+"""Which routine runs a quantized matrix: asked once against the reference, reported, overridable.
+
+A backend turns the stored form into its own and takes its place in memory; the way back loses
+nothing. One whose answers leave its bound, or whose way back does, is not used, and the report says
+so. Nothing is timed here: the same model on the same machine always computes the same.
+"""
+
+import functools
+import warnings
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from glassformer.quant.backends.aten import Aten
+from glassformer.quant.backends.c_kernels import Native
+from glassformer.quant.backends.fbgemm import Fbgemm
+from glassformer.quant.backends.reference import reference_product
+from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
+from glassformer.spec.errors import InputError, MachineError, nearest
+from glassformer.spec.quantization import Scheme
+
+# M rows, N looked-up rows, O outputs, I inputs
+
+
+class Form(Protocol):
+    """A matrix as a backend holds it."""
+
+    nbytes: int
+
+    def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + b."""
+
+    def unpack(self) -> QuantizedTensor:
+        """The stored form, without loss."""
+
+
+class LookupForm(Form, Protocol):
+    """One that also gives rows, for a table of tokens."""
+
+    def rows(self, index_N: Tensor) -> Tensor:
+        """Dequantized rows (N, I)."""
+
+
+class Backend(Protocol):
+    """Makes forms; `why_not` is empty where it can, else the reason."""
+
+    name: str
+
+    def why_not(
+        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
+    ) -> str:
+        """Why it cannot serve such a matrix, or empty."""
+
+    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> Form:
+        """The form that takes the stored one's place; for `lookup` a `LookupForm`."""
+
+    def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+        """How far its answers (M, O) may be from the reference's."""
+
+
+REFERENCE = "reference"
+#: In the order in which they are asked: our routine is exact in more cases, and measured faster.
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Fbgemm(), Aten())}
+NAMES = (*BACKENDS, REFERENCE)
+
+#: Room for rounding beside a backend's bound, relative to the largest answer.
+ROUNDING = 1e-5
+#: (O, I) of the matrix that a backend is tried on.
+PROBED = (64, 256)
+
+
+class SlowQuantization(UserWarning):
+    """A quantized model without a fast routine: right and small, not fast."""
+
+
+def choose(
+    scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool = False
+) -> str:
+    """The name of the first backend that serves this matrix here; the reference if none does."""
+    for name in BACKENDS:
+        if not why_not(name, scheme, shape, device, lookup=lookup):
+            return name
+    if device.type == "cpu":
+        _warn_once(scheme.bits)
+    return REFERENCE
+
+
+def check_backend(
+    name: str,
+    scheme: Scheme,
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    lookup: bool = False,
+) -> None:
+    """Refuse one that was asked for by name and cannot serve."""
+    if name not in (*NAMES, "auto"):
+        raise InputError(f"no backend '{name}'", hint=nearest(name, (*NAMES, "auto")))
+    if name not in (REFERENCE, "auto"):
+        reason = why_not(name, scheme, shape, device, lookup=lookup)
+        if reason:
+            raise MachineError(
+                f"the backend '{name}' cannot run {scheme.describe()} here: {reason}",
+                hint="backend='auto' takes one that can",
+            )
+
+
+def why_not(
+    name: str,
+    scheme: Scheme,
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    lookup: bool = False,
+) -> str:
+    """Why a backend does not serve here; empty where it does."""
+    reason = BACKENDS[name].why_not(scheme, shape, device, lookup=lookup)
+    return reason or _probed(name, scheme, device.type, lookup)
+
+
+@functools.cache
+def _probed(name: str, scheme: Scheme, device: str, lookup: bool) -> str:
+    """One small matrix, with ordinary rows, rows at their ends and a row of zeros."""
+    try:
+        return probe(BACKENDS[name], scheme, torch.device(device), lookup=lookup)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        return f"it fails: {str(error).splitlines()[0]}"
+
+
+def probe(backend: Backend, scheme: Scheme, device: torch.device, *, lookup: bool) -> str:
+    """What is wrong with a backend's answers; empty if nothing is."""
+    generator = torch.Generator().manual_seed(7)
+    weight_OI = torch.randn(PROBED, generator=generator)
+    x_MI = torch.randn(6, PROBED[1], generator=generator)
+    x_MI[1] *= 20.0
+    x_MI[2], x_MI[3], x_MI[4] = 1.0, weight_OI[0].sign(), 0.0
+    tensor = moved(quantize_tensor(weight_OI, scheme), device)
+    x_MI = x_MI.to(device)
+    form, dense_OI = backend.pack(tensor, lookup=lookup), dequantize(tensor)
+    expected_MO, found_MO = reference_product(x_MI, tensor), form.product(x_MI, None)
+    room_MO = backend.bound(x_MI, dense_OI) + ROUNDING * expected_MO.abs().max()
+    if not bool(((found_MO - expected_MO).abs() <= room_MO).all()):
+        return "its answers leave their bound"
+    if not same(form.unpack(), tensor):
+        return "its way back loses something"
+    return ""
+
+
+def moved(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
+    """The same on another device."""
+    zero = None if tensor.zero is None else tensor.zero.to(device)
+    return QuantizedTensor(tensor.qweight.to(device), tensor.scale.to(device), zero, tensor.scheme)
+
+
+def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
+    """Equal in every bit."""
+    zeros = (one.zero, other.zero)
+    return (
+        one.scheme == other.scheme
+        and torch.equal(one.qweight, other.qweight)
+        and torch.equal(one.scale, other.scale)
+        and (zeros == (None, None) or (None not in zeros and torch.equal(*zeros)))
+    )
+
+
+@functools.cache
+def _warn_once(bits: int) -> None:
+    scheme = Scheme(bits=bits, group=32 if bits == 4 else None)
+    cpu = torch.device("cpu")
+    reasons = "; ".join(
+        f"{name}: {why_not(name, scheme, PROBED, cpu, lookup=True) or 'not for this layer'}"
+        for name in BACKENDS
+    )
+    warnings.warn(
+        f"no fast routine for INT{bits} on this machine: the reference is right and small, not "
+        f"fast ({reasons})",
+        SlowQuantization,
+        stacklevel=2,
+    )

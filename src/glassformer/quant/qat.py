@@ -1,0 +1,102 @@
+"""Layers on their way to whole numbers: watched ones for calibration, rounded ones for training.
+
+Both are the float layers they replace, with the same parameters under the same names, so the one
+loop trains them and the one checkpoint holds them.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glassformer.nn.embedding import TokenEmbedding
+from glassformer.nn.linear import Linear
+from glassformer.quant.backends.reference import in_pieces
+from glassformer.quant.schemes import dequantize, quantize_tensor
+from glassformer.spec.quantization import Scheme
+
+# B batch, T length, M rows, D d_model, O outputs, I inputs
+
+
+class StraightThrough(torch.autograd.Function):
+    """Forward: the rounded weights, in every bit. Backward: as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def fake_quantize(weight_OI: Tensor, scheme: Scheme) -> Tensor:
+    """The weights as they will be once quantized; gradients pass straight through."""
+    rounded_OI = dequantize(quantize_tensor(weight_OI.detach(), scheme)).to(weight_OI.dtype)
+    return StraightThrough.apply(weight_OI, rounded_OI)
+
+
+class Watch:
+    """What calibration needs of a layer's inputs: sum of x x^T, largest entry, number of rows."""
+
+    def __init__(self, inputs: int, device: torch.device) -> None:
+        self.moment_II = torch.zeros(inputs, inputs, device=device)
+        self.largest = 0.0
+        self.rows = 0
+
+    @torch.no_grad()
+    def see(self, x: Tensor) -> None:
+        """Take note of some rows."""
+        x_MI = x.detach().reshape(-1, x.shape[-1]).float()
+        self.moment_II.addmm_(x_MI.T, x_MI)
+        self.largest = max(self.largest, float(x_MI.abs().max()))
+        self.rows += len(x_MI)
+
+
+class WatchedLinear(Linear):
+    """A linear layer that remembers what came in."""
+
+    watch: Watch
+    scheme: Scheme
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watch.see(x)
+        return super().forward(x)
+
+
+class WatchedEmbedding(TokenEmbedding):
+    """A tied table that remembers what was multiplied with it."""
+
+    watch: Watch
+    scheme: Scheme
+
+    def as_linear(self, x_BTD: Tensor) -> Tensor:
+        """Logits, after a look at what they are made of."""
+        self.watch.see(x_BTD)
+        return super().as_linear(x_BTD)
+
+
+class RoundedLinear(Linear):
+    """A linear layer that computes with rounded weights and trains the unrounded ones."""
+
+    scheme: Scheme
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight_OI = fake_quantize(self.weight, self.scheme)
+        return in_pieces(x, (self.d_out, self.d_in), lambda piece: weight_OI[piece], self.bias)
+
+
+class RoundedEmbedding(TokenEmbedding):
+    """A tied table that is rounded in both its uses."""
+
+    scheme: Scheme
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = F.embedding(tokens_BT, fake_quantize(self.weight, self.scheme))
+        return x_BTD if self.scale is None else x_BTD * self.scale
+
+    def as_linear(self, x_BTD: Tensor) -> Tensor:
+        """Logits of the rounded table."""
+        weight_VD = fake_quantize(self.weight, self.scheme)
+        return in_pieces(x_BTD, tuple(weight_VD.shape), lambda piece: weight_VD[piece], None)

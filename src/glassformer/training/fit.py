@@ -1,0 +1,66 @@
+"""The one loop: a generator that yields a record a step. Callers log, look, save and stop."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from glassformer.data.sampler import Sampler
+from glassformer.data.task import Task
+from glassformer.spec.train import TrainSpec
+from glassformer.training.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did. `step` counts from 1; `loss` is what was differentiated, `nll` plain."""
+
+    step: int
+    loss: float
+    nll: Mapping[str, float]
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    applied: bool
+
+    @property
+    def first_loss(self) -> float:
+        """Of several heads the first one's plain loss, which is what an evaluation calls `loss`."""
+        return self.loss if len(self.nll) == 1 else next(iter(self.nll.values()))
+
+
+def fit(engine: Engine, task: Task, train: TrainSpec, *, start: int = 0) -> Iterator[StepRecord]:
+    """Train from step `start` (0 is the beginning) to the last, one record each.
+
+    The batches, the rate and the dropout of a step are functions of its number and the seed alone:
+    going on from a saved step is the same as never having stopped.
+    """
+    sampler = Sampler(
+        task.sizes()["train"],
+        batch_size=train.batch_size,
+        seed=train.seed,
+        lengths=task.lengths("train"),
+    )
+    for step in range(start, train.steps):
+        began = time.perf_counter()
+        first = step * train.accumulate
+        batches = [task.batch("train", sampler.rows(first + i)) for i in range(train.accumulate)]
+        lr = train.learning_rate(step)
+        result = engine.step(batches, lr=lr, seed=step_seed(train.seed, step))
+        yield StepRecord(
+            step + 1,
+            result.loss,
+            result.nll,
+            lr,
+            result.grad_norm,
+            result.tokens,
+            time.perf_counter() - began,
+            result.applied,
+        )
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A seed of its own for each step, the same on every machine."""
+    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])

@@ -1,0 +1,125 @@
+"""The NumPy engine: gradients derived by hand, the same steps."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glassformer.byhand import optim
+from glassformer.byhand.inputs import Inputs
+from glassformer.byhand.model import Model
+from glassformer.byhand.optim import clip_global_norm, global_norm
+from glassformer.data.batch import Batch
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.train import SGD, AdamW, TrainSpec
+from glassformer.training.engine import Arrays, StepResult, loss_weights, totals
+
+
+class NumpyEngine:
+    """A by-hand model with its optimizer."""
+
+    def __init__(self, model: Model, train: TrainSpec) -> None:
+        self.spec: ModelSpec = model.spec
+        self.model = model
+        self.train = train
+        if train.gradient_checkpointing:
+            raise InputError("gradient checkpointing is torch's alone", hint="engine=torch")
+        match train.optimizer:
+            case SGD(momentum=momentum):
+                self.optimizer: optim.SGD | optim.AdamW = optim.SGD(
+                    model, lr=train.lr, momentum=momentum
+                )
+            case AdamW() as adam:
+                self.optimizer = optim.AdamW(
+                    model,
+                    lr=train.lr,
+                    betas=(adam.beta1, adam.beta2),
+                    eps=adam.eps,
+                    weight_decay=adam.weight_decay,
+                )
+            case _:
+                raise InputError("Muon is torch's alone", hint="engine=torch")
+
+    @classmethod
+    def fresh(cls, spec: ModelSpec, train: TrainSpec) -> "NumpyEngine":
+        """A new model, drawn from the training's seed."""
+        dtype = np.float64 if train.precision == "float64" else np.float32
+        return cls(Model(spec, rng=np.random.default_rng(train.seed), dtype=dtype), train)
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """Checked arrays; a mask that says nothing is dropped, as the torch side does."""
+        source = batch.source
+        return self.model.inputs(
+            batch.tokens,
+            valid_BT=None if batch.valid.all() else batch.valid,
+            segments_BT=batch.segments,
+            source_tokens_BS=None if source is None else source.tokens,
+            source_valid_BS=None if source is None or source.valid.all() else source.valid,
+        )
+
+    def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
+        counts, many = totals(batches, self.spec), len(batches)
+        rng = np.random.default_rng(seed)
+        loss, nll = 0.0, dict.fromkeys(counts, 0.0)
+        for i, batch in enumerate(batches):
+            weights = {head: loss_weights(batch, head) for head in counts}
+            share = {
+                head: float(weights[head].sum(dtype=np.float64)) / count if count else 0.0
+                for head, count in counts.items()
+            }
+            result = self.model.loss_and_grads(
+                self.inputs(batch),
+                targets={head: batch.targets[head] for head in counts},
+                weights=weights,
+                # Means of this batch, scaled to its share of all tokens: `scale` is the penalty's.
+                head_weights={
+                    head: self.train.head_weight(head) * part * many for head, part in share.items()
+                },
+                label_smoothing=self.train.label_smoothing,
+                rng=rng,
+                accumulate=i > 0,
+                scale=1.0 / many,
+            )
+            loss += result.total / many if many > 1 else result.total
+            for head in counts:
+                nll[head] += share[head] * result.nll[head]
+        size = global_norm(self.model.grad_vector)
+        applied = math.isfinite(loss) and math.isfinite(size)
+        if applied:
+            if self.train.clip:
+                clip_global_norm(self.model.grad_vector, max_norm=self.train.clip)
+            self.optimizer.step(lr=lr)
+        tokens = sum(int(batch.valid.sum()) for batch in batches)
+        return StepResult(loss, nll, size, tokens, applied)
+
+    def logits(self, batch: Batch) -> Arrays:
+        source = batch.source
+        return self.model.forward(
+            batch.tokens,
+            valid_BT=None if batch.valid.all() else batch.valid,
+            segments_BT=batch.segments,
+            source_tokens_BS=None if source is None else source.tokens,
+            source_valid_BS=None if source is None or source.valid.all() else source.valid,
+        )
+
+    def weights(self) -> Arrays:
+        return {name: array.copy() for name, array in self.model.params.items()}
+
+    def load_weights(self, arrays: Mapping[str, NDArray]) -> None:
+        self.model.storage.load(arrays)
+
+    def state(self) -> Arrays:
+        arrays: Arrays = {"steps": np.array(self.optimizer.steps)}
+        for kind, name, view in self.optimizer.named_state():
+            arrays[f"{kind}.{name}"] = view.copy()
+        return arrays
+
+    def load_state(self, arrays: Mapping[str, NDArray]) -> None:
+        held = {}
+        for key, array in arrays.items():
+            kind, _, name = key.partition(".")
+            if name:
+                held[kind, name] = array
+        self.optimizer.load_state(held, steps=int(arrays["steps"]))

@@ -1,0 +1,223 @@
+"""The torch engine: autograd, fused AdamW where there is one, bf16 and compilation on request."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glassformer.data.batch import Batch
+from glassformer.models.build import build
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.models.state import load_weights, weights_of
+from glassformer.spec.finetune import LoRA, lora_manifest
+from glassformer.spec.manifest import Parameter, stored
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
+from glassformer.training.engine import Arrays, StepResult, loss_weights, totals
+from glassformer.training.losses import head_loss
+
+
+class TorchEngine:
+    """A built model with its optimizers. With `lora`, the corrections that it carries train, and
+    `weights` and `load_weights` mean them; the rest of the model stands still.
+    """
+
+    def __init__(self, model: Model, train: TrainSpec, *, lora: LoRA | None = None) -> None:
+        self.spec: ModelSpec = model.spec
+        self.model = model
+        self.train = train
+        self.rules = stored(self.spec) if lora is None else lora_manifest(self.spec, lora)
+        self.steps = 0
+        self.device = next(model.parameters()).device
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizers = build_optimizers(model, train, self.rules)
+        self.hidden: Callable[[Inputs], Tensor] = functools.partial(
+            model.hidden, recompute=train.gradient_checkpointing
+        )
+        if train.compile:
+            self.hidden = torch.compile(self.hidden)
+        self.random = (lora is not None and lora.dropout > 0) or any(
+            rate > 0
+            for stack in model.spec.stacks().values()
+            for rate in (
+                stack.dropout.embedding,
+                stack.dropout.attention,
+                stack.dropout.residual,
+                stack.dropout.ffn,
+            )
+        )
+
+    @classmethod
+    def fresh(cls, spec: ModelSpec, train: TrainSpec, *, device: str = "cpu") -> "TorchEngine":
+        """A new model, drawn from the training's seed."""
+        model = build(spec, generator=torch.Generator().manual_seed(train.seed), device=device)
+        if train.precision == "float64":
+            model.double()
+        return cls(model, train)
+
+    def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
+        counts = totals(batches, self.spec)
+        self.model.train()
+        for parameter in self.parameters:
+            parameter.grad = None
+        loss = torch.zeros((), device=self.device)
+        nll = dict.fromkeys(counts, loss)
+        with self._dropout_from(seed):
+            for batch in batches:
+                part, sums = self._loss(batch, counts)
+                part = part + self.model.penalty() / len(batches)
+                part.backward()
+                loss = loss + part.detach()
+                nll = {head: nll[head] + sums[head] for head in nll}
+        self.model.eval()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        numbers = torch.stack([loss.double(), norm.double(), *(n.double() for n in nll.values())])
+        total, size, *means = numbers.tolist()
+        applied = math.isfinite(total) and math.isfinite(size)
+        if applied:
+            if self.train.clip:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.train.clip, norm)
+            self._update(lr)
+        plain = {
+            head: mean / (counts[head] or 1.0) for head, mean in zip(counts, means, strict=True)
+        }
+        tokens = sum(int(batch.valid.sum()) for batch in batches)
+        return StepResult(total, plain, size, tokens, applied)
+
+    def _loss(self, batch: Batch, counts: Mapping[str, float]) -> tuple[Tensor, dict[str, Tensor]]:
+        """This batch's share of the step's loss, and each head's summed plain loss."""
+        inputs, total, sums = self.model.inputs(batch), torch.zeros((), device=self.device), {}
+        with self._precision():
+            hidden_BTD = self.hidden(inputs)
+            for head, count in counts.items():
+                loss = head_loss(
+                    self.model,
+                    hidden_BTD,
+                    head,
+                    torch.as_tensor(batch.targets[head], device=self.device).long(),
+                    torch.as_tensor(loss_weights(batch, head), device=self.device),
+                    valid_BT=inputs.valid_BT,
+                    label_smoothing=self.train.label_smoothing,
+                )
+                # A head of which nothing counts adds 0, with gradients of 0: never 0 / 0, or None.
+                total = total + self.train.head_weight(head) * loss.smoothed / (count or 1.0)
+                sums[head] = loss.nll
+        return total, sums
+
+    def _update(self, lr: float) -> None:
+        self.steps += 1
+        for optimizer, share in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * share
+            optimizer.step()
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Arrays:
+        with self._precision():
+            answers = self.model(batch)
+        return {
+            head: (logits if logits.dtype == torch.float64 else logits.float()).cpu().numpy()
+            for head, logits in answers.items()
+        }
+
+    def weights(self) -> Arrays:
+        return weights_of(self.model, rules=self.rules)
+
+    def load_weights(self, arrays: Mapping[str, NDArray]) -> None:
+        load_weights(self.model, arrays, rules=self.rules)
+
+    def state(self) -> Arrays:
+        arrays: Arrays = {"steps": np.array(self.steps)}
+        for name, parameter in self.model.named_parameters():
+            for optimizer, _ in self.optimizers:
+                for kind, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        arrays[f"{kind}.{name}"] = value.detach().cpu().numpy().copy()
+        return arrays
+
+    def load_state(self, arrays: Mapping[str, NDArray]) -> None:
+        self.steps = int(arrays["steps"])
+        own = dict(self.model.named_parameters())
+        for optimizer, _ in self.optimizers:
+            held = {p for group in optimizer.param_groups for p in group["params"]}
+            for key, array in arrays.items():
+                kind, _, name = key.partition(".")
+                if name in own and own[name] in held:
+                    value = torch.from_numpy(np.array(array))
+                    # A step count stays where torch keeps it; moments live beside their parameter.
+                    at_home = value if kind == "step" and not _fused(optimizer) else None
+                    parameter = own[name]
+                    moved = value.to(parameter.device) if at_home is None else at_home
+                    optimizer.state.setdefault(parameter, {})[kind] = moved
+
+    @contextlib.contextmanager
+    def _dropout_from(self, seed: int) -> Iterator[None]:
+        """Dropout is a function of the step's seed; torch's own generator is left where it was."""
+        if not self.random:
+            yield
+            return
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            yield
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self.train.precision == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def build_optimizers(
+    model: Model, train: TrainSpec, rules: Mapping[str, Parameter]
+) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Optimizers with their rates as shares of the run's; decay only where the manifest says."""
+    own = dict(model.named_parameters())
+    named = {name: p for name, p in own.items() if p.requires_grad and name in rules}
+    match train.optimizer:
+        case SGD(momentum=momentum):
+            return [(torch.optim.SGD(named.values(), lr=train.lr, momentum=momentum), 1.0)]
+        case AdamW() as adam:
+            return [(_adamw(named, rules, adam, train.lr), 1.0)]
+        case Muon() as muon:
+            matrices = {
+                name: p
+                for name, p in named.items()
+                if rules[name].kind == "matrix" and rules[name].layer is not None
+            }
+            rest = {name: p for name, p in named.items() if name not in matrices}
+            first = torch.optim.Muon(
+                matrices.values(),
+                lr=muon.lr_matrix,
+                momentum=muon.momentum,
+                weight_decay=muon.weight_decay,
+            )
+            return [(first, muon.lr_matrix / train.lr), (_adamw(rest, rules, muon, train.lr), 1.0)]
+
+
+def _adamw(
+    named: Mapping[str, Tensor], rules: Mapping[str, object], adam: AdamW | Muon, lr: float
+) -> torch.optim.AdamW:
+    decayed = [p for name, p in named.items() if rules[name].decay]
+    rest = [p for name, p in named.items() if not rules[name].decay]
+    groups = [
+        {"params": decayed, "weight_decay": adam.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.eps,
+        fused=True,
+    )
+
+
+def _fused(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer.defaults.get("fused"))

@@ -1,0 +1,1 @@
+"""The server of the explorer: routing, limits, protection, shared state."""

@@ -1,0 +1,243 @@
+"""What a page's question is, checked: plain values by name, each with its type and its bounds.
+
+A handler is `name(query, lab)` and knows nothing of HTTP. It gives back a dict (JSON), `Bytes` (an
+array as it lies in memory) or an iterator of dicts (a line each, as they are made).
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from glassformer.spec.errors import GlassError, InputError, MachineError, nearest
+from glassformer.web.app import limits
+
+
+class Unknown(InputError):
+    """No such run, step, key or page: 404."""
+
+
+class Refused(InputError):
+    """Not from here, not with this, not there: 403."""
+
+
+class TooLarge(InputError):
+    """More than the limits allow: 413."""
+
+
+class NotAllowed(InputError):
+    """A method that nothing here answers: 405."""
+
+
+class Mistake(GlassError):
+    """A fault of the server's own: 500."""
+
+
+class Busy(MachineError):
+    """Another job is at work: 503, and try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """An array's bytes, little-endian, row after row; `dtype` is float16 or uint8."""
+
+    data: bytes
+    shape: tuple[int, ...]
+    dtype: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Answer = Mapping[str, Any] | Bytes | Iterator[Mapping[str, Any]]
+Handler = Callable[["Query", Any], Answer]  # the second is the `Lab`
+#: Method, path with `{name}` parts, and who answers.
+Route = tuple[str, str, Handler]
+
+_ABSENT: Any = object()
+
+
+class Query:
+    """The values of one question: parts of the path, options after `?`, and a JSON body."""
+
+    def __init__(
+        self,
+        path: Mapping[str, str] | None = None,
+        options: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._path = dict(path or {})
+        self._options = dict(options or {})
+        self._body = dict(body or {})
+
+    def only(self, *names: str) -> "Query":
+        """Refuse what no handler reads: a misspelled option must not pass for none."""
+        for name in (*self._options, *self._body):
+            if name not in names:
+                raise InputError(f"nothing here is called {name[:60]!r}", hint=nearest(name, names))
+        return self
+
+    def has(self, name: str) -> bool:
+        """Whether it was given, and not as null."""
+        return self._find(name) is not None
+
+    def text(self, name: str, *, default: str = _ABSENT, most: int = 200) -> str:
+        """A string of at most `most` characters."""
+        value = self._value(name, default)
+        if value is default:
+            return default
+        if not isinstance(value, str):
+            raise InputError(f"{name} must be a text")
+        if len(value) > most:
+            raise TooLarge(f"{name} has {len(value):,} characters, at most {most:,} are read")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(f"{name} holds half a character (a lone surrogate)") from error
+        return value
+
+    def choice(self, name: str, choices: tuple[str, ...], *, default: str = _ABSENT) -> str:
+        """One of a few words."""
+        value = self.text(name, default=default)
+        if value is not default and value not in choices:
+            raise InputError(f"{name} {value[:60]!r} is unknown", hint=nearest(value, choices))
+        return value
+
+    def integer(self, name: str, *, low: int, high: int, default: int = _ABSENT) -> int:
+        """A whole number within bounds."""
+        value = self._value(name, default)
+        if value is default:
+            return default
+        if name not in self._body and isinstance(value, str):
+            digits = value.removeprefix("-")
+            good = digits.isascii() and digits.isdigit() and len(digits) <= 18
+            value = int(value) if good else None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise InputError(f"{name} must be a whole number from {low:,} to {high:,}")
+        return value
+
+    def number(self, name: str, *, low: float, high: float, default: float = _ABSENT) -> float:
+        """A finite number within bounds."""
+        value = self._value(name, default)
+        if value is default:
+            return default
+        if name not in self._body and isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                value = None
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not low <= value <= high:  # which NaN is not
+            raise InputError(f"{name} must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """true or false; 1 or 0 after `?`."""
+        value = self._value(name, default)
+        if name not in self._body and isinstance(value, str):
+            value = {"1": True, "0": False, "true": True, "false": False}.get(value)
+        if not isinstance(value, bool):
+            raise InputError(f"{name} must be true or false")
+        return value
+
+    def texts(self, name: str, *, most: int, characters: int = 200) -> tuple[str, ...]:
+        """A list of strings: JSON's in a body, with commas after `?`; () where it is not given."""
+        value = self._find(name)
+        if value is None:
+            return ()
+        if name not in self._body and isinstance(value, str):
+            value = [part for part in value.split(",") if part]
+        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+            raise InputError(f"{name} must be a list of texts")
+        if len(value) > most:
+            raise TooLarge(f"{name} has {len(value):,} entries, at most {most:,} are read")
+        return tuple(Query(body={name: part}).text(name, most=characters) for part in value)
+
+    def _find(self, name: str) -> Any:
+        for source in (self._path, self._options, self._body):
+            if name in source:
+                return source[name]
+        return None
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self._find(name)
+        if value is not None:
+            return value
+        if default is _ABSENT:
+            raise InputError(f"{name} is missing")
+        return default
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """A JSON object, not too deep, without the words that JSON lacks (NaN, Infinity)."""
+    _check_depth(data)
+    try:
+        value = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the body is not JSON: {str(error)[:200]}") from error
+    if not isinstance(value, dict):
+        raise InputError("the body must be a JSON object")
+    return value
+
+
+def _no_constant(word: str) -> float:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _check_depth(data: bytes) -> None:
+    """Before anything is built from it: brackets outside of strings, counted."""
+    depth, in_string, escaped = 0, False, False
+    for byte in data:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif byte == 0x5C:
+                escaped = True
+            elif byte == 0x22:
+                in_string = False
+        elif byte == 0x22:
+            in_string = True
+        elif byte in b"[{":
+            depth += 1
+            if depth > limits.JSON_DEPTH:
+                raise InputError(f"the body nests deeper than {limits.JSON_DEPTH}")
+        elif byte in b"]}":
+            depth -= 1
+
+
+def to_json(value: Any) -> bytes:
+    """JSON in ASCII; a number that is not finite is null."""
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    return text.encode("ascii")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+_STATUS = {
+    Refused: 403,
+    Unknown: 404,
+    NotAllowed: 405,
+    TooLarge: 413,
+    Mistake: 500,
+    MachineError: 503,
+}
+
+
+def status_of(error: GlassError) -> int:
+    """The HTTP status that an error is answered with."""
+    return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 400)
+
+
+def problem(error: GlassError) -> dict[str, Any]:
+    """What the page shows for an error."""
+    return {"error": {"what": error.what, "where": error.where, "hint": error.hint}}

@@ -1,0 +1,224 @@
+"""The app: static files from a fixed list, questions from a table, errors as three fields.
+
+Handlers run in worker threads and know nothing of HTTP. An iterator runs in one thread from its
+first line to its last (torch's modes are a thread's own); when the reader goes away it is closed.
+
+Every question that the page can ask: each page's module lists its own.
+"""
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as Path_
+from starlette.types import Receive, Scope, Send
+
+from glassformer.spec.errors import GlassError
+from glassformer.web.app.guard import LOOPBACK, Guard, refuse
+from glassformer.web.app.query import (
+    Answer,
+    Busy,
+    Bytes,
+    Handler,
+    Mistake,
+    NotAllowed,
+    Query,
+    Route,
+    Unknown,
+    parse_body,
+    problem,
+    to_json,
+)
+from glassformer.web.app.workspace import Lab
+from glassformer.web.pages import design, errors, generate, inspect, quantize, runs
+
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+def create_app(
+    runs: Path,
+    *,
+    token: str,
+    host: str = "127.0.0.1",
+    port: int,
+    extra_models: Mapping[str, Path] | None = None,
+) -> Starlette:
+    """The whole explorer over a runs folder, a run or a model; `app.state.lab` is its `Lab`."""
+    lab = Lab(runs, extra_models=extra_models)
+    pages = [Path_(path, _file(path, text), methods=["GET"]) for path, text in static_files()]
+    asked = [
+        Path_(path, _asked(handler, lab), methods=[method]) for method, path, handler in ROUTES
+    ]
+    app = Starlette(
+        routes=[*pages, *asked],
+        exception_handlers={HTTPException: _no_route},
+    )
+    app.router.redirect_slashes = False  # an address is right or it is not
+    app.state.lab = lab
+    app.add_middleware(
+        Guard,
+        token=token,
+        port=port,
+        hosts=(*LOOPBACK, host.strip("[]")),
+        any_address=host.strip("[]") in EVERYWHERE,
+    )
+    return app
+
+
+def static_files() -> list[tuple[str, bytes]]:
+    """(address, contents) of the page's files: a fixed list, made once, nothing joined later."""
+    root = resources.files("glassformer.web") / "static"
+    found = [("/", (root / "index.html").read_bytes())]
+    for folder, prefix in ((root, "/static/"), (root / "js", "/static/js/")):
+        for file in sorted(folder.iterdir(), key=lambda item: item.name):
+            if file.is_file() and file.name != "index.html" and Path(file.name).suffix in KINDS:
+                found.append((prefix + file.name, file.read_bytes()))
+    return found
+
+
+def _file(path: str, data: bytes) -> Callable[[Request], Any]:
+    kind = KINDS[Path(path).suffix or ".html"]
+
+    async def answer(request: Request) -> Response:
+        return Response(data, headers={"content-type": kind, "cache-control": "no-cache"})
+
+    return answer
+
+
+def _asked(handler: Handler, lab: Lab) -> Callable[[Request], Any]:
+    async def answer(request: Request) -> Response:
+        try:
+            body = parse_body(await request.body()) if request.method == "POST" else {}
+            query = Query(request.path_params, dict(request.query_params), body)
+            answered = await anyio.to_thread.run_sync(handler, query, lab)
+        except GlassError as error:
+            return _Problem(error, lab.root)
+        except Exception as error:
+            return _Problem(_mistake(error), lab.root)
+        return _response(answered, lab)
+
+    return answer
+
+
+def _response(answered: Answer, lab: Lab) -> Response:
+    if isinstance(answered, Bytes):
+        shape = ",".join(map(str, answered.shape))
+        headers = {"x-shape": shape, "x-dtype": answered.dtype, **answered.headers}
+        return Response(answered.data, media_type="application/octet-stream", headers=headers)
+    if isinstance(answered, Mapping):
+        return Response(to_json(answered), media_type="application/json")
+    return _Lines(answered, lab)
+
+
+class _Problem(Response):
+    """An error as its three fields; where the runs folder lies on the disk is left out."""
+
+    def __init__(self, error: GlassError, root: Path) -> None:
+        parts = (_without(text, root) for text in (error.what, error.where, error.hint))
+        what, where, hint = parts
+        self.error = type(error)(what, where=where, hint=hint)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the error's status."""
+        await refuse(send, self.error)
+
+
+def _without(text: str, root: Path) -> str:
+    return text.replace(f"{root}/", "").replace(str(root), "runs")
+
+
+class _Lines(Response):
+    """NDJSON: a line for each value, as it is made."""
+
+    def __init__(self, values: Iterator[Mapping[str, Any]], lab: Lab) -> None:
+        self.values = values
+        self.lab = lab
+        self.gone = threading.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The first value decides the status; after it, an error is a last line."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch, receive)
+            await anyio.to_thread.run_sync(self._write, send)
+            group.cancel_scope.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone.set()
+
+    def _write(self, send: Send) -> None:
+        start = {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-type", b"application/x-ndjson")],
+        }
+        begun = False
+        try:
+            for value in self.values:
+                if self.gone.is_set():
+                    return
+                if self.lab.closing.is_set():
+                    raise Busy("the explorer was ended while this was made")
+                if not begun:
+                    anyio.from_thread.run(send, start)
+                    begun = True
+                self._line(send, value)
+        except Exception as error:
+            told = error if isinstance(error, GlassError) else _mistake(error)
+            told = _Problem(told, self.lab.root).error
+            if not begun:
+                anyio.from_thread.run(refuse, send, told)
+                return
+            self._line(send, problem(told))
+        finally:
+            close = getattr(self.values, "close", None)
+            if close is not None:
+                close()
+        if not begun:
+            anyio.from_thread.run(send, start)
+        last = {"type": "http.response.body", "body": b"", "more_body": False}
+        anyio.from_thread.run(send, last)
+
+    def _line(self, send: Send, value: Mapping[str, Any]) -> None:
+        body = to_json(value) + b"\n"
+        message = {"type": "http.response.body", "body": body, "more_body": True}
+        anyio.from_thread.run(send, message)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return _Problem(NotAllowed(f"{request.method} is not answered here"), Path("/nowhere"))
+    return _Problem(Unknown("there is nothing here"), Path("/nowhere"))
+
+
+def _mistake(error: Exception) -> GlassError:
+    """Told on the terminal in full, on the page in a line."""
+    traceback.print_exception(error, file=sys.stderr)
+    return Mistake("the server made a mistake", hint="its terminal says which")
+
+
+ROUTES: tuple[Route, ...] = (
+    *runs.ROUTES,
+    *errors.ROUTES,
+    *inspect.ROUTES,
+    *design.ROUTES,
+    *generate.ROUTES,
+    *quantize.ROUTES,
+)

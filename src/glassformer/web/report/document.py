@@ -1,0 +1,99 @@
+"""The one-file report of a run: everything that is known of it, readable offline and on paper.
+
+Each section is asked for by itself; what a run does not have, or what cannot be computed for it,
+is said in its place. Every number comes from the objects that the other commands use.
+"""
+
+from collections.abc import Callable, Iterator
+
+from glassformer.checks.report import Report, verify
+from glassformer.lens.show.html import escape_line
+from glassformer.spec.errors import GlassError
+from glassformer.web.report import errors, inside
+from glassformer.web.report import run as report_run
+from glassformer.web.report.page import Section, Text, missing, page, say, table
+from glassformer.web.report.run import Subject
+
+Writer = Callable[[Subject], Iterator[str]]
+
+SECTIONS: tuple[tuple[str, str, Writer], ...] = (
+    ("trained", "What was trained", report_run.trained),
+    ("curves", "Curves", report_run.curves),
+    ("errors", "Errors", errors.errors),
+    ("examples", "Right and wrong", errors.examples),
+    ("written", "What it writes", report_run.written),
+    ("attention", "Attention", inside.attention),
+    ("lens", "Logit lens", inside.lens),
+    ("roles", "Head roles", inside.roles),
+    ("files", "Sizes and hashes", report_run.files),
+)
+
+
+def report_html(
+    path: str, *, certificate: Report | None = None, told: Callable[[str], None] | None = None
+) -> str:
+    """The report of `RUN`, `RUN@last` or `RUN@120` as one HTML file.
+
+    `certificate`: checks that were made of this checkpoint before (or none, if it is empty);
+    without one they are made now.
+    `told` hears which section is being made.
+    """
+    run = Subject(path)
+    lead = report_run.lead(run)  # what is no run, or has no checkpoint, is refused here
+    made = []
+    for key, title, write in SECTIONS:
+        if told is not None:
+            told(title)
+        body = _written(run, write)
+        if body:
+            made.append(Section(key, title, body))
+    if told is not None:
+        told("Verify")
+    checked = verify(run.adapter, name=run.name) if certificate is None else certificate
+    made.insert(-1, Section("verify", "Verify", "".join(_verified(checked))))
+    command = f"glass report {run.name}"
+    foot = (
+        f"<p>Made by <code>{escape_line(command)}</code>; every number is what the commands of "
+        "glassformer compute. No script, nothing fetched.</p>"
+    )
+    return page(f"Run {run.name}", lead, made, foot)
+
+
+def _written(run: Subject, write: Writer) -> str:
+    """A section, or why there is none: an error that people can mend is no reason to stop."""
+    try:
+        return "".join(write(run))
+    except GlassError as error:
+        hint = f" ({error.hint})" if error.hint else ""
+        return missing(f"Not there: {error.what}{hint}")
+
+
+def _verified(report: Report) -> Iterator[str]:
+    """Row by row what `glass verify RUN` says."""
+    if not report.findings:
+        yield missing("No check was asked for: glass verify makes them.")
+        return
+    yield say(f"{report.passed} checks passed, {report.failed} failed.")
+    yield say("Two ways of computing the same thing, compared on this checkpoint.", kind="note")
+    rows = [
+        [
+            check["name"],
+            Text(check["group"]),
+            Text(check["dtype"]),
+            "no match" if check["worst"] is None else f"{check['worst']:.1e}",
+            "exact" if check["tolerance"] == 0 else f"{check['tolerance']:.1e}",
+            Text(check["verdict"], kind="passed" if check["verdict"] == "passed" else "failed"),
+        ]
+        for check in report.to_dict()["checks"]
+        if check["verdict"] != "not offered"
+    ]
+    heading = ["check", "group", "precision", "worst", "allowed", "verdict"]
+    yield table(heading, rows, caption="the certificate")
+    absent: dict[str, list[str]] = {}
+    for finding in report.findings:
+        if finding.verdict == "not offered":
+            absent.setdefault(finding.note, []).append(finding.name)
+    if absent:
+        lines = (f"{reason}: {', '.join(dict.fromkeys(n))}" for reason, n in absent.items())
+        items = "".join(f"<li>{escape_line(line)}</li>" for line in lines)
+        yield f"<h3>Not offered by this model, and not counted as passed</h3><ul>{items}</ul>"

@@ -1,0 +1,204 @@
+"""The inside of a run's model: where its heads look, from the first probes to the checkpoint."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from glassformer.adapters.text_inputs import Words
+from glassformer.data.batch import Batch
+from glassformer.lab.runs.probing import probe_files
+from glassformer.lens.look import Look, look
+from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.measure.probes import read_probes
+from glassformer.lens.measure.roles import ROLES, head_roles
+from glassformer.lens.measure.snapshot import cut
+from glassformer.lens.show.attention_map import Heat
+from glassformer.lens.show.html import escape_line
+from glassformer.lens.show.token_text import shown
+from glassformer.models.model import Model
+from glassformer.spec.errors import InputError
+from glassformer.web.report.page import Shaded, Text, folded, missing, say, table
+from glassformer.web.report.run import Subject
+
+#: Tokens of the example that is looked at; small maps in all, steps among them; large maps.
+TOKENS, THUMBNAILS, STEPS, LARGE = 128, 600, 6, 32
+SIDE = 184  # pixels of a large map: four stand beside each other
+#: Columns of the lens, heads of the ranking, rows that roles are scored on.
+COLUMNS, RANKED, SCORED = 24, 12, 64
+
+
+def seen_at_end(run: Subject) -> Look:
+    """The checkpoint's look at the example of the probes, once for all sections."""
+    if "look" not in run.memory:
+        run.memory["look"] = _look(run)
+    seen: Look = run.memory["look"]
+    return seen
+
+
+def _look(run: Subject) -> Look:
+    """Without probes: at the first example."""
+    model = run.adapter.model
+    if not isinstance(model, Model):
+        raise InputError("this model computes by itself and has no taps")
+    files = probe_files(run.directory)
+    row = read_probes(list(files.values())[-1]).examples[0] if files else 0
+    batch = _one(run, row)
+    words = Words(run.task.tokenizer)
+    source = None if batch.source is None else [words(i) for i in batch.source.tokens[0].tolist()]
+    return look(model, batch, names=words, source_words=source)
+
+
+def _one(run: Subject, row: int) -> Batch:
+    return cut(run.task.batch("val", np.array([row], dtype=np.int64)), TOKENS)
+
+
+def attention(run: Subject) -> Iterator[str]:
+    """Every head at chosen steps, small; every head of the checkpoint, with its words."""
+    seen = seen_at_end(run)
+    yield say(f"One validation example: {_words(seen)}")
+    heads = list(_all_heads(seen))
+    hatched = any(not bool(heat.allowed.all()) for heat in heads)
+    yield say(
+        "A row is a token that looks, a column one that is looked at; the stronger the colour, the "
+        f"more of its attention.{' Hatched cells may not be looked at.' if hatched else ''}",
+        kind="note",
+    )
+    yield from _steps(run, seen)
+    ranked = [str(name) for name in seen.ranking().heads] if len(heads) > LARGE else []
+    kept = [heat for heat in heads if not ranked or heat.title in ranked[:LARGE]]
+    left_out = f"; the {LARGE} whose silence matters most of {len(heads)}" if ranked else ""
+    figures = [(HeadName.parse(heat.title), heat.svg(side=SIDE)) for heat in kept]
+    maps = _by_layer(figures, kind="large")
+    yield f"<h3>Step {run.step}, with words{escape_line(left_out)}</h3>"
+    yield maps if len(seen.words) <= 40 else folded(f"{len(kept)} maps", maps)
+
+
+def _all_heads(seen: Look) -> Iterator[Heat]:
+    for kind in seen.kinds:
+        yield from seen.attention.of(kind).heads()
+
+
+def _steps(run: Subject, seen: Look) -> Iterator[str]:
+    """Radio buttons that choose a step, by style alone; paper shows all of them."""
+    files = probe_files(run.directory)
+    if not files:
+        yield missing("This run kept no probes, so only its checkpoint can be shown.")
+        return
+    chosen = spread(files, most=max(1, min(STEPS, THUMBNAILS // len(list(_all_heads(seen))))))
+    panels: dict[str, str] = {}
+    for step, file in chosen.items():
+        probes = read_probes(file)
+        loss = "" if probes.loss is None else f", loss of the probes {probes.loss:.4f}"
+        figures = [(name, probes.heat(0, name).thumbnail()) for name in probes.heads()]
+        note = say(f"step {step}{loss}", kind="note")
+        panels[f"{step}"] = note + _by_layer(figures, kind="grid")
+    names = list(panels)
+    inputs = "".join(
+        f'<label><input type="radio" name="at" id="at-{name}"'
+        f"{' checked' if name == names[-1] else ''}>{int(name):,}</label>"
+        for name in names
+    )
+    rules = "".join(
+        f".steps:has(#at-{name}:checked) .at:not(.at-{name}){{display:none}}" for name in names
+    )
+    bodies = "".join(f'<div class="at at-{name}">{body}</div>' for name, body in panels.items())
+    yield f"<style>@media screen{{{rules}}}</style>"
+    yield (
+        f'<div class="steps"><h3>While it trained</h3><fieldset><legend>Step</legend>{inputs}'
+        f"</fieldset>{bodies}</div>"
+    )
+
+
+def _by_layer(figures: Sequence[tuple[HeadName, str]], *, kind: str) -> str:
+    """Pictures of heads, a line for each layer of each kind."""
+    lines: dict[tuple[str, int], list[str]] = {}
+    for name, image in figures:
+        figure = f"<figure>{image}<figcaption>{name}</figcaption></figure>"
+        lines.setdefault((name.kind, name.layer), []).append(figure)
+    return "".join(f'<div class="{kind}">{"".join(line)}</div>' for line in lines.values())
+
+
+def spread(files: Mapping[int, Path], *, most: int) -> dict[int, Path]:
+    """The first and the last file, and others evenly between on a scale of logarithms."""
+    steps = list(files)
+    if len(steps) <= most:
+        return dict(files)
+    places = np.geomspace(1, len(steps), most).round().astype(int) - 1
+    return {
+        steps[place]: files[steps[place]] for place in sorted({*places.tolist(), len(steps) - 1})
+    }
+
+
+def lens(run: Subject) -> Iterator[str]:
+    """What the model would say after each half-layer, and how far that is from its answer."""
+    seen = seen_at_end(run)
+    place = seen.lens.position(None)
+    first = max(0, len(seen.words) - COLUMNS)
+    heading = [f"{t} {shown(word, most=12)}" for t, word in enumerate(seen.words)][first:]
+    lines = []
+    for number, name in reversed(list(enumerate(seen.lens.row_names))):
+        cells = [seen.lens.top(t, 1, row=name)[0] for t in range(first, len(seen.words))]
+        shaded = [Shaded(f"{shown(word, most=12)} {p:.0%}", p) for word, p in cells]
+        lines.append([name, *shaded, f"{float(seen.lens.kl[number, place]):.4f}"])
+    cut_off = f", the last {COLUMNS} positions" if first else ""
+    yield say(f"The same example: {_words(seen)}")
+    caption = f"likeliest token after each half-layer, from the bottom up{cut_off}; KL at {place}"
+    yield table(["", *heading, "KL to the end"], lines, caption=caption)
+    answer = [[shown(word), f"{p:.2%}"] for _, word, p in seen.next(None, 5)]
+    yield table(["token", "probability"], answer, caption=f"what it says at position {place}")
+    ranking = seen.ranking()
+    rows = [
+        [
+            row["head"],
+            "" if row["loss_change"] is None else f"{row['loss_change']:+.4f}",
+            f"{row['kl']:.4f}",
+        ]
+        for row in ranking.rows()[:RANKED]
+    ]
+    more = f", the first {RANKED} of {len(ranking.heads)}" if len(ranking.heads) > RANKED else ""
+    caption = f"what silencing one head changes, the most first{more}"
+    yield table(["head", "loss", "KL"], rows, caption=caption)
+
+
+def roles(run: Subject) -> Iterator[str]:
+    """Where each head looks, as far as simple roles can tell."""
+    seen_at_end(run)  # says what a model without taps lacks
+    rows = np.arange(min(SCORED, run.task.sizes()["val"]), dtype=np.int64)
+    batch = cut(run.task.batch("val", rows), TOKENS)
+    groups = run.task.groups("val", rows)
+    found = head_roles(
+        run.adapter.model,  # type: ignore[arg-type]  # a model of ours: asked above
+        batch,
+        groups=groups.get("operation"),
+        at="last" if "answer" in batch.targets else "every",
+    )
+    lines, rows_of = [], found.rows()
+    scored = [name for name in ROLES if any(row[name] == row[name] for row in rows_of)]
+    for row in rows_of:
+        cells = [_score(row[name], row[f"{name} chance"]) for name in scored]
+        lines.append([row["head"], Text(row["role"]), *cells])
+    caption = (
+        f"score (chance) of each role, on {found.source}; a role needs {found.threshold} of lift"
+    )
+    yield table(["head", "role", *scored], lines, caption=caption)
+    if "operation" not in scored:
+        yield missing(f"The task {run.task.name} has no operations that a head could be of.")
+    yield say("A role says where a head looks, not what the answer depends on.", kind="note")
+
+
+def _score(score: float, chance: float) -> Shaded | None:
+    if score != score:
+        return None
+    return Shaded(f"{score:.2f} ({chance:.2f})", max(0.0, (score - chance) / max(1e-9, 1 - chance)))
+
+
+def _words(seen: Look) -> str:
+    words = " ".join(shown(word) for word in seen.words[:40])
+    more = " …" if len(seen.words) > 40 else ""
+    source = ""
+    if seen.source_words is not None:
+        source = f"{' '.join(shown(word) for word in seen.source_words[:40])} -> "
+    target = seen.target(None)
+    wanted = "" if target is None else f" (wanted: {shown(target[1])})"
+    return f"{source}{words}{more}{wanted}"

@@ -1,0 +1,144 @@
+"""The frame of the one-file report: its style, and the few forms that its sections are made of.
+
+No script, nothing fetched: the file's own policy forbids both. Whatever a string holds is text.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from glassformer.lens.show.html import escape_line
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading of the report, where it can be jumped to, and what stands below."""
+
+    key: str
+    title: str
+    body: str
+
+
+def page(title: str, lead: str, sections: Sequence[Section], foot: str) -> str:
+    """The whole file."""
+    style = (resources.files("glassformer.web.report") / "report.css").read_text(encoding="utf-8")
+    jumps = "".join(
+        f'<li><a href="#{one.key}">{escape_line(one.title)}</a></li>' for one in sections
+    )
+    bodies = "".join(
+        f'<section aria-labelledby="{one.key}"><h2 id="{one.key}">{escape_line(one.title)}</h2>'
+        f"{one.body}</section>"
+        for one in sections
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape_line(title)}</title><style>{style}</style></head>"
+        f"<body><header><h1>{escape_line(title)}</h1>{lead}"
+        f'<nav aria-label="Sections"><ul>{jumps}</ul></nav></header>'
+        f"<main>{bodies}</main><footer>{foot}</footer></body></html>\n"
+    )
+
+
+def say(text: str, *, kind: str = "") -> str:
+    """A paragraph."""
+    named = f' class="{kind}"' if kind else ""
+    return f"<p{named}>{escape_line(text)}</p>"
+
+
+def missing(text: str) -> str:
+    """What a run does not have, said plainly."""
+    return say(text, kind="missing")
+
+
+def facts(pairs: Iterable[tuple[str, object]]) -> str:
+    """Names and values."""
+    lines = "".join(
+        f"<dt>{escape_line(name)}</dt><dd>{escape_line(str(value))}</dd>" for name, value in pairs
+    )
+    return f"<dl>{lines}</dl>"
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence["Cell"]], *, caption: str) -> str:
+    """A table under its name, in a part of its own that scrolls where the page is narrower.
+
+    The first cell of a row names it; words stand to the left, numbers to the right.
+    """
+    lines = list(rows)
+    wordy = {0} | {i for line in lines[:1] for i, cell in enumerate(line) if isinstance(cell, Text)}
+    head = "".join(
+        f'<th scope="col"{_left(number in wordy)}>{escape_line(name)}</th>' if name else "<td></td>"
+        for number, name in enumerate(heading)
+    )
+    body = "".join(
+        f'<tr><th scope="row">{escape_line(str(line[0]))}</th>'
+        f"{''.join(_cell(cell) for cell in line[1:])}</tr>"
+        for line in lines
+    )
+    inside = (
+        f'<table aria-label="{escape_line(caption)}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table>"
+    )
+    name = f'<p class="caption">{escape_line(caption)}</p>'
+    return f'<div class="table">{name}{scrolled(inside, label=caption)}</div>'
+
+
+def _left(words: bool) -> str:
+    return ' class="left"' if words else ""
+
+
+def beside(parts: Iterable[str]) -> str:
+    """Parts that stand next to each other where there is room."""
+    return f'<div class="beside">{"".join(parts)}</div>'
+
+
+@dataclass(frozen=True, slots=True)
+class Shaded:
+    """A number and the share by which its cell is shaded."""
+
+    text: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Words, which stand to the left and may wrap."""
+
+    text: str
+    kind: str = ""
+
+
+Cell = str | int | float | Shaded | Text | None
+
+
+def _cell(cell: Cell) -> str:
+    match cell:
+        case None:
+            return "<td></td>"
+        case Shaded():
+            style = f' class="shade" style="--s:{cell.share:.3f}"' if cell.share > 0 else ""
+            return f"<td{style}>{escape_line(cell.text)}</td>"
+        case Text():
+            return f'<td class="text {cell.kind}">{escape_line(cell.text)}</td>'
+        case float():
+            return f"<td>{cell:.4g}</td>"
+        case int():
+            return f"<td>{cell:,}</td>"
+    return f"<td>{escape_line(cell)}</td>"
+
+
+def scrolled(inside: str, *, label: str) -> str:
+    """A part that scrolls by itself, also by keyboard."""
+    return (
+        f'<div class="scroll" role="group" tabindex="0" aria-label="{escape_line(label)}">'
+        f"{inside}</div>"
+    )
+
+
+def folded(summary: str, inside: str) -> str:
+    """Something to unfold."""
+    return f"<details><summary>{escape_line(summary)}</summary>{inside}</details>"

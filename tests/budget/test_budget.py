@@ -1,0 +1,463 @@
+"""The budget solver: counts, limits, preferences and refusals, against every design one by one."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import glassformer as gf
+from glassformer.budget.counting import Counts
+from glassformer.budget.design import design, solve
+from glassformer.budget.infeasible import InfeasibleBudget
+from glassformer.budget.question import Budget, Exact, Free, Sizes, Target, build_spec
+from glassformer.budget.search import Search
+from glassformer.models.build import build
+from glassformer.spec.errors import InputError
+from glassformer.spec.manifest import count_parameters
+from glassformer.spec.model import LayerNorm, Learned, NoPosition, RMSNorm, Rotary
+from tests.budget import brute
+
+RATIOS, EXPANSIONS = (0.25, 0.35, 0.45), (2.0, 2.66, 3.0, 4.0)
+SOURCE = [(tied, r, g) for tied in (True, False) for r in RATIOS for g in EXPANSIONS]
+
+
+SPECIAL = {
+    "embedding_ratio": st.one_of(
+        st.builds(Free),
+        st.builds(Exact, value=st.sampled_from([0.1, 0.4])),
+        st.builds(Target, value=st.sampled_from([0.1, 0.4]), within=st.sampled_from([0.004, 0.03])),
+    ),
+    "glu_expansion": st.one_of(
+        st.builds(Free),
+        st.builds(Exact, value=st.sampled_from([0.5, 2.0, 2.66])),
+        st.builds(Target, value=st.sampled_from([0.5, 2.66]), within=st.sampled_from([0.02, 0.2])),
+    ),
+    "tolerance": st.sampled_from([0.0005, 0.002, 0.2]),
+    "width_multiple": st.just(4),
+    "ffn_multiple": st.sampled_from([3, 8]),
+    "min_layers": st.sampled_from([2, 3]),
+    "max_layers": st.sampled_from([3, 6]),
+    "min_aspect": st.sampled_from([0.7, 3.0]),
+    "max_aspect": st.sampled_from([3.0, 6.0]),
+    "rank": st.sampled_from([2, "any"]),
+    "ratio_covers": st.just("input"),
+    "free_head_width": st.just(True),
+}
+
+
+@st.composite
+def small_budgets(draw):
+    """Totals small enough to try every design; a few of the options at a time."""
+    chosen = draw(st.lists(st.sampled_from(sorted(SPECIAL)), max_size=3, unique=True))
+    special = {name: draw(SPECIAL[name]) for name in chosen}
+    if special.get("rank") == "any" and isinstance(special.get("embedding_ratio"), Free):
+        del special["rank"]
+    heads = draw(st.sampled_from([1, 2, 3, 4] + [None] * ("free_head_width" not in special)))
+    groups = [None, 1] if heads is None else [None, *(n for n in (1, 2) if heads % n == 0)]
+    plain = {
+        "tolerance": 0.01,
+        "embedding_ratio": Target(value=draw(st.sampled_from([0.1, 0.25, 0.4, 0.6]))),
+        "glu_expansion": Target(value=draw(st.sampled_from([0.5, 2.0, 2.66]))),
+    }
+    return Budget(
+        **{
+            **plain,
+            "vocab_size": draw(st.integers(2, 40)),
+            "total": draw(st.integers(200, 1200)),
+            "n_heads": heads,
+            "tied": draw(st.booleans()),
+            "max_seq_len": draw(st.integers(1, 12)),
+            "position": draw(st.sampled_from([Learned(), Rotary(), NoPosition()])),
+            "bias": draw(st.sampled_from(["none", "qkv", "all", "no_key"])),
+            "norm": draw(st.sampled_from([LayerNorm(), RMSNorm()])),
+            "n_kv_heads": draw(st.sampled_from(groups)),
+            **special,
+        }
+    )
+
+
+@given(small_budgets())
+@settings(max_examples=400)
+def test_an_answer_exists_where_one_exists_and_none_is_better(budget):
+    answer_is_there_and_best(budget)
+
+
+def answer_is_there_and_best(budget):
+    slack = brute.decimal(budget.tolerance) * budget.total
+    low, high = math.ceil(budget.total - slack), math.floor(budget.total + slack)
+    every = list(brute.candidates(budget, low=low, high=high))
+    found = Search(budget).best()
+    assert Search(budget).feasible() == (found is not None) == bool(every)
+    if found is None:
+        return
+    sizes = found.frame.sizes(found.n_layers, found.d_ff)
+    ours = [m for m in every if _sizes(m) == sizes]
+    assert len(ours) == 1
+    assert found.frame.count(found.n_layers, found.d_ff) == ours[0].count
+    least = min(brute.preference(budget, made) for made in every)
+    assert brute.preference(budget, ours[0]) == least
+
+
+def _sizes(made):
+    return Sizes(
+        d_model=made.d_model,
+        n_heads=made.n_heads,
+        d_head=made.d_head,
+        d_ff=made.d_ff,
+        n_layers=made.n_layers,
+        rank=made.rank,
+    )
+
+
+def near_budgets():
+    """Many d_ff at few depths, many ranks, and one d_ff at many depths."""
+    wish = {"embedding_ratio": Target(value=0.3), "vocab_size": 11, "max_seq_len": 3}
+    wide = {"tolerance": 0.2, "glu_expansion": Target(value=2.0, within=0.6)}
+    deep = {"tolerance": 0.05, "glu_expansion": Exact(value=2.0), "width_multiple": 4}
+    for total in range(300, 900, 23):
+        for heads, rank in ((1, None), (2, None), (1, "any")):
+            yield Budget(total=total, n_heads=heads, rank=rank, **wide, **wish)
+        yield Budget(total=total + 2000, n_heads=1, max_aspect=1.0, **deep, **wish)
+
+
+def test_the_nearest_count_is_the_nearest():
+    for budget in near_budgets():
+        low, high = budget.bounds
+        every = [made.count for made in brute.candidates(budget, low=low, high=high)]
+        found = Search(budget).closest(budget.total)
+        assert (found is None) == (not every)
+        if found is not None:
+            least = min(abs(count - budget.total) for count in every)
+            assert abs(found.count - budget.total) == least
+            assert abs(Search(budget).nearest_count(budget.total) - budget.total) == least
+
+
+#: Wishes that no width can meet, so that a thousand widths and depths drift alike.
+WIDE_OPEN = {
+    "any heads": Budget(total=2 * 10**9, vocab_size=256, n_heads=None),
+    "any heads and rank": Budget(total=10**8, vocab_size=256, n_heads=None, rank="any"),
+    "a deep and narrow wish": Budget(
+        total=10**9, vocab_size=256, n_heads=1, embedding_ratio=Target(value=0.001)
+    ),
+    "ten billion, all free": Budget(
+        total=10**10, vocab_size=2, n_heads=None, embedding_ratio=Free(), glu_expansion=Free()
+    ),
+    "a narrow width of a million depths": Budget(
+        total=10**7,
+        vocab_size=151_936,
+        n_heads=None,
+        max_seq_len=1,
+        embedding_ratio=Target(value=0.001),
+        glu_expansion=Target(value=4.0),
+    ),
+    "one count alone": Budget(total=24_276_609, vocab_size=4, tolerance=1e-7),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_OPEN)
+def test_a_search_looks_at_few_of_the_designs(name):
+    """Every width at every depth would be 10^5 to 10^9 looks."""
+    budget = WIDE_OPEN[name]
+    for look in ("best", "deepest", "widest", "feasible"):
+        search = Search(budget)
+        assert getattr(search, look)()
+        assert search.opened < 40_000, look
+    search = Search(budget)
+    assert search.nearest_count(budget.total) is not None
+    assert search.opened < 12_000
+
+
+def test_a_refusal_looks_at_few_of_the_designs():
+    search = Search(
+        Budget(
+            total=10**10,
+            vocab_size=20,
+            n_heads=1,
+            embedding_ratio=Target(value=0.35, within=0.01),
+        )
+    )
+    assert not search.feasible()
+    assert search.opened < 1000
+
+
+@given(small_budgets())
+@settings(max_examples=60)
+def test_every_answer_is_built_and_counted_again(budget):
+    assume(Search(budget).feasible())
+    answer = solve(budget)
+    low, high = budget.bounds
+    for made in (answer.best, *answer.alternatives):
+        model = build(made.spec, device="meta")
+        assert sum(p.numel() for p in model.parameters()) == made.params
+        assert low <= made.params <= high
+    assert solve(budget) == answer
+
+
+@given(
+    small_budgets(),
+    st.integers(1, 30),
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.integers(1, 60),
+    st.integers(1, 5),
+    st.integers(1, 9),
+)
+def test_laws_are_the_manifests_own_counts(budget, d, per_group, d_head, d_ff, rank, layers):
+    assume(not isinstance(budget.position, Rotary) or d_head % 2 == 0)
+    laws_are_counts(budget, d, per_group, d_head, d_ff, rank, layers)
+
+
+def laws_are_counts(budget, d, per_group, d_head, d_ff, rank, layers):
+    heads = per_group * (budget.n_kv_heads or 1)
+    used = None if budget.rank is None else rank
+    frame = Counts(budget).frame(d, heads, d_head, rank=used, step=0)
+    sizes = Sizes(d_model=d, n_heads=heads, d_head=d_head, d_ff=d_ff, n_layers=layers, rank=used)
+    assert frame.count(layers, d_ff) == count_parameters(build_spec(budget, sizes))
+
+
+# --- the source's own grid ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_sources_default_and_grid_are_met(free):
+    near = 0
+    for tied, ratio, glu in SOURCE:
+        budget = Budget(
+            tied=tied,
+            embedding_ratio=Target(value=ratio),
+            glu_expansion=Target(value=glu),
+            free_head_width=free,
+        )
+        best = solve(budget, alternatives=False).best
+        assert abs(best.error) <= 0.005
+        near += abs(best.ratio_drift) <= 0.01 and abs(best.glu_drift) <= 0.05
+        if not free:
+            assert best.sizes.n_heads * best.sizes.d_head == best.sizes.d_model
+    assert near == 24 if free else near >= 18
+
+
+def test_the_default_is_told_in_full():
+    answer = gf.design(params=10e6, vocab=16000)
+    sizes = answer.best.sizes
+    assert (sizes.d_model, sizes.d_ff, sizes.n_layers, sizes.d_head) == (216, 607, 11, 27)
+    assert answer.best.params == count_parameters(answer.spec) == 9_956_088
+    assert [line.split(":")[0] for line in answer.gave_way] == ["embedding ratio", "GLU expansion"]
+    names = ", ".join(made.name for made in answer.alternatives)
+    for name in ("exact total", "exact expansion", "multiples of 64", "deepest", "widest"):
+        assert name in names
+    assert "d_model 216" in repr(answer)
+    assert "gave way: GLU expansion: asked 2.66, got 2.810 (+5.6%)" in repr(answer)
+
+
+def test_alternatives_are_best_at_what_they_say():
+    answer = gf.design("10M", 16000, free_head_width=True)
+    by_name = {n: d for d in answer.alternatives for n in d.name.split(", ")}
+    near = [answer.best, *(d for n, d in by_name.items() if n in ("deepest", "widest"))]
+    assert by_name["deepest"].sizes.n_layers == max(d.sizes.n_layers for d in near)
+    assert by_name["widest"].sizes.d_model == max(d.sizes.d_model for d in near)
+    assert abs(by_name["exact total"].error) < 1e-5
+    assert round(2.66 * 218) == by_name["exact expansion"].sizes.d_ff
+    sizes = by_name["multiples of 64"].sizes
+    assert sizes.d_model % 64 == sizes.d_ff % 64 == 0
+
+
+def test_the_law_a_lower_ratio_is_narrower_and_deeper():
+    """With the vocabulary fixed, the ratio decides the width, and the rest goes into depth."""
+    widths, depths = [], []
+    for ratio in (0.2, 0.3, 0.4, 0.5):
+        sizes = gf.design("10M", 16000, embedding_ratio=ratio).best.sizes
+        widths.append(sizes.d_model)
+        depths.append(sizes.n_layers)
+    assert widths == sorted(set(widths))
+    assert depths == sorted(set(depths), reverse=True)
+
+
+def test_untied_the_ratio_covers_both_tables_unless_told_otherwise():
+    both = gf.design("10M", 16000, tied=False).best
+    assert both.embedding_ratio == pytest.approx(2 * both.input_ratio)
+    assert abs(both.embedding_ratio - 0.35) < 0.01
+    one = gf.design("10M", 16000, tied=False, ratio_covers="input").best
+    assert one.embedding_ratio == one.input_ratio
+    assert abs(one.embedding_ratio - 0.35) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "check"),
+    [
+        ({"multiple": 8}, lambda s: s.d_model % 8 == s.d_ff % 8 == 0),
+        ({"ffn_multiple": 64}, lambda s: s.d_ff % 64 == 0),
+        ({"heads": "any"}, lambda s: 16 <= s.d_head <= 128),
+        ({"kv_heads": 2}, lambda s: s.n_heads == 8),
+        ({"rank": "any"}, lambda s: s.rank is not None),
+        ({"rank": 64}, lambda s: s.rank == 64),
+        ({"max_layers": 4}, lambda s: s.n_layers <= 4),
+        ({"min_layers": 20}, lambda s: s.n_layers >= 20),
+        ({"max_aspect": 10.0}, lambda s: s.d_model <= 10 * s.n_layers),
+        ({"embedding_ratio": "free", "min_aspect": 30.0}, lambda s: s.d_model >= 30 * s.n_layers),
+        ({"position": "rotary"}, lambda s: s.d_head % 2 == 0),
+    ],
+)
+def test_options_are_kept(options, check):
+    answer = design("10M", 16000, **options)
+    assert check(answer.best.sizes)
+    assert all(check(made.sizes) for made in answer.alternatives)
+    assert abs(answer.best.error) <= 0.005
+
+
+def test_free_wishes_settle_at_a_usual_shape():
+    best = design("10M", 256, embedding_ratio="free", glu_expansion="free").best
+    assert 16 <= best.aspect <= 64
+    assert 2 <= best.glu_expansion <= 4
+    assert abs(design("10M", 256, embedding_ratio="free").best.glu_drift) < 0.0125
+
+
+def test_exact_is_as_near_as_whole_numbers_allow():
+    best = design("10M", 16000, exact_ratio=True).best
+    assert abs(best.ratio_drift) <= 8 * 16000 / 2 / best.params
+    best = design("10M", 16000, exact_expansion=True).best
+    assert best.sizes.d_ff == round(2.66 * best.sizes.d_model)
+
+
+def test_limits_are_kept():
+    best = design("10M", 16000, glu_within="1%").best
+    assert abs(best.glu_drift) <= 0.01
+    best = design("10M", 16000, ratio_within="0.5%").best
+    assert abs(best.ratio_drift) <= 0.005
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "hint"),
+    [
+        ({"embedding_ratio": 0.0}, "outside (0, 1)", "0.01"),
+        ({"embedding_ratio": 35}, "outside (0, 1)", "35%"),
+        ({"embedding_ratio": -0.1}, "outside (0, 1)", "0.01"),
+        ({"embedding_ratio": "a third"}, "is not a number", "0.35"),
+        ({"glu_expansion": 0}, "not above 0", "2.66"),
+        ({"tolerance": 0}, "a tolerance of 0", "the nearest that works here is 0.00001%"),
+        ({"tolerance": -0.1}, "outside (0, 1)", "0.5%"),
+        ({"tolerance": "200%"}, "outside (0, 1)", "0.99"),
+        ({"heads": 0}, "n_heads 0 is below 1", "1"),
+        ({"vocab": -5}, "vocab_size -5 is below 1", "1"),
+        ({"params": 0}, "total 0 is below 1", "1"),
+        ({"params": "10Q"}, "params '10Q' is not a number", "10M"),
+        ({"params": "1e400"}, "too large", "1e+15"),
+        ({"params": 10.5}, "not a whole number", "10"),
+        ({"kv_heads": 3}, "does not divide n_heads 8", "2"),
+        ({"heads": "any", "free_head_width": True}, "needs a number of heads", "8"),
+        ({"max_layers": 2, "min_layers": 3}, "max_layers 2 is below", "3"),
+        ({"position": "rotery"}, "is not one of", "rotary"),
+        ({"norm": "batch"}, "is not one of", "norm"),
+        ({"bias": "some"}, "is not one of", "none"),
+        ({"rank": "any", "embedding_ratio": "free"}, "leave the rank open", "value"),
+        ({"embedding_ratio": "free", "exact_ratio": True}, "free, and yet limited", "limit"),
+        ({"ratio_within": 0}, "ratio_within 0 is not above 0", "exact"),
+        ({"exact_expansion": True, "glu_within": "1%"}, "exact, and glu_within too", "one"),
+        ({"max_aspect": 2.0, "min_aspect": 3.0}, "max_aspect 2.0 is below", "32"),
+        ({"min_aspect": -1.0}, "min_aspect -1.0 is negative", "0"),
+        ({"length": 0}, "max_seq_len 0 is below 1", "1"),
+        ({"multiple": 0}, "width_multiple 0 is below 1", "1"),
+    ],
+)
+def test_bad_input_names_the_rule_and_the_nearest_that_works(options, what, hint):
+    given_ = {"params": "10M", "vocab": 16000} | options
+    with pytest.raises(InputError) as caught:
+        design(**given_)
+    assert what in caught.value.what
+    assert hint in caught.value.hint
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@given(small_budgets())
+@settings(max_examples=80)
+def test_a_certificate_names_changes_that_work_and_none_that_is_nearer(budget):
+    assume(not Search(budget).feasible())
+    certificate_is_true(budget)
+
+
+def certificate_is_true(budget):
+    with pytest.raises(InfeasibleBudget) as caught:
+        solve(budget)
+    nearest = caught.value.certificate.nearest
+    assert caught.value.certificate.why
+    for option, value in nearest.items():
+        if value is not None:
+            assert Search(_changed(budget, option, value)).feasible(), option
+    _no_nearer_total(budget, nearest["params"])
+    for option in ("vocab", "length"):
+        found = nearest.get(option)
+        start = budget.vocab_size if option == "vocab" else budget.max_seq_len
+        away = 12 if found is None else min(12, abs(found - start))
+        for value in range(max(1, start - away + 1), start + away):
+            assert not Search(_changed(budget, option, value)).feasible()
+    tolerance = nearest["tolerance"]
+    if tolerance is not None and tolerance > 2 / budget.total:
+        assert not Search(_changed(budget, "tolerance", tolerance * 0.99)).feasible()
+
+
+def _no_nearer_total(budget, found):
+    away = 150 if found is None else abs(found - budget.total)
+    for total in range(max(1, budget.total - min(away, 150) + 1), budget.total + min(away, 150)):
+        assert not Search(_changed(budget, "params", total)).feasible(), total
+
+
+FIELDS = {
+    "params": "total",
+    "vocab": "vocab_size",
+    "heads": "n_heads",
+    "length": "max_seq_len",
+    "multiple": "width_multiple",
+}
+
+
+def _changed(budget, option, value):
+    if option in ("embedding_ratio", "glu_expansion"):
+        value = dataclasses.replace(getattr(budget, option), value=value)
+    if option in ("ratio_within", "glu_within"):
+        field = "embedding_ratio" if option == "ratio_within" else "glu_expansion"
+        return dataclasses.replace(
+            budget, **{field: Target(value=getattr(budget, field).value, within=value)}
+        )
+    return dataclasses.replace(budget, **{FIELDS.get(option, option): value})
+
+
+def refusal(*arguments, **options):
+    with pytest.raises(InfeasibleBudget) as caught:
+        design(*arguments, **options)
+    assert caught.value.exit_code == 1
+    return caught.value.certificate
+
+
+def test_a_vocabulary_too_large_is_infeasible_not_bad_input():
+    found = refusal("100k", 16000)
+    assert found.bound == "embedding"
+    assert "128,000 parameters for the embedding alone: 27,500 more than the 100,500" in found.why
+    assert design("100k", found.nearest["vocab"]).best
+    assert not Search(Budget(total=100_000, vocab_size=found.nearest["vocab"] + 1)).feasible()
+    assert design("100k", 16000, heads=found.nearest["heads"]).best
+    assert found.nearest["length"] is None  # even without positions the table is too large
+
+
+def test_each_bound_is_named():
+    assert refusal("10M", 16000, multiple=512).bound == "total"
+    assert refusal("10M", 16000, exact_ratio=True, exact_expansion=True).bound == "embedding_ratio"
+    assert refusal("10M", 20, ratio_within="1%").bound == "embedding_ratio"
+    assert refusal("10M", 16000, max_layers=1, glu_within="1%", min_aspect=600).bound
+    few = refusal("1000", 10, length=7, heads=3, tolerance="0.01%", glu_expansion=2, multiple=3)
+    assert few.bound == "tolerance"
+    assert "the nearest counts are" in few.why
+
+
+def test_a_tolerance_is_met_exactly_at_its_edge():
+    found = refusal("10M", 16000, exact_ratio=True, exact_expansion=True)
+    need = found.nearest["tolerance"]
+    options = {"exact_ratio": True, "exact_expansion": True}
+    assert design("10M", 16000, tolerance=need, **options).best
+    refusal("10M", 16000, tolerance=need * 0.99, **options)
+    assert math.isclose(need, 0.0272, abs_tol=1e-4)  # the source's own miss at its default

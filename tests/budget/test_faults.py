@@ -1,0 +1,249 @@
+"""Tests are tested: a planted mistake in the solver or the costs, and the named check turns red."""
+
+import itertools
+import random
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from glassformer.budget import counting, search
+from glassformer.budget.counting import heads_of
+from glassformer.budget.question import Budget, Exact, Free, Target
+from glassformer.budget.search import Search
+from glassformer.costs.parameter_table import format_allocation
+from glassformer.spec.errors import GlassError
+from glassformer.spec.model import NoPosition, Rotary
+from glassformer.spec.presets import budget_lm
+from glassformer.spec.train import SGD, AdamW, Muon
+from tests.budget import test_budget, test_divisors, test_limited_search
+from tests.budget.faults import FAULTS
+from tests.checks.faults import planted
+from tests.costs import test_costs
+
+#: Without shrinking: a red check has said enough.
+SEARCHED = settings(
+    max_examples=300,
+    phases=[Phase.generate],
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def answers() -> None:
+    @SEARCHED
+    @given(test_budget.small_budgets())
+    def search(budget):
+        test_budget.answer_is_there_and_best(budget)
+
+    search()
+
+
+def limits() -> None:
+    """A wide tolerance, so that the ratio's own limit decides."""
+    for total in range(200, 1200, 20):
+        for wish in (Exact(value=0.31), Target(value=0.31, within=0.003)):
+            budget = Budget(
+                total=total, tolerance=0.1, vocab_size=29, max_seq_len=3, n_heads=2, max_layers=2,
+                embedding_ratio=wish, glu_expansion=Exact(value=2.0),
+            )  # fmt: skip
+            test_budget.answer_is_there_and_best(budget)
+        for multiple in (3, 5):
+            budget = Budget(
+                total=total, tolerance=0.1, vocab_size=7, max_seq_len=3, n_heads=1,
+                ffn_multiple=multiple, max_layers=1, embedding_ratio=Free(),
+            )  # fmt: skip
+            test_budget.answer_is_there_and_best(budget)
+
+
+def certificates() -> None:
+    found = []
+
+    @settings(SEARCHED, max_examples=60)
+    @given(test_budget.small_budgets())
+    def collect(budget):
+        found.append(budget)
+
+    collect()
+    for budget in [b for b in found if not Search(b).feasible()][:12]:
+        test_budget.certificate_is_true(budget)
+
+
+def laws() -> None:
+    draw = random.Random(0)
+    for tied in (True, False):
+        for position in (Rotary(), NoPosition()):
+            budget = Budget(tied=tied, position=position, n_kv_heads=2, rank=3, bias="all")
+            sizes = [draw.randint(2, 9) for _ in range(5)]
+            test_budget.laws_are_counts(budget, *sizes[:2], 6, *sizes[2:])
+
+
+def grouped() -> None:
+    budget = Budget(
+        total=60_000, vocab_size=50, max_seq_len=8, n_heads=None, n_kv_heads=2, tolerance=0.02,
+        embedding_ratio=Free(), max_layers=1,
+    )  # fmt: skip
+    found = Search(budget).best()
+    assert found is not None
+    assert found.frame.n_heads % 2 == 0
+    for d_model in (16, 17, 48):
+        for heads, _ in heads_of(budget, d_model):
+            assert heads % 2 == 0
+
+
+def freed() -> None:
+    """Every head width within two of an even share, and no other."""
+    for n_heads, d_model in ((3, 7), (8, 100), (4, 64)):
+        budget = Budget(n_heads=n_heads, free_head_width=True)
+        near = [h for h in range(1, d_model) if abs(h - d_model / n_heads) <= 2]
+        assert heads_of(budget, d_model) == [(n_heads, h) for h in near]
+
+
+def ranked() -> None:
+    """One count alone, so that most ranks are solved for; and many counts."""
+    for total, tolerance in itertools.product(range(1500, 4500, 150), (0.0003, 0.03)):
+        budget = Budget(
+            total=total, tolerance=tolerance, vocab_size=5, max_seq_len=3, n_heads=1, rank="any",
+            embedding_ratio=Target(value=0.2), max_layers=2,
+        )  # fmt: skip
+        test_budget.answer_is_there_and_best(budget)
+
+
+def nearest() -> None:
+    test_budget.test_the_nearest_count_is_the_nearest()
+
+
+def limited() -> None:
+    @settings(SEARCHED, max_examples=80)
+    @given(test_budget.small_budgets())
+    def search(budget):
+        for most in (1, 20, 80):
+            test_limited_search.limited_is_honest(budget, most)
+            test_limited_search.limited_is_near(budget, most, 700)
+
+    search()
+
+
+def efforts() -> None:
+    test_limited_search.test_a_part_of_an_effort_is_taken_from_the_whole()
+
+
+def certified() -> None:
+    budget = Budget(total=1000, vocab_size=900, max_seq_len=8, n_heads=2, tolerance=0.01)
+    for most in (10, 100, 300, 1000):
+        test_limited_search.limited_certificate_is_true(budget, most)
+
+
+def dives() -> None:
+    @settings(SEARCHED, max_examples=100)
+    @given(test_budget.small_budgets())
+    def search(budget):
+        test_limited_search.dives_lose_none(budget)
+
+    search()
+
+
+def divisors() -> None:
+    test_divisors.test_every_divisor_is_found_and_no_other()
+    test_divisors.test_depths_ffns_and_divisors_lead_to_the_same_sizes()
+
+
+def sparse() -> None:
+    test_limited_search.test_widths_without_a_d_ff_are_left_out_and_no_others()
+
+
+def residues() -> None:
+    test_limited_search.test_what_counts_leave_is_what_designs_have()
+
+
+def ordered() -> None:
+    usual = search.TIES
+    try:
+        search.TIES = 1
+        test_limited_search.nearest_are_ordered()
+    finally:
+        search.TIES = usual
+
+
+def flop_counts() -> None:
+    for name in ("budget-lm", "qwen", "fsm-factorized"):
+        test_costs.test_training_is_three_forwards(name)
+    spec = test_costs.calm(test_costs.SMALLER["seq2seq"])
+    said = test_costs.flops(spec, length=test_costs.T, source_length=test_costs.S).forward
+    assert test_costs.B * said == test_costs.counted(spec, backward=False)
+
+
+def kept() -> None:
+    for name in ("budget-lm", "qwen", "digits"):
+        test_costs.test_activations_of_the_presets(name)
+
+
+def table() -> None:
+    spec = budget_lm(vocab_size=97, d_model=24, d_ff=31, n_layers=5, n_heads=3, max_seq_len=41)
+    rows = re.findall(r"^( *\S[^\d\n]*?) +([\d,]+) +([\d.]+)%", format_allocation(spec), re.M)
+    counts = {name: int(count.replace(",", "")) for name, count, _ in rows}
+    total = counts.pop("total")
+    inside = [count for name, count in counts.items() if name.startswith(" ")]
+    assert sum(inside) == counts["layers"]
+    assert sum(counts.values()) - sum(inside) == total
+    for name, _, share in rows[:-1]:
+        assert float(share) == pytest.approx(100 * counts[name] / total, abs=0.006)
+
+
+def optimizers() -> None:
+    for optimizer in (SGD(momentum=0.9), AdamW(), Muon()):
+        test_costs.test_optimizer_state_is_what_torch_holds(optimizer)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "answers": answers,
+    "limits": limits,
+    "laws": laws,
+    "grouped": grouped,
+    "freed": freed,
+    "ranked": ranked,
+    "nearest": nearest,
+    "certificates": certificates,
+    "limited": limited,
+    "efforts": efforts,
+    "certified": certified,
+    "dives": dives,
+    "divisors": divisors,
+    "sparse": sparse,
+    "residues": residues,
+    "ordered": ordered,
+    "flops": flop_counts,
+    "activations": kept,
+    "optimizers": optimizers,
+    "table": table,
+}
+RED = (AssertionError, GlassError, ValueError, IndexError, pytest.fail.Exception)
+
+
+@pytest.fixture(autouse=True)
+def fresh_laws():
+    """What is remembered from one budget to the next: a planted mistake must reach it."""
+    for remembered in (counting._laws, counting._given_laws, counting._any_heads):
+        remembered.cache_clear()
+    yield
+    for remembered in (counting._laws, counting._given_laws, counting._any_heads):
+        remembered.cache_clear()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_every_check_passes_without_a_fault(name):
+    CHECKS[name]()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_caught(fault):
+    with planted(fault), pytest.raises(RED):
+        CHECKS[fault.caught_by]()
+
+
+def test_there_are_enough_faults_with_names_of_their_own():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
+    assert {fault.caught_by for fault in FAULTS} == set(CHECKS)

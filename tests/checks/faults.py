@@ -1,0 +1,207 @@
+"""Planted faults: one line of damage each, in the source of one function, and the check that names it."""
+
+import contextlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` in the source of `where` (module:qualified name)."""
+
+    name: str
+    where: str
+    old: str
+    new: str
+    caught_by: str
+    preset: str = ""  # the preset whose model is examined, for checks of models
+
+
+@contextlib.contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """The package with this fault in it, restored afterwards."""
+    module_name, _, path = fault.where.partition(":")
+    module = importlib.import_module(f"glassformer.{module_name}")
+    *owners, leaf = path.split(".")
+    owner = module
+    for name in owners:
+        owner = getattr(owner, name)
+    function = vars(owner)[leaf]
+    function = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+    function = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(fault.old) == 1, f"{fault.name}: the line to damage is gone:\n{source}"
+    damaged = source.replace(fault.old, fault.new)
+    if owners:  # zero-argument super() needs the class around it
+        damaged = damaged.replace("super()", f"super({owners[-1]}, self)")
+    namespace = dict(vars(module))
+    exec(compile(damaged, f"<fault: {fault.name}>", "exec"), namespace)
+    twin = inspect.unwrap(namespace[leaf])
+    twin = twin if inspect.isfunction(twin) else twin.__wrapped__
+    if function.__code__.co_freevars == twin.__code__.co_freevars == ():
+        # Swapping the code reaches everyone who imported the function by name.
+        before = function.__code__
+        function.__code__ = twin.__code__
+        try:
+            yield
+        finally:
+            function.__code__ = before
+    else:
+        original = vars(owner)[leaf]
+        setattr(owner, leaf, namespace[leaf])
+        try:
+            yield
+        finally:
+            setattr(owner, leaf, original)
+
+
+EXPLICIT = "explicit attention = F.scaled_dot_product_attention"
+FUSED = "explicit attention = fused attention"
+MULTI_HEAD = "multi-head = nn.MultiheadAttention"
+EMPTY = "rows that may attend to nothing are zero"
+ENCODER = "encoder layer = nn.TransformerEncoderLayer"
+DECODER = "decoder layer = nn.TransformerDecoderLayer"
+WHOLE = "encoder-decoder = nn.Transformer"
+ROTARY = "rotary positions = complex numbers"
+SINUSOIDS = "sinusoids = formula, and no parameter"
+PATTERN = "attention falls where the spec allows"
+PAD_HOLDS = "what PAD holds changes no bit"
+PAD_LEFT = "more padding on the left changes nothing"
+CACHED = "cached = uncached, token by token"
+GROWING = "growing cache in pieces, reordered = uncached"
+DETERMINISM = "same input, same bits; no dropout in eval"
+DROPOUT = "dropout acts where the spec says"
+GRADIENTS = "every parameter gets a gradient"
+MANIFEST = "parameters = manifest"
+TAPS = "every tap seen, every edit felt, no hook"
+CAUSALITY = "the future changes no bit of the past"
+DECODING = "every way of decoding gives the same tokens"
+ONE_TOKEN = "one token a cached step, one run of the encoder"
+STEPS = "every decoding step = uncached"
+WIDE_STEPS = "every decoding step = uncached, float64"
+BATCHES = "a batch decodes as its rows, padded left or right"
+EVERYTHING = "top-k of everything = plain sampling"
+WIDEST = "the widest beams = brute force"
+SEARCHES = "beams of random models = brute force"
+ROWS = "attention rows sum to 1, none to PAD or future"
+
+ATTEND = "nn.attention:_attend_explicitly"
+SCORES = "nn.attention:_masked_scores"
+BIAS = "nn.mask:Mask.bias"
+MASK_LINES = (
+    "_masked_scores(q_BNTH, k_BNSH, bias)\n    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
+)
+MASK_LATE = (
+    "_masked_scores(q_BNTH, k_BNSH, 0 * bias.exp())\n"
+    "    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
+    "    weights_BNTS = weights_BNTS.masked_fill(bias < 0, 0.0)\n"
+)
+NORM_FIRST = (
+    "if self.q_norm is not None:\n"
+    "        q_BNTH = self.q_norm(q_BNTH)\n"
+    "    return q_BNTH if rotation is None else rotate(q_BNTH, *rotation)"
+)
+TURN_FIRST = "return self.q_norm(rotate(q_BNTH, *rotation))"
+FORWARD = "nn.block:TransformerBlock.forward"
+
+FAULTS = (
+    # attention
+    Fault("scale missing", SCORES, "alpha=1 / math.sqrt(H)", "alpha=1.0", EXPLICIT),
+    Fault("scale by d_model", SCORES, "math.sqrt(H)", "8.0", EXPLICIT),
+    Fault("mask after softmax", ATTEND, MASK_LINES, MASK_LATE, EXPLICIT),
+    Fault("mask sign turned", BIAS, "torch.where(self.allow, q_BNTH.new_zeros(()), -math.inf)", "torch.where(self.allow, -math.inf, q_BNTH.new_zeros(()))", EXPLICIT),
+    Fault("masked by 0, not -inf", BIAS, "new_zeros(()), -math.inf)", "new_zeros(()), 0.0)", EXPLICIT),
+    Fault("a query does not see itself when weights are asked for", BIAS, "triu_(1)", "triu_(0)", EXPLICIT),
+    Fault("one token of the future when weights are asked for", BIAS, "triu_(1)", "triu_(2)", EXPLICIT),
+    Fault("softmax over queries", ATTEND, "dim=-1", "dim=-2", EXPLICIT),
+    Fault("weights of empty rows shown", ATTEND, "if mask.empty is not None", "if False", ROWS, "core"),
+    Fault("fused path without scale", "nn.attention:_attend_fused", "scale=1 / math.sqrt(H)", "scale=1.0", FUSED),
+    Fault("fused path ignores the mask", "nn.attention:_attend_fused", "attn_mask=mask.allow", "attn_mask=None", FUSED),
+    Fault("empty rows not erased", "nn.attention:attend", "out_BNTH.masked_fill(mask.empty, 0.0)", "out_BNTH", EMPTY),
+    Fault("empty rows mistaken for full", "nn.mask:close_empty_rows", "~allow.any(", "allow.any(", EMPTY),
+    Fault("group order", "nn.attention:per_query_head", "kv_BKSH.repeat_interleave(group, dim=1)", "kv_BKSH.repeat(1, group, 1, 1)", "grouped heads = one head at a time"),
+    Fault("heads split across", "nn.attention:split_heads", "unflatten(-1, (-1, d_head)).transpose(1, 2)", "unflatten(-1, (d_head, -1)).permute(0, 3, 1, 2)", MULTI_HEAD),
+    Fault("heads joined without transpose", "nn.attention:join_heads", "x_BNTH.transpose(1, 2).flatten(2)", "x_BNTH.reshape(x_BNTH.shape[0], x_BNTH.shape[2], -1)", MULTI_HEAD),
+    Fault("W_O dropped", "nn.attention:MultiHeadAttention.forward", "self.o_proj(join_heads(heads_BNTH))", "join_heads(heads_BNTH)", MULTI_HEAD),
+    Fault("keys from the value weights", "nn.attention:MultiHeadAttention.keys_values", "self.k_proj(context_BSD)", "self.v_proj(context_BSD)", MULTI_HEAD),
+    Fault("norm after rotation", "nn.attention:MultiHeadAttention.queries", NORM_FIRST, TURN_FIRST, "q/k-norm, then rotation = by hand"),
+    Fault("keys not turned", "nn.attention:MultiHeadAttention.keys_values", "rotate(k_BKSH, *rotation)", "k_BKSH", "q/k-norm, then rotation = by hand"),
+    Fault("wrong projection biased", "nn.attention:MultiHeadAttention.__init__", 'self.k_proj = Linear(d_model, kv_width, bias=attention.bias in ("qkv", "all"))', "self.k_proj = Linear(d_model, kv_width, bias=True)", MANIFEST, "qwen"),
+    # masks
+    Fault("a query does not see itself", "nn.mask:causal_allow", "k_1S <= q_T1", "k_1S < q_T1", "sliding window = one query at a time"),
+    Fault("one token of the future", "nn.mask:causal_allow", "k_1S <= q_T1", "k_1S <= q_T1 + 1", CAUSALITY, "qwen-sliding"),
+    Fault("triangle not moved with the past", "nn.mask:causal_allow", "torch.arange(keys - queries, keys, device=device)", "torch.arange(queries, device=device)", GROWING, "core"),
+    Fault("window one too wide", "nn.mask:causal_allow", "q_T1 - k_1S < window", "q_T1 - k_1S <= window", "sliding window = one query at a time"),
+    Fault("window forgotten", "models.stack:_Masks.of", "window=attention.window", "window=None", PATTERN, "qwen-sliding"),
+    Fault("PAD attends", "nn.mask:padding_allow", "valid_q_BT[:, None, :, None] & ", "", PATTERN, "core"),
+    Fault("PAD is attended to", "nn.mask:padding_allow", " & valid_k_BS[:, None, None, :]", "", PAD_HOLDS, "core"),
+    Fault("source padding ignored", "models.stack:_memory_mask", "valid_k_BS=memory_valid_BS", "valid_k_BS=torch.ones_like(memory_valid_BS)", PATTERN, "seq2seq"),
+    # positions
+    Fault("positions count PAD", "models.stack:positions_of", "count_BS = valid_BS.cumsum(1) - 1", "count_BS = torch.arange(valid_BS.shape[1]).expand(valid_BS.shape)", PAD_LEFT, "core"),
+    Fault("positions start anew with a cache", "models.stack:positions_of", "slice(past, past + length)", "slice(0, length)", CACHED, "core"),
+    Fault("rotary interleaved", "nn.position:rotate", "x_BNTH.chunk(2, dim=-1)", "(x_BNTH[..., ::2], x_BNTH[..., 1::2])", ROTARY),
+    Fault("rotary turns backwards", "nn.position:rotate", "first * cos - second * sin, second * cos + first * sin", "first * cos + second * sin, second * cos - first * sin", ROTARY),
+    Fault("rotary sin and cos swapped", "nn.position:rotations", "angle.cos(), angle.sin()", "angle.sin(), angle.cos()", ROTARY),
+    Fault("sinusoid sin and cos swapped", "nn.position:sinusoids", "angle.sin()", "angle.cos()", SINUSOIDS),
+    Fault("sinusoid exponent doubled", "nn.position:sinusoids", "-even / d_model", "-2 * even / d_model", SINUSOIDS),
+    Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", _first_table(self), persistent=False)', "self.table = nn.Parameter(_first_table(self))", SINUSOIDS),
+    Fault("table in the checkpoint", "nn.position:RotaryPosition.__init__", "persistent=False", "persistent=True", MANIFEST, "qwen"),
+    # norms, feed-forward, blocks
+    Fault("LayerNorm eps 1e-6 for 1e-5", "nn.norm:build_norm", "LayerNorm(width, eps=norm.eps)", "LayerNorm(width, eps=1e-6)", "LayerNorm = nn.LayerNorm"),
+    Fault("RMSNorm eps 1e-5 for 1e-6", "nn.norm:build_norm", "RMSNorm(width, eps=norm.eps)", "RMSNorm(width, eps=1e-5)", "RMSNorm = nn.RMSNorm"),
+    Fault("RMSNorm takes the mean off", "nn.norm:RMSNorm.forward", "wide.square().mean(-1, keepdim=True)", "wide.var(-1, keepdim=True, correction=0)", "RMSNorm = nn.RMSNorm"),
+    Fault("SwiGLU gates the wrong half", "nn.ffn:SwiGLU.forward", 'activate(self.gate_proj(x_BTD), "silu") * self.up_proj(x_BTD)', 'self.gate_proj(x_BTD) * activate(self.up_proj(x_BTD), "silu")', "feed-forward = formula"),
+    Fault("sigmoid for SiLU", "nn.ffn:activate", "F.silu(x_BTF, inplace=spare)", "F.sigmoid(x_BTF)", "feed-forward = formula"),
+    Fault("GELU by tanh for the exact one", "nn.ffn:activate", "else F.gelu(x_BTF)\n", "else F.gelu(x_BTF, approximate='tanh')\n", "feed-forward = formula"),
+    Fault("norm on the wrong side", FORWARD, "x + attend(self.attn_norm(x))", "self.attn_norm(x + attend(x))", ENCODER),
+    Fault("residual dropped", FORWARD, "x + feed(self.ffn_norm(x))", "feed(self.ffn_norm(x))", ENCODER),
+    Fault("norms exchanged", FORWARD, "x + read(self.cross_norm(x))", "x + read(self.ffn_norm(x))", DECODER),
+    Fault("K and V from the decoder", FORWARD, "context_BSD=memory_BSD", "context_BSD=x", "cross-attention reads the encoder in every layer", "seq2seq"),
+    Fault("gradient cut", FORWARD, "self.ffn(x, taps", "self.ffn(x.detach(), taps", ENCODER),
+    Fault("feed-forward detached", FORWARD, 'self.ffn(x, taps=under(taps, "ffn."))', 'self.ffn(x, taps=under(taps, "ffn.")).detach()', GRADIENTS, "core"),
+    Fault("final norm forgotten", "models.stack:run_stack", "if parts.final_norm is not None", "if False", WHOLE),
+    Fault("memory of the encoder's embedding", "models.model:EncoderDecoder.hidden", "self.encode(inputs, taps=taps, recompute=recompute)", "self.encoder.embed(inputs.source_BS)", WHOLE),
+    # embeddings and heads
+    Fault("sqrt(d_model) missing", "nn.embedding:TokenEmbedding.forward", "x_BTD * self.scale", "x_BTD", WHOLE),
+    Fault("tied head from one factor", "nn.embedding:FactorizedTokenEmbedding.as_linear", "F.linear(F.linear(x_BTD, self.v), self.u)", "F.linear(F.linear(x_BTD, self.v.detach()), self.u.sign())", "factorized embedding = U @ V"),
+    Fault("L1 without l1", "nn.embedding:FactorizedTokenEmbedding.penalty", "self.l1 * ", "", "factorized embedding = U @ V"),
+    Fault("untied copy", "models.model:build_heads", "heads[name] = TiedHead(size, bias=head.bias)", "heads[name] = Linear(spec.d_model, size, bias=head.bias)", MANIFEST, "qwen"),
+    Fault("answer read at the last column", "nn.heads:read_out", "T - 1 - valid_BT.flip(1).int().argmax(1)", "torch.full((len(x_BTD),), T - 1)", "a batch = each sequence alone", "digits"),
+    Fault("mean of the answer over PAD too", "nn.heads:read_out", 'case "last":', 'case "last" if not valid_BT.all(): return x_BTD.mean(1)\n        case "last":', PAD_HOLDS, "digits"),
+    # cache
+    Fault("cache written from the start", "nn.cache:FixedCache.extend", "k_all[:, :, self.length : end] = k_BKTH", "k_all[:, :, : end - self.length] = k_BKTH", CACHED, "qwen"),
+    Fault("cache one short", "nn.cache:FixedCache.extend", "return k_all[:, :, :end], v_all[:, :, :end]", "return k_all[:, :, 1:end], v_all[:, :, 1:end]", CACHED, "core"),
+    Fault("cache forgets padding", "nn.cache:FixedCache.advance", "joined_valid(self.valid_BS, self.length, valid_BT, count)", "None", CACHED, "core"),
+    Fault("reorder of nothing", "nn.cache:GrowingCache.reorder", "kept[layer] = (k[rows_B], v[rows_B])", "kept[layer] = (k, v)", GROWING, "core"),
+    # dropout, init, files, taps
+    Fault("dropout in eval", "nn.block:TransformerBlock.drop", "self.training", "True", DETERMINISM, "seq2seq"),
+    Fault("attention dropout in eval", "nn.attention:MultiHeadAttention.forward", "self.dropout if self.training else 0.0", "self.dropout", DETERMINISM, "seq2seq"),
+    Fault("no residual dropout", "nn.block:TransformerBlock.drop", "F.dropout(x_BTD, self.residual_dropout, self.training)", "x_BTD", DROPOUT, "core"),
+    Fault("no embedding dropout", "models.stack:run_stack", "F.dropout(x_BTD, parts.stack.dropout.embedding, parts.training)", "x_BTD", DROPOUT, "core"),
+    Fault("uniform without its lower half", "nn.init:initialise", "uniform_(-bound, bound", "uniform_(0.0, bound", "initial weights follow their rule"),
+    Fault("std squared", "nn.init:initialise", "normal_(0.0, std,", "normal_(0.0, std**2,", "initial weights follow their rule"),
+    Fault("weights transposed on disk", "store.tensors:tensor_chunks", "array_of(name).tobytes()", "array_of(name).T.tobytes()", "saved and loaded, same bits", "core"),
+    Fault("edits ignored", "nn.taps:Taps.visit", "x = _replaced(name, x, self.edits[name])", "_replaced(name, x, self.edits[name])", TAPS, "core"),
+    Fault("a tap renamed", "nn.ffn:MLP.forward", '"hidden"', '"inner"', TAPS, "core"),
+    # by hand
+    Fault("a hand-made gradient a little too large", "byhand.linear:linear_products", "np.matmul(dout_RO.T, x_RI", "np.matmul(dout_RO.T * 1.0001, x_RI", "by hand: gradients = central differences", "core"),
+    # decoding
+    Fault("cached values from the start", "nn.cache:FixedCache.extend", "v_all[:, :, self.length : end] = v_BKTH", "v_all[:, :, : end - self.length] = v_BKTH", DECODING, "core"),
+    Fault("the second likeliest token", "generation.stepper:TorchStepper._read", 'self.model.project(hidden_BTD[:, -1], "next")', '-self.model.project(hidden_BTD[:, -1], "next")', DECODING, "seq2seq"),
+    Fault("every token read twice", "generation.stepper:TorchStepper._read", "self.positions += tokens_BT.shape[1]", "self.positions += 2 * tokens_BT.shape[1]", ONE_TOKEN, "seq2seq"),
+    Fault("logits a little too large", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "1.0001 * hidden_BTD[:, -1]", STEPS, "core"),
+    Fault("a lean step in the wrong place", "generation.fast.stepper:Decoder.step", "end = slots.length + 1", "end = max(1, slots.length)", STEPS, "core"),
+    Fault("float64 through float32", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "hidden_BTD[:, -1].float().to(hidden_BTD.dtype)", WIDE_STEPS, "qwen"),
+    Fault("prompts at the wrong side", "generation.prompts:padded", "tokens_BT[place, longest - len(row) :] = row", "tokens_BT[place, : len(row)] = row", BATCHES, "core"),
+    Fault("padding read as tokens", "generation.prompts:_rows", "row[real] for row, real", "row for row, real", BATCHES, "seq2seq"),
+    Fault("draws by the place in the batch", "generation.samplers:draw", "for row in rows]", "for row in range(len(rows))]", BATCHES, "core"),
+    Fault("top-k never more than half", "generation.samplers:keep_top_k", "if k >= logits_BV.shape[-1]:\n        return logits_BV", "k = min(k, logits_BV.shape[-1] // 2)", EVERYTHING, "fsm-probe"),
+    Fault("the same chance at every step", "generation.samplers:draw", "uniform(seed, row, step)", "uniform(seed, row, 0)", EVERYTHING, "core"),
+    Fault("log-probabilities not summed", "generation.beam:_totals", "sums[i, : len(beams)] = [beam.total for beam in beams]", "sums[i, : len(beams)] = 0.0", WIDEST, "core"),
+    Fault("the wrong rows go on", "generation.beam:_search", "past.reorder(torch.tensor(order))", "past.reorder(torch.arange(len(order)) % len(logits_RV))", WIDEST, "seq2seq"),
+    Fault("long ones punished", "spec.decoding:BeamSpec.length_penalty", "base**self.alpha", "base**-self.alpha", SEARCHES),
+    Fault("the search ends too early", "generation.beam:_Item.settled", "return last >= spec.bound", "return True or last >= spec.bound", SEARCHES),
+)  # fmt: skip

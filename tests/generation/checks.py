@@ -1,0 +1,300 @@
+"""What must hold of decoding, as plain functions: the tests call them, and so do planted faults."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+
+from glassformer.checks.brute_force import disagreements, random_trial
+from glassformer.generation.beam import beam_search
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.loop import NOTHING, decode, generate
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.models.model import Model
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.model import (
+    FactorizedEmbedding,
+    LayerNorm,
+    Learned,
+    ModelSpec,
+    NextHead,
+    NoPosition,
+    RMSNorm,
+    Rotary,
+    ScaledEmbedding,
+    Sinusoidal,
+    SwiGLU,
+)
+from tests.tiny import VOCAB, built, tiny
+
+GROUPED = {"n_heads": 4, "n_kv_heads": 2}
+
+#: Every variant that a step treats in its own way.
+SPECS: dict[str, ModelSpec] = {
+    "none": tiny(position=NoPosition(), placement="post"),
+    "learned": tiny(position=Learned(), final_norm=LayerNorm()),
+    "sinusoidal": tiny(position=Sinusoidal(), embedding=ScaledEmbedding()),
+    "rotary": tiny(
+        position=Rotary(),
+        attention=GROUPED | {"qk_norm": RMSNorm(), "bias": "none"},
+        ffn=SwiGLU(d_ff=17),
+        norm=RMSNorm(),
+        heads=(NextHead(tied=True),),
+    ),
+    "window": tiny(
+        position=Rotary(),
+        attention=GROUPED | {"window": 3, "bias": "qkv", "qk_norm": LayerNorm()},
+        ffn=SwiGLU(d_ff=17, bias=True),
+    ),
+    "factorized": tiny(
+        embedding=FactorizedEmbedding(rank=5), heads=(NextHead(tied=True, bias=True),)
+    ),
+    "encoder": tiny(encoder=True, position=Sinusoidal(), placement="post"),
+    "encoder-pre": tiny(
+        encoder=True,
+        position=Rotary(),
+        attention=GROUPED | {"qk_norm": RMSNorm()},
+        source_vocab_size=23,
+    ),
+}
+PROMPTS = ((3, 1, 4, 1, 5), (9, 2), (6, 5, 3))
+SOURCES = ((2, 7), (1, 8, 2, 8, 1, 8), (2, 8, 4))
+STEPPERS = {
+    "fixed": TorchStepper,
+    "growing": lambda model: TorchStepper(model, cache="growing"),
+    "lean": lambda model: Decoder(model, routines="linear"),
+    "transposed": lambda model: Decoder(model, routines="transposed"),
+    "columns": lambda model: Decoder(model, routines="columns"),
+}
+
+
+def prompts_for(model: Model, count: int = 3) -> Prompts:
+    """Prompts of different lengths, with sources where the model has an encoder."""
+    sources = None if model.spec.encoder is None else SOURCES[:count]
+    return Prompts(PROMPTS[:count], sources)
+
+
+def paired_logits(make, model: Model, prompts: Prompts, *, steps: int) -> Iterator[float]:
+    """The largest difference from the uncached logits, at every step, through two reorders."""
+    ours, naive = make(model), NaiveStepper(model)
+    a_BV, past = ours.start(prompts, room=steps)
+    b_BV, rows = naive.start(prompts, room=steps)
+    orders = {1: [len(prompts) - 1, 0, 0, 0], 3: [1, 0]}
+    for place in range(steps):
+        assert a_BV.shape == b_BV.shape
+        yield float((a_BV - b_BV).abs().max())
+        tokens_B = b_BV.argmax(-1)
+        assert torch.equal(a_BV.argmax(-1), tokens_B)
+        if place in orders:
+            order_B = torch.tensor(orders[place])
+            past.reorder(order_B)
+            rows.reorder(order_B)
+            tokens_B = tokens_B[order_B]
+        a_BV, b_BV = ours.step(tokens_B, past=past), naive.step(tokens_B, past=rows)
+
+
+def cached_is_uncached(*, steppers=tuple(STEPPERS), specs=tuple(SPECS)) -> None:
+    """float64 at 1e-12, float32 at 1e-5, every step, every variant, one row and several."""
+    for name, stepper in itertools.product(specs, steppers):
+        for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+            model = built(SPECS[name])
+            if dtype == torch.float32:
+                with torch.no_grad():  # activations of unit scale, where 1e-5 is rounding
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+            model = model.to(dtype)
+            for count in (1, 3):
+                prompts = prompts_for(model, count)
+                worst = max(paired_logits(STEPPERS[stepper], model, prompts, steps=6))
+                assert worst <= limit, f"{name}, {stepper}, {dtype}: off by {worst:.1e}"
+
+
+def masked_is_sliced() -> None:
+    """The form of the step that is compiled, run without a compiler, in memory that was used."""
+
+    def make(model: Model) -> Decoder:
+        decoder = Decoder(model, routines="linear")
+        generate(decoder, prompts_for(model), spec=DecodeSpec(max_new_tokens=20))
+        with torch.inference_mode():
+            for kv_BXSH in decoder._kvs:
+                kv_BXSH.fill_(7.0)  # what an earlier decoding left there
+        decoder.compile = True  # from here on; what was built is not compiled
+        return decoder
+
+    for name in SPECS:
+        model = built(SPECS[name])
+        for count in (1, 3):
+            prompts = prompts_for(model, count)
+            worst = max(paired_logits(make, model, prompts, steps=6))
+            assert worst <= 1e-12, f"{name}: off by {worst:.1e}"
+
+
+def batch_is_singles() -> None:
+    """Greedy and sampled, either padding, rows that end at different places."""
+    for name, make in itertools.product(("learned", "window", "encoder"), ("fixed", "lean")):
+        model = built(SPECS[name])
+        prompts, stepper = prompts_for(model), STEPPERS[make](model)
+        for spec in (
+            DecodeSpec(max_new_tokens=11, eos=(0, 3)),
+            DecodeSpec(max_new_tokens=40, temperature=1.5, eos=(0,), seed=5),
+            DecodeSpec(max_new_tokens=9, temperature=0.9, top_p=0.8, repetition_penalty=1.7),
+        ):
+            together = generate(stepper, prompts, spec=spec)
+            for side in ("left", "right"):
+                assert _tokens(generate(stepper, _padded(prompts, side), spec=spec)) == _tokens(
+                    together
+                )
+            for row, whole in enumerate(together):
+                sources = None if prompts.sources is None else (prompts.sources[row],)
+                single = Prompts((prompts.tokens[row],), sources)
+                (alone,) = generate(NaiveStepper(model), single, spec=spec, rows=(row,))
+                assert alone.tokens == whole.tokens
+                assert alone.finish == whole.finish
+                assert all(
+                    abs(a - b) < 1e-10 for a, b in zip(alone.logprobs, whole.logprobs, strict=True)
+                )
+
+
+def _tokens(rows):
+    return [row.tokens for row in rows]
+
+
+def _padded(prompts: Prompts, side: str) -> Prompts:
+    """The same prompts, through an array that was padded on one side with a real token's id."""
+
+    def array(rows):
+        longest = max(map(len, rows)) + 1
+        ids, valid = [], []
+        for row in rows:
+            fill = [VOCAB - 1] * (longest - len(row))
+            ids.append([*fill, *row] if side == "left" else [*row, *fill])
+            real, empty = [True] * len(row), [False] * len(fill)
+            valid.append([*empty, *real] if side == "left" else [*real, *empty])
+        return ids, valid
+
+    tokens, valid = array(prompts.tokens)
+    if prompts.sources is None:
+        return Prompts.of(tokens, valid=valid)
+    sources, source_valid = array(prompts.sources)
+    return Prompts.of(tokens, valid=valid, sources=sources, source_valid=source_valid)
+
+
+def rows_end_alone() -> None:
+    """A row ends with its first eos, gives nothing afterwards, and leaves the batch."""
+    model = built(SPECS["rotary"], seed=7)
+    stepper = TorchStepper(model)
+    free = generate(stepper, PROMPTS, spec=DecodeSpec(max_new_tokens=12))
+    eos = (free[0].tokens[2],)
+    assert all(eos[0] not in other.tokens[:5] for other in free[1:]), "the first row ends first"
+    sizes = []
+    take = stepper.step
+
+    def counted(tokens_B, *, past):
+        sizes.append(len(tokens_B))
+        return take(tokens_B, past=past)
+
+    stepper.step = counted
+    columns = list(decode(stepper, PROMPTS, spec=DecodeSpec(max_new_tokens=12, eos=eos)))
+    for row, whole in enumerate(free):
+        got = [int(column.tokens_B[row]) for column in columns]
+        want = list(whole.tokens)
+        if eos[0] in want:
+            want = want[: want.index(eos[0]) + 1]
+        assert got == want + [NOTHING] * (len(columns) - len(want))
+        ends = [bool(column.finished_B[row]) for column in columns]
+        assert ends == [place >= len(want) - 1 for place in range(len(columns))]
+        assert columns[-1].finish[row] == ("eos" if want[-1] == eos[0] else "length")
+    assert sizes == [sum(not f for f in column.finished_B) for column in columns[:-1]]
+    assert sizes[-1] < len(PROMPTS)
+
+
+def steps_are_counted() -> None:
+    """One new token a step, the encoder once; the naive way does both again and again."""
+    model = built(SPECS["encoder"])
+    calls = []
+    encode = model.encode
+    model.encode = lambda *a, **k: calls.append(1) or encode(*a, **k)
+    prompts = prompts_for(model)
+    longest = max(map(len, prompts.tokens))
+    for make in (TorchStepper, Decoder):
+        calls.clear()
+        stepper = make(model)
+        read = []
+        embed = model.decoder.embed.register_forward_hook(
+            lambda _, given, __, read=read: read.append(given[0].shape[1])
+        )
+        generate(stepper, prompts, spec=DecodeSpec(max_new_tokens=7))
+        embed.remove()
+        assert len(calls) == stepper.encoder_calls == 1
+        assert stepper.positions == longest + 6
+        assert read in ([longest] + [1] * 6, [longest])  # the lean step has no modules
+    calls.clear()
+    naive = NaiveStepper(model)
+    generate(naive, prompts, spec=DecodeSpec(max_new_tokens=7))
+    assert len(calls) == naive.encoder_calls == 7
+    assert naive.positions == sum(range(longest, longest + 7))
+
+
+# --- beams --------------------------------------------------------------------------------------
+
+
+def beams_are_exact(*, models: int = 60) -> None:
+    """The n-best list of a search of full width = the best of all sequences."""
+    lean = functools.partial(Decoder, routines="linear")
+    assert list(disagreements(models, steppers=(TorchStepper, lean))) == []
+
+
+def narrow_beams_are_plain() -> None:
+    """Beams of any width = a search without cache, bound or batch, written down again."""
+    trials = [random_trial(seed) for seed in range(30)]
+    searches = [(trial.model, trial.prompts, trial.rules) for trial in trials]
+    for seed, name in enumerate(SPECS):
+        model = built(SPECS[name], seed=seed)
+        rules = {"max_new_tokens": 6, "eos": (seed,), "alpha": 1.0}
+        searches.append((model, prompts_for(model, 1), rules))
+    for model, prompts, rules in searches:
+        for width in (1, 2, 5):
+            spec = BeamSpec(width=width, **rules)
+            want = _plain_beams(model, prompts, spec)
+            for stepper in (TorchStepper(model), Decoder(model, routines="linear")):
+                (found,) = beam_search(stepper, prompts, spec=spec)
+                assert [h.tokens for h in found.hypotheses] == want, (width, rules)
+
+
+def _plain_beams(model: Model, prompts: Prompts, spec: BeamSpec) -> list[tuple[int, ...]]:
+    live, complete = [(0.0, ())], []
+    for length in range(1, spec.max_new_tokens + 1):
+        candidates = []
+        for total, tokens in live:
+            rows = Prompts(((*prompts.tokens[0], *tokens),), prompts.sources)
+            logits_BV, _ = NaiveStepper(model).start(rows, room=1)
+            for token, value in enumerate(logits_BV[0].log_softmax(-1).tolist()):
+                early = token in spec.eos and length < spec.min_new_tokens
+                if token not in spec.forbidden and not early:
+                    candidates.append((total + value, (*tokens, token)))
+        live = []
+        for total, tokens in sorted(candidates, reverse=True)[: spec.width - len(complete)]:
+            if tokens[-1] in spec.eos or length == spec.max_new_tokens:
+                base = (5 + length) / 6 if spec.penalty == "gnmt" else length
+                complete.append((total / base**spec.alpha, tokens))
+            else:
+                live.append((total, tokens))
+    return [tokens for _, tokens in sorted(complete, reverse=True)]
+
+
+def beam_one_is_greedy() -> None:
+    """And temperature 0, whatever the length penalty."""
+    for seed, (name, alpha) in enumerate(itertools.product(SPECS, (-1.0, 0.0, 8.0))):
+        model = built(SPECS[name], seed=seed)
+        prompts, stepper = prompts_for(model), Decoder(model, routines="linear")
+        rules = {"max_new_tokens": 9, "eos": (2, 7, 11), "min_new_tokens": 2}
+        greedy = generate(stepper, prompts, spec=DecodeSpec(**rules))
+        beams = beam_search(stepper, prompts, spec=BeamSpec(width=1, alpha=alpha, **rules))
+        cold = generate(stepper, prompts, spec=DecodeSpec(temperature=1e-5, seed=seed, **rules))
+        for sequence, other, found in zip(greedy, cold, beams, strict=True):
+            assert sequence.tokens == other.tokens == found.hypotheses[0].tokens
+            assert math.isclose(sum(sequence.logprobs), found.hypotheses[0].logprob, abs_tol=1e-9)
+            assert sequence.finish == found.hypotheses[0].finish

@@ -1,0 +1,57 @@
+"""The same tokens on a GPU; skipped where there is none."""
+
+import pytest
+import torch
+
+from glassformer.data.automata.library import brackets
+from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.generation.beam import beam_search
+from glassformer.generation.constraint import Constraint
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.loop import generate
+from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from tests.generation import checks
+from tests.tiny import built
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("name", checks.SPECS)
+def test_the_gpu_gives_the_tokens_of_the_cpu(name):
+    model = built(checks.SPECS[name])
+    prompts = checks.prompts_for(model)
+    sampled = DecodeSpec(max_new_tokens=12, temperature=1.1, top_p=0.9, repetition_penalty=1.2)
+    beams = BeamSpec(max_new_tokens=8, eos=(1,), groups=2, diversity=0.5)
+    names = Vocab(("PAD", "BOS", "EOS", "(", ")"))
+    legal = DecodeSpec(max_new_tokens=9, temperature=1.0, eos=(2,))
+
+    def answers(stepper):
+        bound = Constraint(brackets(3), tokenizer=names)
+        yield [g.tokens for g in generate(stepper, prompts, spec=sampled)]
+        yield [h.tokens for b in beam_search(stepper, prompts, spec=beams) for h in b.hypotheses]
+        yield [g.tokens for g in generate(stepper, prompts, spec=legal, constraint=bound)]
+
+    want = list(answers(NaiveStepper(model)))
+    model.cuda()
+    for make in (TorchStepper, Decoder):
+        assert list(answers(make(model))) == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_end_leave_the_others_as_they_were(dtype):
+    """Batches that shrink go through several recorded graphs; a second call finds them again."""
+    model = built(checks.SPECS["rotary"]).to(dtype).cuda()
+    draw = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(model.spec.vocab_size, (3 + n % 5,), generator=draw).tolist()
+        for n in range(13)
+    ]
+    ends = tuple(range(0, model.spec.vocab_size, 4))
+    spec = DecodeSpec(max_new_tokens=16, temperature=1.0, eos=ends)
+    want = [g.tokens for g in generate(TorchStepper(model), prompts, spec=spec)]
+    assert len({len(tokens) for tokens in want}) > 3
+    decoder = Decoder(model)
+    for _ in range(2):
+        assert [g.tokens for g in generate(decoder, prompts, spec=spec)] == want
+    assert [g.tokens for g in generate(Decoder(model, graph=False), prompts, spec=spec)] == want

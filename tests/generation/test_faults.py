@@ -1,0 +1,32 @@
+"""The tests are tested: every planted fault turns its named check red."""
+
+import pytest
+
+from glassformer.spec.errors import InputError
+from tests.checks.faults import planted
+from tests.generation.faults import CHECKS, FAULTS
+
+#: A damaged step may also fail outright: an index out of range is noticed too.
+RED = (AssertionError, IndexError, RuntimeError, InputError, pytest.fail.Exception)
+
+
+@pytest.fixture(scope="module")
+def sound():
+    """Checks that were seen green without a fault."""
+    return set()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_caught(fault, sound):
+    check = CHECKS[fault.caught_by]
+    if fault.caught_by not in sound:
+        check()
+        sound.add(fault.caught_by)
+    with planted(fault), pytest.raises(RED):
+        check()
+
+
+def test_there_are_enough_faults_with_names_of_their_own():
+    assert len(FAULTS) >= 40
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert {fault.caught_by for fault in FAULTS} == set(CHECKS)

@@ -1,0 +1,100 @@
+"""Samplers: their definitions, what they never do, and the chain of them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glassformer.generation import samplers
+from glassformer.generation.loop import generate
+from glassformer.generation.samplers import make_sampler
+from glassformer.generation.stepper import TorchStepper
+from glassformer.spec.decoding import DecodeSpec
+from tests.generation import checks, definitions
+from tests.tiny import VOCAB, built
+
+seeds = st.integers(0, 10_000)
+
+
+@given(seed=seeds, k=st.integers(1, 15))
+def test_top_k(seed, k):
+    definitions.top_k_is_its_definition(seed=seed, k=k)
+
+
+@given(seed=seeds, p=st.floats(1e-6, 1.0))
+def test_top_p(seed, p):
+    definitions.top_p_is_its_definition(seed=seed, p=p)
+
+
+@given(seed=seeds, p=st.floats(1e-6, 1.0))
+def test_min_p(seed, p):
+    definitions.min_p_is_its_definition(seed=seed, p=p)
+
+
+@given(seed=seeds, temperature=st.sampled_from([0.0, 1e-30, 1e-5, 0.3, 1.0, 4.0]))
+def test_temperature(seed, temperature):
+    definitions.temperature_is_its_definition(seed=seed, temperature=temperature)
+
+
+@given(seed=seeds, penalty=st.floats(0.5, 3.0))
+def test_repetition_penalty(seed, penalty):
+    definitions.repetition_is_its_definition(seed=seed, penalty=penalty)
+
+
+def test_draws_follow_the_softmax():
+    definitions.draws_follow_the_softmax()
+
+
+def test_draws_do_not_depend_on_the_batch():
+    definitions.draws_are_independent()
+
+
+def test_the_chain_is_in_order():
+    definitions.the_chain_is_in_order()
+
+
+def test_forbidden_and_forced():
+    logits_BV = definitions.sample_logits(0)
+    assert definitions.kept(samplers.forbid(logits_BV, (1, 5))[1]) == set(range(13)) - {1, 5}
+    assert samplers.forbid(logits_BV, ()) is logits_BV
+    assert definitions.kept(samplers.force(logits_BV, 3)[0]) == {3}
+
+
+@given(
+    seed=seeds,
+    top_k=st.none() | st.integers(1, 3),
+    top_p=st.floats(1e-9, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    temperature=st.floats(0.0, 50.0) | st.sampled_from([1e-4, 1e39, 1e300]),
+)
+def test_something_is_always_kept(seed, top_k, top_p, min_p, temperature):
+    spec = DecodeSpec(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    logits_BV = definitions.sample_logits(seed)
+    tokens = make_sampler(spec)(logits_BV, step=0, rows=(0, 1, 2, 3)).tolist()
+    for row, token in zip(logits_BV, tokens, strict=True):
+        assert 0 <= token < 13
+        assert row[token] > -math.inf
+
+
+def test_half_precision_is_sampled_in_float32():
+    logits_BV = definitions.sample_logits(3)
+    sample = make_sampler(DecodeSpec(temperature=1.0, top_p=0.9, seed=2))
+    wide = sample(logits_BV.bfloat16().float(), step=0, rows=(0, 1, 2, 3))
+    assert torch.equal(sample(logits_BV.bfloat16(), step=0, rows=(0, 1, 2, 3)), wide)
+
+
+@pytest.mark.parametrize("name", ["rotary", "encoder"])
+def test_top_k_of_everything_is_plain_sampling(name):
+    model = built(checks.SPECS[name])
+    stepper, prompts = TorchStepper(model), checks.prompts_for(model)
+    rules = {"max_new_tokens": 15, "temperature": 1.3, "seed": 3}
+    plain = generate(stepper, prompts, spec=DecodeSpec(**rules))
+    for more in ({"top_k": VOCAB}, {"top_k": 10 * VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}):
+        other = generate(stepper, prompts, spec=DecodeSpec(**rules, **more))
+        assert [g.tokens for g in other] == [g.tokens for g in plain]
+    for more in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
+        cold = generate(stepper, prompts, spec=DecodeSpec(**rules, **more))
+        greedy = generate(stepper, prompts, spec=DecodeSpec(max_new_tokens=15))
+        assert [g.tokens for g in cold] == [g.tokens for g in greedy]
