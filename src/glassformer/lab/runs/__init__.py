@@ -1,0 +1,1 @@
+"""Training runs: assembling, recording, resuming, reading back."""

@@ -1,0 +1,177 @@
+"""From a run's spec to what computes it: the task and the engine, made for each other.
+
+A fine-tuned run speaks in its base's tokens and starts from its base's weights, so there the two
+are made together. A checkpoint of a run holds what trains: the whole model, or LoRA's factors in
+PEFT's format with the name and the hash of the base that they correct.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from glassformer.adapters.folder.lora import TUNING, check_base, peft_files, read_peft, read_tuning
+from glassformer.data.build_task import build_task
+from glassformer.data.task import Task
+from glassformer.data.tasks.text import Text
+from glassformer.lab.finetune.base import Base, open_base
+from glassformer.models.state import weights_of
+from glassformer.nn.lora import apply_lora
+from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.finetune import Tuning, lora_manifest
+from glassformer.spec.manifest import count_parameters
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.serialize import from_json, to_json
+from glassformer.spec.tasks import FinetuneTask
+from glassformer.spec.train import RunSpec
+from glassformer.store.checkpoint import SPEC, load_checkpoint, save_checkpoint, write_folder
+from glassformer.training.engine import Arrays, Engine
+from glassformer.training.numpy_engine import NumpyEngine
+from glassformer.training.torch_engine import TorchEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a run is made of. `files` go into every checkpoint; `notes` are for people to read."""
+
+    task: Task
+    engine: Engine
+    files: Mapping[str, bytes]
+    notes: list[str] = field(default_factory=list)
+
+
+def assemble(spec: RunSpec, *, device: str = "cpu", cache: Path | None = None) -> Parts:
+    """Task and engine of a run, fitting each other; a base is opened once for both.
+
+    `cache` is a folder where a text keeps its token files.
+    """
+    if spec.tuning is None:
+        task = build_task(spec.task, cache=cache)
+        check_fit(spec, task)
+        files = {"tokenizer.json": task.tokenizer.to_json().encode()}
+        notes = task.notes() if isinstance(task, Text) else []
+        engine = build_engine(spec, device=device)
+        return Parts(task=task, engine=engine, files=files, notes=notes)
+    base = open_base(spec.tuning.base)
+    check_base(base.model, spec.tuning, where=spec.tuning.base)
+    if base.model.spec != spec.model:
+        raise InputError(
+            "a fine-tuned model keeps its base's spec", hint="leave out what begins with `model.`"
+        )
+    notes: list[str] = []
+    if isinstance(spec.task, FinetuneTask):
+        examples = base.task(spec.task)
+        task, notes = examples, examples.notes()
+    else:
+        task = build_task(spec.task)
+    check_fit(spec, task)
+    notes.append(trainable(spec.model, spec.tuning))
+    engine = _tuned_engine(spec, base, device=device)
+    return Parts(task=task, engine=engine, files=base.files, notes=notes)
+
+
+def build_engine(spec: RunSpec, *, device: str = "cpu") -> Engine:
+    """The engine that the run asks for, with fresh weights."""
+    if spec.engine == "numpy":
+        return NumpyEngine.fresh(spec.model, spec.train)
+    return TorchEngine.fresh(spec.model, spec.train, device=device)
+
+
+def _tuned_engine(spec: RunSpec, base: Base, *, device: str) -> Engine:
+    """The engine on the base's weights, in the training's own precision."""
+    assert spec.tuning is not None
+    model, lora = base.model, spec.tuning.lora
+    if spec.engine == "numpy":
+        engine = NumpyEngine.fresh(spec.model, spec.train)
+        engine.load_weights(weights_of(model.float()))
+        return engine
+    model = model.to(torch.float64 if spec.train.precision == "float64" else torch.float32)
+    if lora is not None:
+        apply_lora(model, lora, generator=torch.Generator().manual_seed(spec.train.seed))
+    return TorchEngine(model.to(device), spec.train, lora=lora)
+
+
+def trainable(model: ModelSpec, tuning: Tuning) -> str:
+    """How much of the model trains, in a sentence."""
+    whole = count_parameters(model)
+    if tuning.lora is None:
+        return f"fine-tuning all {whole:,} parameters of {tuning.base}"
+    factors = lora_manifest(model, tuning.lora)
+    size = sum(factor.size for factor in factors.values())
+    return (
+        f"LoRA of rank {tuning.lora.rank} on {len(factors) // 2} projections of {tuning.base}: "
+        f"{size:,} parameters train, {size / whole:.2%} of {whole:,}"
+    )
+
+
+def check_fit(spec: RunSpec, task: Task) -> None:
+    """A model that cannot take this task's tokens or answer its questions is refused by name."""
+    batch = task.batch("train", np.arange(1, dtype=np.int64))
+    tokens = task.tokenizer.vocab_size
+    if tokens > spec.model.vocab_size:
+        raise InputError(
+            f"the task has {tokens} tokens, the model a vocabulary of {spec.model.vocab_size}",
+            hint=f"model.vocab_size={tokens}",
+        )
+    if (batch.source is None) != (spec.model.encoder is None):
+        need = "an encoder-decoder" if batch.source is not None else "a decoder without an encoder"
+        raise InputError(f"the task '{task.name}' needs {need}")
+    for head in spec.model.head_names():
+        if head not in task.heads:
+            raise InputError(
+                f"the task '{task.name}' has no answers for the head '{head}'",
+                hint=f"it has answers for: {', '.join(task.heads)}",
+            )
+        if task.heads[head] > spec.model.head_size(head):
+            raise InputError(
+                f"the task has {task.heads[head]} answers for the head '{head}', the model "
+                f"{spec.model.head_size(head)}"
+            )
+    if longest(task) > spec.model.max_seq_len:
+        fixed = f"model.max_seq_len={longest(task)}"
+        raise InputError(
+            f"the task has sequences of {longest(task)} tokens, the model a max_seq_len of "
+            f"{spec.model.max_seq_len}",
+            hint=fixed if spec.tuning is None else f"task.length={spec.model.max_seq_len}",
+        )
+
+
+def longest(task: Task) -> int:
+    """Tokens of the longest example of any split."""
+    return max(int(task.lengths(split).max()) for split, size in task.sizes().items() if size)
+
+
+# --- checkpoints of a run -------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    folder: Path, spec: RunSpec, weights: Arrays, *, files: Mapping[str, bytes]
+) -> None:
+    """What the run trains, and the files that go with it."""
+    if spec.tuning is None:
+        save_checkpoint(folder, spec.model, weights, files=files)
+        return
+    contents = {**files, TUNING: to_json(spec.tuning).encode()}
+    if spec.tuning.lora is None:
+        save_checkpoint(folder, spec.model, weights, files=contents)
+        return
+    adapter = peft_files(spec.model, spec.tuning.lora, weights, base=spec.tuning.base)
+    write_folder(folder, {**contents, SPEC: to_json(spec.model).encode(), **adapter})
+
+
+def read_checkpoint(folder: Path, spec: RunSpec) -> Arrays:
+    """The weights that `write_checkpoint` wrote, verified; of another model they are refused."""
+    if spec.tuning is None or spec.tuning.lora is None:
+        model, weights = load_checkpoint(folder)
+        if model != spec.model:
+            raise InputError("the checkpoint is of another model", where=str(folder))
+        return weights
+    tuning = read_tuning(folder)
+    if tuning is None:
+        raise FileError("the checkpoint holds no LoRA", where=str(folder))
+    model = from_json(ModelSpec, (folder / SPEC).read_text(encoding="utf-8"))
+    if model != spec.model or tuning != spec.tuning:
+        raise InputError("the checkpoint is of another model", where=str(folder))
+    return read_peft(folder, model)[1]

@@ -1,0 +1,292 @@
+"""Lines of metrics.jsonl as columns of numbers: lines of one shape are read together.
+
+A run writes the same keys a million times. A line that is new in its shape is read as JSON; those
+that differ from it in nothing but their numbers are then known by a regular expression, and all of
+their numbers are read at once. The result is that of reading each line by itself, bit for bit:
+whatever else stands in a line is JSON's to read or to refuse.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from glassformer.lab.runs.smoothing import Floats, Ints
+
+#: Names have this many dots at most; what lies deeper is not ours.
+DEEPEST = 8
+#: A value beyond this counts as infinite: no axis holds it beside its opposite.
+LARGEST = 1e300
+#: Tokens or seconds that no step can spend; their sum over the largest file fits 64 bits.
+MOST_SPENT = 1 << 36
+#: Shapes that are looked for, and lines of one that are taken at once: what a cache holds.
+SHAPES, TOGETHER = 16, 4096
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+#: Numbers as JSON writes them, but none with so many digits that no float is read from it, and no
+#: -0, which is a whole number without a sign.
+_NUMBER = rb"(?!-0[^.eE])-?(?:0|[1-9][0-9]{0,289}+)(?![0-9])(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+_STEP = rb"(?:0|[1-9][0-9]{0,14}+)"
+#: Strings without a sign that JSON itself uses, and the numbers outside of strings.
+_TOKENS = re.compile(rb'"[\w ./+-]*+"|(%s)' % _NUMBER)
+_OF_NUMBERS = b"0123456789+-.eE"
+_NOT_FINITE_TEXTS = {b'"%s"' % word.encode() for word in _NOT_FINITE}
+_OTHERS = bytes(sign for sign in range(256) if sign not in _OF_NUMBERS)
+_TO_BLANKS = bytes.maketrans(_OTHERS, b" " * len(_OTHERS))
+
+
+class BadLine(Exception):
+    """Line `number`, from 1, cannot be read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"line {number}")
+        self.number = number
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Step, tokens and seconds of every line; of each name the lines that have it, and values."""
+
+    step: Ints
+    tokens: Ints
+    seconds: Floats
+    columns: Mapping[str, tuple[Ints, Floats]]
+
+
+def read_lines(data: bytes) -> Lines:
+    """Whole lines, each ended."""
+    shapes: list[_Shape] = []
+    alone = _Alone()
+    at = number = 0
+    while at < len(data):
+        for shape in shapes:
+            found = shape.rows.match(data, at)
+            if found is not None:
+                end = found.end()
+                count = data.count(b"\n", at, end)
+                shape.take(data[at:end], number, count)
+                break
+        else:
+            end, count = data.index(b"\n", at) + 1, 1
+            alone.add(parse_line(data[at : end - 1], number + 1), number)
+            if len(shapes) < SHAPES and (made := _shape_of(data[at:end])) is not None:
+                shapes.append(made)
+        at, number = end, number + count
+    return _joined([alone.lines(), *(shape.lines() for shape in shapes if shape.taken)], number)
+
+
+def parse_line(line: bytes, number: int) -> dict[str, Any]:
+    """A line as JSON: an object with a step."""
+    try:
+        found = json.loads(line)
+        if type(found["step"]) is not int or not 0 <= found["step"] < 1 << 62:
+            raise TypeError("no step in it")
+        return found
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadLine(number) from error
+
+
+# --- one line -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Alone:
+    """Lines that were read one by one."""
+
+    spent: list[tuple[int, int, int, float]] = field(default_factory=list)
+    columns: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def add(self, line: Mapping[str, Any], number: int) -> None:
+        """A step, or an evaluation."""
+        tokens = seconds = None
+        if "val" not in line:
+            tokens, seconds = _number(line.get("tokens")), _number(line.get("seconds"))
+            if tokens and seconds:
+                self._put("tokens_per_second", number, tokens / seconds)
+        self.spent.append((number, line["step"], int(_counted(tokens)), _counted(seconds)))
+        for name, value in _flat(line):
+            self._put(name, number, value)
+
+    def _put(self, name: str, number: int, value: float) -> None:
+        self.columns.setdefault(name, []).append((number, value))
+
+    def lines(self) -> "_Part":
+        """As arrays."""
+        number, step, tokens, seconds = zip(*self.spent, strict=True) if self.spent else ((),) * 4
+        columns = {
+            name: (np.array([i for i, _ in pairs]), np.array([value for _, value in pairs]))
+            for name, pairs in self.columns.items()
+        }
+        whole = (np.array(each, dtype=np.int64) for each in (number, step, tokens))
+        return _Part(*whole, np.array(seconds, dtype=np.float64), columns)
+
+
+def _flat(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """loss, lr, grad_norm, nll.HEAD; of an evaluation val.loss, val.by.GROUP.LABEL and so on."""
+    nll = line.get("nll")
+    if isinstance(nll, dict) and len(nll) > 1 and "objective" not in line and "loss" in line:
+        # Once `loss` was of all heads together; in an evaluation it has always been the first's.
+        line = {**line, "loss": next(iter(nll.values())), "objective": line["loss"]}
+    for key, value in line.items():
+        if key not in ("step", "tokens", "seconds"):
+            yield from _leaves(key, value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict) and name.count(".") < DEEPEST:
+        for key, item in value.items():
+            if key != "examples":  # how many were asked is no curve
+                yield from _leaves(f"{name}.{key}", item)
+    elif (number := _number(value)) is not None:
+        yield name, number
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000):
+        number = float(value)
+        return number if number != number or abs(number) < LARGEST else number * math.inf
+    return _NOT_FINITE.get(value) if isinstance(value, str) else None
+
+
+def _counted(amount: float | None) -> float:
+    """What a step spent; an amount that no step can spend is none."""
+    return amount if amount is not None and 0 <= amount < MOST_SPENT else 0.0
+
+
+# --- many lines of one shape ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Some of the lines: their numbers, what each spent, and their columns."""
+
+    number: Ints
+    step: Ints
+    tokens: Ints
+    seconds: Floats
+    columns: Mapping[str, tuple[Ints, Floats]]
+
+
+@dataclass(eq=False)
+class _Shape:
+    """What lines have in common: everything but their numbers, the holes.
+
+    `pieces` are the texts between holes that hold signs of numbers; `names` says of which hole each
+    value is; `step`, `tokens`, `seconds` are holes as well, or None.
+    """
+
+    rows: re.Pattern[bytes]
+    pieces: list[bytes]
+    holes: int
+    names: list[tuple[str, int]]
+    step: int
+    tokens: int | None
+    seconds: int | None
+    texts: list[bytes] = field(default_factory=list)
+    taken: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, text: bytes, number: int, count: int) -> None:
+        """So many lines from `number` on; of their text the numbers stay."""
+        for piece in self.pieces:
+            text = text.replace(piece, b" ")
+        self.texts.append(text.translate(_TO_BLANKS))
+        self.taken.append((number, count))
+
+    def lines(self) -> _Part:
+        """As arrays."""
+        count = sum(count for _, count in self.taken)
+        read = np.fromstring(b"".join(self.texts), dtype=np.float64, sep=" ")
+        assert len(read) == count * self.holes
+        values = read.reshape(count, self.holes).T
+        large = np.abs(values) >= LARGEST
+        values[large] *= math.inf
+        ranges = [np.arange(first, first + size) for first, size in self.taken]
+        number = np.concatenate(ranges)
+        columns: dict[str, tuple[Ints, Floats]] = {}
+        nothing = np.zeros(count)
+        tokens, seconds = (
+            nothing if hole is None else values[hole] for hole in (self.tokens, self.seconds)
+        )
+        rated = (tokens != 0) & (seconds != 0)
+        if rated.any():
+            with np.errstate(all="ignore"):
+                rates = tokens[rated] / seconds[rated]
+            columns["tokens_per_second"] = (number[rated], rates)
+        for name, hole in self.names:
+            own = (number, values[hole])
+            columns[name] = _both(columns[name], own) if name in columns else own
+        step = values[self.step].astype(np.int64)
+        spent = (np.where((x >= 0) & (x < MOST_SPENT), x, 0.0) for x in (tokens, seconds))
+        counted, took = spent
+        return _Part(number, step, counted.astype(np.int64), took, columns)
+
+
+def _shape_of(line: bytes) -> _Shape | None:
+    """The shape of a line that JSON has read; None where something in it is not plain."""
+    pieces, start = [], 0
+    for token in _TOKENS.finditer(line):
+        if token[1] is not None:
+            pieces.append(line[start : token.start()])
+            start = token.end()
+        elif token[0] in _NOT_FINITE_TEXTS:
+            return None
+    pieces.append(line[start:])
+    rest = _TOKENS.sub(b"", line)  # where no string is plain, its quotes are left
+    if not line.isascii() or any(sign in rest for sign in (b'"', b"NaN", b"Infinity")):
+        return None
+    ends = [*(piece[-1:] for piece in pieces[:-1]), *(piece[:1] for piece in pieces[1:])]
+    if any(end in _OF_NUMBERS for end in ends):  # also the end of no text: two numbers in a row
+        return None
+    # The same line with its holes counted: who reads it learns which hole is whose.
+    counted = b"".join(b"%s%d" % (piece, hole) for hole, piece in enumerate(pieces[:-1]))
+    sample = json.loads(counted + pieces[-1])
+    step, *spent = (sample.get(name) for name in ("step", "tokens", "seconds"))
+    tokens, seconds = (
+        hole if type(hole) is int and "val" not in sample else None for hole in spent
+    )
+    row = b"".join(
+        re.escape(piece) + (_STEP if hole == step else _NUMBER)
+        for hole, piece in enumerate(pieces[:-1])
+    )
+    rows = re.compile(rb"(?:%s%s){1,%d}+" % (row, re.escape(pieces[-1]), TOGETHER))
+    troubled = {piece for piece in pieces if piece.translate(None, _OTHERS)}
+    return _Shape(
+        rows=rows,
+        pieces=sorted(troubled, key=len, reverse=True),
+        holes=len(pieces) - 1,
+        names=[(name, int(hole)) for name, hole in _flat(sample)],
+        step=step,
+        tokens=tokens,
+        seconds=seconds,
+    )
+
+
+# --- all lines ------------------------------------------------------------------------------------
+
+
+def _joined(parts: list[_Part], count: int) -> Lines:
+    """The parts in the order of their lines."""
+    step, tokens = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    seconds = np.zeros(count)
+    columns: dict[str, tuple[Ints, Floats]] = {}
+    for part in parts:
+        step[part.number], tokens[part.number] = part.step, part.tokens
+        seconds[part.number] = part.seconds
+        for name, own in part.columns.items():
+            columns[name] = _both(columns[name], own) if name in columns else own
+    return Lines(step, tokens, seconds, columns)
+
+
+def _both(one: tuple[Ints, Floats], other: tuple[Ints, Floats]) -> tuple[Ints, Floats]:
+    """Two parts of a column, by line; of one line, `one` first."""
+    number, values = (np.concatenate(pair) for pair in zip(one, other, strict=True))
+    if (number[1:] >= number[:-1]).all():  # as a rule: the first line of a shape stands alone
+        return number, values
+    order = np.argsort(number, kind="stable")
+    return number[order], values[order]

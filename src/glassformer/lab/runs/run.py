@@ -1,0 +1,321 @@
+"""What happens while a run trains: a step, an evaluation, a checkpoint, an alert.
+
+`TrainingRun`: the one consumer of `fit`. Evaluates, saves, watches, and can be killed at any
+moment.
+
+`events()` yields what happens: steps, evaluations, checkpoints, alerts. Whoever reads them draws or
+prints; setting `stop_requested` ends the run after the current step, with its state saved.
+"""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from glassformer.lab.measure.evaluate import Evaluation, evaluate
+from glassformer.lab.runs.assemble import assemble, read_checkpoint, write_checkpoint
+from glassformer.lab.runs.probing import forget_probes, probe
+from glassformer.lab.runs.record import (
+    data_hash,
+    fingerprint,
+    losses,
+    metrics_line,
+    read_state,
+    spec_hash,
+    to_toml,
+)
+from glassformer.lab.runs.samples import Sample, keep_samples, write_samples
+from glassformer.lab.runs.tensorboard import EVERY, Board
+from glassformer.spec.errors import DivergedError, InputError
+from glassformer.spec.serialize import to_dict, to_json
+from glassformer.spec.train import RunSpec
+from glassformer.store.rundir import RunDirectory, cache_folder, plain_numbers
+from glassformer.store.tensors import read_tensors, tensor_bytes
+from glassformer.training.fit import StepRecord, fit
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation during training; a language model also writes something."""
+
+    step: int
+    evaluation: Evaluation
+    best: bool
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something that deserves a look."""
+
+    step: int
+    kind: str
+    message: str
+
+
+Event = StepRecord | Evaluated | Saved | Alert
+
+
+#: A loss this many standard deviations above its recent mean is a spike.
+SPIKE = 6.0
+WINDOW = 128
+#: So many steps in a row that could not be applied end the run.
+PATIENCE_FOR_NAN = 3
+#: Lines of metrics.jsonl wait in memory no longer than this.
+FLUSH_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a run remembers between steps; saved with every checkpoint."""
+
+    step: int = 0
+    best_step: int | None = None
+    best_loss: float = math.inf
+    stale: int = 0
+    unapplied: int = 0
+    recent: tuple[float, ...] = ()
+    loss: float | None = None
+    val: dict[str, Any] | None = None
+    metrics_bytes: int = 0
+    alerts_bytes: int = 0
+
+
+class TrainingRun:
+    """One run in one directory."""
+
+    def __init__(self, spec: RunSpec, folder: Path, *, device: str = "cpu") -> None:
+        self.spec = spec
+        self.directory = RunDirectory(folder)
+        self.device = device
+        self.progress = Progress()
+        self.stop_requested = False
+        self.stopped = False
+        parts = assemble(spec, device=device, cache=cache_folder(folder.parent))
+        self.task, self.engine, self.files = parts.task, parts.engine, parts.files
+        self.notes = parts.notes
+        self.facts = dict(self.task.facts())
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def prepare(self, *, overwrite: bool = False) -> None:
+        """Make a new run directory; one that holds a run is refused unless told otherwise."""
+        folder = self.directory.folder
+        if (folder / "run.json").exists() or self.directory.steps():
+            if not overwrite:
+                raise InputError(
+                    f"the run {folder.name} exists",
+                    hint="--resume goes on with it, --overwrite starts anew, --name gives another",
+                )
+            for name in ("checkpoints", "eval", "probes", "samples", "tensorboard"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in ("metrics.jsonl", "alerts.jsonl", "run.json"):
+                (folder / name).unlink(missing_ok=True)
+        self._write_config()
+        self._record("running")
+
+    def _write_config(self) -> None:
+        self.directory.write("config.json", to_json(self.spec))
+        toml = to_toml(self.spec)
+        if toml is not None:
+            self.directory.write("config.toml", toml)
+
+    def resume(self) -> list[str]:
+        """Go on from the newest whole checkpoint; what was wrong with newer ones is told."""
+        step, notes = self.directory.newest_whole()
+        if step is None:
+            notes.append("no whole checkpoint: starting at step 0")
+            self.directory.cut(self.directory.metrics, 0)
+            self.directory.cut(self.directory.alerts, 0)
+            forget_probes(self.directory, after=0)
+            return notes
+        folder = self.directory.step_folder(step)
+        weights = read_checkpoint(folder, self.spec)
+        state = read_state(folder)
+        if state["spec"] != spec_hash(self.spec):
+            raise InputError("the checkpoint is of another run's spec", where=str(folder))
+        if state["data"] != data_hash(self.facts):
+            raise InputError(
+                "the data changed since the checkpoint was written",
+                where=str(folder),
+                hint="start a new run, or bring the data back",
+            )
+        here = fingerprint(self.spec, self.device)
+        if state["fingerprint"] != here:
+            changed = [key for key in here if state["fingerprint"].get(key) != here[key]]
+            notes.append(f"not bit-exact: {', '.join(changed)} changed since the checkpoint")
+        self.engine.load_weights(weights)
+        self.engine.load_state(read_tensors(folder / "state.safetensors"))
+        saved = state["progress"]
+        self.progress = Progress(**{**saved, "recent": tuple(saved["recent"])})
+        if self.progress.loss is None and len(self.spec.model.head_names()) == 1:
+            self.progress.loss = next(reversed(saved["recent"]), None)  # saved before it had one
+        self.progress.best_loss = float(saved["best_loss"])
+        if self.progress.best_step in self.directory.steps():
+            self.directory.point("best", self.progress.best_step)
+        self.directory.cut(self.directory.metrics, self.progress.metrics_bytes)
+        self.directory.cut(self.directory.alerts, self.progress.alerts_bytes)
+        forget_probes(self.directory, after=self.progress.step)
+        self._write_config()  # it may go on for longer than it was meant to
+        notes.append(f"resuming at step {self.progress.step}")
+        return notes
+
+    # --- running ------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[Event]:
+        """Train to the end, or until a stop is asked for."""
+        with self.directory.writing():
+            self._record("running")
+            if not self._gave_up():
+                with (
+                    self.directory.metrics.open("a", encoding="utf-8") as log,
+                    Board(self.directory.folder / "tensorboard") as board,
+                ):
+                    yield from self._train(log, board)
+            unfinished = self.progress.step < self.spec.train.steps and not self._gave_up()
+            self.stopped = self.stop_requested and unfinished
+            self._record("stopped" if self.stopped else "finished")
+
+    def _train(self, log: TextIO, board: Board) -> Iterator[Event]:
+        train, flushed = self.spec.train, 0.0
+        for record in fit(self.engine, self.task, train, start=self.progress.step):
+            self.progress.step = record.step
+            log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
+            if time.monotonic() - flushed > FLUSH_SECONDS:  # others watch the file grow
+                log.flush()
+                flushed = time.monotonic()
+            if record.step % EVERY == 0:
+                rest = {"lr": record.lr, "grad_norm": record.grad_norm}
+                board.add(record.step, {**losses(record), **rest})
+            yield record
+            yield from self._watch(record)
+            last = record.step == train.steps or self.stop_requested
+            save = last or record.step % train.checkpoint_every == 0
+            if record.step % train.evaluate_every == 0 or record.step == train.steps:
+                evaluated = self._evaluate()
+                line = {"step": record.step, "val": self.progress.val}
+                log.write(json.dumps(line, allow_nan=False) + "\n")
+                found = evaluated.evaluation
+                board.add(record.step, {"val_loss": found.loss, "val_accuracy": found.accuracy})
+                yield evaluated
+                last |= self._gave_up()
+                save |= last or evaluated.best
+            if save:
+                log.flush()
+                yield self._save()
+            if last:
+                break
+
+    def _gave_up(self) -> bool:
+        """Too many evaluations without a better one; a resumed run remembers it."""
+        patience = self.spec.train.patience
+        return bool(patience) and self.progress.stale >= patience
+
+    def _evaluate(self) -> Evaluated:
+        evaluation = evaluate(
+            self.engine, self.task, split="val", examples=self.spec.train.evaluate_examples
+        )
+        self.progress.val = dict(plain_numbers(evaluation.to_dict()))
+        best = evaluation.loss < self.progress.best_loss
+        if best:
+            self.progress.best_loss = evaluation.loss
+            self.progress.best_step = self.progress.step
+        self.progress.stale = 0 if best else self.progress.stale + 1
+        samples = write_samples(self.engine, self.task) if math.isfinite(evaluation.loss) else ()
+        keep_samples(self.directory, self.progress.step, samples)
+        if math.isfinite(evaluation.loss):
+            probe(self.directory, self.engine, self.task, self.spec.train, self.progress.step)
+        return Evaluated(self.progress.step, evaluation, best, samples)
+
+    def _watch(self, record: StepRecord) -> Iterator[Alert]:
+        """Spikes are told; steps that could not be applied are counted, too many end the run."""
+        progress, recent = self.progress, self.progress.recent
+        if not record.applied:
+            progress.unapplied += 1
+            what = f"loss {record.loss}, gradient norm {record.grad_norm}: step not applied"
+            yield self._alert(record.step, "not finite", what)
+            if progress.unapplied >= PATIENCE_FOR_NAN:
+                self._record("diverged")
+                good = self.directory.pointed("last")
+                where = f"the last good checkpoint is step {good}" if good else "none was saved"
+                raise DivergedError(
+                    f"{progress.unapplied} steps in a row were not finite",
+                    where=f"step {record.step}; {where}",
+                    hint="lower train.lr, lengthen the warmup, or clip harder",
+                )
+            return
+        progress.unapplied = 0
+        if len(recent) == WINDOW:
+            mean = math.fsum(recent) / WINDOW
+            spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in recent) / WINDOW)
+            if record.loss > mean + SPIKE * spread and spread > 0:
+                what = f"{[*losses(record)][-1]} {record.loss:.4g}, recent mean {mean:.4g}"
+                yield self._alert(record.step, "spike", what)
+        progress.recent = (*recent[-WINDOW + 1 :], record.loss)
+        progress.loss = record.first_loss
+
+    def _alert(self, step: int, kind: str, message: str) -> Alert:
+        with self.directory.alerts.open("a", encoding="utf-8") as log:
+            log.write(json.dumps({"step": step, "kind": kind, "message": message}) + "\n")
+        return Alert(step, kind, message)
+
+    def _save(self) -> Saved:
+        """A whole checkpoint, then the pointers, then the pruning."""
+        progress, directory = self.progress, self.directory
+        progress.metrics_bytes = _size(directory.metrics)
+        progress.alerts_bytes = _size(directory.alerts)
+        folder = directory.step_folder(progress.step)
+        state = {
+            "progress": asdict(progress),
+            "spec": spec_hash(self.spec),
+            "data": data_hash(self.facts),
+            "fingerprint": fingerprint(self.spec, self.device),
+        }
+        files = {
+            "state.json": (json.dumps(plain_numbers(state), indent=2) + "\n").encode(),
+            "state.safetensors": tensor_bytes(self.engine.state()),
+            "run.json": to_json(self.spec).encode(),
+            **self.files,
+        }
+        if folder.exists():  # left by an earlier life of this run, and damaged
+            shutil.rmtree(folder)
+        write_checkpoint(folder, self.spec, self.engine.weights(), files=files)
+        directory.point("last", progress.step)
+        if progress.best_step == progress.step:
+            directory.point("best", progress.step)
+        directory.prune(keep=self.spec.train.keep)
+        return Saved(progress.step, folder)
+
+    def _record(self, status: str) -> None:
+        tuning = self.spec.tuning
+        self.directory.write_json(
+            "run.json",
+            {
+                "status": status,
+                **({} if tuning is None else {"tuning": to_dict(tuning)}),
+                "step": self.progress.step,
+                "steps": self.spec.train.steps,
+                "task": self.task.name,
+                "engine": self.spec.engine,
+                "best_step": self.progress.best_step,
+                "fingerprint": fingerprint(self.spec, self.device),
+                "data": self.facts,
+                "val": self.progress.val,
+            },
+        )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
