@@ -40,9 +40,9 @@ from glassformer.spec.checks import one_of
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.serialize import override
-from glassformer.spec.units import plain_digits
 from glassformer.store.checkpoint import WEIGHTS, verify_folder
 from glassformer.store.quantized import is_quantized, load_quantized
+from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory
 
 
@@ -147,29 +147,20 @@ def folder_of(path: str | Path) -> Path:
 
 def checkpoint_of(path: str | Path) -> Path:
     """The checkpoint folder that a path means: itself, or a run's best, `RUN@last`, `RUN@120`."""
-    text, _, which = str(path).partition("@")
-    folder = Path(text)
+    ref = RunRef.parse(path)
+    folder = ref.folder
     if not folder.exists():
         raise InputError(f"there is no folder {folder}", hint="give a checkpoint or a run")
     if is_native(folder):
         return folder
-    run = RunDirectory(folder)
-    if not run.steps():
+    if not ref.directory.steps():
         raise FileError(
             "not a glassformer checkpoint, nor a run with one, nor a Hugging Face folder: "
             "MANIFEST.json and config.json are missing",
             where=str(folder),
             hint="glassformer.save(model, folder) writes one",
         )
-    if which in ("", "best", "last"):
-        step = run.pointed(which or "best") or run.pointed("last") or run.steps()[-1]
-    elif (number := plain_digits(which)) in run.steps():
-        assert number is not None
-        step = number
-    else:
-        known = ", ".join(map(str, run.steps()))
-        raise InputError(f"no checkpoint '{which}' in {folder}", hint=f"best, last, {known}")
-    return run.step_folder(step)
+    return ref.checkpoint()
 
 
 def _opened(

@@ -21,6 +21,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import override
 from glassformer.spec.train import SGD, RunSpec
 from glassformer.store.quantized import is_quantized
+from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
 from glassformer.training.engine import Engine
 from glassformer.training.torch_engine import TorchEngine
@@ -70,7 +71,7 @@ def evaluate(
     An encoder-decoder also answers each source on its own, token after token.
     """
     engine, task = opened(run, device=device)
-    spec = load_run_spec(RunDirectory(Path(str(run).partition("@")[0])))
+    spec = load_run_spec(RunRef.parse(run).directory)
     with taking(threads_of_run(spec, task, asked=threads, device=device)):
         found = evaluation.evaluate(engine, task, split=split)
         if engine.spec.encoder is None:
@@ -82,7 +83,7 @@ def evaluate(
 def opened(run: str | Path, *, device: str = "cpu") -> tuple[Engine, Task]:
     """The checkpoint of a run, ready to be measured, and the task it was trained on."""
     path = str(run)
-    folder = Path(path.partition("@")[0])
+    folder = RunRef.parse(path).folder
     spec = load_run_spec(RunDirectory(folder))
     recorded = recorded_hash(folder, spec.task)
     parts = assemble(spec, device=device, cache=_known_cache(path))
@@ -97,7 +98,7 @@ def opened(run: str | Path, *, device: str = "cpu") -> tuple[Engine, Task]:
 
 def _known_cache(path: str) -> Path | None:
     """The cache beside a run, if there is one: measuring makes none."""
-    cache = cache_folder(Path(path.partition("@")[0]).parent)
+    cache = cache_folder(RunRef.parse(path).folder.parent)
     return cache if cache.is_dir() else None
 
 

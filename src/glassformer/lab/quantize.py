@@ -41,6 +41,7 @@ from glassformer.spec.serialize import to_json
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.train import CosineSchedule, RunSpec
 from glassformer.store.checkpoint import WEIGHTS
+from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory
 from glassformer.training.fit import StepRecord, fit
 from glassformer.training.torch_engine import TorchEngine
@@ -257,7 +258,7 @@ def _whole(run: RunSpec, model: ModelSpec) -> RunSpec:
 
 def _folder(path: str) -> Path:
     """`runs/digits` of `runs/digits@120`."""
-    return Path(path.partition("@")[0])
+    return RunRef.parse(path).folder
 
 
 def run_of(path: str) -> RunSpec | None:

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.store.run_ref import RunRef
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -25,14 +26,14 @@ def resolve(path: str | Path, *, cache: Path | None = None) -> Path:
     place = Path(path)
     if place.exists():
         return place
-    name, _, revision = str(path).partition("@")
-    if not is_name(name):
+    ref = RunRef.parse(path)
+    if not is_name(ref.path):
         raise InputError(
             f"there is no folder {path}", hint="give a folder, or org/name from the local cache"
         )
     if cache is None:
         raise InputError(f"there is no folder {path}", hint="no cache was named to look into")
-    return find_snapshot(name, cache=cache, revision=revision or "main")
+    return find_snapshot(ref.path, cache=cache, revision=ref.step or "main")
 
 
 def is_name(text: str) -> bool:

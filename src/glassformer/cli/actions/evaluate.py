@@ -23,6 +23,7 @@ from glassformer.lab.runs.threads import check_threads, threads_of_decoding
 from glassformer.lab.smallbench.examinee import examinee_of
 from glassformer.lab.smallbench.suite import ITEMS, smallbench
 from glassformer.spec.errors import InputError, nearest
+from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory, plain_numbers
 
 
@@ -33,7 +34,7 @@ def evaluate_run(
     check_device(device)
     path = find_run(text, runs)
     result = api.evaluate(path, split=split, device=device, threads=threads)
-    directory = RunDirectory(Path(path.partition("@")[0]))
+    directory = RunRef.parse(path).directory
     split = result.split
     directory.write_json(f"eval/{split}.json", result.to_dict())
     lines = (json.dumps(error) for error in result.errors)
@@ -143,7 +144,7 @@ def small(path: str, asked: Asked) -> Outcome:
     asked.refuse("smallbench", "tasks_dir", "limit")
     adapter = load(path, device=asked.device)
     assert isinstance(adapter, NativeAdapter)
-    folder = Path(path.partition("@")[0])
+    folder = RunRef.parse(path).folder
     examinee = examinee_of(adapter.model, adapter.tokenizer, name=folder.name)
     with _threads(adapter, asked):
         result = smallbench(

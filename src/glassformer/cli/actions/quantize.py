@@ -10,6 +10,7 @@ from glassformer.cli.shell.terminal import tell
 from glassformer.lab.measure.precision import Comparison
 from glassformer.lab.quantize import Outcome, Wish, dequantize_folder, quantize_folder
 from glassformer.spec.quantization import QuantSpec
+from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import plain_numbers
 from glassformer.training.fit import StepRecord
 
@@ -34,7 +35,7 @@ def undo(text: str, *, out: Path, runs: Path, as_json: bool) -> None:
 
 def default_folder(text: str, spec: QuantSpec, runs: Path) -> Path:
     """Beside the runs: `text-int4`."""
-    name = Path(text.partition("@")[0]).name
+    name = RunRef.parse(text).folder.name
     return runs / f"{name}-int{spec.bits}"
 
 

@@ -23,7 +23,8 @@ from glassformer.lab.plots.terminal import Line, plot
 from glassformer.lab.runs.curves import AXES, Curves, read_curves
 from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import InputError, nearest
-from glassformer.store.rundir import RunDirectory, plain_numbers
+from glassformer.store.run_ref import RunRef
+from glassformer.store.rundir import plain_numbers
 
 CURVE_ENDINGS = ("png", "svg", "csv")
 ENDINGS = ("html", *CURVE_ENDINGS)
@@ -92,7 +93,7 @@ def write_report(
     from glassformer.web.report.document import report_html
 
     path = find_run(name, runs)
-    directory = RunDirectory(Path(path.partition("@")[0]))
+    directory = RunRef.parse(path).directory
     certificate = None if asked.verify else Report(())
     text = report_html(path, certificate=certificate, told=lambda title: tell(f"  {title}"))
     if target is None:
@@ -137,12 +138,12 @@ def draw_curves(
 
 
 def _read(name: str, runs: Path) -> Curves:
-    plain, at, _ = name.partition("@")
-    if at:
+    ref = RunRef.parse(name)
+    if ref.step:
         raise InputError(
-            f"{name} is a checkpoint, and curves are of a whole run", hint=f"write {plain}"
+            f"{name} is a checkpoint, and curves are of a whole run", hint=f"write {ref.path}"
         )
-    return read_curves(Path(find_run(plain, runs)))
+    return read_curves(Path(find_run(ref.path, runs)))
 
 
 def curves_text(curves: Sequence[Curves], asked: Asked, axis: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from glassformer.adapters.folder import hub
 from glassformer.cli.shell.progress import tell
 from glassformer.spec.errors import InputError
+from glassformer.store.run_ref import RunRef
 
 #: Names that are listed, and characters of a name that are shown.
 LISTED, LONGEST = 12, 200
@@ -40,7 +41,8 @@ def find_model(
     A word that means nothing is refused, with what there is; `also` are names of other things that
     it may have been meant for.
     """
-    name, _, revision = text.partition("@")
+    ref = RunRef.parse(text)
+    name, revision = ref.path, ref.step
     found = _here(text, runs)
     if found is not None:
         return found
@@ -65,13 +67,13 @@ def find_run(text: str, runs: Path) -> str:
     """A folder as given, or a name under the runs folder; runs are in no cache."""
     found = _here(text, runs)
     if found is None:
-        raise _unknown(text.partition("@")[0], runs)
+        raise _unknown(RunRef.parse(text).path, runs)
     return found
 
 
 def _here(text: str, runs: Path) -> str | None:
     """The path that a word means on this disk: itself, else below the runs; None if neither is."""
-    name = text.partition("@")[0]
+    name = RunRef.parse(text).path
     if not name:
         raise InputError("the name of the model is empty", hint="glass list shows the runs")
     if os.path.exists(name):  # which a name that is too long, or not ours to see, is not

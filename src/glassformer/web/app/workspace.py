@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from glassformer.spec.errors import InputError
 from glassformer.store.checkpoint import MANIFEST
+from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import NAME, RunDirectory
 from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Refused, Unknown
@@ -146,7 +147,7 @@ class Lab:
                 hint="it is too young, or ended before its first one: the page Runs says which",
             )
         try:
-            found = checkpoint_of(f"{folder}@{step}")
+            found = checkpoint_of(str(RunRef(str(folder), step)))
         except InputError as error:
             raise Unknown(error.what, hint=error.hint) from error
         if not found.resolve().is_relative_to(folder.resolve()):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from glassformer.spec.errors import InputError, nearest
+from glassformer.store.run_ref import RunRef
 from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route
 from glassformer.web.app.workspace import Lab, written_at
@@ -44,7 +45,7 @@ def _measure(run: Any, checkpoint: str, split: str | None) -> Measured:
     from glassformer.lab.measure.evaluate import evaluate
 
     step = str(int(checkpoint.removeprefix("step-")))
-    engine, task = opened(f"{run}@{step}")
+    engine, task = opened(str(RunRef(str(run), step)))
     sizes = task.sizes()
     split = split or ("test" if "test" in sizes else "val")
     if split not in sizes:

@@ -22,6 +22,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.train import RunSpec
 from glassformer.spec.units import format_bytes
 from glassformer.store.checkpoint import verify_folder
+from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory
 from glassformer.training.engine import Engine
 from glassformer.web.pages.run_listing import number, settings
@@ -42,7 +43,7 @@ class Subject:
     @cached_property
     def directory(self) -> RunDirectory:
         """The files of the run."""
-        return RunDirectory(Path(self.path.partition("@")[0]))
+        return RunRef.parse(self.path).directory
 
     @property
     def name(self) -> str:
@@ -87,12 +88,12 @@ class Subject:
     @cached_property
     def adapter(self) -> BaseAdapter:
         """The model, ready to be asked."""
-        return load(f"{self.directory.folder}@{self.step}").eval()
+        return load(str(RunRef(str(self.directory.folder), str(self.step)))).eval()
 
     @cached_property
     def measured(self) -> tuple[Engine, Task]:
         """The checkpoint as an evaluation wants it, and its task."""
-        return opened(f"{self.directory.folder}@{self.step}")
+        return opened(str(RunRef(str(self.directory.folder), str(self.step))))
 
     @property
     def task(self) -> Task:
