@@ -447,7 +447,7 @@ def test_what_is_not_finite_is_written_as_text():
 )
 def test_a_model_that_cannot_take_the_task_is_refused(spec, message):
     with pytest.raises(InputError, match=message):
-        check_fit(spec, recipes.build_task(spec.task))
+        check_fit(spec.model, recipes.build_task(spec.task))
 
 
 # --- from Python ----------------------------------------------------------------------------------

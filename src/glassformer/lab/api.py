@@ -3,23 +3,27 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.load import checkpoint_of, load_model
+from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.measure import evaluate as evaluation
 from glassformer.lab.measure.exact_match import decoded_scores
-from glassformer.lab.recipes import recipe
-from glassformer.lab.runs.assemble import Parts, assemble, read_checkpoint
+from glassformer.lab.recipes import named_task, recipe
+from glassformer.lab.runs.assemble import Parts, assemble, check_fit, read_checkpoint
 from glassformer.lab.runs.provenance import check_data, recorded_hash
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.samples import engine_stepper
-from glassformer.lab.runs.threads import threads_of_run
+from glassformer.lab.runs.threads import threads_of_decoding, threads_of_run
+from glassformer.models.model import Model, model_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import override
-from glassformer.spec.train import SGD, RunSpec
+from glassformer.spec.tasks import Task as TaskSpec
+from glassformer.spec.train import SGD, RunSpec, TrainSpec
 from glassformer.store.quantized import is_quantized
 from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
@@ -60,24 +64,61 @@ def train(
 
 
 def evaluate(
-    run: str | Path,
+    model: str | Path | BaseAdapter | Model,
+    task: "Task | TaskSpec | str | None" = None,
     *,
     split: str | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     threads: int | None = None,
+    write: bool = False,
 ) -> "evaluation.Evaluation":
-    """Measure the checkpoint of a run (`RUN`, `RUN@last`, `RUN@120`) on one split.
+    """Measure a model on one split of a task: a run (`RUN`, `RUN@last`, `RUN@120`) on its own.
 
-    An encoder-decoder also answers each source on its own, token after token.
+    `task`: a task, its spec, or the name of a recipe; needed for anything but a run. An
+    encoder-decoder also decodes each source on its own, token after token. `write` leaves the
+    results in the run's `eval/` folder, as `glass evaluate` does. A model stays on its device.
     """
-    engine, task = opened(run, device=device)
-    spec = load_run_spec(RunRef.parse(run).directory)
-    with taking(threads_of_run(spec, task, asked=threads, device=device)):
-        found = evaluation.evaluate(engine, task, split=split)
-        if engine.spec.encoder is None:
-            return found
-        own = decoded_scores(engine_stepper(engine), task, split=found.split)
-    return replace(found, decoded=own)
+    if task is None and isinstance(model, str | Path):
+        engine, built = opened(model, device=device or "cpu")
+        spec = load_run_spec(RunRef.parse(model).directory)
+        count = threads_of_run(spec, built, asked=threads, device=device or "cpu")
+    else:
+        if write:
+            raise InputError("only a run has a folder for results", hint="leave out `write`")
+        engine, built = _engine_for(model, task, device=device)
+        count = threads_of_decoding(engine.spec, asked=threads, device=str(engine.device))
+    with taking(count):
+        result = evaluation.evaluate(engine, built, split=split)
+        if engine.spec.encoder is not None:
+            own = decoded_scores(engine_stepper(engine), built, split=result.split)
+            result = replace(result, decoded=own)
+    if write:
+        result.write(RunRef.parse(str(model)).directory)
+    return result
+
+
+def _engine_for(
+    model: str | Path | BaseAdapter | Model,
+    task: "Task | TaskSpec | str | None",
+    *,
+    device: str | None,
+) -> tuple[TorchEngine, Task]:
+    """Return an engine around a model in eval mode, and the task, checked to fit each other."""
+    if task is None:
+        raise InputError(
+            "a model is measured on a task", hint='evaluate(model, "digits"), or give a run'
+        )
+    if isinstance(task, str):
+        task = named_task(task)
+    built = build_task(task) if isinstance(task, get_args(TaskSpec)) else task
+    bare = load_model(model) if isinstance(model, str | Path) else model_of(model)
+    if not isinstance(bare, Model):
+        raise InputError(
+            f"{type(bare).__name__} is not one of our models", hint='load it with backend="native"'
+        )
+    check_fit(bare.spec, built)
+    bare = bare.eval() if device is None else bare.eval().to(device)
+    return TorchEngine(bare, TrainSpec(optimizer=SGD())), built
 
 
 def opened(run: str | Path, *, device: str = "cpu") -> tuple[Engine, Task]:

@@ -109,8 +109,8 @@ def _on_its_task(
     target = output_file.target_of(output, figures.CONFUSION_ENDINGS)
     result = evaluating.evaluate_run(run, runs=runs, split=split, device=device, threads=threads)
     if as_json:
-        typer.echo(evaluating.evaluation_json(result))
+        typer.echo(result.to_json())
     else:
-        typer.echo(evaluating.evaluation_text(result, width=terminal.columns()))
+        typer.echo(result.text(width=terminal.columns()))
     if target is not None:
         figures.save_confusion(result, target, title=f"{run}, {result.split}")

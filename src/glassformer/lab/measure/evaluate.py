@@ -4,6 +4,7 @@ One pass over a split: loss and accuracy of every head, exact match of whole seq
 task's groups, and the distance to the oracle where there is one.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Oracle, Task
+from glassformer.lab.measure.confusion import confusion_csv, confusion_text
 from glassformer.spec.errors import InputError
 from glassformer.spec.units import plain_digits
+from glassformer.store.rundir import RunDirectory, plain_numbers
 from glassformer.training.engine import Engine, loss_weights
 
 # B batch, T length, V logits
@@ -64,6 +67,55 @@ class Evaluation:
             "oracle": dict(self.oracle),
             **({"decoded": dict(self.decoded)} if self.decoded else {}),
         }
+
+    def to_json(self) -> str:
+        """Return one JSON object; a number that is not finite is written as a string."""
+        return json.dumps(plain_numbers(self.to_dict()), allow_nan=False)
+
+    def text(self, *, width: int = 80) -> str:
+        """Return the results as a table for people, no wider than `width` columns."""
+        lines = [
+            f"{self.split}: {self.examples:,} examples",
+            f"  loss {self.loss:.4f}  accuracy {self.accuracy:.2%}  "
+            f"exact match {self.exact_match:.2%}",
+        ]
+        for head, values in self.heads.items():
+            lines.append(f"  {head}: loss {values['loss']:.4f}, accuracy {values['accuracy']:.2%}")
+        for name, value in self.oracle.items():
+            lines.append(f"  {name} {value:.4f}")
+        for group, labels in self.by.items():
+            lines.append(f"by {group}")
+            for label, share in labels.items():
+                count = self.counts[group][label]
+                lines.append(f"  {label:<12}{share:>9.2%}  of {count:,}")
+        lines += _decoded_lines(self.decoded)
+        for group, table in self.confusion.items():
+            lines += ["", confusion_text(group, table, width=width)]
+        return "\n".join(lines)
+
+    def write(self, directory: RunDirectory) -> None:
+        """Write the results, some errors and the confusion tables to a run's `eval/` folder."""
+        directory.write_json(f"eval/{self.split}.json", self.to_dict())
+        lines = "".join(f"{json.dumps(error)}\n" for error in self.errors)
+        directory.write(f"eval/{self.split}-errors.jsonl", lines)
+        for group, table in self.confusion.items():
+            directory.write(f"eval/{self.split}-confusion-{group}.csv", confusion_csv(table))
+
+
+def _decoded_lines(decoded: Mapping[str, Any]) -> list[str]:
+    """Return the scores of answers decoded from the source alone; empty if none were decoded."""
+    if not decoded:
+        return []
+    names = {"chrf": "chrF", "bleu": "BLEU"}
+    scores = "".join(f"  {names[key]} {decoded[key]:.2f}" for key in names if key in decoded)
+    lines = [
+        "decoded, from the source alone",
+        f"  exact match {decoded['exact_match']:.2%}{scores}",
+    ]
+    for group, labels in decoded["by"].items():
+        shares = ", ".join(f"{label} {share:.1%}" for label, share in labels.items())
+        lines.append(f"  by {group}: {shares}")
+    return lines
 
 
 class _Tally:

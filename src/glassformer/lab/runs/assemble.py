@@ -49,7 +49,7 @@ def assemble(spec: RunSpec, *, device: str = "cpu", cache: Path | None = None) -
     """
     if spec.tuning is None:
         task = build_task(spec.task, cache=cache)
-        check_fit(spec, task)
+        check_fit(spec.model, task)
         files = {"tokenizer.json": task.tokenizer.to_json().encode()}
         notes = task.notes() if isinstance(task, Text) else []
         engine = build_engine(spec, device=device)
@@ -66,7 +66,7 @@ def assemble(spec: RunSpec, *, device: str = "cpu", cache: Path | None = None) -
         task, notes = examples, examples.notes()
     else:
         task = build_task(spec.task)
-    check_fit(spec, task)
+    check_fit(spec.model, task, has_base=True)
     notes.append(trainable(spec.model, spec.tuning))
     engine = _tuned_engine(spec, base, device=device)
     return Parts(task=task, engine=engine, files=base.files, notes=notes)
@@ -106,35 +106,38 @@ def trainable(model: ModelSpec, tuning: Tuning) -> str:
     )
 
 
-def check_fit(spec: RunSpec, task: Task) -> None:
-    """A model that cannot take this task's tokens or answer its questions is refused by name."""
+def check_fit(model: ModelSpec, task: Task, *, has_base: bool = False) -> None:
+    """Refuse a model that cannot read this task's tokens or has no targets for one of its heads.
+
+    `has_base`: the model is fixed by its base, so the hint is to change the task.
+    """
     batch = task.batch("train", np.arange(1, dtype=np.int64))
     tokens = task.tokenizer.vocab_size
-    if tokens > spec.model.vocab_size:
+    if tokens > model.vocab_size:
         raise InputError(
-            f"the task has {tokens} tokens, the model a vocabulary of {spec.model.vocab_size}",
+            f"the task has {tokens} tokens, the model a vocabulary of {model.vocab_size}",
             hint=f"model.vocab_size={tokens}",
         )
-    if (batch.source is None) != (spec.model.encoder is None):
+    if (batch.source is None) != (model.encoder is None):
         need = "an encoder-decoder" if batch.source is not None else "a decoder without an encoder"
         raise InputError(f"the task '{task.name}' needs {need}")
-    for head in spec.model.head_names():
+    for head in model.head_names():
         if head not in task.heads:
             raise InputError(
                 f"the task '{task.name}' has no answers for the head '{head}'",
                 hint=f"it has answers for: {', '.join(task.heads)}",
             )
-        if task.heads[head] > spec.model.head_size(head):
+        if task.heads[head] > model.head_size(head):
             raise InputError(
                 f"the task has {task.heads[head]} answers for the head '{head}', the model "
-                f"{spec.model.head_size(head)}"
+                f"{model.head_size(head)}"
             )
-    if longest(task) > spec.model.max_seq_len:
-        fixed = f"model.max_seq_len={longest(task)}"
+    if longest(task) > model.max_seq_len:
+        longer = f"model.max_seq_len={longest(task)}"
         raise InputError(
             f"the task has sequences of {longest(task)} tokens, the model a max_seq_len of "
-            f"{spec.model.max_seq_len}",
-            hint=fixed if spec.tuning is None else f"task.length={spec.model.max_seq_len}",
+            f"{model.max_seq_len}",
+            hint=longer if not has_base else f"task.length={model.max_seq_len}",
         )
 
 
