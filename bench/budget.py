@@ -17,7 +17,7 @@ import torch
 from glassformer.budget.design import design, solve
 from glassformer.budget.infeasible import InfeasibleBudget
 from glassformer.budget.question import Answer, Budget, Target
-from glassformer.costs.flops import training_memory
+from glassformer.costs.memory import training_memory
 from glassformer.costs.timing import step_time
 from glassformer.data.batch import Batch
 from glassformer.lab.footprint import optimizer_bytes, saved_bytes

@@ -9,13 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from glassformer.budget.design import design
-from glassformer.costs.flops import flops, optimizer_bytes, training_memory, weight_bytes
-from glassformer.costs.memory import PIECE, activations
+from glassformer.costs.flops import flops
+from glassformer.costs.memory import activations, optimizer_bytes, training_memory, weight_bytes
 from glassformer.costs.timing import Rates, rate_at, step_time
 from glassformer.data.batch import Batch
 from glassformer.lab import footprint
 from glassformer.models.build import build
 from glassformer.spec.errors import InputError
+from glassformer.spec.execution import PIECE
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import Dropout
 from glassformer.spec.presets import PRESETS, budget_lm, fsm_probe, preset, qwen, seq2seq

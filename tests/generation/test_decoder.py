@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from glassformer.costs.flops import cache_bytes
+from glassformer.costs.memory import cache_bytes
 from glassformer.generation.fast.stepper import Decoder
 from glassformer.generation.loop import decode, generate
 from glassformer.generation.stepper import NaiveStepper, TorchStepper

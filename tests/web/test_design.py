@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from glassformer.budget.design import design as solve
 from glassformer.cli.main import app
-from glassformer.costs.flops import cache_bytes, flops, training_memory, weight_bytes
+from glassformer.costs.flops import flops
+from glassformer.costs.memory import cache_bytes, training_memory, weight_bytes
 from glassformer.lab.budget_report import run_of_design
 from glassformer.lab.plots.figures import EXPANSIONS, RATIOS, drift, landscape
 from glassformer.lab.runs.record import to_toml

@@ -1,15 +1,19 @@
-"""What autograd keeps between forward and backward, in bytes, from the spec alone.
+"""Bytes of weights, optimizer state, KV cache and activations, computed from the spec.
 
-It follows the parts of `nn` operation by operation, in float32 and with fused attention: each
-tensor that some backward will read counts once. On a GPU the fused kernel wants heads of a multiple
-of four numbers and a key for every query head, and is given them. A saved-tensor hook measures the
-same (`lab.footprint`), and a test holds the two together.
+Activations are what autograd keeps between forward and backward. The estimate follows the modules
+of `nn` operation by operation, in float32 and with fused attention: each tensor that a backward
+will read counts once. On a GPU the fused kernel takes heads whose width is a multiple of four, and
+a key for every query head, so padding and repeated keys are counted there. A test compares the
+estimate with saved-tensor hooks (`lab.footprint`).
 """
 
 from collections.abc import Iterator
+from typing import assert_never
 
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError
+from glassformer.spec.execution import GPU_HEAD_MULTIPLE, PIECE
+from glassformer.spec.manifest import stored
 from glassformer.spec.model import (
     MLP,
     AnswerHead,
@@ -20,22 +24,119 @@ from glassformer.spec.model import (
     ModelSpec,
     NextHead,
     Norm,
+    RMSNorm,
     Rotary,
     Stack,
+    SwiGLU,
 )
+from glassformer.spec.quantization import QuantSpec, quantized_bytes, targets
+from glassformer.spec.train import SGD, AdamW, Muon
 
 FLOAT, LONG = 4, 8
-#: The fused attention of a GPU takes heads of a multiple of so many float32 numbers.
-GPU_HEAD_MULTIPLE = 4
-#: Logits of more entries than this are made in pieces, and made again for the backward.
-PIECE = 1 << 25
+
+
+def weight_bytes(model: ModelSpec) -> dict[str, int]:
+    """Count the bytes of a checkpoint in float32, bf16, int8 and int4, scales included.
+
+    int8 has one scale per output channel. int4 has one per group of 32 inputs; a matrix whose
+    number of inputs 32 does not divide is counted as int8. Tensors that are not quantized count
+    as float32.
+    """
+    own = stored(model)
+    numbers = sum(p.size for p in own.values())
+    found = {"float32": 4 * numbers, "bf16": 2 * numbers}
+    for bits in (8, 4):
+        quantized = QuantSpec(bits=bits, indivisible="int8")
+        chosen = {p.name: quantized.scheme_of(p) for p in targets(model)}
+        found[f"int{bits}"] = sum(
+            FLOAT * p.size
+            if (scheme := chosen.get(name)) is None
+            else quantized_bytes(p.shape, scheme)
+            for name, p in own.items()
+        )
+    return found
+
+
+def optimizer_bytes(model: ModelSpec, optimizer: SGD | AdamW | Muon) -> int:
+    """Count the bytes of the optimizer's state: moments, and AdamW's step count per tensor."""
+    own = list(stored(model).values())
+    match optimizer:
+        case SGD(momentum=momentum):
+            return FLOAT * sum(p.size for p in own) if momentum else 0
+        case AdamW():
+            return FLOAT * sum(2 * p.size + 1 for p in own)
+        case Muon():
+            return FLOAT * sum(
+                p.size if p.kind == "matrix" and p.layer is not None else 2 * p.size + 1
+                for p in own
+            )
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+@spec
+class TrainingMemory:
+    """Bytes of a training step in float32.
+
+    `activations` is what one batch keeps for the backward pass; `passing` is what the loss needs in
+    addition while its gradient is computed.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    activations: int
+    passing: int
+
+    @property
+    def resident(self) -> int:
+        """Weights, optimizer state and activations: what is allocated when the backward begins."""
+        return self.weights + self.optimizer + self.activations
+
+    @property
+    def peak(self) -> int:
+        """The maximum: as the backward begins, or once every gradient is allocated."""
+        begin = self.resident + self.passing
+        return max(begin, self.weights + self.optimizer + self.gradients)
+
+
+def training_memory(
+    model: ModelSpec,
+    *,
+    batch: int,
+    length: int,
+    optimizer: SGD | AdamW | Muon | None = None,
+    device: str = "cpu",
+) -> TrainingMemory:
+    """Estimate a training step on a batch without padding; the optimizer defaults to AdamW."""
+    kept = activations(model, batch=batch, length=length, device=device)
+    weights = FLOAT * sum(p.size for p in stored(model).values())
+    return TrainingMemory(
+        weights=weights,
+        optimizer=optimizer_bytes(model, AdamW() if optimizer is None else optimizer),
+        gradients=weights,
+        activations=kept.kept,
+        passing=kept.passing,
+    )
+
+
+def cache_bytes(spec: ModelSpec, *, batch: int, length: int, itemsize: int) -> int:
+    """Count the bytes of the keys and values of `length` positions in every decoder layer."""
+    numbers = sum(
+        2 * block.attention.kv_heads * block.attention.head_width(spec.d_model)
+        for block in spec.decoder.blocks()
+    )
+    return numbers * batch * length * itemsize
+
+
+# --- activations ----------------------------------------------------------------------------------
 
 
 @spec
 class Activations:
-    """Bytes that one batch keeps: in the embedding and the blocks, and in the heads' losses.
+    """Bytes that one batch keeps in the body (embedding and blocks) and in the heads' losses.
 
-    `passing` is what the largest loss holds besides while its gradient is computed.
+    `passing` is what the largest loss needs in addition while its gradient is computed.
     """
 
     body: int
@@ -44,7 +145,7 @@ class Activations:
 
     @property
     def kept(self) -> int:
-        """What a saved-tensor hook sees."""
+        """What a saved-tensor hook measures."""
         return self.body + self.heads
 
 
@@ -56,7 +157,7 @@ def activations(
     source_length: int | None = None,
     device: str = "cpu",
 ) -> Activations:
-    """Of one training batch in which every place is a real token."""
+    """Estimate the activations of one training batch without padding."""
     if any(stack.dropout.attention for stack in model.stacks().values()):
         raise InputError(
             "dropout on attention weights leaves the fused attention: what it keeps depends on "
@@ -77,7 +178,7 @@ def activations(
         if stack.final_norm is not None:
             body += sum(_norm(stack.final_norm, rows, model.d_model))
         elif next(stack.blocks()).placement == "post":
-            body -= FLOAT * rows * model.d_model  # what the last norm gives is kept by no product
+            body -= FLOAT * rows * model.d_model  # no product keeps the last norm's output
         if prefix == "encoder.":
             body += FLOAT * rows * model.d_model  # the memory that every decoder layer reads
     heads, passing = 0, 0
@@ -99,16 +200,19 @@ def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:
     if stack.dropout.embedding:
         yield FLOAT * rows * model.d_model
     if next(stack.blocks()).placement == "post":
-        yield FLOAT * rows * model.d_model  # the first projections read it as it is
+        yield FLOAT * rows * model.d_model  # input of the first projections, without a norm between
 
 
 def _norm(norm: Norm, rows: int, width: int) -> Iterator[int]:
-    """Its input; LayerNorm's two statistics, or RMSNorm's one and the normed input."""
+    """The input; then LayerNorm's two statistics, or RMSNorm's one and the normalised input."""
     yield FLOAT * rows * width
-    if isinstance(norm, LayerNorm):
-        yield FLOAT * rows * 2
-    else:
-        yield FLOAT * rows * (1 + width)
+    match norm:
+        case LayerNorm():
+            yield FLOAT * rows * 2
+        case RMSNorm():
+            yield FLOAT * rows * (1 + width)
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def _block(
@@ -118,19 +222,22 @@ def _block(
     parts = 2 if block.cross is None else 3
     for _ in range(parts):
         yield from _norm(block.norm, rows, d_model)
-        yield FLOAT * rows * d_model  # the normed input, which the products read
+        yield FLOAT * rows * d_model  # the normalised input, which the products read
         if stack.dropout.residual:
             yield FLOAT * rows * d_model
     yield from _attention(model, block.attention, rows, rows, rotated=True, device=device)
     if block.cross is not None:
         yield from _attention(model, block.cross, rows, memory, rotated=False, device=device)
     wide = FLOAT * rows * block.ffn.d_ff
-    if not isinstance(block.ffn, MLP):
-        yield 4 * wide  # gate, silu(gate), up, and their product
-    elif block.ffn.activation == "relu":
-        yield wide if not stack.dropout.ffn else 2 * wide  # its own result tells its slope
-    else:
-        yield 2 * wide
+    match block.ffn:
+        case SwiGLU():
+            yield 4 * wide  # gate, silu(gate), up, and their product
+        case MLP(activation="relu"):
+            yield wide if not stack.dropout.ffn else 2 * wide  # the slope follows from the output
+        case MLP():
+            yield 2 * wide
+        case _ as unreachable:
+            assert_never(unreachable)
     if stack.dropout.ffn:
         yield wide  # the mask
 
@@ -144,7 +251,7 @@ def _attention(
     rotated: bool,
     device: str,
 ) -> Iterator[int]:
-    """Queries, keys, values, the result, and the logarithm of each row's sum."""
+    """Queries, keys, values, the output, and the log-sum-exp of each row."""
     d_head = attention.head_width(model.d_model)
     q, kv = queries * attention.n_heads, keys * attention.kv_heads
     padded, read = d_head, kv
@@ -155,17 +262,17 @@ def _attention(
     turned = rotated and isinstance(model.position, Rotary)
     by_head = turned or isinstance(attention.qk_norm, LayerNorm)
     if padded != d_head or (by_head and device == "cpu"):
-        yield FLOAT * d_head * q  # the result does not lie as it is read next: it is joined anew
+        yield FLOAT * d_head * q  # the output is copied to the layout that is read next
     if attention.qk_norm is not None:
         yield from _norm(attention.qk_norm, q, d_head)
         yield from _norm(attention.qk_norm, kv, d_head)
 
 
 def _head(model: ModelSpec, name: str, rows: int) -> Iterator[int]:
-    """The rows that count, their logits' log-softmax, targets and weights."""
+    """The hidden rows with a target, their log-softmax, targets and weights."""
     head, width = model.head(name), model.head_size(name)
     yield FLOAT * rows * model.d_model
-    yield rows  # which of them count, a byte each
+    yield rows  # the mask of rows with a target, a byte each
     if rows * width > PIECE:
         return
     yield FLOAT * rows * width + LONG * rows + FLOAT * rows

@@ -1,9 +1,8 @@
-"""Where a language model's parameters are, line by line: every line adds up, to the unit.
+"""Parameter tables, counted by the manifest; shares are of the actual total.
 
-Counted by the manifest; percentages are of the actual total. The component table of any model is in
-`table`; this one has the lines of source 001: token, position, head, a layer's parts, final norm.
-
-The parameter table: what each component costs, by the manifest, to the unit.
+`parameter_table` has a row per component and takes any model. `allocation_lines` is for a decoder
+of equal layers, and also shows one layer: token embedding, position, head, the layers with their
+parts, final norm. In both, tied weights count once and the rows add up exactly.
 """
 
 from collections import Counter
@@ -16,7 +15,7 @@ from glassformer.spec.model import ModelSpec, NextHead
 
 @spec
 class Allocation:
-    """Parameters of a decoder by place; `per_layer` is one layer's, by part."""
+    """Parameters of a decoder by component; `per_layer` has those of one layer, by part."""
 
     token: int
     position: int
@@ -28,17 +27,17 @@ class Allocation:
 
     @property
     def backbone(self) -> int:
-        """All layers."""
+        """Parameters of all layers."""
         return self.n_layers * sum(self.per_layer.values())
 
     @property
     def total(self) -> int:
-        """Everything."""
+        """Parameters of the whole model."""
         return self.token + self.position + self.head + self.backbone + self.final_norm
 
 
 def allocate(model: ModelSpec) -> Allocation:
-    """The allocation of a decoder whose layers are alike."""
+    """Count the parameters of a decoder with equal layers, by component."""
     if model.encoder is not None or len(model.decoder.layers) > 1:
         raise InputError(
             "a table by layer needs one stack of equal layers",
@@ -67,9 +66,9 @@ def allocate(model: ModelSpec) -> Allocation:
 
 @spec
 class Line:
-    """One line of the table; those of a layer's parts are `indented`, and part of the line above.
+    """One line of the table. The parts of the layers are `indented`: the line above includes them.
 
-    The lines that are not indented add up to `total`, the last one.
+    The lines that are not indented add up to the last one, `total`.
     """
 
     name: str
@@ -80,28 +79,28 @@ class Line:
 
 
 def allocation_lines(model: ModelSpec) -> tuple[Line, ...]:
-    """The table as values: everything outside the layers, the layers and their parts, the total."""
-    found = allocate(model)
-    layers = found.n_layers
+    """Return the table as values: embeddings and head, the layers and their parts, the total."""
+    counts = allocate(model)
+    layers = counts.n_layers
     parts = {"attention": "attention", "feed-forward": "ffn", "norms": "norm"}
     rows = [
-        ("token embedding", found.token, "", False),
-        ("position embedding", found.position, "" if found.position else "none learned", False),
-        ("head", found.head, "tied: the token embedding again" if found.tied else "", False),
-        ("layers", found.backbone, f"{layers} x {sum(found.per_layer.values()):,}", False),
+        ("token embedding", counts.token, "", False),
+        ("position embedding", counts.position, "" if counts.position else "none learned", False),
+        ("head", counts.head, "tied: the token embedding again" if counts.tied else "", False),
+        ("layers", counts.backbone, f"{layers} x {sum(counts.per_layer.values()):,}", False),
     ]
     for name, part in parts.items():
-        each = found.per_layer[part]
+        each = counts.per_layer[part]
         rows.append((name, layers * each, f"{layers} x {each:,}", True))
-    rows += [("final norm", found.final_norm, "", False), ("total", found.total, "", False)]
+    rows += [("final norm", counts.final_norm, "", False), ("total", counts.total, "", False)]
     return tuple(
-        Line(name=name, parameters=count, share=count / found.total, note=note, indented=indented)
+        Line(name=name, parameters=count, share=count / counts.total, note=note, indented=indented)
         for name, count, note, indented in rows
     )
 
 
 def format_allocation(model: ModelSpec) -> str:
-    """The table as text."""
+    """Return the allocation table as text."""
     lines = [f"{'component':<20}{'parameters':>15}{'share':>10}"]
     for line in allocation_lines(model):
         name = f"  {line.name}" if line.indented else line.name
@@ -125,7 +124,7 @@ COMPONENTS = {
 
 @spec
 class Row:
-    """A component, its parameters in all layers, and its share of the actual total."""
+    """A component, its parameters in all layers, and its share of the total."""
 
     component: str
     parameters: int
@@ -133,7 +132,7 @@ class Row:
 
 
 def parameter_table(model: ModelSpec) -> tuple[Row, ...]:
-    """One row for each component that the model has, then the total; tied weights count once."""
+    """Return a row for each component of the model, then the total; tied weights count once."""
     sizes: Counter[str] = Counter()
     for parameter in manifest(model):
         sizes[parameter.role] += parameter.size if parameter.tied_to is None else 0
@@ -147,7 +146,7 @@ def parameter_table(model: ModelSpec) -> tuple[Row, ...]:
 
 
 def format_table(model: ModelSpec) -> str:
-    """The table as text."""
+    """Return the component table as text."""
     lines = [f"{'component':<20}{'parameters':>14}{'share':>9}"]
     for row in parameter_table(model):
         lines.append(f"{row.component:<20}{row.parameters:>14,}{row.share:>9.2%}")

@@ -1,32 +1,43 @@
-"""How long a training step should take: the work that a spec describes over a machine's rates.
+"""Predicted time of a training step: the work of a spec divided by a machine's measured rates.
 
-A step is products with weights, attention, elementwise passes, the loss, the optimizer, and the
-time that each operation costs however small it is. `lab.calibrate` measures the rates.
+A step consists of products with weights, attention, elementwise operations, the loss, the
+optimizer, and a fixed cost per operation. `lab.measure.machine_rates` measures the rates.
 """
 
 import itertools
 import math
 from collections.abc import Iterator
+from typing import assert_never
 
 from glassformer.costs.flops import flops, head_weights
-from glassformer.costs.memory import PIECE
 from glassformer.spec.checks import spec
+from glassformer.spec.execution import PIECE
 from glassformer.spec.manifest import Parameter, block_parameters, stored
-from glassformer.spec.model import MLP, AnswerHead, Block, LayerNorm, ModelSpec, RMSNorm, Rotary
+from glassformer.spec.model import (
+    MLP,
+    AnswerHead,
+    Block,
+    LayerNorm,
+    ModelSpec,
+    Norm,
+    RMSNorm,
+    Rotary,
+    SwiGLU,
+)
 
-#: Points of a measured curve: at this size, so much work a second.
+#: Points of a measured curve: (size, work per second at this size).
 Curve = tuple[tuple[int, float], ...]
 
 
 @spec
 class Rates:
-    """What a machine does in a second, forward and backward together, in float32.
+    """Work per second of a machine, forward and backward together, in float32.
 
-    `products`: FLOPs, by the smaller side of the weight. `attention`: FLOPs over all keys, by
-    length, and `heads`: by head width, each at a usual value of the other. `passes`: elements
-    through a product of two tensors, by their elements. `logits`: entries through log-softmax and
-    its loss, by their number. `updates`: parameters through clipping and AdamW. `dispatch`:
-    seconds that an operation costs however small it is.
+    `products`: FLOPs of matrix products, by the smaller side of the weight. `attention`: FLOPs over
+    all keys by length, and `heads` by head width, each at a usual value of the other. `passes`:
+    elements of an elementwise product, by their number. `logits`: entries of log-softmax and loss,
+    by their number. `updates`: parameters through clipping and AdamW. `dispatch`: seconds that an
+    operation takes regardless of its size.
     """
 
     device: str
@@ -42,25 +53,26 @@ class Rates:
 
 #: The head width at which `Rates.attention` is measured.
 USUAL_HEAD = 32
-#: Elementwise operations in units of one pass, forward and backward, and how many calls they are.
+#: Elementwise operations: cost in units of one pass, forward and backward, and number of calls.
 LAYER_NORM, RMS_NORM = (1.1, 1), (4.0, 6)
 SILU, GELU, RELU = (1.0, 1), (1.6, 1), (0.7, 1)
 GATE = (1.0, 1)
-RESIDUAL = (0.7, 1)  # an addition, and another where the two gradients meet
-MEETING = (0.35, 1)  # an addition of two gradients alone
+RESIDUAL = (0.7, 1)  # an addition, and another for the sum of the two gradients
+MEETING = (0.35, 1)  # the sum of two gradients alone
 ROTATION = (3.0, 8)
 GATHER = (1.0, 2)
-#: Calls that a product with weights, or attention, is made of, forward and backward.
+#: Number of calls of a product with weights, and of attention, forward and backward.
 PRODUCT_CALLS, ATTENTION_CALLS = 4, 6
-#: And what each tensor's clipping and update are.
+#: Number of calls of clipping and update per tensor.
 UPDATE_CALLS = 3
 
 
 @spec
 class StepTime:
-    """Seconds of a predicted step, by what they are spent on.
+    """Predicted seconds of a step, by kind of work.
 
-    A GPU works while the host calls: where they overlap, the longer of the two counts.
+    A GPU computes while the host dispatches the next call: where they overlap, the longer of the
+    two counts.
     """
 
     products: float
@@ -73,13 +85,13 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All of them, or the longer side."""
+        """The sum, or where host and device overlap the longer of the two."""
         work = self.products + self.attention + self.elementwise + self.loss + self.optimizer
         return max(work, self.dispatch) if self.overlapped else work + self.dispatch
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """The curve between its points, on logarithmic scales; level beyond its ends."""
+    """Interpolate a curve on logarithmic scales; constant beyond its ends."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (left, low), (right, high) in itertools.pairwise(curve):
@@ -92,7 +104,7 @@ def rate_at(curve: Curve, size: float) -> float:
 def step_time(
     model: ModelSpec, rates: Rates, *, batch: int, length: int, source_length: int | None = None
 ) -> StepTime:
-    """Of one step of the house's training on a batch of whole sequences."""
+    """Predict the time of one training step on a batch without padding."""
     source = length if source_length is None else source_length
     products = elementwise = 0.0
     calls = 0
@@ -118,7 +130,7 @@ def step_time(
     for name in model.head_names():
         rows = batch * (1 if isinstance(model.head(name), AnswerHead) else length)
         width = model.head_size(name)
-        again = 4 / 3 if rows * width > PIECE else 1.0  # pieces are made once more
+        again = 4 / 3 if rows * width > PIECE else 1.0  # chunks are recomputed in the backward
         weights = again * 6 * rows * head_weights(model, name)
         products += weights / rate_at(rates.products, model.d_model)
         loss += again * rows * width / rate_at(rates.logits, min(rows * width, PIECE))
@@ -143,39 +155,49 @@ def _product(rates: Rates, shape: tuple[int, ...], rows: int) -> float:
 
 
 def _around(model: ModelSpec, rows: int, vocab: int) -> Iterator[tuple[tuple[float, int], int]]:
-    """Lookup, the table's gradient, the final norm, the rows that count."""
+    """Embedding lookup, the table's gradient, the final norm, the gather of rows with a target."""
     yield GATHER, rows * model.d_model
     yield MEETING, vocab * model.d_model
     yield MEETING, vocab * model.d_model
-    yield _NORMS[type(model.decoder.final_norm or LayerNorm())], rows * model.d_model
+    yield _norm(model.decoder.final_norm or LayerNorm()), rows * model.d_model
     yield GATHER, rows * model.d_model
 
 
 def _block(model: ModelSpec, block: Block, rows: int) -> Iterator[tuple[tuple[float, int], int]]:
-    whole = rows * model.d_model
+    hidden = rows * model.d_model
     for attention in (block.attention, block.cross):
         if attention is None:
             continue
-        yield _NORMS[type(block.norm)], whole
-        yield RESIDUAL, whole
-        yield MEETING, whole
-        yield MEETING, whole
+        yield _norm(block.norm), hidden
+        yield RESIDUAL, hidden
+        yield MEETING, hidden
+        yield MEETING, hidden
         d_head = attention.head_width(model.d_model)
         heads = (attention.n_heads, attention.kv_heads)
         for count in heads:
             if attention.qk_norm is not None:
-                yield _NORMS[type(attention.qk_norm)], rows * count * d_head
+                yield _norm(attention.qk_norm), rows * count * d_head
             if isinstance(model.position, Rotary) and attention is block.attention:
                 yield ROTATION, rows * count * d_head
-    yield _NORMS[type(block.norm)], whole
-    yield RESIDUAL, whole
+    yield _norm(block.norm), hidden
+    yield RESIDUAL, hidden
     wide = rows * block.ffn.d_ff
-    if isinstance(block.ffn, MLP):
-        yield RELU if block.ffn.activation == "relu" else GELU, wide
-    else:
-        yield MEETING, whole
-        yield SILU, wide
-        yield GATE, wide
+    match block.ffn:
+        case MLP(activation=activation):
+            yield RELU if activation == "relu" else GELU, wide
+        case SwiGLU():
+            yield MEETING, hidden
+            yield SILU, wide
+            yield GATE, wide
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
-_NORMS: dict[type, tuple[float, int]] = {LayerNorm: LAYER_NORM, RMSNorm: RMS_NORM}
+def _norm(norm: Norm) -> tuple[float, int]:
+    match norm:
+        case LayerNorm():
+            return LAYER_NORM
+        case RMSNorm():
+            return RMS_NORM
+        case _ as unreachable:
+            assert_never(unreachable)

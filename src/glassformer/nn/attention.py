@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.costs.memory import GPU_HEAD_MULTIPLE
 from glassformer.nn.cache import Cache
 from glassformer.nn.linear import Linear
 from glassformer.nn.mask import Mask
@@ -18,6 +17,7 @@ from glassformer.nn.norm import build_norm
 from glassformer.nn.position import rotate
 from glassformer.nn.taps import TapsAt, tap
 from glassformer.spec import model as spec
+from glassformer.spec.execution import GPU_HEAD_MULTIPLE
 
 # B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head
 

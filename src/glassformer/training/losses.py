@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from glassformer.costs.memory import PIECE
 from glassformer.models.model import Model
 from glassformer.nn.heads import read_out
+from glassformer.spec.execution import PIECE
 from glassformer.spec.model import AnswerHead
 
 # B batch, T length, D d_model, M rows that count, V logits

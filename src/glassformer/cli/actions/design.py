@@ -13,7 +13,8 @@ from glassformer.budget.question import (
     format_alternatives,
     format_dimensions,
 )
-from glassformer.costs.flops import cache_bytes, flops, training_memory, weight_bytes
+from glassformer.costs.flops import flops
+from glassformer.costs.memory import cache_bytes, training_memory, weight_bytes
 from glassformer.costs.parameter_table import format_allocation
 from glassformer.lab.budget_report import design_numbers, odd_shapes, run_of_design
 from glassformer.spec.errors import InputError

@@ -16,7 +16,8 @@ from glassformer.budget.design import design as solve
 from glassformer.budget.effort import OutOfPatience, patience
 from glassformer.budget.infeasible import Infeasible, InfeasibleBudget, Undecided, show
 from glassformer.budget.question import Answer, Design, Exact
-from glassformer.costs.flops import cache_bytes, flops, training_memory, weight_bytes
+from glassformer.costs.flops import flops
+from glassformer.costs.memory import cache_bytes, training_memory, weight_bytes
 from glassformer.costs.parameter_table import allocation_lines
 from glassformer.lab.budget_report import design_numbers, odd_shapes, run_of_design
 from glassformer.lab.plots.figures import EXPANSIONS, MOST, RATIOS, drift, neighbour
