@@ -1,9 +1,10 @@
-"""`python -m pages quotes` or `python -m pages figures [NAME ...]`, from the repository's root."""
+"""`python -m pages quotes|options|figures [NAME ...]`, from the repository's root."""
 
 import argparse
 
+from pages import options, quotes
 from pages.figures import FIGURES, draw
-from pages.quotes import ROOT, refresh
+from pages.quotes import ROOT
 
 
 def main() -> None:
@@ -11,11 +12,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pages", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("quotes", help="write every quote of docs/ as its source is now")
+    verbs.add_parser("options", help="write every table of options as its spec is now")
     figures = verbs.add_parser("figures", help="draw the figures of docs/learn; about two minutes")
     figures.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
     asked = parser.parse_args()
-    if asked.verb == "quotes":
-        changed = refresh()
+    if asked.verb != "figures":
+        changed = quotes.refresh() if asked.verb == "quotes" else options.refresh()
         print("\n".join(str(path.relative_to(ROOT)) for path in changed) or "nothing has changed")
         return
     unknown = [name for name in asked.names if name not in FIGURES]

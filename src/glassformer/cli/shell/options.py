@@ -1,8 +1,15 @@
-"""Options that several verbs share, each spelled once."""
+"""Options that several verbs share, each spelled once, and options that a spec declares."""
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import typer
+
+from glassformer.spec.options import Option, options_of
+
+T = TypeVar("T")
 
 AnyModel = Annotated[
     str,
@@ -25,3 +32,66 @@ Threads = Annotated[
     int | None, typer.Option(help="CPU threads; as many as the work is worth unless said.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+
+
+# --- options that a spec declares ----------------------------------------------------------------
+
+
+def takes(*specs: type, into: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a verb one command-line option for every option of some specs.
+
+    They stand in `--help` where the parameter `into` stands in the signature, and the verb gets
+    there a dict with the values that were typed, by the names of the specs' fields: what was not
+    typed is not in it, so the specs' own defaults apply. A field that two specs share is one
+    option.
+    """
+    options: dict[str, Option] = {}
+    for each in (each for cls in specs for each in options_of(cls)):
+        assert options.setdefault(each.name, each).flag == each.flag, each.name
+
+    def decorate(verb: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(verb)
+        def with_options(**values: Any) -> T:
+            typed: dict[str, Any] = {}
+            for name, each in options.items():
+                value = values.pop(name)
+                if value is not None and value != []:
+                    typed[name] = _value(each, value)
+            return verb(**values, **{into: typed})
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(verb).parameters.values():
+            if parameter.name == into:
+                parameters += [_parameter(each) for each in options.values()]
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        signature = inspect.Signature(parameters)
+        with_options.__signature__ = signature  # type: ignore[attr-defined]
+        with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_options
+
+    return decorate
+
+
+def _value(option: Option, value: Any) -> Any:
+    """The field's value: a flag changes its default, a text is parsed, a list is a tuple."""
+    if option.typed is bool and not option.repeated:
+        return not option.default
+    if option.parse is not None:
+        parsed = [option.parse(option.name, text) for text in ([value], value)[option.repeated]]
+        return tuple(parsed) if option.repeated else parsed[0]
+    return tuple(value) if option.repeated else value
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    """An option of typer whose default is None: only what is typed is something else."""
+    kind: Any = list[option.typed] if option.repeated else option.typed  # type: ignore[name-defined]
+    shown = typer.Option(
+        option.flag, help=option.help_text, metavar=option.metavar, show_default=False
+    )
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, shown],
+    )

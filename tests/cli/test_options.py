@@ -1,0 +1,81 @@
+"""`takes`: a spec's options on the command line, and which of them were typed."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from glassformer.cli.shell.options import AsJson, takes
+from glassformer.spec.checks import spec
+from glassformer.spec.options import option
+from tests.spec.test_options import Sample
+
+
+@spec
+class Other:
+    """Shares a field with `Sample`."""
+
+    count: int = option(3, help="The same count.", flag="--how-many")
+    width: int = option(4, help="A width.", at_least=1)
+
+
+def run(*words: str):
+    app, got = typer.Typer(rich_markup_mode=None), []
+
+    @app.command()
+    @takes(Sample, Other, into="given")
+    def verb(name: str, given: dict[str, object], as_json: AsJson = False) -> None:
+        """Do it."""
+        got.append((name, given, as_json))
+
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+    return result, got
+
+
+def test_only_what_was_typed_arrives():
+    result, got = run("x")
+    assert result.exit_code == 0
+    assert got == [("x", {}, False)]
+
+
+def test_values_have_the_types_of_the_fields():
+    words = "x --how-many 3 --share 1 --heads 2k --untied --stops a --stops b --width 9 --json"
+    result, got = run(*words.split())
+    assert result.exit_code == 0, result.output
+    given = {"count": 3, "share": 1.0, "heads": 2000, "tied": False, "stops": ("a", "b")}
+    assert got == [("x", given | {"width": 9}, True)]
+    assert type(got[0][1]["share"]) is float
+
+
+def test_a_typed_default_is_typed():
+    assert run("x", "--how-many", "5")[1] == [("x", {"count": 5}, False)]
+
+
+def test_help_lists_every_option_once_with_limits_and_default():
+    text = run("--help")[0].output
+    assert text.count("--how-many") == 1
+    assert "A share. [default: 1; 0 < x <= 1]" in text
+    assert text.index("--how-many") < text.index("--width") < text.index("--json")
+    assert "unlisted" not in text
+
+
+def test_text_where_a_number_belongs_is_refused():
+    result, got = run("x", "--how-many", "many")
+    assert (result.exit_code, got) == (2, [])
+
+
+def test_two_flags_for_one_field_are_a_mistake_of_ours():
+    @spec
+    class Clash:
+        count: int = option(3, help="Another flag.")
+
+    with pytest.raises(AssertionError):
+        takes(Sample, Clash, into="given")
+
+
+def test_options_need_no_torch():
+    code = "import sys, glassformer.cli.main; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "False"
