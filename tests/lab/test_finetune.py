@@ -19,9 +19,12 @@ from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.characters import Bytes
 from glassformer.lab.api import evaluate
-from glassformer.lab.finetune.recipe import finetune_spec
+from glassformer.lab.finetune import recipe as finetuning
+from glassformer.lab.finetune.base import Base
+from glassformer.lab.finetune.recipe import plan_finetune
 from glassformer.lab.measure import evaluate as module
 from glassformer.lab.recipes import read_config, recipe
+from glassformer.lab.runs import assemble as assembling
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.models.build import build
@@ -68,9 +71,9 @@ def written(folder: Path, *, lines: list[dict[str, Any]] | None = None) -> Path:
 
 
 def spec_in(folder: Path, *changes: str) -> RunSpec:
-    return finetune_spec(
+    return plan_finetune(
         [f"base={folder / 'qwen'}", f"data={folder / 'data.jsonl'}", *SHORT, *changes]
-    )
+    ).spec
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -472,3 +475,21 @@ FAULTS = (
 def test_every_fault_is_caught(fault, tmp_path):
     with planted(fault), pytest.raises(pytest.fail.Exception):
         another_base_is_refused(tmp_path)
+
+
+def test_a_planned_run_opens_its_base_and_reads_its_data_once(tmp_path, monkeypatch):
+    folder = written(tmp_path)
+    opened, read = [], []
+    for room in (finetuning, assembling):
+        before = room.open_base
+        monkeypatch.setattr(
+            room, "open_base", lambda path, f=before: opened.append(path) or f(path)
+        )
+    task = Base.task
+    monkeypatch.setattr(Base, "task", lambda self, spec: read.append(spec) or task(self, spec))
+    plan = plan_finetune([f"base={folder / 'qwen'}", f"data={folder / 'data.jsonl'}", "lora=2"])
+    first = assemble(plan).engine.weights()
+    assert (len(opened), len(read)) == (1, 1)
+    second = assemble(plan).engine.weights()  # training changes a base, so it is opened again
+    assert (len(opened), len(read)) == (2, 1)
+    assert all((first[name] == second[name]).all() for name in first)

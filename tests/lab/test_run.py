@@ -17,6 +17,7 @@ import pytest
 from glassformer.lab import recipes
 from glassformer.lab.api import evaluate, result_of, train
 from glassformer.lab.recipes import read_config
+from glassformer.lab.runs import assemble as assembling
 from glassformer.lab.runs.assemble import check_fit
 from glassformer.lab.runs.record import load_run_spec, metrics_line
 from glassformer.lab.runs.run import SPIKE, WINDOW, Alert, Evaluated, Saved, TrainingRun
@@ -480,3 +481,22 @@ def test_checkpoints_are_found_by_name_and_number(tmp_path):
     damage(run.directory.step_folder(3) / "model.safetensors")
     with pytest.raises(FileError, match="SHA-256 differs"):
         evaluate(f"{tmp_path}/run@3")
+
+
+def test_a_task_is_built_once_for_its_recipe_and_its_run(tmp_path, monkeypatch):
+    built = []
+
+    def counted(before):
+        def build(spec, **more):
+            built.append(spec)
+            return before(spec, **more)
+
+        return build
+
+    for module in (recipes, assembling):
+        monkeypatch.setattr(module, "build_task", counted(module.build_task))
+    plan = recipes.plan_run("parity", ["task.examples=200", "train.steps=1"])
+    run = TrainingRun(plan, tmp_path / "parity")
+    assert run.task is plan.task
+    assert built == [plan.spec.task]
+    assert assembling.assemble(plan.spec).task.facts() == plan.task.facts()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from glassformer.data.batch import Batch, Bools, Ints
 from glassformer.data.rng import digest, stream
 from glassformer.data.splits import checked, pick
+from glassformer.data.task import Task
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import FinetuneTask
@@ -49,7 +50,7 @@ class _Row:
     segments: NDArray[np.int64]
 
 
-class Examples:
+class Examples(Task):
     """Splits `train` and `val`, head `next`; rows of `train` hold several examples if packed.
 
     Equal examples stay in one split, so that nothing held out was trained on.
@@ -138,12 +139,6 @@ class Examples:
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
         """Examples are not broken down."""
         self._picked(split, rows)
-        return {}
-
-    def confusions(
-        self, split: str, rows: Ints, answers: NDArray[np.int64]
-    ) -> dict[str, list[tuple[str, str]]]:
-        """A wrong token is no other question's answer: nothing to confuse."""
         return {}
 
     def oracle(self, split: str, rows: Ints) -> None:

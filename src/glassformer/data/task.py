@@ -1,17 +1,22 @@
-"""What every task offers: numbered examples in splits, batches, and the truth about them."""
+"""The contract of a task: numbered examples in splits, batches, and the truth about them."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Ints
+from glassformer.data.rng import digest
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import InputError
 
 # B batch, T length, V vocabulary
+
+#: Examples that the defaults of a task read at once.
+_CHUNK = 1_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,43 +57,92 @@ class Oracle:
         return self.probabilities
 
 
-class Task(Protocol):
-    """Examples by split and number. The same spec gives the same examples, on every machine."""
+class Task(ABC):
+    """Examples by split and number. The same spec gives the same examples, on every machine.
 
+    A task must set `tokenizer` and `heads` and define `sizes` and `batch`; everything else has a
+    default that a task replaces when it knows better.
+    """
+
+    #: Shown in lists and recorded with a run.
     name: str
+    #: Names of the tokens, and what a checkpoint stores as `tokenizer.json`.
+    tokenizer: Tokenizer
+    #: The targets' heads, and how many classes each predicts.
+    heads: Mapping[str, int]
+    #: Examples are running text: a run records continuations of held-out ones.
+    is_running_text: ClassVar[bool] = False
+    #: Answers are sentences: decoded ones are scored by chrF and BLEU as well.
+    answers_are_sentences: ClassVar[bool] = False
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Names of the tokens, and what a checkpoint stores as `tokenizer.json`."""
-
-    @property
-    def heads(self) -> Mapping[str, int]:
-        """The targets' heads, and how many answers each has to choose from."""
-
+    @abstractmethod
     def sizes(self) -> Mapping[str, int]:
-        """How many examples each split has: train, val, and others by the task's own names."""
+        """Number of examples in each split: train, val, and others by the task's own names."""
+
+    @abstractmethod
+    def batch(self, split: str, rows: Ints) -> Batch:
+        """These examples, padded to the longest, with targets by head and loss weights."""
 
     def lengths(self, split: str) -> NDArray[np.int64]:
-        """Tokens of each example, for batches of like lengths."""
-
-    def batch(self, split: str, rows: Ints) -> Batch:
-        """Those examples, padded to the longest of them, with targets by head and loss weights."""
+        """Number of tokens of each example, for batches of similar lengths."""
+        counts = [batch.valid.sum(axis=1) for batch in self._batches(split)]
+        return np.concatenate(counts).astype(np.int64)
 
     def groups(self, split: str, rows: Ints) -> Mapping[str, list[str]]:
-        """Labels, one a row, by which results are broken down: {"length": ["3", "7"]}."""
+        """Labels, one per row, by which results are broken down: {"length": ["3", "7"]}."""
+        return {}
 
     def confusions(
         self, split: str, rows: Ints, answers: NDArray[np.int64]
     ) -> Mapping[str, list[tuple[str, str]]]:
-        """What was asked and what the answers look like, one pair a row; {} where there is no such
-        reading. `answers` are the likeliest tokens of the first head.
+        """Pairs (true label, predicted label), one per row; {} where predictions have no labels.
+
+        `answers` are the most likely tokens of the first head.
         """
+        return {}
 
     def oracle(self, split: str, rows: Ints) -> Oracle | None:
-        """The truth about `batch(split, rows)`, or None where nobody knows it (text)."""
+        """The true distribution of `batch(split, rows)`, or None where it is unknown (text)."""
+        return None
 
     def describe(self, split: str, row: int) -> str:
         """One example as people write it."""
+        batch = self.batch(split, np.array([row]))
+        return self.tokenizer.decode([int(i) for i in batch.tokens[0][batch.valid[0]]])
+
+    def notes(self) -> list[str]:
+        """Remarks that a person should read before training."""
+        return []
 
     def facts(self) -> Mapping[str, Any]:
-        """What is known of the task as a whole, for the run's record: JSON values and a hash."""
+        """Facts about the data for the run's record: JSON values, and a hash of every example."""
+        return {
+            "task": self.name,
+            "sizes": dict(self.sizes()),
+            "sha256": digest(
+                array
+                for split, size in self.sizes().items()
+                if size
+                for batch in self._batches(split)
+                for array in _arrays(batch)
+            ),
+        }
+
+    def _batches(self, split: str) -> Iterator[Batch]:
+        size = self.sizes()[split]
+        for first in range(0, size, _CHUNK):
+            yield self.batch(split, np.arange(first, min(first + _CHUNK, size)))
+
+
+def _arrays(batch: Batch) -> Iterator[NDArray[Any]]:
+    """Everything in a batch that a model could learn from, padding as zeros."""
+    yield np.where(batch.valid, batch.tokens, 0)
+    yield batch.valid
+    yield from (batch.targets[head] for head in sorted(batch.targets))
+    if batch.weights is not None:
+        yield batch.weights
+    if batch.segments is not None:
+        yield batch.segments
+    if batch.source is not None:
+        yield np.where(batch.source.valid, batch.source.tokens, 0)
+        yield batch.source.valid

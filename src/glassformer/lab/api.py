@@ -12,8 +12,8 @@ from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.measure import evaluate as evaluation
 from glassformer.lab.measure.exact_match import decoded_scores
-from glassformer.lab.recipes import named_task, recipe
-from glassformer.lab.runs.assemble import Parts, assemble, check_fit, read_checkpoint
+from glassformer.lab.recipes import named_task, plan_run
+from glassformer.lab.runs.assemble import Parts, PlannedRun, assemble, check_fit, read_checkpoint
 from glassformer.lab.runs.provenance import check_data, recorded_hash
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lab.runs.run import TrainingRun
@@ -51,11 +51,14 @@ def train(
     given += [f"train.steps={steps}"] if steps is not None else []
     given += [f"train.seed={seed}"] if seed is not None else []
     cache = cache_folder(Path(runs))
-    spec = recipe(what, given, cache=cache) if isinstance(what, str) else override(what, given)
+    if isinstance(what, str):
+        plan = plan_run(what, given, cache=cache)
+    else:
+        plan = PlannedRun(spec=override(what, given))
     usual = what if isinstance(what, str) else "run"
     folder = run_folder(Path(runs), usual if name is None else name)
-    run = TrainingRun(spec, folder, device=device)
-    count = threads_of_run(spec, run.task, asked=threads, device=device)
+    run = TrainingRun(plan, folder, device=device)
+    count = threads_of_run(run.spec, run.task, asked=threads, device=device)
     with run.directory.locked(), taking(count):
         run.prepare(overwrite=overwrite)
         for _ in run.events():

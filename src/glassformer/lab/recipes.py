@@ -9,7 +9,7 @@ from pathlib import Path
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.lab.finetune import recipe as finetune
-from glassformer.lab.runs.assemble import longest
+from glassformer.lab.runs.assemble import PlannedRun, longest
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Dropout, LayerNorm, ModelSpec
@@ -22,9 +22,8 @@ from glassformer.spec.tasks import (
     TextTask,
     TranslationTask,
 )
+from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import AdamW, CosineSchedule, RunSpec, TrainSpec
-
-TaskSpec = DigitsTask | SequenceTask | FsmTask | TextTask | TranslationTask
 
 
 def _digits_model(task: Task) -> ModelSpec:
@@ -34,18 +33,6 @@ def _digits_model(task: Task) -> ModelSpec:
 
 
 def _sequence_model(task: Task) -> ModelSpec:
-    return presets.seq2seq(
-        vocab_size=task.tokenizer.vocab_size,
-        d_model=64,
-        n_heads=4,
-        d_ff=256,
-        n_layers=2,
-        max_seq_len=64,
-        dropout=0.0,
-    )
-
-
-def _translation_model(task: Task) -> ModelSpec:
     return presets.seq2seq(
         vocab_size=task.tokenizer.vocab_size,
         d_model=64,
@@ -141,7 +128,7 @@ RECIPES: dict[str, tuple[TaskSpec, Callable[[Task], ModelSpec], TrainSpec]] = {
     "copy": (SequenceTask(operation="copy"), _sequence_model, _SHORT),
     "reverse": (SequenceTask(operation="reverse"), _sequence_model, _SHORT),
     "sort": (SequenceTask(operation="sort"), _sequence_model, _SHORT),
-    "translate": (TranslationTask(), _translation_model, _TRANSLATE),
+    "translate": (TranslationTask(), _sequence_model, _TRANSLATE),
     "parity": (FsmTask(machine="parity"), _fsm_model, _LONG),
     "mod-3": (FsmTask(machine="mod-3"), _fsm_model, _LONG),
     "brackets": (FsmTask(machine="brackets-4"), _fsm_model, _LONG),
@@ -164,24 +151,31 @@ def named_task(name: str) -> TaskSpec:
     return RECIPES[name][0]
 
 
-def kind_of(name: str) -> type[TaskSpec | FinetuneTask]:
+def kind_of(name: str) -> type[TaskSpec]:
     """What kind of task the runs of that name have."""
     return FinetuneTask if name == finetune.NAME else type(named_task(name))
 
 
 def recipe(name: str, overrides: Iterable[str] = (), *, cache: Path | None = None) -> RunSpec:
+    """The spec of a run by name; whoever trains it calls `plan_run`, which keeps what was built."""
+    return plan_run(name, overrides, cache=cache).spec
+
+
+def plan_run(name: str, overrides: Iterable[str] = (), *, cache: Path | None = None) -> PlannedRun:
     """A run by name. Overrides of `task.` come first, so that the model is made for that task.
 
     `cache` is a folder where a text keeps its token files.
     """
     if name == finetune.NAME:
-        return finetune.finetune_spec(overrides)
+        return finetune.plan_finetune(overrides)
     task_spec = named_task(name)
     _, model_for, train = RECIPES[name]
     ours = [text.removeprefix("task.") for text in overrides if text.startswith("task.")]
     task_spec = override(task_spec, ours)
-    spec = RunSpec(model=model_for(build_task(task_spec, cache=cache)), task=task_spec, train=train)
-    return override(spec, [text for text in overrides if not text.startswith("task.")])
+    task = build_task(task_spec, cache=cache)
+    spec = RunSpec(model=model_for(task), task=task_spec, train=train)
+    rest = [text for text in overrides if not text.startswith("task.")]
+    return PlannedRun(spec=override(spec, rest), task=task)
 
 
 def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:

@@ -26,7 +26,7 @@ from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.measure.exact_match import Decoded, answers, decode_split, wanted
-from glassformer.lab.recipes import recipe
+from glassformer.lab.recipes import plan_run
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import threads_of_run
 from glassformer.lens.look import look
@@ -59,7 +59,7 @@ def demo(
     changes += [f"train.seed={seed}"] if seed is not None else []
     free = name is None
     folder = free_folder(runs, "demo", overwrite=overwrite) if free else run_folder(runs, name)
-    run = TrainingRun(recipe(TASK, changes), folder)
+    run = TrainingRun(plan_run(TASK, changes), folder)
     began = time.perf_counter()
     say = _silent if as_json else _say
     try:

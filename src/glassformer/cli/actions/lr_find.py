@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from glassformer.cli.actions.train import run_spec
+from glassformer.cli.actions.train import planned_run
 from glassformer.cli.shell.process import check_device
 from glassformer.kernels.threads import taking
 from glassformer.lab.runs.assemble import assemble
@@ -13,8 +13,9 @@ from glassformer.training.lr_find import RateRange, find_rate
 def find(what: str, overrides: list[str], *, device: str, threads: int | None) -> RateRange:
     """The loss at rising rates, and the range in which it falls."""
     check_device(device)
-    spec = run_spec(what, overrides)
-    parts = assemble(spec, device=device)
+    plan = planned_run(what, overrides)
+    spec = plan.spec
+    parts = assemble(plan, device=device)
     with taking(threads_of_run(spec, parts.task, asked=threads, device=device)):
         return find_rate(parts.engine, parts.task, spec.train)
 

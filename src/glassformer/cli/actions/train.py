@@ -16,7 +16,8 @@ from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
 from glassformer.lab.finetune.recipe import spelled_out
-from glassformer.lab.recipes import kind_of, read_config, recipe
+from glassformer.lab.recipes import kind_of, plan_run, read_config
+from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import check_threads, recorded_threads, threads_of_run
@@ -26,11 +27,11 @@ from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import RunDirectory, cache_folder, plain_numbers, run_folder
 
 
-def run_spec(what: str, overrides: list[str], *, cache: Path | None = None) -> RunSpec:
+def planned_run(what: str, overrides: list[str], *, cache: Path | None = None) -> PlannedRun:
     """A recipe by name, or a TOML file, with overrides."""
     if what.endswith((".toml", ".json")):
-        return read_config(Path(what), overrides)
-    return recipe(what, overrides, cache=cache)
+        return PlannedRun(spec=read_config(Path(what), overrides))
+    return plan_run(what, overrides, cache=cache)
 
 
 def found_base(overrides: list[str], runs: Path) -> list[str]:
@@ -65,11 +66,12 @@ def train(
         )
     folder = run_folder(runs, Path(what).stem if name is None else name)
     if resume and (folder / "config.json").is_file():
-        spec = resumed_spec(folder, what, overrides)
+        plan = PlannedRun(spec=resumed_spec(folder, what, overrides))
     else:
-        spec = run_spec(what, overrides, cache=cache_folder(runs))
+        plan = planned_run(what, overrides, cache=cache_folder(runs))
+    spec = plan.spec
     check_threads(threads, engine=spec.engine)
-    run = TrainingRun(spec, folder, device=device)
+    run = TrainingRun(plan, folder, device=device)
     if resume and threads is None and spec.engine == "torch":
         threads = recorded_threads(folder)
     threads = threads_of_run(spec, run.task, asked=threads, device=device)

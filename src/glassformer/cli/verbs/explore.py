@@ -7,7 +7,6 @@ import typer
 
 from glassformer.cli.shell.options import Runs
 from glassformer.spec.errors import InputError
-from glassformer.store.run_ref import RunRef
 
 
 def explore(
@@ -72,6 +71,8 @@ def _place(what: str | None, runs: Path) -> Path:
         return runs
     if Path(what).exists():
         return _checked(Path(what))
+    from glassformer.store.run_ref import RunRef
+
     if RunRef.parse(what).step:
         raise InputError(f"{what} names a checkpoint", hint="the page lets you choose the step")
     from glassformer.cli.shell.resolve import find_model

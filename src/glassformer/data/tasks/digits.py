@@ -23,7 +23,7 @@ from glassformer.data.splits import (
     spread,
     tenths,
 )
-from glassformer.data.task import Oracle
+from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
@@ -104,7 +104,7 @@ class _Rows:
     answers_N: NDArray[np.int8]
 
 
-class Digits:
+class Digits(Task):
     """Unique examples, as evenly over operations and lengths as there are different ones."""
 
     def __init__(self, spec: DigitsTask) -> None:

@@ -22,7 +22,7 @@ from glassformer.data.automata.walk import Strings, Walk, weighted_walk
 from glassformer.data.batch import Batch, Bools, Ints
 from glassformer.data.rng import digest, hash_rows, stream
 from glassformer.data.splits import checked, overlap, padded_to_longest, pick
-from glassformer.data.task import Oracle
+from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import FsmTask
@@ -159,7 +159,7 @@ def _joined(parts: list[Rows]) -> Rows:
 # N strings, B batch, T tokens, L symbols, V vocabulary, Q states, M phases of the walk
 
 
-class Fsm:
+class Fsm(Task):
     """Strings of a machine; heads `next`, `class` and `state`, all (B, T).
 
     Splits. The string that a model reads decides the split, by a hash, eight parts in ten train. A
@@ -237,12 +237,6 @@ class Fsm:
             "length": [str(length - 1) for length in kept.lengths_N],
             "class": [names[self.machine.classes[state]] for state in last_B],
         }
-
-    def confusions(
-        self, split: str, rows: Ints, answers: NDArray[np.int64]
-    ) -> dict[str, list[tuple[str, str]]]:
-        """A wrong symbol is no other question's answer: nothing to confuse."""
-        return {}
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
         """P(next | what was read) at every valid position, weighted or not, and its entropy."""

@@ -25,7 +25,7 @@ from glassformer.data.splits import (
     spread,
     tenths,
 )
-from glassformer.data.task import Oracle
+from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.spec.tasks import SequenceTask
 
@@ -43,7 +43,7 @@ class _Rows:
     lengths_N: NDArray[np.int64]
 
 
-class Sequences:
+class Sequences(Task):
     """Unique sources, as evenly over lengths as there are different ones.
 
     The split `longer` holds lengths that no other split has, a tenth of `examples` in number.
@@ -90,12 +90,6 @@ class Sequences:
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
         """Each row's number of symbols."""
         return {"length": [str(length) for length in self._take(split, rows).lengths_N]}
-
-    def confusions(
-        self, split: str, rows: Ints, answers: NDArray[np.int64]
-    ) -> dict[str, list[tuple[str, str]]]:
-        """A wrong symbol is no other question's answer: nothing to confuse."""
-        return {}
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
         """One answer is right: entropy (B, T) is 0, and (B, T, V) is 1 on the target; 0 on PAD."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Ints
 from glassformer.data.splits import checked, pick
+from glassformer.data.task import Task
 from glassformer.data.tasks.corpus import Document, read_corpus
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.characters import Bytes, Characters
@@ -40,12 +41,14 @@ class _Part:
     text_bytes: int
 
 
-class Text:
+class Text(Task):
     """Windows of `length` tokens, one after another; head `next`. Nobody knows the truth here.
 
     `cache` is a folder for the token files, found again by the hash of the text; without one they
     lie in nameless temporary files. What is left at a part's end, shorter than a window, is unused.
     """
+
+    is_running_text = True
 
     def __init__(self, spec: TextTask, *, cache: Path | None = None) -> None:
         self.spec = spec
@@ -98,12 +101,6 @@ class Text:
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
         """Text is not broken down."""
         self._window(split, rows)
-        return {}
-
-    def confusions(
-        self, split: str, rows: Ints, answers: NDArray[np.int64]
-    ) -> dict[str, list[tuple[str, str]]]:
-        """A wrong symbol is no other question's answer: nothing to confuse."""
         return {}
 
     def oracle(self, split: str, rows: Ints) -> None:

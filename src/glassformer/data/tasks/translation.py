@@ -35,7 +35,7 @@ from glassformer.data.splits import (
     spread,
     tenths,
 )
-from glassformer.data.task import Oracle
+from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.spec.errors import MachineError
 from glassformer.spec.tasks import TranslationTask
@@ -114,8 +114,10 @@ class _Pairs:
     answer_lengths_N: NDArray[np.int64]
 
 
-class Translation:
+class Translation(Task):
     """Every value in all six directions; splits `train`, `val`, `test` by value, head `next`."""
+
+    answers_are_sentences = True
 
     def __init__(self, spec: TranslationTask) -> None:
         self.spec = spec
@@ -162,12 +164,6 @@ class Translation:
             "kind": [value.kind for value in values],
             "length": [value.length for value in values],
         }
-
-    def confusions(
-        self, split: str, rows: Ints, answers: NDArray[np.int64]
-    ) -> dict[str, list[tuple[str, str]]]:
-        """A wrong piece is no other question's answer: nothing to confuse."""
-        return {}
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
         """One answer is right: entropy (B, T) is 0, and (B, T, V) is 1 on the target; 0 on PAD."""

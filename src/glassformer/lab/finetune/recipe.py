@@ -8,7 +8,8 @@ Three epochs unless `train.steps` says otherwise. The base's weights are hashed 
 
 from collections.abc import Iterable
 
-from glassformer.lab.finetune.base import Base, open_base
+from glassformer.lab.finetune.base import open_base
+from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.models.state import weights_hash
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA, Tuning
@@ -38,7 +39,7 @@ def spelled_out(overrides: Iterable[str]) -> list[str]:
     return made
 
 
-def finetune_spec(overrides: Iterable[str]) -> RunSpec:
+def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
     """The run that these overrides describe; `base` and `data` must be among them."""
     given = spelled_out(overrides)
     path, data = _last(given, "tuning.base"), _last(given, "task.path")
@@ -69,7 +70,12 @@ def finetune_spec(overrides: Iterable[str]) -> RunSpec:
     )
     named = ("tuning.base=", "task.path=")
     spec = override(spec, [text for text in given if not text.startswith(named)])
-    return spec if _last(given, "train.steps") else _with_steps(spec, base, given)
+    assert isinstance(spec.task, FinetuneTask)
+    if _last(given, "train.steps"):
+        return PlannedRun(spec=spec, base=base)
+    task = base.task(spec.task)
+    steps = _with_steps(spec, task.sizes()["train"], given)
+    return PlannedRun(spec=steps, task=task, base=base)
 
 
 def _last(given: list[str], path: str) -> str:
@@ -79,10 +85,8 @@ def _last(given: list[str], path: str) -> str:
     )
 
 
-def _with_steps(spec: RunSpec, base: Base, given: list[str]) -> RunSpec:
-    """As many steps as the epochs have, and a look and a checkpoint after each epoch."""
-    assert isinstance(spec.task, FinetuneTask)
-    rows = base.task(spec.task).sizes()["train"]
+def _with_steps(spec: RunSpec, rows: int, given: list[str]) -> RunSpec:
+    """Train for three epochs, with an evaluation and a checkpoint after each."""
     epoch = max(1, -(-rows // (spec.train.batch_size * spec.train.accumulate)))
     wanted = {"steps": EPOCHS * epoch, "evaluate_every": epoch, "checkpoint_every": epoch}
     return override(

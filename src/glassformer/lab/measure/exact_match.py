@@ -13,7 +13,6 @@ import numpy as np
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
-from glassformer.data.tasks.translation import Translation
 from glassformer.generation.beam import beam_search
 from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
@@ -115,7 +114,7 @@ def decoded_scores(stepper: Stepper, task: Task, *, split: str) -> dict[str, Any
             marks.setdefault(label, []).append(row not in wrong)
         ordered = sorted(marks.items(), key=natural)
         by[group] = {label: sum(right) / len(right) for label, right in ordered}
-    scores = text_scores(found, task) if isinstance(task, Translation) else {}
+    scores = text_scores(found, task) if task.answers_are_sentences else {}
     return {"examples": found.examples, "exact_match": found.exact_match, **scores, "by": by}
 
 

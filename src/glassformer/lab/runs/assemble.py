@@ -15,7 +15,6 @@ import torch
 from glassformer.adapters.folder.lora import TUNING, check_base, peft_files, read_peft, read_tuning
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
-from glassformer.data.tasks.text import Text
 from glassformer.lab.finetune.base import Base, open_base
 from glassformer.models.state import weights_of
 from glassformer.nn.lora import apply_lora
@@ -42,32 +41,46 @@ class Parts:
     notes: list[str] = field(default_factory=list)
 
 
-def assemble(spec: RunSpec, *, device: str = "cpu", cache: Path | None = None) -> Parts:
-    """Task and engine of a run, fitting each other; a base is opened once for both.
+@dataclass(kw_only=True, slots=True)
+class PlannedRun:
+    """A run's spec, with the task and the base model that had to be built to find it.
+
+    `assemble` takes the base over, since training changes it; a second assembly opens it again.
+    """
+
+    spec: RunSpec
+    task: Task | None = None
+    base: Base | None = None
+
+
+def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | None = None) -> Parts:
+    """Build the task and the engine of a run, fitting each other; a base is opened once for both.
 
     `cache` is a folder where a text keeps its token files.
     """
+    plan = run if isinstance(run, PlannedRun) else PlannedRun(spec=run)
+    spec = plan.spec
     if spec.tuning is None:
-        task = build_task(spec.task, cache=cache)
+        task = plan.task or build_task(spec.task, cache=cache)
         check_fit(spec.model, task)
         files = {"tokenizer.json": task.tokenizer.to_json().encode()}
-        notes = task.notes() if isinstance(task, Text) else []
         engine = build_engine(spec, device=device)
-        return Parts(task=task, engine=engine, files=files, notes=notes)
-    base = open_base(spec.tuning.base)
+        return Parts(task=task, engine=engine, files=files, notes=task.notes())
+    base = plan.base or open_base(spec.tuning.base)
+    plan.base = None
     check_base(base.model, spec.tuning, where=spec.tuning.base)
     if base.model.spec != spec.model:
         raise InputError(
             "a fine-tuned model keeps its base's spec", hint="leave out what begins with `model.`"
         )
-    notes: list[str] = []
-    if isinstance(spec.task, FinetuneTask):
-        examples = base.task(spec.task)
-        task, notes = examples, examples.notes()
-    else:
-        task = build_task(spec.task)
+    task = plan.task
+    if task is None:
+        if isinstance(spec.task, FinetuneTask):
+            task = base.task(spec.task)
+        else:
+            task = build_task(spec.task, cache=cache)
     check_fit(spec.model, task, has_base=True)
-    notes.append(trainable(spec.model, spec.tuning))
+    notes = [*task.notes(), trainable(spec.model, spec.tuning)]
     engine = _tuned_engine(spec, base, device=device)
     return Parts(task=task, engine=engine, files=base.files, notes=notes)
 

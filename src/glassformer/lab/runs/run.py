@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
-from glassformer.lab.runs.assemble import assemble, read_checkpoint, write_checkpoint
+from glassformer.lab.runs.assemble import PlannedRun, assemble, read_checkpoint, write_checkpoint
 from glassformer.lab.runs.probing import forget_probes, probe
 from glassformer.lab.runs.record import (
     data_hash,
@@ -96,14 +96,14 @@ class Progress:
 class TrainingRun:
     """One run in one directory."""
 
-    def __init__(self, spec: RunSpec, folder: Path, *, device: str = "cpu") -> None:
-        self.spec = spec
+    def __init__(self, run: RunSpec | PlannedRun, folder: Path, *, device: str = "cpu") -> None:
+        self.spec = run.spec if isinstance(run, PlannedRun) else run
         self.directory = RunDirectory(folder)
         self.device = device
         self.progress = Progress()
         self.stop_requested = False
         self.stopped = False
-        parts = assemble(spec, device=device, cache=cache_folder(folder.parent))
+        parts = assemble(run, device=device, cache=cache_folder(folder.parent))
         self.task, self.engine, self.files = parts.task, parts.engine, parts.files
         self.notes = parts.notes
         self.facts = dict(self.task.facts())

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from glassformer.data.task import Task
-from glassformer.data.tasks.text import Text
 from glassformer.generation.loop import generate
 from glassformer.generation.stepper import HandStepper, Stepper, TorchStepper
 from glassformer.spec.decoding import DecodeSpec
@@ -35,12 +34,12 @@ class Sample:
 
 
 def write_samples(engine: Engine, task: Task) -> tuple[Sample, ...]:
-    """Some continuations, spread over the held-out part; none for tasks that are no text."""
-    if not isinstance(task, Text):
+    """Some continuations, spread over the held-out part; none unless a task is running text."""
+    if not task.is_running_text:
         return ()
     windows = task.sizes()["val"]
     rows = np.unique(np.arange(COUNT) * windows // COUNT)
-    opening = min(OPENING, task.spec.length - 1)
+    opening = min(OPENING, int(task.lengths("val")[rows].min()) - 1)
     ids = task.batch("val", rows).tokens[:, :opening].tolist()
     spec = DecodeSpec(max_new_tokens=LENGTH, temperature=0.8, top_p=0.95)
     made = generate(
