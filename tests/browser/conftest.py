@@ -5,6 +5,7 @@ the console, no exception, no request to another origin. axe(page) holds it to W
 shoot(page, name) keeps a picture in build/screens to look at.
 """
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -29,6 +30,8 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update",
 )  # fmt: skip
 WIDTHS, THEMES = (1320, 390), ("light", "dark")
+#: Layout depends on the width and contrast on the theme: two forms show every one of both.
+FORMS = tuple(zip(WIDTHS, THEMES, strict=True))
 HEIGHTS = {1320: 900, 390: 844}
 RULES = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice")
 
@@ -58,9 +61,17 @@ def chromium() -> str:
 
 @pytest.fixture(scope="session")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the tiny runs."""
+    """The folder of the tiny runs: trained once for all workers, a copy for each."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "laboratory"
+    with open(shared.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "complete").exists():
+            shutil.rmtree(shared, ignore_errors=True)
+            train_all(shared / "runs")
+            (shared / "complete").touch()
     runs = tmp_path_factory.mktemp("explorer") / "runs"
-    train_all(runs)
+    shutil.copytree(shared / "runs", runs, symlinks=True)
     return runs
 
 

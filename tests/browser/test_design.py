@@ -11,7 +11,7 @@ from glassformer.budget.question import Answer
 from glassformer.costs.parameter_table import allocation_lines
 from glassformer.lab.plots.figures import EXPANSIONS, RATIOS
 from glassformer.spec.units import format_bytes
-from tests.browser.conftest import THEMES, WIDTHS, Opener, Watch
+from tests.browser.conftest import FORMS, Opener, Watch
 
 READY = ".design[data-ready] glass-landscape[data-ready]"
 STATES = {
@@ -56,8 +56,7 @@ def holds(page: Page, answer: Answer) -> None:
     assert weights.locator("td").first.inner_text() == format_bytes(4 * best.params)
 
 
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "theme"), FORMS)
 @pytest.mark.parametrize("name", STATES)
 def test_every_theme_and_width(
     open_page: Opener, axe: Any, shoot: Any, name: str, width: int, theme: str

@@ -10,7 +10,7 @@ from glassformer.lab import api
 from glassformer.lab.measure.confusion import order
 from glassformer.lab.measure.evaluate import Evaluation
 from glassformer.store.rundir import RunDirectory
-from tests.browser.conftest import THEMES, WIDTHS, Opener, Site
+from tests.browser.conftest import FORMS, Opener, Site
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,7 @@ def wrong_cell(own: Evaluation) -> tuple[str, str, int]:
     )
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(("width", "theme"), FORMS)
 def test_it_is_accessible(
     open_page: Opener, axe: Callable, shoot: Callable, own: Evaluation, width: int, theme: str
 ) -> None:

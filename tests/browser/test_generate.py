@@ -10,7 +10,7 @@ import glassformer as gf
 from glassformer.generation.beam import beam_search
 from glassformer.generation.loop import Generated, generate
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
-from tests.browser.conftest import THEMES, WIDTHS, Opener, Site, Watch
+from tests.browser.conftest import FORMS, Opener, Site, Watch
 from tests.browser.hostile import HOSTILE
 
 STATES = {
@@ -39,8 +39,7 @@ def made(site: Site, prompt: str, **settings: Any) -> Generated:
     return one
 
 
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "theme"), FORMS)
 @pytest.mark.parametrize("name", STATES)
 def test_every_theme_and_width(
     open_page: Opener, axe: Any, shoot: Any, name: str, width: int, theme: str

@@ -8,7 +8,7 @@ from playwright.sync_api import Page, expect
 
 import glassformer as gf
 from glassformer.lab.measure.precision_on_text import Prompted, in_precisions, prompted
-from tests.browser.conftest import THEMES, WIDTHS, Opener, Site, Watch
+from tests.browser.conftest import FORMS, Opener, Site, Watch
 
 TEXT = "the glass is clear"
 LINK = f"quantize?run=text&text={TEXT.replace(' ', '+')}"
@@ -40,8 +40,7 @@ def short(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "theme"), FORMS)
 @pytest.mark.parametrize("name", STATES)
 def test_every_theme_and_width(
     open_page: Opener, axe: Any, shoot: Any, name: str, width: int, theme: str

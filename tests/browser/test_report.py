@@ -4,7 +4,7 @@ import pytest
 
 from glassformer.adapters.load import load
 from glassformer.web.report.document import report_html
-from tests.browser.conftest import HEIGHTS, THEMES, WIDTHS, Watch
+from tests.browser.conftest import FORMS, HEIGHTS, THEMES, Watch
 
 RUNS = ("digits", "reverse", "text")
 
@@ -42,7 +42,7 @@ def open_file(browser, files):
 @pytest.mark.parametrize(
     ("name", "width", "theme"),
     [
-        *(("digits", width, theme) for width in WIDTHS for theme in THEMES),
+        *(("digits", width, theme) for width, theme in FORMS),
         ("reverse", 390, "dark"),
         ("text", 1320, "light"),
     ],

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 
 from glassformer.lab.runs.curves import read_curves
 from glassformer.store.rundir import RunDirectory
-from tests.browser.conftest import THEMES, WIDTHS, Opener, Site, Watch
+from tests.browser.conftest import FORMS, Opener, Site, Watch
 
 SEEDS = "digits-seed1,digits-seed2,digits-seed3"
 
@@ -31,8 +31,7 @@ def short(value: float) -> str:
     return f"{value:.{3 if size < 1 else 2 if size < 100 else 0}f}"
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(("width", "theme"), FORMS)
 def test_it_is_accessible(
     open_page: Opener, axe: Callable, shoot: Callable, width: int, theme: str
 ) -> None:

@@ -228,7 +228,8 @@ class Quantize {
     if (!this.view?.run) return { cli: "", python: "" };
     const path = modelPath(this.view, this.form.known.paths);
     return { cli: [8, 4].map((bits) => `glass quantize ${quoted(path)} --bits ${bits} --indivisible int8`).join(" && "),
-      python: ["import glassformer as gf", "from glassformer.lab.measure.precision_on_text import in_precisions, prompted", "",
+      python: ["import glassformer as gf",
+        "from glassformer.lab.measure.precision_on_text import in_precisions, prompted", "",
         `model = gf.load(${JSON.stringify(path)})`,
         `print(prompted(model, in_precisions(model), ${JSON.stringify(this.form.text.value)}))`].join("\n") };
   }
