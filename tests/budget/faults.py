@@ -25,7 +25,7 @@ FAULTS = (
     Fault("exact within a whole step", LIMITS + "room", "(2 * large.covered + large.step)", "(2 * large.covered + 2 * large.step)", "limits"),
     Fault("ratio's limit on the other side", LIMITS + "room", "low = max(low, _up(small.covered * under, over))", "pass", "limits"),
     Fault("expansion's limit on one side", LIMITS + "room", "narrow = max(narrow, _up(self._least_glu[0] * small.d_model, self._least_glu[1]))", "pass", "answers"),
-    Fault("rotary with odd heads", "budget.counting:width_step", "2 if isinstance(budget.position, Rotary) else 1", "1", "answers"),
+    Fault("rotary with odd heads", "budget.counting:width_step", "2 if turns_keys(budget.position) else 1", "1", "answers"),
     Fault("free heads too free", "budget.counting:heads_of", "math.floor(middle + HEAD_SLACK)", "math.floor(middle + HEAD_SLACK) + 1", "freed"),
     Fault("any heads not grouped", "budget.counting:_any_heads", "d_model // h % groups == 0", "True", "grouped"),
     Fault("widest model left out", "budget.counting:Widths.within", "low * self.step + 1", "low * self.step", "answers"),

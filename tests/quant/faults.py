@@ -61,7 +61,7 @@ FAULTS = (
     Fault("STE gradient missing", "quant.qat:StraightThrough.backward", "return gradient, None", "return torch.zeros_like(gradient), None", "gradients_go_straight_through"),
     Fault("weights not rounded in training", "quant.qat:RoundedLinear.forward", "fake_quantize(self.weight, self.scheme)", "self.weight", "converted_is_rounded"),
     Fault("a table not rounded in training", "quant.qat:RoundedEmbedding.forward", "fake_quantize(self.weight, self.scheme)", "self.weight", "converted_is_rounded"),
-    Fault("tied table forgotten", "spec.quantization:targets", 'keep_tables = factorized or tied != "share"', "keep_tables = True", "tied_tables_are_shared"),
+    Fault("tied table forgotten", "spec.quantization:targets", 'keep_tables = is_factorized(model.embedding) or tied != "share"', "keep_tables = True", "tied_tables_are_shared"),
     Fault("untied head beside a tied spec", "quant.convert:_untie", "model.spec = untied(model.spec)", "pass", "tied_tables_are_shared"),
     Fault("bias lost on the way back", "quant.convert:dequantize_model", "plain.bias = nn.Parameter(layer.bias)", "plain.bias = nn.Parameter(torch.zeros_like(layer.bias))", "dequantized_is_what_was_used"),
     Fault("zero lost on disk", "quant.arrays:_layer", 'leaves.get("zero")', "None", "arrays_come_back"),

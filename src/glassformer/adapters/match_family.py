@@ -13,6 +13,7 @@ from typing import Any
 from glassformer.adapters.config import Config
 from glassformer.adapters.family import Family
 from glassformer.adapters.registry import families_that_write
+from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, Stack
@@ -25,6 +26,7 @@ SHOWN = 6
 
 def counterpart(spec: ModelSpec, *, first: str = "") -> Family:
     """The family that writes this spec; `first` is asked before the others."""
+    check_tree(spec)
     known = families_that_write()
     order = [name for name in (first, *PREFERRED, *known) if name in known]
     tried: dict[str, list[str]] = {}

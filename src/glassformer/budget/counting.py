@@ -30,8 +30,8 @@ from glassformer.budget.question import (
     build_spec,
 )
 from glassformer.spec.init import NormalInit
-from glassformer.spec.manifest import Parameter, block_parameters, manifest
-from glassformer.spec.model import Bias, Rotary
+from glassformer.spec.manifest import Parameter, block_parameters, manifest, turns_keys
+from glassformer.spec.model import Bias
 
 
 class Law:
@@ -234,13 +234,13 @@ def width_step(budget: Budget) -> int:
         return math.lcm(2, budget.width_multiple)
     if budget.n_heads is None:
         return budget.width_multiple
-    turned = 2 if isinstance(budget.position, Rotary) else 1  # rotary turns pairs
+    turned = 2 if turns_keys(budget.position) else 1  # rotary turns pairs
     return math.lcm(turned * budget.n_heads, budget.width_multiple)
 
 
 def heads_of(budget: Budget, d_model: int) -> list[tuple[int, int]]:
     """(n_heads, d_head) that this width may have."""
-    even = 2 if isinstance(budget.position, Rotary) else 1
+    even = 2 if turns_keys(budget.position) else 1
     if budget.free_head_width:
         assert budget.n_heads is not None
         middle = d_model / budget.n_heads
@@ -385,7 +385,7 @@ def _nonzero(ranks: range | tuple[int | None], modulus: int) -> Iterator[int | N
 def _frames(widths: Widths, modulus: int) -> Iterator[tuple[int, int, int]]:
     """A width, a number of heads and their width, for all that the three leave together."""
     budget, step, every = widths.budget, widths.step, range(modulus)
-    even = 2 if isinstance(budget.position, Rotary) else 1
+    even = 2 if turns_keys(budget.position) else 1
     groups, d_heads = budget.n_kv_heads or 1, range(0, even * modulus, even)
     for d_model in range(0, step * modulus, step):
         if budget.n_heads is None and budget.n_kv_heads is None:

@@ -17,7 +17,7 @@ from glassformer.byhand.linear import (
     linear_products,
     sum_rows,
 )
-from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, Trip
 from glassformer.byhand.position import rotate_backward, rotate_forward
 from glassformer.spec import model as spec
@@ -134,7 +134,8 @@ def multi_head_backward(
         for letter in "qk":
             rotate_backward(split[letter].transpose(0, 2, 1, 3), cache.rotation, ws=ws)
     for letter, norm in cache.norms.items():
-        biased = isinstance(cache.attention.qk_norm, spec.LayerNorm)
+        assert cache.attention.qk_norm is not None
+        biased = has_shift(cache.attention.qk_norm)
         name = f"{letter}_norm"
         norm_backward(
             split[letter], norm, grads=grads, name=name, biased=biased, dx=split[letter], ws=ws

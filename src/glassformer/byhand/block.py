@@ -4,7 +4,7 @@ pre: x = x + part(norm(x)).  post: x = norm(x + part(x)).  Parts: attention, cro
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from glassformer.byhand.ffn import (
     swiglu_backward,
     swiglu_forward,
 )
-from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, Trip
 from glassformer.spec import model as spec
 
@@ -110,7 +110,7 @@ def block_backward(
 ) -> Array:
     """The gradient of the residual stream before this block, in place; dmemory is added to."""
     ws, block = trip.ws, cache.block
-    biased = isinstance(block.norm, spec.LayerNorm)
+    biased = has_shift(block.norm)
     for name, norm, keep, part in reversed(cache.lines):
         mark = ws.mark()
         norm_name = f"{name}_norm"
@@ -178,13 +178,17 @@ def _part_forward(
             dropout=dropout.attention,
             at=f"{at}cross.",
         )
-    if isinstance(block.ffn, spec.SwiGLU):
-        return swiglu_forward(
-            x_BTD, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
-        )
-    return feed_forward(
-        x_BTD, ffn=block.ffn, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
-    )
+    match block.ffn:
+        case spec.SwiGLU():
+            return swiglu_forward(
+                x_BTD, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
+            )
+        case spec.MLP() as ffn:
+            return feed_forward(
+                x_BTD, ffn=ffn, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
+            )
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def _part_backward(
@@ -200,9 +204,12 @@ def _part_backward(
             return feed_backward(dout_BTD, part, grads=grads.ffn, trip=trip)
         case SwiGLUCache():
             return swiglu_backward(dout_BTD, part, grads=grads.ffn, trip=trip)
-    mine = grads.attn if name == "attn" else grads.cross
-    dx, dcontext = multi_head_backward(dout_BTD, part, grads=mine, trip=trip)
-    if dcontext is not None and dmemory_BSD is not None:
-        # every decoder layer reads the same memory, so its gradients add up
-        dmemory_BSD += dcontext
-    return dx
+        case HeadsCache():
+            mine = grads.attn if name == "attn" else grads.cross
+            dx, dcontext = multi_head_backward(dout_BTD, part, grads=mine, trip=trip)
+            if dcontext is not None and dmemory_BSD is not None:
+                # every decoder layer reads the same memory, so its gradients add up
+                dmemory_BSD += dcontext
+            return dx
+        case _ as unreachable:
+            assert_never(unreachable)

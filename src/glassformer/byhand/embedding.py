@@ -1,7 +1,7 @@
 """Tables looked up by token or position: plain, scaled, factorized; repeated rows accumulate."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -96,4 +96,10 @@ def l1_penalty(u_VR: Array, *, l1: float, du_VR: Array | None = None) -> float:
 
 def embedding_scale(embedding: spec.Embedding, d_model: int) -> float:
     """sqrt(d_model) for the 2017 paper's embedding, else 1."""
-    return math.sqrt(d_model) if isinstance(embedding, spec.ScaledEmbedding) else 1.0
+    match embedding:
+        case spec.ScaledEmbedding():
+            return math.sqrt(d_model)
+        case spec.PlainEmbedding() | spec.FactorizedEmbedding():
+            return 1.0
+        case _ as unreachable:
+            assert_never(unreachable)

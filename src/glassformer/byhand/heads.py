@@ -57,7 +57,7 @@ def head_forward(
 ) -> tuple[Array, HeadCache]:
     """Logits. `params`: weight (its own, or the tied table) or the tied factors u and v; bias."""
     x, share, middle = hidden_BTD, None, None
-    if isinstance(head, spec.AnswerHead):
+    if head.readout is not None:
         x, share = readout_forward(hidden_BTD, valid_BT=valid_BT, readout=head.readout)
     if "u" in params:
         # tied to a factorized table: logits = (x @ V.T) @ U.T

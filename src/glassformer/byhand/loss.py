@@ -4,7 +4,7 @@ What a training step makes small: each head's cross-entropy, and the spec's pena
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -179,13 +179,16 @@ def penalty(
     scale: float = 1.0,
 ) -> float:
     """The L1 term of each factorized table; its slope, times `scale`, is added to grads."""
-    embedding = model.embedding
-    if not isinstance(embedding, spec.FactorizedEmbedding) or embedding.l1 == 0.0:
-        return 0.0
-    total = 0.0
+    match model.embedding:
+        case spec.FactorizedEmbedding(l1=l1):
+            total = 0.0
+        case spec.PlainEmbedding() | spec.ScaledEmbedding():
+            return 0.0
+        case _ as unreachable:
+            assert_never(unreachable)
     for name, u_VR in params.items():
-        if name.endswith("embed.u"):
-            total += l1_penalty(u_VR, l1=embedding.l1)
+        if l1 and name.endswith("embed.u"):
+            total += l1_penalty(u_VR, l1=l1)
             if grads is not None:
-                l1_penalty(u_VR, l1=embedding.l1 * scale, du_VR=grads[name])
+                l1_penalty(u_VR, l1=l1 * scale, du_VR=grads[name])
     return total

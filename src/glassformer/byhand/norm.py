@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm over the last axis."""
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -129,7 +129,7 @@ def rms_norm_backward(
 def norm_forward(
     x: Array,
     *,
-    norm: spec.LayerNorm | spec.RMSNorm,
+    norm: spec.Norm,
     params: dict[str, Array],
     name: str,
     unit: Array | None = None,
@@ -138,12 +138,27 @@ def norm_forward(
 ) -> tuple[Array, NormCache]:
     """Whichever norm the spec names, with its parameters under `name`."""
     weight_D = params[f"{name}.weight"]
-    if isinstance(norm, spec.RMSNorm):
-        return rms_norm_forward(x, weight_D=weight_D, eps=norm.eps, unit=unit, out=out, ws=ws)
-    bias_D = params[f"{name}.bias"]
-    return layer_norm_forward(
-        x, weight_D=weight_D, bias_D=bias_D, eps=norm.eps, unit=unit, out=out, ws=ws
-    )
+    match norm:
+        case spec.RMSNorm(eps=eps):
+            return rms_norm_forward(x, weight_D=weight_D, eps=eps, unit=unit, out=out, ws=ws)
+        case spec.LayerNorm(eps=eps):
+            bias_D = params[f"{name}.bias"]
+            return layer_norm_forward(
+                x, weight_D=weight_D, bias_D=bias_D, eps=eps, unit=unit, out=out, ws=ws
+            )
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def has_shift(norm: spec.Norm) -> bool:
+    """True if the norm adds a bias after its gain."""
+    match norm:
+        case spec.LayerNorm():
+            return True
+        case spec.RMSNorm():
+            return False
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def norm_backward(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from glassformer.byhand.embedding import (
     factorized_forward,
 )
 from glassformer.byhand.inputs import Side, allow_of, positions_of
-from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, Trip
 from glassformer.byhand.position import rotations, sinusoidal_forward, sinusoids
 from glassformer.byhand.storage import Storage
@@ -67,16 +67,19 @@ def stack_parts(
             (block, storage.block(vector, storage.views, at), storage.block(grads[0], grads[1], at))
         )
     own, own_grads = storage.below(storage.views, prefix), storage.below(grads[1], prefix)
-    table = None
-    if isinstance(model.position, spec.Sinusoidal):
-        table = sinusoids(model.max_seq_len, d_model=model.d_model, base=model.position.base)
-        table = table.astype(dtype)
-    rotary = {}
-    if isinstance(model.position, spec.Rotary):
-        for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
-            rotary[width] = rotations(
-                model.position, length=model.max_seq_len, d_head=width, dtype=dtype
-            )
+    table, rotary = None, {}
+    match model.position:
+        case spec.NoPosition() | spec.Learned():  # the learned table is among the parameters
+            pass
+        case spec.Sinusoidal(base=base):
+            table = sinusoids(model.max_seq_len, d_model=model.d_model, base=base).astype(dtype)
+        case spec.Rotary() as turned:
+            for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
+                rotary[width] = rotations(
+                    turned, length=model.max_seq_len, d_head=width, dtype=dtype
+                )
+        case _ as unreachable:
+            assert_never(unreachable)
     return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary)
 
 
@@ -144,7 +147,8 @@ def stack_backward(
     """Gradients of every parameter of the stack; d_BTD is used up, dmemory added to."""
     trip.tap_grad(f"{parts.prefix}final", d_BTD)
     if cache.final is not None:
-        biased = isinstance(parts.stack.final_norm, spec.LayerNorm)
+        assert parts.stack.final_norm is not None
+        biased = has_shift(parts.stack.final_norm)
         norm_backward(
             d_BTD,
             cache.final,

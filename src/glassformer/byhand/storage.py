@@ -5,7 +5,7 @@ vector operations. q, k and v of one attention are neighbours, so their joined m
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 
@@ -118,6 +118,8 @@ def fill(array: Array, *, rule: Rule, rng: np.random.Generator) -> None:
             array[...] = rng.uniform(-bound, bound, array.shape)
         case Gaussian(std=std):
             array[...] = rng.normal(0.0, std, array.shape)
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def under(views: Mapping[str, Array], prefix: str) -> dict[str, Array]:

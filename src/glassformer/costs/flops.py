@@ -4,9 +4,17 @@ A matrix product counts two FLOPs for each multiplication, and attention counts 
 PyTorch's own counter does. Elementwise work is left out. A backward pass is two forward passes.
 """
 
-from glassformer.spec.checks import spec
-from glassformer.spec.manifest import block_parameters
-from glassformer.spec.model import AnswerHead, Attention, FactorizedEmbedding, ModelSpec, NextHead
+from typing import assert_never
+
+from glassformer.spec.checks import check_tree, spec
+from glassformer.spec.manifest import block_parameters, is_tied
+from glassformer.spec.model import (
+    Attention,
+    FactorizedEmbedding,
+    ModelSpec,
+    PlainEmbedding,
+    ScaledEmbedding,
+)
 
 
 @spec
@@ -29,12 +37,18 @@ class Flops:
 
 def flops(model: ModelSpec, *, length: int, source_length: int | None = None) -> Flops:
     """Count the FLOPs of one sequence; `source_length` (encoder-decoder) defaults to `length`."""
+    check_tree(model)
     source = length if source_length is None else source_length
     products = attention = 0
     for prefix, stack in model.stacks().items():
         rows = source if prefix == "encoder." else length
-        if isinstance(model.embedding, FactorizedEmbedding):
-            products += 2 * rows * model.embedding.rank * model.d_model
+        match model.embedding:
+            case FactorizedEmbedding(rank=rank):
+                products += 2 * rows * rank * model.d_model
+            case PlainEmbedding() | ScaledEmbedding():
+                pass
+            case _ as unreachable:
+                assert_never(unreachable)
         for block in stack.blocks():
             parameters = block_parameters(block, "", model.d_model, init=model.init)
             weights = sum(p.size for p in parameters if p.kind == "matrix")
@@ -46,8 +60,8 @@ def flops(model: ModelSpec, *, length: int, source_length: int | None = None) ->
                 of_source = 2 * block.cross.kv_heads * d_head * model.d_model
                 products += 2 * (source - rows) * of_source
                 attention += 4 * rows * source * _attention_width(block.cross, model.d_model)
-    for name in model.head_names():
-        rows = 1 if isinstance(model.head(name), AnswerHead) else length
+    for head, name in zip(model.heads, model.head_names(), strict=True):
+        rows = head.rows(length)
         products += 2 * rows * head_weights(model, name)
     return Flops(products=products, attention=attention)
 
@@ -59,7 +73,10 @@ def _attention_width(attention: Attention, d_model: int) -> int:
 def head_weights(model: ModelSpec, name: str) -> int:
     """Count the weights that a head's product reads, whether tied or its own."""
     head, width = model.head(name), model.head_size(name)
-    tied = isinstance(head, NextHead) and head.tied
-    if tied and isinstance(model.embedding, FactorizedEmbedding):
-        return model.embedding.rank * (width + model.d_model)
-    return width * model.d_model
+    match model.embedding:
+        case FactorizedEmbedding(rank=rank) if is_tied(head):
+            return rank * (width + model.d_model)
+        case FactorizedEmbedding() | PlainEmbedding() | ScaledEmbedding():
+            return width * model.d_model
+        case _ as unreachable:
+            assert_never(unreachable)

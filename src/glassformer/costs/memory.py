@@ -10,27 +10,26 @@ estimate with saved-tensor hooks (`lab.footprint`).
 from collections.abc import Iterator
 from typing import assert_never
 
-from glassformer.spec.checks import spec
+from glassformer.spec.checks import check_member, check_tree, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.execution import GPU_HEAD_MULTIPLE, PIECE
-from glassformer.spec.manifest import stored
+from glassformer.spec.manifest import is_tied, stored, turns_keys
 from glassformer.spec.model import (
     MLP,
-    AnswerHead,
     Attention,
     Block,
     FactorizedEmbedding,
     LayerNorm,
     ModelSpec,
-    NextHead,
     Norm,
+    PlainEmbedding,
     RMSNorm,
-    Rotary,
+    ScaledEmbedding,
     Stack,
     SwiGLU,
 )
 from glassformer.spec.quantization import QuantSpec, quantized_bytes, targets
-from glassformer.spec.train import SGD, AdamW, Muon
+from glassformer.spec.train import SGD, AdamW, Muon, Optimizer
 
 FLOAT, LONG = 4, 8
 
@@ -57,8 +56,9 @@ def weight_bytes(model: ModelSpec) -> dict[str, int]:
     return found
 
 
-def optimizer_bytes(model: ModelSpec, optimizer: SGD | AdamW | Muon) -> int:
+def optimizer_bytes(model: ModelSpec, optimizer: Optimizer) -> int:
     """Count the bytes of the optimizer's state: moments, and AdamW's step count per tensor."""
+    check_member("optimizer", optimizer, Optimizer)
     own = list(stored(model).values())
     match optimizer:
         case SGD(momentum=momentum):
@@ -105,7 +105,7 @@ def training_memory(
     *,
     batch: int,
     length: int,
-    optimizer: SGD | AdamW | Muon | None = None,
+    optimizer: Optimizer | None = None,
     device: str = "cpu",
 ) -> TrainingMemory:
     """Estimate a training step on a batch without padding; the optimizer defaults to AdamW."""
@@ -164,6 +164,7 @@ def activations(
             "the machine",
             hint="set dropout.attention=0",
         )
+    check_tree(model)
     source = length if source_length is None else source_length
     body = 0
     for prefix, stack in model.stacks().items():
@@ -182,8 +183,8 @@ def activations(
         if prefix == "encoder.":
             body += FLOAT * rows * model.d_model  # the memory that every decoder layer reads
     heads, passing = 0, 0
-    for name in model.head_names():
-        counted = batch if isinstance(model.head(name), AnswerHead) else batch * length
+    for head, name in zip(model.heads, model.head_names(), strict=True):
+        counted = batch * head.rows(length)
         kept, width = sum(_head(model, name, counted)), model.head_size(name)
         heads += kept
         passing = max(passing, 2 * FLOAT * min(counted * width, PIECE))
@@ -192,9 +193,14 @@ def activations(
 
 def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:
     yield LONG * rows  # the ids
-    if isinstance(model.embedding, FactorizedEmbedding):
-        yield FLOAT * rows * model.embedding.rank
-    if isinstance(model.position, Rotary):
+    match model.embedding:
+        case FactorizedEmbedding(rank=rank):
+            yield FLOAT * rows * rank
+        case PlainEmbedding() | ScaledEmbedding():
+            pass
+        case _ as unreachable:
+            assert_never(unreachable)
+    if turns_keys(model.position):
         heads = {block.attention.head_width(model.d_model) for block in stack.blocks()}
         yield FLOAT * model.max_seq_len * sum(heads)  # the table of angles
     if stack.dropout.embedding:
@@ -259,7 +265,7 @@ def _attention(
         padded = -(-d_head // GPU_HEAD_MULTIPLE) * GPU_HEAD_MULTIPLE
         read = keys * attention.n_heads
     yield FLOAT * (padded * (2 * q + 2 * read) + q)
-    turned = rotated and isinstance(model.position, Rotary)
+    turned = rotated and turns_keys(model.position)
     by_head = turned or isinstance(attention.qk_norm, LayerNorm)
     if padded != d_head or (by_head and device == "cpu"):
         yield FLOAT * d_head * q  # the output is copied to the layout that is read next
@@ -276,6 +282,5 @@ def _head(model: ModelSpec, name: str, rows: int) -> Iterator[int]:
     if rows * width > PIECE:
         return
     yield FLOAT * rows * width + LONG * rows + FLOAT * rows
-    tied = isinstance(head, NextHead) and head.tied
-    if tied and isinstance(model.embedding, FactorizedEmbedding):
+    if is_tied(head) and isinstance(model.embedding, FactorizedEmbedding):
         yield FLOAT * rows * model.embedding.rank

@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from glassformer.costs.flops import flops, head_weights
-from glassformer.spec.checks import spec
+from glassformer.spec.checks import check_tree, spec
 from glassformer.spec.execution import PIECE
-from glassformer.spec.manifest import Parameter, block_parameters, stored
+from glassformer.spec.manifest import Parameter, block_parameters, stored, turns_keys
 from glassformer.spec.model import (
     MLP,
-    AnswerHead,
     Block,
     LayerNorm,
     ModelSpec,
     Norm,
     RMSNorm,
-    Rotary,
     SwiGLU,
 )
 
@@ -105,6 +103,7 @@ def step_time(
     model: ModelSpec, rates: Rates, *, batch: int, length: int, source_length: int | None = None
 ) -> StepTime:
     """Predict the time of one training step on a batch without padding."""
+    check_tree(model)
     source = length if source_length is None else source_length
     products = elementwise = 0.0
     calls = 0
@@ -127,8 +126,8 @@ def step_time(
             spend(_block(model, block, rows))
             calls += ATTENTION_CALLS * (1 if block.cross is None else 2)
     loss = 0.0
-    for name in model.head_names():
-        rows = batch * (1 if isinstance(model.head(name), AnswerHead) else length)
+    for head, name in zip(model.heads, model.head_names(), strict=True):
+        rows = batch * head.rows(length)
         width = model.head_size(name)
         again = 4 / 3 if rows * width > PIECE else 1.0  # chunks are recomputed in the backward
         weights = again * 6 * rows * head_weights(model, name)
@@ -177,7 +176,7 @@ def _block(model: ModelSpec, block: Block, rows: int) -> Iterator[tuple[tuple[fl
         for count in heads:
             if attention.qk_norm is not None:
                 yield _norm(attention.qk_norm), rows * count * d_head
-            if isinstance(model.position, Rotary) and attention is block.attention:
+            if turns_keys(model.position) and attention is block.attention:
                 yield ROTATION, rows * count * d_head
     yield _norm(block.norm), hidden
     yield RESIDUAL, hidden

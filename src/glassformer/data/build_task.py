@@ -1,6 +1,7 @@
 """From a task's spec to the task."""
 
 from pathlib import Path
+from typing import assert_never
 
 from glassformer.data.task import Task
 from glassformer.data.tasks.digits import Digits
@@ -9,11 +10,13 @@ from glassformer.data.tasks.sequences import Sequences
 from glassformer.data.tasks.text import Text
 from glassformer.data.tasks.translation import Translation
 from glassformer.spec import tasks as spec
+from glassformer.spec.checks import check_member
 from glassformer.spec.errors import InputError
 
 
 def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
     """The examples that a spec describes; `cache` is a folder where text keeps its token files."""
+    check_member("task", task, spec.Task)
     match task:
         case spec.DigitsTask():
             return Digits(task)
@@ -30,4 +33,5 @@ def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
                 "a fine-tuning task is made of its base's tokens",
                 hint="glassformer.lab.runs.assemble.assemble(run) builds task and engine together",
             )
-    raise InputError(f"{type(task).__name__} is no task", hint="a spec of glassformer.spec.tasks")
+        case _ as unreachable:
+            assert_never(unreachable)

@@ -4,6 +4,7 @@ import torch
 
 from glassformer.models.model import DecoderLM, EncoderDecoder
 from glassformer.nn.init import initialise
+from glassformer.spec.checks import check_tree
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import ModelSpec
 
@@ -18,6 +19,7 @@ def build(
 
     Without a generator torch's own is used. On the device "meta" nothing is allocated or drawn.
     """
+    check_tree(spec)
     target = torch.device(device or "cpu")
     with torch.device("meta" if target.type == "meta" else "cpu"):
         model = DecoderLM(spec) if spec.encoder is None else EncoderDecoder(spec)

@@ -21,7 +21,8 @@ from glassformer.nn.heads import TiedHead, read_out
 from glassformer.nn.linear import Linear
 from glassformer.nn.taps import Taps
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.model import AnswerHead, ModelSpec, NextHead
+from glassformer.spec.manifest import is_tied
+from glassformer.spec.model import ModelSpec
 
 # B batch, T length, D d_model, V logits
 
@@ -78,7 +79,7 @@ class Model(nn.Module, ABC):
         if head not in self.heads:
             raise InputError(f"no head '{head}'", hint=nearest(head, self.spec.head_names()))
         kind = self.spec.head(head)
-        if isinstance(kind, AnswerHead):
+        if kind.readout is not None:
             hidden_BTD = read_out(hidden_BTD, valid_BT, readout=kind.readout)
         elif positions is not None:
             hidden_BTD = hidden_BTD[:, positions]
@@ -115,7 +116,7 @@ class Model(nn.Module, ABC):
     def _check_continuation(self) -> None:
         """An answer over the whole sequence cannot be read from its new tokens alone."""
         for head in self.spec.heads:
-            if isinstance(head, AnswerHead) and head.readout != "last":
+            if head.readout not in (None, "last"):
                 raise InputError(
                     f"an answer read at '{head.readout}' cannot be continued from a cache",
                     hint="give the whole sequence at once",
@@ -145,7 +146,7 @@ def build_heads(spec: ModelSpec) -> nn.ModuleDict:
     heads = nn.ModuleDict()
     for head, name in zip(spec.heads, spec.head_names(), strict=True):
         size = spec.head_size(name)
-        if isinstance(head, NextHead) and head.tied:
+        if is_tied(head):
             heads[name] = TiedHead(size, bias=head.bias)
         else:
             heads[name] = Linear(spec.d_model, size, bias=head.bias)

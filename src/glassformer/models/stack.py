@@ -1,7 +1,7 @@
 """Embedding, position, blocks, final norm: the way of a sequence through one stack."""
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -40,15 +40,19 @@ def add_stack_parts(
     holder.stack = stack
     holder.embed = build_embedding(model.embedding, vocab_size, model.d_model)
     holder.position = None
+    holder.rotary = nn.ModuleDict()
     match model.position:
+        case spec.NoPosition():
+            pass
         case spec.Sinusoidal(base=base):
             holder.position = SinusoidalPosition(model.max_seq_len, model.d_model, base=base)
         case spec.Learned():
             holder.position = LearnedPosition(model.max_seq_len, model.d_model)
-    holder.rotary = nn.ModuleDict()
-    if isinstance(model.position, spec.Rotary):
-        for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
-            holder.rotary[str(width)] = RotaryPosition(model.position, model.max_seq_len, width)
+        case spec.Rotary() as rotary:
+            for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
+                holder.rotary[str(width)] = RotaryPosition(rotary, model.max_seq_len, width)
+        case _ as unreachable:
+            assert_never(unreachable)
     holder.blocks = nn.ModuleList(
         TransformerBlock(block, model.d_model, layer=layer, dropout=stack.dropout)
         for layer, block in enumerate(stack.blocks())

@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -68,3 +69,5 @@ def build_embedding(
             return FactorizedTokenEmbedding(
                 vocab_size, d_model, rank=embedding.rank, l1=embedding.l1
             )
+        case _ as unreachable:
+            assert_never(unreachable)

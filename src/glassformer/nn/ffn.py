@@ -1,5 +1,7 @@
 """The feed-forward half of a block: two layers with ReLU or GELU, or SwiGLU."""
 
+from typing import assert_never
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,3 +72,5 @@ def build_ffn(ffn: spec.FeedForward, d_model: int, *, dropout: float = 0.0) -> M
             return MLP(ffn, d_model, dropout=dropout)
         case spec.SwiGLU():
             return SwiGLU(ffn, d_model, dropout=dropout)
+        case _ as unreachable:
+            assert_never(unreachable)

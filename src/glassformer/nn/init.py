@@ -1,7 +1,7 @@
 """Fill parameters by the rules of the manifest, from a generator that the caller passes."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import torch
 from torch import nn
@@ -43,3 +43,5 @@ def initialise(
                 own[parameter.name].uniform_(-bound, bound, generator=generator)
             case Gaussian(std=std):
                 own[parameter.name].normal_(0.0, std, generator=generator)
+            case _ as unreachable:
+                assert_never(unreachable)

@@ -1,4 +1,6 @@
-"""LayerNorm and RMSNorm, each with an eps that somebody wrote down."""
+"""LayerNorm and RMSNorm with an explicit eps (no library default)."""
+
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +45,12 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def build_norm(norm: spec.LayerNorm | spec.RMSNorm, width: int) -> LayerNorm | RMSNorm:
+def build_norm(norm: spec.Norm, width: int) -> LayerNorm | RMSNorm:
     """The module that a norm's spec describes."""
     match norm:
         case spec.LayerNorm():
             return LayerNorm(width, eps=norm.eps)
         case spec.RMSNorm():
             return RMSNorm(width, eps=norm.eps)
+        case _ as unreachable:
+            assert_never(unreachable)

@@ -8,7 +8,7 @@ How a token becomes d_model numbers.
 """
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal, assert_never, get_args
 
 from glassformer.spec.checks import at_least, divides, one_of, positive, probability, spec
 from glassformer.spec.errors import InputError
@@ -193,6 +193,14 @@ class NextHead:
     tied: bool = True
     bias: bool = False
 
+    @property
+    def readout(self) -> None:
+        """None: it predicts at every position."""
+
+    def rows(self, length: int) -> int:
+        """Predictions for a sequence of `length` tokens."""
+        return length
+
 
 @spec
 class ClassHead:
@@ -203,6 +211,14 @@ class ClassHead:
 
     def __post_init__(self) -> None:
         at_least("num_classes", self.num_classes)
+
+    @property
+    def readout(self) -> None:
+        """None: it predicts at every position."""
+
+    def rows(self, length: int) -> int:
+        """Predictions for a sequence of `length` tokens."""
+        return length
 
 
 @spec
@@ -215,6 +231,14 @@ class StateHead:
     def __post_init__(self) -> None:
         at_least("num_states", self.num_states)
 
+    @property
+    def readout(self) -> None:
+        """None: it predicts at every position."""
+
+    def rows(self, length: int) -> int:
+        """Predictions for a sequence of `length` tokens."""
+        return length
+
 
 @spec
 class AnswerHead:
@@ -226,15 +250,27 @@ class AnswerHead:
     def __post_init__(self) -> None:
         one_of("readout", self.readout, get_args(Readout))
 
+    def rows(self, length: int) -> int:
+        """Predictions for a sequence, whatever its length: one."""
+        return 1
+
 
 Head = NextHead | ClassHead | StateHead | AnswerHead
 
-HEAD_NAMES: dict[type, str] = {
-    NextHead: "next",
-    ClassHead: "class",
-    StateHead: "state",
-    AnswerHead: "answer",
-}
+
+def head_name(head: Head) -> str:
+    """The name under which a model holds this head, its logits and its targets."""
+    match head:
+        case NextHead():
+            return "next"
+        case ClassHead():
+            return "class"
+        case StateHead():
+            return "state"
+        case AnswerHead():
+            return "answer"
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 @spec

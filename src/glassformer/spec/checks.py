@@ -1,8 +1,19 @@
 """The decorator behind every spec class, and the checks their validators share."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeVar, dataclass_transform
+import dataclasses
+import types
+from collections.abc import Iterable, Iterator
+from functools import cache, wraps
+from typing import (
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from glassformer.spec.errors import InputError, nearest
 
@@ -11,8 +22,82 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def spec(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only, slotted dataclass: a value that describes, and never computes."""
-    return dataclass(frozen=True, kw_only=True, slots=True)(cls)
+    """A frozen, keyword-only, slotted dataclass: a value that describes, and never computes.
+
+    Unions are closed: a field whose type names spec classes accepts exactly those classes, no
+    subclass of them and nothing else. Code that dispatches on such a field ends in
+    `typing.assert_never`, so a new variant cannot be computed as if it were another one.
+    """
+    own_checks = cls.__dict__.get("__post_init__")
+
+    def checks(self: object) -> None:
+        check_variants(self)
+        if own_checks is not None:
+            own_checks(self)
+
+    type.__setattr__(cls, "__post_init__", wraps(own_checks)(checks) if own_checks else checks)
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+def check_variants(node: object) -> None:
+    """Refuse a field that holds a class which its type does not name."""
+    for name, members in _variant_fields(type(node)):
+        value = getattr(node, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if type(one) not in members:
+                raise unknown_variant(name, one, members)
+
+
+def check_member(name: str, value: object, union: Any) -> None:
+    """Refuse a value that is not of exactly one of the classes of a union."""
+    members = frozenset(_members(union))
+    if type(value) not in members:
+        raise unknown_variant(name, value, members)
+
+
+def check_tree(node: object) -> None:
+    """`check_variants` for a spec and everything below it: the door of whatever consumes specs."""
+    check_variants(node)
+    for name, _ in _variant_fields(type(node)):
+        value = getattr(node, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            check_tree(one)
+
+
+def unknown_variant(name: str, value: object, members: Iterable[type]) -> InputError:
+    """The error for a value of a class that is not a member of the union `name`."""
+    known = sorted(member.__name__ for member in members if member is not type(None))
+    return InputError(
+        f"{name}: {type(value).__name__} is not one of {', '.join(known)}",
+        hint="a spec takes exactly these classes; subclasses and own classes are not computed",
+    )
+
+
+@cache
+def _variant_fields(cls: type) -> tuple[tuple[str, frozenset[type]], ...]:
+    """The fields of a spec class whose types name spec classes, each with the classes allowed."""
+    if not dataclasses.is_dataclass(cls):
+        return ()
+    hints = get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    members = {name: frozenset(_members(hints[name])) for name in names}
+    return tuple(
+        (name, classes)
+        for name, classes in members.items()
+        if any(dataclasses.is_dataclass(one) for one in classes)
+    )
+
+
+def _members(hint: Any) -> Iterator[type]:
+    """The classes that a type names: of a union each, of tuple[X, ...] those of X."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType, tuple):
+        for option in get_args(hint):
+            yield from _members(option)
+    elif origin is Literal:
+        yield from map(type, get_args(hint))
+    elif isinstance(origin or hint, type):
+        yield origin or hint
 
 
 def at_least(name: str, value: int, least: int = 1) -> None:

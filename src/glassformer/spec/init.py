@@ -86,3 +86,6 @@ class HeInit:
     def table(self, shape: tuple[int, ...]) -> Rule:
         """Rule of an embedding or position table."""
         return Gaussian(std=1.0 / math.sqrt(shape[1]))
+
+
+Init = XavierInit | NormalInit | HeInit

@@ -12,22 +12,34 @@ gradients that are zero by theory; nobody else parses names.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, assert_never
 
-from glassformer.spec.checks import spec
-from glassformer.spec.init import Constant, HeInit, NormalInit, Rule, XavierInit
+from glassformer.spec.checks import check_tree, spec
+from glassformer.spec.init import Constant, Init, Rule
 from glassformer.spec.model import (
     MLP,
+    AnswerHead,
     Attention,
     Block,
+    ClassHead,
+    Embedding,
     FactorizedEmbedding,
+    FeedForward,
+    Head,
     LayerNorm,
     Learned,
     ModelSpec,
     NextHead,
+    NoPosition,
+    Norm,
+    PlainEmbedding,
+    Position,
     RMSNorm,
     Rotary,
+    ScaledEmbedding,
+    Sinusoidal,
     Stack,
+    StateHead,
     SwiGLU,
 )
 
@@ -35,7 +47,6 @@ Role = Literal[
     "embedding", "position", "attention", "cross_attention", "ffn", "norm", "final_norm", "head"
 ]
 Kind = Literal["table", "matrix", "bias", "gain"]
-Init = XavierInit | NormalInit | HeInit
 
 KEY_BIAS_IS_IDLE = (
     "softmax ignores a constant added to every score of a row, and a key bias adds one"
@@ -68,11 +79,13 @@ class Parameter:
 
 def embedding_parameters(model: ModelSpec, prefix: str, vocab: int) -> Iterator[Parameter]:
     """The token table, or its two factors."""
-    if isinstance(model.embedding, FactorizedEmbedding):
-        rank = model.embedding.rank
-        shapes = {"u": (vocab, rank), "v": (rank, model.d_model)}
-    else:
-        shapes = {"weight": (vocab, model.d_model)}
+    match model.embedding:
+        case FactorizedEmbedding(rank=rank):
+            shapes = {"u": (vocab, rank), "v": (rank, model.d_model)}
+        case PlainEmbedding() | ScaledEmbedding():
+            shapes = {"weight": (vocab, model.d_model)}
+        case _ as unreachable:
+            assert_never(unreachable)
     for leaf, shape in shapes.items():
         yield Parameter(
             name=f"{prefix}{leaf}",
@@ -83,14 +96,59 @@ def embedding_parameters(model: ModelSpec, prefix: str, vocab: int) -> Iterator[
         )
 
 
+def is_factorized(embedding: Embedding) -> bool:
+    """True if the token table is a product of two factors, and nowhere made as a whole."""
+    match embedding:
+        case FactorizedEmbedding():
+            return True
+        case PlainEmbedding() | ScaledEmbedding():
+            return False
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def position_parameters(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
+    """The learned table of positions, if there is one."""
+    match model.position:
+        case Learned():
+            shape = (model.max_seq_len, model.d_model)
+            yield Parameter(
+                name=f"{prefix}weight",
+                shape=shape,
+                role="position",
+                kind="table",
+                init=model.init.table(shape),
+            )
+        case NoPosition() | Sinusoidal() | Rotary():
+            pass
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def turns_keys(position: Position) -> bool:
+    """True if keys are turned after their bias was added, so that the bias matters."""
+    match position:
+        case Rotary():
+            return True
+        case NoPosition() | Sinusoidal() | Learned():
+            return False
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
 def norm_parameters(
-    norm: LayerNorm | RMSNorm, prefix: str, width: int, *, role: Role = "norm"
+    norm: Norm, prefix: str, width: int, *, role: Role = "norm"
 ) -> Iterator[Parameter]:
     """The gain, and LayerNorm's shift."""
     one, zero = Constant(value=1.0), Constant(value=0.0)
     yield Parameter(name=f"{prefix}weight", shape=(width,), role=role, kind="gain", init=one)
-    if isinstance(norm, LayerNorm):
-        yield Parameter(name=f"{prefix}bias", shape=(width,), role=role, kind="bias", init=zero)
+    match norm:
+        case LayerNorm():
+            yield Parameter(name=f"{prefix}bias", shape=(width,), role=role, kind="bias", init=zero)
+        case RMSNorm():
+            pass
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def linear_parameters(
@@ -163,11 +221,16 @@ def attention_parameters(
 
 
 def ffn_parameters(
-    ffn: MLP | SwiGLU, prefix: str, d_model: int, *, init: Init, residual_depth: int = 0
+    ffn: FeedForward, prefix: str, d_model: int, *, init: Init, residual_depth: int = 0
 ) -> Iterator[Parameter]:
     """up and down, and SwiGLU's gate before them."""
-    into = ("gate_proj", "up_proj") if isinstance(ffn, SwiGLU) else ("up_proj",)
-    feeds_relu = isinstance(ffn, MLP) and ffn.activation == "relu"
+    match ffn:
+        case MLP():
+            into, feeds_relu = ["up_proj"], ffn.activation == "relu"
+        case SwiGLU():
+            into, feeds_relu = ["gate_proj", "up_proj"], False
+        case _ as unreachable:
+            assert_never(unreachable)
     for leaf in into:
         yield from linear_parameters(
             f"{prefix}{leaf}.",
@@ -230,15 +293,7 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
             yield replace(parameter, tied_to=owner)
         else:
             yield parameter
-    if isinstance(model.position, Learned):
-        shape = (model.max_seq_len, model.d_model)
-        yield Parameter(
-            name=f"{prefix}position.weight",
-            shape=shape,
-            role="position",
-            kind="table",
-            init=model.init.table(shape),
-        )
+    yield from position_parameters(model, f"{prefix}position.")
     depth = sum(2 + (block.cross is not None) for block in stack.blocks())
     for layer, block in enumerate(stack.blocks()):
         for parameter in block_parameters(
@@ -246,7 +301,7 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
             f"{prefix}blocks.{layer}.",
             model.d_model,
             init=model.init,
-            rotated=isinstance(model.position, Rotary),
+            rotated=turns_keys(model.position),
             residual_depth=depth,
         ):
             yield replace(parameter, layer=layer)
@@ -263,10 +318,21 @@ def _target_embedding(model: ModelSpec) -> str:
     return "encoder.embed." if model.share_embedding else "decoder.embed."
 
 
+def is_tied(head: Head) -> bool:
+    """True if a head uses the token table as its weights."""
+    match head:
+        case NextHead():
+            return head.tied
+        case ClassHead() | StateHead() | AnswerHead():
+            return False
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
 def _head_parameters(model: ModelSpec) -> Iterator[Parameter]:
     for head, name in zip(model.heads, model.head_names(), strict=True):
         prefix, width = f"heads.{name}.", model.head_size(name)
-        if isinstance(head, NextHead) and head.tied:
+        if is_tied(head):
             source = _target_embedding(model)
             for parameter in embedding_parameters(model, source, model.vocab_size):
                 leaf = parameter.name.removeprefix(source)
@@ -289,6 +355,7 @@ def _head_parameters(model: ModelSpec) -> Iterator[Parameter]:
 
 def manifest(model: ModelSpec) -> tuple[Parameter, ...]:
     """Every parameter in the order in which the model holds them, tied ones marked."""
+    check_tree(model)
     parameters: list[Parameter] = []
     for prefix, stack in model.stacks().items():
         parameters += _stack_parameters(model, prefix, stack)

@@ -5,8 +5,9 @@ checks the rules that it owns; `ModelSpec` checks those between parts. Whoever w
 spec imports all of its types from here.
 """
 
+from typing import assert_never
+
 from glassformer.spec.block import (
-    HEAD_NAMES,
     MLP,
     Activation,
     AnswerHead,
@@ -29,10 +30,11 @@ from glassformer.spec.block import (
     Stack,
     StateHead,
     SwiGLU,
+    head_name,
 )
 from glassformer.spec.checks import at_least, divides, spec
 from glassformer.spec.errors import InputError
-from glassformer.spec.init import HeInit, NormalInit, XavierInit
+from glassformer.spec.init import HeInit, Init, NormalInit, XavierInit
 from glassformer.spec.position import (
     Learned,
     LinearScaling,
@@ -57,6 +59,7 @@ __all__ = [
     "FeedForward",
     "HeInit",
     "Head",
+    "Init",
     "LayerNorm",
     "Layers",
     "Learned",
@@ -98,7 +101,7 @@ class ModelSpec:
     embedding: Embedding = PlainEmbedding()
     position: Position = NoPosition()
     heads: tuple[Head, ...] = (NextHead(),)
-    init: XavierInit | NormalInit | HeInit = NormalInit()
+    init: Init = NormalInit()
     source_vocab_size: int | None = None
     share_embedding: bool = False
 
@@ -182,12 +185,12 @@ class ModelSpec:
 
     def head_names(self) -> tuple[str, ...]:
         """next, class, state, answer: those that this model has, in order."""
-        return tuple(HEAD_NAMES[type(head)] for head in self.heads)
+        return tuple(head_name(head) for head in self.heads)
 
     def head(self, name: str) -> Head:
         """The head of that name."""
         for head in self.heads:
-            if HEAD_NAMES[type(head)] == name:
+            if head_name(head) == name:
                 return head
         raise InputError(
             f"no head '{name}'", hint=f"this model has: {', '.join(self.head_names())}"
@@ -201,5 +204,7 @@ class ModelSpec:
                 return head.num_classes
             case StateHead():
                 return head.num_states
-            case _:
+            case NextHead() | AnswerHead():
                 return self.vocab_size
+            case _ as unreachable:
+                assert_never(unreachable)

@@ -10,6 +10,7 @@ digits would turn a released model's late positions by other angles than it has 
 
 import math
 import struct
+from typing import assert_never
 
 from glassformer.spec.checks import at_least, positive, spec
 from glassformer.spec.errors import InputError
@@ -120,6 +121,8 @@ def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]
         case YarnScaling() as scaling:
             scaled, factor = _yarn(plain, scaling, rotary.base, d_head)
             return [single(f) for f in scaled], factor
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def single(number: float) -> float:

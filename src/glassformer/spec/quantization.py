@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 from glassformer.spec.checks import one_of, spec
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.manifest import Parameter, manifest, stored
-from glassformer.spec.model import FactorizedEmbedding, ModelSpec, NextHead
+from glassformer.spec.manifest import Parameter, is_factorized, manifest, stored
+from glassformer.spec.model import ModelSpec, NextHead
 
 GROUPS = (32, 64, 128)
 
@@ -179,8 +179,7 @@ def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
     """
     every = manifest(untied(model) if tied == "untie" else model)
     shared = {p.tied_to for p in every if p.role == "head" and p.tied_to is not None}
-    factorized = isinstance(model.embedding, FactorizedEmbedding)
-    keep_tables = factorized or tied != "share"
+    keep_tables = is_factorized(model.embedding) or tied != "share"
     return tuple(
         p
         for p in every
@@ -191,7 +190,7 @@ def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
 
 def untied(model: ModelSpec) -> ModelSpec:
     """The same model whose heads have weights of their own."""
-    if isinstance(model.embedding, FactorizedEmbedding):
+    if is_factorized(model.embedding):
         return model
     heads = tuple(
         replace(head, tied=False) if isinstance(head, NextHead) else head for head in model.heads

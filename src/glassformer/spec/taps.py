@@ -5,8 +5,10 @@ N query heads, K key-value heads, H d_head, F d_ff, V logits.
 """
 
 from collections.abc import Iterator
+from typing import assert_never
 
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.checks import check_tree
+from glassformer.spec.model import MLP, FeedForward, ModelSpec, SwiGLU
 
 ATTENTION_TAPS = {
     "q": "BNTH",
@@ -22,7 +24,17 @@ FFN_TAPS = {"hidden": "BTF", "out": "BTD"}
 
 def tap_shapes(model: ModelSpec) -> dict[str, str]:
     """Every tap of this model with its shape in letters, in the order of the computation."""
+    check_tree(model)
     return dict(_taps(model))
+
+
+def ffn_taps(ffn: FeedForward) -> dict[str, str]:
+    """The taps inside a feed-forward, with their shapes."""
+    match ffn:
+        case MLP() | SwiGLU():
+            return FFN_TAPS
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def _taps(model: ModelSpec) -> Iterator[tuple[str, str]]:
@@ -38,9 +50,9 @@ def _taps(model: ModelSpec) -> Iterator[tuple[str, str]]:
                 for leaf, shape in ATTENTION_TAPS.items():
                     yield f"{at}.cross.{leaf}", shape
                 yield f"{at}.resid_cross", "BTD"
-            for leaf, shape in FFN_TAPS.items():
+            for leaf, shape in ffn_taps(block.ffn).items():
                 yield f"{at}.ffn.{leaf}", shape
             yield f"{at}.resid_post", "BTD"
         yield f"{prefix}final", "BTD"
-    for head in model.head_names():
-        yield f"logits.{head}", "BV" if head == "answer" else "BTV"
+    for head, name in zip(model.heads, model.head_names(), strict=True):
+        yield f"logits.{name}", "BTV" if head.readout is None else "BV"

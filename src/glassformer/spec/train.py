@@ -127,6 +127,9 @@ class Muon:
         _decay(self.weight_decay)
 
 
+Optimizer = SGD | AdamW | Muon
+
+
 @spec
 class HeadWeight:
     """How much a head's loss counts."""
@@ -157,7 +160,7 @@ class TrainSpec:
     batch_size: int = 64
     accumulate: int = 1
     lr: float = 1e-3
-    optimizer: SGD | AdamW | Muon = AdamW()
+    optimizer: Optimizer = AdamW()
     schedule: Schedule = CosineSchedule(warmup=50)
     clip: float = 1.0
     label_smoothing: float = 0.0

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from glassformer.models.model import Model
 from glassformer.nn.heads import read_out
 from glassformer.spec.execution import PIECE
-from glassformer.spec.model import AnswerHead
 
 # B batch, T length, D d_model, M rows that count, V logits
 
@@ -38,7 +37,7 @@ def head_loss(
 ) -> LossSums:
     """One head's weighted sums; targets and weights are (B, T), or (B,) for an answer."""
     kind = model.spec.head(head)
-    if isinstance(kind, AnswerHead):
+    if kind.readout is not None:
         rows = read_out(hidden_BTD, valid_BT, readout=kind.readout)
     else:
         rows = hidden_BTD.flatten(0, 1)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,10 @@ from glassformer.byhand.inputs import Inputs
 from glassformer.byhand.model import Model
 from glassformer.byhand.optim import clip_global_norm, global_norm
 from glassformer.data.batch import Batch
+from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.train import SGD, AdamW, TrainSpec
+from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.engine import Arrays, StepResult, loss_weights, totals
 
 
@@ -24,6 +26,7 @@ class NumpyEngine:
         self.spec: ModelSpec = model.spec
         self.model = model
         self.train = train
+        check_tree(train)
         if train.gradient_checkpointing:
             raise InputError("gradient checkpointing is torch's alone", hint="engine=torch")
         match train.optimizer:
@@ -39,8 +42,10 @@ class NumpyEngine:
                     eps=adam.eps,
                     weight_decay=adam.weight_decay,
                 )
-            case _:
-                raise InputError("Muon is torch's alone", hint="engine=torch")
+            case Muon():
+                raise InputError("the NumPy engine has no Muon", hint="engine=torch")
+            case _ as unreachable:
+                assert_never(unreachable)
 
     @classmethod
     def fresh(cls, spec: ModelSpec, train: TrainSpec) -> "NumpyEngine":

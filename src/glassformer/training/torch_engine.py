@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
+from glassformer.spec.checks import check_tree
 from glassformer.spec.finetune import LoRA, lora_manifest
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
@@ -178,6 +180,7 @@ def build_optimizers(
     model: Model, train: TrainSpec, rules: Mapping[str, Parameter]
 ) -> list[tuple[torch.optim.Optimizer, float]]:
     """Optimizers with their rates as shares of the run's; decay only where the manifest says."""
+    check_tree(train)
     own = dict(model.named_parameters())
     named = {name: p for name, p in own.items() if p.requires_grad and name in rules}
     match train.optimizer:
@@ -199,6 +202,8 @@ def build_optimizers(
                 weight_decay=muon.weight_decay,
             )
             return [(first, muon.lr_matrix / train.lr), (_adamw(rest, rules, muon, train.lr), 1.0)]
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def _adamw(

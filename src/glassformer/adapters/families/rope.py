@@ -4,7 +4,7 @@
 alone, theta within. Both are read, and where both stand they must agree; both are written.
 """
 
-from typing import Any
+from typing import Any, assert_never
 
 from glassformer.adapters.config import Config
 from glassformer.spec.errors import FileError
@@ -126,3 +126,5 @@ def _write_scaling(rotary: Rotary) -> dict[str, Any] | None:
                 "beta_slow": scaling.beta_slow,
                 **({} if share is None else {"attention_factor": share}),
             }
+        case _ as unreachable:
+            assert_never(unreachable)

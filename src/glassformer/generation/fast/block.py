@@ -12,6 +12,7 @@ each in the fastest layout.
 
 import math
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from glassformer.nn.heads import TiedHead
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 from glassformer.spec import model as spec
+from glassformer.spec.checks import check_tree
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
 # X = N + 2 K heads of one product
@@ -162,12 +164,15 @@ class LeanFeed:
         self, part: MLP | SwiGLU, make: Maker, *, norm: LayerNorm | RMSNorm | None
     ) -> None:
         self.down = make.linear(part.down_proj)
-        if isinstance(part, SwiGLU):
-            self.activation = ""
-            self.up = make.linear(part.gate_proj, part.up_proj, norm=norm, gated=True)
-        else:
-            self.activation = part.activation
-            self.up = make.linear(part.up_proj, norm=norm)
+        match part:
+            case SwiGLU():
+                self.activation = ""
+                self.up = make.linear(part.gate_proj, part.up_proj, norm=norm, gated=True)
+            case MLP():
+                self.activation = part.activation
+                self.up = make.linear(part.up_proj, norm=norm)
+            case _ as unreachable:
+                assert_never(unreachable)
 
     def hidden(self, x_BD: Tensor) -> Tensor:
         """(B, F)."""
@@ -228,6 +233,7 @@ class LeanModel:
     """A whole decoder as one function of the new tokens; see `step`."""
 
     def __init__(self, model: Model, *, make: Maker) -> None:
+        check_tree(model.spec)
         parts: StackParts = model.decoder if isinstance(model, EncoderDecoder) else model
         self.embed = parts.embed
         self.blocks = [
@@ -235,7 +241,7 @@ class LeanModel:
             for part, block in zip(parts.blocks, parts.stack.blocks(), strict=True)
         ]
         dtype = next(model.parameters()).dtype
-        self.places_SD = _places(parts.position, dtype)
+        self.places_SD = _places(model.spec.position, parts.position, dtype)
         self.turns = {int(w): _both_halves(r, dtype) for w, r in parts.rotary.items()}
         for block in self.blocks:
             block.attention.table = self.turns.get(block.attention.d_head)
@@ -292,14 +298,21 @@ class LeanModel:
         return x_BD if scale == 1.0 else x_BD * scale
 
 
-def _places(part: SinusoidalPosition | LearnedPosition | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the embedding at each position."""
-    match part:
-        case SinusoidalPosition():
+def _places(
+    position: spec.Position, part: SinusoidalPosition | LearnedPosition | None, dtype: torch.dtype
+) -> Tensor | None:
+    """The table that is added to the embedding, by position; None where nothing is."""
+    match position:
+        case spec.Sinusoidal():
+            assert isinstance(part, SinusoidalPosition)
             return part.table.to(dtype)
-        case LearnedPosition():
+        case spec.Learned():
+            assert isinstance(part, LearnedPosition)
             return part.weight.detach().to(dtype)
-    return None
+        case spec.NoPosition() | spec.Rotary():
+            return None
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def _both_halves(part: RotaryPosition, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import Protocol, assert_never, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -80,10 +80,14 @@ class SideBySide:
 def make_norm(part: LayerNorm | RMSNorm) -> Callable[[Tensor], Tensor]:
     """The norm as one call."""
     weight, eps, shape = part.weight.detach(), part.eps, tuple(part.weight.shape)
-    if isinstance(part, LayerNorm):
-        bias = part.bias.detach()
-        return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
-    return lambda x: torch.rms_norm(x, shape, weight, eps)
+    match part:
+        case LayerNorm():
+            bias = part.bias.detach()
+            return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
+        case RMSNorm():
+            return lambda x: torch.rms_norm(x, shape, weight, eps)
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def gpu_kernels(like: Tensor) -> ModuleType | None:
@@ -110,10 +114,14 @@ class Projection:
         self.gpu = gpu if type(product) is Product else None
         self.fused: dict[str, object] = {"gated": gated}
         if norm is not None:
-            kind = "layer" if isinstance(norm, LayerNorm) else "rms"
-            shift = norm.bias.detach() if isinstance(norm, LayerNorm) else None
-            gain = norm.weight.detach()
-            self.fused |= {"norm": kind, "gain_I": gain, "shift_I": shift, "eps": norm.eps}
+            self.fused |= {"gain_I": norm.weight.detach(), "eps": norm.eps}
+            match norm:
+                case LayerNorm():
+                    self.fused |= {"norm": "layer", "shift_I": norm.bias.detach()}
+                case RMSNorm():
+                    self.fused |= {"norm": "rms", "shift_I": None}
+                case _ as unreachable:
+                    assert_never(unreachable)
 
     def __call__(self, x_BI: Tensor) -> Tensor:
         if self.gpu is not None and len(x_BI) == 1:

@@ -22,7 +22,6 @@ from glassformer.models.state import weights_of
 from glassformer.quant.arrays import quantized_arrays
 from glassformer.quant.status import is_model_quantized, resident_bytes
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import AnswerHead
 from glassformer.store.tensors import CODES, Arrays, tensor_chunks
 
 # T positions, D d_model, V answers
@@ -152,7 +151,7 @@ def prompted(
 
 def _read(reading: Reading) -> tuple[int, ...]:
     """The positions whose distributions mean something: an answer has one."""
-    if isinstance(reading.model.spec.head(reading.head), AnswerHead):
+    if reading.model.spec.head(reading.head).readout is not None:
         return (reading.place,)
     return tuple(reading.real().nonzero().flatten().tolist())
 

@@ -19,7 +19,6 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Model
 from glassformer.nn.heads import read_out
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import AnswerHead
 
 # T positions
 
@@ -44,7 +43,7 @@ def read_targets(
     values = [NONE if value is None else value for value in listed]
     if not all(type(value) is int and abs(value) < 1 << 62 for value in values):
         raise InputError("targets hold more than whole numbers", hint="ids, or None for no target")
-    alone = listed is not targets or isinstance(model.spec.head(head), AnswerHead)
+    alone = listed is not targets or model.spec.head(head).readout is not None
     if alone and len(values) == 1:
         return _checked(model, head, _at(place, values[0], T))
     if len(values) != T:
@@ -130,7 +129,7 @@ class Reading:
         An answer head reads once, at `place`; elsewhere: what it would say if it read there.
         """
         kind = self.model.spec.head(self.head)
-        if not isinstance(kind, AnswerHead):
+        if kind.readout is None:
             return hidden_TD
         rows_TD = hidden_TD.clone()
         rows_TD[self.place] = read_out(hidden_TD[None], self.inputs.valid_BT, readout=kind.readout)[
@@ -254,5 +253,5 @@ def reading_place(model: Model, head: str, inputs: Inputs) -> int:
     if not len(real):
         raise InputError("a sequence of padding alone", hint="give at least one real token")
     kind = model.spec.head(head)
-    first = isinstance(kind, AnswerHead) and kind.readout == "first"
+    first = kind.readout == "first"
     return int(real[0 if first else -1])

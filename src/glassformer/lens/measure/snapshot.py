@@ -27,7 +27,7 @@ from glassformer.lens.show.token_text import Names
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model
 from glassformer.nn.taps import Taps
-from glassformer.spec.model import AnswerHead, ModelSpec
+from glassformer.spec.model import ModelSpec
 
 # B examples, T length, D d_model, V answers, M rows of any kind
 
@@ -257,7 +257,7 @@ def _losses(
     nll = -np.take_along_axis(logp, chosen, -1)[..., 0]
     if target.ndim == 1:
         kind = spec.head(head)
-        first = isinstance(kind, AnswerHead) and kind.readout == "first"
+        first = kind.readout == "first"
         T = batch.tokens.shape[1]
         place_B = batch.valid.argmax(1) if first else T - 1 - batch.valid[:, ::-1].argmax(1)
         at = np.arange(len(target)), place_B

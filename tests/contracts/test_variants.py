@@ -1,0 +1,445 @@
+"""Spec unions are closed: every consumer knows every member, and refuses a class it does not know.
+
+A probe variant is put into a spec behind its validators' backs and handed to each consumer, twice:
+with the checks at the consumers' doors (a readable error), and without them, where each consumer
+that dispatches on the union must still refuse by itself (`typing.assert_never`).
+"""
+
+import ast
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+import glassformer
+from glassformer.adapters.match_family import counterpart
+from glassformer.byhand.model import Model as HandModel
+from glassformer.costs.flops import flops
+from glassformer.costs.memory import activations, optimizer_bytes
+from glassformer.costs.timing import Rates, step_time
+from glassformer.data.build_task import build_task
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.prompts import Prompts
+from glassformer.models.build import build
+from glassformer.models.model import Model
+from glassformer.quant.convert import quantize_model
+from glassformer.spec import checks, presets
+from glassformer.spec.block import Embedding, FeedForward, Head, Norm
+from glassformer.spec.checks import spec
+from glassformer.spec.errors import GlassError, InputError
+from glassformer.spec.init import Init
+from glassformer.spec.manifest import manifest, stored
+from glassformer.spec.model import (
+    MLP,
+    AnswerHead,
+    Attention,
+    Block,
+    ClassHead,
+    FactorizedEmbedding,
+    LayerNorm,
+    Layers,
+    ModelSpec,
+    NextHead,
+    NormalInit,
+    Rotary,
+    Stack,
+    StateHead,
+    SwiGLU,
+)
+from glassformer.spec.position import Position
+from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.taps import tap_shapes
+from glassformer.spec.tasks import FinetuneTask, Task
+from glassformer.spec.train import Optimizer, RunSpec, Schedule, TrainSpec
+from glassformer.training.numpy_engine import NumpyEngine
+from glassformer.training.torch_engine import build_optimizers
+
+D_MODEL, VOCAB, LENGTH = 32, 23, 11
+
+
+@spec
+class ProbeVariant:
+    """A class that no consumer knows, with every field that one of them might read."""
+
+    d_ff: int = 8
+    bias: bool = True
+    eps: float = 1e-5
+    activation: str = "relu"
+    readout: None = None
+
+    def rows(self, length: int) -> int:
+        return length
+
+    def matrix(self, shape: tuple[int, ...], **_: object) -> object:
+        return NormalInit().matrix(shape, feeds_relu=False, residual_depth=0)
+
+    def table(self, shape: tuple[int, ...]) -> object:
+        return NormalInit().table(shape)
+
+    def share(self, step: int, steps: int) -> float:
+        return 1.0
+
+
+def model_spec(**changes: Any) -> ModelSpec:
+    block = Block(
+        attention=Attention(n_heads=4, qk_norm=LayerNorm()), ffn=MLP(d_ff=64), norm=LayerNorm()
+    )
+    stack = Stack(layers=(Layers(count=2, block=block),), final_norm=LayerNorm())
+    return ModelSpec(
+        **{"vocab_size": VOCAB, "d_model": D_MODEL, "max_seq_len": 16, "decoder": stack, **changes}
+    )
+
+
+# --- unions, and where a member stands in a spec --------------------------------------------------
+
+
+def with_block(change: Callable[[Block], None]) -> Callable[[ModelSpec], None]:
+    return lambda model: change(model.decoder.layers[0].block)
+
+
+def put(node: Any, field: str, value: Any) -> None:
+    """Set a field of a frozen spec, past its checks."""
+    object.__setattr__(node, field, value)
+
+
+#: Of each union of a model: its members, and the ways to put one into a spec.
+MODEL_UNIONS: dict[str, tuple[UnionType, dict[str, Callable[[ModelSpec, Any], None]]]] = {
+    "position": (Position, {"": lambda model, one: put(model, "position", one)}),
+    "norm": (
+        Norm,
+        {
+            "block": lambda model, one: put(model.decoder.layers[0].block, "norm", one),
+            "final": lambda model, one: put(model.decoder, "final_norm", one),
+            "q/k": lambda model, one: put(model.decoder.layers[0].block.attention, "qk_norm", one),
+        },
+    ),
+    "feed-forward": (
+        FeedForward,
+        {"": lambda model, one: put(model.decoder.layers[0].block, "ffn", one)},
+    ),
+    "embedding": (Embedding, {"": lambda model, one: put(model, "embedding", one)}),
+    "head": (Head, {"": lambda model, one: put(model, "heads", (one,))}),
+    "init": (Init, {"": lambda model, one: put(model, "init", one)}),
+}
+
+#: What a member needs besides its defaults.
+NEEDS: dict[type, dict[str, Any]] = {
+    MLP: {"d_ff": 64},
+    SwiGLU: {"d_ff": 64},
+    FactorizedEmbedding: {"rank": 8},
+    ClassHead: {"num_classes": 5},
+    StateHead: {"num_states": 3},
+    FinetuneTask: {"path": "data.jsonl"},
+}
+
+
+def members(union: UnionType) -> list[Any]:
+    return [member(**NEEDS.get(member, {})) for member in get_args(union)]
+
+
+# --- consumers ------------------------------------------------------------------------------------
+
+RATES = Rates(
+    device="cpu",
+    threads=1,
+    **dict.fromkeys(("products", "attention", "heads", "passes", "logits"), ((1, 1e9),)),
+    updates=1e9,
+    dispatch=1e-6,
+)
+
+
+def torch_build(model: ModelSpec) -> Model:
+    built = build(model, generator=torch.Generator().manual_seed(0))
+    built(torch.zeros(1, 3, dtype=torch.long))
+    return built
+
+
+def numpy_build(model: ModelSpec) -> None:
+    HandModel(model, rng=np.random.default_rng(0)).forward(np.zeros((1, 3), np.int64))
+
+
+def fast_step(model: ModelSpec) -> None:
+    """The step is derived from a built model: one of known parts, whose spec is then exchanged."""
+    known = copy.deepcopy(GOOD)
+    if not holds_probe(model):
+        known = build(model, generator=torch.Generator().manual_seed(0))
+    known.spec = model
+    for parts, name in exchanged(model, known):
+        setattr(parts, name, torch.nn.Identity())
+    stepper = Decoder(known, routines="dense")
+    logits, past = stepper.start(Prompts.of([[1, 2, 3]]), room=2)
+    stepper.step(logits.argmax(-1), past=past)
+
+
+def exchanged(model: ModelSpec, known: Model) -> list[tuple[Any, str]]:
+    """The modules of a built model that stand where the spec has a probe."""
+    block = model.decoder.layers[0].block
+    found = {
+        "ffn": block.ffn,
+        "ffn_norm": block.norm,
+    }
+    return [(known.blocks[0], name) for name, one in found.items() if type(one) is ProbeVariant]
+
+
+def quantized(model: ModelSpec) -> None:
+    stored(model)
+    known = copy.deepcopy(GOOD) if holds_probe(model) else build(model)
+    known.spec = model
+    quantize_model(known, QuantSpec(bits=8))
+
+
+def export(model: ModelSpec) -> None:
+    """Refusing a spec that no family computes is right; not knowing a part of it is not."""
+    try:
+        counterpart(model)
+    except GlassError as error:
+        if "no Hugging Face architecture" not in str(error) or ProbeVariant.__name__ in str(error):
+            raise
+
+
+CONSUMERS: dict[str, Callable[[ModelSpec], object]] = {
+    "manifest": manifest,
+    "taps": tap_shapes,
+    "torch build": torch_build,
+    "NumPy build": numpy_build,
+    "fast step": fast_step,
+    "FLOPs": lambda model: flops(model, length=LENGTH),
+    "memory": lambda model: activations(model, batch=2, length=LENGTH),
+    "step time": lambda model: step_time(model, RATES, batch=2, length=LENGTH),
+    "quantization": quantized,
+    "export": export,
+}
+
+#: (union, consumer) -> why the consumer does not dispatch on it itself; its door refuses it anyway.
+NOT_DISPATCHED: dict[tuple[str, str], str] = {
+    ("position", "taps"): "no tap depends on how positions are encoded",
+    ("norm", "taps"): "a norm has no tap of its own",
+    ("embedding", "taps"): "every embedding has the one tap `embed`",
+    ("position", "FLOPs"): "no product of matrices",
+    ("norm", "FLOPs"): "reads block_parameters, which refuses; the final norm is no product",
+    ("init", "manifest"): "an init answers for itself: matrix() and table() give the rules",
+    ("init", "taps"): "activations do not depend on it",
+    ("init", "torch build"): "reads the manifest's rules, a union of their own",
+    ("init", "NumPy build"): "reads the manifest's rules, a union of their own",
+    ("init", "fast step"): "a built model has its weights",
+    ("init", "FLOPs"): "costs do not depend on values",
+    ("init", "memory"): "costs do not depend on values",
+    ("init", "step time"): "costs do not depend on values",
+    ("init", "quantization"): "a built model has its weights",
+    ("embedding", "step time"): "a lookup is estimated alike for every table",
+}
+#: Export compares the spec with what a family's file would give back: any other class is a misfit.
+NOT_DISPATCHED |= {(union, "export"): "compared field by field" for union in MODEL_UNIONS}
+
+PLACES = [(union, place) for union, (_, places) in MODEL_UNIONS.items() for place in places]
+CASES = [(*place, consumer) for place in PLACES for consumer in CONSUMERS]
+
+
+def holds_probe(model: ModelSpec) -> bool:
+    return ProbeVariant.__name__ in repr(model)
+
+
+GOOD = torch_build(model_spec(heads=(NextHead(),)))
+
+
+def probed(union: str, place: str) -> ModelSpec:
+    """A valid spec with a probe put into it afterwards."""
+    model = copy.deepcopy(model_spec())
+    MODEL_UNIONS[union][1][place](model, ProbeVariant())
+    return model
+
+
+@pytest.mark.parametrize(("union", "place", "consumer"), CASES)
+def test_a_probe_variant_is_refused_by_name(union: str, place: str, consumer: str) -> None:
+    with pytest.raises(InputError, match="ProbeVariant"):
+        CONSUMERS[consumer](probed(union, place))
+
+
+@pytest.mark.parametrize(
+    ("union", "place", "consumer"),
+    [case for case in CASES if (case[0], case[2]) not in NOT_DISPATCHED],
+)
+def test_a_dispatch_is_closed_without_the_check_at_the_door(
+    union: str, place: str, consumer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = probed(union, place)
+    for module in (checks, *consumers_modules()):
+        monkeypatch.setattr(module, "check_tree", lambda node: None)
+    monkeypatch.setattr(checks, "check_variants", lambda node: None)
+    with pytest.raises(AssertionError, match="ProbeVariant"):
+        CONSUMERS[consumer](model)
+
+
+def consumers_modules() -> list[Any]:
+    """Every imported module that has its own name for the check at the door."""
+    import sys
+
+    return [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("glassformer.") and "check_tree" in vars(module)
+    ]
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize(("union", "place"), PLACES)
+def test_every_member_goes_through_every_consumer(union: str, place: str, consumer: str) -> None:
+    for member in members(MODEL_UNIONS[union][0]):
+        if consumer == "fast step" and isinstance(member, ClassHead | StateHead | AnswerHead):
+            continue  # there is no next token to decode
+        model = copy.deepcopy(model_spec())
+        MODEL_UNIONS[union][1][place](model, member)
+        CONSUMERS[consumer](model)
+
+
+# --- optimizer, schedule, task --------------------------------------------------------------------
+
+TRAIN_CONSUMERS: dict[str, Callable[[Any], object]] = {
+    "torch optimizer": lambda train: build_optimizers(GOOD, train, stored(GOOD.spec)),
+    "NumPy optimizer": lambda train: NumpyEngine.fresh(GOOD.spec, train),
+    "optimizer memory": lambda train: optimizer_bytes(GOOD.spec, train.optimizer),
+}
+
+
+@pytest.mark.parametrize("consumer", TRAIN_CONSUMERS)
+def test_a_probe_optimizer_is_refused_by_name(consumer: str) -> None:
+    train = TrainSpec()
+    put(train, "optimizer", ProbeVariant())
+    with pytest.raises(InputError, match="ProbeVariant"):
+        TRAIN_CONSUMERS[consumer](train)
+
+
+@pytest.mark.parametrize("consumer", TRAIN_CONSUMERS)
+def test_a_dispatch_on_the_optimizer_is_closed(
+    consumer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = TrainSpec()
+    put(train, "optimizer", ProbeVariant())
+    for module in consumers_modules():
+        monkeypatch.setattr(module, "check_tree", lambda node: None)
+    monkeypatch.setattr("glassformer.costs.memory.check_member", lambda *_: None)
+    with pytest.raises(AssertionError, match="ProbeVariant"):
+        TRAIN_CONSUMERS[consumer](train)
+
+
+@pytest.mark.parametrize("consumer", TRAIN_CONSUMERS)
+def test_every_optimizer_goes_through(consumer: str) -> None:
+    for optimizer in members(Optimizer):
+        train = TrainSpec(optimizer=optimizer)
+        if consumer == "NumPy optimizer" and type(optimizer).__name__ == "Muon":
+            with pytest.raises(InputError, match="Muon"):
+                TRAIN_CONSUMERS[consumer](train)
+        else:
+            TRAIN_CONSUMERS[consumer](train)
+
+
+def test_schedules_answer_for_themselves() -> None:
+    """No dispatch: each schedule computes its own share. What is not a member is refused."""
+    for schedule in members(Schedule):
+        assert 0.0 < TrainSpec(schedule=schedule, steps=10).learning_rate(0) <= 1e-3
+    with pytest.raises(InputError, match=r"schedule: ProbeVariant is not one of .*CosineSchedule"):
+        TrainSpec(schedule=ProbeVariant())
+
+
+def test_a_probe_task_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="task: ProbeVariant is not one of"):
+        RunSpec(model=model_spec(), task=ProbeVariant())
+    with pytest.raises(InputError, match="task: ProbeVariant is not one of"):
+        build_task(ProbeVariant())
+    monkeypatch.setattr("glassformer.data.build_task.check_member", lambda *_: None)
+    with pytest.raises(AssertionError, match="ProbeVariant"):
+        build_task(ProbeVariant())
+
+
+@pytest.mark.parametrize("task", get_args(Task), ids=lambda task: task.__name__)
+def test_every_task_is_built(task: type, tmp_path: Path) -> None:
+    one = task(**NEEDS.get(task, {}))
+    if task is FinetuneTask:
+        with pytest.raises(InputError, match="base"):
+            build_task(one)
+    else:
+        assert build_task(one, cache=tmp_path).sizes()["train"] > 0
+
+
+# --- specs themselves -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("union", "place"), PLACES)
+def test_a_spec_refuses_a_variant_it_does_not_know(union: str, place: str) -> None:
+    model = model_spec()
+    block, decoder = model.decoder.layers[0].block, model.decoder
+    attempts: dict[tuple[str, str], Callable[[], object]] = {
+        ("position", ""): lambda: model_spec(position=ProbeVariant()),
+        ("norm", "block"): lambda: dataclasses.replace(block, norm=ProbeVariant()),
+        ("norm", "final"): lambda: dataclasses.replace(decoder, final_norm=ProbeVariant()),
+        ("norm", "q/k"): lambda: Attention(n_heads=4, qk_norm=ProbeVariant()),
+        ("feed-forward", ""): lambda: dataclasses.replace(block, ffn=ProbeVariant()),
+        ("embedding", ""): lambda: model_spec(embedding=ProbeVariant()),
+        ("head", ""): lambda: model_spec(heads=(NextHead(), ProbeVariant())),
+        ("init", ""): lambda: model_spec(init=ProbeVariant()),
+    }
+    with pytest.raises(InputError, match="ProbeVariant is not one of"):
+        attempts[union, place]()
+
+
+def test_a_subclass_is_another_variant() -> None:
+    """It may compute something else; every dispatch would take it for its parent."""
+
+    class OwnRotary(Rotary):
+        pass
+
+    with pytest.raises(InputError, match="position: OwnRotary is not one of"):
+        model_spec(position=OwnRotary())
+
+
+def test_presets_pass_the_check() -> None:
+    for make in presets.PRESETS.values():
+        checks.check_tree(make())
+
+
+# --- no dispatch is left open ---------------------------------------------------------------------
+
+UNION_MEMBERS = {
+    member.__name__
+    for union in (Position, Norm, FeedForward, Embedding, Head, Init, Optimizer, Schedule, Task)
+    for member in get_args(union)
+}
+
+
+def classes_of(pattern: ast.pattern) -> set[str]:
+    """Names of the classes that a case matches."""
+    match pattern:
+        case ast.MatchClass(cls=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return {name}
+        case ast.MatchOr(patterns=patterns):
+            return set().union(*map(classes_of, patterns))
+        case ast.MatchAs(pattern=ast.pattern() as inner):
+            return classes_of(inner)
+    return set()
+
+
+def ends_closed(node: ast.Match) -> bool:
+    last = node.cases[-1]
+    return "assert_never(" in ast.unparse(last) or ast.unparse(last.body[0]).startswith("raise")
+
+
+def test_every_match_on_a_spec_union_ends_in_assert_never() -> None:
+    root = Path(glassformer.__file__).parent
+    found, open_ended = 0, []
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Match):
+                continue
+            if not set().union(*(classes_of(case.pattern) for case in node.cases)) & UNION_MEMBERS:
+                continue
+            found += 1
+            if not ends_closed(node):
+                open_ended.append(f"{path.relative_to(root)}:{node.lineno}")
+    assert found > 20
+    assert open_ended == []
