@@ -18,6 +18,7 @@ from glassformer.generation.prompts import Prompts, padded
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
 from glassformer.nn.cache import Cache, FixedCache, GrowingCache
+from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
@@ -51,7 +52,8 @@ class Stepper(Protocol):
 
 
 def check_decodes(spec: ModelSpec) -> None:
-    """Refuse a model that says nothing about the next token."""
+    """Refuse a model without a next-token head, or with a part that is not known."""
+    check_tree(spec)
     if "next" not in spec.head_names():
         raise InputError(
             "this model has no next-token head to decode with",

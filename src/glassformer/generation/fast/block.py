@@ -35,7 +35,6 @@ from glassformer.nn.heads import TiedHead
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 from glassformer.spec import model as spec
-from glassformer.spec.checks import check_tree
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
 # X = N + 2 K heads of one product
@@ -233,7 +232,6 @@ class LeanModel:
     """A whole decoder as one function of the new tokens; see `step`."""
 
     def __init__(self, model: Model, *, make: Maker) -> None:
-        check_tree(model.spec)
         parts: StackParts = model.decoder if isinstance(model, EncoderDecoder) else model
         self.embed = parts.embed
         self.blocks = [

@@ -165,8 +165,14 @@ class HeadNorms:
         self.shape = tuple(parts[0][0].weight.shape)
         self.gain_XH = torch.cat([part.weight.detach().expand(n, -1) for part, n in parts])
         self.bias_XH = None
-        if self.kind is LayerNorm:
-            self.bias_XH = torch.cat([part.bias.detach().expand(n, -1) for part, n in parts])
+        match parts[0][0]:
+            case LayerNorm():
+                shifts = [(part.bias, n) for part, n in parts if isinstance(part, LayerNorm)]
+                self.bias_XH = torch.cat([bias.detach().expand(n, -1) for bias, n in shifts])
+            case RMSNorm():
+                pass
+            case _ as unreachable:
+                assert_never(unreachable)
 
     def __call__(self, x_BXH: Tensor) -> Tensor:
         if self.kind is LayerNorm:
