@@ -1,0 +1,61 @@
+"""A run written by version 0.1.0 still loads, evaluates and resumes to the losses it had.
+
+Bits are the same on the machine that wrote it; on another processor the last digits may differ.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import glassformer as gf
+from glassformer.adapters.load import load
+from glassformer.cli.actions.train import train
+
+WRITTEN = Path(__file__).parents[1] / "fixtures" / "run-0.1.0"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A copy to work on."""
+    return Path(shutil.copytree(WRITTEN, tmp_path / "digits"))
+
+
+def lines(run: Path) -> list[dict]:
+    """The losses of every step as the run recorded them."""
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    kept = [json.loads(line) for line in text.splitlines()]
+    return [{key: line.get(key) for key in ("step", "loss", "grad_norm")} for line in kept]
+
+
+def test_it_loads_and_answers(run):
+    model = load(run)
+    assert model.spec.d_model == 8
+    assert model.generate("SECOND 7 3 9", max_new_tokens=1) is not None
+
+
+def test_it_evaluates_to_what_was_recorded(run):
+    recorded = json.loads((run / "run.json").read_text(encoding="utf-8"))["val"]
+    found = gf.evaluate(run, split="val")
+    assert found.loss == pytest.approx(recorded["loss"], rel=1e-5)
+    assert found.accuracy == recorded["accuracy"]
+
+
+def test_it_resumes_to_the_same_losses(run):
+    before = lines(run)
+    shutil.rmtree(run / "checkpoints" / "step-000008")
+    code = train(
+        "digits",
+        [],
+        name="digits",
+        runs=run.parent,
+        device="cpu",
+        threads=1,
+        resume=True,
+        overwrite=False,
+        as_json=True,
+    )
+    assert code == 0
+    for now, then in zip(lines(run), before, strict=True):
+        assert now == pytest.approx(then, rel=1e-5)
