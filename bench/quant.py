@@ -30,16 +30,17 @@ from glassformer.quant.status import is_model_quantized, resident_bytes
 from glassformer.spec import presets
 from glassformer.spec.errors import GlassError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import QuantSpec, Scheme
+from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.schemes import Int4, Int8
 
 LAYERS = ((512, 512), (896, 896), (4864, 896), (896, 4864))
 ROWS = (1, 8, 64)
 SCHEMES = {
-    "int8": Scheme(),
-    "int4 g64": Scheme(bits=4, group=64, symmetric=False),
-    "int4 g32 symmetric": Scheme(bits=4, group=32),
+    "int8": Int8(),
+    "int4 g64": Int4(group=64),
+    "int4 g32 symmetric": Int4(group=32, symmetric=True),
 }
-SPECS = {"int8": QuantSpec(bits=8), "int4": QuantSpec(bits=4, method="absmax")}
+SPECS = {"int8": QuantSpec(), "int4": QuantSpec(scheme=Int4(), method="absmax")}
 PAST, PREFILL = 128, 64
 EAGER, FASTEST = "float32, eager", "float32, our fastest"
 

@@ -132,4 +132,6 @@ def test_refusals_and_copies(open_page: Opener, watch: Watch) -> None:
     said = page.evaluate("navigator.clipboard.readText()")
     assert 'prompted(model, in_precisions(model), "FIRST 1 2 3")' in said
     page.locator('[data-copy="cli"]').click()
-    assert "glass quantize runs/digits --bits 8" in page.evaluate("navigator.clipboard.readText()")
+    assert "glass quantize runs/digits --scheme int8" in page.evaluate(
+        "navigator.clipboard.readText()"
+    )

@@ -57,7 +57,7 @@ def received(runs: Path, record: str) -> Path:
 @pytest.mark.parametrize("record", ["kept", "none", "odd", "guessed"])
 def test_a_received_run_shows_nothing_of_a_file_that_it_only_names(runs, record, tmp_path):
     run = received(runs, record)
-    wish = Wish(spec=QuantSpec(bits=8))
+    wish = Wish(spec=QuantSpec())
     for look in (
         lambda: gf.evaluate(run),
         lambda: quantize_folder(str(run), tmp_path / "small", wish),
@@ -99,7 +99,7 @@ def test_a_run_from_here_and_what_is_made_of_it_go_on(runs, tmp_path):
     mine = runs / "mine"
     loss = gf.evaluate(mine).loss
     assert "so it goes" in report_html(str(mine), certificate=Report(()))
-    quantize_folder(str(mine), tmp_path / "small", Wish(spec=QuantSpec(bits=8)))
+    quantize_folder(str(mine), tmp_path / "small", Wish(spec=QuantSpec()))
     dequantize_folder(str(tmp_path / "small"), tmp_path / "large")
     for made in ("small", "large"):
         assert gf.evaluate(tmp_path / made).loss == pytest.approx(loss, abs=0.05)

@@ -18,19 +18,22 @@ from glassformer.quant.convert import (
 from glassformer.quant.gptq import making_up, quantize_with_inputs
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear
 from glassformer.quant.qat import fake_quantize
-from glassformer.quant.schemes import dequantize, pack, quantize_tensor, unpack
+from glassformer.quant.schemes import codec, dequantize, quantize_tensor
 from glassformer.quant.sequential import quantize_in_turn
 from glassformer.quant.status import is_model_quantized, resident_bytes
 from glassformer.spec import presets
-from glassformer.spec.quantization import QuantSpec, Scheme
+from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.schemes import SCHEMES as KINDS
+from glassformer.spec.schemes import Int4, Int8, Scheme
 from glassformer.spec.serialize import override
 
 CPU = torch.device("cpu")
 SCHEMES = [
-    Scheme(bits=8),
-    Scheme(bits=8, symmetric=False),
-    *(Scheme(bits=4, group=group, symmetric=s) for group in (32, 64, 128) for s in (True, False)),
+    Int8(),
+    Int8(symmetric=False),
+    *(Int4(group=group, symmetric=s) for group in (32, 64, 128) for s in (True, False)),
 ]
+BY_KIND = [QuantSpec(scheme=kind()) for kind in KINDS]
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -72,20 +75,20 @@ def logits(of: Model) -> torch.Tensor:
 def by_definition(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The grid over each group's range, a group at a time, as a page of a book would write it."""
     out = torch.empty_like(weight)
-    width = scheme.group or weight.shape[1]
+    width = scheme.group if isinstance(scheme, Int4) else weight.shape[1]
     for row in range(weight.shape[0]):
         for start in range(0, weight.shape[1], width):
             group = weight[row, start : start + width].double()
             if scheme.symmetric:
-                low, high = (-127, 127) if scheme.bits == 8 else (-8, 7)
+                low, high = (-127, 127) if isinstance(scheme, Int8) else (-8, 7)
                 step = group.abs().max() / high
                 zero = torch.zeros(())
             else:
-                low, high = (-128, 127) if scheme.bits == 8 else (0, 15)
+                low, high = (-128, 127) if isinstance(scheme, Int8) else (0, 15)
                 bottom, top = group.min().clamp(max=0), group.max().clamp(min=0)
                 step = (top - bottom) / (high - low)
                 zero = torch.round(low - bottom / step) if step > 0 else torch.zeros(())
-            step = step.float() if scheme.group is None else step.half()
+            step = step.half() if isinstance(scheme, Int4) else step.float()
             step = step.double() if step > 0 else torch.ones((), dtype=torch.float64)
             level = (torch.round(group / step) + zero).clamp(low, high)
             out[row, start : start + width] = ((level - zero) * step).float()
@@ -114,13 +117,15 @@ def errors_are_half_a_step() -> None:
         # A rounded zero level moves both ends of an asymmetric grid by up to half a step more.
         share = 0.502 if scheme.symmetric else 1.01
         assert ((dequantize(tensor) - weight).abs() <= share * room).all(), scheme
+        assert (codec(scheme).error_bound(weight, step) <= share * room).all(), scheme
 
 
 def nibbles_keep_their_order() -> None:
     levels = torch.arange(16, dtype=torch.uint8).repeat(2, 2)
-    packed = pack(levels)
+    rules = codec(Int4(group=32))
+    packed = rules.pack(levels)
     assert packed[0, 0] == 0 | 1 << 4  # the even column low, the odd one high
-    assert torch.equal(unpack(packed), levels)
+    assert torch.equal(rules.unpack(packed), levels)
 
 
 def least_squares_are_less() -> None:
@@ -135,7 +140,7 @@ def least_squares_are_less() -> None:
 def gptq_keeps_products() -> None:
     mixed = noise(400, 128, seed=1) @ noise(128, 128, seed=2)
     weight = noise(24, 128, seed=3)
-    for scheme in (Scheme(bits=4, group=32, symmetric=False), Scheme(bits=4, group=64)):
+    for scheme in (Int4(group=32), Int4(group=64, symmetric=True)):
         exact = mixed @ weight.T
         errors = [
             float((mixed @ dequantize(tensor).T - exact).norm() / exact.norm())
@@ -158,7 +163,7 @@ def errors_are_made_up_for() -> None:
 
 
 def turns_keep_answers() -> None:
-    spec = QuantSpec(bits=4, method="gptq")
+    spec = QuantSpec(scheme=Int4(), method="gptq")
     full = model("core")
     ids = tokens(full, 16, 16)
     at_once = prepare_model_for_quantization(copy.deepcopy(full), spec)
@@ -248,10 +253,10 @@ def lookups_are_rows() -> None:
 
 
 def converted_is_rounded() -> None:
-    for bits in (8, 4):
+    for kind in KINDS:
         for preset in ("qwen", "core"):
             rounded = prepare_model_for_quantization(
-                model(preset), QuantSpec(bits=bits), mode="qat"
+                model(preset), QuantSpec(scheme=kind()), mode="qat"
             )
             before = logits(rounded)
             assert not torch.equal(before, logits(model(preset)))
@@ -259,7 +264,7 @@ def converted_is_rounded() -> None:
 
 
 def gradients_go_straight_through() -> None:
-    scheme = Scheme(bits=4, group=32, symmetric=False)
+    scheme = Int4(group=32)
     weight = noise(8, 64).requires_grad_()
     push = noise(8, 64, seed=6)
     (fake_quantize(weight, scheme) * push).sum().backward()
@@ -267,7 +272,7 @@ def gradients_go_straight_through() -> None:
 
 
 def dequantized_is_what_was_used() -> None:
-    for spec in (QuantSpec(), QuantSpec(bits=4), QuantSpec(bits=4, tied="untie")):
+    for spec in (*BY_KIND, QuantSpec(scheme=Int4(), tied="untie")):
         for preset in ("qwen", "core"):
             small = quantize_model(model(preset), spec, backend="reference")
             used = {path: layer.weights() for path, layer in quantized_layers(small)}
@@ -301,7 +306,7 @@ def tied_tables_are_shared() -> None:
 
 
 def arrays_come_back() -> None:
-    for spec in (QuantSpec(), QuantSpec(bits=4), QuantSpec(tied="untie", symmetric=False)):
+    for spec in (*BY_KIND, QuantSpec(scheme=Int8(symmetric=False), tied="untie")):
         small = quantize_model(model(), spec)
         quantization, arrays = quantized_arrays(small)
         again = restored_model(small.spec, quantization, arrays)

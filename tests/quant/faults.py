@@ -27,17 +27,17 @@ CHECKS = {
 
 FAULTS = (
     # schemes
-    Fault("scale by column", "quant.schemes:grid", "reach_OG = weight_OGE.abs().amax(-1) * shrink", "reach_OG = weight_OGE.abs().amax(0, keepdim=True).amax(-1).expand(len(weight_OI), -1) * shrink", "schemes_are_their_definition"),
-    Fault("one scale for everything", "quant.schemes:grid", "weight_OGE.abs().amax(-1) * shrink", "weight_OGE.abs().amax().expand(weight_OGE.shape[:2]) * shrink", "schemes_are_their_definition"),
-    Fault("scale one level too small", "quant.schemes:grid", "(scheme.highest - scheme.middle)", "(scheme.highest - scheme.middle + 1)", "schemes_are_their_definition"),
-    Fault("zero ignored", "quant.schemes:grid_values", "(levels_OGE - zero_OG[..., None])", "levels_OGE", "errors_are_half_a_step"),
+    Fault("scale by column", "quant.schemes:IntegerCodec.grid", "reach_OG = weight_OGE.abs().amax(-1) * shrink", "reach_OG = weight_OGE.abs().amax(0, keepdim=True).amax(-1).expand(len(weight_OI), -1) * shrink", "schemes_are_their_definition"),
+    Fault("one scale for everything", "quant.schemes:IntegerCodec.grid", "weight_OGE.abs().amax(-1) * shrink", "weight_OGE.abs().amax().expand(weight_OGE.shape[:2]) * shrink", "schemes_are_their_definition"),
+    Fault("scale one level too small", "quant.schemes:IntegerCodec.grid", "(self.highest - self.middle)", "(self.highest - self.middle + 1)", "schemes_are_their_definition"),
+    Fault("zero ignored", "quant.schemes:Codec.values", "(levels_OGE - zero_OG[..., None])", "levels_OGE", "errors_are_half_a_step"),
     Fault("stored zero ignored", "quant.schemes:dequantize", "if tensor.zero is None:", "if True:", "errors_are_half_a_step"),
-    Fault("0 outside the range", "quant.schemes:grid", "weight_OGE.amin(-1).clamp(max=0)", "weight_OGE.amin(-1)", "errors_are_half_a_step"),
-    Fault("clip missing", "quant.schemes:nearest_levels", "levels_OGE.clamp(scheme.lowest, scheme.highest).flatten(1)", "levels_OGE.flatten(1)", "least_squares_are_less"),
-    Fault("rounded down", "quant.schemes:nearest_levels", "torch.round(weight_OGE / scale_OG[..., None])", "torch.floor(weight_OGE / scale_OG[..., None])", "errors_are_half_a_step"),
-    Fault("group boundary off by one", "quant.schemes:nearest_levels", "weight_OGE = _grouped(weight_OI, scheme)", "weight_OGE = _grouped(weight_OI.roll(1, 1), scheme)", "errors_are_half_a_step"),
-    Fault("nibbles exchanged when packed", "quant.schemes:pack", "levels_OI[:, 0::2] | (levels_OI[:, 1::2] << 4)", "levels_OI[:, 1::2] | (levels_OI[:, 0::2] << 4)", "nibbles_keep_their_order"),
-    Fault("nibbles exchanged when read", "quant.schemes:unpack", "(packed & 15, packed >> 4)", "(packed >> 4, packed & 15)", "nibbles_keep_their_order"),
+    Fault("0 outside the range", "quant.schemes:IntegerCodec.grid", "weight_OGE.amin(-1).clamp(max=0)", "weight_OGE.amin(-1)", "errors_are_half_a_step"),
+    Fault("clip missing", "quant.schemes:IntegerCodec.nearest", "(torch.round(weight / scale) + zero).clamp(self.lowest, self.highest)", "torch.round(weight / scale) + zero", "least_squares_are_less"),
+    Fault("rounded down", "quant.schemes:IntegerCodec.nearest", "torch.round(weight / scale)", "torch.floor(weight / scale)", "errors_are_half_a_step"),
+    Fault("group boundary off by one", "quant.schemes:Codec.nearest_levels", "self.grouped(weight_OI)", "self.grouped(weight_OI.roll(1, 1))", "errors_are_half_a_step"),
+    Fault("nibbles exchanged when packed", "quant.schemes:Int4Codec.pack", "levels[:, 0::2] | (levels[:, 1::2] << 4)", "levels[:, 1::2] | (levels[:, 0::2] << 4)", "nibbles_keep_their_order"),
+    Fault("nibbles exchanged when read", "quant.schemes:Int4Codec.unpack", "(qweight & 15, qweight >> 4)", "(qweight >> 4, qweight & 15)", "nibbles_keep_their_order"),
     Fault("the worst grid kept", "quant.schemes:least_squares_grid", "better_OG = error_OG < best_OG", "better_OG = error_OG > best_OG", "least_squares_are_less"),
     # GPTQ
     Fault("no correction within a block", "quant.gptq:quantize_with_inputs", "weight_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])", "pass", "gptq_keeps_products"),

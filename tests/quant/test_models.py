@@ -28,7 +28,8 @@ from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.manifest import count_parameters
-from glassformer.spec.quantization import QuantSpec, Scheme
+from glassformer.spec.quantization import QuantSpec, quant_spec
+from glassformer.spec.schemes import Int4, Int8
 from glassformer.spec.tasks import SequenceTask
 from glassformer.spec.train import TrainSpec
 from glassformer.training.fit import fit
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
 def test_every_linear_layer_and_the_head_are_quantized_with_their_parameters():
     for preset in ("qwen", "core"):
         full = model(preset)
-        small = quantize_model(copy.deepcopy(full), QuantSpec(bits=4))
+        small = quantize_model(copy.deepcopy(full), QuantSpec(scheme=Int4()))
         report = is_model_quantized(small)
         assert report and report.bits == 4 and report.mode == "ptq" and report.backends
         for leaf in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj", "ffn.down_proj"):
@@ -60,7 +61,7 @@ def test_every_linear_layer_and_the_head_are_quantized_with_their_parameters():
 @pytest.mark.parametrize("preset", sorted(presets.PRESETS))
 def test_a_quantized_model_has_as_many_numbers_as_before(preset):
     full = model(preset)
-    small = quantize_model(copy.deepcopy(full), QuantSpec(bits=4, indivisible="int8"))
+    small = quantize_model(copy.deepcopy(full), QuantSpec(scheme=Int4(), indivisible="int8"))
     assert quantized_numbers(full) == 0 < quantized_numbers(small)
     floats = sum(p.numel() for p in small.parameters())
     assert floats + quantized_numbers(small) == count_parameters(full.spec)
@@ -72,7 +73,7 @@ def test_a_quantized_model_has_as_many_numbers_as_before(preset):
 def test_memory_falls_as_promised():
     full = build(presets.qwen(vocab_size=512, d_model=256, d_head=32, d_ff=768))
     linears = 4 * sum(p.numel() for p in full.parameters() if p.ndim == 2)
-    for spec, most in ((QuantSpec(), 0.27), (QuantSpec(bits=4, head_bits=4), 0.17)):
+    for spec, most in ((QuantSpec(), 0.27), (QuantSpec(scheme=Int4(), head=Int4()), 0.17)):
         small = quantize_model(copy.deepcopy(full), spec)
         logits(small)
         layers = is_model_quantized(small).layers.values()
@@ -92,14 +93,14 @@ def test_both_sides_of_an_encoder_decoder():
 
 
 def test_ptq_watches_then_converts():
-    prepared = prepare_model_for_quantization(model(), QuantSpec(bits=4, method="gptq"))
+    prepared = prepare_model_for_quantization(model(), QuantSpec(scheme=Int4(), method="gptq"))
     with pytest.raises(InputError, match="prepared already"):
         prepare_model_for_quantization(prepared)
     prepared(tokens(prepared))
     assert prepared.blocks[0].attn.q_proj.watch.rows == 21
     small = quantize_model(prepared)
     assert {layer.method for layer in is_model_quantized(small).layers.values()} == {"gptq"}
-    blind = prepare_model_for_quantization(model(), QuantSpec(bits=4, method="gptq"))
+    blind = prepare_model_for_quantization(model(), QuantSpec(scheme=Int4(), method="gptq"))
     with pytest.raises(InputError, match="has seen nothing"):
         quantize_model(blind)
 
@@ -111,7 +112,7 @@ def test_training_with_rounded_weights_learns_and_converts_exactly():
         max_seq_len=16, dropout=0.0,
     )  # fmt: skip
     start = build(spec, generator=torch.Generator().manual_seed(0))
-    rounded = prepare_model_for_quantization(start, QuantSpec(bits=4), mode="qat")
+    rounded = prepare_model_for_quantization(start, QuantSpec(scheme=Int4()), mode="qat")
     train = TrainSpec(steps=30, batch_size=32, lr=3e-3)
     records = list(fit(TorchEngine(rounded, train), task, train))
     assert records[-1].loss < 0.8 * records[0].loss
@@ -124,7 +125,7 @@ def test_training_with_rounded_weights_learns_and_converts_exactly():
 
 
 def test_decoding_is_the_same_lean_or_not():
-    for spec in (QuantSpec(), QuantSpec(bits=4), QuantSpec(tied="untie")):
+    for spec in (QuantSpec(), QuantSpec(scheme=Int4()), QuantSpec(tied="untie")):
         small = quantize_model(model(), spec)
         prompts = Prompts.of([[5, 6, 7], [8]])
         greedy = DecodeSpec(max_new_tokens=8)
@@ -136,7 +137,7 @@ def test_decoding_is_the_same_lean_or_not():
 
 
 def test_copies_and_precisions_keep_every_scale():
-    small = quantize_model(model(), QuantSpec(bits=4))
+    small = quantize_model(model(), QuantSpec(scheme=Int4()))
     expected = logits(small)
     assert torch.equal(logits(copy.deepcopy(small)), expected)
     wide = copy.deepcopy(small).double()
@@ -169,21 +170,21 @@ def test_auto_times_each_shape_and_keeps_what_loses():
 @pytest.mark.parametrize("bits", [0, 2, 3, 16])
 def test_other_bits_are_refused(bits):
     with pytest.raises(InputError, match="neither 8 nor 4"):
-        QuantSpec(bits=bits)
+        quant_spec(bits=bits)
 
 
 def test_groups_that_do_not_fit_are_refused_by_layer():
     with pytest.raises(InputError, match="group 48 is not one of"):
-        QuantSpec(bits=4, group=48)
-    with pytest.raises(InputError, match="no group of 32"):
-        QuantSpec(bits=8, group=32)
+        quant_spec(bits=4, group=48)
+    with pytest.raises(InputError, match="int8 has no group"):
+        quant_spec(bits=8, group=32)
     narrow = build(presets.core(d_model=48, d_ff=64))
     with pytest.raises(InputError, match="group 32 does not divide the 48 inputs") as error:
-        quantize_model(narrow, QuantSpec(bits=4))
+        quantize_model(narrow, QuantSpec(scheme=Int4()))
     assert error.value.where == "blocks.0.attn.q_proj"
-    mixed = quantize_model(copy.deepcopy(narrow), QuantSpec(bits=4, indivisible="int8"))
+    mixed = quantize_model(copy.deepcopy(narrow), QuantSpec(scheme=Int4(), indivisible="int8"))
     assert is_model_quantized(mixed).layers["blocks.0.attn.q_proj"].bits == 8
-    kept = quantize_model(copy.deepcopy(narrow), QuantSpec(bits=4, indivisible="keep"))
+    kept = quantize_model(copy.deepcopy(narrow), QuantSpec(scheme=Int4(), indivisible="keep"))
     assert "blocks.0.attn.q_proj" not in is_model_quantized(kept).layers
 
 
@@ -213,16 +214,16 @@ def test_methods_that_need_more_are_refused():
     with pytest.raises(InputError, match="no mode 'both'"):
         prepare_model_for_quantization(model(), mode="both")
     with pytest.raises(InputError, match="not finite"):
-        quantize_tensor(torch.full((2, 64), torch.nan), Scheme())
+        quantize_tensor(torch.full((2, 64), torch.nan), Int8())
     with pytest.raises(InputError, match="too large"):
-        quantize_tensor(torch.full((2, 64), 1e9), Scheme(bits=4, group=32))
+        quantize_tensor(torch.full((2, 64), 1e9), Int4(group=32))
 
 
 def test_a_backend_that_is_not_here_is_refused_or_replaced_with_one_warning(monkeypatch):
     with pytest.raises(InputError, match="no backend 'cc'"):
         quantize_model(model(), backend="cc")
     with pytest.raises(MachineError, match="'fbgemm' cannot run int4"):
-        quantize_model(model(), QuantSpec(bits=4, head_bits=4), backend="fbgemm")
+        quantize_model(model(), QuantSpec(scheme=Int4(), head=Int4()), backend="fbgemm")
     for backend in choose.BACKENDS.values():
         monkeypatch.setattr(type(backend), "why_not", lambda *a, **k: "is not here")
     choose._warn_once.cache_clear()

@@ -57,7 +57,7 @@ def test_a_piece_of_a_sign_is_called_by_its_number(tmp_path: Path) -> None:
 
 def test_a_quantized_model_has_as_many_parameters_as_its_twin(talkers: Lab, tmp_path: Path) -> None:
     model = gf.load(talkers.folder("digits"))
-    wish = Wish(spec=QuantSpec(bits=8))
+    wish = Wish(spec=QuantSpec())
     quantize_folder(f"{talkers.folder('digits')}@best", tmp_path / "small", wish)
     asked = Query(body={"run": "small", "text": "SECOND 7 3 9"})
     sent = inspect.inspect(asked, Lab(tmp_path / "small"))

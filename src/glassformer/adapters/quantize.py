@@ -11,7 +11,8 @@ from glassformer.adapters.native import NativeAdapter
 from glassformer.models.model import Model
 from glassformer.quant.convert import quantize_model
 from glassformer.quant.sequential import quantize_in_turn
-from glassformer.spec.quantization import Indivisible, Method, QuantSpec, Tied
+from glassformer.spec.quantization import Indivisible, QuantSpec, Tied, quant_spec
+from glassformer.spec.schemes import Method, Scheme
 
 M = TypeVar("M", Model, NativeAdapter)
 
@@ -19,7 +20,8 @@ M = TypeVar("M", Model, NativeAdapter)
 def quantize(
     model: M,
     *,
-    bits: int = 8,
+    scheme: str | Scheme | None = None,
+    bits: int | None = None,
     group: int | None = None,
     symmetric: bool | None = None,
     method: Method | None = None,
@@ -30,10 +32,15 @@ def quantize(
     select: Callable[[str, nn.Module], bool] | None = None,
     backend: str = "auto",
 ) -> M:
-    """A quantized copy; the model itself stays. `calibrate`: batches of tokens, for GPTQ."""
+    """Return a quantized copy; the model itself stays as it is.
+
+    `scheme` is a name, such as "int4", or a value, such as `Int4(group=32)`; `bits` is 8 or 4
+    instead of it. `calibrate`: batches of tokens, for GPTQ.
+    """
     if method is None and calibrate is not None:
         method = "gptq"
-    spec = QuantSpec(
+    spec = quant_spec(
+        scheme=scheme,
         bits=bits,
         group=group,
         symmetric=symmetric,

@@ -28,29 +28,29 @@ from glassformer.spec.model import (
     Stack,
     SwiGLU,
 )
-from glassformer.spec.quantization import QuantSpec, quantized_bytes, targets
+from glassformer.spec.quantization import QuantSpec, targets
+from glassformer.spec.schemes import SCHEMES, scheme_bytes
 from glassformer.spec.train import SGD, AdamW, Muon, Optimizer
 
 FLOAT, LONG = 4, 8
 
 
 def weight_bytes(model: ModelSpec) -> dict[str, int]:
-    """Count the bytes of a checkpoint in float32, bf16, int8 and int4, scales included.
+    """Count the bytes of a checkpoint in float32, bf16 and each quantization scheme.
 
-    int8 has one scale per output channel. int4 has one per group of 32 inputs; a matrix whose
-    number of inputs 32 does not divide is counted as int8. Tensors that are not quantized count
-    as float32.
+    Scales are included. A matrix that a scheme does not fit is counted as int8; tensors that are
+    not quantized count as float32.
     """
     own = stored(model)
     numbers = sum(p.size for p in own.values())
     found = {"float32": 4 * numbers, "bf16": 2 * numbers}
-    for bits in (8, 4):
-        quantized = QuantSpec(bits=bits, indivisible="int8")
+    for kind in SCHEMES:
+        quantized = QuantSpec(scheme=kind(), indivisible="int8")
         chosen = {p.name: quantized.scheme_of(p) for p in targets(model)}
-        found[f"int{bits}"] = sum(
+        found[kind.name] = sum(
             FLOAT * p.size
             if (scheme := chosen.get(name)) is None
-            else quantized_bytes(p.shape, scheme)
+            else scheme_bytes(scheme, p.shape)
             for name, p in own.items()
         )
     return found

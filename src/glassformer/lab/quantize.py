@@ -303,7 +303,7 @@ def _quantized(
             if watch is not None:
                 watch(record)
         return quantize_model(model, backend=wish.backend)
-    if wish.spec.way == "gptq":
+    if wish.spec.resolved_method == "gptq":
         batches = material.calibrating
         return quantize_in_turn(model, batches, wish.spec, select=select, backend=wish.backend)
     return quantize_model(model, wish.spec, select=select, backend=wish.backend)

@@ -26,7 +26,8 @@ from glassformer.quant.qat import (
 )
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
 from glassformer.spec.errors import InputError
-from glassformer.spec.quantization import Method, QuantSpec, Scheme, layer_of, targets, untied
+from glassformer.spec.quantization import QuantSpec, layer_of, targets, untied
+from glassformer.spec.schemes import Method, Scheme
 
 Select = Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=Model)
@@ -73,7 +74,7 @@ def prepare_model_for_quantization(
         raise InputError(f"no mode '{mode}'", hint="ptq or qat")
     _check_plain(model)
     spec = spec or QuantSpec(method="gptq" if mode == "ptq" else "qat")
-    if (spec.way == "qat") != (mode == "qat") and spec.method is not None:
+    if (spec.resolved_method == "qat") != (mode == "qat") and spec.method is not None:
         raise InputError(f"the method '{spec.method}' does not go with the mode '{mode}'")
     _untie(model, spec)
     for module, scheme in plan(model, spec, select=select).values():
@@ -84,7 +85,7 @@ def prepare_model_for_quantization(
         else:
             module.__class__ = WatchedEmbedding if table else WatchedLinear
             module.watch = Watch(module.weight.shape[1], module.weight.device)
-            module.method = spec.way
+            module.method = spec.resolved_method
         module.scheme = scheme
     return model
 
@@ -109,15 +110,15 @@ def quantize_model(
         chosen = [(module, module.scheme) for module in prepared]
     else:
         spec = spec or QuantSpec()
-        if spec.way in ("gptq", "qat"):
+        if spec.resolved_method in ("gptq", "qat"):
             raise InputError(
-                f"{spec.way} needs a prepared model",
+                f"{spec.resolved_method} needs a prepared model",
                 hint="prepare_model_for_quantization, then batches or training, then this",
             )
         _untie(model, spec)
         chosen = list(plan(model, spec, select=select).values())
     for module, scheme in chosen:
-        method: Method = spec.way if spec is not None else _method_of(module)
+        method: Method = spec.resolved_method if spec is not None else _method_of(module)
         tensor = _quantized(module, scheme, method)
         replace_module(model, module, quantized_layer(module, tensor, method, backend))
     return model.eval()

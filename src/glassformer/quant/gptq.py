@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from glassformer.quant.schemes import (
+    Codec,
     QuantizedTensor,
-    assemble,
     check_matrix,
-    grid_values,
+    codec,
     least_squares_grid,
 )
 from glassformer.spec.errors import InputError
-from glassformer.spec.quantization import Scheme
+from glassformer.spec.schemes import Scheme
 
 # O outputs, I inputs, G groups, E columns of a group
 
@@ -38,13 +38,13 @@ def quantize_with_inputs(
     weight_OI: Tensor, scheme: Scheme, *, moment_II: Tensor
 ) -> QuantizedTensor:
     """The matrix on its grid, rounded so that its products with inputs like those seen stay."""
-    check_matrix(weight_OI, scheme)
+    rules = codec(check_matrix(weight_OI, scheme))
     moment_II = _damped(moment_II)
     factor_II = _inverse_factor(moment_II)
     wanted_OI = weight_OI.float()
     weight_OI = wanted_OI.clone()
     inputs = weight_OI.shape[1]
-    width = scheme.group or inputs
+    width = inputs // rules.groups(inputs)
     levels_OI = torch.empty_like(weight_OI)
     scales, zeros = [], []
     for start in range(0, inputs, BLOCK):
@@ -53,24 +53,23 @@ def quantize_with_inputs(
         for i in range(start, end):
             if i % width == 0:
                 # From the weights as the corrections have left them.
-                scale_O1, zero_O1 = least_squares_grid(weight_OI[:, i : i + width], scheme)
+                scale_O1, zero_O1 = least_squares_grid(weight_OI[:, i : i + width], rules)
                 scales.append(scale_O1)
                 zeros.append(zero_O1)
             scale_O, zero_O = scales[-1][:, 0], zeros[-1][:, 0]
             column_O = weight_OI[:, i]
-            level_O = torch.round(column_O / scale_O) + zero_O
-            level_O = level_O.clamp(scheme.lowest, scheme.highest)
+            level_O = rules.nearest(column_O, scale_O, zero_O)
             levels_OI[:, i] = level_O
             error_O = (column_O - (level_O - zero_O) * scale_O) / factor_II[i, i]
             weight_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])
             errors_OB[:, i - start] = error_O
         weight_OI[:, end:] -= errors_OB @ factor_II[start:end, end:]
     scale_OG, zero_OG = torch.cat(scales, 1), torch.cat(zeros, 1)
-    if scheme.bits == 4:
+    if rules.coarse:
         for _ in range(SWEEPS):
-            levels_OI = _rounded_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, scheme)
-            scale_OG = _scales_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, scheme)
-    return assemble(levels_OI, scale_OG, zero_OG, scheme)
+            levels_OI = _rounded_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, rules)
+            scale_OG = _scales_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, rules)
+    return rules.assemble(levels_OI, scale_OG, zero_OG)
 
 
 def making_up(weight_OI: Tensor, *, moment_II: Tensor, cross_II: Tensor) -> Tensor:
@@ -88,12 +87,12 @@ def _rounded_again(
     zero_OG: Tensor,
     wanted_OI: Tensor,
     moment_II: Tensor,
-    scheme: Scheme,
+    rules: Codec,
 ) -> Tensor:
     """Each column at its best level, given the others. slope = (rounded - wanted) H."""
-    width, moment_II = scheme.group or wanted_OI.shape[1], moment_II.float()
     levels_OI, inputs = levels_OI.clone(), wanted_OI.shape[1]
-    slope_OI = (grid_values(levels_OI, scale_OG, zero_OG, scheme) - wanted_OI) @ moment_II
+    width, moment_II = inputs // rules.groups(inputs), moment_II.float()
+    slope_OI = (rules.values(levels_OI, scale_OG, zero_OG) - wanted_OI) @ moment_II
     for start in range(0, inputs, BLOCK):
         end = min(start + BLOCK, inputs)
         steps_OB = torch.zeros_like(slope_OI[:, start:end])
@@ -101,8 +100,7 @@ def _rounded_again(
             scale_O, zero_O = scale_OG[:, i // width], zero_OG[:, i // width]
             before_O = (levels_OI[:, i] - zero_O) * scale_O
             best_O = before_O - slope_OI[:, i] / moment_II[i, i]
-            level_O = torch.round(best_O / scale_O) + zero_O
-            levels_OI[:, i] = level_O.clamp(scheme.lowest, scheme.highest)
+            levels_OI[:, i] = rules.nearest(best_O, scale_O, zero_O)
             step_O = (levels_OI[:, i] - zero_O) * scale_O - before_O
             slope_OI[:, start:end] += torch.outer(step_O, moment_II[i, start:end])
             steps_OB[:, i - start] = step_O
@@ -116,11 +114,11 @@ def _scales_again(
     zero_OG: Tensor,
     wanted_OI: Tensor,
     moment_II: Tensor,
-    scheme: Scheme,
+    rules: Codec,
 ) -> Tensor:
     """The scales of least squared error of the products, all groups of a row together."""
     groups = scale_OG.shape[1]
-    units_OI = grid_values(levels_OI, torch.ones_like(scale_OG), zero_OG, scheme).double()
+    units_OI = rules.values(levels_OI, torch.ones_like(scale_OG), zero_OG).double()
     units_OGE, moment_GEI = (
         units_OI.unflatten(1, (groups, -1)),
         moment_II.unflatten(0, (groups, -1)),

@@ -17,7 +17,8 @@ from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.convert import Select, plan
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear
 from glassformer.quant.schemes import quantize_tensor
-from glassformer.spec.quantization import QuantSpec, Scheme
+from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.schemes import Scheme
 
 # M rows, O outputs, I inputs
 

@@ -16,7 +16,7 @@ from glassformer.quant.backends.choose import BACKENDS, REFERENCE, Form, check_b
 from glassformer.quant.backends.reference import reference_product, reference_rows
 from glassformer.quant.schemes import QuantizedTensor, dequantize
 from glassformer.spec.errors import InputError
-from glassformer.spec.quantization import Method, Scheme
+from glassformer.spec.schemes import Method, Scheme
 
 # B batch, T length, M rows, D d_model, V vocab, O outputs, I inputs
 

@@ -14,7 +14,7 @@ from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.linear import Linear
 from glassformer.quant.backends.reference import in_pieces
 from glassformer.quant.schemes import dequantize, quantize_tensor
-from glassformer.spec.quantization import Scheme
+from glassformer.spec.schemes import Scheme
 
 # B batch, T length, M rows, D d_model, O outputs, I inputs
 

@@ -53,8 +53,10 @@ def quantize_in_turn(
     if not batches:
         raise InputError("nothing to calibrate on", hint="give at least one batch")
     spec = spec or QuantSpec(method="gptq")
-    if spec.way != "gptq":
-        raise InputError(f"the method '{spec.way}' does not calibrate", hint="gptq does")
+    if spec.resolved_method != "gptq":
+        raise InputError(
+            f"the method '{spec.resolved_method}' does not calibrate", hint="gptq does"
+        )
     full = copy.deepcopy(model).eval()
     prepare_model_for_quantization(model, spec, select=select).eval()
     found: dict[nn.Module, QuantizedTensor] = {}

@@ -7,7 +7,8 @@ from torch import nn
 
 from glassformer.quant.convert import quantized_layers
 from glassformer.quant.layers import QuantizedWeight
-from glassformer.spec.quantization import Method, Quantization, QuantizedLayer, Scheme
+from glassformer.spec.quantization import Quantization, QuantizedLayer
+from glassformer.spec.schemes import Method, Scheme
 
 
 @dataclass(frozen=True, slots=True)

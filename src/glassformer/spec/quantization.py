@@ -1,153 +1,137 @@
-"""How weights become whole numbers, and which tensors of a checkpoint hold them.
+"""What to quantize in a model: the request, the layers of a checkpoint, and their stored tensors.
 
-weight = (level - zero) * scale, with one scale for each output channel (8 bits) or for each group
-of inputs of a channel (4 bits). Targets and stored names come from the manifest: nobody else
-decides what is quantized, or what it is called on disk.
+Targets and stored names come from the manifest: nobody else decides what is quantized, or what it
+is called on disk. The kinds of number are in `spec.schemes`.
 """
 
-import math
-from dataclasses import replace
-from typing import Literal, get_args
+from dataclasses import fields, replace
+from typing import Any, Literal, get_args
 
 from glassformer.spec.checks import one_of, spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.manifest import Parameter, is_factorized, manifest, stored
 from glassformer.spec.model import ModelSpec, NextHead
-
-GROUPS = (32, 64, 128)
+from glassformer.spec.schemes import (
+    SCHEMES,
+    Int4,
+    Int8,
+    Method,
+    Scheme,
+    StoredTensor,
+    check_scheme,
+    make_scheme,
+    scheme_class,
+    scheme_of_bits,
+)
+from glassformer.spec.serialize import from_dict, to_dict
 
 #: What a tied table becomes: one quantized table for both uses; a quantized head beside a float
 #: table; or a table that stays as it is.
 Tied = Literal["share", "untie", "skip"]
-#: How scales are found, or the training that found the weights.
-Method = Literal["absmax", "mse", "gptq", "qat"]
-#: What becomes of a layer whose inputs the group does not divide.
+#: What becomes of a layer that the scheme does not fit.
 Indivisible = Literal["refuse", "int8", "keep"]
 
 
 @spec
-class Scheme:
-    """The numbers of one tensor. `group` is None for 8 bits, 32, 64 or 128 inputs for 4 bits."""
-
-    bits: int = 8
-    group: int | None = None
-    symmetric: bool = True
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise InputError(f"bits {self.bits} is neither 8 nor 4", hint="use 8 or 4")
-        if self.bits == 8 and self.group is not None:
-            raise InputError(
-                f"8 bits have one scale an output channel, and no group of {self.group}",
-                hint="leave the group out, or use 4 bits",
-            )
-        if self.bits == 4 and self.group not in GROUPS:
-            raise InputError(
-                f"group {self.group} is not one of {', '.join(map(str, GROUPS))}", hint="use 32"
-            )
-
-    @property
-    def lowest(self) -> int:
-        """The smallest level; 4 bits are kept as 0 to 15."""
-        if self.bits == 4:
-            return 0
-        return -127 if self.symmetric else -128
-
-    @property
-    def highest(self) -> int:
-        """The largest level."""
-        return 127 if self.bits == 8 else 15
-
-    @property
-    def middle(self) -> int:
-        """The level that means 0 where no zero is stored."""
-        return 8 if self.bits == 4 else 0
-
-    def groups(self, inputs: int) -> int:
-        """Scales for each output channel."""
-        return 1 if self.group is None else inputs // self.group
-
-    def divides(self, inputs: int) -> bool:
-        """Whether groups fill a row of so many inputs."""
-        return self.group is None or inputs % self.group == 0
-
-    def describe(self) -> str:
-        """`int4 g32`, `int8 asymmetric`."""
-        group = "" if self.group is None else f" g{self.group}"
-        return f"int{self.bits}{group}{'' if self.symmetric else ' asymmetric'}"
-
-
-@spec
 class QuantSpec:
-    """What to do with a whole model. None stands for what serves most models best:
+    """How to quantize a model. None stands for the scheme's own default:
 
-    group: 64 inputs for 4 bits, or 32 where 64 do not divide a layer's. symmetric: yes for 8 bits,
-    no for 4, which have too few levels to leave some unused. method: absmax for 8 bits, mse for 4.
-    head_bits: 8, since a head of 4 bits costs more than all other layers together.
+    head: the scheme of heads and of a tied table (`Scheme.for_head`). method: how scales are found
+    (`Scheme.default_method`).
     """
 
-    bits: int = 8
-    group: int | None = None
-    symmetric: bool | None = None
+    scheme: Scheme = Int8()
+    head: Scheme | None = None
     method: Method | None = None
-    head_bits: int | None = None
     tied: Tied = "share"
     indivisible: Indivisible = "refuse"
 
     def __post_init__(self) -> None:
+        check_scheme(self.scheme)
+        check_scheme(self.head_scheme)
         if self.method is not None:
             one_of("method", self.method, get_args(Method))
         one_of("tied", self.tied, get_args(Tied))
         one_of("indivisible", self.indivisible, get_args(Indivisible))
-        if self.group is not None and 4 not in (self.bits, self.head_bits):
-            Scheme(bits=self.bits, group=self.group)  # says why not
-        self.scheme(self.bits)
-        self.scheme(self.of_head)
 
     @property
-    def way(self) -> Method:
-        """The method, resolved."""
-        return self.method or ("mse" if self.bits == 4 else "absmax")
+    def resolved_method(self) -> Method:
+        """The method, or the scheme's default."""
+        return self.method or self.scheme.default_method
 
     @property
-    def of_head(self) -> int:
-        """Bits of heads and of the table that a tied one shares."""
-        return self.head_bits or 8
-
-    def scheme(self, bits: int, inputs: int = GROUPS[-1]) -> Scheme:
-        """Of a layer with so many bits and inputs."""
-        group = self.group
-        if bits == 4 and group is None:
-            group = 32 if inputs % 64 else 64
-        if bits != 4:
-            group = None
-        symmetric = bits != 4 if self.symmetric is None else self.symmetric
-        return Scheme(bits=bits, group=group, symmetric=symmetric)
+    def head_scheme(self) -> Scheme:
+        """The scheme of heads and of the table that a tied one shares."""
+        return self.scheme.for_head() if self.head is None else self.head
 
     def scheme_of(self, target: Parameter) -> Scheme | None:
-        """Of one tensor of the manifest; None leaves it as it is."""
-        head = target.role in ("head", "embedding")
+        """Return the scheme of one tensor of the manifest; None leaves it as it is."""
         inputs = target.shape[-1]
-        scheme = self.scheme(self.of_head if head else self.bits, inputs)
-        if scheme.divides(inputs):
+        head = target.role in ("head", "embedding")
+        scheme = (self.head_scheme if head else self.scheme).resolve(inputs)
+        problem = scheme.why_not(inputs)
+        if not problem:
             return scheme
-        if self.indivisible == "int8":
-            return self.scheme(8)
-        if self.indivisible == "keep":
-            return None
-        fitting = [str(group) for group in GROUPS if inputs % group == 0]
-        raise InputError(
-            f"group {scheme.group} does not divide the {inputs} inputs of this layer",
-            where=layer_of(target.name),
-            hint=f"a group that does: {' or '.join(fitting)}"
-            if fitting
-            else "indivisible='int8' or 'keep' says what becomes of such layers; or use 8 bits",
+        match self.indivisible:
+            case "int8":
+                return Int8()
+            case "keep":
+                return None
+            case "refuse":
+                raise InputError(
+                    problem,
+                    where=layer_of(target.name),
+                    hint="choose a group that fits; or indivisible='int8' or 'keep' says what "
+                    "becomes of such layers; or use 8 bits",
+                )
+
+
+def quant_spec(
+    *,
+    scheme: str | Scheme | None = None,
+    bits: int | None = None,
+    group: int | None = None,
+    symmetric: bool | None = None,
+    head_bits: int | None = None,
+    method: Method | None = None,
+    tied: Tied = "share",
+    indivisible: Indivisible = "refuse",
+) -> QuantSpec:
+    """Make the spec of a quantization from the options of `glass quantize` and `gf.quantize`.
+
+    A scheme is given by name, as a value, or by its bits (8 or 4); without any it is int8.
+    """
+    if scheme is not None and bits is not None:
+        raise InputError("a scheme and bits are both given", hint="give one of them")
+    options = {"group": group, "symmetric": symmetric}
+    head = None if head_bits is None else make_scheme(scheme_of_bits(head_bits), **options)
+    if isinstance(scheme, str) or scheme is None:
+        own = (
+            scheme_of_bits(8 if bits is None else bits) if scheme is None else scheme_class(scheme)
         )
+        made = make_scheme(own, **options)
+        if head is None and symmetric is not None:
+            head = make_scheme(type(made.for_head()), symmetric=symmetric)
+    else:
+        made = check_scheme(scheme)
+        if group is not None or symmetric is not None:
+            raise InputError(
+                "a scheme that is a value has its options already", hint=f"{made.describe()}"
+            )
+    used = (made,) if head is None else (made, head)
+    for name, value in options.items():
+        if value is not None and not any(hasattr(each, name) for each in used):
+            takes = [cls.name for cls in SCHEMES if name in {f.name for f in fields(cls)}]
+            raise InputError(
+                f"{made.name} has no {name} (given: {value})",
+                hint=f"leave the {name} out, or use {' or '.join(takes)}",
+            )
+    return QuantSpec(scheme=made, head=head, method=method, tied=tied, indivisible=indivisible)
 
 
 @spec
 class QuantizedLayer:
-    """One layer of a model that is quantized."""
+    """One quantized layer of a model."""
 
     name: str
     scheme: Scheme
@@ -156,7 +140,7 @@ class QuantizedLayer:
 
 @spec
 class Quantization:
-    """What a checkpoint says of its quantized layers; the rest of it is plain."""
+    """The quantized layers of a checkpoint; all other tensors are plain."""
 
     layers: tuple[QuantizedLayer, ...]
 
@@ -198,47 +182,67 @@ def untied(model: ModelSpec) -> ModelSpec:
     return replace(model, heads=heads)
 
 
-@spec
-class Stored:
-    """One tensor of a checkpoint: its shape, and the types it may have ("" means any float)."""
-
-    shape: tuple[int, ...]
-    dtype: str = ""
-
-
-def stored_tensors(model: ModelSpec, quantization: Quantization | None) -> dict[str, Stored]:
-    """Every tensor that a checkpoint of this model holds, by name."""
-    plain = {name: Stored(shape=p.shape) for name, p in stored(model).items()}
+def stored_tensors(model: ModelSpec, quantization: Quantization | None) -> dict[str, StoredTensor]:
+    """Return every tensor that a checkpoint of this model holds, by name."""
+    plain = {name: StoredTensor(shape=p.shape) for name, p in stored(model).items()}
     if quantization is None:
         return plain
     known = {layer_of(p.name): p for p in targets(model)}
     for layer in quantization.layers:
         if layer.name not in known:
             raise InputError(
-                f"'{layer.name}' is no layer that can be quantized",
+                f"'{layer.name}' is not a layer that can be quantized",
                 hint=nearest(layer.name, known),
             )
-        target, scheme = known[layer.name], layer.scheme
+        target, scheme = known[layer.name], check_scheme(layer.scheme)
         outputs, inputs = target.shape
-        if not scheme.divides(inputs):
-            raise InputError(
-                f"group {scheme.group} does not divide the {inputs} inputs", where=layer.name
-            )
+        problem = scheme.why_not(inputs)
+        if problem:
+            raise InputError(problem, where=layer.name)
         del plain[target.name]
-        scales = (outputs,) if scheme.group is None else (outputs, scheme.groups(inputs))
-        width = inputs // 2 if scheme.bits == 4 else inputs
-        kind = "U8" if scheme.bits == 4 else "I8"
-        plain[f"{layer.name}.qweight"] = Stored(shape=(outputs, width), dtype=kind)
-        plain[f"{layer.name}.scale"] = Stored(
-            shape=scales, dtype="F32" if scheme.group is None else "F16"
-        )
-        if not scheme.symmetric:
-            plain[f"{layer.name}.zero"] = Stored(shape=scales, dtype=kind)
+        for leaf, part in scheme.parts(outputs, inputs).items():
+            plain[f"{layer.name}.{leaf}"] = part
     return plain
 
 
-def quantized_bytes(shape: tuple[int, ...], scheme: Scheme) -> int:
-    """Of a quantized matrix: levels, scales, zeros."""
-    outputs, inputs = shape
-    each = (4 if scheme.group is None else 2) + (not scheme.symmetric)
-    return math.prod(shape) * scheme.bits // 8 + outputs * scheme.groups(inputs) * each
+# --- quantization.json --------------------------------------------------------------------------
+
+
+def to_record(quantization: Quantization) -> dict[str, Any]:
+    """Return plain data for `quantization.json`.
+
+    Int8 and Int4 are written by bits, group and symmetric, as they were before schemes were types,
+    so that earlier versions read them; every other scheme carries its kind.
+    """
+    record = to_dict(quantization)
+    for written, layer in zip(record["layers"], quantization.layers, strict=True):
+        scheme = layer.scheme
+        if isinstance(scheme, (Int8, Int4)):
+            group = scheme.group if isinstance(scheme, Int4) else None
+            written["scheme"] = {
+                "bits": scheme.bits,
+                "group": group,
+                "symmetric": scheme.symmetric,
+            }
+    return record
+
+
+def from_record(record: Any) -> Quantization:
+    """Read plain data of `quantization.json`, of this version or an earlier one."""
+    layers = record.get("layers") if isinstance(record, dict) else None
+    if not isinstance(layers, list):
+        return from_dict(Quantization, record)  # whose error names what is wrong
+    return from_dict(Quantization, {**record, "layers": [_with_kind(layer) for layer in layers]})
+
+
+def _with_kind(layer: Any) -> Any:
+    """Name the kind of a scheme that was written by its bits."""
+    scheme = layer.get("scheme") if isinstance(layer, dict) else None
+    if not isinstance(scheme, dict) or "kind" in scheme:
+        return layer
+    rest = {"symmetric": True, **scheme}
+    bits = rest.pop("bits", 8)
+    kind = scheme_of_bits(bits if isinstance(bits, int) else 0)
+    if "group" in rest and rest["group"] is None:
+        del rest["group"]
+    return {**layer, "scheme": {"kind": kind.__name__, **rest}}

@@ -4,6 +4,7 @@ The tensors are whole numbers, scales and zeros in our own layout, whatever mach
 is held to the shape and type that the spec and the quantization give it.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import Quantization, Stored, stored_tensors
-from glassformer.spec.serialize import from_json, to_json
+from glassformer.spec.quantization import Quantization, from_record, stored_tensors, to_record
+from glassformer.spec.schemes import StoredTensor
+from glassformer.spec.serialize import from_json, to_json, unique_keys
 from glassformer.store.checkpoint import (
     QUANTIZATION,
     SPEC,
@@ -57,7 +59,7 @@ def save_quantized(
             raise InputError(f"{name} holds NaN or infinity, so the model is not saved")
     contents = dict(files or {})
     contents[SPEC] = to_json(spec).encode()
-    contents[QUANTIZATION] = to_json(quantization).encode()
+    contents[QUANTIZATION] = (json.dumps(to_record(quantization), indent=2) + "\n").encode()
     contents[WEIGHTS] = tensor_bytes(weights)
     write_folder(folder, contents)
 
@@ -70,7 +72,7 @@ def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDA
             raise FileError(f"the checkpoint holds no {name}", where=str(folder))
     try:
         spec = from_json(ModelSpec, read_text(folder / SPEC))
-        quantization = from_json(Quantization, read_text(folder / QUANTIZATION))
+        quantization = _read_quantization(folder / QUANTIZATION)
         wanted = stored_tensors(spec, quantization)
     except InputError as error:
         raise FileError(f"a bad description: {error.what}", where=str(folder)) from error
@@ -80,8 +82,17 @@ def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDA
     return spec, quantization, read_tensors(folder / WEIGHTS)
 
 
+def _read_quantization(path: Path) -> Quantization:
+    """Read `quantization.json`, of this version or an earlier one."""
+    try:
+        record = json.loads(read_text(path), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not JSON: {error}") from error
+    return from_record(record)
+
+
 def _explain(
-    wanted: Mapping[str, Stored], header: Mapping[str, tuple[str, tuple[int, ...]]]
+    wanted: Mapping[str, StoredTensor], header: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> str:
     """What is missing, unexpected, misshapen or of another type; empty when everything fits."""
     problems = explain_difference(wanted, {name: shape for name, (_, shape) in header.items()})

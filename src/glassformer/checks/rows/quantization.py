@@ -2,11 +2,12 @@
 machine and in any company.
 
 A model that comes quantized is examined as it is; any other one of ours is quantized for the
-occasion, to 8 bits and, where groups fill its layers, to 4.
+occasion, to every scheme that fits some of its layers.
 """
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,12 +30,12 @@ from glassformer.quant.convert import (
 )
 from glassformer.quant.layers import QuantizedWeight
 from glassformer.quant.schemes import dequantize
-from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import stored
-from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.quantization import QuantSpec, targets
+from glassformer.spec.schemes import SCHEMES
 from glassformer.store.quantized import load_quantized, save_quantized
 
-SPECS = (QuantSpec(bits=8), QuantSpec(bits=4, method="absmax", indivisible="keep"))
+SPECS = tuple(QuantSpec(scheme=scheme(), method="absmax", indivisible="keep") for scheme in SCHEMES)
 #: Whose answers for a row are the same bits in any batch.
 INVARIANT = ("c", "fbgemm")
 NEIGHBOURS = 16
@@ -48,17 +49,19 @@ def _plain(subject: Subject) -> Model:
 
 
 def _quantized(subject: Subject, *, backend: str) -> Iterator[Model]:
-    """The subject itself, or copies of it in both precisions."""
+    """Yield the subject itself, or a copy of it in each scheme that fits some of its layers."""
     model = _plain(subject)
     if subject.quantized is not None:
         yield use_backend(copy.deepcopy(subject.quantized), backend)
         return
-    for spec in SPECS:
-        try:
-            yield quantize_model(copy.deepcopy(model), spec, backend=backend)
-        except InputError:  # no layer of it can have 4 bits
-            if spec.bits == 8:
-                raise
+    for spec in _fitting(model):
+        yield quantize_model(copy.deepcopy(model), spec, backend=backend)
+
+
+def _fitting(model: Model) -> list[QuantSpec]:
+    """Return the schemes that some layer of the model can have."""
+    matrices = targets(model.spec)
+    return [spec for spec in SPECS if any(spec.scheme_of(p) is not None for p in matrices)]
 
 
 @torch.no_grad()
@@ -76,9 +79,10 @@ def equals_rounded(subject: Subject) -> Measure:
         return Measure(
             scaled_gap(_logits(small, subject), expected), tolerance_of(expected), subject.size
         )
-    for small, spec in zip(_quantized(subject, backend=REFERENCE), SPECS, strict=False):
+    pairs = zip(_quantized(subject, backend=REFERENCE), _fitting(model), strict=True)
+    for small, spec in pairs:
         rounded = prepare_model_for_quantization(
-            copy.deepcopy(model), QuantSpec(bits=spec.bits, indivisible="keep"), mode="qat"
+            copy.deepcopy(model), replace(spec, method="qat"), mode="qat"
         )
         worst = max(worst, gap(_logits(small, subject), _logits(rounded, subject)))
     return Measure(worst, bar, subject.size)

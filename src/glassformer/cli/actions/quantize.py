@@ -36,7 +36,7 @@ def undo(text: str, *, out: Path, runs: Path, as_json: bool) -> None:
 def default_folder(text: str, spec: QuantSpec, runs: Path) -> Path:
     """Beside the runs: `text-int4`."""
     name = RunRef.parse(text).folder.name
-    return runs / f"{name}-int{spec.bits}"
+    return runs / f"{name}-{spec.scheme.name}"
 
 
 def _tell_step(record: StepRecord) -> None:
@@ -50,7 +50,9 @@ def outcome_json(outcome: Outcome) -> str:
         "folder": str(outcome.folder),
         "layers": outcome.layers,
         "kept_float": list(outcome.kept),
-        "timings": [asdict(timing) for timing in outcome.timings],
+        "timings": [
+            asdict(timing) | {"scheme": timing.scheme.describe()} for timing in outcome.timings
+        ],
         **outcome.comparison.to_dict(),
     }
     return json.dumps(plain_numbers(found), allow_nan=False)
@@ -64,7 +66,7 @@ def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
     error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
     lines = [
         f"written to {outcome.folder}",
-        f"{outcome.layers} layers, {spec.scheme(spec.bits).describe()} by {spec.way}, "
+        f"{outcome.layers} layers, {spec.scheme.describe()} by {spec.resolved_method}, "
         f"run by {', '.join(found.backends)}",
         "",
         f"{'':<22}{'before':>14}{'after':>14}{'':>10}",

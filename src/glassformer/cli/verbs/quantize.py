@@ -7,6 +7,9 @@ import typer
 
 from glassformer.cli.shell.options import AsJson, Runs
 from glassformer.spec.errors import InputError
+from glassformer.spec.schemes import SCHEMES
+
+SCHEME_HELP = "; ".join(f"{scheme.name}: {scheme.summary}" for scheme in SCHEMES) + "."
 
 
 def quantize(
@@ -17,17 +20,20 @@ def quantize(
             help="A run, RUN@120, a checkpoint, a Hugging Face folder, a .gguf, org/name.",
         ),
     ],
-    bits: Annotated[int, typer.Option(help="8 or 4.")] = 8,
+    bits: Annotated[
+        int | None, typer.Option(help="8 (int8) or 4 (int4), instead of --scheme.")
+    ] = None,
+    scheme: Annotated[str | None, typer.Option(metavar="NAME", help=SCHEME_HELP)] = None,
     group: Annotated[
         int | None,
-        typer.Option(help="4 bits: inputs that share a scale: 32, 64 (the default) or 128."),
+        typer.Option(help="int4: inputs that share a scale: 32, 64 (the default) or 128."),
     ] = None,
     head_bits: Annotated[
         int | None, typer.Option(help="Bits of the head and of a tied table; 8 by default.")
     ] = None,
     symmetric: Annotated[
         bool | None,
-        typer.Option("--symmetric/--asymmetric", help="Symmetric 8 bits, asymmetric 4 by default."),
+        typer.Option("--symmetric/--asymmetric", help="By default int8 is symmetric, int4 not."),
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="absmax, mse or gptq: how scales are found.")
@@ -54,14 +60,12 @@ def quantize(
     ] = False,
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out", "-o", help="The folder to write; by default RUNS/MODEL-int8 or -int4."
-        ),
+        typer.Option("--out", "-o", help="The folder to write; by default RUNS/MODEL-SCHEME."),
     ] = None,
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Make weights of 8 or 4 bits, and measure what it costs.
+    """Quantize the weights, and measure what it costs.
 
     Size, speed, perplexity and divergence before and after are printed. Examples:
 
@@ -69,7 +73,7 @@ def quantize(
 
       glass quantize text --bits 4 --calibrate novel.txt --out text-small
 
-      glass quantize text --bits 4 --qat 200
+      glass quantize text --scheme int4 --qat 200
     """
     if dequantize:
         from glassformer.cli.actions import quantize as quantizing
@@ -78,9 +82,10 @@ def quantize(
             raise InputError("--dequantize writes a folder", hint="name it with --out")
         quantizing.undo(model, out=Path(out), runs=Path(runs), as_json=as_json)
         return
-    from glassformer.spec.quantization import QuantSpec
+    from glassformer.spec.quantization import quant_spec
 
-    spec = QuantSpec(
+    spec = quant_spec(
+        scheme=scheme,
         bits=bits,
         group=group,
         symmetric=symmetric,

@@ -22,6 +22,7 @@ from glassformer.models.state import weights_of
 from glassformer.quant.arrays import quantized_arrays
 from glassformer.quant.status import is_model_quantized, resident_bytes
 from glassformer.spec.errors import InputError
+from glassformer.spec.schemes import NAMES
 from glassformer.store.tensors import CODES, Arrays, tensor_chunks
 
 # T positions, D d_model, V answers
@@ -32,7 +33,7 @@ TOP = 6
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A copy of a model; `name` is float32, int8 or int4, `schemes` the layers of each scheme."""
+    """A copy of a model; `name` is float32 or a scheme's, `schemes` the layers of each."""
 
     name: str
     model: Model
@@ -77,8 +78,8 @@ class Prompted:
         return "\n".join(lines)
 
 
-def in_precisions(adapter: BaseAdapter, *, bits: Sequence[int] = (8, 4)) -> tuple[Precision, ...]:
-    """The model in float32, and a copy in each of the bits; what 4 bits do not fit gets 8."""
+def in_precisions(adapter: BaseAdapter, *, schemes: Sequence[str] = NAMES) -> tuple[Precision, ...]:
+    """Return the model in float32, and a copy in each scheme; layers it does not fit get int8."""
     model = adapter.model
     if not isinstance(model, Model):
         raise InputError("only a model of our own parts can be quantized")
@@ -90,9 +91,8 @@ def in_precisions(adapter: BaseAdapter, *, bits: Sequence[int] = (8, 4)) -> tupl
     if next(model.parameters()).dtype != torch.float32:
         full = copy.deepcopy(model).float()
     made = [_measured("float32", full)]
-    for each in bits:
-        small = quantize(full, bits=each, indivisible="int8")
-        made.append(_measured(f"int{each}", small))
+    for name in schemes:
+        made.append(_measured(name, quantize(full, scheme=name, indivisible="int8")))
     return tuple(made)
 
 

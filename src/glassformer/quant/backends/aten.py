@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from glassformer.quant.backends.reference import in_pieces, reference_rows
-from glassformer.quant.schemes import QuantizedTensor, pack
-from glassformer.spec.quantization import Scheme
+from glassformer.quant.schemes import QuantizedTensor, codec
+from glassformer.spec.schemes import Int4, Int8, Scheme
 
 # M rows, N looked-up rows, O outputs, I inputs, G groups
 
@@ -23,6 +23,7 @@ class AtenInt4:
     """A packed INT4 matrix; for lookups the stored form is kept too."""
 
     def __init__(self, tensor: QuantizedTensor, *, lookup: bool) -> None:
+        assert isinstance(tensor.scheme, Int4)
         self.scheme, self.shape = tensor.scheme, tensor.shape
         self.scale_OG, self.zero_OG = tensor.scale, tensor.zero
         self.stored = tensor if lookup else None
@@ -75,7 +76,9 @@ class AtenInt4:
         unit = torch.eye(self.shape[1], device=self.packed.device)
         ones = self._table(torch.ones_like(self.scale_OG), torch.zeros_like(self.scale_OG))
         levels_OI = (self._multiply(unit, ones).t() + 8).to(torch.uint8).contiguous()
-        return QuantizedTensor(pack(levels_OI), self.scale_OG, self.zero_OG, self.scheme)
+        return QuantizedTensor(
+            codec(self.scheme).pack(levels_OI), self.scale_OG, self.zero_OG, self.scheme
+        )
 
 
 class AtenInt8:
@@ -112,6 +115,7 @@ class Aten:
     """Torch's weight-only ops."""
 
     name = "aten"
+    schemes = (Int8, Int4)
 
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
@@ -119,20 +123,26 @@ class Aten:
         """Empty where it can serve."""
         if device.type not in ("cpu", "cuda"):
             return "runs on the CPU and on CUDA only"
-        if scheme.bits == 8 and device.type == "cpu":
-            return "has nothing fast for 8 bits on the CPU"
-        if scheme.bits == 8 and not scheme.symmetric:
-            return "has symmetric levels only, for 8 bits"
         outputs, inputs = shape
-        if scheme.bits == 4 and device.type == "cpu" and outputs % 16:
+        if isinstance(scheme, Int8):
+            if device.type == "cpu":
+                return "has nothing fast for 8 bits on the CPU"
+            return "" if scheme.symmetric else "has symmetric levels only, for 8 bits"
+        if device.type == "cpu" and outputs % 16:
             return f"packs 16 outputs at a time, and there are {outputs}"
-        if scheme.bits == 4 and device.type == "cuda" and (outputs % 8 or inputs % 32):
+        if device.type == "cuda" and (outputs % 8 or inputs % 32):
             return f"packs 8 outputs by 32 inputs, and there are {outputs} by {inputs}"
         return ""
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> AtenInt4 | AtenInt8:
         """The run-time form."""
-        return AtenInt4(tensor, lookup=lookup) if tensor.scheme.bits == 4 else AtenInt8(tensor)
+        match tensor.scheme:
+            case Int4():
+                return AtenInt4(tensor, lookup=lookup)
+            case Int8():
+                return AtenInt8(tensor)
+            case other:
+                raise TypeError(f"{type(other).__name__} has no op in torch")
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
         """How far (M, O) may be from the reference: activations, scales and results are rounded,

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from glassformer.kernels import int_matmul
-from glassformer.quant.schemes import QuantizedTensor, pack
-from glassformer.spec.quantization import Scheme
+from glassformer.quant.schemes import QuantizedTensor, codec
+from glassformer.spec.schemes import Int4, Int8, Scheme
 
 # M rows, N looked-up rows, O outputs, I inputs
 
@@ -18,13 +18,16 @@ class NativeForm:
 
     def __init__(self, tensor: QuantizedTensor) -> None:
         self.scheme = tensor.scheme
-        if tensor.scheme.bits == 8:
-            self.weight = int_matmul.Int8Weight(tensor.qweight, tensor.scale)
-        else:
-            assert tensor.scheme.group is not None
-            self.weight = int_matmul.Int4Weight(
-                tensor.qweight, tensor.scale, tensor.zero, group=tensor.scheme.group
-            )
+        self.weight: int_matmul.Int8Weight | int_matmul.Int4Weight
+        match tensor.scheme:
+            case Int8():
+                self.weight = int_matmul.Int8Weight(tensor.qweight, tensor.scale)
+            case Int4(group=int(group)):
+                self.weight = int_matmul.Int4Weight(
+                    tensor.qweight, tensor.scale, tensor.zero, group=group
+                )
+            case other:
+                raise TypeError(f"{type(other).__name__} has no C routine")
 
     @property
     def nbytes(self) -> int:
@@ -41,17 +44,18 @@ class NativeForm:
 
     def unpack(self) -> QuantizedTensor:
         """The stored form again."""
-        if self.scheme.bits == 8:
+        if isinstance(self.weight, int_matmul.Int8Weight):
             qweight, scale = self.weight.unpack()
             return QuantizedTensor(qweight, scale, None, self.scheme)
         levels, scale, zero = self.weight.unpack()
-        return QuantizedTensor(pack(levels), scale, zero, self.scheme)
+        return QuantizedTensor(codec(self.scheme).pack(levels), scale, zero, self.scheme)
 
 
 class Native:
     """Our C routines on the CPU."""
 
     name = "c"
+    schemes = (Int8, Int4)
 
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
@@ -59,7 +63,7 @@ class Native:
         """Empty where it can serve."""
         if device.type != "cpu":
             return "runs on the CPU only"
-        if scheme.bits == 8 and not scheme.symmetric:
+        if isinstance(scheme, Int8) and not scheme.symmetric:
             return "has symmetric levels only, for 8 bits"
         return "" if int_matmul.available() else int_matmul.why_not()
 

@@ -18,7 +18,7 @@ from glassformer.quant.backends.fbgemm import Fbgemm
 from glassformer.quant.backends.reference import reference_product
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError, MachineError, nearest
-from glassformer.spec.quantization import Scheme
+from glassformer.spec.schemes import Scheme, check_scheme
 
 # M rows, N looked-up rows, O outputs, I inputs
 
@@ -43,9 +43,10 @@ class LookupForm(Form, Protocol):
 
 
 class Backend(Protocol):
-    """Makes forms; `why_not` is empty where it can, else the reason."""
+    """Makes forms of some schemes; `why_not` is empty where it can, else the reason."""
 
     name: str
+    schemes: tuple[type[Scheme], ...]
 
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
@@ -81,8 +82,8 @@ def choose(
     for name in BACKENDS:
         if not why_not(name, scheme, shape, device, lookup=lookup):
             return name
-    if device.type == "cpu":
-        _warn_once(scheme.bits)
+    if device.type == "cpu" and any(type(scheme) in b.schemes for b in BACKENDS.values()):
+        _warn_once(type(scheme))
     return REFERENCE
 
 
@@ -115,7 +116,10 @@ def why_not(
     lookup: bool = False,
 ) -> str:
     """Why a backend does not serve here; empty where it does."""
-    reason = BACKENDS[name].why_not(scheme, shape, device, lookup=lookup)
+    backend = BACKENDS[name]
+    if not isinstance(check_scheme(scheme), backend.schemes):
+        return f"has {' and '.join(each.name for each in backend.schemes)} only"
+    reason = backend.why_not(scheme, shape, device, lookup=lookup)
     return reason or _probed(name, scheme, device.type, lookup)
 
 
@@ -165,15 +169,15 @@ def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
 
 
 @functools.cache
-def _warn_once(bits: int) -> None:
-    scheme = Scheme(bits=bits, group=32 if bits == 4 else None)
+def _warn_once(kind: type[Scheme]) -> None:
+    scheme = kind().resolve(PROBED[1])
     cpu = torch.device("cpu")
     reasons = "; ".join(
         f"{name}: {why_not(name, scheme, PROBED, cpu, lookup=True) or 'not for this layer'}"
         for name in BACKENDS
     )
     warnings.warn(
-        f"no fast routine for INT{bits} on this machine: the reference is right and small, not "
+        f"no fast routine for {scheme.name} on this machine: the reference is right and small, not "
         f"fast ({reasons})",
         SlowQuantization,
         stacklevel=2,

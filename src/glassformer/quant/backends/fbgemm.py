@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from glassformer.quant.schemes import QuantizedTensor
-from glassformer.spec.quantization import Scheme
+from glassformer.spec.schemes import Int8, Scheme
 
 # M rows, O outputs, I inputs
 
@@ -24,6 +24,7 @@ class FbgemmForm:
     """A packed INT8 matrix."""
 
     def __init__(self, tensor: QuantizedTensor) -> None:
+        assert isinstance(tensor.scheme, Int8)
         self.scheme = tensor.scheme
         zero_O = torch.zeros(len(tensor.scale)) if tensor.zero is None else tensor.zero
         with warnings.catch_warnings():
@@ -57,6 +58,7 @@ class Fbgemm:
     """INT8 per channel on the CPU."""
 
     name = "fbgemm"
+    schemes = (Int8,)
 
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
@@ -64,8 +66,6 @@ class Fbgemm:
         """Empty where it can serve."""
         if device.type != "cpu":
             return "runs on the CPU only"
-        if scheme.bits != 8:
-            return "has 8 bits only"
         if lookup:
             return "cannot look up rows without unpacking everything"
         if "fbgemm" not in torch.backends.quantized.supported_engines:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.schemes import NAMES
 from glassformer.spec.units import plain_digits
 from glassformer.web.app import limits
 from glassformer.web.app.query import Bytes, Query, Route, TooLarge, Unknown
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from glassformer.lens.look import Look
     from glassformer.web.pages.kept_look import Maps
 
-PRECISIONS = ("float32", "int8", "int4")
-BITS = {"int8": 8, "int4": 4}
+PRECISIONS = ("float32", *NAMES)
 ABLATED = 64
 TOP = 32
 TWIN = "inspect: the quantized twin"
@@ -35,6 +35,7 @@ def about(query: Query, lab: Lab) -> dict[str, Any]:
     name = query.text("id")
     nothing: dict[str, Any] = {"run": name, "checkpoints": [], "snapshots": [], "watched": []}
     if kind_of(lab.folder(name)) != "run":
+        nothing["precisions"] = PRECISIONS
         return nothing | {"splits": {}, "split": None, "examples": [], "note": ""}
     from glassformer.lab.runs.probing import probe_files
     from glassformer.web.pages.training_snapshot import SPLIT, watched
@@ -51,6 +52,7 @@ def about(query: Query, lab: Lab) -> dict[str, Any]:
     first = watched(directory) if split == SPLIT else []
     return {
         "run": name,
+        "precisions": PRECISIONS,
         "checkpoints": directory.steps(),
         "best": directory.pointed("best"),
         "last": directory.pointed("last"),
@@ -105,7 +107,7 @@ def _snapshot(run: str, step: str, query: Query, lab: Lab) -> dict[str, Any] | N
     split = query.text("split", default="val")
     made = snapshot(directory, number, split, row)
     precision = query.choice("precision", PRECISIONS, default="float32")
-    if query.texts("ablate", most=ABLATED, characters=40) or precision in BITS:
+    if query.texts("ablate", most=ABLATED, characters=40) or precision in NAMES:
         raise InputError(
             f"of step {step} only a snapshot is kept: there is no model to change",
             hint="choose a step with a checkpoint",
@@ -145,14 +147,14 @@ def _rounded(
     adapter: "BaseAdapter", run: str, step: str, precision: str, lab: Lab
 ) -> "BaseAdapter":
     """The model itself, or a copy in fewer bits; the newest copy is kept."""
-    if precision not in BITS:
+    if precision not in NAMES:
         return adapter
     from glassformer.adapters.quantize import quantize
 
     name = (run, step, precision)
     kept = lab.remembered(TWIN)
     if kept is None or kept[0] != name or kept[1] is not adapter:
-        kept = (name, adapter, quantize(adapter, bits=BITS[precision], indivisible="int8"))
+        kept = (name, adapter, quantize(adapter, scheme=precision, indivisible="int8"))
         lab.remember(TWIN, kept)
     return kept[2]
 

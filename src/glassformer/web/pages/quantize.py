@@ -1,4 +1,4 @@
-"""The page Quantize: float32 beside int8 and int4, on the same text and in one look.
+"""The page Quantize: float32 beside every quantization scheme, on the same text.
 
 Nothing is written: the copies live in memory, and their sizes are those of the files that
 `glass quantize` would write. Speed is asked for apart, since measuring it takes a while.

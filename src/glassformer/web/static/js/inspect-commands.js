@@ -17,12 +17,11 @@ export function command(start, text, ...options) {
 /** One of the two models: how a command gets it, and how Python does. */
 function opened(model, paths) {
   const path = modelPath(model, paths);
-  const bits = { int8: 8, int4: 4 }[model.precision];
   const loaded = `gf.load(${python(path)})`;
-  if (!bits) return { name: quoted(path), loaded };
+  if (model.precision === "float32") return { name: quoted(path), loaded };
   const name = quoted(`${model.run}${model.step === "best" ? "" : `-${model.step}`}-${model.precision}`);
-  return { name, before: `glass quantize ${quoted(path)} --bits ${bits} --indivisible int8 --out ${name}`,
-    loaded: `gf.quantize(${loaded}, bits=${bits}, indivisible="int8")` };
+  return { name, before: `glass quantize ${quoted(path)} --scheme ${model.precision} --indivisible int8 --out ${name}`,
+    loaded: `gf.quantize(${loaded}, scheme=${python(model.precision)}, indivisible="int8")` };
 }
 
 /** The same from a terminal and from Python; other: the look that is compared, if there is one. */

@@ -4,7 +4,7 @@ import { check, el, field, fill, isEnter, select } from "./dom.js";
 import { count } from "./format.js";
 import { modelName, parseModel } from "./inspect-data.js";
 
-const PRECISIONS = [["float32", "as trained"], ["int8", "int8"], ["int4", "int4"]];
+const precisionLabel = (name) => (name === "float32" ? "as trained" : name);
 
 /** Which model and text. change(patch) is a new view. */
 export class Form {
@@ -39,7 +39,7 @@ export class Form {
       other: null, pos: null, src: 0, kind: null, layer: null, head: null });
     fill(this.model,
       field("Model", select(runs, view.run, (run) => this.change(fresh(run)), { name: "run" })),
-      field("Precision", select(PRECISIONS, view.precision, (precision) => this.change({ precision }),
+      field("Precision", select(about.precisions.map((name) => [name, precisionLabel(name)]), view.precision, (precision) => this.change({ precision }),
         { name: "precision" })));
     const pick = (row) => row !== "" && this.change({ row: Number(row), text: null, target: null, pos: null, src: 0 });
     const listed = about.examples.map(({ row, text }) => [row, text]);
@@ -99,7 +99,7 @@ export class Controls {
     this.kinds.hidden = kinds.length < 2;
     fill(this.kinds, kinds.map((kind) => el("button", { type: "button", "aria-pressed": kind === view.kind,
       onclick: () => this.change({ kind, layer: null, head: null }) }, kind)));
-    this.#drawCompare(view, runs, about.checkpoints);
+    this.#drawCompare(view, runs, about);
     fill(this.switches,
       check("mean of the layer", view.head === "mean", (on) => this.change({ head: on ? "mean" : 0 }),
         { name: "mean" }),
@@ -107,11 +107,11 @@ export class Controls {
       check("as a table", view.table, (table) => this.change({ table }), { name: "table" }));
   }
 
-  #drawCompare(view, runs, steps) {
+  #drawCompare(view, runs, { checkpoints: steps, precisions }) {
     const { run: own, step: now, precision: bits } = view;
     const offered = new Map([["", "nothing"]]);
     const offer = (run, step, precision, text) => offered.set(modelName({ run, step, precision }), text);
-    for (const precision of ["float32", "int8", "int4"]) {
+    for (const precision of precisions) {
       if (precision !== bits) offer(own, now, precision, precision === "float32" ? "as trained" : `its ${precision}`);
     }
     for (const step of steps) if (String(step) !== now) offer(own, String(step), "float32", `its step ${step}`);

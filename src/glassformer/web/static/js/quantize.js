@@ -1,4 +1,4 @@
-// Quantize: float32 beside int8 and int4 on one text. Where they part, by how much, and what the bits save.
+// Quantize: float32 beside every scheme on one text. Where they part, by how much, and what the bits save.
 
 import { busy, el, field, fill, scrolled, select, silent, table } from "./dom.js";
 import { count, fixed, percent, short } from "./format.js";
@@ -227,7 +227,8 @@ class Quantize {
   commands() {
     if (!this.view?.run) return { cli: "", python: "" };
     const path = modelPath(this.view, this.form.known.paths);
-    return { cli: [8, 4].map((bits) => `glass quantize ${quoted(path)} --bits ${bits} --indivisible int8`).join(" && "),
+    return { cli: Object.keys(this.found?.against ?? {})
+      .map((name) => `glass quantize ${quoted(path)} --scheme ${name} --indivisible int8`).join(" && "),
       python: ["import glassformer as gf",
         "from glassformer.lab.measure.precision_on_text import in_precisions, prompted", "",
         `model = gf.load(${JSON.stringify(path)})`,

@@ -1,0 +1,181 @@
+"""Quantization schemes: the kinds of number that a weight matrix can be stored in.
+
+`Scheme` is a closed union. Each member knows its name, its options, and the tensors that a matrix
+of (outputs, inputs) becomes in a checkpoint, from which its bytes follow. The arithmetic of each
+(quantize, dequantize, pack, unpack, error) is in `quant.schemes`; everybody else asks the scheme.
+"""
+
+import math
+from dataclasses import fields, replace
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+from glassformer.spec.checks import spec
+from glassformer.spec.errors import InputError, nearest
+
+#: How scales are found, or the training that found the weights.
+Method = Literal["absmax", "mse", "gptq", "qat"]
+
+#: Inputs that may share a scale in `Int4`.
+GROUPS = (32, 64, 128)
+
+_ITEM_BYTES = {"F32": 4, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
+
+
+@spec
+class StoredTensor:
+    """One tensor of a checkpoint: its shape, and its safetensors type ("" means any float)."""
+
+    shape: tuple[int, ...]
+    dtype: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk; the type must be given."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@spec
+class Int8:
+    """weight = (level - zero) * scale: 8-bit levels, one float32 scale per output channel."""
+
+    name: ClassVar[str] = "int8"
+    bits: ClassVar[int] = 8
+    summary: ClassVar[str] = "8-bit integers, one scale per output channel"
+    default_method: ClassVar[Method] = "absmax"
+
+    symmetric: bool = True
+
+    def resolve(self, inputs: int) -> "Int8":
+        """Return the scheme with every option chosen, for a matrix of this many inputs."""
+        return self
+
+    def why_not(self, inputs: int) -> str:
+        """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
+        return ""
+
+    def for_head(self) -> "Scheme":
+        """Return the scheme of heads and of a tied table, where none is given."""
+        return self
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredTensor]:
+        """Return the tensors that a matrix of (outputs, inputs) is stored as, by leaf name."""
+        parts = {
+            "qweight": StoredTensor(shape=(outputs, inputs), dtype="I8"),
+            "scale": StoredTensor(shape=(outputs,), dtype="F32"),
+        }
+        if not self.symmetric:
+            parts["zero"] = StoredTensor(shape=(outputs,), dtype="I8")
+        return parts
+
+    def describe(self) -> str:
+        """Return the name with its options: `int8 asymmetric`."""
+        return f"{self.name}{'' if self.symmetric else ' asymmetric'}"
+
+
+@spec
+class Int4:
+    """weight = (level - zero) * scale: 4-bit levels, one float16 scale per group of inputs.
+
+    `group` is 32, 64 or 128 inputs; None means 64, or 32 where 64 does not divide the inputs.
+    Asymmetric by default: sixteen levels are too few to leave some of them unused.
+    """
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+    summary: ClassVar[str] = "4-bit integers, one scale per group of inputs"
+    default_method: ClassVar[Method] = "mse"
+
+    group: int | None = None
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group is not None and self.group not in GROUPS:
+            raise InputError(
+                f"group {self.group} is not one of {', '.join(map(str, GROUPS))}", hint="use 32"
+            )
+
+    def resolve(self, inputs: int) -> "Int4":
+        """Return the scheme with every option chosen, for a matrix of this many inputs."""
+        if self.group is not None:
+            return self
+        return replace(self, group=32 if inputs % 64 else 64)
+
+    def why_not(self, inputs: int) -> str:
+        """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
+        group = self.resolve(inputs).group
+        assert group is not None
+        if inputs % group == 0:
+            return ""
+        fitting = [str(other) for other in GROUPS if inputs % other == 0]
+        better = f"; group {' or '.join(fitting)} does" if fitting else ""
+        return f"group {group} does not divide the {inputs} inputs{better}"
+
+    def for_head(self) -> "Scheme":
+        """Return `Int8`: a head of 4 bits costs more than all other layers together."""
+        return Int8()
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredTensor]:
+        """Return the tensors that a matrix of (outputs, inputs) is stored as, by leaf name.
+
+        Two levels share a byte: the even column in the low nibble.
+        """
+        if self.group is None:
+            raise InputError(f"a stored {self.name} matrix needs its group", hint="64, 32 or 128")
+        scales = (outputs, inputs // self.group)
+        parts = {
+            "qweight": StoredTensor(shape=(outputs, inputs // 2), dtype="U8"),
+            "scale": StoredTensor(shape=scales, dtype="F16"),
+        }
+        if not self.symmetric:
+            parts["zero"] = StoredTensor(shape=scales, dtype="U8")
+        return parts
+
+    def describe(self) -> str:
+        """Return the name with its options: `int4 g32 asymmetric`."""
+        group = "" if self.group is None else f" g{self.group}"
+        return f"{self.name}{group}{'' if self.symmetric else ' asymmetric'}"
+
+
+#: Every scheme. Command line, page, costs and checks list these.
+Scheme: TypeAlias = Int8 | Int4
+SCHEMES: tuple[type[Scheme], ...] = get_args(Scheme)
+NAMES = tuple(scheme.name for scheme in SCHEMES)
+#: What a bare number of bits means.
+BY_BITS: dict[int, type[Scheme]] = {8: Int8, 4: Int4}
+
+
+def check_scheme(scheme: Scheme) -> Scheme:
+    """Return the scheme; refuse anything that is not a member of the union."""
+    if not isinstance(scheme, SCHEMES):
+        raise InputError(
+            f"{type(scheme).__name__} is not a quantization scheme", hint=f"use {', '.join(NAMES)}"
+        )
+    return scheme
+
+
+def scheme_class(name: str) -> type[Scheme]:
+    """Return the scheme with this name."""
+    for scheme in SCHEMES:
+        if scheme.name == name:
+            return scheme
+    raise InputError(f"no quantization scheme '{name}'", hint=nearest(name, NAMES))
+
+
+def scheme_of_bits(bits: int) -> type[Scheme]:
+    """Return the integer scheme with this many bits."""
+    if bits not in BY_BITS:
+        raise InputError(f"bits {bits} is neither 8 nor 4", hint="use 8 or 4")
+    return BY_BITS[bits]
+
+
+def make_scheme(scheme: type[Scheme], **options: Any) -> Scheme:
+    """Make a scheme from options; None means its default, and options it lacks are left out."""
+    own = {field.name for field in fields(scheme)}
+    return scheme(**{k: v for k, v in options.items() if k in own and v is not None})
+
+
+def scheme_bytes(scheme: Scheme, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a quantized matrix: levels, scales, zeros."""
+    outputs, inputs = shape
+    parts = check_scheme(scheme).resolve(inputs).parts(outputs, inputs)
+    return sum(part.nbytes for part in parts.values())
