@@ -20,8 +20,8 @@ from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import generate
 from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
@@ -100,7 +100,7 @@ def run(device: str = "cpu", quick: bool = False) -> Iterator[Row]:
 def greedy(stepper: Stepper, prompts: object, *, new: int) -> Callable[[], list]:
     """A call that decodes greedily, without log-probabilities, which the peers do not give."""
     spec = DecodeSpec(max_new_tokens=new)
-    return lambda: generate(stepper, prompts, spec=spec, logprobs=False)  # type: ignore[arg-type]
+    return lambda: generate_batch(stepper, prompts, spec=spec, logprobs=False)  # type: ignore[arg-type]
 
 
 # --- a loop without a cache ---------------------------------------------------------------------
@@ -255,15 +255,15 @@ def constrained(size: Size) -> Iterator[Row]:
     new = size.new
     spec = DecodeSpec(max_new_tokens=new + 1, min_new_tokens=new, temperature=1.0, eos=(EOS,))
     sides: Sides = {
-        "unconstrained": lambda: generate(stepper, prompts, spec=spec),
-        "constrained": lambda: generate(stepper, prompts, spec=spec, constraint=bound),
+        "unconstrained": lambda: generate_batch(stepper, prompts, spec=spec),
+        "constrained": lambda: generate_batch(stepper, prompts, spec=spec, constraint=bound),
     }
     times = interleave(sides, rounds=2 * size.rounds, inner=1, warmup=1)
     case = f"brackets-4, sampled, batch 32, {new} tokens"
     yield from rows(times, bench="generate", case=case, baseline="unconstrained")
     short, legal = DecodeSpec(max_new_tokens=20, temperature=2.0, eos=(EOS,)), 0
     for first in range(0, size.draws, 500):
-        made = generate(
+        made = generate_batch(
             stepper,
             [[1]] * 500,
             spec=short,
@@ -283,7 +283,7 @@ def flat(size: Size) -> Iterator[Row]:
 
     def once(number: int) -> None:
         prompts = [[1] * (1 + (number + row) % 7) for row in range(1 + number % 3)]
-        generate(decoder, prompts, spec=spec)
+        generate_batch(decoder, prompts, spec=spec)
 
     grown = growth(once, times=count, warmup=max(21, count // 10))
     expected = cache_bytes(model.spec, batch=3, length=7 + 8, itemsize=4)

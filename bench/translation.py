@@ -14,9 +14,9 @@ from bench.clock import Row, Sides, installed, interleave, rows, said
 from bench.peers import BOS, EOS, ctranslate_twin, fresh, marian_twin
 from glassformer.generation.beam import beam_search
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 
@@ -56,7 +56,7 @@ def ours_crossed(stepper: Stepper, prompts: Prompts, width: int, new: int) -> Ca
     """Greedy or beams, no end."""
     if width == 1:
         spec = DecodeSpec(max_new_tokens=new, forbidden=(EOS,))
-        return lambda: generate(stepper, prompts, spec=spec, logprobs=False)
+        return lambda: generate_batch(stepper, prompts, spec=spec, logprobs=False)
     beams = BeamSpec(width=width, n_best=1, alpha=0.0, max_new_tokens=new, forbidden=(EOS,))
     return lambda: beam_search(stepper, prompts, spec=beams)
 

@@ -10,10 +10,11 @@ import torch
 from glassformer.adapters.chat.conversation import Conversation
 from glassformer.adapters.chat.template import read_chat
 from glassformer.adapters.load import load
-from glassformer.generation.loop import decode, generate
-from glassformer.generation.prefix_cache import WarmStepper
+from glassformer.generation.loop import decode
+from glassformer.generation.prefix_cache import PrefixCacheStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 from tests.adapters import folders
@@ -29,7 +30,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def talk(model):
     return Conversation(
-        WarmStepper(model.model), model.tokenizer, read_chat(model.origin), spec=SPEC
+        PrefixCacheStepper(model.model), model.tokenizer, read_chat(model.origin), spec=SPEC
     )
 
 
@@ -45,7 +46,7 @@ def test_an_answer_is_what_decoding_gives(model, talk):
         history.append({"role": "user", "content": question})
         ids = model.tokenizer.encode(template.render(history))
         seeded = replace(SPEC, seed=len(history) // 2)
-        (wanted,) = generate(stepper, [ids], spec=seeded, tokenizer=model.tokenizer)
+        (wanted,) = generate_batch(stepper, [ids], spec=seeded, tokenizer=model.tokenizer)
         assert said(talk, question) == wanted.text
         assert talk.last.tokens == wanted.tokens
         assert talk.last.finish == wanted.finish
@@ -59,7 +60,7 @@ def test_draws_differ_from_turn_to_turn_and_repeat_with_the_seed(model):
     def run(seed):
         spec = replace(SPEC, temperature=2.0, seed=seed)
         talk = Conversation(
-            WarmStepper(model.model), model.tokenizer, read_chat(model.origin), spec=spec
+            PrefixCacheStepper(model.model), model.tokenizer, read_chat(model.origin), spec=spec
         )
         first = said(talk, "the cat")
         talk.reset()
@@ -130,7 +131,7 @@ def test_stop_strings_are_not_shown(model, talk):
     assert len(whole) > 4
     stop = whole[2:4]
     short = Conversation(
-        WarmStepper(model.model),
+        PrefixCacheStepper(model.model),
         model.tokenizer,
         read_chat(model.origin),
         spec=replace(SPEC, stop=(stop,)),
@@ -143,7 +144,7 @@ def test_half_a_stop_string_is_shown(model, talk):
     """What could have begun one, and did not, is part of the answer."""
     whole = said(talk, "the cat")
     other = Conversation(
-        WarmStepper(model.model),
+        PrefixCacheStepper(model.model),
         model.tokenizer,
         read_chat(model.origin),
         spec=replace(SPEC, stop=(whole[-1] + "zzz",)),
@@ -156,7 +157,7 @@ def test_the_end_is_not_said(model, talk):
     end = talk.last.tokens[3]
     before = talk.last.tokens[: talk.last.tokens.index(end)]
     other = Conversation(
-        WarmStepper(model.model),
+        PrefixCacheStepper(model.model),
         model.tokenizer,
         read_chat(model.origin),
         spec=replace(SPEC, eos=(end,)),
@@ -188,7 +189,7 @@ def test_a_saved_conversation_is_a_line_of_training_data(talk, tmp_path):
 def test_a_warm_start_is_a_cold_start(model):
     """Whatever two prompts share, logits are those of reading everything again."""
     double = copy.deepcopy(model.model).double()
-    warm, cold = WarmStepper(double), TorchStepper(double)
+    warm, cold = PrefixCacheStepper(double), TorchStepper(double)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(313, (40,), generator=generator).tolist()
     prompts = [ids[:10], ids[:25], ids[:25], [*ids[:12], 7, 8], ids[5:9], ids]
@@ -205,7 +206,7 @@ def test_a_warm_start_is_a_cold_start(model):
 
 
 def test_a_warm_past_has_one_row_and_one_owner(model):
-    warm = WarmStepper(model.model)
+    warm = PrefixCacheStepper(model.model)
     with pytest.raises(InputError, match="2 prompts at once"):
         list(decode(warm, [[1, 2], [3]], spec=SPEC))
     _, first = warm.start(Prompts.of([[1, 2, 3]]), room=4)
@@ -215,7 +216,7 @@ def test_a_warm_past_has_one_row_and_one_owner(model):
 
 
 def test_an_error_in_the_middle_leaves_no_half_past(model, monkeypatch):
-    warm = WarmStepper(model.model)
+    warm = PrefixCacheStepper(model.model)
     wanted, _ = warm.start(Prompts.of([[1, 2, 3, 4]]), room=4)
     body = type(model.model).hidden
 

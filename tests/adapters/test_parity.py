@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glassformer.adapters.load import adapt, load
-from glassformer.generation.loop import generate
+from glassformer.generation.streaming import generate_batch
 from glassformer.nn.cache import FixedCache
 from glassformer.spec.decoding import DecodeSpec
 from tests.adapters.checkpoints import CASES, folder_of, live, tokens
@@ -53,7 +53,7 @@ def test_sixty_four_greedy_tokens_are_transformers(case, tmp_path):
     theirs = live(case).generate(
         prompt, max_new_tokens=64, do_sample=False, attention_mask=torch.ones_like(prompt)
     )
-    ours = generate(adapter.stepper(), prompt.tolist(), spec=DecodeSpec(max_new_tokens=64))
+    ours = generate_batch(adapter.stepper(), prompt.tolist(), spec=DecodeSpec(max_new_tokens=64))
     assert list(ours[0].tokens) == theirs[0, 5:].tolist()
 
 

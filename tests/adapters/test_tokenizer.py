@@ -16,7 +16,7 @@ from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer, re
 from glassformer.adapters.tokenizers.tiktoken import QWEN_1_SPECIALS
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.streaming import TextStream, visible
+from glassformer.generation.text_stream import TextStream, visible
 from glassformer.spec.errors import FileError, GlassError, InputError
 from tests.adapters import folders
 from tests.adapters.texts import varied

@@ -8,7 +8,7 @@ from playwright.sync_api import Page, expect
 
 import glassformer as gf
 from glassformer.generation.beam import beam_search
-from glassformer.generation.loop import Generated, generate
+from glassformer.generation.streaming import Generated, generate_batch
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from tests.browser.conftest import FORMS, Opener, Site, Watch
 from tests.browser.hostile import HOSTILE
@@ -35,7 +35,9 @@ def made(site: Site, prompt: str, **settings: Any) -> Generated:
     """Python's own continuation."""
     model = gf.load(site.runs / "text")
     spec = DecodeSpec(eos=model.end_ids(), **settings)
-    (one,) = generate(model.stepper(), model.prompt(prompt), spec=spec, tokenizer=model.tokenizer)
+    (one,) = generate_batch(
+        model.stepper(), model.prompt(prompt), spec=spec, tokenizer=model.tokenizer
+    )
     return one
 
 

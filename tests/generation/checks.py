@@ -10,9 +10,10 @@ import torch
 from glassformer.checks.brute_force import disagreements, random_trial
 from glassformer.generation.beam import beam_search
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import NOTHING, decode, generate
+from glassformer.generation.loop import NOTHING, decode
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.model import (
@@ -117,7 +118,7 @@ def masked_is_sliced() -> None:
 
     def make(model: Model) -> Decoder:
         decoder = Decoder(model, routines="linear")
-        generate(decoder, prompts_for(model), spec=DecodeSpec(max_new_tokens=20))
+        generate_batch(decoder, prompts_for(model), spec=DecodeSpec(max_new_tokens=20))
         with torch.inference_mode():
             for kv_BXSH in decoder._kvs:
                 kv_BXSH.fill_(7.0)  # what an earlier decoding left there
@@ -142,15 +143,15 @@ def batch_is_singles() -> None:
             DecodeSpec(max_new_tokens=40, temperature=1.5, eos=(0,), seed=5),
             DecodeSpec(max_new_tokens=9, temperature=0.9, top_p=0.8, repetition_penalty=1.7),
         ):
-            together = generate(stepper, prompts, spec=spec)
+            together = generate_batch(stepper, prompts, spec=spec)
             for side in ("left", "right"):
-                assert _tokens(generate(stepper, _padded(prompts, side), spec=spec)) == _tokens(
-                    together
-                )
+                assert _tokens(
+                    generate_batch(stepper, _padded(prompts, side), spec=spec)
+                ) == _tokens(together)
             for row, whole in enumerate(together):
                 sources = None if prompts.sources is None else (prompts.sources[row],)
                 single = Prompts((prompts.tokens[row],), sources)
-                (alone,) = generate(NaiveStepper(model), single, spec=spec, rows=(row,))
+                (alone,) = generate_batch(NaiveStepper(model), single, spec=spec, rows=(row,))
                 assert alone.tokens == whole.tokens
                 assert alone.finish == whole.finish
                 assert all(
@@ -186,7 +187,7 @@ def rows_end_alone() -> None:
     """A row ends with its first eos, gives nothing afterwards, and leaves the batch."""
     model = built(SPECS["rotary"], seed=7)
     stepper = TorchStepper(model)
-    free = generate(stepper, PROMPTS, spec=DecodeSpec(max_new_tokens=12))
+    free = generate_batch(stepper, PROMPTS, spec=DecodeSpec(max_new_tokens=12))
     eos = (free[0].tokens[2],)
     assert all(eos[0] not in other.tokens[:5] for other in free[1:]), "the first row ends first"
     sizes = []
@@ -226,14 +227,14 @@ def steps_are_counted() -> None:
         embed = model.decoder.embed.register_forward_hook(
             lambda _, given, __, read=read: read.append(given[0].shape[1])
         )
-        generate(stepper, prompts, spec=DecodeSpec(max_new_tokens=7))
+        generate_batch(stepper, prompts, spec=DecodeSpec(max_new_tokens=7))
         embed.remove()
         assert len(calls) == stepper.encoder_calls == 1
         assert stepper.positions == longest + 6
         assert read in ([longest] + [1] * 6, [longest])  # the lean step has no modules
     calls.clear()
     naive = NaiveStepper(model)
-    generate(naive, prompts, spec=DecodeSpec(max_new_tokens=7))
+    generate_batch(naive, prompts, spec=DecodeSpec(max_new_tokens=7))
     assert len(calls) == naive.encoder_calls == 7
     assert naive.positions == sum(range(longest, longest + 7))
 
@@ -291,9 +292,11 @@ def beam_one_is_greedy() -> None:
         model = built(SPECS[name], seed=seed)
         prompts, stepper = prompts_for(model), Decoder(model, routines="linear")
         rules = {"max_new_tokens": 9, "eos": (2, 7, 11), "min_new_tokens": 2}
-        greedy = generate(stepper, prompts, spec=DecodeSpec(**rules))
+        greedy = generate_batch(stepper, prompts, spec=DecodeSpec(**rules))
         beams = beam_search(stepper, prompts, spec=BeamSpec(width=1, alpha=alpha, **rules))
-        cold = generate(stepper, prompts, spec=DecodeSpec(temperature=1e-5, seed=seed, **rules))
+        cold = generate_batch(
+            stepper, prompts, spec=DecodeSpec(temperature=1e-5, seed=seed, **rules)
+        )
         for sequence, other, found in zip(greedy, cold, beams, strict=True):
             assert sequence.tokens == other.tokens == found.hypotheses[0].tokens
             assert math.isclose(sum(sequence.logprobs), found.hypotheses[0].logprob, abs_tol=1e-9)

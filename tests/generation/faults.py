@@ -109,7 +109,7 @@ FAULTS = (
     Fault("a constraint stands still", "generation.loop:Row.take", "self.state = self.bounded.advance(self.state, token)", "pass", "everything_is_legal"),
     Fault("a beam's constraint stands still", "generation.beam:_continue", "item.bounded.advance(parent.state, token)", "parent.state", "everything_is_legal"),
     Fault("the end is always allowed", "generation.constraint:Bounded._mask", "allow_V[list(self.eos)] = end", "allow_V[list(self.eos)] = True", "everything_is_legal"),
-    Fault("half a character shown", "generation.streaming:TextStream.push", " - text.endswith(BROKEN)", "", "text_streams_whole"),
-    Fault("the beginning of a stop string shown", "generation.streaming:StopFilter.push", "return text[: len(text) - most]", "return text", "stops_are_held_back"),
-    Fault("what was no stop string swallowed", "generation.streaming:StopFilter.push", "text = self._held + piece", "text = piece", "stops_are_held_back"),
+    Fault("half a character shown", "generation.text_stream:TextStream.push", " - text.endswith(BROKEN)", "", "text_streams_whole"),
+    Fault("the beginning of a stop string shown", "generation.text_stream:StopFilter.push", "return text[: len(text) - most]", "return text", "stops_are_held_back"),
+    Fault("what was no stop string swallowed", "generation.text_stream:StopFilter.push", "text = self._held + piece", "text = piece", "stops_are_held_back"),
 )  # fmt: skip

@@ -15,8 +15,9 @@ from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import decode, generate
+from glassformer.generation.loop import decode
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
 from tests.generation import checks
@@ -41,7 +42,7 @@ def everything_is_legal(*, count: int = 100) -> int:
             ]
             for spec in strategies:
                 rows = [[1]] * count if spec.temperature > 1 else [[1], [4, 5]]
-                for sequence in generate(stepper, rows, spec=spec, constraint=constraint):
+                for sequence in generate_batch(stepper, rows, spec=spec, constraint=constraint):
                     assert_legal(constraint, sequence.tokens, rules)
                     made += 1
             for groups in (1, 2):
@@ -76,7 +77,7 @@ def test_forced_and_forbidden_tokens_go_along():
     spec = DecodeSpec(
         temperature=3.0, eos=(EOS,), forced=(opening, opening), max_new_tokens=7, min_new_tokens=6
     )
-    for sequence in generate(Decoder(model), [[1]] * 20, spec=spec, constraint=constraint):
+    for sequence in generate_batch(Decoder(model), [[1]] * 20, spec=spec, constraint=constraint):
         assert sequence.tokens[:2] == (opening, opening)
         assert constraint.machine.accepts(NAMES.detokenize(sequence.tokens[:-1]).split())
 
@@ -97,7 +98,9 @@ def test_a_regex_over_text(tokenizer):
     constraint = Constraint.of_regex(pattern, tokenizer=tokenizer)
     spec = DecodeSpec(temperature=1.0, eos=(end,), max_new_tokens=9)
     texts = set()
-    for sequence in generate(TorchStepper(model), [[1]] * 60, spec=spec, constraint=constraint):
+    for sequence in generate_batch(
+        TorchStepper(model), [[1]] * 60, spec=spec, constraint=constraint
+    ):
         text = tokenizer.decode(sequence.tokens[:-1])
         assert re.fullmatch(pattern, text), text
         texts.add(text)
@@ -108,12 +111,12 @@ def test_a_constraint_changes_nothing_that_it_allows():
     model = built(checks.SPECS["learned"])
     names = Vocab(tuple(f"t{i}" for i in range(VOCAB)))
     spec = DecodeSpec(max_new_tokens=10)
-    free = generate(TorchStepper(model), checks.PROMPTS, spec=spec)
+    free = generate_batch(TorchStepper(model), checks.PROMPTS, spec=spec)
     anything = Machine(
         alphabet=names.names, transitions=((0,) * VOCAB,), classes=(0,), class_names=("all",)
     )
     bound = Constraint(anything, tokenizer=names)
-    assert generate(TorchStepper(model), checks.PROMPTS, spec=spec, constraint=bound) == free
+    assert generate_batch(TorchStepper(model), checks.PROMPTS, spec=spec, constraint=bound) == free
 
 
 IMPOSSIBLE = {
@@ -160,6 +163,8 @@ def test_a_space_that_a_later_token_brings_is_a_symbol_too():
     constraint = Constraint.of_regex("(ab)+", tokenizer=tokenizer)
     stepper = TorchStepper(built(tiny(vocab_size=len(words))))
     spec = DecodeSpec(temperature=3.0, max_new_tokens=4)
-    made = generate(stepper, [[1]] * 60, spec=spec, constraint=constraint, tokenizer=tokenizer)
+    made = generate_batch(
+        stepper, [[1]] * 60, spec=spec, constraint=constraint, tokenizer=tokenizer
+    )
     assert all(re.fullmatch("(ab)+", row.text) for row in made), {row.text for row in made}
     assert {words[row.tokens[0]] for row in made} == {"a", "ab", "\u2581a", "\u2581ab"}

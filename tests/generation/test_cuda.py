@@ -8,8 +8,8 @@ from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import generate
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from tests.generation import checks
 from tests.tiny import built
@@ -28,9 +28,9 @@ def test_the_gpu_gives_the_tokens_of_the_cpu(name):
 
     def answers(stepper):
         bound = Constraint(brackets(3), tokenizer=names)
-        yield [g.tokens for g in generate(stepper, prompts, spec=sampled)]
+        yield [g.tokens for g in generate_batch(stepper, prompts, spec=sampled)]
         yield [h.tokens for b in beam_search(stepper, prompts, spec=beams) for h in b.hypotheses]
-        yield [g.tokens for g in generate(stepper, prompts, spec=legal, constraint=bound)]
+        yield [g.tokens for g in generate_batch(stepper, prompts, spec=legal, constraint=bound)]
 
     want = list(answers(NaiveStepper(model)))
     model.cuda()
@@ -49,9 +49,11 @@ def test_rows_that_end_leave_the_others_as_they_were(dtype):
     ]
     ends = tuple(range(0, model.spec.vocab_size, 4))
     spec = DecodeSpec(max_new_tokens=16, temperature=1.0, eos=ends)
-    want = [g.tokens for g in generate(TorchStepper(model), prompts, spec=spec)]
+    want = [g.tokens for g in generate_batch(TorchStepper(model), prompts, spec=spec)]
     assert len({len(tokens) for tokens in want}) > 3
     decoder = Decoder(model)
     for _ in range(2):
-        assert [g.tokens for g in generate(decoder, prompts, spec=spec)] == want
-    assert [g.tokens for g in generate(Decoder(model, graph=False), prompts, spec=spec)] == want
+        assert [g.tokens for g in generate_batch(decoder, prompts, spec=spec)] == want
+    assert [
+        g.tokens for g in generate_batch(Decoder(model, graph=False), prompts, spec=spec)
+    ] == want

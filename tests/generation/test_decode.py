@@ -8,9 +8,10 @@ import torch
 
 from glassformer.data.tokenizers.characters import Characters
 from glassformer.generation.beam import beam_search
-from glassformer.generation.loop import decode, generate
+from glassformer.generation.loop import decode
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 from tests.generation import checks
@@ -30,7 +31,7 @@ def lengths_are_kept() -> None:
     stepper = stepper_of()
     for least in (0, 1, 4, 6):
         spec = DecodeSpec(min_new_tokens=least, max_new_tokens=6, eos=tuple(range(0, VOCAB, 2)))
-        for sequence in generate(stepper, checks.PROMPTS, spec=spec):
+        for sequence in generate_batch(stepper, checks.PROMPTS, spec=spec):
             assert max(least, 1) <= len(sequence.tokens) <= 6
             assert not set(sequence.tokens[: least - 1 if least else 0]) & set(spec.eos)
             assert (sequence.finish == "eos") == (sequence.tokens[-1] in spec.eos)
@@ -42,7 +43,7 @@ def test_lengths_are_kept():
 
 def test_forced_and_forbidden_tokens():
     spec = DecodeSpec(max_new_tokens=6, forced=(8, 8, 1), forbidden=tuple(range(9, VOCAB)))
-    for sequence in generate(stepper_of(), checks.PROMPTS, spec=spec):
+    for sequence in generate_batch(stepper_of(), checks.PROMPTS, spec=spec):
         assert sequence.tokens[:3] == (8, 8, 1)
         assert max(sequence.tokens) < 9
 
@@ -51,7 +52,7 @@ def repetition_counts_everything() -> None:
     """The prompt and what was made: greedy decoding, written down again."""
     model = built(checks.SPECS["learned"])
     spec = DecodeSpec(max_new_tokens=12, repetition_penalty=2.0)
-    for row, got in enumerate(generate(TorchStepper(model), checks.PROMPTS, spec=spec)):
+    for row, got in enumerate(generate_batch(TorchStepper(model), checks.PROMPTS, spec=spec)):
         whole = list(checks.PROMPTS[row])
         for token in got.tokens:
             values = model(torch.tensor([whole]))["next"][0, -1].tolist()
@@ -68,12 +69,12 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_was_made():
 def test_logprobs_are_the_models_own():
     model = built(checks.SPECS["rotary"])
     spec = DecodeSpec(max_new_tokens=5, temperature=0.5, top_k=3, seed=1)
-    (got,) = generate(TorchStepper(model), [[1, 2, 3]], spec=spec)
+    (got,) = generate_batch(TorchStepper(model), [[1, 2, 3]], spec=spec)
     tokens = torch.tensor([[1, 2, 3, *got.tokens]])
     own = model(tokens)["next"].log_softmax(-1)[0, 2:-1]
     want = own[torch.arange(5), torch.tensor(got.tokens)].tolist()
     np.testing.assert_allclose(got.logprobs, want, atol=1e-12)
-    (without,) = generate(TorchStepper(model), [[1, 2, 3]], spec=spec, logprobs=False)
+    (without,) = generate_batch(TorchStepper(model), [[1, 2, 3]], spec=spec, logprobs=False)
     assert without.tokens == got.tokens
     assert all(map(math.isnan, without.logprobs))
 
@@ -92,7 +93,7 @@ def test_seeds_repeat_and_differ():
 
     def made(seed):
         spec = DecodeSpec(max_new_tokens=20, temperature=2.0, seed=seed)
-        return generate(stepper, checks.PROMPTS, spec=spec)
+        return generate_batch(stepper, checks.PROMPTS, spec=spec)
 
     assert made(1) == made(1)
     assert made(1) != made(2)
@@ -100,9 +101,9 @@ def test_seeds_repeat_and_differ():
 
 def test_text_without_the_end():
     letters = Characters("".join(chr(97 + i) for i in range(VOCAB)))
-    (free,) = generate(stepper_of(), [[1, 2]], spec=DecodeSpec(max_new_tokens=5))
+    (free,) = generate_batch(stepper_of(), [[1, 2]], spec=DecodeSpec(max_new_tokens=5))
     spec = DecodeSpec(max_new_tokens=20, eos=(free.tokens[-1],))
-    (got,) = generate(stepper_of(), [[1, 2]], spec=spec, tokenizer=letters)
+    (got,) = generate_batch(stepper_of(), [[1, 2]], spec=spec, tokenizer=letters)
     assert got.finish == "eos"
     assert got.text == letters.decode(got.tokens[:-1])
 
@@ -124,7 +125,7 @@ def test_no_token_is_made_of_logits_that_are_no_numbers(value, temperature, logp
         model.heads["next"].bias[3] = value
     spec = DecodeSpec(max_new_tokens=3, temperature=temperature, top_k=5)
     with pytest.raises(DivergedError, match="not numbers"):
-        generate(TorchStepper(model), [[1], [1, 2]], spec=spec, logprobs=logprobs)
+        generate_batch(TorchStepper(model), [[1], [1, 2]], spec=spec, logprobs=logprobs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -135,7 +136,7 @@ def test_a_forbidden_token_is_never_made_even_where_all_others_are_impossible(te
     others = tuple(token for token in range(VOCAB) if token != 3)
     spec = DecodeSpec(max_new_tokens=3, temperature=temperature, forbidden=others)
     with pytest.raises(DivergedError):
-        generate(TorchStepper(model), [[1]], spec=spec)
+        generate_batch(TorchStepper(model), [[1]], spec=spec)
 
 
 # --- refused before any work ----------------------------------------------------------------------
@@ -162,7 +163,7 @@ BAD_SPECS = {
     "no beams": (BeamSpec, {"width": 0}, "nearest valid width is 1"),
     "groups do not divide": (BeamSpec, {"width": 4, "groups": 3}, "nearest valid width is 3 or 6"),
     "diversity alone": (BeamSpec, {"diversity": 1.0}, "groups=2"),
-    "diversity below 0": (BeamSpec, {"diversity": -1.0, "groups": 2}, "negative"),
+    "diversity below 0": (BeamSpec, {"diversity": -1.0, "groups": 2}, "finite number of 0 or more"),
     "unknown penalty": (BeamSpec, {"penalty": "gmnt"}, "did you mean 'gnmt'"),
     "alpha nan": (BeamSpec, {"alpha": math.nan}, "alpha nan"),
     "n_best above width": (BeamSpec, {"n_best": 5}, "nearest valid n_best is 4"),
@@ -229,6 +230,6 @@ def test_a_naive_loop_gives_the_same_tokens():
     model = built(checks.SPECS["window"])
     spec = DecodeSpec(max_new_tokens=20)
     for make in checks.STEPPERS.values():
-        got = generate(make(model), checks.PROMPTS, spec=spec)
-        want = generate(NaiveStepper(model), checks.PROMPTS, spec=spec)
+        got = generate_batch(make(model), checks.PROMPTS, spec=spec)
+        want = generate_batch(NaiveStepper(model), checks.PROMPTS, spec=spec)
         assert [g.tokens for g in got] == [g.tokens for g in want]

@@ -7,8 +7,9 @@ import torch
 
 from glassformer.costs.memory import cache_bytes
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import decode, generate
+from glassformer.generation.loop import decode
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from tests.generation import checks
@@ -18,7 +19,7 @@ SPEC = DecodeSpec(max_new_tokens=8)
 
 
 def tokens_of(stepper, prompts=checks.PROMPTS):
-    return [g.tokens for g in generate(stepper, prompts, spec=SPEC)]
+    return [g.tokens for g in generate_batch(stepper, prompts, spec=SPEC)]
 
 
 def new_weights_are_noticed() -> None:
@@ -60,10 +61,10 @@ def test_memory_is_flat_over_many_generations():
         gc.collect()
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
-    generate(decoder, prompts, spec=DecodeSpec(max_new_tokens=2))
+    generate_batch(decoder, prompts, spec=DecodeSpec(max_new_tokens=2))
     before = tensors()
     for _ in range(50):
-        generate(decoder, prompts, spec=DecodeSpec(max_new_tokens=2))
+        generate_batch(decoder, prompts, spec=DecodeSpec(max_new_tokens=2))
     assert tensors() == before
 
 

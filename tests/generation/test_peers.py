@@ -6,9 +6,9 @@ from bench.peers import BOS, EOS, fresh, marian_twin, qwen_pair
 from bench.translation import first_tokens, marian, ours_crossed
 
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.presets import seq2seq
 
@@ -36,17 +36,17 @@ def test_greedy_ids_are_transformers_own():
     expected = made[:, 7:].tolist()
     assert len({token for row in expected for token in row}) > 3
     for stepper in steppers(model):
-        found = generate(stepper, tokens_BT.tolist(), spec=DecodeSpec(max_new_tokens=NEW))
+        found = generate_batch(stepper, tokens_BT.tolist(), spec=DecodeSpec(max_new_tokens=NEW))
         assert [list(one.tokens) for one in found] == expected
 
 
 def test_nothing_comes_after_an_end():
     """The end is the last token, and the text before it is that of a run without one."""
     model, _ = qwen_pair(TINY, length=32, device="cpu")
-    free = generate(TorchStepper(model), [[1, 2, 3]], spec=DecodeSpec(max_new_tokens=NEW))[0]
+    free = generate_batch(TorchStepper(model), [[1, 2, 3]], spec=DecodeSpec(max_new_tokens=NEW))[0]
     end = free.tokens[4]
     bound = DecodeSpec(max_new_tokens=NEW, eos=(end,))
-    found = generate(TorchStepper(model), [[1, 2, 3]], spec=bound)[0]
+    found = generate_batch(TorchStepper(model), [[1, 2, 3]], spec=bound)[0]
     assert found.tokens == free.tokens[: free.tokens.index(end) + 1]
     assert found.finish == "eos"
 

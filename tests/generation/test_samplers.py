@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glassformer.generation import samplers
-from glassformer.generation.loop import generate
 from glassformer.generation.samplers import make_sampler
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import DecodeSpec
 from tests.generation import checks, definitions
 from tests.tiny import VOCAB, built
@@ -90,11 +90,11 @@ def test_top_k_of_everything_is_plain_sampling(name):
     model = built(checks.SPECS[name])
     stepper, prompts = TorchStepper(model), checks.prompts_for(model)
     rules = {"max_new_tokens": 15, "temperature": 1.3, "seed": 3}
-    plain = generate(stepper, prompts, spec=DecodeSpec(**rules))
+    plain = generate_batch(stepper, prompts, spec=DecodeSpec(**rules))
     for more in ({"top_k": VOCAB}, {"top_k": 10 * VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}):
-        other = generate(stepper, prompts, spec=DecodeSpec(**rules, **more))
+        other = generate_batch(stepper, prompts, spec=DecodeSpec(**rules, **more))
         assert [g.tokens for g in other] == [g.tokens for g in plain]
     for more in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
-        cold = generate(stepper, prompts, spec=DecodeSpec(**rules, **more))
-        greedy = generate(stepper, prompts, spec=DecodeSpec(max_new_tokens=15))
+        cold = generate_batch(stepper, prompts, spec=DecodeSpec(**rules, **more))
+        greedy = generate_batch(stepper, prompts, spec=DecodeSpec(max_new_tokens=15))
         assert [g.tokens for g in cold] == [g.tokens for g in greedy]

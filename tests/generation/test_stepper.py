@@ -7,9 +7,9 @@ import torch
 from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.models.build import build
 from glassformer.models.state import weights_of
 from glassformer.spec import presets
@@ -58,7 +58,7 @@ def test_the_by_hand_engine_is_one_more_stepper(name):
     worst = max(checks.paired_logits(lambda _: hand, model, prompts, steps=6))
     assert worst <= 1e-11
     spec = DecodeSpec(max_new_tokens=8, temperature=0.9, seed=4, eos=(1,))
-    ours, theirs = (generate(s, prompts, spec=spec) for s in (hand, NaiveStepper(model)))
+    ours, theirs = (generate_batch(s, prompts, spec=spec) for s in (hand, NaiveStepper(model)))
     assert [g.tokens for g in ours] == [g.tokens for g in theirs]
 
 
@@ -66,7 +66,7 @@ def test_the_by_hand_engine_says_that_it_counts_padding():
     model = built(checks.SPECS["learned"])
     hand = HandStepper(HandModel(model.spec, params=weights_of(model)))
     with pytest.raises(InputError, match="counts padding"):
-        generate(hand, [[1] * 20, [2]], spec=DecodeSpec(max_new_tokens=20))
+        generate_batch(hand, [[1] * 20, [2]], spec=DecodeSpec(max_new_tokens=20))
 
 
 @pytest.mark.parametrize("make", [TorchStepper, NaiveStepper, Decoder])
@@ -80,9 +80,13 @@ def test_models_that_cannot_decode_are_refused(make):
 def test_rows_fill_the_context_each_for_itself():
     model = built(checks.SPECS["learned"])  # max_seq_len 29
     for stepper in (TorchStepper(model), Decoder(model)):
-        got = generate(stepper, [[1] * 28, [2] * 3, [3] * 20], spec=DecodeSpec(max_new_tokens=99))
+        got = generate_batch(
+            stepper, [[1] * 28, [2] * 3, [3] * 20], spec=DecodeSpec(max_new_tokens=99)
+        )
         assert [len(g.tokens) for g in got] == [1, 26, 9]
-        (alone,) = generate(NaiveStepper(model), [[2] * 3], spec=DecodeSpec(max_new_tokens=99))
+        (alone,) = generate_batch(
+            NaiveStepper(model), [[2] * 3], spec=DecodeSpec(max_new_tokens=99)
+        )
         assert alone.tokens == got[1].tokens
 
 

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.characters import Bytes, Characters
 from glassformer.data.tokenizers.vocab import Vocab
-from glassformer.generation.loop import decode, generate
+from glassformer.generation.loop import decode
 from glassformer.generation.stepper import TorchStepper
-from glassformer.generation.streaming import StopFilter, TextStream
+from glassformer.generation.streaming import generate_batch
+from glassformer.generation.text_stream import StopFilter, TextStream
 from glassformer.spec.decoding import DecodeSpec
 from tests.generation import checks
 from tests.tiny import built
@@ -74,12 +75,14 @@ def stop_strings_stop() -> None:
     model = built(checks.SPECS["learned"])
     letters = Characters("".join(chr(97 + i) for i in range(19)))
     stepper = TorchStepper(model)
-    (free,) = generate(stepper, [[1, 2]], spec=DecodeSpec(max_new_tokens=12), tokenizer=letters)
+    (free,) = generate_batch(
+        stepper, [[1, 2]], spec=DecodeSpec(max_new_tokens=12), tokenizer=letters
+    )
     assert len(free.text) == 12
     stop = free.text[4:7]
     end = free.text.index(stop) + 3
     spec = DecodeSpec(max_new_tokens=12, stop=("zz", stop))
-    (cut,) = generate(stepper, [[1, 2]], spec=spec, tokenizer=letters)
+    (cut,) = generate_batch(stepper, [[1, 2]], spec=spec, tokenizer=letters)
     assert cut.finish == "stop"
     assert cut.tokens == free.tokens[:end]
     assert cut.text == free.text[: end - 3]

@@ -7,9 +7,9 @@ import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.models.build import build
 from glassformer.models.state import weights_of
 from glassformer.quant.backends import choose
@@ -130,7 +130,7 @@ def test_decoding_is_the_same_lean_or_not():
         prompts = Prompts.of([[5, 6, 7], [8]])
         greedy = DecodeSpec(max_new_tokens=8)
         found = [
-            [list(one.tokens) for one in generate(stepper, prompts, spec=greedy)]
+            [list(one.tokens) for one in generate_batch(stepper, prompts, spec=greedy)]
             for stepper in (TorchStepper(small), Decoder(small))
         ]
         assert found[0] == found[1]

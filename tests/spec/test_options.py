@@ -72,7 +72,7 @@ def test_types_and_names_are_resolved():
         ("few", -1, "few -1 is below 0", "the nearest valid few is 0"),
         ("limit", 0, "limit 0 is below 1", "the nearest valid limit is 1"),
         ("share", 0.0, "share 0.0 is outside (0, 1]", "1 turns it off"),
-        ("share", 1.5, "share 1.5 is outside (0, 1]", "the nearest valid share is 1; 1 turns"),
+        ("share", 1.5, "share 1.5 is outside (0, 1]", "the nearest valid share is 1, which turns"),
         ("share", "1", "share '1' is not a number", "1 turns it off"),
         ("rate", 1.0, "rate 1.0 is outside [0, 1)", ""),
         ("rate", -0.1, "rate -0.1 is outside [0, 1)", "the nearest valid rate is 0"),

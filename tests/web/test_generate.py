@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from glassformer.generation.beam import beam_search
-from glassformer.generation.loop import generate
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.web.app import limits
@@ -41,7 +41,9 @@ def test_tokens_are_those_of_decode(talkers: Lab, settings: dict[str, Any]) -> N
     model = talkers.model("text")
     own = {name: value for name, value in settings.items() if name not in ("mode", "cached")}
     spec = DecodeSpec(max_new_tokens=9, eos=model.end_ids(), **own)
-    (made,) = generate(model.stepper(), model.prompt("so it"), spec=spec, tokenizer=model.tokenizer)
+    (made,) = generate_batch(
+        model.stepper(), model.prompt("so it"), spec=spec, tokenizer=model.tokenizer
+    )
     assert [line["id"] for line in lines] == list(made.tokens)
     assert end["text"] == made.text and end["finish"] == made.finish
     assert [line["logprob"] for line in lines] == pytest.approx(list(made.logprobs), abs=2e-6)

@@ -19,9 +19,9 @@ from glassformer.adapters.folder.origin import find_tokenizer
 from glassformer.adapters.text_inputs import inspect_text, question
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts, padded, text_prompt
-from glassformer.generation.stepper import Rows, Stepper, check_decodes
+from glassformer.generation.stepper import Rows, Stepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.lens.look import Look
 from glassformer.lens.measure.head_names import HeadName
 from glassformer.models.model import Model
@@ -35,18 +35,13 @@ from glassformer.spec.model import ModelSpec
 Forward = Callable[[Tensor, Tensor | None], Tensor]
 
 
-class WholeStepper:
-    """No cache: the whole sequence at every step, and the last column of its logits."""
+class WholeStepper(Stepper):
+    """No cache: the complete sequence at every step, and the last column of its logits."""
 
     def __init__(self, forward: Forward, spec: ModelSpec, *, device: torch.device) -> None:
-        check_decodes(spec)
+        super().__init__(spec)
         self.forward = forward
         self.device = device
-        self.vocab_size = spec.vocab_size
-        self.max_seq_len = spec.max_seq_len
-        self.source_vocab: int | None = None
-        self.encoder_calls = 0
-        self.positions = 0
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
         """Read the prompts; nothing is reserved, whatever the room."""
@@ -196,7 +191,7 @@ class BaseAdapter(nn.Module, ABC):
                 forbidden=self.nameless_ids(),
                 seed=seed,
             )
-            made = generate(
+            made = generate_batch(
                 self.stepper(), self.prompt(prompt), spec=spec, tokenizer=self.tokenizer
             )
             return made[0].text

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.stepper import Stepper
-from glassformer.generation.streaming import BROKEN
+from glassformer.generation.streaming import generate_batch
+from glassformer.generation.text_stream import BROKEN
 from glassformer.lens.look import Look, look
 from glassformer.lens.measure.capture import at_rest
 from glassformer.lens.measure.head_names import HeadName
@@ -94,7 +94,7 @@ def _translated(
     assert prompt.sources is not None
     if target is None:
         with at_rest(model):
-            wanted = list(generate(stepper(), prompt, spec=greedy, logprobs=False)[0].tokens)
+            wanted = list(generate_batch(stepper(), prompt, spec=greedy, logprobs=False)[0].tokens)
     else:
         ended = [] if tokenizer.eos is None else [tokenizer.eos]
         wanted = [*(tokenizer.encode(target) if target else []), *ended]

@@ -23,8 +23,8 @@ from glassformer.checks.report import Report
 from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.subject import Subject, subject_of_adapter
 from glassformer.checks.threads import few_threads
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
+from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
 from glassformer.quant.status import quantized_numbers
 from glassformer.spec.decoding import DecodeSpec
@@ -237,7 +237,9 @@ def generates(adapter: BaseAdapter, subject: Subject) -> Measure:
     wrong = 0
     for temperature in (0.0, 1.0):
         spec = DecodeSpec(max_new_tokens=6, temperature=temperature, seed=3)
-        first, again = (generate(adapter.stepper(), prompts, spec=spec)[0].tokens for _ in "ab")
+        first, again = (
+            generate_batch(adapter.stepper(), prompts, spec=spec)[0].tokens for _ in "ab"
+        )
         wrong += first != again
         if temperature == 0.0:
             row = [*prompts.tokens[0], *first]

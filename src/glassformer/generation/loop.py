@@ -1,12 +1,10 @@
-"""`Row`: one prompt's own affairs while a batch is decoded. None depends on the other rows.
+"""`decode`: a generator of token columns, over any `Stepper`.
 
-`decode`: a generator of token columns, over any `Stepper`; `generate`: all of them at once.
-
-Everything that can be refused is refused by the call, before the first column is asked for. A row
-that has ended leaves the batch; its draws, limits and constraint never depended on the others.
+Everything that can be refused is refused by the call, before the first column is made. A row that
+has ended leaves the batch; its random numbers, limits and constraint never depended on the others.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +17,19 @@ from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import NOTHING, make_sampler
 from glassformer.generation.stepper import Stepper
-from glassformer.generation.streaming import TextStream
+from glassformer.generation.text_stream import TextStream
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 
-# B rows that go on, V vocab
+# B prompts or rows that go on, V vocab, K likeliest tokens
 
 
 @dataclass(slots=True)
 class Row:
-    """How long it may be, where its constraint stands, its text."""
+    """One prompt while a batch is decoded: its limit, its constraint's state, its text.
+
+    Nothing here depends on the other rows.
+    """
 
     name: int
     limit: int
@@ -45,7 +46,7 @@ class Row:
             self.state = self.bounded.start
 
     def take(self, token: int) -> None:
-        """One more token; sets `finish` if it was the last."""
+        """Add a token; set `finish` if it was the last."""
         self.made += 1
         if token in self.spec.eos:
             self.finish = "eos"
@@ -64,7 +65,7 @@ class Row:
 
 
 def permission(rows: Sequence[Row], *, made: int, device: torch.device) -> Tensor | None:
-    """What the rows' constraints allow after so many new tokens, (B, V); None without."""
+    """Tokens (B, V) that the rows' constraints allow after `made` new ones; None without any."""
     masks = []
     for row in rows:
         if row.bounded is None:
@@ -73,35 +74,24 @@ def permission(rows: Sequence[Row], *, made: int, device: torch.device) -> Tenso
     return torch.from_numpy(np.stack(masks)).to(device)
 
 
-# B prompts, V vocab
-
-
 @dataclass(frozen=True, slots=True)
 class Column:
     """One step: a token for each row that had not ended, NOTHING for the others.
 
-    `logprobs` are the model's own, before temperature and masks; NaN where there is no token or
-    they were not asked for. `finish` says why a row has ended: eos, stop, length, constraint.
+    `logprobs_B` are the model's own, before temperature and masks; NaN where there is no token or
+    they were not requested. `finish` says why a row has ended: eos, stop, length, constraint.
+    `likeliest` has the K likeliest tokens of each row with their log-probabilities, if requested.
     """
 
     tokens_B: NDArray[np.int64]
     logprobs_B: NDArray[np.float64]
     finished_B: NDArray[np.bool_]
     finish: tuple[str | None, ...]
+    likeliest: Mapping[int, tuple[tuple[int, float], ...]]
 
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """What became of one prompt: new tokens, the end among them, and why they stopped.
-
-    `text` is theirs without the end and without what a stop string cut off; empty without a
-    tokenizer.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: str
-    text: str = ""
+    def top(self, row: int) -> tuple[tuple[int, float], ...]:
+        """The likeliest tokens of a row with their log-probabilities, best first."""
+        return self.likeliest.get(row, ())
 
 
 def decode(
@@ -113,11 +103,13 @@ def decode(
     tokenizer: Tokenizer | None = None,
     rows: Sequence[int] | None = None,
     logprobs: bool = True,
+    top_logprobs: int = 0,
 ) -> Iterator[Column]:
-    """Columns of new tokens until every row has ended, or the caller stops asking.
+    """Yield columns of new tokens until every row has ended, or the caller stops iterating.
 
-    `rows` names the prompts for the random draws (0, 1, … by default), so that a row alone draws as
-    it does in a batch. `tokenizer` is needed for stop strings only.
+    `rows` names the prompts for the random numbers (0, 1, … by default), so that a row alone
+    samples as it does in a batch. `tokenizer` is needed for stop strings only. `top_logprobs` is
+    the number of likeliest tokens to report beside each chosen one.
     """
     prompts = prompts if isinstance(prompts, Prompts) else Prompts.of(prompts)
     prompts.check(stepper)
@@ -143,52 +135,8 @@ def decode(
             )
         stream = TextStream(tokenizer) if spec.stop and tokenizer is not None else None
         made.append(Row(name, limit, spec, bounded.get(limit), stream))
-    return _columns(stepper, prompts, made, spec, logprobs)
-
-
-def generate(
-    stepper: Stepper,
-    prompts: Prompts | Sequence[Sequence[int]],
-    *,
-    spec: DecodeSpec = DecodeSpec(),  # noqa: B008  frozen
-    constraint: Constraint | None = None,
-    tokenizer: Tokenizer | None = None,
-    rows: Sequence[int] | None = None,
-    logprobs: bool = True,
-) -> list[Generated]:
-    """All columns of `decode`, as one sequence for each prompt."""
-    prompts = prompts if isinstance(prompts, Prompts) else Prompts.of(prompts)
-    tokens: list[list[int]] = [[] for _ in range(len(prompts))]
-    values: list[list[float]] = [[] for _ in range(len(prompts))]
-    finish: tuple[str | None, ...] = (None,) * len(prompts)
-    for column in decode(
-        stepper,
-        prompts,
-        spec=spec,
-        constraint=constraint,
-        tokenizer=tokenizer,
-        rows=rows,
-        logprobs=logprobs,
-    ):
-        finish = column.finish
-        for row, token in enumerate(column.tokens_B.tolist()):
-            if token != NOTHING:
-                tokens[row].append(token)
-                values[row].append(float(column.logprobs_B[row]))
-    return [
-        Generated(tuple(t), tuple(v), f or "length", text_of(t, spec=spec, tokenizer=tokenizer))
-        for t, v, f in zip(tokens, values, finish, strict=True)
-    ]
-
-
-def text_of(tokens: Sequence[int], *, spec: DecodeSpec, tokenizer: Tokenizer | None) -> str:
-    """The text of new tokens, without the end and from no stop string on."""
-    if tokenizer is None:
-        return ""
-    ended = bool(tokens) and tokens[-1] in spec.eos
-    text = tokenizer.decode(list(tokens[:-1] if ended else tokens))
-    cuts = [text.find(stop) for stop in spec.stop if stop in text]
-    return text[: min(cuts)] if cuts else text
+    count = min(top_logprobs, stepper.vocab_size)
+    return _columns(stepper, prompts, made, spec, logprobs=logprobs, count=count)
 
 
 def check_tokens(
@@ -217,7 +165,13 @@ def check_something_left(vocab_size: int, closed: set[int]) -> None:
 
 
 def _columns(
-    stepper: Stepper, prompts: Prompts, rows: list[Row], spec: DecodeSpec, logprobs: bool
+    stepper: Stepper,
+    prompts: Prompts,
+    rows: list[Row],
+    spec: DecodeSpec,
+    *,
+    logprobs: bool,
+    count: int,
 ) -> Iterator[Column]:
     sample = make_sampler(spec)
     seen_BV = _seen(prompts, stepper.vocab_size) if spec.repetition_penalty != 1.0 else None
@@ -232,17 +186,18 @@ def _columns(
             seen_BV=None if seen_BV is None else seen_BV.to(logits_BV.device),
             allow_BV=permission([rows[i] for i in going], made=step, device=logits_BV.device),
         )
-        tokens_B = found_B.clamp(min=0)  # NOTHING is told below, after a GPU has gone on
+        tokens_B = found_B.clamp(min=0)  # NOTHING raises below, once a GPU is busy again
         values_B = _logprobs(logits_BV, tokens_B) if logprobs else None
         fetch = _on_its_way(found_B, values_B)
-        # A GPU goes on while we read: rows that turn out to have ended are then left out.
+        likeliest = _likeliest(logits_BV, count) if count else []
+        # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped then.
         ahead = tokens_B.is_cuda and step + 1 < longest
         if ahead:
             logits_BV = stepper.step(tokens_B, past=past)
         chosen, values = fetch()
         for i, token in zip(going, chosen, strict=True):
             rows[i].take(token)
-        yield _column(rows, going, chosen, values)
+        yield _column(rows, going, chosen, values, likeliest)
         stay = [line for line, i in enumerate(going) if rows[i].finish is None]
         if not stay:
             return
@@ -286,14 +241,28 @@ def _on_its_way(
     return fetch
 
 
-def _column(rows: list[Row], going: list[int], chosen: list[int], values: list[float]) -> Column:
+def _column(
+    rows: list[Row],
+    going: list[int],
+    chosen: list[int],
+    values: list[float],
+    likeliest: list[tuple[tuple[int, float], ...]],
+) -> Column:
     tokens_B = np.full(len(rows), NOTHING, dtype=np.int64)
     logprobs_B = np.full(len(rows), np.nan)
     tokens_B[going] = chosen
     logprobs_B[going] = values
     finish = tuple(row.finish for row in rows)
     finished_B = np.array([why is not None for why in finish])
-    return Column(tokens_B, logprobs_B, finished_B, finish)
+    by_row = dict(zip(going, likeliest, strict=True)) if likeliest else {}
+    return Column(tokens_B, logprobs_B, finished_B, finish, by_row)
+
+
+def _likeliest(logits_BV: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """The `count` likeliest tokens of each row with their log-probabilities, best first."""
+    best = logits_BV.double().log_softmax(-1).topk(count)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
 
 
 def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:

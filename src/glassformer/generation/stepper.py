@@ -1,10 +1,11 @@
-"""`start` reads prompts, `step` adds one token a row: what decoding asks of any engine.
+"""`Stepper`: what decoding requires of an engine. `start` reads prompts, `step` adds one token.
 
-Three implementations: `TorchStepper` with a cache, `NaiveStepper` without one, which reads
-everything again at each step and is what the others are checked against, and `HandStepper` over
-the by-hand engine. The past is passed in and out, never parked on the model.
+`TorchStepper` has a cache; `NaiveStepper` has none, reads everything again at each step and is
+what the others are checked against; `HandStepper` runs the by-hand engine. The past is passed in
+and out, never stored on the model.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -26,33 +27,38 @@ from glassformer.spec.model import ModelSpec
 
 
 class Past(Protocol):
-    """What was read so far, row by row."""
+    """Everything that was read so far, row by row."""
 
     def reorder(self, rows_B: Tensor) -> None:
-        """Row b becomes what row rows_B[b] was; rows may repeat, or be fewer."""
+        """Replace row b by row rows_B[b]; rows may repeat, or be fewer."""
 
 
-class Stepper(Protocol):
-    """`encoder_calls` and `positions` count what was done: runs of the encoder, columns read.
+class Stepper(ABC):
+    """A model as decoding reads it: next-token logits after a prompt, then token by token.
 
-    A past belongs to the stepper that began it.
+    `encoder_calls` and `positions` count the work: runs of the encoder, columns read. A past
+    belongs to the stepper that made it.
     """
 
-    vocab_size: int
-    source_vocab: int | None
-    max_seq_len: int
-    encoder_calls: int
-    positions: int
+    def __init__(self, spec: ModelSpec) -> None:
+        check_decodes(spec)
+        self.vocab_size = spec.vocab_size
+        self.max_seq_len = spec.max_seq_len
+        self.source_vocab = None if spec.encoder is None else spec.source_vocab
+        self.encoder_calls = 0
+        self.positions = 0
 
+    @abstractmethod
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Any]:
         """Read checked prompts: next-token logits (B, V), and the past with `room` to grow."""
 
+    @abstractmethod
     def step(self, tokens_B: Tensor, *, past: Any) -> Tensor:
-        """One more token for each row: next-token logits (B, V), good until the next step."""
+        """Add one token to each row: next-token logits (B, V), valid until the next step."""
 
 
 def check_decodes(spec: ModelSpec) -> None:
-    """Refuse a model without a next-token head, or with a part that is not known."""
+    """Require known parts, and a head that predicts the next token."""
     check_tree(spec)
     if "next" not in spec.head_names():
         raise InputError(
@@ -61,10 +67,12 @@ def check_decodes(spec: ModelSpec) -> None:
         )
 
 
-def check_eval(model: Model) -> None:
-    """Dropout would make every step another model."""
+def decodable(model: Model | Holder) -> Model:
+    """Return the model itself, in eval mode: dropout would make every step another model."""
+    model = model_of(model)
     if model.training:
         raise InputError("the model is in training mode", hint="call model.eval() first")
+    return model
 
 
 def read_prompts(model: Model, prompts: Prompts) -> Inputs:
@@ -92,7 +100,7 @@ def _row(held: Tensor | None, rows_B: Tensor) -> Tensor | None:
 
 @dataclass(slots=True)
 class TorchPast:
-    """A cache; behind an encoder also its memory and which of its places are real."""
+    """A cache; after an encoder also its output and which of its positions are real."""
 
     cache: Cache
     device: torch.device
@@ -107,22 +115,15 @@ class TorchPast:
         self.memory_valid_BS = _row(self.memory_valid_BS, rows_B)
 
 
-class TorchStepper:
-    """A model with a cache: the prompt once, then one new token a row and step."""
+class TorchStepper(Stepper):
+    """A model with a cache: reads the prompt once, then one new token per row and step."""
 
     def __init__(
         self, model: Model | Holder, *, cache: Literal["fixed", "growing"] = "fixed"
     ) -> None:
-        model = model_of(model)
-        check_decodes(model.spec)
-        check_eval(model)
-        self.model = model
+        self.model = decodable(model)
+        super().__init__(self.model.spec)
         self.cache = cache
-        self.vocab_size = model.spec.vocab_size
-        self.max_seq_len = model.spec.max_seq_len
-        self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
-        self.encoder_calls = 0
-        self.positions = 0
 
     @torch.no_grad()
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, TorchPast]:
@@ -141,7 +142,7 @@ class TorchStepper:
         return self._read(tokens_B.to(past.device)[:, None], None, past)
 
     def _read(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:
-        """Only the last column is projected: it is every row's last token."""
+        """Project the last column only: it holds every row's last token."""
         self.positions += tokens_BT.shape[1]
         inputs = Inputs(tokens_BT, valid_BT, source_valid_BS=past.memory_valid_BS)
         if isinstance(self.model, EncoderDecoder):
@@ -154,7 +155,7 @@ class TorchStepper:
 
 @dataclass(slots=True)
 class Rows:
-    """Everything read so far, as ids."""
+    """All token ids read so far."""
 
     tokens_BT: Tensor
     valid_BT: Tensor | None
@@ -169,19 +170,12 @@ class Rows:
         self.source_valid_BS = _row(self.source_valid_BS, rows_B)
 
 
-class NaiveStepper:
-    """No cache: the whole sequence through the whole model at every step."""
+class NaiveStepper(Stepper):
+    """No cache: the complete sequence goes through the model at every step."""
 
     def __init__(self, model: Model | Holder) -> None:
-        model = model_of(model)
-        check_decodes(model.spec)
-        check_eval(model)
-        self.model = model
-        self.vocab_size = model.spec.vocab_size
-        self.max_seq_len = model.spec.max_seq_len
-        self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
-        self.encoder_calls = 0
-        self.positions = 0
+        self.model = decodable(model)
+        super().__init__(self.model.spec)
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
         inputs = read_prompts(self.model, prompts)
@@ -218,17 +212,12 @@ class HandPast:
         self.state.reorder(rows_B.cpu().numpy())
 
 
-class HandStepper:
+class HandStepper(Stepper):
     """The by-hand engine's cached forward."""
 
     def __init__(self, model: HandModel) -> None:
-        check_decodes(model.spec)
+        super().__init__(model.spec)
         self.model = model
-        self.vocab_size = model.spec.vocab_size
-        self.max_seq_len = model.spec.max_seq_len
-        self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
-        self.encoder_calls = 0
-        self.positions = 0
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, HandPast]:
         tokens_BT, valid_BT = padded(prompts.tokens)

@@ -1,75 +1,177 @@
-"""Text while it is made: what is shown is never taken back, and never half a character."""
+"""Tokens with the text that they add: the one loop from columns of `decode` to text.
 
-from collections.abc import Sequence
+`stream` yields new tokens as they are chosen, each with its piece of text; `generate_batch` runs it
+to the end and returns one result for each prompt. The command line, the chat, the web page and the
+evaluations all read from here.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from glassformer.data.tokenizers.vocab import Tokenizer
-
-BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not yet one
-
-
-class TextStream:
-    """Tokens in, finished text out; all pieces together are the text of all tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._ids: list[int] = []  # from the last token that ended with a whole character
-        self._shown = 0  # characters of their text that were given out
-
-    def push(self, token: int) -> str:
-        """What this token adds; nothing while a character lacks bytes."""
-        self._ids.append(token)
-        text = self.tokenizer.decode(self._ids)
-        # An unfinished character is the last one: decoders write one sign for all of its bytes.
-        whole = len(text) - text.endswith(BROKEN)
-        piece, self._shown = text[self._shown : whole], max(self._shown, whole)
-        if whole == len(text):
-            # One token stays: what a token adds can depend on the one before (a space between).
-            self._ids = self._ids[-1:]
-            self._shown = len(self.tokenizer.decode(self._ids))
-        return piece
-
-    def flush(self) -> str:
-        """The rest, when no more tokens come: broken bytes are shown as broken."""
-        piece = self.tokenizer.decode(self._ids)[self._shown :] if self._ids else ""
-        self._ids, self._shown = [], 0
-        return piece
+from glassformer.generation.constraint import Constraint
+from glassformer.generation.loop import Column, decode
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.samplers import NOTHING
+from glassformer.generation.stepper import Stepper
+from glassformer.generation.text_stream import StopFilter, TextStream
+from glassformer.spec.decoding import DecodeSpec
 
 
-class StopFilter:
-    """Text up to the first of some strings; what may be the beginning of one is held back."""
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token that was just chosen for prompt number `row`.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
-        self.over = False
-        self._held = ""
+    `text` is what can be shown now: whole characters, nothing that may belong to a stop string.
+    `is_end` marks an end token, which has no text. `finish` says why the row has ended, if it has:
+    eos, stop, length, constraint. `top` are the likeliest tokens with their log-probabilities.
+    """
 
-    def push(self, piece: str) -> str:
-        """What can be shown of it for certain."""
-        if self.over:
-            return ""
-        text = self._held + piece
-        cuts = [text.find(stop) for stop in self.stops if stop in text]
-        if cuts:
-            self.over, self._held = True, ""
-            return text[: min(cuts)]
-        most = max((_overlap(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - most :]
-        return text[: len(text) - most]
-
-    def flush(self) -> str:
-        """What was held back, when no more comes: it began a stop string, and was none."""
-        piece, self._held = self._held, ""
-        return piece
+    row: int
+    token: int
+    logprob: float
+    text: str
+    is_end: bool
+    finish: str | None
+    top: tuple[tuple[int, float], ...] = ()
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text begin the stop string."""
-    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The result for one prompt: new tokens, the end among them, and why they stopped.
+
+    `text` is the text of the tokens without the end and without what a stop string cut off; empty
+    without a tokenizer.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
+    text: str = ""
 
 
-def visible(text: str) -> str:
-    """Control characters as escapes, line ends and tabs kept: a terminal obeys none of them."""
-    return "".join(
-        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
-        for c in text
+def stream(
+    stepper: Stepper,
+    prompts: Prompts | Sequence[Sequence[int]],
+    *,
+    spec: DecodeSpec = DecodeSpec(),  # noqa: B008  frozen
+    constraint: Constraint | None = None,
+    tokenizer: Tokenizer | None = None,
+    rows: Sequence[int] | None = None,
+    logprobs: bool = True,
+    top_logprobs: int = 0,
+) -> Iterator[list[NewToken]]:
+    """Yield the new token of every row that has not ended, step by step.
+
+    The arguments are those of `decode`; bad ones are refused by the call, before the first token.
+    Without a tokenizer, all texts are empty.
+    """
+    columns = decode(
+        stepper,
+        prompts,
+        spec=spec,
+        constraint=constraint,
+        tokenizer=tokenizer,
+        rows=rows,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
     )
+    return _new_tokens(columns, spec, tokenizer)
+
+
+def generate_batch(
+    stepper: Stepper,
+    prompts: Prompts | Sequence[Sequence[int]],
+    *,
+    spec: DecodeSpec = DecodeSpec(),  # noqa: B008  frozen
+    constraint: Constraint | None = None,
+    tokenizer: Tokenizer | None = None,
+    rows: Sequence[int] | None = None,
+    logprobs: bool = True,
+) -> list[Generated]:
+    """Return one finished sequence for each prompt."""
+    prompts = prompts if isinstance(prompts, Prompts) else Prompts.of(prompts)
+    columns = decode(
+        stepper,
+        prompts,
+        spec=spec,
+        constraint=constraint,
+        tokenizer=tokenizer,
+        rows=rows,
+        logprobs=logprobs,
+    )
+    collected = [Collected() for _ in range(len(prompts))]
+    for new in _new_tokens(columns, spec, None):  # texts are decoded once, at the end
+        for one in new:
+            collected[one.row].add(one)
+    texts = [text_of(row.tokens, spec=spec, tokenizer=tokenizer) for row in collected]
+    return [row.result(text) for row, text in zip(collected, texts, strict=True)]
+
+
+def text_of(tokens: Sequence[int], *, spec: DecodeSpec, tokenizer: Tokenizer | None) -> str:
+    """Return the text of new tokens, without the end and up to the first stop string."""
+    if tokenizer is None:
+        return ""
+    ended = bool(tokens) and tokens[-1] in spec.eos
+    text = tokenizer.decode(list(tokens[:-1] if ended else tokens))
+    cuts = [text.find(stop) for stop in spec.stop if stop in text]
+    return text[: min(cuts)] if cuts else text
+
+
+@dataclass(slots=True)
+class Collected:
+    """The tokens and the text of one row so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish: str | None = None
+
+    def add(self, new: NewToken) -> None:
+        """Take one more token."""
+        self.tokens.append(new.token)
+        self.logprobs.append(new.logprob)
+        self.texts.append(new.text)
+        self.finish = new.finish
+
+    @property
+    def text(self) -> str:
+        """The text that was shown."""
+        return "".join(self.texts)
+
+    def result(self, text: str) -> Generated:
+        """Return what was collected; a row without an end has the finish `length`."""
+        return Generated(tuple(self.tokens), tuple(self.logprobs), self.finish or "length", text)
+
+
+class _RowText:
+    """The text of one row: pieces of whole characters, up to a stop string."""
+
+    def __init__(self, spec: DecodeSpec, tokenizer: Tokenizer) -> None:
+        self.characters = TextStream(tokenizer)
+        self.visible = StopFilter(spec.stop)
+
+    def push(self, token: int, *, is_end: bool, is_last: bool) -> str:
+        piece = "" if is_end else self.visible.push(self.characters.push(token))
+        if is_last:
+            piece += self.visible.push(self.characters.flush()) + self.visible.flush()
+        return piece
+
+
+def _new_tokens(
+    columns: Iterator[Column], spec: DecodeSpec, tokenizer: Tokenizer | None
+) -> Iterator[list[NewToken]]:
+    texts: dict[int, _RowText] = {}
+    for column in columns:
+        new = []
+        for row, token in enumerate(column.tokens_B.tolist()):
+            if token == NOTHING:
+                continue
+            is_end, finish, text = token in spec.eos, column.finish[row], ""
+            if tokenizer is not None:
+                if row not in texts:
+                    texts[row] = _RowText(spec, tokenizer)
+                text = texts[row].push(token, is_end=is_end, is_last=finish is not None)
+            logprob = float(column.logprobs_B[row])
+            new.append(NewToken(row, token, logprob, text, is_end, finish, column.top(row)))
+        yield new

@@ -16,9 +16,9 @@ from glassformer.adapters.native import NativeAdapter, save_model
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.lab.measure.precision import Comparison, compare
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.provenance import check_data, data_file, recorded_hash
@@ -118,7 +118,7 @@ def of_model(model: Model, *, seed: int = 0) -> Material:
     spec = DecodeSpec(max_new_tokens=length, temperature=1.0, seed=seed)
     vocab = model.spec.vocab_size
     first = np.random.default_rng(seed).integers(0, vocab, 2 * ROWS).tolist()
-    made = generate(TorchStepper(model), Prompts.of([[t] for t in first]), spec=spec)
+    made = generate_batch(TorchStepper(model), Prompts.of([[t] for t in first]), spec=spec)
     rows = [[begin, *one.tokens] for begin, one in zip(first, made, strict=True)]
     both = [_batch(np.array(rows[i : i + ROWS])) for i in (0, ROWS)]
     return Material((both[0],), (both[1],), "sequences drawn from the model itself")

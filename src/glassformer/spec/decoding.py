@@ -1,15 +1,18 @@
-"""How sequences are made of a model's logits: one token after another by chance, or by beams.
+"""Decoding options: sampling, beam search, constraints, and how a step is computed.
 
+Each field that a user may set is declared here once (`spec.options`): the command line, the chat,
+the web page, `generation_config.json` and the tables of the docs are made from these fields.
 Lengths count new tokens, the end among them; the prompt is not counted.
 """
 
-import math
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
-from glassformer.spec.checks import at_least, divides, one_of, positive, spec
-from glassformer.spec.errors import InputError
+from glassformer.spec.checks import divides, spec
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.options import Option, check_options, option, options_of
 
-#: At or below this a temperature is greedy: dividing by it would only overflow.
+#: A temperature at or below this is greedy: dividing by it would only overflow.
 GREEDY = 1e-5
 
 #: An alpha beyond this would overflow for lengths that models have.
@@ -25,8 +28,6 @@ def _token_ids(name: str, ids: tuple[int, ...]) -> None:
 
 
 def _lengths(least: int, most: int) -> None:
-    at_least("max_new_tokens", most)
-    at_least("min_new_tokens", least, 0)
     if least > most:
         raise InputError(
             f"min_new_tokens {least} is above max_new_tokens {most}",
@@ -34,46 +35,103 @@ def _lengths(least: int, most: int) -> None:
         )
 
 
+def _max_new() -> int:
+    return option(
+        100,
+        help="Maximum number of new tokens.",
+        flag="--max-new",
+        label="New tokens at most",
+        at_least=1,
+    )
+
+
+def _min_new() -> int:
+    return option(
+        0,
+        help="Minimum number of new tokens, the end counted.",
+        flag="--min-new",
+        label="New tokens at least",
+        at_least=0,
+    )
+
+
+def _forbidden() -> tuple[int, ...]:
+    return option(
+        (),
+        help="Never generate a token of this text; repeatable.",
+        flag="--forbid",
+        metavar="TEXT",
+        typed=tuple[str, ...],
+    )
+
+
 @spec
 class DecodeSpec:
-    """Greedy by default; sampling with a temperature, and tokens left out before the draw.
+    """Greedy decoding by default; sampling with a temperature above 0.
 
-    In order: `forced` first tokens, `repetition_penalty` on tokens already there, `forbidden`
-    tokens, no `eos` before `min_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`. A sequence
-    ends with any `eos`, before any `stop` string, or at `max_new_tokens`.
+    The rules apply in this order: `forced` first tokens, `repetition_penalty` on tokens already
+    there, `forbidden` tokens, no `eos` before `min_new_tokens`, `temperature`, `top_k`, `top_p`,
+    `min_p`. A sequence ends with any `eos`, before any `stop` string, or at `max_new_tokens`.
     """
 
-    max_new_tokens: int = 100
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    forbidden: tuple[int, ...] = ()
-    forced: tuple[int, ...] = ()
+    max_new_tokens: int = _max_new()
+    min_new_tokens: int = _min_new()
+    temperature: float = option(
+        0.0,
+        help="0 is greedy; 1 samples from the model's own distribution.",
+        at_least=0,
+        hint="0 is greedy, 1 the model's own distribution",
+        group="sampling",
+        hf="temperature",
+    )
+    top_k: int | None = option(
+        None,
+        help="Sample from the k likeliest tokens.",
+        label="Top-k",
+        at_least=1,
+        group="sampling",
+        hf="top_k",
+    )
+    top_p: float = option(
+        1.0,
+        help="Sample from the likeliest tokens that together have this probability (nucleus).",
+        label="Top-p",
+        above=0,
+        at_most=1,
+        off=1,
+        hint="1 keeps every token; the likeliest alone is temperature 0",
+        group="sampling",
+        hf="top_p",
+    )
+    min_p: float = option(
+        0.0,
+        help="Drop tokens less likely than this share of the likeliest one's probability.",
+        label="Min-p",
+        at_least=0,
+        at_most=1,
+        off=0,
+        hint="0 keeps every token",
+        group="sampling",
+        hf="min_p",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        help="Above 1, tokens that came before are less likely.",
+        above=0,
+        off=1,
+        hf="repetition_penalty",
+    )
+    forbidden: tuple[int, ...] = _forbidden()
+    forced: tuple[int, ...] = option(
+        (), help="Begin the output with this text.", flag="--force", metavar="TEXT", typed=str
+    )
     eos: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    seed: int = 0
+    stop: tuple[str, ...] = option((), help="End before this text; repeatable.", metavar="TEXT")
+    seed: int = option(0, help="Seed of the random numbers.", at_least=0, group="sampling")
 
     def __post_init__(self) -> None:
+        check_options(self)
         _lengths(self.min_new_tokens, self.max_new_tokens)
-        if not 0.0 <= self.temperature < math.inf:
-            raise InputError(
-                f"temperature {self.temperature} is not a finite number of 0 or more",
-                hint="0 is greedy, 1 the model's own distribution",
-            )
-        if self.top_k is not None:
-            at_least("top_k", self.top_k)
-        if not 0.0 < self.top_p <= 1.0:
-            raise InputError(
-                f"top_p {self.top_p} is outside (0, 1]",
-                hint="1 keeps every token; the likeliest alone is temperature 0",
-            )
-        if not 0.0 <= self.min_p <= 1.0:
-            raise InputError(f"min_p {self.min_p} is outside [0, 1]", hint="0 keeps every token")
-        positive("repetition_penalty", self.repetition_penalty)
-        at_least("seed", self.seed, 0)
         for name in ("forbidden", "forced", "eos"):
             _token_ids(name, getattr(self, name))
         if "" in self.stop:
@@ -89,83 +147,186 @@ class DecodeSpec:
         both = set(self.forced) & set(self.forbidden)
         if both:
             raise InputError(f"token {min(both)} is both forced and forbidden")
-        for place, token in enumerate(self.forced):
-            if token in self.eos and place + 1 < max(self.min_new_tokens, len(self.forced)):
+        for count, token in enumerate(self.forced, start=1):
+            if token in self.eos and count < max(self.min_new_tokens, len(self.forced)):
                 raise InputError(
-                    f"forced token {place + 1} ends the sequence too early: {token}",
+                    f"forced token {count} ends the sequence too early: {token}",
                     hint="an end may only be forced last, and not before min_new_tokens",
                 )
 
     @property
     def greedy(self) -> bool:
-        """Is the likeliest token always taken?"""
+        """True if the likeliest token is always chosen."""
         return self.temperature <= GREEDY
 
 
 @spec
 class BeamSpec:
-    """`width` hypotheses side by side; an ended one keeps its place, so that width 1 is greedy.
+    """Beam search with `width` hypotheses; a complete one keeps its beam, so width 1 is greedy.
 
     score = log-probability / penalty(length), with length counting the end:
     gnmt: ((5 + length) / 6)^alpha (Wu and others, 2016); power: length^alpha. A positive alpha
     favours long hypotheses, a negative one short ones, 0 neither. With `groups`, later groups pay
     `diversity` for each earlier group's choice of the same token (Vijayakumar and others, 2016).
-    `n_best` None means all of the width; fewer let the search end earlier.
+    `n_best` None returns all of the width; fewer let the search end earlier.
     """
 
-    width: int = 4
-    n_best: int | None = None
-    groups: int = 1
-    diversity: float = 0.0
-    penalty: LengthPenalty = "gnmt"
-    alpha: float = 0.6
-    max_new_tokens: int = 100
-    min_new_tokens: int = 0
-    forbidden: tuple[int, ...] = ()
+    width: int = option(
+        4,
+        help="Beam search of this width.",
+        flag="--beams",
+        label="Beams",
+        at_least=1,
+        show_default=False,
+    )
+    n_best: int | None = option(
+        None, help="Beams: number of hypotheses to return; all by default.", at_least=1
+    )
+    groups: int = option(1, help="Beams: groups that differ from each other.", at_least=1)
+    diversity: float = option(
+        0.0,
+        help="Beams: penalty for a token that an earlier group chose.",
+        at_least=0,
+        off=0,
+    )
+    penalty: LengthPenalty = option(
+        "gnmt", help="Beams: formula of the length penalty.", label="Formula of the penalty"
+    )
+    alpha: float = option(
+        0.6,
+        help="Beams: exponent of the length penalty.",
+        flag="--length-penalty",
+        label="Length penalty",
+        at_least=-STEEPEST,
+        at_most=STEEPEST,
+        off=0,
+    )
+    max_new_tokens: int = _max_new()
+    min_new_tokens: int = _min_new()
+    forbidden: tuple[int, ...] = _forbidden()
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least("width", self.width)
-        at_least("groups", self.groups)
+        check_options(self)
         divides("width", self.width, "groups", self.groups)
         _lengths(self.min_new_tokens, self.max_new_tokens)
-        one_of("penalty", self.penalty, get_args(LengthPenalty))
         for name in ("forbidden", "eos"):
             _token_ids(name, getattr(self, name))
-        if not abs(self.alpha) <= STEEPEST:
-            raise InputError(
-                f"alpha {self.alpha} is outside [-{STEEPEST}, {STEEPEST}]", hint="0 turns it off"
-            )
-        if not 0.0 <= self.diversity < math.inf:
-            raise InputError(f"diversity {self.diversity} is negative", hint="0 turns it off")
         if self.diversity and self.groups == 1:
             raise InputError("diversity keeps groups apart, and there is one", hint="groups=2")
-        if self.n_best is not None:
-            at_least("n_best", self.n_best)
-            if self.n_best > self.width:
-                raise InputError(
-                    f"n_best {self.n_best} is above the width {self.width}",
-                    hint=f"the nearest valid n_best is {self.width}",
-                )
+        if self.n_best is not None and self.n_best > self.width:
+            raise InputError(
+                f"n_best {self.n_best} is above the width {self.width}",
+                hint=f"the nearest valid n_best is {self.width}",
+            )
 
     @property
     def kept(self) -> int:
-        """How many hypotheses come back, resolved."""
+        """The number of hypotheses that are returned."""
         return self.width if self.n_best is None else self.n_best
 
     def length_penalty(self, length: int) -> float:
-        """What a hypothesis of this length is divided by; above 0."""
+        """The number above 0 that divides the log-probability of a hypothesis of this length."""
         base = (5 + length) / 6 if self.penalty == "gnmt" else float(length)
         return float(base**self.alpha)
 
     def score(self, logprob: float, length: int) -> float:
-        """Of a complete hypothesis."""
+        """The score of a complete hypothesis."""
         return logprob / self.length_penalty(length)
 
     def bound(self, logprob: float, *, shortest: int, longest: int) -> float:
-        """No completion of `shortest` to `longest` tokens scores above this.
+        """An upper bound on the score of any completion of `shortest` to `longest` tokens.
 
         More tokens only lower a log-probability, and a number below 0 is best divided by the
         largest penalty; the penalty is monotonic in the length, so that is at one of the two ends.
         """
         return max(self.score(logprob, shortest), self.score(logprob, longest))
+
+
+@spec
+class ConstraintSpec:
+    """A language that the output must belong to: a regular expression, or a machine by name."""
+
+    regex: str | None = option(
+        None,
+        help="The output must match this regular expression.",
+        flag="--constrain",
+        metavar="REGEX",
+    )
+    machine: str | None = option(
+        None, help="A machine that must accept the output: parity, brackets-4, ..."
+    )
+
+    def __post_init__(self) -> None:
+        if self.regex is not None and self.machine is not None:
+            raise InputError(
+                "--constrain and --machine are two constraints", hint="give one of them"
+            )
+
+
+@spec
+class StepSpec:
+    """How the logits of the next token are computed; the tokens are the same either way."""
+
+    cached: bool = option(True, help="Recompute everything at each token.", flag="--no-cache")
+    fast: bool = option(False, help="The fast step, worth it for long texts.", flag="--lean")
+    compile: bool = option(False, help="The fast step through torch.compile.")
+
+    def __post_init__(self) -> None:
+        if not self.cached and (self.fast or self.compile):
+            raise InputError("--no-cache is the plain loop", hint="leave out --lean and --compile")
+
+
+# --- options by name ------------------------------------------------------------------------------
+
+
+def by_name(each: Option) -> str:
+    """How an error names an option to a caller in Python."""
+    return each.name
+
+
+def by_flag(each: Option) -> str:
+    """How an error names an option on the command line."""
+    return each.flag
+
+
+def decoding_spec(
+    options: Mapping[str, Any],
+    *,
+    eos: tuple[int, ...] = (),
+    spell: Callable[[Option], str] = by_name,
+) -> DecodeSpec | BeamSpec:
+    """Make a `BeamSpec` if `width` is among the options, else a `DecodeSpec`.
+
+    An option that only the other one has is refused, unless it has its default.
+    """
+    own, other = (BeamSpec, DecodeSpec) if "width" in options else (DecodeSpec, BeamSpec)
+    known = {each.name: each for each in options_of(own)}
+    foreign = {each.name: each for each in options_of(other) if each.name not in known}
+    for name, value in options.items():
+        if name not in known and name not in foreign:
+            raise InputError(f"no option is named {name!r}", hint=nearest(name, known | foreign))
+        if name in foreign and value != foreign[name].default:
+            raise _misplaced(foreign[name], spell)
+    return own(eos=eos, **{name: value for name, value in options.items() if name in known})
+
+
+def _misplaced(each: Option, spell: Callable[[Option], str]) -> InputError:
+    (width,) = (one for one in options_of(BeamSpec) if one.name == "width")
+    beams = spell(width)
+    if each in options_of(BeamSpec):
+        return InputError(f"{spell(each)} belongs to a beam search", hint=f"add {beams} 4")
+    return InputError(
+        f"{spell(each)} does not go with {beams}: a beam search samples nothing and never stops "
+        "before the end",
+        hint="leave out one of the two",
+    )
+
+
+def without_effect(options: Mapping[str, Any]) -> tuple[Option, ...]:
+    """Return the given sampling options that greedy decoding ignores."""
+    if options.get("temperature", 0.0) > GREEDY:
+        return ()
+    own = (each for each in options_of(DecodeSpec) if each.group == "sampling")
+    given = (each for each in own if each.name in options and each.name != "temperature")
+    return tuple(each for each in given if options[each.name] != each.default)

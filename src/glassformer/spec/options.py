@@ -37,6 +37,7 @@ class _Declared:
     hint: str
     group: str
     hf: str | None
+    show_default: bool
     typed: Any
     parse: Callable[[str, str], Any] | None
 
@@ -57,6 +58,7 @@ def option(
     hint: str = "",
     group: str = "",
     hf: str | None = None,
+    show_default: bool = True,
     typed: Any = None,
     parse: Callable[[str, str], Any] | None = None,
 ) -> T:
@@ -72,6 +74,7 @@ def option(
     hint: what an error suggests; by default the nearest valid value.
     group: options with the same group belong together (`sampling`).
     hf: its name in Hugging Face's generation_config.json.
+    show_default: False where the command line does something else if the option is not typed.
     typed: what the command line reads if not the field's type: `str` or `tuple[str, ...]`.
     parse: makes the field's value of a name and a text, as `parse_count` does; implies `typed=str`.
     """
@@ -89,6 +92,7 @@ def option(
         hint=hint,
         group=group,
         hf=hf,
+        show_default=show_default,
         typed=typed,
         parse=parse,
     )
@@ -121,8 +125,14 @@ class Option:
     hint: str
     group: str
     hf: str | None
+    show_default: bool
     typed: type
     parse: Callable[[str, str], Any] | None
+
+    @property
+    def holds_tokens(self) -> bool:
+        """True if the field holds token ids, which the command line reads as text."""
+        return bool(self.type == tuple[int, ...]) and self.typed is str
 
     @property
     def limits(self) -> str:
@@ -151,7 +161,8 @@ class Option:
     @property
     def help_text(self) -> str:
         """The help with limits and default, as `--help` shows it."""
-        notes = [f"default: {self.default_text}"] if self.default_text else []
+        default = self.default_text if self.show_default else ""
+        notes = [f"default: {default}"] if default else []
         notes += [self.limits] if self.limits else []
         return f"{self.help} [{'; '.join(notes)}]" if notes else self.help
 
@@ -235,9 +246,13 @@ class Option:
         """The declared hint, else the nearest valid value and how to turn the option off."""
         if self.hint:
             return self.hint
-        parts = [] if near is None else [f"the nearest valid {self.name} is {_written(near)}"]
-        parts += [] if self.off is None else [f"{_written(self.off)} turns it off"]
-        return "; ".join(parts)
+        nearest = "" if near is None else f"the nearest valid {self.name} is {_written(near)}"
+        if self.off is None:
+            return nearest
+        if near == self.off:
+            return f"{nearest}, which turns it off"
+        turned = f"{_written(self.off)} turns it off"
+        return f"{nearest}; {turned}" if nearest else turned
 
 
 def options_of(cls: type) -> tuple[Option, ...]:
@@ -296,6 +311,7 @@ def _resolve(field: "dataclasses.Field[Any]", hint: Any, declared: _Declared) ->
         hint=declared.hint,
         group=declared.group,
         hf=declared.hf,
+        show_default=declared.show_default,
         typed=typed if typed in (int, float, bool) else str,
         parse=declared.parse,
     )

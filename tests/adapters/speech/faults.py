@@ -7,7 +7,7 @@ FILES, RANKS, FOLDER = (
     "adapters.tokenizers.tiktoken",
     "adapters.tokenizers.folder_tokenizer",
 )
-TALK, WARM = "adapters.chat.conversation:Conversation", "generation.prefix_cache:WarmStepper"
+TALK, WARM = "adapters.chat.conversation:Conversation", "generation.prefix_cache:PrefixCacheStepper"
 FAULTS = (
     Fault("the last pair is merged, not the best", f"{RANKS}:merges_of", "found.index(best)", "len(found) - 1", "forms"),
     Fault("pairs of higher rank are merged too", f"{RANKS}:merges_of", "ranks.get(left + right, rank)", "ranks.get(left + right, rank - 1)", "forms"),
@@ -28,7 +28,7 @@ FAULTS = (
     Fault("one end of several", "adapters.folder.generation_config:read_eos", "tuple(dict.fromkeys(ids))", "tuple(ids[:1])", "ends"),
     Fault("drawn though greedy was said", "adapters.folder.generation_config:GenerationDefaults.decode_spec", "temperature if drawn else 0.0", "temperature", "settings"),
     Fault("top_p is lost", "adapters.folder.generation_config:GenerationDefaults.decode_spec", "1.0 if self.top_p is None else self.top_p", "1.0", "settings"),
-    Fault("a terminal is told to obey", "generation.streaming:visible", "127 <= ord(c) < 160", "127 == ord(c)", "escapes"),
+    Fault("a terminal is told to obey", "generation.text_stream:visible", "127 <= ord(c) < 160", "127 == ord(c)", "escapes"),
     Fault("the turn is always begun", "adapters.chat.template:ChatTemplate.render", '"add_generation_prompt": add_generation_prompt', '"add_generation_prompt": True', "chats"),
     Fault("tools are left out", "adapters.chat.template:ChatTemplate.render", "None if tools is None else list(tools)", "None", "chats"),
     Fault("switches are left out", "adapters.chat.template:ChatTemplate.render", "**(options or {}),", "", "chats"),
@@ -36,9 +36,9 @@ FAULTS = (
     Fault("the key before the file", "adapters.chat.template:read_templates", "if file is not None:", "if file is not None and False:", "templates"),
     Fault("tools or not, the tools' template", "adapters.chat.template:ChatTemplate._pick", 'tools and "tool_use"', '"tool_use"', "named"),
     Fault("the question is not remembered", f"{TALK}._answer", "self.messages.append(question)", "pass", "answers"),
-    Fault("the end is part of the answer", f"{TALK}._answer", '"" if token in self.spec.eos else stops.push(stream.push(token))', "stops.push(stream.push(token))", "end"),
-    Fault("stop strings are shown", f"{TALK}._answer", "else stops.push(stream.push(token))", "else stream.push(token)", "stops"),
-    Fault("what a stop held back is lost", f"{TALK}._answer", " + stops.flush()", "", "held"),
+    Fault("the end is part of the answer", "generation.streaming:_RowText.push", '"" if is_end else', "", "end"),
+    Fault("stop strings are shown", "generation.streaming:_RowText.push", "self.visible.push(self.characters.push(token))", "self.characters.push(token)", "stops"),
+    Fault("what a stop held back is lost", "generation.streaming:_RowText.push", " + self.visible.flush()", "", "held"),
     Fault("half a turn goes out of sight", f"{TALK}._fitting", "hidden += 2", "hidden += 1", "sight"),
     Fault("no room for an answer", f"{TALK}._fitting", "len(ids) + room <= longest", "len(ids) < longest", "sight"),
     Fault("what went out of sight is not counted", f"{TALK}._answer", "hidden - self._hidden, hidden", "0, hidden", "sight"),

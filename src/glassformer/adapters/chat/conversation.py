@@ -13,9 +13,8 @@ from typing import Any
 
 from glassformer.adapters.chat.template import ChatTemplate
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.loop import Column, decode
 from glassformer.generation.stepper import Stepper
-from glassformer.generation.streaming import StopFilter, TextStream
+from glassformer.generation.streaming import Collected, NewToken, stream
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 
@@ -68,33 +67,23 @@ class Conversation:
         question = {"role": "user", "content": text}
         ids, hidden = self._fitting([*self.messages, question])
         spec = replace(self.spec, seed=self.spec.seed + self._turns)
-        columns = decode(self.stepper, [ids], spec=spec, tokenizer=self.tokenizer, logprobs=False)
-        return self._answer(question, columns, hidden)
+        new = stream(self.stepper, [ids], spec=spec, tokenizer=self.tokenizer, logprobs=False)
+        return self._answer(question, new, hidden)
 
     def _answer(
-        self, question: dict[str, str], columns: Iterator[Column], hidden: int
+        self, question: dict[str, str], new_tokens: Iterator[list[NewToken]], hidden: int
     ) -> Generator[str, None, None]:
         dropped, self._hidden = hidden - self._hidden, hidden
         self.messages.append(question)
         self._turns += 1
-        stream, stops = TextStream(self.tokenizer), StopFilter(self.spec.stop)
-        pieces: list[str] = []
-        tokens: list[int] = []
-        finish = "stopped"
+        answer = Collected()
         try:
-            for column in columns:
-                token = int(column.tokens_B[0])
-                tokens.append(token)
-                piece = "" if token in self.spec.eos else stops.push(stream.push(token))
-                if column.finish[0] is not None:
-                    finish = column.finish[0]
-                    piece += stops.push(stream.flush()) + stops.flush()
-                pieces.append(piece)
-                yield piece
-        finally:  # also when the caller stops asking
-            said = "".join(pieces)
-            self.messages.append({"role": "assistant", "content": said})
-            self.last = Turn(said, tuple(tokens), finish, dropped)
+            for (new,) in new_tokens:
+                answer.add(new)
+                yield new.text
+        finally:  # also when the caller stops iterating
+            self.messages.append({"role": "assistant", "content": answer.text})
+            self.last = Turn(answer.text, tuple(answer.tokens), answer.finish or "stopped", dropped)
 
     def reset(self) -> None:
         """Forget everything but the system's words."""

@@ -23,7 +23,7 @@ from typing import Any
 from glassformer.adapters.chat import worker as template_worker
 from glassformer.adapters.folder.files import find_sidecar, need_folder, read_sidecar, read_text
 from glassformer.adapters.tokenizers.folder_tokenizer import special_names
-from glassformer.generation.streaming import visible
+from glassformer.generation.text_stream import visible
 from glassformer.spec.errors import FileError, InputError, MachineError, nearest
 
 FILE = "chat_template.jinja"

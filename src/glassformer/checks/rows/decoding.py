@@ -14,10 +14,10 @@ from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
 from glassformer.generation.beam import beam_search
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import uniform
 from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
@@ -64,7 +64,7 @@ def _steppers(model: Model) -> dict[str, Stepper]:
 def _tokens(
     stepper: Stepper, prompts: Prompts, spec: DecodeSpec, *, rows: Sequence[int] | None = None
 ) -> list[list[int]]:
-    made = generate(stepper, prompts, spec=spec, rows=rows, logprobs=False)
+    made = generate_batch(stepper, prompts, spec=spec, rows=rows, logprobs=False)
     return [list(one.tokens) for one in made]
 
 
@@ -268,7 +268,7 @@ def one_token_a_step(subject: Subject) -> Measure:
     model, prompts = _case(subject)
     extra = 0
     for stepper in (TorchStepper(model), _lean(model)):
-        generate(stepper, prompts, spec=DecodeSpec(max_new_tokens=NEW))
+        generate_batch(stepper, prompts, spec=DecodeSpec(max_new_tokens=NEW))
         # The last token is chosen and never read.
         columns = max(len(row) for row in prompts.tokens) + NEW - 1
         extra += abs(stepper.positions - columns)

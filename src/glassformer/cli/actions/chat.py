@@ -24,8 +24,8 @@ from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.progress import tell
-from glassformer.generation.prefix_cache import WarmStepper
-from glassformer.generation.streaming import visible
+from glassformer.generation.prefix_cache import PrefixCacheStepper
+from glassformer.generation.text_stream import visible
 from glassformer.lab.runs.threads import check_threads, threads_of_decoding
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError, InputError, nearest
@@ -81,7 +81,7 @@ def open_conversation(
     if folder is None:
         raise InputError("this model came from no folder, so it has no chat template")
     template = read_chat(folder)
-    stepper = WarmStepper(adapter.model) if isinstance(adapter, NativeAdapter) else None
+    stepper = PrefixCacheStepper(adapter.model) if isinstance(adapter, NativeAdapter) else None
     return Conversation(
         stepper or adapter.stepper(),
         adapter.tokenizer,

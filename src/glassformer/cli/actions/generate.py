@@ -18,7 +18,7 @@ from glassformer.generation.fast.stepper import Decoder
 from glassformer.generation.loop import decode
 from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
-from glassformer.generation.streaming import StopFilter, TextStream
+from glassformer.generation.text_stream import StopFilter, TextStream
 from glassformer.kernels.threads import taking
 from glassformer.lab.runs.threads import check_threads, threads_of_decoding
 from glassformer.models.model import Model

@@ -23,11 +23,11 @@ from glassformer.generation.fast.block import LeanModel
 from glassformer.generation.fast.cuda_graph import Recorded, record
 from glassformer.generation.fast.projection import Maker, gpu_kernels
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import check_decodes, check_eval, read_prompts
+from glassformer.generation.stepper import Stepper, decodable, read_prompts
 from glassformer.kernels.autotune import CHOICES
 from glassformer.kernels.matmul import CLASSES, Product, Routine
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
+from glassformer.models.model import EncoderDecoder, Holder, Model
 from glassformer.spec.errors import InputError
 
 # B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head
@@ -139,7 +139,7 @@ def added_mask(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:
 MEMORY_STEP, SOURCE_STEP = 128, 32  # lengths are rounded up to these where steps are recorded
 
 
-class Decoder:
+class Decoder(Stepper):
     """A `Stepper` for one model, to be kept and used again.
 
     `routines` says how products are asked for: "auto" tries each shape once, with 1, 4 and 8 rows;
@@ -158,20 +158,13 @@ class Decoder:
         compile: bool = False,
         graph: bool = True,
     ) -> None:
-        model = model_of(model)
-        check_decodes(model.spec)
-        check_eval(model)
+        self.model = decodable(model)
+        super().__init__(self.model.spec)
         if compile and routines == "c":
             raise InputError("a compiled step cannot hold our C kernels", hint="routines='auto'")
-        self.model = model
         self.routines = routines
         self.compile = compile
         self.graph = graph
-        self.vocab_size = model.spec.vocab_size
-        self.max_seq_len = model.spec.max_seq_len
-        self.source_vocab = None if model.spec.encoder is None else model.spec.source_vocab
-        self.encoder_calls = 0
-        self.positions = 0
         self.chosen: dict[tuple[int, ...], tuple[Routine, ...]] = {}
         self._step: Callable[..., Tensor] | None = None
         self._version: tuple[int, ...] = ()

@@ -14,9 +14,9 @@ import numpy as np
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
 from glassformer.generation.beam import beam_search
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.lab.measure.evaluate import natural
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
@@ -143,7 +143,7 @@ def answers(stepper: Stepper, batch: Batch, *, eos: int | None, beams: int | Non
     ends = () if eos is None else (eos,)
     if beams is None:
         greedy = DecodeSpec(max_new_tokens=longest, eos=ends)
-        return [one.tokens for one in generate(stepper, prompts, spec=greedy, logprobs=False)]
+        return [one.tokens for one in generate_batch(stepper, prompts, spec=greedy, logprobs=False)]
     spec = BeamSpec(width=beams, n_best=1, max_new_tokens=longest, eos=ends)
     return [one.hypotheses[0].tokens for one in beam_search(stepper, prompts, spec=spec)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from glassformer.adapters.native import NativeAdapter
-from glassformer.generation.loop import generate
+from glassformer.generation.streaming import generate_batch
 from glassformer.lab.smallbench.examinee import examinee_of, log_probabilities
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
@@ -88,7 +88,7 @@ class Answerer:
         for first in range(0, len(texts), self.batch_size):
             some = texts[first : first + self.batch_size]
             rows = [self.encode(text, begun=True)[-room:] or [self.begin()] for text in some]
-            found = generate(
+            found = generate_batch(
                 self.adapter.stepper(), rows, spec=spec, tokenizer=self.tokenizer, logprobs=False
             )
             made += [each.text for each in found]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from glassformer.data.batch import Batch
 from glassformer.generation.fast.stepper import Decoder
-from glassformer.generation.loop import generate
 from glassformer.generation.prompts import Prompts
+from glassformer.generation.streaming import generate_batch
 from glassformer.lens.measure.predictions import divergence
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
@@ -256,4 +256,4 @@ def _decode(model: Model) -> tuple[Callable[[], Any], int]:
     sources = None if model.spec.encoder is None else [[0]]
     prompts = Prompts.of([[0]], sources=sources)
     spec = DecodeSpec(max_new_tokens=new)
-    return lambda: generate(stepper, prompts, spec=spec, logprobs=False), new
+    return lambda: generate_batch(stepper, prompts, spec=spec, logprobs=False), new

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from glassformer.data.task import Task
-from glassformer.generation.loop import generate
 from glassformer.generation.stepper import HandStepper, Stepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import FileError
 from glassformer.store.rundir import RunDirectory
@@ -42,7 +42,7 @@ def write_samples(engine: Engine, task: Task) -> tuple[Sample, ...]:
     opening = min(OPENING, int(task.lengths("val")[rows].min()) - 1)
     ids = task.batch("val", rows).tokens[:, :opening].tolist()
     spec = DecodeSpec(max_new_tokens=LENGTH, temperature=0.8, top_p=0.95)
-    made = generate(
+    made = generate_batch(
         engine_stepper(engine), ids, spec=spec, tokenizer=task.tokenizer, logprobs=False
     )
     return tuple(

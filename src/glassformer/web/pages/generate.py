@@ -256,8 +256,9 @@ class Watched:
 def _drawn(
     adapter: "BaseAdapter", ask: Ask, prompts: "Prompts", stepper: "Stepper"
 ) -> Iterator[dict[str, Any]]:
-    from glassformer.generation.loop import decode, text_of
-    from glassformer.generation.streaming import TextStream
+    from glassformer.generation.loop import decode
+    from glassformer.generation.streaming import text_of
+    from glassformer.generation.text_stream import TextStream
 
     spec, watched = ask.draws(adapter), Watched(stepper)
     stream, tokens, spent = TextStream(adapter.tokenizer), list[int](), list[float]()

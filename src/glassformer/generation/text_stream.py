@@ -1,0 +1,75 @@
+"""Text while it is made: what is shown is never taken back, and never half a character."""
+
+from collections.abc import Sequence
+
+from glassformer.data.tokenizers.vocab import Tokenizer
+
+BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not yet one
+
+
+class TextStream:
+    """Tokens in, finished text out; all pieces together are the text of all tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._ids: list[int] = []  # from the last token that ended with a whole character
+        self._shown = 0  # characters of their text that were given out
+
+    def push(self, token: int) -> str:
+        """What this token adds; nothing while a character lacks bytes."""
+        self._ids.append(token)
+        text = self.tokenizer.decode(self._ids)
+        # An unfinished character is the last one: decoders write one sign for all of its bytes.
+        whole = len(text) - text.endswith(BROKEN)
+        piece, self._shown = text[self._shown : whole], max(self._shown, whole)
+        if whole == len(text):
+            # One token stays: what a token adds can depend on the one before (a space between).
+            self._ids = self._ids[-1:]
+            self._shown = len(self.tokenizer.decode(self._ids))
+        return piece
+
+    def flush(self) -> str:
+        """The rest, when no more tokens come: broken bytes are shown as broken."""
+        piece = self.tokenizer.decode(self._ids)[self._shown :] if self._ids else ""
+        self._ids, self._shown = [], 0
+        return piece
+
+
+class StopFilter:
+    """Text up to the first of some strings; what may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.over = False
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """What can be shown of it for certain."""
+        if self.over:
+            return ""
+        text = self._held + piece
+        cuts = [text.find(stop) for stop in self.stops if stop in text]
+        if cuts:
+            self.over, self._held = True, ""
+            return text[: min(cuts)]
+        most = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - most :]
+        return text[: len(text) - most]
+
+    def flush(self) -> str:
+        """What was held back, when no more comes: it began a stop string, and was none."""
+        piece, self._held = self._held, ""
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text begin the stop string."""
+    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def visible(text: str) -> str:
+    """Control characters as escapes, line ends and tabs kept: a terminal obeys none of them."""
+    return "".join(
+        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
+        for c in text
+    )
