@@ -8,10 +8,11 @@ that dispatches on the union must still refuse by itself (`typing.assert_never`)
 import ast
 import copy
 import dataclasses
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
@@ -28,7 +29,10 @@ from glassformer.generation.fast.stepper import Decoder
 from glassformer.generation.prompts import Prompts
 from glassformer.models.build import build
 from glassformer.models.model import Model
+from glassformer.quant.arrays import quantized_arrays, restored_model
+from glassformer.quant.backends.choose import BACKENDS, why_not
 from glassformer.quant.convert import quantize_model
+from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec import checks, presets
 from glassformer.spec.block import Embedding, FeedForward, Head, Norm
 from glassformer.spec.checks import spec
@@ -53,10 +57,18 @@ from glassformer.spec.model import (
     SwiGLU,
 )
 from glassformer.spec.position import Position
-from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.quantization import (
+    Quantization,
+    QuantizedLayer,
+    QuantSpec,
+    from_record,
+    stored_tensors,
+)
+from glassformer.spec.schemes import Int8, Scheme, scheme_bytes
 from glassformer.spec.taps import tap_shapes
 from glassformer.spec.tasks import FinetuneTask, Task
 from glassformer.spec.train import Optimizer, RunSpec, Schedule, TrainSpec
+from glassformer.store.quantized import load_quantized, save_quantized
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import build_optimizers
 
@@ -84,6 +96,17 @@ class ProbeVariant:
 
     def share(self, step: int, steps: int) -> float:
         return 1.0
+
+    def resolve(self, inputs: int) -> "ProbeVariant":
+        return self
+
+    def why_not(self, inputs: int) -> str:
+        return ""
+
+    def describe(self) -> str:
+        return "probe"
+
+    default_method: ClassVar[str] = "absmax"
 
 
 def model_spec(**changes: Any) -> ModelSpec:
@@ -194,7 +217,7 @@ def quantized(model: ModelSpec) -> None:
     stored(model)
     known = copy.deepcopy(GOOD) if holds_probe(model) else build(model)
     known.spec = model
-    quantize_model(known, QuantSpec(bits=8))
+    quantize_model(known, QuantSpec())
 
 
 def export(model: ModelSpec) -> None:
@@ -371,6 +394,76 @@ def test_every_task_is_built(task: type, tmp_path: Path) -> None:
         assert build_task(one, cache=tmp_path).sizes()["train"] > 0
 
 
+# --- quantization schemes -------------------------------------------------------------------------
+
+
+def quantization_of(scheme: Any) -> Quantization:
+    """A checkpoint's description with this scheme in its first layer, past the checks."""
+    layer = QuantizedLayer(name="blocks.0.attn.q_proj", scheme=Int8())
+    put(layer, "scheme", scheme)
+    return Quantization(layers=(layer,))
+
+
+def tensor_of_scheme(scheme: Any) -> QuantizedTensor:
+    """Stored tensors of any scheme; a probe gets those of another."""
+    known = Int8() if type(scheme) is ProbeVariant else scheme
+    return dataclasses.replace(quantize_tensor(WEIGHT_OI, known), scheme=scheme.resolve(D_MODEL))
+
+
+def quantized_with(scheme: Any) -> Model:
+    spec = QuantSpec(head=Int8())
+    put(spec, "scheme", scheme)
+    return quantize_model(copy.deepcopy(GOOD), spec, backend="reference")
+
+
+def saved(scheme: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        if type(scheme) is ProbeVariant:
+            save_quantized(path, GOOD.spec, quantization_of(scheme), {})
+        else:
+            model = quantized_with(scheme)
+            save_quantized(path, model.spec, *quantized_arrays(model))
+            assert restored_model(*load_quantized(path), backend="reference")
+
+
+WEIGHT_OI = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+CPU = torch.device("cpu")
+SCHEME_CONSUMERS: dict[str, Callable[[Any], object]] = {
+    "stored tensors": lambda scheme: stored_tensors(GOOD.spec, quantization_of(scheme)),
+    "bytes": lambda scheme: scheme_bytes(scheme, (8, 64)),
+    "quantize": lambda scheme: quantize_tensor(WEIGHT_OI, scheme),
+    "dequantize": lambda scheme: dequantize(tensor_of_scheme(scheme)),
+    "a quantized model": quantized_with,
+    "backends": lambda scheme: [why_not(name, scheme, (8, 64), CPU) for name in BACKENDS],
+    "save and load": saved,
+    "quantization.json": lambda scheme: from_record(
+        {"layers": [{"name": "a", "scheme": {"kind": type(scheme).__name__}, "method": "absmax"}]}
+    ),
+}
+#: These ask the scheme itself, so there is nothing to dispatch on once it is a member.
+ASKED = ("stored tensors", "bytes", "save and load", "quantization.json", "backends")
+
+
+@pytest.mark.parametrize("consumer", SCHEME_CONSUMERS)
+def test_a_probe_scheme_is_refused_by_name(consumer: str) -> None:
+    with pytest.raises((InputError, AssertionError), match="ProbeVariant"):
+        SCHEME_CONSUMERS[consumer](ProbeVariant())
+
+
+@pytest.mark.parametrize("consumer", [name for name in SCHEME_CONSUMERS if name not in ASKED])
+def test_a_dispatch_on_the_scheme_is_closed(consumer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glassformer.quant.schemes.check_scheme", lambda scheme: scheme)
+    with pytest.raises(AssertionError, match="ProbeVariant"):
+        SCHEME_CONSUMERS[consumer](ProbeVariant())
+
+
+@pytest.mark.parametrize("consumer", SCHEME_CONSUMERS)
+@pytest.mark.parametrize("scheme", get_args(Scheme), ids=lambda scheme: scheme.name)
+def test_every_scheme_goes_through(scheme: Any, consumer: str) -> None:
+    SCHEME_CONSUMERS[consumer](scheme().resolve(D_MODEL))
+
+
 # --- specs themselves -----------------------------------------------------------------------------
 
 
@@ -411,7 +504,18 @@ def test_presets_pass_the_check() -> None:
 
 UNION_MEMBERS = {
     member.__name__
-    for union in (Position, Norm, FeedForward, Embedding, Head, Init, Optimizer, Schedule, Task)
+    for union in (
+        Position,
+        Norm,
+        FeedForward,
+        Embedding,
+        Head,
+        Init,
+        Optimizer,
+        Schedule,
+        Task,
+        Scheme,
+    )
     for member in get_args(union)
 }
 

@@ -47,8 +47,6 @@ class QuantSpec:
     indivisible: Indivisible = "refuse"
 
     def __post_init__(self) -> None:
-        check_scheme(self.scheme)
-        check_scheme(self.head_scheme)
         if self.method is not None:
             one_of("method", self.method, get_args(Method))
         one_of("tied", self.tied, get_args(Tied))

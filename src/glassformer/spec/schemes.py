@@ -9,7 +9,7 @@ import math
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
-from glassformer.spec.checks import spec
+from glassformer.spec.checks import check_member, spec
 from glassformer.spec.errors import InputError, nearest
 
 #: How scales are found, or the training that found the weights.
@@ -146,10 +146,7 @@ BY_BITS: dict[int, type[Scheme]] = {8: Int8, 4: Int4}
 
 def check_scheme(scheme: Scheme) -> Scheme:
     """Return the scheme; refuse anything that is not a member of the union."""
-    if not isinstance(scheme, SCHEMES):
-        raise InputError(
-            f"{type(scheme).__name__} is not a quantization scheme", hint=f"use {', '.join(NAMES)}"
-        )
+    check_member("scheme", scheme, Scheme)
     return scheme
 
 
