@@ -24,7 +24,7 @@ import uvicorn
 
 from glassformer.lab.api import train
 from glassformer.lab.runs.curves import read_curves
-from glassformer.lens.look import look
+from glassformer.lens.inspection import inspect
 from glassformer.models.build import build
 from glassformer.spec.presets import budget_lm
 from glassformer.web.app.query import Query, to_json
@@ -110,7 +110,7 @@ def run() -> Iterator[dict[str, object]]:
     )
     model = build(spec, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(LONG) % spec.vocab_size
-    times = [timed(lambda: look(model, ids)) for _ in range(AGAIN)]
+    times = [timed(lambda: inspect(model, ids)) for _ in range(AGAIN)]
     yield row(f"{LONG} tokens, {LAYERS} x {HEADS} heads", "a look", statistics.median(times))
 
 

@@ -14,6 +14,7 @@ import torch
 
 from bench.bare import bare_decoder
 from bench.clock import interleave, rows, said
+from bench.findings.positional import COPYING, SITES, cut_accuracy, positional_attention
 from bench.learning import FRESH, prompts
 from glassformer.cli.shell.process import keep_freed_memory
 from glassformer.data.build_task import build_task
@@ -21,9 +22,8 @@ from glassformer.data.tasks.digits import Digits
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.probing import take_probes
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.lens.measure.capture import residual_rows
+from glassformer.lens.capture import residual_rows
 from glassformer.lens.measure.roles import head_roles
-from glassformer.lens.positional import COPYING, SITES, cut_accuracy, positional_attention
 from glassformer.models.build import build
 from glassformer.models.model import Model
 from glassformer.nn.taps import Taps

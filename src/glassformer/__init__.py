@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from glassformer.lab.api import train as train
     from glassformer.lab.smallbench.examinee import Examinee as Examinee
     from glassformer.lab.smallbench.suite import smallbench as smallbench
-    from glassformer.lens.look import look as look
-    from glassformer.lens.measure.patching import patch as patch
+    from glassformer.lens.inspection import inspect as inspect
+    from glassformer.lens.measure.patching import patch_activations as patch_activations
     from glassformer.models.build import build as build
     from glassformer.models.inputs import Inputs as Inputs
     from glassformer.nn.taps import Taps as Taps
@@ -53,11 +53,11 @@ _HOME = {
     "count_parameters": "glassformer.spec.manifest",
     "design": "glassformer.budget.design",
     "evaluate": "glassformer.lab.api",
+    "inspect": "glassformer.lens.inspection",
     "load": "glassformer.adapters.load",
-    "look": "glassformer.lens.look",
     "manifest": "glassformer.spec.manifest",
     "override": "glassformer.spec.serialize",
-    "patch": "glassformer.lens.measure.patching",
+    "patch_activations": "glassformer.lens.measure.patching",
     "preset": "glassformer.spec.presets",
     "quantize": "glassformer.adapters.quantize",
     "save": "glassformer.adapters.load",

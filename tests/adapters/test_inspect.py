@@ -8,7 +8,7 @@ from glassformer.adapters.load import adapt
 from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.data.tasks.digits import VOCAB as DIGITS
 from glassformer.data.tokenizers.vocab import Vocab
-from glassformer.lens.look import look
+from glassformer.lens.inspection import inspect
 from glassformer.models.build import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import digits, fsm_probe, seq2seq
@@ -40,7 +40,7 @@ def test_attention_and_residual_are_those_of_transformers(case):
             theirs = module(ids, output_attentions=True, output_hidden_states=True)
     finally:
         module.set_attn_implementation(before)
-    seen = look(adapter.model, ids)
+    seen = inspect(adapter.model, ids)
     for layer, weights in enumerate(theirs.attentions):
         ours = seen.attention.of("self").weights[layer]
         assert (ours - weights[0]).abs().max() < 2e-6, (case, layer)

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import glassformer as gf
-from glassformer.lens.look import Look, look
+from glassformer.lens.inspection import Inspection
 from tests.browser.conftest import FORMS, Site
 from tests.browser.hostile import HOSTILE
 
@@ -43,7 +43,7 @@ def text(page: Page, selector: str) -> str:
     return page.locator(selector).first.inner_text().strip().replace("\N{MINUS SIGN}", "-")
 
 
-def seen(site: Site, run: str = "digits", **asked: Any) -> Look:
+def seen(site: Site, run: str = "digits", **asked: Any) -> Inspection:
     """Python's own look."""
     return gf.load(site.runs / run).inspect(asked.pop("text", DIGITS), **asked)
 
@@ -495,7 +495,7 @@ def test_a_small_map_travels_in_float32_and_a_large_one_in_float16(site):
         adapter = gf.load(site.runs / run)
         from glassformer.web.pages.examples import task_of, written
 
-        own = look(adapter.model, written(task_of(run, lab), "val", 0).batch).attention[1, 0]
+        own = inspect(adapter.model, written(task_of(run, lab), "val", 0).batch).attention[1, 0]
         assert np.isnan(values).tolist() == (~own.allowed).tolist()
         worst = np.nanmax(np.abs(values.astype(np.float64) - own.tensor.numpy()))
         assert worst <= (0.0 if dtype is np.float32 else 2.0**-11)

@@ -24,7 +24,8 @@ class Fault:
 def planted(fault: Fault) -> Iterator[None]:
     """The package with this fault in it, restored afterwards."""
     module_name, _, path = fault.where.partition(":")
-    module = importlib.import_module(f"glassformer.{module_name}")
+    outside = module_name.startswith("bench.")
+    module = importlib.import_module(module_name if outside else f"glassformer.{module_name}")
     *owners, leaf = path.split(".")
     owner = module
     for name in owners:

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glassformer.lens.look import look
-from glassformer.lens.measure.head_names import HeadName, attentions, heads_of, kinds_of
+from glassformer.lens.heads import HeadName, attentions, heads_of, kinds_of
+from glassformer.lens.inspection import inspect
 from glassformer.nn.taps import trace
 from glassformer.spec.errors import InputError
 from tests.lens.models import ANSWERING, DECODERS, ENCODED, inputs_of, model_of
@@ -28,7 +28,7 @@ def attention_is_softmax_of_scores():
     for name in (*DECODERS, *ENCODED, "answer"):
         for padded in (False, True):
             model, inputs = model_of(name), inputs_of(name, padded=padded)
-            seen = look(model, inputs)
+            seen = inspect(model, inputs)
             with trace(model, read=["*.q", "*.k"]) as taps, torch.no_grad():
                 model(inputs)
             for kind in kinds_of(model.spec):
@@ -68,7 +68,7 @@ def allowed_by_hand(attention, kind, inputs):
 def means_are_means():
     """By layer, and over all heads."""
     for name in ("decoder", "encoder-decoder"):
-        seen = look(model_of(name), inputs_of(name))
+        seen = inspect(model_of(name), inputs_of(name))
         for kind in seen.kinds:
             maps = seen.attention.of(kind)
             layers, heads = maps.shape
@@ -83,7 +83,7 @@ def the_final_row_is_the_model():
     """Its distribution bit for bit, and a divergence of exactly 0."""
     for name in (*DECODERS, *ENCODED, "several heads"):
         model, inputs = model_of(name), inputs_of(name)
-        seen = look(model, inputs)
+        seen = inspect(model, inputs)
         with trace(model, read="*.weights"):  # the explicit attention: the fused rounds otherwise
             logp_TV = by_hand(model, inputs, "next")
         assert bool((seen.lens.kl[-1] == 0).all())
@@ -97,7 +97,7 @@ def every_row_is_the_model_cut_off():
     """The lens against a copy of the model that ends there: later sublayers add nothing."""
     for name in ("decoder", "grouped", "bare", "encoder-decoder"):  # pre-norm: x + part(norm(x))
         model, inputs = model_of(name), inputs_of(name)
-        seen = look(model, inputs)
+        seen = inspect(model, inputs)
         final_TV = by_hand(model, inputs, "next")
         for row, label in enumerate(seen.lens.row_names):
             cut = copy.deepcopy(model)
@@ -134,7 +134,7 @@ def post_norm_rows_are_read_as_they_stand():
     """Without a final norm, a row is the head's reading of the residual itself."""
     for name in ("post-norm", "post encoder-decoder"):
         model, inputs = model_of(name), inputs_of(name)
-        seen = look(model, inputs)
+        seen = inspect(model, inputs)
         at = "decoder." if "encoder" in name else ""
         with trace(model, read=f"{at}blocks.1.resid_mid") as taps, torch.no_grad():
             model(inputs)
@@ -153,7 +153,7 @@ def norms_are_lengths():
     """Of what the taps hold, at the right layer."""
     for name in ("decoder", "post-norm", "encoder-decoder"):
         model, inputs = model_of(name), inputs_of(name)
-        seen = look(model, inputs)
+        seen = inspect(model, inputs)
         at = "decoder." if "encoder" in name else ""
         with trace(model, read=f"{at}*") as taps, torch.no_grad():
             model(inputs)
@@ -179,7 +179,7 @@ def losses_are_of_the_next_token():
     """Position t is asked for token t + 1, and the last one for nothing."""
     for name in ("decoder", "encoder-decoder"):
         model, inputs = model_of(name), inputs_of(name)
-        seen = look(model, inputs)
+        seen = inspect(model, inputs)
         logp_TV = by_hand(model, inputs, "next")
         tokens = inputs.tokens_BT[0]
         for t in range(T - 1):
@@ -196,14 +196,14 @@ def answers_are_read_where_the_head_reads():
     for name in ANSWERING:
         for padded in (False, True):
             model, inputs = model_of(name), inputs_of(name, padded=padded)
-            seen = look(model, inputs, targets=5)
+            seen = inspect(model, inputs, targets=5)
             with torch.no_grad():
                 logp_V = torch.log_softmax(model(inputs)["answer"][0], -1)
             token, _, share = seen.answer
             assert token == int(logp_V.argmax()) and abs(share - float(logp_V.max().exp())) < EXACT
             assert abs(seen.loss + float(logp_V[5])) < EXACT
             assert int((~seen.losses.isnan()).sum()) == 1
-            assert float(seen.lens.kl[-1, seen.reading.place]) == 0.0
+            assert float(seen.lens.kl[-1, seen.readout.position]) == 0.0
 
 
 def without_columns(model, heads):
@@ -223,7 +223,7 @@ def ablation_is_a_head_without_columns():
     """Every head of every kind, one by one, against a forward by hand; and two at once."""
     for name in ("decoder", "post-norm", "grouped", "encoder-decoder", "post encoder-decoder"):
         model, inputs = model_of(name), inputs_of(name)
-        seen = look(model, inputs)
+        seen = inspect(model, inputs)
         before_TV = by_hand(model, inputs, "next")
         tokens = inputs.tokens_BT[0]
         groups = [[head] for head in heads_of(model.spec)]
@@ -244,7 +244,7 @@ def ablation_is_a_head_without_columns():
 def ranking_is_every_ablation():
     """The batched pass gives what one ablation after another gives, in order of size."""
     for name in ("decoder", "grouped", "encoder-decoder"):
-        seen = look(model_of(name), inputs_of(name)).ablate("L1H2").after
+        seen = inspect(model_of(name), inputs_of(name)).ablate("L1H2").after
         ranking = seen.ranking()
         assert set(ranking.heads) == set(heads_of(seen.model.spec)) - set(seen.ablated)
         for head, change, kl in zip(ranking.heads, ranking.loss_changes, ranking.kls, strict=True):
@@ -253,7 +253,7 @@ def ranking_is_every_ablation():
             assert abs(float(alone.kl[T - 1]) - kl) < EXACT, (name, str(head))
         sizes = [abs(effect) for effect in ranking.effects]
         assert sizes == sorted(sizes, reverse=True)
-        unasked = look(model_of(name), inputs_of(name), targets=[None] * T).ranking()
+        unasked = inspect(model_of(name), inputs_of(name), targets=[None] * T).ranking()
         assert unasked.loss_changes == (None,) * len(unasked.heads)
         assert list(unasked.effects) == sorted(unasked.kls, reverse=True)
 
@@ -261,7 +261,7 @@ def ranking_is_every_ablation():
 def a_look_is_of_the_model_as_it_was():
     """After a step of training, a look refuses to be compared with the new weights."""
     model = copy.deepcopy(model_of("decoder"))
-    seen = look(model, inputs_of("decoder"))
+    seen = inspect(model, inputs_of("decoder"))
     seen.ablate("L0H1")
     with torch.no_grad():
         next(model.parameters()).add_(0.1)
@@ -270,7 +270,7 @@ def a_look_is_of_the_model_as_it_was():
             act()
     for change in (_replaced, lambda model: model.float()):  # neither writes to a tensor
         model = copy.deepcopy(model_of("decoder"))
-        seen = look(model, inputs_of("decoder"))
+        seen = inspect(model, inputs_of("decoder"))
         change(model)
         with pytest.raises(InputError, match="changed"):
             seen.ablate("L0H1")

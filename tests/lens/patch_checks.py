@@ -2,7 +2,7 @@
 
 import torch
 
-from glassformer.lens.measure.patching import experiment, patch, site_grid
+from glassformer.lens.measure.patching import experiment, patch_activations, site_grid
 from glassformer.nn.taps import trace
 from tests.lens.checks import EXACT, by_hand
 from tests.lens.models import inputs_of, model_of
@@ -16,7 +16,7 @@ def patching_everything_is_clean_and_nothing_corrupt():
         for metric in ("logit_difference", "loss"):
             made = experiment(model, clean, corrupt, metric=metric, answers=(3, 8))
             grid = site_grid(model.spec, clean, sites="residual", kind="self")
-            nothing, *layers = made.measured([[], *grid])
+            nothing, *layers = made.measure([[], *grid])
             head = model.spec.head_names()[0]
             with torch.no_grad():
                 ends = [model(inputs)[head] for inputs in (clean, corrupt)]
@@ -35,7 +35,7 @@ def patching_the_encoder_is_clean():
     for kind, sites in (("encoder", "residual"), ("cross", "heads"), ("cross", "attention")):
         grid = site_grid(model.spec, clean, sites=sites, kind=kind)
         groups = grid if kind == "encoder" else [[site for line in grid for site in line]]
-        for value in made.measured(groups):
+        for value in made.measure(groups):
             assert abs(value - made.clean_metric()) < EXACT, (kind, sites)
 
 
@@ -48,7 +48,7 @@ def patches_are_forwards_by_hand():
         with trace(model, read=taps) as kept, torch.no_grad():
             model(clean)
         for sites, leaf in zip(("residual", "attention", "mlp", "heads"), taps, strict=True):
-            made = patch(model, clean, corrupt, sites=sites, answers=(3, 8))
+            made = patch_activations(model, clean, corrupt, sites=sites, answers=(3, 8))
             for layer in range(model.spec.n_layers):
                 for place in range(made.tensor.shape[1]):
                     tap = f"blocks.{layer}" + leaf[1:]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from glassformer.lens.look import look
-from glassformer.lens.measure.head_names import HeadName, heads_of
+from glassformer.lens.heads import HeadName, heads_of
+from glassformer.lens.inspection import inspect
 from glassformer.spec.errors import InputError
 from tests.lens import checks
 from tests.lens.models import inputs_of, model_of
@@ -18,7 +18,7 @@ def test_ranking_is_every_ablation():
 
 
 def test_ranking_in_pieces(monkeypatch):
-    seen = look(model_of("grouped"), inputs_of("grouped"))
+    seen = inspect(model_of("grouped"), inputs_of("grouped"))
     whole = seen.ranking()
     monkeypatch.setattr("glassformer.lens.measure.ablation.CHUNK", 20)
     pieces = seen.ranking()
@@ -28,15 +28,15 @@ def test_ranking_in_pieces(monkeypatch):
 
 def test_a_look_may_begin_without_heads():
     model, inputs = model_of("decoder"), inputs_of("decoder")
-    at_once = look(model, inputs, ablate=["L0H1", "L1H0", "L0H1"])
-    one_by_one = look(model, inputs).ablate("L0H1").after.ablate("L1H0")
+    at_once = inspect(model, inputs, ablate=["L0H1", "L1H0", "L0H1"])
+    one_by_one = inspect(model, inputs).ablate("L0H1").after.ablate("L1H0")
     assert at_once.ablated == one_by_one.after.ablated
     assert at_once.loss == one_by_one.after.loss
-    assert one_by_one.loss_change == at_once.loss - look(model, inputs, ablate=["L0H1"]).loss
+    assert one_by_one.loss_change == at_once.loss - inspect(model, inputs, ablate=["L0H1"]).loss
 
 
 def test_ablation_of_an_answer():
-    seen = look(model_of("answer"), inputs_of("answer"))
+    seen = inspect(model_of("answer"), inputs_of("answer"))
     made = seen.ablate("L1H1")
     assert made.loss_change is None and float(made.kl[-1]) > 0
     assert seen.ranking().effects[0] == max(seen.ranking().kls)

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from glassformer.lens.compare import comparable
-from glassformer.lens.look import look
+from glassformer.lens.inspection import comparable, inspect
 from glassformer.spec.errors import InputError
 from tests.lens.models import SPECS, inputs_of, model_of
 from tests.tiny import built, tiny
@@ -17,7 +16,7 @@ from tests.tiny import built, tiny
 def both(name):
     """The same tokens in two models of one spec."""
     other = built(tiny(**SPECS[name]), seed=4)
-    return look(model_of(name), inputs_of(name)), look(other, inputs_of(name))
+    return inspect(model_of(name), inputs_of(name)), inspect(other, inputs_of(name))
 
 
 @pytest.mark.parametrize("name", ["decoder", "window", "encoder-decoder"])
@@ -54,7 +53,7 @@ def test_its_faces(tmp_path):
 def test_of_a_large_map_the_cells_that_differ_most_are_told():
     tokens = (torch.arange(20) % 5)[None]
     one, other = (
-        look(model, tokens) for model in (model_of("bare"), built(tiny(max_seq_len=20), seed=4))
+        inspect(model, tokens) for model in (model_of("bare"), built(tiny(max_seq_len=20), seed=4))
     )
     text = (one.attention[0, 0] - other.attention[0, 0]).text()
     assert "20 x 20, what differs most:" in text
@@ -70,7 +69,7 @@ def test_beside_is_the_other_distribution(name):
         at = here.lens.position(position)
         logp, logq = (
             torch.log_softmax(
-                seen.model.project(seen.reading.rows_of(seen.hidden_TD)[at], seen.head).double(), 0
+                seen.model.project(seen.readout.rows_of(seen.hidden_TD)[at], seen.head).double(), 0
             )
             for seen in (there, here)
         )
@@ -86,8 +85,8 @@ def test_beside_is_the_other_distribution(name):
 def test_what_is_not_of_the_same_tokens_is_refused():
     here, _ = both("decoder")
     model = model_of("decoder")
-    longer = look(model, inputs_of("decoder").tokens_BT[:, :-1])
-    other = look(model, inputs_of("decoder", seed=5))
+    longer = inspect(model, inputs_of("decoder").tokens_BT[:, :-1])
+    other = inspect(model, inputs_of("decoder", seed=5))
     for there in (longer, other):
         assert not comparable(here, there)
         with pytest.raises(InputError, match="do not read the same tokens"):

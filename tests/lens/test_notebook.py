@@ -5,13 +5,13 @@ import pytest
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
-from tests.lens.test_picture import Seen
+from tests.lens.test_svg import Seen
 
 CELLS = (
     "import torch, glassformer as gf\n"
     'model = gf.build(gf.preset("digits"), generator=torch.Generator().manual_seed(0))\n'
     'words = ["<script>alert(1)</script>", "7", "3", "9", "SEP"]\n'
-    "seen = gf.look(model, [12, 7, 3, 9, 18], words=words)",
+    "seen = gf.inspect(model, [12, 7, 3, 9, 18], words=words)",
     "seen",
     "seen.attention[1, 3]",
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.lens.look import look
+from glassformer.lens.inspection import inspect
 from glassformer.spec.errors import InputError
 from tests.lens import patch_checks
 from tests.lens.models import inputs_of, model_of
@@ -25,10 +25,12 @@ def test_patches_are_forwards_by_hand():
 
 def test_the_answers_are_the_two_likeliest():
     model, clean, corrupt = model_of("grouped"), token_ids(T), token_ids(T, seed=5)
-    right, wrong = (look(model, ids).next(None, 1)[0][0] for ids in (clean, corrupt))
+    right, wrong = (inspect(model, ids).next(None, 1)[0][0] for ids in (clean, corrupt))
     assert right != wrong
-    made = gf.patch(model, clean, corrupt)
-    assert torch.equal(made.tensor, gf.patch(model, clean, corrupt, answers=(right, wrong)).tensor)
+    made = gf.patch_activations(model, clean, corrupt)
+    assert torch.equal(
+        made.tensor, gf.patch_activations(model, clean, corrupt, answers=(right, wrong)).tensor
+    )
     assert made.clean > 0 > made.corrupt
 
 
@@ -36,9 +38,9 @@ def test_one_token_at_one_position_is_all_that_differs():
     model, clean = model_of("grouped"), token_ids(T)
     corrupt = clean.clone()
     corrupt[2] = (corrupt[2] + 1) % VOCAB
-    made = gf.patch(model, clean, corrupt, position=4, metric="loss")
-    likeliest = look(model, clean).next(4, 1)[0][0]
-    asked = look(model, clean, targets=[None] * 4 + [likeliest] + [None] * 2)
+    made = gf.patch_activations(model, clean, corrupt, position=4, metric="loss")
+    likeliest = inspect(model, clean).next(4, 1)[0][0]
+    asked = inspect(model, clean, targets=[None] * 4 + [likeliest] + [None] * 2)
     assert made.clean == pytest.approx(asked.loss, abs=1e-12)
     # What the two share before, and what comes after the position that is read, changes nothing.
     assert made.tensor[0].tolist() == pytest.approx([0, 0, 1, 0, 0, 0, 0], abs=1e-9)
@@ -48,12 +50,14 @@ def test_one_token_at_one_position_is_all_that_differs():
 def test_looks_bring_their_words():
     model = model_of("decoder")
     clean, corrupt = inputs_of("decoder"), inputs_of("decoder", seed=5)
-    looks = [look(model, inputs, names=lambda i: f"w{i}") for inputs in (clean, corrupt)]
-    made = gf.patch(model, *looks, answers=(3, 8))
-    assert torch.equal(made.tensor, gf.patch(model, clean, corrupt, answers=(3, 8)).tensor)
+    looks = [inspect(model, inputs, names=lambda i: f"w{i}") for inputs in (clean, corrupt)]
+    made = gf.patch_activations(model, *looks, answers=(3, 8))
+    assert torch.equal(
+        made.tensor, gf.patch_activations(model, clean, corrupt, answers=(3, 8)).tensor
+    )
     first = [inputs.tokens_BT[0, 0].item() for inputs in (clean, corrupt)]
     assert made.columns_words[0] == f"w{first[0]}/w{first[1]}"
-    heads = gf.patch(model, *looks, sites="heads", answers=(3, 8))
+    heads = gf.patch_activations(model, *looks, sites="heads", answers=(3, 8))
     assert heads.columns_words == ("H0", "H1", "H2") and heads.tensor.shape == (2, 3)
 
 
@@ -76,22 +80,22 @@ def test_looks_bring_their_words():
 def test_what_is_refused(arguments, message):
     corrupt = arguments.pop("corrupt", token_ids(T, seed=5))
     with pytest.raises(InputError, match=message):
-        gf.patch(model_of("decoder"), token_ids(T), corrupt, **arguments)
+        gf.patch_activations(model_of("decoder"), token_ids(T), corrupt, **arguments)
 
 
 def test_cross_attention_has_no_residual_of_its_own():
     name = "encoder-decoder"
     with pytest.raises(InputError, match="no 'residual' of cross"):
-        gf.patch(
+        gf.patch_activations(
             model_of(name), inputs_of(name), inputs_of(name, seed=5), kind="cross", answers=(3, 8)
         )
 
 
 def test_a_look_that_cannot_be_patched_is_refused():
     model, clean, corrupt = model_of("decoder"), token_ids(T), token_ids(T, seed=5)
-    silenced = look(model, corrupt, ablate=["L0H1"])
+    silenced = inspect(model, corrupt, ablate=["L0H1"])
     with pytest.raises(InputError, match="without L0H1"):  # its runs would not be silent
-        gf.patch(model, clean, silenced, answers=(3, 8))
+        gf.patch_activations(model, clean, silenced, answers=(3, 8))
     wide = gf.build(gf.preset("qwen"), generator=torch.Generator().manual_seed(0))
     with pytest.raises(InputError, match="outside the vocabulary"):
-        gf.patch(model, look(wide, [700] * T), corrupt, answers=(3, 8))
+        gf.patch_activations(model, inspect(wide, [700] * T), corrupt, answers=(3, 8))

@@ -8,10 +8,17 @@ import safetensors.numpy
 import torch
 
 from glassformer.data.batch import Batch, Source
-from glassformer.lens.look import look
-from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.heads import HeadName
+from glassformer.lens.inspection import inspect
 from glassformer.lens.measure.probes import LIMIT, MASKED, read_probes
-from glassformer.lens.measure.snapshot import EXAMPLES, MAPS, TOKENS, largest, room, snapshot
+from glassformer.lens.measure.snapshot import (
+    EXAMPLES,
+    MAPS,
+    TOKENS,
+    max_bytes,
+    size_limits,
+    snapshot,
+)
 from glassformer.models.build import build
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
@@ -53,11 +60,11 @@ def a_snapshot_shows_what_a_look_shows(encoder):
     batch = batch_of(source=(4, 6, 2) if encoder else ())
     found = snapshot(model, batch, names=lambda i: f"w{i}")
     for b, length in enumerate((5, 3, 7)):
-        seen = look(model, row_of(batch, b))
+        seen = inspect(model, row_of(batch, b))
         assert found.words[b] == tuple(f"w{i}" for i in batch.tokens[b, :length])
         for head in found.heads():
             theirs = seen.attention.of(head.kind)[head.layer, head.head]
-            ours = found.heat(b, head)
+            ours = found.map(b, head)
             assert torch.equal(ours.allowed, theirs.allowed), head
             gap = (ours.tensor - theirs.tensor.float()).abs().max()
             assert gap <= 0.5 / 254 + 1e-5, head
@@ -93,10 +100,10 @@ def test_both_engines_take_the_same_snapshot(name):
     assert np.allclose(ours.norms_BRT, theirs.norms_BRT, rtol=1e-5)
     assert np.allclose(ours.losses_BT, theirs.losses_BT, atol=1e-5)
     assert np.allclose(ours.lens_shares, theirs.lens_shares, atol=2e-3)
-    assert (ours.words, ours.row_names, ours.whole) == (
+    assert (ours.words, ours.row_names, ours.complete) == (
         theirs.words,
         theirs.row_names,
-        theirs.whole,
+        theirs.complete,
     )
     assert ours.loss is not None and ours.loss == pytest.approx(theirs.loss, abs=1e-6)
 
@@ -116,7 +123,7 @@ def what_is_long_is_cut():
     batch = batch_of(lengths=lengths)
     model = built(spec).float().eval()
     found = snapshot(model, batch)
-    assert found.whole == (False, True, True)
+    assert found.complete == (False, True, True)
     assert found.attention["self.0"].shape[-2:] == (TOKENS, TOKENS)
     assert [len(words) for words in found.words] == [TOKENS, TOKENS, 5]
     logp = torch.log_softmax(model(batch)["next"].double(), -1).detach().numpy()
@@ -135,13 +142,13 @@ def test_what_is_long_is_cut():
 
 def test_a_model_of_many_heads_keeps_less():
     small, large = presets.digits(), presets.qwen()
-    assert room(small) == (EXAMPLES, TOKENS)
+    assert size_limits(small) == (EXAMPLES, TOKENS)
     many = replace(
         large,
         decoder=replace(large.decoder, layers=(replace(large.decoder.layers[0], count=200),)),
     )
     heads = 200 * many.decoder.layers[0].block.attention.n_heads
-    examples, tokens = room(many)
+    examples, tokens = size_limits(many)
     assert examples * heads * tokens**2 <= MAPS
     assert examples >= 1 and tokens >= 8
 
@@ -156,7 +163,7 @@ def test_a_file_can_be_read_again(tmp_path):
     assert repr(again) == repr(found)
     assert again.rows() == found.rows()
     assert again.heads() == found.heads()
-    assert file.stat().st_size <= largest(found, VOCAB)
+    assert file.stat().st_size <= max_bytes(found, VOCAB)
     # other tools open it too
     arrays = safetensors.numpy.load_file(file)
     assert arrays["attention.cross.1"].dtype == np.uint8
@@ -170,15 +177,15 @@ def test_no_snapshot_is_larger_than_foreseen():
     model = built(tiny(max_seq_len=MAX_SEQ_LEN)).float().eval()
     for word in ("\U0001f600" * 99, '"' * 99, "\x01" * 99, "\\" * 99):
         found = snapshot(model, batch_of(lengths=(20, 29, 3)), names=lambda i, word=word: word)
-        assert len(found.to_bytes()) <= largest(found, VOCAB)
+        assert len(found.to_bytes()) <= max_bytes(found, VOCAB)
 
 
 def test_what_is_not_there_is_refused():
     found = snapshot(built(tiny()).float().eval(), batch_of())
     for call in (
-        lambda: found.heat(3, "L0H0"),
-        lambda: found.heat(0, "L9H0"),
-        lambda: found.heat(0, HeadName("cross", 0, 0)),
+        lambda: found.map(3, "L0H0"),
+        lambda: found.map(0, "L9H0"),
+        lambda: found.map(0, HeadName("cross", 0, 0)),
         lambda: found.top(0, 9),
         lambda: found.top(0, 0, row="L9 mlp"),
     ):

@@ -7,8 +7,8 @@ import pytest
 
 from glassformer.spec.errors import GlassError
 from tests.checks.faults import planted
+from tests.contracts import test_positional as positions
 from tests.lab import test_probes as runs
-from tests.lens import test_positional as positions
 from tests.lens import test_probes as probes
 from tests.lens import test_roles as roles
 from tests.lens.roles.faults import FAULTS

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from glassformer.data.batch import Batch
+from glassformer.lens.heads import HeadName
 from glassformer.lens.measure import roles
-from glassformer.lens.measure.batch_attention import Maps, read_maps
-from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.measure.attention import BatchAttention, batch_attention
 from glassformer.lens.measure.roles import NO_ROLE, ROLES, head_roles
 from glassformer.models.build import build
 from glassformer.spec.errors import InputError
@@ -31,7 +31,7 @@ B, T = 3, 7
 
 
 def maps_of(weights_BTS, *, causal=True, lengths=None):
-    """Maps of one head, over rows of these lengths, padded on the right."""
+    """BatchAttention of one head, over rows of these lengths, padded on the right."""
     weights = torch.as_tensor(weights_BTS, dtype=torch.float64)
     rows, length = weights.shape[:2]
     lengths = torch.tensor([length] * rows if lengths is None else lengths)
@@ -40,7 +40,9 @@ def maps_of(weights_BTS, *, causal=True, lengths=None):
     allow = real[:, :, None] & real[:, None]
     if causal:
         allow = allow & (place[:, :, None] >= place[:, None])
-    return Maps({HEAD: weights}, {("self", 0): allow}, {"tokens": place.masked_fill(~real, -1)})
+    return BatchAttention(
+        {HEAD: weights}, {("self", 0): allow}, {"tokens": place.masked_fill(~real, -1)}
+    )
 
 
 def looking(at, rows=B, length=T):
@@ -77,7 +79,7 @@ def known_maps_score_as_they_must():
         (roles.fixed_position(third, HEAD, at="every"), 1.0),
     ):
         assert found.score == pytest.approx(want)
-    assert roles.fixed_position(third, HEAD, at="every").place == 3
+    assert roles.fixed_position(third, HEAD, at="every").position == 3
     assert roles.fixed_position(first, HEAD, at="every").lift < 0, "the first has its own role"
     for role in (roles.previous_token, roles.first_token):
         assert role(first, HEAD, at="every").chance == pytest.approx(chance_from(0))
@@ -121,7 +123,7 @@ def padding_is_no_place():
     for row, length in enumerate(lengths):
         weights[row, :length, length - 1] = 1.0
     found = roles.fixed_position(maps_of(weights, causal=False, lengths=lengths), HEAD, at="every")
-    assert (found.score, found.place) == (1.0, -1)
+    assert (found.score, found.position) == (1.0, -1)
     assert found.chance == pytest.approx((1 / 4 + 3 / 6) / 4), "queries 2 of 4, and 2, 3, 4 of 6"
     last = roles.previous_token(maps_of(weights, causal=False, lengths=lengths), HEAD, at="last")
     assert (last.score, last.chance) == (0.0, pytest.approx((1 / 4 + 1 / 6) / 2))
@@ -144,12 +146,12 @@ def by_group(share):
 def groups_score_what_moves_between_them():
     for share in (1.0, 0.3, 0.01):
         maps, groups = by_group(share)
-        found = roles.of_groups(maps, HEAD, groups, at="every", seed=0)
+        found = roles.group_difference(maps, HEAD, groups, at="every", seed=0)
         assert found.score == pytest.approx(share), "all variance is by group, whatever its size"
         assert found.chance < 0.5 * share
     maps, groups = by_group(1.0)
     mixed = groups[:4] + ["one"] * 4 + ["two"] * 4
-    assert roles.of_groups(maps, HEAD, mixed, at="every", seed=0).score < 0.5
+    assert roles.group_difference(maps, HEAD, mixed, at="every", seed=0).score < 0.5
 
 
 def test_groups_score_what_moves_between_them():
@@ -159,7 +161,7 @@ def test_groups_score_what_moves_between_them():
 def test_groups_that_say_nothing_are_at_chance():
     weights = torch.rand(200, T, T, generator=torch.Generator().manual_seed(3))
     maps = maps_of(weights / weights.sum(-1, keepdim=True), causal=False)
-    found = roles.of_groups(maps, HEAD, ["a", "b", "c", "d"] * 50, at="last", seed=1)
+    found = roles.group_difference(maps, HEAD, ["a", "b", "c", "d"] * 50, at="last", seed=1)
     assert found.score == pytest.approx(found.chance, rel=0.2)
 
 
@@ -170,9 +172,9 @@ def test_groups_are_compared_among_rows_of_one_length():
     for row, length in enumerate(lengths):
         weights[row, :length, length - 1] = 1.0
     maps = maps_of(weights, causal=False, lengths=lengths)
-    assert roles.of_groups(maps, HEAD, groups, at="every", seed=0).score == 0.0
+    assert roles.group_difference(maps, HEAD, groups, at="every", seed=0).score == 0.0
     by_length = ["a" if length == 4 else "b" for length in lengths]
-    assert math.isnan(roles.of_groups(maps, HEAD, by_length, at="every", seed=0).score)
+    assert math.isnan(roles.group_difference(maps, HEAD, by_length, at="every", seed=0).score)
 
 
 # --- real models ----------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_an_encoder_decoder_has_heads_of_three_kinds():
 def test_maps_are_what_the_taps_show():
     model = built(tiny()).float().eval()
     batch = Batch.of([[3, 1, 4, 1, 5], [9, 2, 6]])
-    maps = read_maps(model, batch)
+    maps = batch_attention(model, batch)
     for head, weights_BTS in maps.weights.items():
         rows = weights_BTS.sum(-1)
         real = torch.from_numpy(batch.valid)

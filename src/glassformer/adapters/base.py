@@ -22,8 +22,8 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.prompts import Prompts, padded, text_prompt
 from glassformer.generation.stepper import Rows, Stepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.lens.look import Look
-from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.heads import HeadName
+from glassformer.lens.inspection import Inspection
 from glassformer.models.model import Model
 from glassformer.quant.status import quantized_numbers
 from glassformer.spec.decoding import DecodeSpec
@@ -218,7 +218,7 @@ class BaseAdapter(nn.Module, ABC):
 
     def inspect(
         self, text: str, *, target: str | None = None, ablate: Sequence[str | HeadName] = ()
-    ) -> Look:
+    ) -> Inspection:
         """One forward pass over a text with everything kept: attention, lens, norms, losses.
 
         `target` is what should follow: the loss is then of its tokens alone, else of the text's

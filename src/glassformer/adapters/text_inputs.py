@@ -1,4 +1,4 @@
-"""From a text to a `Look`: the tokens as the model was trained to see them, and their words."""
+"""From a text to an `Inspection`: the tokens as the model expects them, and their words."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,9 +9,9 @@ from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.generation.text_stream import BROKEN
-from glassformer.lens.look import Look, look
-from glassformer.lens.measure.capture import at_rest
-from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.capture import eval_mode
+from glassformer.lens.heads import HeadName
+from glassformer.lens.inspection import Inspection, inspect
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.spec.decoding import DecodeSpec
@@ -49,7 +49,7 @@ def inspect_text(
     ablate: Sequence[str | HeadName],
     stepper: Callable[[], Stepper],
     greedy: DecodeSpec,
-) -> Look:
+) -> Inspection:
     """One pass over a text. See `BaseAdapter.inspect` for what `target` means."""
     spec, words = model.spec, Words(tokenizer)
     if spec.encoder is not None:
@@ -59,23 +59,23 @@ def inspect_text(
     if "next" in spec.head_names():
         prompt = list(text_prompt(spec, tokenizer, text).tokens[0])
         if target is None:
-            return look(model, prompt, names=words, ablate=ablate)
+            return inspect(model, prompt, names=words, ablate=ablate)
         wanted = _ids(tokenizer, target)
         asked = [*[None] * (len(prompt) - 1), *wanted]
-        return look(model, [*prompt, *wanted[:-1]], names=words, targets=asked, ablate=ablate)
+        return inspect(model, [*prompt, *wanted[:-1]], names=words, targets=asked, ablate=ablate)
     ids = question(tokenizer, text)
     if not ids:
         raise InputError("an empty text", hint="give at least one token")
     if target is None:
-        return look(model, ids, names=words, ablate=ablate)
+        return inspect(model, ids, names=words, ablate=ablate)
     wanted = _ids(tokenizer, target)
     if "answer" not in spec.head_names() or len(wanted) != 1:
         raise InputError(
             f"a target of {len(wanted)} tokens for a model with the heads "
             f"{', '.join(spec.head_names())}",
-            hint="an answer is one token; glassformer.look takes targets by position",
+            hint="an answer is one token; glassformer.inspect takes targets by position",
         )
-    return look(model, ids, names=words, targets=wanted[0], ablate=ablate)
+    return inspect(model, ids, names=words, targets=wanted[0], ablate=ablate)
 
 
 def _translated(
@@ -87,13 +87,13 @@ def _translated(
     ablate: Sequence[str | HeadName],
     stepper: Callable[[], Stepper],
     greedy: DecodeSpec,
-) -> Look:
+) -> Inspection:
     """The source is the text; the target is given, or what the model says to it."""
     tokenizer = words.tokenizer
     prompt: Prompts = text_prompt(model.spec, tokenizer, text)
     assert prompt.sources is not None
     if target is None:
-        with at_rest(model):
+        with eval_mode(model):
             wanted = list(generate_batch(stepper(), prompt, spec=greedy, logprobs=False)[0].tokens)
     else:
         ended = [] if tokenizer.eos is None else [tokenizer.eos]
@@ -103,7 +103,7 @@ def _translated(
     begin, source = list(prompt.tokens[0]), list(prompt.sources[0])
     inputs = Inputs(torch.tensor([[*begin, *wanted[:-1]]]), source_BS=torch.tensor([source]))
     asked = [*[None] * (len(begin) - 1), *wanted]
-    return look(
+    return inspect(
         model,
         inputs,
         names=words,

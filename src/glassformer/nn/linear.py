@@ -21,3 +21,13 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.d_in} -> {self.d_out}, bias={self.bias is not None}"
+
+
+class PackedWeight(nn.Module):
+    """A module whose weights are packed buffers, not parameters.
+
+    Buffers have no version that outlives a change of form, so `loads` counts how often other
+    weights were loaded: whoever keeps results of a model can tell that it has changed.
+    """
+
+    loads: int = 0

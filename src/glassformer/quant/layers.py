@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from glassformer.nn.linear import PackedWeight
 from glassformer.quant.backends.choose import BACKENDS, REFERENCE, Form, check_backend, choose
 from glassformer.quant.backends.reference import reference_product, reference_rows
 from glassformer.quant.schemes import QuantizedTensor, dequantize
@@ -21,7 +22,7 @@ from glassformer.spec.schemes import Method, Scheme
 # B batch, T length, M rows, D d_model, V vocab, O outputs, I inputs
 
 
-class QuantizedWeight(nn.Module, ABC):
+class QuantizedWeight(PackedWeight, ABC):
     """A quantized (O, I) matrix. `wanted` is the backend asked for, `backend` the one in use."""
 
     lookup = False
@@ -40,7 +41,6 @@ class QuantizedWeight(nn.Module, ABC):
         self.method: Method = method
         self.dtype = dtype
         self.form: Form | None = None
-        self.loads = 0  # how often other levels were put in
         self.home = tensor.qweight.device
         for name in ("qweight", "scale", "zero"):
             self.register_buffer(name, getattr(tensor, name))

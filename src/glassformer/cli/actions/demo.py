@@ -29,8 +29,8 @@ from glassformer.lab.measure.exact_match import Decoded, answers, decode_split, 
 from glassformer.lab.recipes import plan_run
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import threads_of_run
-from glassformer.lens.look import look
-from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heat_text, legend
+from glassformer.lens.inspection import inspect
+from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heatmap_text, legend
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.spec.manifest import count_parameters
@@ -206,7 +206,9 @@ class Example:
     def text(self) -> str:
         """The example and its heat map; reversing shows as a falling diagonal from the right."""
         shades = SHADES if is_unicode(SHADES) else ASCII_SHADES
-        picture = heat_text(self.weights_TS, rows=self.answer, columns=self.source, shades=shades)
+        picture = heatmap_text(
+            self.weights_TS, rows=self.answer, columns=self.source, shades=shades
+        )
         lines = [
             f"\nasked     {_words(self.source)}",
             f"answered  {_words(self.answer)}  ({'right' if self.right else 'wrong'})",
@@ -229,7 +231,7 @@ def _example(model: Model, task: Task) -> Example:
     tokens_1T = torch.tensor([[int(batch.tokens[0, 0]), *answer[:-1]]])
     source_1S = torch.from_numpy(batch.source.tokens).long()
     layer = model.spec.n_layers - 1
-    seen = look(model, Inputs(tokens_1T, source_BS=source_1S))
+    seen = inspect(model, Inputs(tokens_1T, source_BS=source_1S))
     return Example(
         source=[names.names[token] for token in source_1S[0].tolist()],
         answer=[names.names[token] for token in answer],

@@ -13,14 +13,12 @@ from glassformer.adapters.load import load
 from glassformer.cli.shell import terminal
 from glassformer.cli.shell.output import target_of, write_file
 from glassformer.cli.shell.resolve import find_model
-from glassformer.lens.compare import Beside
-from glassformer.lens.look import Look
-from glassformer.lens.measure.ablation import Ablation, Ranking
-from glassformer.lens.measure.attention import Heat
-from glassformer.lens.measure.head_names import HeadName, heads_of
+from glassformer.lens.heads import HeadName, heads_of
+from glassformer.lens.inspection import Ablation, Comparison, Inspection
+from glassformer.lens.measure.ablation import Ranking
 from glassformer.lens.show import html
-from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heat_text, legend
-from glassformer.lens.show.attention_map import Difference
+from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heatmap_text, legend
+from glassformer.lens.show.attention_map import AttentionMap, Difference
 from glassformer.lens.show.displayable import plain
 from glassformer.lens.show.token_text import shown
 from glassformer.spec.errors import InputError
@@ -47,15 +45,15 @@ class Against:
 
     name: str
     difference: Difference
-    beside: Beside
+    comparison: Comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """One look, and what was chosen to show of it."""
 
-    look: Look
-    heat: Heat
+    look: Inspection
+    heat: AttentionMap
     why: str
     ranking: Ranking | None  # None where every head is silent
     ablation: Ablation | None
@@ -68,7 +66,7 @@ def inspect(adapter: Any, text: str, asked: Asked, *, other: Any = None) -> Seen
     """The pass, a second one where heads are to be silent, and that of another model."""
     names = [_head_of(adapter.spec, name) for name in asked.ablate]
     _chosen(adapter.spec, asked)  # refused before the work is done
-    look: Look = adapter.inspect(text, target=asked.target)
+    look: Inspection = adapter.inspect(text, target=asked.target)
     ablation = look.ablate(*names) if names else None
     shown_look = look if ablation is None else ablation.after
     position = shown_look.lens.position(asked.position)
@@ -79,14 +77,15 @@ def inspect(adapter: Any, text: str, asked: Asked, *, other: Any = None) -> Seen
     found = Seen(shown_look, heat, why, ranking, ablation, position, asked.top)
     if other is None:
         return found
-    there: Look = other.inspect(text, target=asked.target)
-    place, name = _chosen(adapter.spec, asked) or HeadName.parse(heat.title), asked.against or ""
-    difference = replace(heat - _map(there, place), title=f"{heat.title} less {name}'s")
-    said = shown_look.beside(there, position, asked.top)
+    there: Inspection = other.inspect(text, target=asked.target)
+    place, name = _chosen(adapter.spec, asked) or heat.head, asked.against or ""
+    assert place is not None, "a map that no option names is one head's"
+    difference = replace(heat - _map(there, place), title=f"{heat.title} minus {name}'s")
+    said = shown_look.compare(there, position, asked.top)
     return replace(found, against=Against(name, difference, said))
 
 
-def _map(look: Look, place: HeadName | tuple[str, int]) -> Heat:
+def _map(look: Inspection, place: HeadName | tuple[str, int]) -> AttentionMap:
     """Of a head, or the mean of a layer's."""
     if isinstance(place, HeadName):
         _head_of(look.model.spec, str(place))
@@ -137,7 +136,7 @@ def _chosen(spec: Any, asked: Asked) -> HeadName | tuple[str, int] | None:
     return _head_of(spec, str(HeadName(kind, asked.layer, number)))  # type: ignore[arg-type]
 
 
-def _heat(look: Look, asked: Asked, ranking: Ranking | None) -> tuple[Heat, str]:
+def _heat(look: Inspection, asked: Asked, ranking: Ranking | None) -> tuple[AttentionMap, str]:
     """The map to show, and why that one."""
     place = _chosen(look.model.spec, asked)
     if place is not None:
@@ -173,7 +172,7 @@ def run(
     as_json: bool,
     said: Callable[[str], None],
 ) -> None:
-    """Look, then say it or write it."""
+    """Inspect, then print or write the result."""
     target = target_of(output, ENDINGS)
     adapter = load(find_model(model, runs=runs))
     other = None if asked.against is None else load(find_model(asked.against, runs=runs)).eval()
@@ -213,8 +212,10 @@ def _lines(seen: Seen, *, width: int) -> Iterator[str]:
         yield from _against(seen.against, look, seen.position)
     word = shown(look.words[seen.position])
     yield ""
-    elsewhere = look.head == "answer" and seen.position != look.reading.place
-    note = f"; it answers at {look.reading.place}, here is what it would say" if elsewhere else ""
+    elsewhere = look.head == "answer" and seen.position != look.readout.position
+    note = (
+        f"; it answers at {look.readout.position}, here is what it would say" if elsewhere else ""
+    )
     yield f"answers at position {seen.position} ({word}{note})"
     yield from _bars(look, seen.position, seen.top, sign="█" if unicode else "#")
     target = look.target(seen.position)
@@ -234,21 +235,21 @@ def _lines(seen: Seen, *, width: int) -> Iterator[str]:
     yield from _ranking(seen.ranking)
 
 
-def _against(against: Against, look: Look, position: int) -> Iterator[str]:
+def _against(against: Against, look: Inspection, position: int) -> Iterator[str]:
     """The difference of the maps, and what the other model says at the position."""
-    said, word = against.beside, shown(against.beside.top[1])
+    said, word = against.comparison, shown(against.comparison.top[1])
     yield f"against {against.name}, at position {position}: says {word} {said.top[2]:.2%}"
     loss = "" if said.loss != said.loss else f"loss there {said.loss:.4f}   "
     yield f"  {loss}KL(there || here) {said.kl:.4f}"
     yield against.difference.text()
 
 
-def _heat_text(heat: Heat, *, shades: str, width: int) -> str:
+def _heat_text(heat: AttentionMap, *, shades: str, width: int) -> str:
     """The map with names as long as the line allows; its strongest cells where none does."""
     rows = [shown(word, most=12) for word in heat.rows_words]
     for most in COLUMN_WIDTHS:
         columns = [shown(word, most=most) for word in heat.columns_words]
-        picture_text = heat_text(heat.tensor, rows=rows, columns=columns, shades=shades)
+        picture_text = heatmap_text(heat.tensor, rows=rows, columns=columns, shades=shades)
         if max(map(len, picture_text.split("\n"))) <= width:
             return picture_text
     lines = [
@@ -259,12 +260,12 @@ def _heat_text(heat: Heat, *, shades: str, width: int) -> str:
     return "\n".join([f"the map of {size} does not fit {width} columns; its strongest:", *lines])
 
 
-def _bars(look: Look, position: int, top: int, *, sign: str) -> Iterator[str]:
+def _bars(look: Inspection, position: int, top: int, *, sign: str) -> Iterator[str]:
     for _, word, share in look.next(position, top):
         yield f"  {shown(word, most=16):>16} {share:7.2%} {sign * round(BAR * share)}".rstrip()
 
 
-def _norms(look: Look, position: int) -> Iterator[str]:
+def _norms(look: Inspection, position: int) -> Iterator[str]:
     residual = look.norms.residual[:, position].tolist()
     pairs = zip(look.norms.row_names, residual, strict=True)
     yield "  residual  " + "  ".join(f"{name} {value:.2f}" for name, value in pairs)
@@ -317,7 +318,7 @@ def _chosen_parts(seen: Seen) -> dict[str, Any]:
 
 
 def _against_record(against: Against) -> dict[str, Any]:
-    said = against.beside
+    said = against.comparison
     i, word, share = said.top
     return {
         "model": against.name,

@@ -14,9 +14,9 @@ from torch import Tensor
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.quantize import quantize
 from glassformer.lab.measure.precision import Speed, layer_errors, speeds
-from glassformer.lens.look import Look
-from glassformer.lens.measure.capture import at_rest
-from glassformer.lens.measure.predictions import Reading, divergence
+from glassformer.lens.capture import eval_mode
+from glassformer.lens.inspection import Inspection
+from glassformer.lens.measure.predictions import Readout, divergence
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
 from glassformer.quant.arrays import quantized_arrays
@@ -61,7 +61,7 @@ class Prompted:
     any precision by id, and the probability that each precision gives them.
     """
 
-    look: Look
+    look: Inspection
     precisions: tuple[Precision, ...]
     positions: tuple[int, ...]
     answers: tuple[dict[int, tuple[float, ...]], ...]
@@ -125,14 +125,14 @@ def prompted(
 ) -> Prompted:
     """The same tokens through each; the first precision is what the others are held against."""
     look = adapter.inspect(text)
-    readings = [replace(look.reading, model=one.model) for one in precisions]
-    positions = _read(look.reading)
+    readings = [replace(look.readout, model=one.model) for one in precisions]
+    positions = _read(look.readout)
     rows = [_rows(reading)[list(positions)] for reading in readings]
     answers: list[dict[int, tuple[float, ...]]] = []
     there: list[list[float]] = [[] for _ in readings]
     back: list[list[float]] = [[] for _ in readings]
     same: list[list[bool]] = [[] for _ in readings]
-    for at in look.reading.pieces(len(positions)):
+    for at in look.readout.pieces(len(positions)):
         logps = [_logp(reading, row[at]) for reading, row in zip(readings, rows, strict=True)]
         for number, logp_TV in enumerate(logps):
             there[number] += divergence(logps[0], logp_TV).tolist()
@@ -149,19 +149,19 @@ def prompted(
     return Prompted(look, tuple(precisions), positions, tuple(answers), against)
 
 
-def _read(reading: Reading) -> tuple[int, ...]:
+def _read(reading: Readout) -> tuple[int, ...]:
     """The positions whose distributions mean something: an answer has one."""
     if reading.model.spec.head(reading.head).readout is not None:
-        return (reading.place,)
+        return (reading.position,)
     return tuple(reading.real().nonzero().flatten().tolist())
 
 
-def _rows(reading: Reading) -> Tensor:
-    with at_rest(reading.model):
+def _rows(reading: Readout) -> Tensor:
+    with eval_mode(reading.model):
         return reading.rows_of(reading.model.hidden(reading.inputs)[0])
 
 
-def _logp(reading: Reading, rows_TD: Tensor) -> Tensor:
+def _logp(reading: Readout, rows_TD: Tensor) -> Tensor:
     """In double: divergences of 8 bits are near the rounding of 32."""
     return reading.model.project(rows_TD, reading.head).double().log_softmax(-1).cpu()
 

@@ -13,7 +13,7 @@ import numpy as np
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.task import Task
 from glassformer.lens.measure.probes import Probes
-from glassformer.lens.measure.snapshot import largest, room, snapshot
+from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshot
 from glassformer.models.model import Model
 from glassformer.spec.train import TrainSpec
 from glassformer.spec.units import plain_digits
@@ -38,7 +38,7 @@ def probe(directory: RunDirectory, engine: Engine, task: Task, train: TrainSpec,
 def take_probes(engine: Engine, task: Task, *, examples: int, step: int) -> Probes:
     """The fixed examples, spread over the validation split, as the model sees them now."""
     size = task.sizes()["val"]
-    count = min(examples, room(engine.spec)[0])
+    count = min(examples, size_limits(engine.spec)[0])
     rows = np.unique(np.arange(count) * size // count)
     known = task.tokenizer.vocab_size
 
@@ -53,7 +53,7 @@ def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_si
     """Write them, and thin what is there; numbers that are not finite are not kept."""
     if not np.isfinite(probes.norms_BRT).all() or not np.isfinite(probes.losses_BT).all():
         return
-    most = CAP // largest(probes, vocab_size)
+    most = CAP // max_bytes(probes, vocab_size)
     stay = kept_steps(probes.step, every=every, most=most)
     for step, file in probe_files(directory).items():
         if step not in stay:

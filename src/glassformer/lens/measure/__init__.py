@@ -1,1 +1,1 @@
-"""Measurements of a model: attention, logit lens, norms, ablation, patching, roles."""
+"""What is computed from a pass: one file per measure."""

@@ -1,31 +1,90 @@
-"""Attention maps by layer and head, of each kind that a model has, and their means."""
+"""Attention maps: who may attend to whom, one sequence's maps by layer and head, a batch's maps.
+
+`read_attention` gives the maps of a captured pass as `AttentionMap` values; `batch_attention` gives
+the weights of every head over a batch, with the positions of the real tokens, for scores of roles.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from glassformer.lens.measure.attention_mask import allowed_of
-from glassformer.lens.measure.capture import Capture
-from glassformer.lens.measure.head_names import Kind, attentions, kinds_of, part_of, prefix_of
+from glassformer.data.batch import Batch
+from glassformer.lens.capture import Capture, eval_mode
+from glassformer.lens.heads import (
+    HeadName,
+    Kind,
+    attentions,
+    heads_of,
+    kinds_of,
+    part_of,
+    prefix_of,
+)
+from glassformer.lens.measure.predictions import at_least_float32
 from glassformer.lens.show import html
-from glassformer.lens.show.attention_map import Heat
-from glassformer.lens.show.displayable import Face, Row
+from glassformer.lens.show.attention_map import AttentionMap
+from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.token_text import shown
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.nn.mask import build_mask
+from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Attention, ModelSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# T queries (rows), S keys (columns), N heads, L layers
+# B batch, L layers, N heads, T queries (rows), S keys (columns)
+
+# --- which cells may be attended to ---------------------------------------------------------------
+
+
+def allowed_of(attention: Attention, kind: Kind, inputs: Inputs) -> Tensor:
+    """Return (T, S): True where a query may attend to a key; a fully masked row is all False."""
+    T = inputs.tokens_BT.shape[1]
+    S = T if inputs.source_BS is None else inputs.source_BS.shape[1]
+    queries, keys = {"self": (T, T), "encoder": (S, S), "cross": (T, S)}[kind]
+    sides = {"tokens": inputs.valid_BT, "source": inputs.source_valid_BS}
+    valid_q = sides["source" if kind == "encoder" else "tokens"]
+    valid_k = sides["tokens" if kind == "self" else "source"]
+    device = inputs.tokens_BT.device
+    if valid_q is not None or valid_k is not None:
+        ones = torch.ones(1, max(queries, keys), dtype=torch.bool, device=device)
+        valid_q = ones[:, :queries] if valid_q is None else valid_q
+        valid_k = ones[:, :keys] if valid_k is None else valid_k
+    segments = inputs.segments_BT if kind == "self" else None
+    mask = build_mask(
+        queries,
+        keys,
+        causal=attention.causal,
+        window=attention.window,
+        valid_q_BT=valid_q,
+        valid_k_BS=valid_k,
+        segments_q_BT=segments,
+        segments_k_BS=segments,
+        device=device,
+    )
+    if mask.causal:
+        allow = mask.explicit(queries, device)
+    else:
+        allow = mask.allow
+    if allow is None:
+        allow = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if mask.empty is not None:
+        allow = allow & ~mask.empty
+    return allow.reshape(queries, keys).cpu()
+
+
+# --- one sequence ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KindMaps(Face):
-    """All maps of one kind: `[layer, head]` is one, `mean(layer)` a layer's average."""
+class KindMaps(Displayable):
+    """All maps of one kind of attention: `[layer, head]` is one, `mean(layer)` an average."""
 
     kind: Kind
     weights: tuple[Tensor, ...]  # a layer's heads: (N, T, S) each
@@ -34,13 +93,13 @@ class KindMaps(Face):
     columns_words: tuple[str, ...]
 
     @property
-    def title(self) -> str:  # type: ignore[override]
+    def title(self) -> str:
         """`self attention`."""
         return f"{self.kind} attention"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Layers, and heads of the layer that has most."""
+        """The number of layers, and of heads in the layer that has most."""
         return len(self.weights), max(len(each) for each in self.weights)
 
     @property
@@ -50,27 +109,27 @@ class KindMaps(Face):
             raise InputError("layers with different numbers of heads make no one tensor")
         return torch.stack(self.weights)
 
-    def __getitem__(self, place: tuple[int, int]) -> Heat:
-        layer, head = place
+    def __getitem__(self, at: tuple[int, int]) -> AttentionMap:
+        layer, head = at
         weights_NTS = self._layer(layer)
         if not 0 <= head < len(weights_NTS):
             raise InputError(
                 f"no head {head} in layer {layer}", hint=f"0 to {len(weights_NTS) - 1}"
             )
-        return self._heat(weights_NTS[head], layer, f"L{layer}H{head}")
+        return self._map(weights_NTS[head], layer, HeadName(self.kind, layer, head))
 
-    def mean(self, layer: int | None = None) -> Heat:
-        """The average over a layer's heads, or over all heads of all layers.
+    def mean(self, layer: int | None = None) -> AttentionMap:
+        """Return the average over a layer's heads, or over all heads of all layers.
 
-        Where layers see differently (windows), a cell is allowed if any of them may look there.
+        Where layers have different windows, a cell is allowed if any of them may attend to it.
         """
         if layer is not None:
-            return self._heat(self._layer(layer).mean(0), layer, f"L{layer} mean")
+            return self._map(self._layer(layer).mean(0), layer, f"L{layer} mean")
         every = torch.cat(self.weights).mean(0)
-        return self._heat(every, None, "mean of all heads")
+        return self._map(every, None, "mean of all heads")
 
-    def heads(self) -> Iterator[Heat]:
-        """Every map, layer by layer."""
+    def heads(self) -> Iterator[AttentionMap]:
+        """Yield every map, layer by layer."""
         for layer, weights_NTS in enumerate(self.weights):
             for head in range(len(weights_NTS)):
                 yield self[layer, head]
@@ -80,14 +139,17 @@ class KindMaps(Face):
             raise InputError(f"no layer {layer}", hint=f"0 to {len(self.weights) - 1}")
         return self.weights[layer]
 
-    def _heat(self, weights_TS: Tensor, layer: int | None, name: str) -> Heat:
+    def _map(self, weights_TS: Tensor, layer: int | None, of: HeadName | str) -> AttentionMap:
         allowed = self.allowed[layer] if layer is not None else torch.stack(self.allowed).any(0)
-        title = name if self.kind == "self" else f"{self.kind}.{name}"
-        return Heat(weights_TS, allowed, self.rows_words, self.columns_words, title)
+        words = self.rows_words, self.columns_words
+        if isinstance(of, HeadName):
+            return AttentionMap(weights_TS, allowed, *words, title=str(of), head=of)
+        title = of if self.kind == "self" else f"{self.kind}.{of}"
+        return AttentionMap(weights_TS, allowed, *words, title=title)
 
     def rows(self) -> list[Row]:
-        """Each head's strongest cell and how spread it is: entropy in nats, mean over its rows."""
-        found = []
+        """One row per head: its strongest cell, and its entropy in nats, the mean over queries."""
+        rows = []
         for layer, weights_NTS in enumerate(self.weights):
             spread_N = torch.special.entr(weights_NTS.double()).sum(-1).mean(-1)
             for head, spread in enumerate(spread_N.tolist()):
@@ -96,11 +158,11 @@ class KindMaps(Face):
                 row: Row = {"kind": self.kind, "layer": layer, "head": head, "entropy": spread}
                 peak = {"query": t, "key": s, "weight": weight}
                 words = {"query_word": self.rows_words[t], "key_word": self.columns_words[s]}
-                found.append(row | peak | words)
-        return found
+                rows.append(row | peak | words)
+        return rows
 
     def text(self) -> str:
-        """A line a head."""
+        """One line per head."""
         T, S = self.weights[0].shape[1:]
         lines = [f"{self.title}: {len(self.weights)} layers, {T} x {S}"]
         for row in self.rows():
@@ -112,98 +174,184 @@ class KindMaps(Face):
         return "\n".join(lines)
 
     def parts(self) -> Iterator[str]:
-        """A small picture a head, in rows of layers; then the table."""
+        """A small picture of each head, one row per layer; then the table."""
         yield html.heading(self.title)
         for layer, weights_NTS in enumerate(self.weights):
-            heats = [self[layer, head] for head in range(len(weights_NTS))]
-            small = (html.captioned(heat.thumbnail(), heat.title) for heat in heats)
+            maps = [self[layer, head] for head in range(len(weights_NTS))]
+            small = (html.captioned(each.thumbnail(), each.title) for each in maps)
             yield f"<div>{''.join(small)}</div>"
         rows = self.rows()
         lines = (list(row.values()) for row in rows)
         yield html.folded("as a table", html.table(list(rows[0]), lines, caption=self.title))
 
     def figure(self) -> "Figure":
-        """All heads, a line of pictures a layer."""
-        from glassformer.lens.show.mpl import heat_figure
+        """All heads, one row of pictures per layer."""
+        from glassformer.lens.show.mpl import maps_figure
 
-        return heat_figure(list(self.heads()), columns=self.shape[1], words=False)
+        return maps_figure(list(self.heads()), columns=self.shape[1], words=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attentions(Face):
+class Attentions(Displayable):
     """Every kind of a model's attention. `[layer, head]`, `mean` and `shape` are of kind `self`."""
 
     by_kind: Mapping[str, KindMaps]
     title: str = "attention"
 
     def of(self, kind: str) -> KindMaps:
-        """`self`, `encoder` or `cross`."""
+        """Return the maps of one kind: `self`, `encoder` or `cross`."""
         if kind not in self.by_kind:
             raise InputError(
                 f"this model has no attention of kind '{kind}'", hint=nearest(kind, self.by_kind)
             )
         return self.by_kind[kind]
 
-    def __getitem__(self, place: tuple[int, int]) -> Heat:
-        return self.of("self")[place]
+    def __getitem__(self, at: tuple[int, int]) -> AttentionMap:
+        return self.of("self")[at]
 
-    def mean(self, layer: int | None = None) -> Heat:
-        """See `KindMaps.mean`."""
+    def mean(self, layer: int | None = None) -> AttentionMap:
+        """Return the average over heads of self-attention: see `KindMaps.mean`."""
         return self.of("self").mean(layer)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those there are."""
+        """The kinds of attention this model has: self, encoder, cross."""
         return tuple(self.by_kind)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Layers and heads of the self-attention."""
+        """The number of layers and of heads of self-attention."""
         return self.of("self").shape
 
     @property
     def tensor(self) -> Tensor:
-        """The self-attention's (L, N, T, S)."""
+        """The weights of self-attention (L, N, T, S)."""
         return self.of("self").tensor
 
     def rows(self) -> list[Row]:
-        """Of all kinds."""
+        """The rows of all kinds."""
         return [row for maps in self.by_kind.values() for row in maps.rows()]
 
     def text(self) -> str:
-        """Of all kinds."""
+        """The lines of all kinds."""
         return "\n".join(maps.text() for maps in self.by_kind.values())
 
     def parts(self) -> Iterator[str]:
-        """Of all kinds."""
+        """The parts of all kinds."""
         for maps in self.by_kind.values():
             yield from maps.parts()
 
     def figure(self) -> "Figure":
         """All heads of all kinds."""
-        from glassformer.lens.show.mpl import heat_figure
+        from glassformer.lens.show.mpl import maps_figure
 
-        heats = [heat for maps in self.by_kind.values() for heat in maps.heads()]
+        every = [each for maps in self.by_kind.values() for each in maps.heads()]
         columns = max(maps.shape[1] for maps in self.by_kind.values())
-        return heat_figure(heats, columns=columns, words=False)
+        return maps_figure(every, columns=columns, words=False)
 
 
 def read_attention(
-    spec: ModelSpec, seen: Capture, *, words: Sequence[str], source_words: Sequence[str]
+    spec: ModelSpec, captured: Capture, *, words: Sequence[str], source_words: Sequence[str]
 ) -> Attentions:
-    """The maps of a capture, on the CPU in float32 at least, with who may look where."""
-    found = {}
+    """Return the maps of a captured pass, on the CPU in float32 at least, with their masks."""
+    by_kind: dict[str, KindMaps] = {}
     for kind in kinds_of(spec):
         rows = tuple(source_words if kind == "encoder" else words)
         columns = tuple(words if kind == "self" else source_words)
         at = f"{prefix_of(spec, kind)}blocks.{{}}.{part_of(kind)}.weights"
         layers = attentions(spec, kind)
-        taken = [seen.seen[at.format(layer)].cpu() for layer in range(len(layers))]
-        weights = tuple(x if x.dtype == torch.float64 else x.float() for x in taken)
-        made: dict[Attention, Tensor] = {}
+        taken = (captured.taps[at.format(layer)].cpu() for layer in range(len(layers)))
+        weights = tuple(map(at_least_float32, taken))
+        masks: dict[Attention, Tensor] = {}
         for attention in layers:
-            if attention not in made:
-                made[attention] = allowed_of(attention, kind, seen.inputs)
-        allowed = tuple(made[attention] for attention in layers)
-        found[kind] = KindMaps(kind, weights, allowed, rows, columns)
-    return Attentions(found)
+            if attention not in masks:
+                masks[attention] = allowed_of(attention, kind, captured.inputs)
+        allowed = tuple(masks[attention] for attention in layers)
+        by_kind[kind] = KindMaps(kind, weights, allowed, rows, columns)
+    return Attentions(by_kind)
+
+
+# --- a batch --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class BatchAttention:
+    """`weights[head]` and `allowed[kind, layer]`, (B, T, S) each, in float64 on the CPU.
+
+    `positions` number the real tokens of each side from 0, and are -1 on padding.
+    """
+
+    weights: Mapping[HeadName, Tensor]
+    allowed: Mapping[tuple[Kind, int], Tensor]
+    positions: Mapping[str, Tensor]  # by side, "tokens" or "source": (B, T)
+
+    def query_positions(self, kind: Kind) -> Tensor:
+        """Return the position of each query, (B, T)."""
+        return self.positions["source" if kind == "encoder" else "tokens"]
+
+    def key_positions(self, kind: Kind) -> Tensor:
+        """Return the position of each key, (B, S)."""
+        return self.positions["tokens" if kind == "self" else "source"]
+
+    def allow(self, head: HeadName) -> Tensor:
+        """Return which cells this head may attend to, (B, T, S)."""
+        return self.allowed[head.kind, head.layer]
+
+    def uniform(self, head: HeadName) -> Tensor:
+        """Return uniform attention over the allowed cells: the chance level."""
+        allow = self.allow(head).double()
+        return allow / allow.sum(-1, keepdim=True).clamp(min=1.0)
+
+
+def batch_attention(
+    model: Model,
+    batch: Batch | Inputs | Tensor | NDArray[Any],
+    *,
+    edit: Mapping[str, Edit] | None = None,
+) -> BatchAttention:
+    """Return every head's attention over a batch, from one pass."""
+    spec = model.spec
+    taps = Taps(read=["*.attn.weights", *(["*.cross.weights"] if spec.encoder else [])], edit=edit)
+    inputs = model.inputs(batch)
+    with eval_mode(model):
+        model.hidden(inputs, taps=taps)
+    kept = {name: x.double().cpu() for name, x in taps.seen.items()}
+    weights = {head: kept[head.tap(spec, "weights")][:, head.head] for head in heads_of(spec)}
+    positions = {"tokens": _positions(inputs.tokens_BT, inputs.valid_BT)}
+    if inputs.source_BS is not None:
+        positions["source"] = _positions(inputs.source_BS, inputs.source_valid_BS)
+    return BatchAttention(weights, allowed_maps(spec, inputs), positions)
+
+
+def allowed_maps(spec: ModelSpec, inputs: Inputs) -> dict[tuple[Kind, int], Tensor]:
+    """Return which cells may be attended to, by kind and layer, (B, T, S)."""
+    allowed = {}
+    for kind in kinds_of(spec):
+        masks: dict[tuple[bool, int | None], Tensor] = {}
+        for layer, attention in enumerate(attentions(spec, kind)):
+            reach = attention.causal, attention.window
+            if reach not in masks:
+                rows = (_one(inputs, b) for b in range(len(inputs.tokens_BT)))
+                masks[reach] = torch.stack([allowed_of(attention, kind, row) for row in rows])
+            allowed[kind, layer] = masks[reach]
+    return allowed
+
+
+def _one(inputs: Inputs, b: int) -> Inputs:
+    """Return one row of a batch, as a batch of one."""
+
+    def row(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[b : b + 1]
+
+    return Inputs(
+        inputs.tokens_BT[b : b + 1],
+        row(inputs.valid_BT),
+        row(inputs.segments_BT),
+        row(inputs.source_BS),
+        row(inputs.source_valid_BS),
+    )
+
+
+def _positions(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+    valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT
+    return (valid_BT.cumsum(1) - 1).masked_fill(~valid_BT, -1).cpu()

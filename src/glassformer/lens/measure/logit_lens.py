@@ -1,10 +1,9 @@
-"""The logit lens: what the model would say if it stopped after each half-layer.
+"""The logit lens: what the model would predict if it stopped after each half-layer.
 
-A row's residual goes the way that the end of the stack goes: through the final norm if the model
-has one, then through the head. In a pre-norm model that is the usual lens. In a post-norm model
-every half-layer ends in its own norm and there is mostly no final one: the residual is read as it
-stands, which is what a model cut off there would have said; only the row `embed` was normed by
-nobody.
+Each row of the residual stream goes through the final norm, if the model has one, then through the
+output head. In a pre-norm model that is the usual logit lens. In a post-norm model every half-layer
+ends in its own norm and there is mostly no final one, so the residual is projected as it is, which
+is what a model cut off there would predict; only the row `embed` has passed no norm.
 """
 
 from collections.abc import Iterator
@@ -13,27 +12,33 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from glassformer.lens.measure.capture import Capture, at_rest, residual_rows
-from glassformer.lens.measure.predictions import Measured, Reading, final_norm, likeliest, measure
+from glassformer.lens.capture import Capture, eval_mode, residual_rows
+from glassformer.lens.measure.predictions import (
+    Predictions,
+    Readout,
+    final_norm,
+    read_predictions,
+    top_predictions,
+)
 from glassformer.lens.show import html, svg
-from glassformer.lens.show.displayable import Face, Row
+from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.token_text import shown
 from glassformer.spec.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# R rows (embed, each half-layer, final), T positions, K likeliest answers
+# R rows (embed, each half-layer, final), T positions, K likeliest ids
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LogitLens(Face):
+class LogitLens(Displayable):
     """`top` and `kl` by row and position; the row `final` is the model's own distribution."""
 
     row_names: tuple[str, ...]
     words: tuple[str, ...]
-    measured: Measured
-    reading: Reading
+    predictions: Predictions
+    readout: Readout
     title: str = "logit lens"
 
     @property
@@ -44,46 +49,48 @@ class LogitLens(Face):
     @property
     def kl(self) -> Tensor:
         """KL(final || row) in nats, (R, T)."""
-        return self.measured.kl
+        return self.predictions.kl
 
     @property
     def entropy(self) -> Tensor:
-        """Of each row's distribution, in nats, (R, T)."""
-        return self.measured.entropy
+        """Entropy of each row's distribution, in nats, (R, T)."""
+        return self.predictions.entropy
 
     @property
     def losses(self) -> Tensor:
-        """-log p(target) by row, (R, T); NaN where nothing was asked for."""
-        return self.measured.losses
+        """-log p(target) by row, (R, T); NaN where there is no target."""
+        return self.predictions.losses
 
     def top(
         self, position: int | None = None, k: int = 5, *, row: str = "final"
     ) -> list[tuple[str, float]]:
-        """The k likeliest words of a row at a position, with their probabilities."""
+        """Return the k likeliest words of a row at a position, with their probabilities."""
         return [(word, share) for _, word, share in self.choices(position, k, row=row)]
 
     def choices(
         self, position: int | None = None, k: int = 5, *, row: str = "final"
     ) -> list[tuple[int, str, float]]:
-        """`top` with the ids."""
-        return likeliest(self.reading, self.measured, self._row(row), self.position(position), k)
+        """Return the k likeliest of a row at a position: id, word, probability."""
+        return top_predictions(
+            self.readout, self.predictions, self._row(row), self.position(position), k
+        )
 
     def at(self, position: int | None = None, k: int = 5) -> dict[str, list[tuple[str, float]]]:
-        """`top` of every row."""
+        """Return `top` of every row, by its name."""
         return {name: self.top(position, k, row=name) for name in self.row_names}
 
     def position(self, position: int | None) -> int:
-        """A position from either end, checked; None is the one that matters most."""
+        """Check a position; negative ones count from the end, None is the readout position."""
         if position is None:
-            return self.reading.place
+            return self.readout.position
         T = len(self.words)
         if not -T <= position < T:
             raise InputError(f"no position {position} among {T}", hint=f"0 to {T - 1}")
         return position % T
 
     def _firsts(self) -> Iterator[tuple[str, list[int], list[float]]]:
-        """Each row's likeliest answers, and their probabilities."""
-        ids, shares = self.measured.ids[..., 0], self.measured.probabilities[..., 0]
+        """Yield each row's name, likeliest ids and their probabilities."""
+        ids, shares = self.predictions.ids[..., 0], self.predictions.probabilities[..., 0]
         yield from zip(self.row_names, ids.tolist(), shares.tolist(), strict=True)
 
     def _row(self, name: str) -> int:
@@ -92,15 +99,15 @@ class LogitLens(Face):
         return self.row_names.index(name)
 
     def rows(self) -> list[Row]:
-        """A line a row and position: its likeliest word, and how far it is from the end."""
-        ids, shares = self.measured.ids[..., 0].tolist(), self.measured.probabilities[..., 0]
+        """One row per depth and position: the likeliest word, and its KL to the final one."""
+        ids, shares = self.predictions.ids[..., 0].tolist(), self.predictions.probabilities[..., 0]
         kl, entropy, losses = self.kl.tolist(), self.entropy.tolist(), self.losses.tolist()
         return [
             {
                 "row": name,
                 "position": t,
                 "word": word,
-                "top": self.reading.word(ids[r][t]),
+                "top": self.readout.word(ids[r][t]),
                 "top_id": ids[r][t],
                 "probability": float(shares[r, t]),
                 "kl": kl[r][t],
@@ -112,7 +119,7 @@ class LogitLens(Face):
         ]
 
     def text(self) -> str:
-        """At the position that matters most: each row's three likeliest words, and its KL."""
+        """At the readout position: each row's three likeliest words, and its KL."""
         t = self.position(None)
         lines = [f"logit lens at position {t} ({shown(self.words[t])})"]
         for r, name in enumerate(self.row_names):
@@ -128,7 +135,7 @@ class LogitLens(Face):
         yield html.shaded_table(
             ["", *self.words],
             [
-                [name, *zip(map(self.reading.word, ids), shares, strict=True)]
+                (name, list(zip(map(self.readout.word, ids), shares, strict=True)))
                 for name, ids, shares in reversed(list(self._firsts()))
             ],
             caption="read from the bottom up; shade: probability",
@@ -144,13 +151,13 @@ class LogitLens(Face):
         return lens_figure(self)
 
 
-def read_lens(reading: Reading, seen: Capture, *, words: tuple[str, ...]) -> LogitLens:
-    """The lens over a capture's residual."""
-    named = residual_rows(reading.model.spec)
-    norm = final_norm(reading.model)
-    with at_rest(reading.model):
-        rows = [seen.seen[tap] for _, tap in named]
-        rows = [*(row if norm is None else norm(row) for row in rows), seen.hidden_TD]
-        measured = measure(reading, [reading.rows_of(row) for row in rows])
+def read_lens(readout: Readout, captured: Capture, *, words: tuple[str, ...]) -> LogitLens:
+    """Project the captured residual stream, row by row."""
+    named = residual_rows(readout.model.spec)
+    norm = final_norm(readout.model)
+    with eval_mode(readout.model):
+        rows = [captured.taps[tap] for _, tap in named]
+        rows = [*(row if norm is None else norm(row) for row in rows), captured.hidden_TD]
+        predictions = read_predictions(readout, [readout.rows_of(row) for row in rows])
     names = (*(name for name, _ in named), "final")
-    return LogitLens(names, words, measured, reading)
+    return LogitLens(names, words, predictions, readout)

@@ -1,4 +1,4 @@
-"""How large things are: L2 norms of the residual and of what each part adds to it."""
+"""L2 norms of the residual stream, and of what each sublayer adds to it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from glassformer.lens.measure.capture import Capture, residual_rows
-from glassformer.lens.measure.head_names import prefix_of
+from glassformer.lens.capture import Capture, residual_rows
+from glassformer.lens.heads import prefix_of
+from glassformer.lens.measure.predictions import at_least_float32
 from glassformer.lens.show import html, svg
-from glassformer.lens.show.displayable import Face, Row
+from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.token_text import shown
 from glassformer.spec.model import ModelSpec
 
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Norms(Face):
+class Norms(Displayable):
     """`residual` (R, T) after each half-layer; `attention`, `cross`, `mlp` (L, T): what was added.
 
-    In a post-norm model the parts are what goes into the norm, the residual what comes out of it.
+    In a post-norm model the parts are measured before the norm, the residual after it.
     """
 
     row_names: tuple[str, ...]
@@ -37,18 +38,18 @@ class Norms(Face):
 
     @property
     def tensor(self) -> Tensor:
-        """The residual's (R, T)."""
+        """The norms of the residual (R, T)."""
         return self.residual
 
     def parts_by_name(self) -> dict[str, Tensor]:
-        """What the layers add: attention, cross where there is one, mlp."""
-        found = {"attention": self.attention}
+        """Return what the layers add: attention, cross where there is one, mlp."""
+        added = {"attention": self.attention}
         if self.cross is not None:
-            found["cross"] = self.cross
-        return found | {"mlp": self.mlp}
+            added["cross"] = self.cross
+        return added | {"mlp": self.mlp}
 
     def rows(self) -> list[Row]:
-        """One line a row and position: the residual, and after it what each layer added."""
+        """One row per depth and position: the residual first, then what each layer added."""
         named = [(name, "residual", values) for name, values in self._residual()]
         for part, values_LT in self.parts_by_name().items():
             named += [(f"L{i}", part, values) for i, values in enumerate(values_LT.tolist())]
@@ -91,19 +92,19 @@ class Norms(Face):
         return norms_figure(self)
 
 
-def read_norms(spec: ModelSpec, seen: Capture, *, words: tuple[str, ...]) -> Norms:
-    """The norms of a capture; of an encoder-decoder, its decoder's."""
+def read_norms(spec: ModelSpec, captured: Capture, *, words: tuple[str, ...]) -> Norms:
+    """Measure a captured pass; of an encoder-decoder, its decoder."""
     rows = residual_rows(spec)
     at = prefix_of(spec, "self")
 
     def layers(leaf: str) -> Tensor:
         return torch.stack(
-            [_norm(seen.seen[f"{at}blocks.{i}.{leaf}"]) for i in range(spec.n_layers)]
+            [_norm(captured.taps[f"{at}blocks.{i}.{leaf}"]) for i in range(spec.n_layers)]
         )
 
     return Norms(
         row_names=tuple(name for name, _ in rows),
-        residual=torch.stack([_norm(seen.seen[tap]) for _, tap in rows]),
+        residual=torch.stack([_norm(captured.taps[tap]) for _, tap in rows]),
         attention=layers("attn.out"),
         mlp=layers("ffn.out"),
         cross=None if spec.encoder is None else layers("cross.out"),
@@ -112,5 +113,5 @@ def read_norms(spec: ModelSpec, seen: Capture, *, words: tuple[str, ...]) -> Nor
 
 
 def _norm(x_TD: Tensor) -> Tensor:
-    wide = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
-    return wide.norm(dim=-1).cpu()
+    norm_T: Tensor = at_least_float32(x_TD).norm(dim=-1)
+    return norm_T.cpu()

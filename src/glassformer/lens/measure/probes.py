@@ -1,7 +1,7 @@
-"""`Probes`: what a model did with a few fixed examples at one step of its training, in one file.
+"""`Probes`: attention, lens, norms and losses of a few fixed examples at one training step.
 
-A safetensors file, so that other tools open it; words and names are its metadata. Attention is kept
-as bytes: 0 to 254 are weights in equal steps, 255 is a cell that may not be attended to.
+They are stored as one safetensors file, so that other tools can open it; words and names are its
+metadata. Attention is stored as bytes: 0 to 254 are weights in equal steps, 255 is a masked cell.
 """
 
 import json
@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.heads import HeadName, kind_of
 from glassformer.lens.show import html
-from glassformer.lens.show.attention_map import Heat
-from glassformer.lens.show.displayable import Face, Row
+from glassformer.lens.show.attention_map import AttentionMap
+from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.token_text import Names, shown
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.tensors import read_metadata, read_tensors, tensor_bytes
@@ -27,45 +27,45 @@ from glassformer.store.tensors import read_metadata, read_tensors, tensor_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# B examples, N heads, T queries, S keys, R rows of the residual, K likeliest answers
+# B examples, N heads, T queries, S keys, R rows of the residual, K likeliest ids
 
 FORMAT = "glassformer probes 1"
 #: The byte of a weight of 1, and of a cell that is masked.
 FULL, MASKED = 254, 255
-#: Letters kept of a word, and how many different answers of the lens are named in a file.
+#: Letters kept of a word, and the number of different predicted ids named in a file.
 LETTERS, NAMED = 24, 512
-#: Bytes of one file that will be read: many times what the largest model leaves.
+#: The largest file that will be read: many times what the largest model writes.
 LIMIT = 1 << 28
-#: What a file that lies can lead to before it is known to lie.
+#: Exceptions that a damaged or hostile file can cause before it is recognised as one.
 FAULTS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Probes(Face):
-    """`heat(example, "L1H3")`, `top(example, row, position)`, `norms_BRT`, `losses_BT` of one step.
+class Probes(Displayable):
+    """`map(example, "L1H3")`, `top(example, position)`, `norms_BRT`, `losses_BT` of one step.
 
-    `examples` are rows of the validation split. `whole` is False for an example that was cut.
-    `counted_BT` says where a loss was asked for; elsewhere it is 0.
+    `examples` are rows of the validation split. `complete` is False for an example that was
+    truncated. `counted_BT` is True where there is a target; elsewhere the loss is 0.
     """
 
     step: int
     head: str
     examples: tuple[int, ...]
-    whole: tuple[bool, ...]
+    complete: tuple[bool, ...]
     words: tuple[tuple[str, ...], ...]
     source_words: tuple[tuple[str, ...], ...] | None
     attention: Mapping[str, NDArray[np.uint8]]  # "self.0": (B, N, T, S)
     row_names: tuple[str, ...]
     norms_BRT: NDArray[np.float32]
-    lens_ids: NDArray[np.int32]  # (B, R + 1, T, K); the last row is the model's own answer
+    lens_ids: NDArray[np.int32]  # (B, R + 1, T, K); the last row is the model's own prediction
     lens_shares: NDArray[np.float16]
     names: Mapping[int, str]
     losses_BT: NDArray[np.float32]
     counted_BT: NDArray[np.bool_]
 
     @property
-    def title(self) -> str:  # type: ignore[override]
-        """With the step that they were seen at."""
+    def title(self) -> str:
+        """The step at which they were taken."""
         return f"probes at step {self.step}"
 
     @property
@@ -75,20 +75,20 @@ class Probes(Face):
 
     @property
     def loss(self) -> float | None:
-        """The mean over all that was asked for; None where nothing was."""
-        asked = self.losses_BT[self.counted_BT]
-        return float(asked.mean(dtype=np.float64)) if asked.size else None
+        """The mean over all positions with a target; None without any."""
+        counted = self.losses_BT[self.counted_BT]
+        return float(counted.mean(dtype=np.float64)) if counted.size else None
 
     def heads(self) -> list[HeadName]:
-        """Every head, in the order of the computation."""
-        found = []
-        for place, maps in self.attention.items():
-            kind, _, layer = place.partition(".")
-            found += [HeadName(kind, int(layer), head) for head in range(maps.shape[1])]  # type: ignore[arg-type]
-        return found
+        """Return every head, in the order of the computation."""
+        heads = []
+        for name, maps in self.attention.items():
+            kind, _, layer = name.partition(".")
+            heads += [HeadName(kind_of(kind), int(layer), head) for head in range(maps.shape[1])]
+        return heads
 
-    def heat(self, example: int, head: str | HeadName) -> Heat:
-        """One head's map of one example, in steps of 1/254."""
+    def map(self, example: int, head: str | HeadName) -> AttentionMap:
+        """Return one head's map of one example, in steps of 1/254."""
         name = HeadName.parse(head)
         if name not in self.heads():
             raise InputError(f"no head {name} in these probes", hint="`heads()` lists them")
@@ -98,17 +98,24 @@ class Probes(Face):
         bytes_TS = bytes_TS[: len(rows), : len(columns)]
         allowed_TS = bytes_TS != MASKED
         weights_TS = np.where(allowed_TS, bytes_TS, 0).astype(np.float32) / FULL
-        both = torch.from_numpy(weights_TS), torch.from_numpy(allowed_TS)
-        return Heat(*both, rows, columns, f"{name} at step {self.step}")
+        return AttentionMap(
+            torch.from_numpy(weights_TS),
+            torch.from_numpy(allowed_TS),
+            rows,
+            columns,
+            title=f"{name} at step {self.step}",
+            head=name,
+        )
 
-    def mean(self, example: int, layer: int, *, kind: str = "self") -> Heat:
-        """The average of a layer's heads."""
+    def mean(self, example: int, layer: int, *, kind: str = "self") -> AttentionMap:
+        """Return the average of a layer's heads."""
         names = [name for name in self.heads() if (name.kind, name.layer) == (kind, layer)]
-        every = [self.heat(example, name) for name in names]
+        every = [self.map(example, name) for name in names]
         if not every:
             raise InputError(f"no layer {layer} of kind '{kind[:20]}' in these probes")
         mean_TS = torch.stack([each.tensor for each in every]).mean(0)
-        return replace(every[0], weights_TS=mean_TS, title=f"L{layer} mean at step {self.step}")
+        title = f"L{layer} mean at step {self.step}"
+        return replace(every[0], weights_TS=mean_TS, title=title, head=None)
 
     def _words(self, example: int, *, of_source: bool) -> tuple[str, ...]:
         if not 0 <= example < len(self.words):
@@ -119,7 +126,7 @@ class Probes(Face):
         return self.source_words[example]
 
     def top(self, example: int, position: int, *, row: str = "final") -> list[tuple[str, float]]:
-        """The likeliest answers of a row of the lens, with their probabilities."""
+        """Return the likeliest predictions of a row of the lens, with their probabilities."""
         rows = (*self.row_names, "final")
         if row not in rows:
             raise InputError(f"no row '{row}'", hint=f"known: {', '.join(rows)}")
@@ -131,7 +138,7 @@ class Probes(Face):
         return [(self.names.get(i, f"#{i}"), share) for i, share in pairs]
 
     def rows(self) -> list[Row]:
-        """A line a token: its loss where one was asked for, the answer, the residual's end."""
+        """One row per token: loss if it has a target, prediction, norm of the last residual."""
         return [
             {
                 "step": self.step,
@@ -148,47 +155,47 @@ class Probes(Face):
         ]
 
     def text(self) -> str:
-        """A line an example: its words, its loss, what is answered at its end."""
+        """One line per example: its words, its loss, the prediction at its end."""
         mean = "" if self.loss is None else f", loss {self.loss:.4f}"
         lines = [f"{self.title}: {len(self.words)} examples, {len(self.heads())} heads{mean}"]
         for b, words in enumerate(self.words):
-            asked = self.losses_BT[b][self.counted_BT[b]]
-            loss = f"loss {asked.mean():8.4f}" if asked.size else " " * 13
-            answer, share = self.top(b, len(words) - 1)[0]
-            said = " ".join(shown(word) for word in words[-12:])
-            lines.append(f"  {self.examples[b]:>6}  {loss}  {said} -> {shown(answer)} {share:.3f}")
+            counted = self.losses_BT[b][self.counted_BT[b]]
+            loss = f"loss {counted.mean():8.4f}" if counted.size else " " * 13
+            top, share = self.top(b, len(words) - 1)[0]
+            text = " ".join(shown(word) for word in words[-12:])
+            lines.append(f"  {self.examples[b]:>6}  {loss}  {text} -> {shown(top)} {share:.3f}")
         return "\n".join(lines)
 
     def parts(self) -> Iterator[str]:
         """Every head's map of the first example, then the table."""
         yield html.heading(self.title)
         for head in self.heads():
-            heat = self.heat(0, head)
-            yield html.captioned(heat.svg(side=160), heat.title)
+            each = self.map(0, head)
+            yield html.captioned(each.svg(side=160), each.title)
         rows = self.rows()
-        yield html.table(list(rows[0]), (row.values() for row in rows), caption=self.title)
+        yield html.table(list(rows[0]), (list(row.values()) for row in rows), caption=self.title)
 
     def figure(self) -> "Figure":
         """Every head's map of the first example."""
-        from glassformer.lens.show.mpl import heat_figure
+        from glassformer.lens.show.mpl import maps_figure
 
-        heats = [self.heat(0, head) for head in self.heads()]
+        every = [self.map(0, head) for head in self.heads()]
         columns = max(maps.shape[1] for maps in self.attention.values())
-        return heat_figure(heats, columns=columns, words=False)
+        return maps_figure(every, columns=columns, words=False)
 
     def to_bytes(self) -> bytes:
-        """The file; equal probes give equal bytes."""
+        """Return the file's bytes; equal probes give equal bytes."""
         arrays: dict[str, NDArray[Any]] = {
             "examples": np.array(self.examples, dtype=np.int64),
-            "whole": np.array(self.whole, dtype=np.bool_),
+            "whole": np.array(self.complete, dtype=np.bool_),
             "norms": self.norms_BRT,
             "lens.ids": self.lens_ids,
             "lens.shares": self.lens_shares,
             "losses": self.losses_BT,
             "counted": self.counted_BT,
-            **{f"attention.{place}": maps for place, maps in self.attention.items()},
+            **{f"attention.{name}": maps for name, maps in self.attention.items()},
         }
-        said = {
+        header = {
             "format": FORMAT,
             "step": self.step,
             "head": self.head,
@@ -197,104 +204,104 @@ class Probes(Face):
             "source_words": self.source_words,
             "names": self.names,
         }
-        return tensor_bytes(arrays, metadata={"probes": json.dumps(said, ensure_ascii=False)})
+        return tensor_bytes(arrays, metadata={"probes": json.dumps(header, ensure_ascii=False)})
 
 
 def named(ids: NDArray[np.int32], names: Names) -> dict[int, str]:
-    """Words of the ids that occur most, as many as a file names; the smaller id first."""
+    """Return the words of the most frequent ids, as many as a file names; ties by smaller id."""
     counts = Counter(ids.flatten().tolist())
-    often = sorted(counts, key=lambda i: (-counts[i], i))[:NAMED]
-    return {i: names(i)[:LETTERS] for i in sorted(often)}
+    frequent = sorted(counts, key=lambda i: (-counts[i], i))[:NAMED]
+    return {i: names(i)[:LETTERS] for i in sorted(frequent)}
 
 
 def read_probes(path: str | Path) -> Probes:
-    """The probes of one file, `runs/digits/probes/step-000200.safetensors`."""
+    """Read one file, `runs/digits/probes/step-000200.safetensors`."""
     file = Path(path)
     if not file.is_file():
         raise InputError("no such file of probes", where=str(path))
     if (size := file.stat().st_size) > LIMIT:
         raise FileError(f"a file of probes of {size:,} bytes", where=file.name)
     try:
-        said = json.loads(read_metadata(file).get("probes", "{}"))
-        if not isinstance(said, dict) or said.get("format") != FORMAT:
+        header = json.loads(read_metadata(file).get("probes", "{}"))
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise FileError("this tensor file holds no probes", where=file.name)
-        found = _probes(said, read_tensors(file))
-        _check(found)
+        probes = _probes(header, read_tensors(file))
+        _check(probes)
     except FAULTS as error:
         raise FileError(f"a damaged file of probes: {error}", where=file.name) from error
-    return found
+    return probes
 
 
-def _probes(said: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Probes:
+def _probes(header: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Probes:
     def words(name: str) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(str(word) for word in row) for row in said[name])
+        return tuple(tuple(str(word) for word in row) for row in header[name])
 
     maps = {
         n.removeprefix("attention."): a for n, a in arrays.items() if n.startswith("attention.")
     }
     order = ("encoder", "self", "cross")
-    places = sorted(maps, key=lambda p: (order.index(p.split(".")[0]), int(p.split(".")[1])))
+    names = sorted(maps, key=lambda n: (order.index(n.split(".")[0]), int(n.split(".")[1])))
     return Probes(
-        step=int(said["step"]),
-        head=str(said["head"]),
+        step=int(header["step"]),
+        head=str(header["head"]),
         examples=tuple(arrays["examples"].tolist()),
-        whole=tuple(arrays["whole"].tolist()),
+        complete=tuple(arrays["whole"].tolist()),
         words=words("words"),
-        source_words=None if said["source_words"] is None else words("source_words"),
-        attention={place: maps[place] for place in places},
-        row_names=tuple(map(str, said["rows"])),
+        source_words=None if header["source_words"] is None else words("source_words"),
+        attention={name: maps[name] for name in names},
+        row_names=tuple(map(str, header["rows"])),
         norms_BRT=arrays["norms"],
         lens_ids=arrays["lens.ids"],
         lens_shares=arrays["lens.shares"],
-        names={int(i): str(word) for i, word in said["names"].items()},
+        names={int(i): str(word) for i, word in header["names"].items()},
         losses_BT=arrays["losses"],
         counted_BT=arrays["counted"],
     )
 
 
-def _check(found: Probes) -> None:
-    """Shapes that belong together: a file from elsewhere may hold anything."""
-    B, T = found.losses_BT.shape
-    R = len(found.row_names)
+def _check(probes: Probes) -> None:
+    """Raise ValueError unless all shapes agree: a foreign file may hold anything."""
+    B, T = probes.losses_BT.shape
+    R = len(probes.row_names)
     sides = {"self": (T, T)}
-    if found.source_words is not None:
-        longest = max(map(len, found.source_words))
+    if probes.source_words is not None:
+        longest = max(map(len, probes.source_words))
         sides |= {"encoder": (longest, longest), "cross": (T, longest)}
     fits = (
-        len(found.words) == len(found.examples) == len(found.whole) == B
-        and max(map(len, found.words)) <= T
-        and min(map(len, found.words)) > 0
-        and all(type(row) is int and row >= 0 for row in found.examples)
-        and 0 <= found.step < 1 << 62
-        and _is(found.counted_BT, np.bool_, (B, T))
-        and _is(found.losses_BT, np.float32, (B, T))
-        and _is(found.norms_BRT, np.float32, (B, R, T))
-        and _is(found.lens_ids, np.int32, (B, R + 1, T, found.lens_ids.shape[-1]))
-        and _is(found.lens_shares, np.float16, found.lens_ids.shape)
+        len(probes.words) == len(probes.examples) == len(probes.complete) == B
+        and max(map(len, probes.words)) <= T
+        and min(map(len, probes.words)) > 0
+        and all(type(row) is int and row >= 0 for row in probes.examples)
+        and 0 <= probes.step < 1 << 62
+        and _is(probes.counted_BT, np.bool_, (B, T))
+        and _is(probes.losses_BT, np.float32, (B, T))
+        and _is(probes.norms_BRT, np.float32, (B, R, T))
+        and _is(probes.lens_ids, np.int32, (B, R + 1, T, probes.lens_ids.shape[-1]))
+        and _is(probes.lens_shares, np.float16, probes.lens_ids.shape)
         and R > 0
-        and found.lens_ids.shape[-1] > 0
-        and (found.source_words is None or len(found.source_words) == B)
+        and probes.lens_ids.shape[-1] > 0
+        and (probes.source_words is None or len(probes.source_words) == B)
         and all(
             _is(maps, np.uint8, (B, maps.shape[1], *sides[kind])) and maps.shape[1] > 0
-            for (kind, _), maps in zip(_places(found), found.attention.values(), strict=True)
+            for (kind, _), maps in zip(_layers(probes), probes.attention.values(), strict=True)
         )
     )
-    if not fits or not found.attention:
-        raise ValueError("its tensors do not fit each other")
+    if not fits or not probes.attention:
+        raise ValueError("its tensors do not have matching shapes")
 
 
 def _is(array: NDArray[Any], dtype: Any, shape: tuple[int, ...]) -> bool:
     return array.dtype == dtype and array.shape == shape
 
 
-def _places(found: Probes) -> list[tuple[str, int]]:
-    """Kind and layer of each map; the layers of a kind are numbered from 0, in order."""
+def _layers(probes: Probes) -> list[tuple[str, int]]:
+    """Return kind and layer of each entry of `attention`; layers must run from 0, in order."""
     counts: Counter[str] = Counter()
-    places = []
-    for place in found.attention:
-        kind, _, layer = place.partition(".")
+    layers = []
+    for name in probes.attention:
+        kind, _, layer = name.partition(".")
         if layer != str(counts[kind]):
             raise ValueError(f"attention of layer {layer[:20]!r} of kind {kind!r}")
-        places.append((kind, counts[kind]))
+        layers.append((kind, counts[kind]))
         counts[kind] += 1
-    return places
+    return layers

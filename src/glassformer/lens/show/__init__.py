@@ -1,1 +1,1 @@
-"""Rendering of measurements: terminal text, SVG, HTML, matplotlib."""
+"""How results are displayed: characters, SVG, HTML, matplotlib, files."""

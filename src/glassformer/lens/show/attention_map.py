@@ -1,6 +1,6 @@
-"""`Difference`: one attention map less another, with its words; signed, hatched where masked.
+"""`AttentionMap`: one attention map with its words, and which of its cells may be attended to.
 
-`Heat`: one attention map with its words, and which of its cells may be attended to.
+`Difference`: one map minus another, signed, masked where either is.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from glassformer.lens.heads import HeadName
 from glassformer.lens.show import html, svg
-from glassformer.lens.show import svg as picture
-from glassformer.lens.show.ascii import heat_text
-from glassformer.lens.show.displayable import Face, Row
+from glassformer.lens.show.ascii import heatmap_text
+from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.token_text import shown
 from glassformer.spec.errors import InputError
 
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 # T queries (rows), S keys (columns)
 
-#: Maps up to this many rows and columns are written out; of larger ones the largest cells.
-DIFFERENCES_WRITTEN, PEAKS = 12, 12
+#: Maps of at most this many rows and columns are written out cell by cell, of larger ones the
+#: strongest cells.
+WRITTEN, DIFFERENCES_WRITTEN, PEAKS = 32, 12, 12
+#: Rows and columns of a thumbnail, at most.
+THUMBNAIL = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Difference(Face):
-    """One map less another: `heat - other` makes it. NaN where either of them may not look."""
+class Difference(Displayable):
+    """One map minus another, made by `map - other`. NaN where either of them is masked."""
 
     weights_TS: Tensor
     rows_words: tuple[str, ...]
@@ -42,11 +45,11 @@ class Difference(Face):
 
     @property
     def allowed(self) -> Tensor:
-        """True where both may look."""
+        """True where both may attend."""
         return ~self.tensor.isnan()
 
     def rows(self) -> list[Row]:
-        """Every cell where both may look: query, key, difference."""
+        """One row per cell that both may attend to: query, key, difference."""
         return [
             {"query": t, "query_word": q, "key": s, "key_word": k, "difference": value}
             for t, (q, values) in enumerate(zip(self.rows_words, self.tensor.tolist(), strict=True))
@@ -55,28 +58,28 @@ class Difference(Face):
         ]
 
     def peaks(self, most: int = PEAKS) -> list[tuple[int, int, float]]:
-        """The cells that differ most: query, key, difference."""
-        found = [(row["query"], row["key"], row["difference"]) for row in self.rows()]
-        return sorted(found, key=lambda cell: -abs(cell[2]))[:most]
+        """Return the cells that differ most: query, key, difference."""
+        cells = [(row["query"], row["key"], row["difference"]) for row in self.rows()]
+        return sorted(cells, key=lambda cell: -abs(cell[2]))[:most]
 
     def summary(self) -> str:
         """One line."""
         if not (peaks := self.peaks(1)):
-            return f"{self.title}: there is no cell at which both may look"
+            return f"{self.title}: there is no cell that both may attend to"
         t, s, value = peaks[0]
         words = f"'{shown(self.rows_words[t])}' to '{shown(self.columns_words[s])}'"
-        return f"{self.title}: the largest {value:+.3f}, from {words}"
+        return f"{self.title}: largest difference {value:+.3f}, from {words}"
 
     def text(self) -> str:
-        """Its numbers, or the cells of a large one that differ most."""
+        """The numbers of a small map; the cells of a large one that differ most."""
         T, S = self.tensor.shape
         if max(T, S) > DIFFERENCES_WRITTEN:
-            lines = (
+            peaks = (
                 f"  {value:+.3f}  {t}:{shown(self.rows_words[t])} -> "
                 f"{s}:{shown(self.columns_words[s])}"
                 for t, s, value in self.peaks()
             )
-            return "\n".join([f"{self.title}: {T} x {S}, what differs most:", *lines])
+            return "\n".join([f"{self.title}: {T} x {S}, the cells that differ most:", *peaks])
         rows = [shown(word, most=12) for word in self.rows_words]
         columns = [shown(word, most=12) for word in self.columns_words]
         left, widths = max(map(len, rows)), [max(6, len(name)) for name in columns]
@@ -91,8 +94,8 @@ class Difference(Face):
         return "\n".join(lines)
 
     def parts(self) -> Iterator[str]:
-        """The map, blue where the first looks more, then its cells as a table."""
-        drawn = svg.heat_svg(
+        """The map, blue where the first attends more, then its cells as a table."""
+        drawn = svg.heatmap_svg(
             self.tensor.numpy(),
             rows=self.rows_words,
             columns=self.columns_words,
@@ -110,43 +113,40 @@ class Difference(Face):
         return difference_figure(self)
 
 
-# T queries (rows), S keys (columns)
-
-#: Maps up to this many rows and columns are written out cell by cell; larger ones by their peaks.
-WRITTEN = 32
-THUMBNAIL = 64
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Heat(Face):
-    """One map: row t says where position t looks. `allowed` is False where it may not look."""
+class AttentionMap(Displayable):
+    """One map: row t is what position t attends to. `allowed` is False where it may not attend.
+
+    `head` is the head whose map it is; None for a mean over heads.
+    """
 
     weights_TS: Tensor
     allowed: Tensor
     rows_words: tuple[str, ...]
     columns_words: tuple[str, ...]
     title: str
+    head: HeadName | None = None
 
     @property
     def tensor(self) -> Tensor:
         """The weights (T, S); each row sums to 1, or to 0 where nothing may be attended to."""
         return self.weights_TS
 
-    def __sub__(self, other: "Heat") -> Difference:
-        """This map less that of another model, or of another head, at the same tokens."""
+    def __sub__(self, other: "AttentionMap") -> Difference:
+        """Subtract the map of another model, or of another head, at the same tokens."""
         words = self.rows_words, self.columns_words
         if words != (other.rows_words, other.columns_words):
             raise InputError(
-                "the two maps are of different tokens, so there is no difference to draw",
-                hint="compare models that cut the text into the same tokens",
+                "the two maps are of different tokens, so they cannot be subtracted",
+                hint="compare models that split the text into the same tokens",
             )
         weights_TS = (self.tensor - other.tensor).masked_fill(
             ~(self.allowed & other.allowed), torch.nan
         )
-        return Difference(weights_TS, *words, title=f"{self.title} less {other.title}")
+        return Difference(weights_TS, *words, title=f"{self.title} minus {other.title}")
 
     def rows(self) -> list[Row]:
-        """Every allowed cell: query, key, weight."""
+        """One row per allowed cell: query, key, weight."""
         weights, allowed = self.tensor.tolist(), self.allowed.tolist()
         return [
             {"query": t, "query_word": q, "key": s, "key_word": k, "weight": weights[t][s]}
@@ -156,7 +156,7 @@ class Heat(Face):
         ]
 
     def peaks(self, most: int = 10) -> list[tuple[int, int, float]]:
-        """The strongest cells: query, key, weight; masked ones are none."""
+        """Return the strongest allowed cells: query, key, weight."""
         weights_TS = self.tensor.masked_fill(~self.allowed, -1.0)
         best = weights_TS.flatten().topk(min(most, int(self.allowed.sum())))
         S = self.tensor.shape[1]
@@ -166,13 +166,13 @@ class Heat(Face):
         ]
 
     def text(self) -> str:
-        """A picture of characters, or the strongest cells of a large map."""
+        """The map as characters, or the strongest cells of a large one."""
         T, S = self.tensor.shape
         top = f"{self.title}: {T} queries x {S} keys"
         if max(T, S) <= WRITTEN:
             rows = [shown(word, most=12) for word in self.rows_words]
             columns = [shown(word, most=12) for word in self.columns_words]
-            return f"{top}\n{heat_text(self.tensor, rows=rows, columns=columns)}"
+            return f"{top}\n{heatmap_text(self.tensor, rows=rows, columns=columns)}"
         lines = [
             f"  {weight:.3f}  {t} {shown(self.rows_words[t])} -> {s} {shown(self.columns_words[s])}"
             for t, s, weight in self.peaks()
@@ -180,8 +180,8 @@ class Heat(Face):
         return "\n".join([f"{top}; the strongest:", *lines])
 
     def svg(self, *, side: int = 384) -> str:
-        """The labelled map, masked cells hatched."""
-        return picture.heat_svg(
+        """Return the labelled map as SVG, masked cells hatched."""
+        return svg.heatmap_svg(
             self.tensor.numpy(),
             rows=self.rows_words,
             columns=self.columns_words,
@@ -191,11 +191,11 @@ class Heat(Face):
         )
 
     def thumbnail(self) -> str:
-        """A small map without words, the peaks of a large one kept."""
-        small = picture.pooled(self.tensor.numpy(), most=THUMBNAIL)
-        allowed = picture.pooled(self.allowed.numpy(), most=THUMBNAIL)
+        """Return a small image without words; a large map keeps its peaks."""
+        small = svg.pooled(self.tensor.numpy(), most=THUMBNAIL)
+        allowed = svg.pooled(self.allowed.numpy(), most=THUMBNAIL)
         scale = max(1, 96 // max(small.shape))
-        uri = picture.data_uri(picture.heat_png(small, allowed=allowed, scale=scale))
+        uri = svg.data_uri(svg.heatmap_png(small, allowed=allowed, scale=scale))
         T, S = small.shape
         return (
             f'<img src="{uri}" width="{96 * S // max(T, S)}" height="{96 * T // max(T, S)}" '
@@ -203,7 +203,7 @@ class Heat(Face):
         )
 
     def summary(self) -> str:
-        """One line for those who do not see the picture."""
+        """One line, for those who cannot see the picture."""
         if not bool(self.allowed.any()):
             return f"attention {self.title}: nothing may be attended to"
         t, s, weight = self.peaks(1)[0]
@@ -222,16 +222,16 @@ class Heat(Face):
             )
             inside = html.table(["", *self.columns_words], lines, caption=self.title)
         else:
-            lines = (
+            peaks = (
                 [t, self.rows_words[t], s, self.columns_words[s], weight]
                 for t, s, weight in self.peaks(200)
             )
             caption = f"{self.title}: the 200 strongest of {int(self.allowed.sum()):,} cells"
-            inside = html.table(["query", "", "key", "", "weight"], lines, caption=caption)
+            inside = html.table(["query", "", "key", "", "weight"], peaks, caption=caption)
         yield html.folded("as a table", inside)
 
     def figure(self) -> "Figure":
-        """The map on paper."""
-        from glassformer.lens.show.mpl import heat_figure
+        """The map as a matplotlib figure."""
+        from glassformer.lens.show.mpl import maps_figure
 
-        return heat_figure([self], columns=1)
+        return maps_figure([self], columns=1)

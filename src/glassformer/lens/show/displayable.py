@@ -1,7 +1,7 @@
-"""What every value of the lens can do: be read, listed, drawn, saved, and shown in a notebook.
+"""The base of every result of the lens: printed, listed, drawn, saved, and shown in a notebook.
 
 A notebook's picture is static HTML without script, so that it survives viewers, exports and mail;
-it is cut at 2 MB, and then says what was left out.
+it is cut at 2 MB, with a line that names what was left out.
 """
 
 import csv
@@ -22,16 +22,20 @@ from glassformer.spec.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The most that one value writes into a notebook.
+#: The most bytes that one value writes into a notebook.
 CELL_BYTES = 2_000_000
 ENDINGS = ("png", "svg", "html", "json", "csv")
 Row = dict[str, Any]
 
 
-class Face(ABC):
-    """A value that shows itself. Subclasses say what it holds; this class, in which forms."""
+class Displayable(ABC):
+    """A result that can be printed, listed, drawn and saved."""
 
-    title: str
+    if TYPE_CHECKING:
+
+        @property
+        def title(self) -> str:
+            """A short name; subclasses make it a field or a property."""
 
     @property
     @abstractmethod
@@ -40,37 +44,37 @@ class Face(ABC):
 
     @abstractmethod
     def rows(self) -> list[Row]:
-        """The same as a table: one dict a row."""
+        """The same as a table: one dict per row."""
 
     @abstractmethod
     def text(self) -> str:
-        """For a terminal; also `repr`."""
+        """Text for a terminal; also `repr`."""
 
     @abstractmethod
     def parts(self) -> Iterator[str]:
-        """Static HTML, what matters most first; each part stands for itself."""
+        """Yield static HTML, most important first; each part is complete by itself."""
 
     @abstractmethod
     def figure(self) -> "Figure":
-        """For paper: a matplotlib figure."""
+        """A matplotlib figure."""
 
     def __repr__(self) -> str:
         return self.text()
 
     def html(self, *, most: int = CELL_BYTES) -> str:
-        """The parts that fit into so many bytes, and a line that counts the others."""
+        """Return the parts that fit into `most` bytes, and a line that counts the others."""
         return capped(self.parts(), most=most)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/plain": self.text(), "text/html": self.html()}
 
     def save(self, path: str | Path) -> Path:
-        """Write it as the ending says: png, svg, html, json or csv."""
+        """Write a file in the format of its ending: png, svg, html, json or csv."""
         target = Path(path)
         ending = target.suffix.lower().removeprefix(".")
         if ending not in ENDINGS:
             raise InputError(
-                f"nothing is saved as '.{ending}'", where=str(path), hint=f"use {_either(ENDINGS)}"
+                f"cannot save as '.{ending}'", where=str(path), hint=f"use {_either(ENDINGS)}"
             )
         try:
             target.write_bytes(self.encoded(ending))
@@ -79,34 +83,33 @@ class Face(ABC):
         return target
 
     def encoded(self, ending: str) -> bytes:
-        """The bytes of a file of that ending."""
+        """Return the bytes of a file with that ending."""
         match ending:
             case "json":
                 return (json.dumps(self.record(), ensure_ascii=False, indent=1) + "\n").encode()
             case "csv":
                 return _csv(self.rows()).encode()
             case "html":
-                whole = "".join(self.parts())
-                return page(self.title, whole).encode()
+                return page(self.title, "".join(self.parts())).encode()
             case _:
                 return figure_bytes(self.figure(), ending)
 
     def record(self) -> Any:
-        """As JSON has it: what is not finite is null."""
+        """The rows for JSON; numbers that are not finite are null."""
         return {"title": self.title, "rows": plain(self.rows())}
 
 
-def plain(thing: Any) -> Any:
-    """Data without numbers that JSON does not have."""
-    match thing:
+def plain(value: Any) -> Any:
+    """Return data for JSON: NaN and infinity become null, tuples lists."""
+    match value:
         case dict():
-            return {str(key): plain(value) for key, value in thing.items()}
+            return {str(key): plain(each) for key, each in value.items()}
         case list() | tuple():
-            return [plain(value) for value in thing]
-        case float() if not math.isfinite(thing):
+            return [plain(each) for each in value]
+        case float() if not math.isfinite(value):
             return None
         case _:
-            return thing
+            return value
 
 
 def _csv(rows: list[Row]) -> str:

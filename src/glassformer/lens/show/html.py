@@ -1,7 +1,7 @@
-"""Static HTML around pictures: tables, folds, captions, pages, and the cap on their size.
+"""Static HTML: tables, folded parts, captions, pages, and the cap on their size.
 
-No script and nothing fetched. Whatever a word holds is text: every function escapes what it is
-given, except the HTML parts that it joins.
+No script and nothing fetched. Every function escapes the text it is given, except the HTML parts
+that it joins.
 """
 
 import html
@@ -14,14 +14,14 @@ SHADE = (46, 128, 240)
 
 
 def escape(text: object, *, most: int = 0) -> str:
-    """Any text, made inert for HTML, SVG and attributes."""
+    """Escape any text for HTML, SVG and attributes."""
     return html.escape(shown(str(text), most=most), quote=True)
 
 
 def table(
     heading: Sequence[str], lines: Iterable[Sequence[object]], *, caption: str, most: int = 400
 ) -> str:
-    """A real table; of more than `most` lines only the first, and it says so."""
+    """Return a table; of more than `most` lines only the first, and the caption says so."""
     head = "".join(f'<th scope="col">{escape(name) if name else ""}</th>' for name in heading)
     body, left_out = [], 0
     for number, line in enumerate(lines):
@@ -39,14 +39,14 @@ def table(
 
 def shaded_table(
     heading: Sequence[str],
-    lines: Iterable[Sequence[str | tuple[str, float]]],
+    lines: Iterable[tuple[str, Sequence[tuple[str, float]]]],
     *,
     caption: str,
     most: int = 40,
 ) -> str:
-    """A table whose cells (word, share) are shaded by the share; wide ones keep the last columns.
+    """Return a table of (word, share) shaded by the share; a wide one keeps the last columns.
 
-    The first cell of a line is its name.
+    A line is its name and its cells.
     """
     first = max(1, len(heading) - most)
     head = "".join(
@@ -54,9 +54,9 @@ def shaded_table(
         for name in (heading[0], *heading[first:])
     )
     body = []
-    for line in lines:
-        cells = [f'<th scope="row">{escape_line(str(line[0]))}</th>']
-        for word, share in line[first:]:  # type: ignore[misc]
+    for name, words in lines:
+        cells = [f'<th scope="row">{escape_line(name)}</th>']
+        for word, share in words[first - 1 :]:
             r, g, b = SHADE
             shade = f"background-color:rgba({r},{g},{b},{0.6 * float(share):.3f})"
             text = escape(word, most=14)
@@ -70,24 +70,24 @@ def shaded_table(
 
 
 def cell_text(value: object) -> str:
-    """Numbers to four digits; a dash where there is none."""
+    """Format a number to four digits; a dash for None and NaN."""
     if value is None or value != value:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def escape_line(text: str) -> str:
-    """A sentence of ours with words of theirs in it: escaped, its blanks kept as blanks."""
+    """Escape a sentence; its blanks stay blanks, other control characters become blanks."""
     return html.escape("".join(c if c.isprintable() else " " for c in text), quote=True)
 
 
 def folded(summary: str, inside: str) -> str:
-    """Something to unfold, without a script."""
+    """Return a part that unfolds on a click, without a script."""
     return f"<details><summary>{escape_line(summary)}</summary>{inside}</details>"
 
 
 def captioned(picture: str, caption: str) -> str:
-    """A picture and what it shows, to stand beside others."""
+    """Return a picture with its caption, to be placed in a row with others."""
     return (
         '<figure style="display:inline-block;margin:4px 10px 4px 0;vertical-align:top">'
         f"{picture}<figcaption>{escape_line(caption)}</figcaption></figure>"
@@ -95,12 +95,12 @@ def captioned(picture: str, caption: str) -> str:
 
 
 def heading(text: str) -> str:
-    """A line above a part."""
+    """Return a heading of a part."""
     return f"<p><strong>{escape_line(text)}</strong></p>"
 
 
 def capped(parts: Iterable[str], *, most: int) -> str:
-    """As many parts as fit into `most` bytes, from the first on; a line counts the others."""
+    """Join the first parts that fit into `most` bytes; a line counts the others."""
     kept, size, left_out = [], 0, 0
     for part in parts:
         weight = len(part.encode())
@@ -112,13 +112,13 @@ def capped(parts: Iterable[str], *, most: int) -> str:
     if left_out:
         kept.append(
             f"<p>{left_out} more parts were left out to keep this under {most / 1e6:g} MB; "
-            '<code>.save("look.html")</code> writes all of them.</p>'
+            '<code>.save("inspection.html")</code> writes all of them.</p>'
         )
     return f'<div class="glass">{"".join(kept)}</div>'
 
 
 def page(title: str, body: str) -> str:
-    """One file that follows the reader's light or dark, without script or anything fetched."""
+    """Return a complete HTML page, light or dark as the reader's system, without script."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

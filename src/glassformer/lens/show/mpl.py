@@ -1,11 +1,11 @@
-"""A matplotlib figure as the bytes of a file: the same bytes for the same drawing.
+"""Matplotlib figures of maps, rows and bars; and a figure as the bytes of a file.
 
-The lens on paper: matplotlib figures of maps, rows and bars. Imported when one is drawn.
+The bytes are the same for the same drawing.
 """
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,14 +14,11 @@ from torch import Tensor
 from glassformer.lens.show.token_text import shown
 from glassformer.spec.errors import InputError
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 KINDS = ("png", "svg")
 
 
-def figure_bytes(figure: "Figure", kind: str) -> bytes:
-    """PNG or SVG without date, version or random ids; text of an SVG stays text."""
+def figure_bytes(figure: Figure, kind: str) -> bytes:
+    """Return a PNG or SVG without date, version or random ids; text in an SVG stays text."""
     if kind not in KINDS:
         raise InputError(f"a figure cannot be written as .{kind}", hint=f"one of {KINDS}")
     import matplotlib
@@ -33,14 +30,14 @@ def figure_bytes(figure: "Figure", kind: str) -> bytes:
     return made.getvalue()
 
 
-#: Words stand on an axis of at most so many places.
+#: The most words on one axis.
 READABLE = 40
-#: Words are words: matplotlib would read formulas between dollars.
-PLAIN = {"parse_math": False}
+#: Keep words as they are: matplotlib would read formulas between dollars.
+PLAIN: dict[str, Any] = {"parse_math": False}
 
 
 class Mapped(Protocol):
-    """A map: `Heat` is one, and `Difference`."""
+    """An `AttentionMap` or a `Difference`."""
 
     @property
     def tensor(self) -> Tensor:
@@ -48,77 +45,98 @@ class Mapped(Protocol):
 
     @property
     def allowed(self) -> Tensor:
-        """True where they may be."""
+        """True where a query may attend to a key."""
 
-    rows_words: tuple[str, ...]
-    columns_words: tuple[str, ...]
-    title: str
+    @property
+    def rows_words(self) -> tuple[str, ...]:
+        """Words of the queries."""
+
+    @property
+    def columns_words(self) -> tuple[str, ...]:
+        """Words of the keys."""
+
+    @property
+    def title(self) -> str:
+        """The heading."""
 
 
 class Lensed(Protocol):
-    """Rows of distributions: `LogitLens` is one."""
+    """A `LogitLens`."""
 
-    row_names: tuple[str, ...]
-    words: tuple[str, ...]
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """Names of the rows."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words of the tokens."""
 
     @property
     def kl(self) -> Tensor:
         """The divergences (R, T)."""
 
     def top(self, position: int, k: int, *, row: str) -> list[tuple[str, float]]:
-        """The likeliest words."""
+        """Return the k likeliest words."""
 
 
 class Normed(Protocol):
-    """Norms by row and position: `Norms` is one."""
+    """`Norms` by row and position."""
 
-    row_names: tuple[str, ...]
-    words: tuple[str, ...]
-    residual: Tensor
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """Names of the rows."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words of the tokens."""
+
+    @property
+    def residual(self) -> Tensor:
+        """The norms of the residual (R, T)."""
 
     def parts_by_name(self) -> dict[str, Tensor]:
-        """What the layers add."""
+        """Return the norms of what the layers add."""
 
 
-def heat_figure(heats: Sequence[Mapped], *, columns: int, words: bool = True) -> Figure:
-    """Maps on one scale from 0 to 1, masked cells hatched."""
-    lines = -(-len(heats) // columns)
-    T, S = heats[0].tensor.shape
+def maps_figure(maps: Sequence[Mapped], *, columns: int, words: bool = True) -> Figure:
+    """Draw maps on one scale from 0 to 1, masked cells hatched."""
+    lines = -(-len(maps) // columns)
+    T, S = maps[0].tensor.shape
     side = min(9.0, max(3.2, 0.34 * max(T, S))) if words else 1.7
     figure = Figure(figsize=(side * columns + 0.8, side * lines + 0.4), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
-    image = None
-    for place, axis in enumerate(axes.flat):
-        if place >= len(heats):
+    image: Any = None
+    for number, axis in enumerate(axes.flat):
+        if number >= len(maps):
             axis.set_visible(False)
             continue
-        image = draw_heat(axis, heats[place], words=words)
+        image = draw_map(axis, maps[number], words=words)
     figure.colorbar(image, ax=axes, shrink=0.7, label="attention weight")
     return figure
 
 
 def difference_figure(difference: Mapped) -> Figure:
-    """One map on a scale from -1 to 1, masked cells hatched."""
+    """Draw one map on a scale from -1 to 1, masked cells hatched."""
     side = min(9.0, max(3.2, 0.34 * max(difference.tensor.shape)))
     figure = Figure(figsize=(side + 0.8, side + 0.4), layout="constrained")
     axis = figure.subplots()
-    image = draw_heat(axis, difference, low=-1.0, colours="RdBu")
+    image = draw_map(axis, difference, low=-1.0, colours="RdBu")
     figure.colorbar(image, ax=axis, shrink=0.7, label="difference of the weights")
     return figure
 
 
-def draw_heat(
-    axis: Any, heat: Mapped, *, words: bool = True, low: float = 0.0, colours: str = "Blues"
+def draw_map(
+    axis: Any, each: Mapped, *, words: bool = True, low: float = 0.0, colours: str = "Blues"
 ) -> Any:
-    """One map into one pair of axes."""
-    values = np.ma.masked_array(heat.tensor.numpy(), ~heat.allowed.numpy())
+    """Draw one map into one pair of axes."""
+    values = np.ma.masked_array(each.tensor.numpy(), ~each.allowed.numpy())
     axis.patch.set(hatch="////", edgecolor="#bbbbbb", facecolor="white", linewidth=0)
     image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="equal")
-    axis.set_title(heat.title, fontsize=8, **PLAIN)
+    axis.set_title(each.title, fontsize=8, **PLAIN)
     if words:
-        _name(axis, heat.columns_words, heat.rows_words)
-        axis.set_xlabel("looked at (keys)", fontsize=8)
-        axis.set_ylabel("looking (queries)", fontsize=8)
+        _name(axis, each.columns_words, each.rows_words)
+        axis.set_xlabel("attended to (keys)", fontsize=8)
+        axis.set_ylabel("attending (queries)", fontsize=8)
     else:
         axis.set_xticks([])
         axis.set_yticks([])
@@ -126,7 +144,7 @@ def draw_heat(
 
 
 def lens_figure(lens: Lensed) -> Figure:
-    """KL to the end by row and position, the likeliest words written in."""
+    """Draw KL(final || row) by row and position, the likeliest words written in."""
     R, T = lens.kl.shape
     figure = Figure(figsize=(min(16.0, 2.0 + 0.75 * T), 1.2 + 0.3 * R), layout="constrained")
     axis = figure.subplots()
@@ -136,7 +154,7 @@ def lens_figure(lens: Lensed) -> Figure:
 
 
 def draw_lens(axis: Any, lens: Lensed) -> Any:
-    """The lens into one pair of axes, the first layer at the bottom."""
+    """Draw the lens into one pair of axes, the first layer at the bottom."""
     image = axis.imshow(lens.kl.numpy(), cmap="Blues_r", origin="lower", aspect="auto", vmin=0.0)
     R, T = lens.kl.shape
     if T <= READABLE:
@@ -152,8 +170,19 @@ def draw_lens(axis: Any, lens: Lensed) -> Any:
     return image
 
 
+def inspection_figure(means: Sequence[Mapped], lens: Lensed) -> Figure:
+    """Draw each layer's mean attention, and the logit lens below it."""
+    figure = Figure(figsize=(max(7.0, 2.6 * len(means)), 7.0), layout="constrained")
+    subfigures: Any = figure.subfigures(2, 1)
+    above, below = subfigures
+    for axis, each in zip(above.subplots(1, len(means), squeeze=False).flat, means, strict=True):
+        draw_map(axis, each, words=len(means) <= 4)
+    draw_lens(below.subplots(), lens)
+    return figure
+
+
 def norms_figure(norms: Normed) -> Figure:
-    """The residual by depth and position; what the layers add, by layer."""
+    """Draw the residual by depth and position; what the layers add, by layer."""
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     image = left.imshow(norms.residual.numpy(), cmap="Blues", origin="lower", aspect="auto")
@@ -170,7 +199,7 @@ def norms_figure(norms: Normed) -> Figure:
 
 
 def series_figure(series: dict[str, list[float]], words: Sequence[str], *, title: str) -> Figure:
-    """Values by position."""
+    """Draw values by position."""
     figure = Figure(figsize=(min(14.0, 2.5 + 0.4 * len(words)), 3.2), layout="constrained")
     axis = figure.subplots()
     for name, values in series.items():
@@ -182,7 +211,7 @@ def series_figure(series: dict[str, list[float]], words: Sequence[str], *, title
 
 
 def bars_figure(names: Sequence[str], values: Sequence[float], *, title: str) -> Figure:
-    """Lying bars, the first at the top."""
+    """Draw horizontal bars, the first at the top."""
     figure = Figure(figsize=(6.0, 0.9 + 0.22 * len(names)), layout="constrained")
     axis = figure.subplots()
     axis.barh(range(len(names)), values, color=["C0" if v >= 0 else "C1" for v in values])
@@ -195,7 +224,7 @@ def bars_figure(names: Sequence[str], values: Sequence[float], *, title: str) ->
 def grid_figure(
     values: Any, *, rows: Sequence[str], columns: Sequence[str], title: str, label: str
 ) -> Figure:
-    """A matrix of signed values around 0."""
+    """Draw a matrix of signed values around 0."""
     figure = Figure(
         figsize=(min(14.0, 2.2 + 0.5 * len(columns)), 1.4 + 0.32 * len(rows)), layout="constrained"
     )
@@ -211,10 +240,10 @@ def grid_figure(
 def _name(axis: Any, columns: Sequence[str], rows: Sequence[str]) -> None:
     for count, put, turn in ((columns, axis.set_xticks, 90), (rows, axis.set_yticks, 0)):
         every = max(1, -(-len(count) // READABLE))
-        places = range(0, len(count), every)
+        labelled = range(0, len(count), every)
         put(
-            list(places),
-            [shown(count[i], most=14) for i in places],
+            list(labelled),
+            [shown(count[i], most=14) for i in labelled],
             rotation=turn,
             fontsize=7,
             **PLAIN,

@@ -1,14 +1,15 @@
-"""Pictures without a library or a script: heat as a PNG, bars and lines as SVG.
+"""Pictures without a library or a script: heat maps as PNG in SVG, bars and lines as SVG.
 
 Pure functions from numbers and words to text. Colour is an accent with an alpha ramp and text is
-`currentColor`, so that a picture follows the page it lies in, light or dark. Whatever a word holds
-is text: every function escapes what it is given.
+`currentColor`, so that a picture follows the page around it, light or dark. Every function escapes
+the words it is given.
 """
 
 import base64
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,33 +19,35 @@ from glassformer.lens.show.token_text import shown
 
 # T rows, S columns
 
-#: What is positive, what is negative, and the hatching of cells that hold nothing.
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+#: Colours of positive values, of negative values, and of the hatching of masked cells.
 ACCENT, OPPOSITE, HATCH = (46, 128, 240), (222, 98, 28), (128, 128, 128)
 SERIES = ("#2e80f0", "#de621c", "#1f9d62", "#b04ad1", "#c79a00", "#d23c6f", "#4a9fb5", "#808080")
 _STEPS = 126  # levels of each sign in the palette
-_LINE, _GAP = 254, 255  # the palette's places for the hatching
+_LINE, _GAP = 254, 255  # indices of the palette for the hatching
 
 
-# --- heat -----------------------------------------------------------------------------------------
+# --- heat maps ------------------------------------------------------------------------------------
 
 
-def heat_png(
+def heatmap_png(
     values_TS: NDArray[np.floating], *, allowed: NDArray[np.bool_] | None = None, scale: int = 1
 ) -> bytes:
-    """A palette PNG, `scale` pixels a cell: -1 to 1 as two ramps of alpha; 0 is see-through.
+    """Return a palette PNG, `scale` pixels per cell: -1 to 1 as two ramps of alpha, 0 transparent.
 
     Cells that are not allowed, or not finite, are hatched.
     """
-    dead_TS = ~np.isfinite(values_TS)
+    masked_TS = ~np.isfinite(values_TS)
     if allowed is not None:
-        dead_TS |= ~allowed
+        masked_TS |= ~allowed
     size_TS = np.clip(np.nan_to_num(values_TS), -1.0, 1.0) * _STEPS
     index_TS = np.where(size_TS >= 0, np.rint(size_TS), _STEPS + np.rint(-size_TS))
     index_TS = np.where(np.rint(size_TS) == 0, 0, index_TS).astype(np.uint8)
     pixels = index_TS.repeat(scale, 0).repeat(scale, 1)
-    dead = dead_TS.repeat(scale, 0).repeat(scale, 1)
-    y, x = np.indices(pixels.shape, sparse=True)
-    pixels[dead] = np.where((x + y) % 4 == 0, _LINE, _GAP)[dead]
+    masked = masked_TS.repeat(scale, 0).repeat(scale, 1)
+    y, x = np.ogrid[: pixels.shape[0], : pixels.shape[1]]
+    pixels[masked] = np.where((x + y) % 4 == 0, _LINE, _GAP)[masked]
     return _palette_png(pixels)
 
 
@@ -70,11 +73,11 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 
 def data_uri(png: bytes) -> str:
-    """An image that needs no file."""
+    """Return an image as a data URI."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
-def heat_svg(
+def heatmap_svg(
     values_TS: NDArray[np.floating],
     *,
     rows: Sequence[str],
@@ -83,12 +86,14 @@ def heat_svg(
     allowed: NDArray[np.bool_] | None = None,
     side: int = 384,
 ) -> str:
-    """A labelled heat map about `side` pixels wide; words are drawn where there is room."""
+    """Return a labelled heat map about `side` pixels wide; words are drawn where there is room."""
     T, S = values_TS.shape
     cell = min(26.0, max(1.0, side / max(T, S)))
-    picture = heat_png(values_TS, allowed=allowed, scale=max(1, round(cell / 2) if T < 256 else 1))
+    picture = heatmap_png(
+        values_TS, allowed=allowed, scale=max(1, round(cell / 2) if T < 256 else 1)
+    )
     left, long = (8 + 6.8 * _longest(words) for words in (rows, columns))
-    flat = long <= 30 and cell >= 14  # short words lie; long ones stand
+    flat = long <= 30 and cell >= 14  # short words are horizontal, long ones vertical
     top = 18.0 if flat else long
     right, bottom = left + S * cell, top + T * cell
     out = [
@@ -99,16 +104,16 @@ def heat_svg(
         'fill="none" stroke="currentColor" stroke-opacity=".35"/>',
     ]
     every = max(1, round(11 / cell))
-    for place in range(0, T, every):
-        y = top + (place + 0.5) * cell + 4
-        out.append(_word(left - 4, y, rows[place], anchor="end"))
-    for place in range(0, S, every):
-        x = left + (place + 0.5) * cell
+    for t in range(0, T, every):
+        y = top + (t + 0.5) * cell + 4
+        out.append(_word(left - 4, y, rows[t], anchor="end"))
+    for s in range(0, S, every):
+        x = left + (s + 0.5) * cell
         if flat:
-            out.append(_word(x, top - 5, columns[place], anchor="middle"))
+            out.append(_word(x, top - 5, columns[s], anchor="middle"))
         else:
             turn = f' transform="rotate(-90 {x + 4:g} {top - 4:g})"'
-            out.append(_word(x + 4, top - 4, columns[place], anchor="start", more=turn))
+            out.append(_word(x + 4, top - 4, columns[s], anchor="start", more=turn))
     return "".join(out) + "</svg>"
 
 
@@ -116,8 +121,8 @@ def _longest(words: Sequence[str]) -> int:
     return max((len(shown(word, most=12)) for word in words), default=0)
 
 
-def pooled(values_TS: NDArray[np.floating], *, most: int) -> NDArray[np.floating]:
-    """At most `most` rows and columns: each cell the largest of those that it stands for."""
+def pooled(values_TS: NDArray[Scalar], *, most: int) -> NDArray[Scalar]:
+    """Max-pool to at most `most` rows and columns."""
     for axis in (0, 1):
         step = -(-values_TS.shape[axis] // most)
         if step > 1:
@@ -146,13 +151,13 @@ def _word(x: float, y: float, word: str, *, anchor: str, more: str = "") -> str:
 def bars_svg(
     names: Sequence[str], values: Sequence[float], *, label: str, form: str = ".3f"
 ) -> str:
-    """Lying bars, the longest as long as the room; negative ones in the other colour."""
+    """Return horizontal bars, scaled to the longest; negative ones in the other colour."""
     left = 8 + 6.6 * max((len(shown(name, most=24)) for name in names), default=0)
     width, line = left + 260.0, 18
     largest = max((abs(value) for value in values if np.isfinite(value)), default=0.0) or 1.0
     out = [_open(width, line * len(names) + 4, label)]
-    for place, (name, value) in enumerate(zip(names, values, strict=True)):
-        y = line * place + 2
+    for number, (name, value) in enumerate(zip(names, values, strict=True)):
+        y = line * number + 2
         known = value if np.isfinite(value) else 0.0
         long = 190 * abs(known) / largest
         colour = SERIES[0] if known >= 0 else SERIES[1]
@@ -173,15 +178,15 @@ def lines_svg(
     words: Sequence[str] = (),
     size: tuple[int, int] = (520, 180),
 ) -> str:
-    """Lines over equal steps, told apart by colour and dash, named at their ends."""
+    """Return lines over equal steps, distinguished by colour and dash, with a legend."""
     width, height, left, top = size[0], size[1], 56, 8
     finite = [v for values in series.values() for v in values if np.isfinite(v)]
     low, high = min([0.0, *finite]), max(finite, default=1.0)
     span = (high - low) or 1.0
     steps = max((len(values) for values in series.values()), default=1)
 
-    def at(place: int, value: float) -> str:
-        x = left + (width - left - 8) * (place / max(1, steps - 1))
+    def at(step: int, value: float) -> str:
+        x = left + (width - left - 8) * (step / max(1, steps - 1))
         return f"{x:.1f},{top + (height - top) * (1 - (value - low) / span):.1f}"
 
     legend = 16 * (len(series) + bool(words))

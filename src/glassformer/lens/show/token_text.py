@@ -1,18 +1,18 @@
-"""Words of tokens as people can see them: no control character is obeyed, no blank is lost."""
+"""Words of tokens made visible: blanks at the ends are marked, control characters escaped."""
 
 from collections.abc import Callable, Sequence
 
 from glassformer.spec.errors import InputError
 
-#: The word of an id. A list of words, one an id, is as good.
+#: A function from an id to its word.
 Names = Callable[[int], str]
 
 BLANK = "\u2423"
-_SPOKEN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+_ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def shown(word: str, *, most: int = 0) -> str:
-    """A word for a label: blanks at its ends as marks, control characters as escapes."""
+    """Return a word for a label: blanks at its ends as marks, control characters as escapes."""
     inner = word.strip(" ")
     before = len(word) - len(word.lstrip(" "))
     after = len(word) - before - len(inner)
@@ -23,14 +23,14 @@ def shown(word: str, *, most: int = 0) -> str:
 
 
 def _visible(sign: str) -> str:
-    if sign in _SPOKEN:
-        return _SPOKEN[sign]
-    # Escapes for what a terminal obeys, and for what turns the direction of a line around.
+    if sign in _ESCAPES:
+        return _ESCAPES[sign]
+    # Escaped: what a terminal would act on, and what reverses the direction of a line.
     return sign if sign.isprintable() else f"\\u{ord(sign):04x}"
 
 
-def naming(names: "Names | Sequence[str] | None") -> Names:
-    """A function from ids to words; numbers where nobody gave words."""
+def naming(names: Names | Sequence[str] | None) -> Names:
+    """Return a function from ids to words; without words, ids are shown as numbers."""
     if names is None:
         return str
     if callable(names):
@@ -42,7 +42,7 @@ def naming(names: "Names | Sequence[str] | None") -> Names:
 def checked_words(
     words: Sequence[str] | None, ids: Sequence[int], names: Names | None, *, what: str = "words"
 ) -> tuple[str, ...]:
-    """One word for each token."""
+    """Return one word per token, after checking that there are as many."""
     if words is None:
         return tuple(str((names or str)(i)) for i in ids)
     if len(words) != len(ids):

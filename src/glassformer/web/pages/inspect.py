@@ -17,7 +17,7 @@ from glassformer.web.pages.examples import Asked, listed, task_of, written
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
-    from glassformer.lens.look import Look
+    from glassformer.lens.inspection import Inspection
     from glassformer.web.pages.kept_look import Maps
 
 PRECISIONS = ("float32", *NAMES)
@@ -69,7 +69,7 @@ def inspect(query: Query, lab: Lab) -> dict[str, Any]:
     """One look: a text, or an example of the run's task; with heads silenced, if asked for."""
     query.only("run", "step", "precision", "text", "target", "split", "row", "ablate")
     from glassformer.spec.manifest import count_parameters
-    from glassformer.web.pages.kept_look import Inspection
+    from glassformer.web.pages.kept_look import KeptInspection
 
     run, step = query.text("run"), query.text("step", default="best", most=20)
     if kept := _snapshot(run, step, query, lab):
@@ -80,7 +80,7 @@ def inspect(query: Query, lab: Lab) -> dict[str, Any]:
         seen = _look(_rounded(adapter, run, step, precision, lab), asked)
         heads = query.texts("ablate", most=ABLATED, characters=40)
         ablation = seen.ablate(*heads) if heads else None
-        made = Inspection(
+        made = KeptInspection(
             look=seen if ablation is None else ablation.after,
             run=run,
             step=step,
@@ -128,9 +128,9 @@ def _asked(query: Query, lab: Lab) -> Asked:
     return Asked(text=text, target=target or None)
 
 
-def _look(adapter: "BaseAdapter", asked: Asked) -> "Look":
+def _look(adapter: "BaseAdapter", asked: Asked) -> "Inspection":
     from glassformer.adapters.text_inputs import Words
-    from glassformer.lens.look import look
+    from glassformer.lens.inspection import inspect
 
     if asked.batch is None:
         length = len(adapter.tokenizer.encode(asked.text))
@@ -140,7 +140,7 @@ def _look(adapter: "BaseAdapter", asked: Asked) -> "Look":
     names = Words(adapter.tokenizer)
     source = asked.batch.source
     words = None if source is None else [names(int(i)) for i in source.tokens[0]]
-    return look(adapter.model, asked.batch, source_words=words, names=names)
+    return inspect(adapter.model, asked.batch, source_words=words, names=names)
 
 
 def _rounded(
@@ -159,7 +159,7 @@ def _rounded(
     return kept[2]
 
 
-def _grown(adapter: "BaseAdapter", seen: "Look") -> str | None:
+def _grown(adapter: "BaseAdapter", seen: "Inspection") -> str | None:
     """The text with the likeliest next token behind it; None where nothing can follow."""
     longer = len(seen.ids) + 1
     if seen.head != "next" or seen.source_words is not None or longer > adapter.spec.max_seq_len:
@@ -200,10 +200,10 @@ def thumbnails(query: Query, lab: Lab) -> Bytes:
 def ranking(query: Query, lab: Lab) -> dict[str, Any]:
     """Every head by what silencing it does, on top of those that are silent already."""
     query.only()
-    from glassformer.web.pages.kept_look import Inspection
+    from glassformer.web.pages.kept_look import KeptInspection
 
     seen = _kept(query, lab, "key")
-    if not isinstance(seen, Inspection):
+    if not isinstance(seen, KeptInspection):
         raise InputError("a snapshot holds no model, so no head of it can be silenced")
     with lab.heavy():
         found = seen.look.ranking()

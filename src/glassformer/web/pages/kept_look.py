@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from glassformer.lens.compare import beside, comparable
-from glassformer.lens.look import Look
-from glassformer.lens.measure.ablation import Ablation
+from glassformer.lens.inspection import Ablation, Inspection, comparable, compare
 from glassformer.lens.measure.attention import KindMaps
-from glassformer.lens.show.attention_map import Heat
+from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.svg import pooled
 from glassformer.lens.show.token_text import shown
 from glassformer.spec.errors import InputError
@@ -48,7 +46,7 @@ class Maps(ABC):
         """Answers, lens and norms at one position, beside another's."""
 
     @abstractmethod
-    def heat(self, kind: str, layer: int, head: str) -> Heat:
+    def heat(self, kind: str, layer: int, head: str) -> AttentionMap:
         """One head's map, or the `mean` of a layer's."""
 
     @abstractmethod
@@ -83,7 +81,7 @@ def head_number(text: str) -> int:
     return int(text)
 
 
-def _thumbnail(heat: Heat) -> NDArray[np.uint8]:
+def _thumbnail(heat: AttentionMap) -> NDArray[np.uint8]:
     weights = pooled(heat.tensor.float().masked_fill(~heat.allowed, 0.0).numpy(), most=THUMBNAIL)
     allowed = pooled(heat.allowed.numpy(), most=THUMBNAIL)
     return np.where(allowed, np.rint(weights.clip(0, 1) * FULL), MASKED).astype(np.uint8)
@@ -96,10 +94,10 @@ LENS_TOP = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Inspection(Maps):
+class KeptInspection(Maps):
     """A look (after its ablation, if there is one) and where it came from."""
 
-    look: Look
+    look: Inspection
     run: str
     step: str
     precision: str
@@ -117,7 +115,7 @@ class Inspection(Maps):
             "head": look.head,
             "words": [shown(word) for word in look.words],
             "source_words": _shown_words(look.source_words),
-            "place": look.reading.place,
+            "place": look.readout.position,
             "kinds": {kind: _shape(look.attention.of(kind)) for kind in look.kinds},
             "ablated": [str(head) for head in look.ablated],
             "loss": look.loss,
@@ -129,11 +127,11 @@ class Inspection(Maps):
         """Answers, lens and norms at one position, beside those of before and of another model."""
         look = self.look
         t = look.lens.position(t)
-        best = look.next(t, min(top, look.lens.measured.ids.shape[-1]))
+        best = look.next(t, min(top, look.lens.predictions.ids.shape[-1]))
         others: dict[str, dict[str, Any]] = {}
         if self.ablation is not None:
             others["before"] = _beside(look, self.ablation.before, t, [i for i, *_ in best])
-        if isinstance(against, Inspection):
+        if isinstance(against, KeptInspection):
             others["against"] = _beside(look, against.look, t, [i for i, *_ in best])
         target = look.target(t)
         return {
@@ -149,7 +147,7 @@ class Inspection(Maps):
 
     def _lens(self, t: int) -> list[dict[str, Any]]:
         lens = self.look.lens
-        most = min(LENS_TOP, lens.measured.ids.shape[-1])
+        most = min(LENS_TOP, lens.predictions.ids.shape[-1])
         return [
             {
                 "row": name,
@@ -182,7 +180,7 @@ class Inspection(Maps):
 
     # --- maps -------------------------------------------------------------------------------------
 
-    def heat(self, kind: str, layer: int, head: str) -> Heat:
+    def heat(self, kind: str, layer: int, head: str) -> AttentionMap:
         """One head's map, or the mean of a layer's heads."""
         maps = self.look.attention.of(kind)
         return maps.mean(layer) if head == "mean" else maps[layer, head_number(head)]
@@ -209,11 +207,11 @@ def layer_of(row: str) -> int | None:
     return plain_digits(row.partition(" ")[0].removeprefix("L"))
 
 
-def _beside(look: Look, other: Look, t: int, ids: list[int]) -> dict[str, Any]:
+def _beside(look: Inspection, other: Inspection, t: int, ids: list[int]) -> dict[str, Any]:
     """Another look at the same tokens: its probabilities of these answers, loss, likeliest, KL."""
     if not comparable(look, other):
         return {"p": [None] * len(ids), "loss": None, "top": None, "kl": None, "mean_loss": None}
-    found = beside(look, other, t, ids)
+    found = compare(look, other, t, ids)
     _, word, share = found.top
     return {
         "p": found.shares,

@@ -77,7 +77,7 @@ def _copies(adapter: "BaseAdapter", lab: Lab) -> "tuple[Precision, ...]":
 def _told(found: "Prompted") -> dict[str, Any]:
     from glassformer.lens.show.token_text import shown
 
-    look, reading = found.look, found.look.reading
+    look, reading = found.look, found.look.readout
     names = [one.name for one in found.precisions]
     source = look.source_words
     return {

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from glassformer.lab.runs.probing import probe_files
-from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.heads import HeadName
 from glassformer.lens.measure.probes import Probes, read_probes
-from glassformer.lens.show.attention_map import Heat
+from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.token_text import shown
 from glassformer.spec.errors import InputError
 from glassformer.store.rundir import RunDirectory
@@ -26,7 +26,7 @@ def watched(directory: RunDirectory) -> list[int]:
     if not files:
         return []
     probes = read_probes(next(reversed(files.values())))
-    return [row for row, whole in zip(probes.examples, probes.whole, strict=True) if whole]
+    return [row for row, whole in zip(probes.examples, probes.complete, strict=True) if whole]
 
 
 def snapshot(directory: RunDirectory, step: int, split: str | None, row: int | None) -> "Snapshot":
@@ -123,8 +123,8 @@ class Snapshot(Maps):
         maps = self.probes.attention
         return [each.shape[1] for place, each in maps.items() if place.startswith(f"{kind}.")]
 
-    def heat(self, kind: str, layer: int, head: str) -> Heat:
+    def heat(self, kind: str, layer: int, head: str) -> AttentionMap:
         """One head's map, or the mean of a layer's."""
         if head == "mean":
             return self.probes.mean(self.at, layer, kind=kind)
-        return self.probes.heat(self.at, HeadName.parse(f"{kind}.L{layer}H{head_number(head)}"))
+        return self.probes.map(self.at, HeadName.parse(f"{kind}.L{layer}H{head_number(head)}"))

@@ -8,12 +8,12 @@ import numpy as np
 from glassformer.adapters.text_inputs import Words
 from glassformer.data.batch import Batch
 from glassformer.lab.runs.probing import probe_files
-from glassformer.lens.look import Look, look
-from glassformer.lens.measure.head_names import HeadName
+from glassformer.lens.heads import HeadName
+from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.measure.probes import read_probes
 from glassformer.lens.measure.roles import ROLES, head_roles
-from glassformer.lens.measure.snapshot import cut
-from glassformer.lens.show.attention_map import Heat
+from glassformer.lens.measure.snapshot import truncate
+from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.html import escape_line
 from glassformer.lens.show.token_text import shown
 from glassformer.models.model import Model
@@ -28,15 +28,15 @@ SIDE = 184  # pixels of a large map: four stand beside each other
 COLUMNS, RANKED, SCORED = 24, 12, 64
 
 
-def seen_at_end(run: Subject) -> Look:
+def seen_at_end(run: Subject) -> Inspection:
     """The checkpoint's look at the example of the probes, once for all sections."""
     if "look" not in run.memory:
         run.memory["look"] = _look(run)
-    seen: Look = run.memory["look"]
+    seen: Inspection = run.memory["look"]
     return seen
 
 
-def _look(run: Subject) -> Look:
+def _look(run: Subject) -> Inspection:
     """Without probes: at the first example."""
     model = run.adapter.model
     if not isinstance(model, Model):
@@ -46,11 +46,11 @@ def _look(run: Subject) -> Look:
     batch = _one(run, row)
     words = Words(run.task.tokenizer)
     source = None if batch.source is None else [words(i) for i in batch.source.tokens[0].tolist()]
-    return look(model, batch, names=words, source_words=source)
+    return inspect(model, batch, names=words, source_words=source)
 
 
 def _one(run: Subject, row: int) -> Batch:
-    return cut(run.task.batch("val", np.array([row], dtype=np.int64)), TOKENS)
+    return truncate(run.task.batch("val", np.array([row], dtype=np.int64)), TOKENS)
 
 
 def attention(run: Subject) -> Iterator[str]:
@@ -65,21 +65,21 @@ def attention(run: Subject) -> Iterator[str]:
         kind="note",
     )
     yield from _steps(run, seen)
-    ranked = [str(name) for name in seen.ranking().heads] if len(heads) > LARGE else []
-    kept = [heat for heat in heads if not ranked or heat.title in ranked[:LARGE]]
-    left_out = f"; the {LARGE} whose silence matters most of {len(heads)}" if ranked else ""
-    figures = [(HeadName.parse(heat.title), heat.svg(side=SIDE)) for heat in kept]
+    ranked = seen.ranking().heads if len(heads) > LARGE else ()
+    kept = [heat for heat in heads if not ranked or heat.head in ranked[:LARGE]]
+    left_out = f"; the {LARGE} of {len(heads)} whose ablation changes most" if ranked else ""
+    figures = [(heat.head, heat.svg(side=SIDE)) for heat in kept if heat.head is not None]
     maps = _by_layer(figures, kind="large")
     yield f"<h3>Step {run.step}, with words{escape_line(left_out)}</h3>"
     yield maps if len(seen.words) <= 40 else folded(f"{len(kept)} maps", maps)
 
 
-def _all_heads(seen: Look) -> Iterator[Heat]:
+def _all_heads(seen: Inspection) -> Iterator[AttentionMap]:
     for kind in seen.kinds:
         yield from seen.attention.of(kind).heads()
 
 
-def _steps(run: Subject, seen: Look) -> Iterator[str]:
+def _steps(run: Subject, seen: Inspection) -> Iterator[str]:
     """Radio buttons that choose a step, by style alone; paper shows all of them."""
     files = probe_files(run.directory)
     if not files:
@@ -90,7 +90,7 @@ def _steps(run: Subject, seen: Look) -> Iterator[str]:
     for step, file in chosen.items():
         probes = read_probes(file)
         loss = "" if probes.loss is None else f", loss of the probes {probes.loss:.4f}"
-        figures = [(name, probes.heat(0, name).thumbnail()) for name in probes.heads()]
+        figures = [(name, probes.map(0, name).thumbnail()) for name in probes.heads()]
         note = say(f"step {step}{loss}", kind="note")
         panels[f"{step}"] = note + _by_layer(figures, kind="grid")
     names = list(panels)
@@ -165,7 +165,7 @@ def roles(run: Subject) -> Iterator[str]:
     """Where each head looks, as far as simple roles can tell."""
     seen_at_end(run)  # says what a model without taps lacks
     rows = np.arange(min(SCORED, run.task.sizes()["val"]), dtype=np.int64)
-    batch = cut(run.task.batch("val", rows), TOKENS)
+    batch = truncate(run.task.batch("val", rows), TOKENS)
     groups = run.task.groups("val", rows)
     found = head_roles(
         run.adapter.model,  # type: ignore[arg-type]  # a model of ours: asked above
@@ -193,7 +193,7 @@ def _score(score: float, chance: float) -> Shaded | None:
     return Shaded(f"{score:.2f} ({chance:.2f})", max(0.0, (score - chance) / max(1e-9, 1 - chance)))
 
 
-def _words(seen: Look) -> str:
+def _words(seen: Inspection) -> str:
     words = " ".join(shown(word) for word in seen.words[:40])
     more = " …" if len(seen.words) > 40 else ""
     source = ""

@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 import torch
-
-from glassformer.data.build_task import build_task
-from glassformer.data.tasks.digits import answer_of
-from glassformer.lab.recipes import recipe
-from glassformer.lab.runs.run import TrainingRun
-from glassformer.lens.positional import (
+from bench.findings.positional import (
     BAR,
     COPYING,
     SITES,
@@ -16,6 +11,11 @@ from glassformer.lens.positional import (
     positional_attention,
     right_places,
 )
+
+from glassformer.data.build_task import build_task
+from glassformer.data.tasks.digits import answer_of
+from glassformer.lab.recipes import recipe
+from glassformer.lab.runs.run import TrainingRun
 from glassformer.models.build import build
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets

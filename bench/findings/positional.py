@@ -17,11 +17,11 @@ from torch import Tensor
 
 from glassformer.data.batch import Ints
 from glassformer.data.tasks.digits import Digits
-from glassformer.lens.measure.batch_attention import Maps, read_maps
-from glassformer.lens.measure.capture import at_rest
-from glassformer.lens.measure.head_names import HeadName, heads_of
+from glassformer.lens.capture import eval_mode
+from glassformer.lens.heads import HeadName, heads_of
+from glassformer.lens.measure.attention import BatchAttention, batch_attention
 from glassformer.lens.show import html
-from glassformer.lens.show.displayable import Face, Row
+from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError
@@ -53,7 +53,7 @@ class Route:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PositionalAttention(Face):
+class PositionalAttention(Displayable):
     """Mass on the right position: `tensor` (operations, heads), means over the examples."""
 
     operations: tuple[str, ...]
@@ -198,7 +198,7 @@ def _measure(
     batch = task.batch(split, rows)
     lengths_B = task.lengths(split)[rows]
     right_BT = torch.from_numpy(right_places(operation, batch.tokens, lengths_B))
-    maps = read_maps(model, batch)
+    maps = batch_attention(model, batch)
     at_B = torch.arange(len(rows)), torch.from_numpy(lengths_B) - 1
 
     def mass(weights_BTS: Tensor) -> float:
@@ -206,14 +206,14 @@ def _measure(
 
     by_head = [mass(maps.weights[head]) for head in heads]
     chance = mass(maps.uniform(heads[0]))
-    with at_rest(model):
+    with eval_mode(model):
         answers = model(batch)["answer"].argmax(-1).cpu().numpy()
     share = float((answers == batch.targets["answer"]).mean())
     return by_head, chance, _best_route(maps, heads, right_BT, at_B), share, len(rows)
 
 
 def _best_route(
-    maps: Maps, heads: list[HeadName], right_BT: Tensor, at_B: tuple[Tensor, Tensor]
+    maps: BatchAttention, heads: list[HeadName], right_BT: Tensor, at_B: tuple[Tensor, Tensor]
 ) -> Route | None:
     """The pair of heads with most mass on answer -> elsewhere -> right; staying put is no way."""
     best = None
@@ -256,7 +256,7 @@ def cut_accuracy(
         :, None, :, None
     ]
     edit: dict[str, Edit] = {name: lambda x: x.masked_fill(closed_B1T1.to(x.device), 0.0)}
-    with at_rest(model):
+    with eval_mode(model):
         answers = model(batch, taps=Taps(edit=edit))["answer"].argmax(-1).cpu().numpy()
     right = answers == batch.targets["answer"]
     asked = np.array(task.groups(split, rows)["operation"])

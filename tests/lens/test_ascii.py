@@ -1,17 +1,17 @@
-"""Heat maps of characters: a fixed scale, a cell for each weight, no picture of nonsense."""
+"""Heat maps as characters: a fixed scale, a cell for each weight, nonsense refused."""
 
 import pytest
 import torch
 
-from glassformer.lens.show.ascii import ASCII_SHADES, heat_text, legend, shade
+from glassformer.lens.show.ascii import ASCII_SHADES, heatmap_text, legend, shade
 from glassformer.spec.errors import InputError
 
 
 def test_every_weight_has_its_cell():
     weights = torch.tensor([[0.0, 0.25, 0.5], [0.75, 1.0, 0.199]])
-    picture = heat_text(weights, rows=["a", "EOS"], columns=["7", "11", "EOS"])
+    picture = heatmap_text(weights, rows=["a", "EOS"], columns=["7", "11", "EOS"])
     assert picture.split("\n") == ["      7 11 EOS", "  a     ░░ ▒▒▒", "EOS  ▓▓ ██"]
-    plain = heat_text(weights, rows=["a", "b"], columns=["x", "y", "z"], shades=ASCII_SHADES)
+    plain = heatmap_text(weights, rows=["a", "b"], columns=["x", "y", "z"], shades=ASCII_SHADES)
     assert plain.split("\n")[2] == "b  ** ##"
 
 
@@ -33,4 +33,4 @@ def test_the_scale_is_fixed():
 )
 def test_what_is_no_share_is_refused(weights, message):
     with pytest.raises(InputError, match=message):
-        heat_text(weights, rows=["a"], columns=["b"])
+        heatmap_text(weights, rows=["a"], columns=["b"])

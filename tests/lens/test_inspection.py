@@ -9,8 +9,8 @@ import torch
 
 import glassformer as gf
 from glassformer.data.batch import Batch, Source
-from glassformer.lens.look import look
-from glassformer.lens.measure.capture import MOST_MAPS
+from glassformer.lens.capture import MOST_MAPS
+from glassformer.lens.inspection import inspect
 from glassformer.lens.measure.predictions import KEPT
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import Dropout, LayerNorm
@@ -56,7 +56,7 @@ def test_a_look_is_of_the_model_as_it_was():
 
 
 def test_shapes():
-    seen = look(model_of("encoder-decoder"), inputs_of("encoder-decoder"))
+    seen = inspect(model_of("encoder-decoder"), inputs_of("encoder-decoder"))
     rows = 2 + 3 * 2
     assert seen.kinds == ("encoder", "self", "cross")
     assert seen.lens.row_names[:4] == ("embed", "L0 attn", "L0 cross", "L0 mlp")
@@ -69,7 +69,7 @@ def test_shapes():
     assert seen.attention.shape == (2, 3)
     assert seen.losses.shape == seen.entropy.shape == (T,)
     assert len(seen.words) == T and len(seen.source_words) == S
-    plain = look(model_of("decoder"), token_ids(T))
+    plain = inspect(model_of("decoder"), token_ids(T))
     assert plain.kinds == ("self",) and plain.norms.cross is None and plain.source_words is None
     assert plain.lens.row_names == ("embed", "L0 attn", "L0 mlp", "L1 attn", "L1 mlp", "final")
 
@@ -79,21 +79,21 @@ def test_ids_may_come_in_any_form():
     model = model_of("decoder")
     batch = Batch(tokens=ids[None].numpy(), valid=np.ones((1, T), np.bool_))
     forms = (ids, ids[None], ids.tolist(), ids.numpy(), batch, gf.Inputs(ids[None]))
-    losses = {look(model, form).loss for form in forms}
+    losses = {inspect(model, form).loss for form in forms}
     assert len(losses) == 1
-    assert gf.look is look
+    assert gf.inspect is inspect
 
 
 def test_dropout_is_off_and_the_mode_is_kept():
     model = built(tiny(dropout=Dropout.from_number(0.5), final_norm=LayerNorm())).train()
-    first, second = look(model, token_ids(T)), look(model, token_ids(T))
+    first, second = inspect(model, token_ids(T)), inspect(model, token_ids(T))
     assert model.training and torch.equal(first.tensor, second.tensor)
     assert not first.tensor.requires_grad
 
 
 def test_other_heads_speak_too():
     model, inputs = model_of("several heads"), inputs_of("several heads")
-    seen = look(model, inputs)
+    seen = inspect(model, inputs)
     with torch.no_grad():
         answers = model(inputs)
     for head in ("class", "state"):
@@ -102,7 +102,7 @@ def test_other_heads_speak_too():
             token, word, share = seen.next(t, 1, head=head)[0]
             assert token == int(shares[t].argmax()) and word == f"{head} {token}"
             assert abs(share - float(shares[t].max())) < checks.EXACT
-        own = look(model, inputs, head=head)
+        own = inspect(model, inputs, head=head)
         assert own.next(3, 99) == seen.next(3, 99, head=head)
         assert own.loss is None and math.isnan(own.losses[0])
     assert seen.rows()[2]["class"].startswith("class ")
@@ -116,11 +116,11 @@ def test_targets_of_a_batch_are_taken_with_their_weights():
     batch = Batch(
         tokens=ids, valid=np.ones_like(ids, np.bool_), targets={"next": targets}, weights=weights
     )
-    seen = look(model_of("decoder"), batch)
+    seen = inspect(model_of("decoder"), batch)
     assert [seen.target(t) and seen.target(t)[0] for t in range(T)] == [
         None if t == 2 else int(targets[0, t]) for t in range(T)
     ]
-    given = look(
+    given = inspect(
         model_of("decoder"), ids, targets=[None if t == 2 else int(targets[0, t]) for t in range(T)]
     )
     assert given.loss == seen.loss
@@ -130,84 +130,84 @@ def test_targets_of_a_batch_are_taken_with_their_weights():
 def test_answers_of_a_batch():
     ids = token_ids(1, T).numpy()
     batch = Batch(tokens=ids, valid=ids >= 0, targets={"answer": np.array([4])})
-    seen = look(model_of("answer"), batch)
-    assert seen.target()[0] == 4 and seen.loss == look(model_of("answer"), ids, targets=4).loss
+    seen = inspect(model_of("answer"), batch)
+    assert seen.target()[0] == 4 and seen.loss == inspect(model_of("answer"), ids, targets=4).loss
 
 
 def test_padding_and_segments_ask_for_nothing():
-    padded = look(model_of("decoder"), inputs_of("decoder", padded=True))
+    padded = inspect(model_of("decoder"), inputs_of("decoder", padded=True))
     real = T - 2
-    assert padded.reading.place == real - 1
+    assert padded.readout.position == real - 1
     assert [math.isnan(x) for x in padded.losses] == [t >= real - 1 for t in range(T)]
     assert [math.isnan(x) for x in padded.entropy] == [t >= real for t in range(T)]
-    short = look(model_of("decoder"), inputs_of("decoder").tokens_BT[:, :real])
+    short = inspect(model_of("decoder"), inputs_of("decoder").tokens_BT[:, :real])
     assert abs(short.loss - padded.loss) < checks.EXACT
     segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    packed = look(model_of("decoder"), gf.Inputs(token_ids(1, T), segments_BT=segments))
+    packed = inspect(model_of("decoder"), gf.Inputs(token_ids(1, T), segments_BT=segments))
     assert [math.isnan(x) for x in packed.losses] == [t in (2, T - 1) for t in range(T)]
     assert not packed.attention[0, 0].allowed[3:, :3].any()
 
 
 def test_words_are_kept_and_the_vocabulary_is_named():
     vocabulary = [f"w{i}" for i in range(VOCAB)]
-    seen = look(model_of("decoder"), token_ids(T), names=vocabulary)
+    seen = inspect(model_of("decoder"), token_ids(T), names=vocabulary)
     assert seen.words == tuple(f"w{i}" for i in token_ids(T).tolist())
     token, word, _ = seen.next(2)[0]
     assert word == f"w{token}" == seen.lens.top(2, 1)[0][0]
     assert seen.lens.at(2, 3)["final"] == seen.lens.top(2, 3)
-    named = look(model_of("decoder"), token_ids(T), words=list("abcdefg"), names=str)
+    named = inspect(model_of("decoder"), token_ids(T), words=list("abcdefg"), names=str)
     assert named.words == tuple("abcdefg")
     source = Source(tokens=token_ids(1, S).numpy(), valid=np.ones((1, S), np.bool_))
     batch = Batch(tokens=token_ids(1, T).numpy(), valid=np.ones((1, T), np.bool_), source=source)
-    both = look(model_of("encoder-decoder"), batch, source_words=list("ABCDEFGHIJK"))
+    both = inspect(model_of("encoder-decoder"), batch, source_words=list("ABCDEFGHIJK"))
     assert both.attention.of("cross")[0, 0].columns_words == tuple("ABCDEFGHIJK")
     assert both.attention.of("encoder")[0, 0].rows_words == tuple("ABCDEFGHIJK")
 
 
 def test_a_large_vocabulary_is_read_in_pieces(monkeypatch):
     model, ids = model_of("grouped"), token_ids(T)
-    whole = look(model, ids)
+    whole = inspect(model, ids)
     monkeypatch.setattr(
         "glassformer.lens.measure.predictions.PIECE", 2 * VOCAB
     )  # two positions at once
-    pieces = look(model, ids)
+    pieces = inspect(model, ids)
     assert (whole.lens.kl - pieces.lens.kl).abs().max() < checks.EXACT
-    assert torch.equal(whole.lens.measured.ids, pieces.lens.measured.ids)
+    assert torch.equal(whole.lens.predictions.ids, pieces.lens.predictions.ids)
     apart = whole.ablate("L0H1").kl - pieces.ablate("L0H1").kl
     assert apart.abs().max() < checks.EXACT
     wide = built(tiny(vocab_size=KEPT + 5, final_norm=LayerNorm()))
-    assert look(wide, [1, 2]).lens.measured.ids.shape == (6, 2, KEPT)
+    assert inspect(wide, [1, 2]).lens.predictions.ids.shape == (6, 2, KEPT)
     with pytest.raises(InputError, match="likeliest"):
-        look(wide, [1, 2]).next(0, KEPT + 1)
+        inspect(wide, [1, 2]).next(0, KEPT + 1)
 
 
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda m: look(m, token_ids(2, T)), "2 sequences"),
-        (lambda m: look(m, [1, 99]), "outside the vocabulary"),
-        (lambda m: look(m, []), "tokens has shape|empty"),
-        (lambda m: look(m, [1, 2], words=["a"]), "1 words for 2 tokens"),
-        (lambda m: look(m, [1, 2], targets=[1]), "1 targets for 2"),
-        (lambda m: look(m, [1, 2], targets=[1, 50]), "target 50"),
-        (lambda m: look(m, [1, 2], targets=[1, 0.5]), "whole numbers"),
-        (lambda m: look(m, [1, 2], targets=[1, 10**30]), "whole numbers"),
-        (lambda m: look(m, [1, 2], targets=np.float64(1)), "whole numbers"),
-        (lambda m: look(m, [1, 2], targets=True), "whole numbers"),
-        (lambda m: look(m, [1, 2], targets=object()), "whole numbers"),
-        (lambda m: look(m, [[1, 2], [3]]), "different lengths"),
-        (lambda m: look(m, [1, 2], ablate=[3]), "'3' is no head"),
-        (lambda m: look(m, [1, 2], head="answer"), "no head"),
-        (lambda m: look(m, [1, 2], ablate=["L9H0"]), "there are 2 layers"),
-        (lambda m: look(m, [1, 2], ablate=["L0H7"]), "has 3 heads"),
-        (lambda m: look(m, [1, 2], ablate=["cross.L0H0"]), "no attention of kind 'cross'"),
-        (lambda m: look(m, [1, 2]).attention[5, 0], "no layer 5"),
-        (lambda m: look(m, [1, 2]).attention[0, 5], "no head 5"),
-        (lambda m: look(m, [1, 2]).attention.of("cross"), "no attention of kind"),
-        (lambda m: look(m, [1, 2]).next(7), "no position 7"),
-        (lambda m: look(m, [1, 2]).lens.top(0, row="L7 mlp"), "no row"),
-        (lambda m: look(m, [1, 2]).ablate(), "no head to silence"),
-        (lambda m: look(m, [1, 2]).next(0, head="answer"), "no head"),
+        (lambda m: inspect(m, token_ids(2, T)), "2 sequences"),
+        (lambda m: inspect(m, [1, 99]), "outside the vocabulary"),
+        (lambda m: inspect(m, []), "tokens has shape|empty"),
+        (lambda m: inspect(m, [1, 2], words=["a"]), "1 words for 2 tokens"),
+        (lambda m: inspect(m, [1, 2], targets=[1]), "1 targets for 2"),
+        (lambda m: inspect(m, [1, 2], targets=[1, 50]), "target 50"),
+        (lambda m: inspect(m, [1, 2], targets=[1, 0.5]), "whole numbers"),
+        (lambda m: inspect(m, [1, 2], targets=[1, 10**30]), "whole numbers"),
+        (lambda m: inspect(m, [1, 2], targets=np.float64(1)), "whole numbers"),
+        (lambda m: inspect(m, [1, 2], targets=True), "whole numbers"),
+        (lambda m: inspect(m, [1, 2], targets=object()), "whole numbers"),
+        (lambda m: inspect(m, [[1, 2], [3]]), "different lengths"),
+        (lambda m: inspect(m, [1, 2], ablate=[3]), "'3' is no head"),
+        (lambda m: inspect(m, [1, 2], head="answer"), "no head"),
+        (lambda m: inspect(m, [1, 2], ablate=["L9H0"]), "there are 2 layers"),
+        (lambda m: inspect(m, [1, 2], ablate=["L0H7"]), "has 3 heads"),
+        (lambda m: inspect(m, [1, 2], ablate=["cross.L0H0"]), "no attention of kind 'cross'"),
+        (lambda m: inspect(m, [1, 2]).attention[5, 0], "no layer 5"),
+        (lambda m: inspect(m, [1, 2]).attention[0, 5], "no head 5"),
+        (lambda m: inspect(m, [1, 2]).attention.of("cross"), "no attention of kind"),
+        (lambda m: inspect(m, [1, 2]).next(7), "no position 7"),
+        (lambda m: inspect(m, [1, 2]).lens.top(0, row="L7 mlp"), "no row"),
+        (lambda m: inspect(m, [1, 2]).ablate(), "no head to silence"),
+        (lambda m: inspect(m, [1, 2]).next(0, head="answer"), "no head"),
     ],
 )
 def test_what_is_refused(act, message):
@@ -218,14 +218,14 @@ def test_what_is_refused(act, message):
 def test_maps_too_large_for_memory_are_refused_before_they_are_made():
     spec = tiny(max_seq_len=40_000, layers=2)
     with pytest.raises(InputError, match=r"would take \d+ GiB") as caught:
-        look(built(spec), torch.zeros(40_000, dtype=torch.long))
+        inspect(built(spec), torch.zeros(40_000, dtype=torch.long))
     fewer = int(caught.value.hint.split()[2])
     assert 4 * 6 * fewer**2 <= MOST_MAPS < 4 * 6 * (fewer + 2) ** 2
 
 
 def test_half_precision_and_copies():
     model = copy.deepcopy(model_of("decoder")).to(torch.bfloat16)
-    seen = look(model, token_ids(T))
+    seen = inspect(model, token_ids(T))
     assert seen.lens.kl.dtype == seen.attention[0, 0].tensor.dtype == torch.float32
     assert float(seen.lens.kl[-1].max()) == 0.0
 
@@ -233,7 +233,7 @@ def test_half_precision_and_copies():
 def test_one_target_may_be_a_number_of_any_library():
     model = model_of("decoder")
     for target in (3, np.int64(3), torch.tensor(3)):
-        assert look(model, [1, 2], targets=target).target() == (3, "3")
+        assert inspect(model, [1, 2], targets=target).target() == (3, "3")
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -246,14 +246,14 @@ def test_a_quantized_look_knows_its_model_in_every_form(bits):
         bits=bits,
         indivisible="int8",
     )
-    seen = look(small, [1, 2, 3])
+    seen = inspect(small, [1, 2, 3])
     before = seen.ablate("L0H1").loss_change
-    for again in (small.state_dict, lambda: copy.deepcopy(small), lambda: look(small, [4, 5])):
+    for again in (small.state_dict, lambda: copy.deepcopy(small), lambda: inspect(small, [4, 5])):
         again()
         assert seen.ablate("L0H1").loss_change == before
     held = dict(small.named_parameters())
     levels = {name: x for name, x in other.state_dict().items() if name not in held}
     small.load_state_dict(levels, strict=False)
-    look(small, [1, 2, 3])  # makes the running form of the new weights
+    inspect(small, [1, 2, 3])  # makes the running form of the new weights
     with pytest.raises(InputError, match="changed"):
         seen.ranking()

@@ -61,7 +61,7 @@ def opened(png):
 
 def test_a_png_holds_the_values():
     values = np.linspace(-1.0, 1.0, 7 * 11).reshape(7, 11)
-    pixels = opened(picture.heat_png(values))
+    pixels = opened(picture.heatmap_png(values))
     assert pixels.shape == (7, 11, 4)
     assert np.abs(pixels[..., 3] / 255 - np.abs(values)).max() <= 0.5 / 126 + 0.5 / 255
     assert (pixels[values > 0.05][:, :3] == picture.ACCENT).all()
@@ -73,7 +73,7 @@ def test_masked_and_missing_cells_are_hatched():
     values[0, 1] = np.nan
     allowed = np.tril(np.ones((5, 5), np.bool_))
     allowed[0, 1] = True
-    pixels = opened(picture.heat_png(values, allowed=allowed, scale=8))
+    pixels = opened(picture.heatmap_png(values, allowed=allowed, scale=8))
     assert pixels.shape == (40, 40, 4)
     for t in range(5):
         for s in range(5):
@@ -87,7 +87,7 @@ def test_masked_and_missing_cells_are_hatched():
 def test_a_cell_lies_in_its_row_and_column():
     values = np.zeros((3, 7))
     values[2, 5] = 1.0
-    svg = picture.heat_svg(values, rows=list("abc"), columns=list("1234567"), label="one cell")
+    svg = picture.heatmap_svg(values, rows=list("abc"), columns=list("1234567"), label="one cell")
     uri = re.search(r'href="data:image/png;base64,([^"]+)"', svg)[1]
     pixels = opened(base64.b64decode(uri))
     scale = pixels.shape[0] // 3
@@ -108,7 +108,7 @@ def test_pooling_keeps_the_peaks():
 
 @pytest.mark.parametrize("word", HOSTILE)
 def test_hostile_words_are_text(word):
-    heat = picture.heat_svg(np.ones((2, 2)), rows=[word, "b"], columns=["c", word], label=word)
+    heat = picture.heatmap_svg(np.ones((2, 2)), rows=[word, "b"], columns=["c", word], label=word)
     bars = picture.bars_svg([word], [0.5], label=word)
     lines = picture.lines_svg({word: [1.0, 2.0]}, label=word, words=[word, word])
     for svg in (heat, bars, lines):

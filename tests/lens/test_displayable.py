@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 import glassformer as gf
-from glassformer.lens.look import look
+from glassformer.lens.inspection import inspect
 from glassformer.lens.show.displayable import CELL_BYTES
 from glassformer.spec.errors import InputError
 from tests.lens.models import inputs_of, model_of
-from tests.lens.test_picture import HOSTILE, Seen, inert
+from tests.lens.test_svg import HOSTILE, Seen, inert
 from tests.tiny import S, T, built, tiny
 
 
@@ -23,7 +23,7 @@ def values_of(name):
     words = [HOSTILE[t % len(HOSTILE)] for t in range(T)]
     source = [HOSTILE[s % len(HOSTILE)] for s in range(S)] if "encoder" in name else None
     model = model_of(name)
-    seen = look(
+    seen = inspect(
         model,
         inputs_of(name),
         words=words,
@@ -33,7 +33,7 @@ def values_of(name):
     yield from (seen, seen.attention, seen.attention[1, 2], seen.attention.mean(), seen.lens)
     yield from (seen.norms, seen.ablate("L0H1", "L1H1"), seen.ranking())
     yield from (seen.attention.of(kind) for kind in seen.kinds)
-    yield gf.patch(model, seen, look(model, inputs_of(name, seed=5)), answers=(3, 8))
+    yield gf.patch_activations(model, seen, inspect(model, inputs_of(name, seed=5)), answers=(3, 8))
 
 
 CASES = [
@@ -76,7 +76,7 @@ def test_a_value_saves_itself(value, tmp_path):
 
 
 def test_numbers_on_file_are_the_numbers(tmp_path):
-    seen = look(model_of("decoder"), inputs_of("decoder"))
+    seen = inspect(model_of("decoder"), inputs_of("decoder"))
     data = json.loads(seen.save(tmp_path / "look.json").read_text())
     assert data["loss"] == seen.loss and data["rows"][-1]["loss"] is None
     kept = torch.tensor(data["attention"]["self"], dtype=torch.float64)
@@ -89,13 +89,13 @@ def test_numbers_on_file_are_the_numbers(tmp_path):
 
 
 def test_figures_are_the_same_every_time():
-    heat = look(model_of("decoder"), inputs_of("decoder")).attention[0, 1]
+    heat = inspect(model_of("decoder"), inputs_of("decoder")).attention[0, 1]
     assert heat.encoded("png") == heat.encoded("png")
     assert heat.encoded("svg") == heat.encoded("svg")
 
 
 def test_a_file_that_cannot_be(tmp_path):
-    seen = look(model_of("decoder"), inputs_of("decoder"))
+    seen = inspect(model_of("decoder"), inputs_of("decoder"))
     with pytest.raises(InputError, match=r"nothing is saved as '\.pdf'"):
         seen.save(tmp_path / "x.pdf")
     with pytest.raises(InputError, match="cannot write"):
@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be(tmp_path):
 def test_a_long_look_stays_under_the_cap():
     """512 tokens, 6 layers x 8 heads."""
     model = built(tiny(layers=6, attention={"n_heads": 8}, max_seq_len=512, vocab_size=997)).float()
-    seen = look(model, torch.arange(512))
+    seen = inspect(model, torch.arange(512))
     text = seen.html()
     assert len(text.encode()) < CELL_BYTES + 1_000
     assert Seen(text).tags.count("img") == 48 and "the last 40 of 512 positions" in text
@@ -113,7 +113,7 @@ def test_a_long_look_stays_under_the_cap():
     heat = seen.attention[5, 7]
     assert len(heat.html().encode()) < CELL_BYTES and "the 200 strongest of 131,328" in heat.html()
     # What is kept of the residual rows is small, whatever the vocabulary.
-    assert seen.lens.measured.ids.shape == (14, 512, 32)
+    assert seen.lens.predictions.ids.shape == (14, 512, 32)
     cut = seen.html(most=30_000)
     assert "more parts were left out" in cut and len(cut.encode()) < 31_000
 
@@ -121,7 +121,7 @@ def test_a_long_look_stays_under_the_cap():
 def test_an_empty_source_attends_to_nothing():
     inputs = inputs_of("encoder-decoder", padded=True)
     inputs.source_valid_BS[:] = False
-    seen = look(model_of("encoder-decoder"), inputs)
+    seen = inspect(model_of("encoder-decoder"), inputs)
     maps = seen.attention.of("cross")
     assert not maps[0, 0].allowed.any() and float(maps[0, 0].tensor.abs().max()) == 0.0
     assert "nothing may be attended to" in maps[0, 0].summary()
