@@ -224,7 +224,7 @@ def test_the_scrubber_moves_through_checkpoints_and_snapshots(open_page, site):
 
     probes = read_probes(site.runs / "digits/probes/step-000080.safetensors")
     cells = page.locator(".attention table.data tbody td").all_inner_texts()
-    assert cells == [f"{value:.3f}" for value in probes.heat(0, "L1H1").tensor.flatten().tolist()]
+    assert cells == [f"{value:.3f}" for value in probes.map(0, "L1H1").tensor.flatten().tolist()]
     page.keyboard.press("End")
     page.wait_for_function(
         "() => !document.querySelector('.time output').textContent.includes('snap')"

@@ -103,7 +103,7 @@ def test_another_model_is_compared(glass, runs, tmp_path):
     code, out, err = glass(*asked)
     assert (code, err) == (0, "")
     assert f"loss there {there.loss:.4f}   KL(there || here) {beside.kl:.4f}" in out
-    assert "L1H0 less other's" in out
+    assert "L1H0 minus other's" in out
     for value in apart.flatten().tolist():
         assert f"{value:+.3f}" in out
     found = json.loads(glass(*asked, "--json")[1])["against"]
@@ -114,7 +114,7 @@ def test_another_model_is_compared(glass, runs, tmp_path):
     # without a head the one that matters most here; with --layer a mean
     best = here.ranking().heads[0]
     assert (
-        f"{best} less other's"
+        f"{best} minus other's"
         in glass("digits", "MAX 3 1", "--target", "3", "--against", "other")[1]
     )
     mean = here.attention.mean(1).tensor - there.attention.mean(1).tensor
@@ -123,10 +123,10 @@ def test_another_model_is_compared(glass, runs, tmp_path):
     # heads are silenced here, and not there
     code, out, _ = glass(*asked, "--ablate", "L0H0", "--json")
     silent = here.ablate("L0H0").after
-    assert json.loads(out)["against"]["kl"] == pytest.approx(silent.beside(there).kl, abs=1e-7)
+    assert json.loads(out)["against"]["kl"] == pytest.approx(silent.compare(there).kl, abs=1e-7)
     for ending in ("png", "svg", "html", "json"):
         assert glass(*asked, "-o", tmp_path / f"apart.{ending}")[0] == 0
-    assert "less other" in (tmp_path / "apart.html").read_text()
+    assert "minus other" in (tmp_path / "apart.html").read_text()
 
 
 def test_models_of_other_tokens_are_not_compared(glass):
@@ -162,8 +162,8 @@ def test_files_of_every_kind(glass, tmp_path, ending):
         (("MAX 3 1", "--layer", 9), "no head L9H0", "L0H0 to L1H1"),
         (("MAX 3 1", "--head", "L0H9"), "no head L0H9", "L0H0 to L1H1"),
         (("MAX 3 1", "--ablate", "L7H0"), "no head L7H0", "L0H0 to L1H1"),
-        (("MAX 3 1", "--ablate", "third"), "'third' is no head", "write L1H3"),
-        (("MAX 3 1", "--layer", 0, "--head", "²"), "'²' is no head", "write L1H3"),
+        (("MAX 3 1", "--ablate", "third"), "'third' is not the name of a head", "write L1H3"),
+        (("MAX 3 1", "--layer", 0, "--head", "²"), "'²' is not the name of a head", "write L1H3"),
         (("MAX 3 1", "--head", 1), "of which layer", "--layer 0"),
         (("MAX 3 1", "--head", "L0H1", "--layer", 0), "says the layer", "--head 1"),
         (("MAX 3 1", "--kind", "cross"), "no attention of kind 'cross'", "self"),

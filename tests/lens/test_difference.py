@@ -39,7 +39,7 @@ def test_a_difference_is_the_maps_and_hatched_where_either_is(name):
 def test_its_faces(tmp_path):
     here, there = both("window")
     apart = here.attention[1, 0] - there.attention.mean(1)
-    assert apart.title == "L1H0 less L1 mean"
+    assert apart.title == "L1H0 minus L1 mean"
     for ending in ("png", "svg", "html", "json", "csv"):
         apart.save(tmp_path / f"apart.{ending}")
     saved = json.loads((tmp_path / "apart.json").read_text())
@@ -56,16 +56,16 @@ def test_of_a_large_map_the_cells_that_differ_most_are_told():
         inspect(model, tokens) for model in (model_of("bare"), built(tiny(max_seq_len=20), seed=4))
     )
     text = (one.attention[0, 0] - other.attention[0, 0]).text()
-    assert "20 x 20, what differs most:" in text
+    assert "20 x 20, the cells that differ most:" in text
     assert len(text.splitlines()) == 13
 
 
 @pytest.mark.parametrize("name", ["decoder", "answer", "several heads"])
 @torch.no_grad()
-def test_beside_is_the_other_distribution(name):
+def test_a_comparison_is_the_other_distribution(name):
     here, there = both(name)
     for position in (0, None):
-        found = here.beside(there, position, 3)
+        found = here.compare(there, position, 3)
         at = here.lens.position(position)
         logp, logq = (
             torch.log_softmax(
@@ -79,7 +79,7 @@ def test_beside_is_the_other_distribution(name):
         assert found.top == there.next(position, 1)[0]
         assert found.mean_loss == there.loss
         assert found.loss == pytest.approx(float(there.losses[at]), nan_ok=True)
-    assert here.beside(here, None).kl == 0.0
+    assert here.compare(here, None).kl == 0.0
 
 
 def test_what_is_not_of_the_same_tokens_is_refused():
@@ -90,6 +90,6 @@ def test_what_is_not_of_the_same_tokens_is_refused():
     for there in (longer, other):
         assert not comparable(here, there)
         with pytest.raises(InputError, match="do not read the same tokens"):
-            here.beside(there)
+            here.compare(there)
     with pytest.raises(InputError, match="maps are of different tokens"):
         here.attention[0, 0] - longer.attention[0, 0]

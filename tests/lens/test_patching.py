@@ -65,7 +65,7 @@ def test_looks_bring_their_words():
     ("arguments", "message"),
     [
         ({"corrupt": token_ids(T - 1)}, "7 tokens and a corrupt one of 6"),
-        ({"corrupt": token_ids(T), "answers": (3, 8)}, "nothing to bring back"),
+        ({"corrupt": token_ids(T), "answers": (3, 8)}, "nothing to restore"),
         ({"answers": (3, 3)}, "no difference"),
         ({"answers": (3, 99)}, "ids run from"),
         ({"answers": (3,)}, "answers"),

@@ -114,7 +114,7 @@ def test_hostile_words_are_text(word):
     for svg in (heat, bars, lines):
         ElementTree.fromstring(svg)  # well formed, whatever the word
         inert(svg)
-    lined = [word, (word, 0.5)]
+    lined = (word, [(word, 0.5)])
     inside = "".join(
         (
             html.table([word, "x"], [[word, 0.5]], caption=word),
@@ -149,7 +149,7 @@ def test_long_tables_say_how_much_is_missing():
     text = html.table(["n"], ([n] for n in range(1_000)), caption="numbers", most=10)
     assert text.count("<tr>") == 11 and "990 left out" in text
     wide = ["", *map(str, range(100))]
-    shaded = html.shaded_table(wide, [["row", *[("x", 0.1)] * 100]], caption="c", most=40)
+    shaded = html.shaded_table(wide, [("row", [("x", 0.1)] * 100)], caption="c", most=40)
     assert shaded.count("<td") == 40 and "the last 40 of 100 positions" in shaded
 
 

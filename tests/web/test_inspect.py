@@ -141,7 +141,7 @@ def test_a_step_without_a_checkpoint_is_shown_from_its_snapshot(lab, runs, tmp_p
     assert sent["snapshot"] is True
     assert sent["words"] == list(probes.words[1])
     weights = array(fetched(thin, inspect.attention, sent["key"], layer=1, head=2))
-    assert np.array_equal(weights, probes.heat(1, "L1H2").tensor.numpy())
+    assert np.array_equal(weights, probes.map(1, "L1H2").tensor.numpy())
     at = fetched(thin, inspect.position, sent["key"], position=1)
     assert [row["word"] for row in at["next"]] == [word for word, _ in probes.top(1, 1)]
     with pytest.raises(InputError, match="only a snapshot is kept, of the validation examples"):
@@ -161,7 +161,7 @@ REFUSED = {
     "an unknown word": ({"text": "MEDIAN 7"}, "not in the vocabulary"),
     "a target of two": ({"text": TEXT, "target": "3 4"}, "target of 2 tokens"),
     "no such head": ({"text": TEXT, "ablate": ["L9H0"]}, "no head L9H0"),
-    "no head at all": ({"text": TEXT, "ablate": ["<b>"]}, "is no head"),
+    "no head at all": ({"text": TEXT, "ablate": ["<b>"]}, "is not the name of a head"),
     "a row too far": ({"split": "val", "row": 10**9}, "no example"),
     "no such split": ({"split": "secret", "row": 0}, "no examples called"),
     "other bits": ({"text": TEXT, "precision": "int2"}, "precision 'int2' is unknown"),

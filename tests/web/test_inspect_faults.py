@@ -9,7 +9,7 @@ from tests.web import test_inspect as checks
 from tests.web.test_inspect import causal, lab  # noqa: F401 (fixtures)
 
 LOOK, MAPS, SNAPSHOT = (
-    "web.pages.kept_look:Inspection",
+    "web.pages.kept_look:KeptInspection",
     "web.pages.kept_look:Maps.map",
     "web.pages.training_snapshot:Snapshot",
 )
@@ -25,10 +25,10 @@ FAULTS = (
     Fault("lens of another position", f"{LOOK}._lens", "lens.kl[:, t]", "lens.kl[:, 0]", "text"),
     Fault("norms of another layer", f"{LOOK}._norms", "float(written[layer, t])", "float(written[-1, t])", "text"),
     Fault("the look before as the look", "web.pages.inspect:inspect", "seen if ablation is None else ablation.after", "seen", "ablation"),
-    Fault("KL the other way", "lens.inspection:beside", "divergence(theirs_1V, ours_1V)", "divergence(ours_1V, theirs_1V)", "compared"),
-    Fault("their probabilities are ours", "lens.inspection:beside", "theirs_1V[0, list(ids)]", "ours_1V[0, list(ids)]", "ablation"),
+    Fault("KL the other way", "lens.inspection:compare", "divergence(other_1V, ours_1V)", "divergence(ours_1V, other_1V)", "compared"),
+    Fault("their probabilities are ours", "lens.inspection:compare", "other_1V[0, list(ids)]", "ours_1V[0, list(ids)]", "ablation"),
     Fault("a copy is kept for all", "web.pages.inspect:_rounded", "if precision not in BITS:", "if False:", "bits"),
-    Fault("snapshot of another example", f"{SNAPSHOT}.heat", "self.probes.heat(self.at, HeadName", "self.probes.heat(0, HeadName", "snapshot"),
+    Fault("snapshot of another example", f"{SNAPSHOT}.heat", "self.probes.map(self.at, HeadName", "self.probes.map(0, HeadName", "snapshot"),
     Fault("snapshots of any text", "web.pages.training_snapshot:snapshot", "if split != SPLIT or row not in probes.examples:", "if False:", "snapshot"),
 )  # fmt: skip
 

@@ -112,7 +112,7 @@ def rank_heads(
 
 
 def loss_change(before: float | None, after: float | None) -> float | None:
-    """Return after - before; None without a target."""
+    """Return the change of a loss; None without a target."""
     return None if before is None or after is None else after - before
 
 
