@@ -495,7 +495,7 @@ def test_a_small_map_travels_in_float32_and_a_large_one_in_float16(site):
         adapter = gf.load(site.runs / run)
         from glassformer.web.pages.examples import task_of, written
 
-        own = inspect(adapter.model, written(task_of(run, lab), "val", 0).batch).attention[1, 0]
+        own = gf.inspect(adapter.model, written(task_of(run, lab), "val", 0).batch).attention[1, 0]
         assert np.isnan(values).tolist() == (~own.allowed).tolist()
         worst = np.nanmax(np.abs(values.astype(np.float64) - own.tensor.numpy()))
         assert worst <= (0.0 if dtype is np.float32 else 2.0**-11)
