@@ -99,7 +99,7 @@ def test_another_model_is_compared(glass, runs, tmp_path):
         load(runs / run).eval().inspect("MAX 3 1", target="3") for run in ("digits", "other")
     )
     apart = here.attention[1, 0].tensor - there.attention[1, 0].tensor
-    beside = here.beside(there)
+    beside = here.compare(there)
     code, out, err = glass(*asked)
     assert (code, err) == (0, "")
     assert f"loss there {there.loss:.4f}   KL(there || here) {beside.kl:.4f}" in out
