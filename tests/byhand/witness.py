@@ -12,6 +12,7 @@ from glassformer.byhand.inputs import Inputs
 from glassformer.byhand.model import Model
 from glassformer.data.batch import Batch, Source
 from glassformer.models.build import build
+from glassformer.nn.moe import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets
 from glassformer.spec.manifest import manifest
@@ -39,6 +40,18 @@ PRESETS: dict[str, ModelSpec] = {
         d_ff=17,
         window=3,
         qk_norm=False,
+    ),
+    "moe": presets.moe(
+        vocab_size=31,
+        d_model=12,
+        n_heads=6,
+        n_kv_heads=2,
+        n_experts=5,
+        d_ff=7,
+        shared_d_ff=11,
+        n_layers=2,
+        max_seq_len=13,
+        balance=0.7,
     ),
     "seq2seq": presets.seq2seq(
         vocab_size=31, source_vocab_size=23, d_model=12, n_heads=3, d_ff=17, n_layers=2
@@ -133,8 +146,15 @@ def torch_loss(
     taps: Taps | None = None,
 ) -> Tensor:
     """The loss that `Model.loss_and_grads` describes, written with torch's own functions."""
+    balance = BalanceLosses()
     total = model.penalty()
-    for head, logits in model(case.batch(), taps=taps).items():
+    inputs = model.inputs(case.batch())
+    hidden = model.hidden(inputs, taps=taps, balance=balance)
+    if balance.losses:
+        total = total + balance.weighted()[1]
+    for head in model.heads:
+        logits = model.logits(hidden, head, valid_BT=inputs.valid_BT)
+        logits = logits if taps is None else taps.visit(f"logits.{head}", logits)
         losses = F.cross_entropy(
             logits.flatten(0, -2),
             torch.tensor(case.targets[head]).flatten(),

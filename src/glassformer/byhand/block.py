@@ -17,6 +17,7 @@ from glassformer.byhand.ffn import (
     swiglu_backward,
     swiglu_forward,
 )
+from glassformer.byhand.moe import Experts, MoECache, moe_backward, moe_forward
 from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, Trip
 from glassformer.spec import model as spec
@@ -29,12 +30,16 @@ RESIDUAL_TAPS = {"attn": "resid_mid", "cross": "resid_cross", "ffn": "resid_post
 
 @dataclass(slots=True)
 class BlockArrays:
-    """Parameters of one block, or their gradients: by leaf name within each part."""
+    """Parameters of one block, or their gradients: by leaf name within each part.
+
+    `experts` has those of a mixture's experts, each by leaf name; `ffn` its router.
+    """
 
     attn: dict[str, Array] = field(default_factory=dict)
     cross: dict[str, Array] = field(default_factory=dict)
     ffn: dict[str, Array] = field(default_factory=dict)
     norms: dict[str, Array] = field(default_factory=dict)
+    experts: Experts = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -47,6 +52,7 @@ class Setting:
     memory_allow: Array | None = None
     memory_ready: tuple[Array, Array] | None = None
     past: Past | None = None
+    valid_BT: Array | None = None
 
 
 class PartCache(NamedTuple):
@@ -55,7 +61,7 @@ class PartCache(NamedTuple):
     name: str
     norm: NormCache
     keep: Array | None
-    part: HeadsCache | FeedCache | SwiGLUCache
+    part: HeadsCache | FeedCache | SwiGLUCache | MoECache
 
 
 class BlockCache(NamedTuple):
@@ -64,6 +70,12 @@ class BlockCache(NamedTuple):
     block: spec.Block
     lines: list[PartCache]
     at: str
+
+    @property
+    def balance(self) -> float:
+        """The load-balancing loss of its mixture of experts, or 0."""
+        part = self.lines[-1].part
+        return part.loss if isinstance(part, MoECache) else 0.0
 
 
 def block_forward(
@@ -107,8 +119,12 @@ def block_backward(
     grads: BlockArrays,
     trip: Trip,
     dmemory_BSD: Array | None = None,
+    dbalance: float = 0.0,
 ) -> Array:
-    """The gradient of the residual stream before this block, in place; dmemory is added to."""
+    """The gradient of the residual stream before this block, in place; dmemory is added to.
+
+    `dbalance` is the slope of the objective in this block's load-balancing loss.
+    """
     ws, block = trip.ws, cache.block
     biased = has_shift(block.norm)
     for name, norm, keep, part in reversed(cache.lines):
@@ -118,7 +134,7 @@ def block_backward(
         if block.placement == "pre":
             # forward: x' = x + keep * part(norm(x))   =>   dx = dx' + norm'(part'(keep * dx'))
             dout = d_BTD if keep is None else np.multiply(d_BTD, keep, out=ws.take(d_BTD.shape))
-            dnormed = _part_backward(dout, part, name, grads, trip, dmemory_BSD)
+            dnormed = _part_backward(dout, part, name, grads, trip, dmemory_BSD, dbalance)
             norm_backward(
                 dnormed, norm, grads=grads.norms, name=norm_name, biased=biased, dx=dnormed, ws=ws
             )
@@ -130,7 +146,7 @@ def block_backward(
                 d_BTD, norm, grads=grads.norms, name=norm_name, biased=biased, dx=d_BTD, ws=ws
             )
             dout = d_BTD if keep is None else np.multiply(d_BTD, keep, out=ws.take(d_BTD.shape))
-            d_BTD += _part_backward(dout, part, name, grads, trip, dmemory_BSD)
+            d_BTD += _part_backward(dout, part, name, grads, trip, dmemory_BSD, dbalance)
         ws.release(mark)
     trip.tap_grad(f"{cache.at}resid_pre", d_BTD)
     return d_BTD
@@ -152,7 +168,7 @@ def _part_forward(
     setting: Setting,
     dropout: spec.Dropout,
     at: str,
-) -> tuple[Array, HeadsCache | FeedCache | SwiGLUCache]:
+) -> tuple[Array, HeadsCache | FeedCache | SwiGLUCache | MoECache]:
     if name == "attn":
         return multi_head_forward(
             x_BTD,
@@ -187,23 +203,44 @@ def _part_forward(
             return feed_forward(
                 x_BTD, ffn=ffn, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
             )
+        case spec.MoE():
+            return moe_forward(
+                x_BTD,
+                ffn=block.ffn,
+                params=params.ffn,
+                experts=params.experts,
+                trip=trip,
+                valid_BT=setting.valid_BT,
+                dropout=dropout.ffn,
+                at=f"{at}ffn.",
+            )
         case _ as unreachable:
             assert_never(unreachable)
 
 
 def _part_backward(
     dout_BTD: Array,
-    part: HeadsCache | FeedCache | SwiGLUCache,
+    part: HeadsCache | FeedCache | SwiGLUCache | MoECache,
     name: str,
     grads: BlockArrays,
     trip: Trip,
     dmemory_BSD: Array | None,
+    dbalance: float,
 ) -> Array:
     match part:
         case FeedCache():
             return feed_backward(dout_BTD, part, grads=grads.ffn, trip=trip)
         case SwiGLUCache():
             return swiglu_backward(dout_BTD, part, grads=grads.ffn, trip=trip)
+        case MoECache():
+            return moe_backward(
+                dout_BTD,
+                part,
+                grads=grads.ffn,
+                experts=grads.experts,
+                trip=trip,
+                dloss=dbalance,
+            )
         case HeadsCache():
             mine = grads.attn if name == "attn" else grads.cross
             dx, dcontext = multi_head_backward(dout_BTD, part, grads=mine, trip=trip)

@@ -4,6 +4,7 @@ What a training step makes small: each head's cross-entropy, and the spec's pena
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -106,13 +107,33 @@ def _rows_that_count(
 
 
 class Losses(NamedTuple):
-    """What was differentiated, each head's part of it and plain loss, the penalty, the logits."""
+    """What was differentiated, each head's part of it and plain loss, the penalty, the logits.
+
+    `balances` are the load-balancing losses of mixtures of experts by layer, and `balance` what
+    they add to the total.
+    """
 
     total: float
     by_head: dict[str, float]
     nll: dict[str, float]
     penalty: float
     logits: dict[str, Array]
+    balances: Mapping[str, float] = MappingProxyType({})
+    balance: float = 0.0
+
+
+def balance_slopes(
+    model: spec.ModelSpec, *, shares: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """What each mixture's load-balancing loss is multiplied by: the objective has their mean.
+
+    `shares` says how much this batch counts among those of a step, by layer.
+    """
+    layers = model.mixtures()
+    return {
+        name: ffn.balance * (1.0 if shares is None else shares[name]) / len(layers)
+        for name, ffn in layers.items()
+    }
 
 
 def head_losses(
@@ -142,12 +163,15 @@ def total_loss(
     head_weights: Mapping[str, float],
     penalty: float,
     logits: dict[str, Array],
+    balances: Mapping[str, float],
+    balance_slopes: Mapping[str, float],
 ) -> Losses:
-    """Weighted sum over heads (1 where no weight is given) and the penalty."""
+    """Weighted sum over heads (1 where no weight is given), the penalty, load balancing."""
     by_head = {name: loss for name, (loss, _) in losses.items()}
     nll = {name: cache.nll for name, (_, cache) in losses.items()}
     total = penalty + sum(head_weights.get(name, 1.0) * loss for name, loss in by_head.items())
-    return Losses(total, by_head, nll, penalty, logits)
+    balance = float(sum(balance_slopes[layer] * loss for layer, loss in balances.items()))
+    return Losses(total + balance, by_head, nll, penalty, logits, balances, balance)
 
 
 def counted_rows(

@@ -11,7 +11,14 @@ import numpy as np
 
 from glassformer.byhand.heads import HeadCache, head_backward, head_forward
 from glassformer.byhand.inputs import Inputs, check_inputs
-from glassformer.byhand.loss import Losses, cross_entropy_backward, head_losses, penalty, total_loss
+from glassformer.byhand.loss import (
+    Losses,
+    balance_slopes,
+    cross_entropy_backward,
+    head_losses,
+    penalty,
+    total_loss,
+)
 from glassformer.byhand.pass_context import Array, Trip, Workspace
 from glassformer.byhand.stack import (
     StackCache,
@@ -36,6 +43,15 @@ class Tape(NamedTuple):
     heads: dict[str, HeadCache]
     hidden_BTD: Array
     memory_BSD: Array | None
+
+    def balances(self) -> dict[str, float]:
+        """The load-balancing loss of every mixture of experts, by layer."""
+        return {
+            block.at.removesuffix("."): block.balance
+            for stack in self.stacks.values()
+            for block in stack.blocks
+            if isinstance(block.block.ffn, spec.MoE)
+        }
 
 
 class Model:
@@ -194,10 +210,14 @@ class Model:
         dlogits: Mapping[str, Array],
         tape: Tape,
         *,
+        dbalance: Mapping[str, float] | None = None,
         tap_grads: dict[str, Array] | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Fill `grads` from the gradients of the logits; `accumulate` adds to what is there."""
+        """Fill `grads` from the gradients of the logits; `accumulate` adds to what is there.
+
+        `dbalance` has the slope of the objective in each layer's load-balancing loss.
+        """
         if tape is not self._recorded:
             raise InputError(
                 "a later pass has overwritten what this tape recorded",
@@ -227,7 +247,14 @@ class Model:
         for prefix, cache in reversed(tape.stacks.items()):
             d = dmemory if prefix == "encoder." else d_BTD
             assert d is not None
-            stack_backward(d, cache, parts=self._stacks[prefix], trip=trip, dmemory_BSD=dmemory)
+            stack_backward(
+                d,
+                cache,
+                parts=self._stacks[prefix],
+                trip=trip,
+                dmemory_BSD=dmemory,
+                dbalance=dbalance,
+            )
         if accumulate and self._before is not None:
             self.grad_vector += self._before
 
@@ -256,8 +283,12 @@ class Model:
         tap_grads: dict[str, Array] | None = None,
         accumulate: bool = False,
         scale: float = 1.0,
+        balance_shares: Mapping[str, float] | None = None,
     ) -> Losses:
-        """A step but for its update. `scale` multiplies the gradients, not the numbers returned."""
+        """A step but for its update. `scale` multiplies the gradients, not the numbers returned.
+
+        `balance_shares` says by layer how much this batch's load-balancing losses count (1 each).
+        """
         logits, tape = self.record(inputs, rng=rng, taps=taps)
         losses = head_losses(
             logits,
@@ -272,9 +303,22 @@ class Model:
         for name, (_, cache) in losses.items():
             d_MC = cross_entropy_backward(scale * factors.get(name, 1.0), cache)
             dlogits[name] = d_MC.reshape(logits[name].shape)
-        self.backward(dlogits, tape, tap_grads=tap_grads, accumulate=accumulate)
-        extra = penalty(self.spec, self.params, grads=self.grads, scale=scale)
-        return total_loss(losses, head_weights=factors, penalty=extra, logits=logits)
+        slopes = balance_slopes(self.spec, shares=balance_shares)
+        self.backward(
+            dlogits,
+            tape,
+            dbalance={layer: scale * slope for layer, slope in slopes.items()},
+            tap_grads=tap_grads,
+            accumulate=accumulate,
+        )
+        return total_loss(
+            losses,
+            head_weights=factors,
+            penalty=penalty(self.spec, self.params, grads=self.grads, scale=scale),
+            logits=logits,
+            balances=tape.balances(),
+            balance_slopes=slopes,
+        )
 
     def loss(
         self,
@@ -286,7 +330,7 @@ class Model:
         label_smoothing: float = 0.0,
     ) -> Losses:
         """The same numbers without gradients or dropout."""
-        logits, _ = self._run(inputs, Trip(Workspace(self.dtype)))
+        logits, tape = self._run(inputs, Trip(Workspace(self.dtype)))
         losses = head_losses(
             logits,
             targets=targets,
@@ -295,5 +339,11 @@ class Model:
             valid_BT=inputs.target.valid_BT,
             label_smoothing=label_smoothing,
         )
-        extra = penalty(self.spec, self.params)
-        return total_loss(losses, head_weights=head_weights or {}, penalty=extra, logits=logits)
+        return total_loss(
+            losses,
+            head_weights=head_weights or {},
+            penalty=penalty(self.spec, self.params),
+            logits=logits,
+            balances=tape.balances(),
+            balance_slopes=balance_slopes(self.spec),
+        )

@@ -1,6 +1,6 @@
 """Embedding, position, blocks, final norm: the way of a sequence through one stack, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_never
 
@@ -116,6 +116,7 @@ def stack_forward(
             memory_allow=memory_allow,
             memory_ready=None if ready is None else ready[layer],
             past=None if pasts is None else pasts[layer],
+            valid_BT=side.valid_BT,
         )
         x_BTD, cache = block_forward(
             x_BTD,
@@ -143,8 +144,12 @@ def stack_backward(
     parts: StackParts,
     trip: Trip,
     dmemory_BSD: Array | None = None,
+    dbalance: Mapping[str, float] | None = None,
 ) -> None:
-    """Gradients of every parameter of the stack; d_BTD is used up, dmemory added to."""
+    """Gradients of every parameter of the stack; d_BTD is used up, dmemory added to.
+
+    `dbalance` has the slope of the objective in each layer's load-balancing loss.
+    """
     trip.tap_grad(f"{parts.prefix}final", d_BTD)
     if cache.final is not None:
         assert parts.stack.final_norm is not None
@@ -159,7 +164,14 @@ def stack_backward(
             ws=trip.ws,
         )
     for (_, _, grads), block in zip(reversed(parts.blocks), reversed(cache.blocks), strict=True):
-        block_backward(d_BTD, block, grads=grads, trip=trip, dmemory_BSD=dmemory_BSD)
+        block_backward(
+            d_BTD,
+            block,
+            grads=grads,
+            trip=trip,
+            dmemory_BSD=dmemory_BSD,
+            dbalance=(dbalance or {}).get(block.at.removesuffix("."), 0.0),
+        )
     trip.tap_grad(f"{parts.prefix}embed", d_BTD)
     if cache.keep is not None:
         d_BTD *= cache.keep

@@ -12,6 +12,7 @@ import numpy as np
 from glassformer.byhand.attention import JOINED as JOINED_QKV
 from glassformer.byhand.block import BlockArrays
 from glassformer.byhand.ffn import JOINED as JOINED_GATE_UP
+from glassformer.byhand.moe import expert_arrays
 from glassformer.byhand.pass_context import Array
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import Constant, Gaussian, Rule, Uniform
@@ -87,7 +88,11 @@ class Storage:
         self._join(
             vector, arrays.cross, f"{prefix}cross.", ("q_proj", "k_proj", "v_proj"), JOINED_QKV
         )
-        self._join(vector, arrays.ffn, f"{prefix}ffn.", ("gate_proj", "up_proj"), JOINED_GATE_UP)
+        gate_up = ("gate_proj", "up_proj")
+        self._join(vector, arrays.ffn, f"{prefix}ffn.", gate_up, JOINED_GATE_UP)
+        arrays.experts |= expert_arrays(under(views, f"{prefix}ffn."))
+        for name, own in arrays.experts.items():
+            self._join(vector, own, f"{prefix}ffn.{name}.", gate_up, JOINED_GATE_UP)
         arrays.norms |= {k: v for k, v in under(views, prefix).items() if k.count(".") == 1}
         return arrays
 

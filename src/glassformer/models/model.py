@@ -19,6 +19,7 @@ from glassformer.nn.cache import Cache
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
 from glassformer.nn.heads import TiedHead, read_out
 from glassformer.nn.linear import Linear
+from glassformer.nn.moe import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.manifest import is_tied
@@ -46,10 +47,12 @@ class Model(nn.Module, ABC):
         cache: Cache | None = None,
         taps: Taps | None = None,
         recompute: bool = False,
+        balance: BalanceLosses | None = None,
     ) -> Tensor:
         """The body: hidden states (B, T, D) after the final norm.
 
-        `recompute` saves memory in training: the backward runs each block again.
+        `recompute` saves memory in training: the backward runs each block again. `balance`
+        collects the load-balancing losses of mixtures of experts.
         """
 
     @abstractmethod
@@ -168,6 +171,7 @@ class DecoderLM(Model):
         cache: Cache | None = None,
         taps: Taps | None = None,
         recompute: bool = False,
+        balance: BalanceLosses | None = None,
     ) -> Tensor:
         return run_stack(
             self,
@@ -177,6 +181,7 @@ class DecoderLM(Model):
             cache=cache,
             taps=taps,
             recompute=recompute,
+            balance=balance,
         )
 
     def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
@@ -199,7 +204,12 @@ class EncoderDecoder(Model):
         self.heads = build_heads(spec)
 
     def encode(
-        self, inputs: Inputs, *, taps: Taps | None = None, recompute: bool = False
+        self,
+        inputs: Inputs,
+        *,
+        taps: Taps | None = None,
+        recompute: bool = False,
+        balance: BalanceLosses | None = None,
     ) -> Tensor:
         """The memory (B, S, D) that every decoder layer reads."""
         assert inputs.source_BS is not None
@@ -210,6 +220,7 @@ class EncoderDecoder(Model):
             taps=taps,
             prefix="encoder.",
             recompute=recompute,
+            balance=balance,
         )
 
     def decode(
@@ -220,6 +231,7 @@ class EncoderDecoder(Model):
         cache: Cache | None = None,
         taps: Taps | None = None,
         recompute: bool = False,
+        balance: BalanceLosses | None = None,
     ) -> Tensor:
         """Hidden states (B, T, D) of the target tokens; with a cache, of the new ones."""
         return run_stack(
@@ -232,6 +244,7 @@ class EncoderDecoder(Model):
             taps=taps,
             prefix="decoder.",
             recompute=recompute,
+            balance=balance,
         )
 
     def hidden(
@@ -241,9 +254,12 @@ class EncoderDecoder(Model):
         cache: Cache | None = None,
         taps: Taps | None = None,
         recompute: bool = False,
+        balance: BalanceLosses | None = None,
     ) -> Tensor:
-        memory_BSD = self.encode(inputs, taps=taps, recompute=recompute)
-        return self.decode(inputs, memory_BSD, cache=cache, taps=taps, recompute=recompute)
+        memory_BSD = self.encode(inputs, taps=taps, recompute=recompute, balance=balance)
+        return self.decode(
+            inputs, memory_BSD, cache=cache, taps=taps, recompute=recompute, balance=balance
+        )
 
     def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
         return self.decoder.embed

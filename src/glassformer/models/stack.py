@@ -12,6 +12,7 @@ from glassformer.nn.block import TransformerBlock
 from glassformer.nn.cache import Cache, joined_valid
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding, build_embedding
 from glassformer.nn.mask import Mask, build_mask
+from glassformer.nn.moe import BalanceAt, BalanceLosses
 from glassformer.nn.norm import LayerNorm, RMSNorm, build_norm
 from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 from glassformer.nn.taps import Taps, TapsAt, tap, under
@@ -81,10 +82,12 @@ def run_stack(
     taps: Taps | None = None,
     prefix: str = "",
     recompute: bool = False,
+    balance: BalanceLosses | None = None,
 ) -> Tensor:
     """Hidden states (B, T, D) of the new tokens; with a cache, the past is read and extended.
 
     With `recompute`, the backward runs each block again instead of keeping what is inside it.
+    `balance` collects the load-balancing losses of mixtures of experts.
     """
     assert not recompute or (cache is None and taps is None), "a block run twice writes twice"
     at = None if taps is None else TapsAt(taps, prefix)
@@ -120,6 +123,9 @@ def run_stack(
             rotation=rotations.get(str(module.attn.d_head)),
             cache=cache,
             taps=under(at, f"blocks.{layer}."),
+            balance=None
+            if balance is None
+            else BalanceAt(balance, f"{prefix}blocks.{layer}", valid_BT),
         )
     if parts.final_norm is not None:
         x_BTD = parts.final_norm(x_BTD)

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.cache import Cache
-from glassformer.nn.ffn import build_ffn
 from glassformer.nn.mask import Mask
+from glassformer.nn.moe import BalanceAt, MixtureOfExperts, build_feed_forward
 from glassformer.nn.norm import build_norm
 from glassformer.nn.taps import TapsAt, tap, under
 from glassformer.spec import model as spec
@@ -35,7 +35,7 @@ class TransformerBlock(nn.Module):
             self.cross_norm = build_norm(block.norm, d_model)
             self.cross = MultiHeadAttention(block.cross, d_model, dropout=dropout.attention)
         self.ffn_norm = build_norm(block.norm, d_model)
-        self.ffn = build_ffn(block.ffn, d_model, dropout=dropout.ffn)
+        self.ffn = build_feed_forward(block.ffn, d_model, dropout=dropout.ffn)
 
     def forward(
         self,
@@ -47,6 +47,7 @@ class TransformerBlock(nn.Module):
         rotation: tuple[Tensor, Tensor] | None = None,
         cache: Cache | None = None,
         taps: TapsAt | None = None,
+        balance: BalanceAt | None = None,
     ) -> Tensor:
         def attend(x: Tensor) -> Tensor:
             out = self.attn(
@@ -72,6 +73,8 @@ class TransformerBlock(nn.Module):
             return self.drop(out)
 
         def feed(x: Tensor) -> Tensor:
+            if isinstance(self.ffn, MixtureOfExperts):
+                return self.drop(self.ffn(x, taps=under(taps, "ffn."), balance=balance))
             return self.drop(self.ffn(x, taps=under(taps, "ffn.")))
 
         x = tap(taps, "resid_pre", x_BTD)

@@ -65,8 +65,8 @@ class SwiGLU(nn.Module):
         return tap(taps, "out", self.down_proj(hidden_BTF))
 
 
-def build_ffn(ffn: spec.FeedForward, d_model: int, *, dropout: float = 0.0) -> MLP | SwiGLU:
-    """The module that a feed-forward's spec describes."""
+def build_ffn(ffn: spec.MLP | spec.SwiGLU, d_model: int, *, dropout: float = 0.0) -> MLP | SwiGLU:
+    """The module of a feed-forward that every token passes through; `moe` has the others."""
     match ffn:
         case spec.MLP():
             return MLP(ffn, d_model, dropout=dropout)

@@ -104,7 +104,52 @@ class SwiGLU:
         at_least("d_ff", self.d_ff)
 
 
-FeedForward = MLP | SwiGLU
+@spec
+class MoE:
+    """A mixture of experts: sum_e w_e expert_e(x) over the experts that a router chooses.
+
+    logits = gate(x), p = softmax(logits); the `experts_per_token` largest logits choose (of equal
+    ones the lowest index), and w = p there, divided by its sum where `normalize` says so (Mixtral,
+    Qwen3-MoE: yes; OLMoE, Qwen2-MoE: no). No token is ever dropped.
+    `shared` is one more expert that every token passes through; with `shared_gate` it is multiplied
+    by sigmoid(shared_expert_gate(x)), as in Qwen2-MoE.
+    `balance` is the coefficient of the load-balancing loss n_experts * sum_e f_e P_e: f_e is the
+    share of tokens that choose e, P_e the mean of p_e, over real tokens. Spread evenly it is
+    `experts_per_token`; each layer has its own, and the objective has their mean.
+    Sources: Shazeer and others, 2017; Fedus and others, 2021 (the loss).
+    """
+
+    n_experts: int
+    experts_per_token: int
+    expert: MLP | SwiGLU
+    normalize: bool = True
+    shared: MLP | SwiGLU | None = None
+    shared_gate: bool = False
+    balance: float = 0.01
+
+    def __post_init__(self) -> None:
+        at_least("n_experts", self.n_experts, 2)
+        at_least("experts_per_token", self.experts_per_token)
+        if self.experts_per_token > self.n_experts:
+            raise InputError(
+                f"experts_per_token {self.experts_per_token} is above n_experts {self.n_experts}",
+                hint=f"the nearest valid experts_per_token is {self.n_experts}",
+            )
+        if self.normalize and self.experts_per_token == 1:
+            raise InputError(
+                "the normalized weight of a single expert is always 1, and the router learns "
+                "nothing from the loss",
+                hint="set normalize=false, or experts_per_token=2",
+            )
+        if self.shared_gate and self.shared is None:
+            raise InputError("shared_gate without a shared expert", hint="give `shared` as well")
+        if not 0.0 <= self.balance < float("inf"):
+            raise InputError(
+                f"balance {self.balance} is negative", hint="0 turns the balance loss off"
+            )
+
+
+FeedForward = MLP | SwiGLU | MoE
 
 
 @spec

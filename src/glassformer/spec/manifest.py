@@ -29,6 +29,7 @@ from glassformer.spec.model import (
     LayerNorm,
     Learned,
     ModelSpec,
+    MoE,
     NextHead,
     NoPosition,
     Norm,
@@ -44,7 +45,15 @@ from glassformer.spec.model import (
 )
 
 Role = Literal[
-    "embedding", "position", "attention", "cross_attention", "ffn", "norm", "final_norm", "head"
+    "embedding",
+    "position",
+    "attention",
+    "cross_attention",
+    "ffn",
+    "router",
+    "norm",
+    "final_norm",
+    "head",
 ]
 Kind = Literal["table", "matrix", "bias", "gain"]
 
@@ -58,7 +67,8 @@ class Parameter:
     """One tensor of the model.
 
     `tied_to` names the parameter whose storage this one shares (then it is not counted again);
-    `zero_gradient` gives the reason where theory says that the gradient vanishes.
+    `zero_gradient` gives the reason where theory says that the gradient vanishes. `expert` is the
+    index of the routed expert that owns it: a token uses only some of those.
     """
 
     name: str
@@ -70,6 +80,7 @@ class Parameter:
     tied_to: str | None = None
     layer: int | None = None
     zero_gradient: str = ""
+    expert: int | None = None
 
     @property
     def size(self) -> int:
@@ -223,6 +234,23 @@ def attention_parameters(
 def ffn_parameters(
     ffn: FeedForward, prefix: str, d_model: int, *, init: Init, residual_depth: int = 0
 ) -> Iterator[Parameter]:
+    """The projections of a feed-forward, or a router and the projections of its experts."""
+    match ffn:
+        case MLP() | SwiGLU():
+            yield from _dense_parameters(
+                ffn, prefix, d_model, init=init, residual_depth=residual_depth
+            )
+        case MoE():
+            yield from _moe_parameters(
+                ffn, prefix, d_model, init=init, residual_depth=residual_depth
+            )
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def _dense_parameters(
+    ffn: MLP | SwiGLU, prefix: str, d_model: int, *, init: Init, residual_depth: int
+) -> Iterator[Parameter]:
     """up and down, and SwiGLU's gate before them."""
     match ffn:
         case MLP():
@@ -248,6 +276,36 @@ def ffn_parameters(
         bias=ffn.bias,
         residual_depth=residual_depth,
     )
+
+
+def _moe_parameters(
+    ffn: MoE, prefix: str, d_model: int, *, init: Init, residual_depth: int
+) -> Iterator[Parameter]:
+    """The router, its experts, the shared expert and its gate, named as Qwen-MoE names them."""
+    yield from linear_parameters(
+        f"{prefix}gate.", (ffn.n_experts, d_model), role="router", init=init, bias=False
+    )
+    for expert in range(ffn.n_experts):
+        for parameter in _dense_parameters(
+            ffn.expert,
+            f"{prefix}experts.{expert}.",
+            d_model,
+            init=init,
+            residual_depth=residual_depth,
+        ):
+            yield replace(parameter, expert=expert)
+    if ffn.shared is not None:
+        yield from _dense_parameters(
+            ffn.shared,
+            f"{prefix}shared_expert.",
+            d_model,
+            init=init,
+            residual_depth=residual_depth,
+        )
+    if ffn.shared_gate:
+        yield from linear_parameters(
+            f"{prefix}shared_expert_gate.", (1, d_model), role="router", init=init, bias=False
+        )
 
 
 def block_parameters(
@@ -371,3 +429,24 @@ def stored(model: ModelSpec) -> dict[str, Parameter]:
 def count_parameters(model: ModelSpec) -> int:
     """Trainable numbers; what is tied counts once."""
     return sum(p.size for p in stored(model).values())
+
+
+def active(block: Block, parameter: Parameter) -> bool:
+    """Whether a token in this block uses the parameter; the first experts stand for the chosen."""
+    match block.ffn:
+        case MLP() | SwiGLU():
+            return True
+        case MoE(experts_per_token=chosen):
+            return parameter.expert is None or parameter.expert < chosen
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def count_active_parameters(model: ModelSpec) -> int:
+    """Count the parameters that one token uses: all but the experts that it does not choose."""
+    idle = 0
+    for stack in model.stacks().values():
+        for block in stack.blocks():
+            own = block_parameters(block, "", model.d_model, init=model.init)
+            idle += sum(p.size for p in own if not active(block, p))
+    return count_parameters(model) - idle

@@ -22,6 +22,7 @@ from glassformer.spec.block import (
     Head,
     LayerNorm,
     Layers,
+    MoE,
     NextHead,
     Norm,
     PlainEmbedding,
@@ -66,6 +67,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "MLP",
+    "MoE",
     "ModelSpec",
     "NextHead",
     "NoPosition",
@@ -182,6 +184,15 @@ class ModelSpec:
         if self.encoder is None:
             return {"": self.decoder}
         return {"encoder.": self.encoder, "decoder.": self.decoder}
+
+    def mixtures(self) -> dict[str, MoE]:
+        """Mixtures of experts by the name of their layer: `blocks.0`, `encoder.blocks.1`."""
+        return {
+            f"{prefix}blocks.{layer}": block.ffn
+            for prefix, stack in self.stacks().items()
+            for layer, block in enumerate(stack.blocks())
+            if isinstance(block.ffn, MoE)
+        }
 
     def head_names(self) -> tuple[str, ...]:
         """next, class, state, answer: those that this model has, in order."""

@@ -24,6 +24,7 @@ from glassformer.spec.model import (
     Layers,
     Learned,
     ModelSpec,
+    MoE,
     NextHead,
     NoPosition,
     PlainEmbedding,
@@ -249,6 +250,57 @@ def qwen_sliding() -> ModelSpec:
     return qwen(window=5, qk_norm=False)
 
 
+def moe(
+    *,
+    vocab_size: int = 1_000,
+    d_model: int = 96,
+    n_heads: int = 6,
+    n_kv_heads: int = 2,
+    n_experts: int = 8,
+    experts_per_token: int = 2,
+    d_ff: int = 128,
+    shared_d_ff: int | None = 128,
+    shared_gate: bool = True,
+    normalize: bool = True,
+    balance: float = 0.01,
+    n_layers: int = 3,
+    max_seq_len: int = 256,
+    tied: bool = True,
+    dropout: float = 0.0,
+) -> ModelSpec:
+    """A mixture of experts in the parts of Qwen's: SwiGLU experts, one shared behind a gate.
+
+    Without `shared_d_ff` and `shared_gate` it is Mixtral's feed-forward; with normalize=False
+    OLMoE's.
+    """
+    block = Block(
+        attention=Attention(n_heads=n_heads, n_kv_heads=n_kv_heads),
+        ffn=MoE(
+            n_experts=n_experts,
+            experts_per_token=experts_per_token,
+            expert=SwiGLU(d_ff=d_ff),
+            normalize=normalize,
+            shared=None if shared_d_ff is None else SwiGLU(d_ff=shared_d_ff),
+            shared_gate=shared_gate,
+            balance=balance,
+        ),
+        norm=RMSNorm(),
+    )
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        position=Rotary(),
+        decoder=Stack(
+            layers=(Layers(count=n_layers, block=block),),
+            final_norm=RMSNorm(),
+            dropout=Dropout.from_number(dropout),
+        ),
+        heads=(NextHead(tied=tied),),
+        init=NormalInit(std=0.02, scale_residual=True),
+    )
+
+
 def seq2seq(
     *,
     vocab_size: int = 1_000,
@@ -317,6 +369,7 @@ PRESETS: dict[str, Callable[[], ModelSpec]] = {
     "core": core,
     "qwen": qwen,
     "qwen-sliding": qwen_sliding,
+    "moe": moe,
     "seq2seq": seq2seq,
     "seq2seq-pre": seq2seq_pre,
 }

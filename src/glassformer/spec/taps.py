@@ -1,14 +1,14 @@
 """Names and shapes of the activations that can be read or replaced, the same in every engine.
 
 Shapes are written in the project's letters: B batch, T query length, S key length, D d_model,
-N query heads, K key-value heads, H d_head, F d_ff, V logits.
+N query heads, K key-value heads, H d_head, F d_ff, V logits, E experts.
 """
 
 from collections.abc import Iterator
 from typing import assert_never
 
 from glassformer.spec.checks import check_tree
-from glassformer.spec.model import MLP, FeedForward, ModelSpec, SwiGLU
+from glassformer.spec.model import MLP, FeedForward, ModelSpec, MoE, SwiGLU
 
 ATTENTION_TAPS = {
     "q": "BNTH",
@@ -20,21 +20,27 @@ ATTENTION_TAPS = {
     "out": "BTD",
 }
 FFN_TAPS = {"hidden": "BTF", "out": "BTD"}
+#: The router's logits; the weight of each expert, 0 where it was not chosen; the weighted sum.
+MOE_TAPS = {"router": "BTE", "routing": "BTE", "out": "BTD"}
+
+
+def ffn_taps(ffn: FeedForward) -> dict[str, str]:
+    """The taps of a feed-forward, in the order of the computation."""
+    match ffn:
+        case MLP() | SwiGLU():
+            return FFN_TAPS
+        case MoE(shared=None):
+            return MOE_TAPS
+        case MoE():
+            return {"router": "BTE", "routing": "BTE", "shared": "BTD", "out": "BTD"}
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def tap_shapes(model: ModelSpec) -> dict[str, str]:
     """Every tap of this model with its shape in letters, in the order of the computation."""
     check_tree(model)
     return dict(_taps(model))
-
-
-def ffn_taps(ffn: FeedForward) -> dict[str, str]:
-    """The taps inside a feed-forward, with their shapes."""
-    match ffn:
-        case MLP() | SwiGLU():
-            return FFN_TAPS
-        case _ as unreachable:
-            assert_never(unreachable)
 
 
 def _taps(model: ModelSpec) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,8 @@ class StepResult:
     """One update: loss as differentiated, plain loss by head (means a token), norm before clipping.
 
     `applied` is False where the loss or a gradient was not finite: then nothing was changed.
+    `balance` is the load-balancing loss of a model with experts, mean over its layers, and
+    `balance_term` what it adds to the objective; `loss` is without it.
     """
 
     loss: float
@@ -26,6 +28,13 @@ class StepResult:
     grad_norm: float
     tokens: int
     applied: bool
+    balance: float | None = None
+    balance_term: float = 0.0
+
+    @property
+    def objective(self) -> float:
+        """What was differentiated: the loss and the load-balancing term."""
+        return self.loss + self.balance_term
 
 
 class Engine(Protocol):
@@ -79,6 +88,23 @@ def totals(batches: Sequence[Batch], spec: ModelSpec) -> dict[str, float]:
         head: float(sum(loss_weights(batch, head).sum(dtype=np.float64) for batch in batches))
         for head in heads
     }
+
+
+def balance_shares(batches: Sequence[Batch], spec: ModelSpec) -> list[dict[str, float]]:
+    """How much each batch's load-balancing losses count, by layer: its share of real tokens.
+
+    An encoder's layers count the tokens of the source.
+    """
+    tokens: dict[bool, list[int]] = {False: [int(batch.valid.sum()) for batch in batches]}
+    if spec.encoder is not None:
+        tokens[True] = [
+            0 if batch.source is None else int(batch.source.valid.sum()) for batch in batches
+        ]
+    layers = {layer: layer.startswith("encoder.") for layer in spec.mixtures()}
+    return [
+        {layer: tokens[side][i] / (sum(tokens[side]) or 1) for layer, side in layers.items()}
+        for i in range(len(batches))
+    ]
 
 
 def _check_targets(batch: Batch, head: str, classes: int) -> None:

@@ -14,7 +14,11 @@ from glassformer.training.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did. `step` counts from 1; `loss` is what was differentiated, `nll` plain."""
+    """What one step did. `step` counts from 1; `nll` is each head's plain loss.
+
+    `loss` is what was differentiated, without the load-balancing term of a model with experts:
+    `balance` is that loss, `objective` all of it.
+    """
 
     step: int
     loss: float
@@ -24,6 +28,13 @@ class StepRecord:
     tokens: int
     seconds: float
     applied: bool
+    balance: float | None = None
+    balance_term: float = 0.0
+
+    @property
+    def objective(self) -> float:
+        """What was differentiated: the loss and the load-balancing term."""
+        return self.loss + self.balance_term
 
     @property
     def first_loss(self) -> float:
@@ -58,6 +69,8 @@ def fit(engine: Engine, task: Task, train: TrainSpec, *, start: int = 0) -> Iter
             result.tokens,
             time.perf_counter() - began,
             result.applied,
+            result.balance,
+            result.balance_term,
         )
 
 

@@ -16,7 +16,7 @@ from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
-from glassformer.training.engine import Arrays, StepResult, loss_weights, totals
+from glassformer.training.engine import Arrays, StepResult, balance_shares, loss_weights, totals
 
 
 class NumpyEngine:
@@ -67,7 +67,9 @@ class NumpyEngine:
     def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
         counts, many = totals(batches, self.spec), len(batches)
         rng = np.random.default_rng(seed)
+        shares, mixtures = balance_shares(batches, self.spec), len(self.spec.mixtures())
         loss, nll = 0.0, dict.fromkeys(counts, 0.0)
+        balance = balance_term = 0.0
         for i, batch in enumerate(batches):
             weights = {head: loss_weights(batch, head) for head in counts}
             share = {
@@ -86,18 +88,24 @@ class NumpyEngine:
                 rng=rng,
                 accumulate=i > 0,
                 scale=1.0 / many,
+                balance_shares={layer: part * many for layer, part in shares[i].items()},
             )
-            loss += result.total / many if many > 1 else result.total
+            plain = result.total - result.balance
+            loss += plain / many if many > 1 else plain
+            balance_term += result.balance / many
+            for layer, found in result.balances.items():
+                balance += shares[i][layer] * found / mixtures
             for head in counts:
                 nll[head] += share[head] * result.nll[head]
         size = global_norm(self.model.grad_vector)
-        applied = math.isfinite(loss) and math.isfinite(size)
+        applied = math.isfinite(loss + balance_term) and math.isfinite(size)
         if applied:
             if self.train.clip:
                 clip_global_norm(self.model.grad_vector, max_norm=self.train.clip)
             self.optimizer.step(lr=lr)
         tokens = sum(int(batch.valid.sum()) for batch in batches)
-        return StepResult(loss, nll, size, tokens, applied)
+        routed = (balance, balance_term) if mixtures else (None, 0.0)
+        return StepResult(loss, nll, size, tokens, applied, *routed)
 
     def logits(self, batch: Batch) -> Arrays:
         source = batch.source

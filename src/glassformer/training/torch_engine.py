@@ -16,12 +16,13 @@ from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
+from glassformer.nn.moe import BalanceLosses
 from glassformer.spec.checks import check_tree
 from glassformer.spec.finetune import LoRA, lora_manifest
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
-from glassformer.training.engine import Arrays, StepResult, loss_weights, totals
+from glassformer.training.engine import Arrays, StepResult, balance_shares, loss_weights, totals
 from glassformer.training.losses import head_loss
 
 
@@ -35,11 +36,12 @@ class TorchEngine:
         self.model = model
         self.train = train
         self.rules = stored(self.spec) if lora is None else lora_manifest(self.spec, lora)
+        self.routed = bool(self.spec.mixtures())
         self.steps = 0
         self.device = next(model.parameters()).device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizers = build_optimizers(model, train, self.rules)
-        self.hidden: Callable[[Inputs], Tensor] = functools.partial(
+        self.hidden: Callable[..., Tensor] = functools.partial(
             model.hidden, recompute=train.gradient_checkpointing
         )
         if train.compile:
@@ -70,19 +72,28 @@ class TorchEngine:
             parameter.grad = None
         loss = torch.zeros((), device=self.device)
         nll = dict.fromkeys(counts, loss)
+        balance = balance_term = torch.zeros((), device=self.device)
+        shares = balance_shares(batches, self.spec) if self.routed else []
         with self._dropout_from(seed):
-            for batch in batches:
-                part, sums = self._loss(batch, counts)
+            for i, batch in enumerate(batches):
+                found = BalanceLosses() if self.routed else None
+                part, sums = self._loss(batch, counts, found)
                 part = part + self.model.penalty() / len(batches)
-                part.backward()
                 loss = loss + part.detach()
+                if found is not None:
+                    plain, term = found.weighted(shares[i])
+                    balance, balance_term = balance + plain.detach(), balance_term + term.detach()
+                    part = part + term
+                part.backward()
                 nll = {head: nll[head] + sums[head] for head in nll}
         self.model.eval()
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        numbers = torch.stack([loss.double(), norm.double(), *(n.double() for n in nll.values())])
-        total, size, *means = numbers.tolist()
-        applied = math.isfinite(total) and math.isfinite(size)
+        scalars = [loss, norm, balance, balance_term, *nll.values()]
+        total, size, mean_balance, term, *means = torch.stack(
+            [number.double() for number in scalars]
+        ).tolist()
+        applied = math.isfinite(total + term) and math.isfinite(size)
         if applied:
             if self.train.clip:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.train.clip, norm)
@@ -91,13 +102,19 @@ class TorchEngine:
             head: mean / (counts[head] or 1.0) for head, mean in zip(counts, means, strict=True)
         }
         tokens = sum(int(batch.valid.sum()) for batch in batches)
-        return StepResult(total, plain, size, tokens, applied)
+        routed = (mean_balance, term) if self.routed else (None, 0.0)
+        return StepResult(total, plain, size, tokens, applied, *routed)
 
-    def _loss(self, batch: Batch, counts: Mapping[str, float]) -> tuple[Tensor, dict[str, Tensor]]:
-        """This batch's share of the step's loss, and each head's summed plain loss."""
+    def _loss(
+        self, batch: Batch, counts: Mapping[str, float], balance: BalanceLosses | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This batch's share of the step's loss, and each head's summed plain loss.
+
+        `balance` collects the load-balancing losses of a model with experts.
+        """
         inputs, total, sums = self.model.inputs(batch), torch.zeros((), device=self.device), {}
         with self._precision():
-            hidden_BTD = self.hidden(inputs)
+            hidden_BTD = self.hidden(inputs, balance=balance)
             for head, count in counts.items():
                 loss = head_loss(
                     self.model,

@@ -20,10 +20,16 @@ from glassformer.training.fit import StepRecord
 
 def losses(record: StepRecord) -> dict[str, float]:
     """`loss`; with several heads it is the first one's, as in an evaluation, and `objective` is
-    what was differentiated: all of them, weighed, and the penalty.
+    what was differentiated: all of them, weighed, the penalty, and the load-balancing term of a
+    model with experts.
     """
-    objective = {} if len(record.nll) == 1 else {"objective": record.loss}
-    return {"loss": record.first_loss, **objective}
+    several = len(record.nll) > 1 or record.balance is not None
+    return {"loss": record.first_loss, **({"objective": record.objective} if several else {})}
+
+
+def balance(record: StepRecord) -> dict[str, float]:
+    """`balance`, the load-balancing loss of a model with experts."""
+    return {} if record.balance is None else {"balance": record.balance}
 
 
 def metrics_line(record: StepRecord) -> dict[str, Any]:
@@ -33,6 +39,7 @@ def metrics_line(record: StepRecord) -> dict[str, Any]:
             {
                 "step": record.step,
                 **losses(record),
+                **balance(record),
                 "nll": dict(record.nll),
                 "lr": record.lr,
                 "grad_norm": record.grad_norm,

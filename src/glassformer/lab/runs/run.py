@@ -20,6 +20,7 @@ from glassformer.lab.measure.evaluate import Evaluation, evaluate
 from glassformer.lab.runs.assemble import PlannedRun, assemble, read_checkpoint, write_checkpoint
 from glassformer.lab.runs.probing import forget_probes, probe
 from glassformer.lab.runs.record import (
+    balance,
     data_hash,
     fingerprint,
     losses,
@@ -198,7 +199,7 @@ class TrainingRun:
                 flushed = time.monotonic()
             if record.step % EVERY == 0:
                 rest = {"lr": record.lr, "grad_norm": record.grad_norm}
-                board.add(record.step, {**losses(record), **rest})
+                board.add(record.step, {**losses(record), **balance(record), **rest})
             yield record
             yield from self._watch(record)
             last = record.step == train.steps or self.stop_requested
@@ -260,10 +261,10 @@ class TrainingRun:
         if len(recent) == WINDOW:
             mean = math.fsum(recent) / WINDOW
             spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in recent) / WINDOW)
-            if record.loss > mean + SPIKE * spread and spread > 0:
-                what = f"{[*losses(record)][-1]} {record.loss:.4g}, recent mean {mean:.4g}"
+            if record.objective > mean + SPIKE * spread and spread > 0:
+                what = f"{[*losses(record)][-1]} {record.objective:.4g}, recent mean {mean:.4g}"
                 yield self._alert(record.step, "spike", what)
-        progress.recent = (*recent[-WINDOW + 1 :], record.loss)
+        progress.recent = (*recent[-WINDOW + 1 :], record.objective)
         progress.loss = record.first_loss
 
     def _alert(self, step: int, kind: str, message: str) -> Alert:
