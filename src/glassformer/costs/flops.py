@@ -2,12 +2,13 @@
 
 A matrix product counts two FLOPs for each multiplication, and attention counts all keys, as
 PyTorch's own counter does. Elementwise work is left out. A backward pass is two forward passes.
+Of a mixture of experts, only those that a token chooses count.
 """
 
 from typing import assert_never
 
 from glassformer.spec.checks import check_tree, spec
-from glassformer.spec.manifest import block_parameters, is_tied
+from glassformer.spec.manifest import active, block_parameters, is_tied
 from glassformer.spec.model import (
     Attention,
     FactorizedEmbedding,
@@ -51,7 +52,7 @@ def flops(model: ModelSpec, *, length: int, source_length: int | None = None) ->
                 assert_never(unreachable)
         for block in stack.blocks():
             parameters = block_parameters(block, "", model.d_model, init=model.init)
-            weights = sum(p.size for p in parameters if p.kind == "matrix")
+            weights = sum(p.size for p in parameters if p.kind == "matrix" and active(block, p))
             products += 2 * rows * weights
             attention += 4 * rows * rows * _attention_width(block.attention, model.d_model)
             if block.cross is not None:

@@ -9,7 +9,7 @@ from collections import Counter
 
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError
-from glassformer.spec.manifest import manifest
+from glassformer.spec.manifest import count_active_parameters, count_parameters, manifest
 from glassformer.spec.model import ModelSpec, NextHead
 
 
@@ -51,7 +51,8 @@ def allocate(model: ModelSpec) -> Allocation:
         if parameter.layer is None:
             outside[parameter.role] += parameter.size
         elif parameter.layer == 0:
-            layer[parameter.role] += parameter.size
+            part = "ffn" if parameter.role == "router" else parameter.role
+            layer[part] += parameter.size
     heads = [head for head in model.heads if isinstance(head, NextHead)]
     return Allocation(
         token=outside["embedding"],
@@ -116,6 +117,7 @@ COMPONENTS = {
     "attention": "attention",
     "cross_attention": "cross-attention",
     "ffn": "feed-forward",
+    "router": "routers",
     "norm": "norms",
     "final_norm": "final norm",
     "head": "heads",
@@ -150,4 +152,8 @@ def format_table(model: ModelSpec) -> str:
     lines = [f"{'component':<20}{'parameters':>14}{'share':>9}"]
     for row in parameter_table(model):
         lines.append(f"{row.component:<20}{row.parameters:>14,}{row.share:>9.2%}")
+    if model.mixtures():
+        used = count_active_parameters(model)
+        share = used / count_parameters(model)
+        lines.append(f"{'active for a token':<20}{used:>14,}{share:>9.2%}")
     return "\n".join(lines)

@@ -156,7 +156,8 @@ def layer_of(parameter: str) -> str:
 def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
     """What can be quantized: every matrix, and a table that is also a head.
 
-    A factorized table is two small factors, and stays as it is. With "untie" the head's own copy of
+    A router stays as it is: it is small, and rounding it would send tokens to other experts. A
+    factorized table is two small factors, and stays as it is. With "untie" the head's own copy of
     the table is named, as the manifest of the untied model has it.
     """
     every = manifest(untied(model) if tied == "untie" else model)
@@ -166,6 +167,7 @@ def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
         p
         for p in every
         if p.tied_to is None
+        and p.role != "router"
         and (p.kind == "matrix" or (p.name in shared and p.kind == "table" and not keep_tables))
     )
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from glassformer.data.batch import Batch
 from glassformer.models.build import build
-from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
 from glassformer.nn.moe import BalanceLosses

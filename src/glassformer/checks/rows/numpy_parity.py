@@ -24,6 +24,7 @@ from glassformer.checks.subject import Subject, with_source
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
+from glassformer.nn.moe import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import ModelSpec
 from glassformer.training.losses import head_loss
@@ -85,9 +86,12 @@ def targets_for(spec: ModelSpec, inputs: Inputs) -> dict[str, torch.Tensor]:
 def torch_loss(
     model: Model, inputs: Inputs, targets: Mapping[str, torch.Tensor], taps: Taps | None = None
 ) -> torch.Tensor:
-    """Mean cross-entropy of every head over real tokens, and the spec's penalty."""
-    hidden_BTD = model.hidden(inputs, taps=taps)
+    """Mean cross-entropy of every head over real tokens, the spec's penalty, load balancing."""
+    balance = BalanceLosses()
+    hidden_BTD = model.hidden(inputs, taps=taps, balance=balance)
     total = model.penalty()
+    if balance.losses:
+        total = total + balance.weighted()[1]
     for head, target in targets.items():
         counted = inputs.valid_BT if target.ndim == 2 else None
         weights = torch.ones_like(target) if counted is None else counted

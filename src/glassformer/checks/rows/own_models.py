@@ -8,6 +8,7 @@ import math
 import shutil
 from dataclasses import replace
 from functools import partial
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.taps import Taps
 from glassformer.spec.manifest import count_parameters, stored
-from glassformer.spec.model import Attention, Dropout
+from glassformer.spec.model import MLP, Attention, Dropout, FeedForward, MoE, SwiGLU
 from glassformer.spec.taps import tap_shapes
 
 #: Taps that are edited in one forward, each in a sequence of its own.
@@ -266,12 +267,25 @@ PLACES = {
 }
 
 
+def _before_dropout(ffn: FeedForward) -> str:
+    """The last tap of a feed-forward that its dropout leaves alone."""
+    match ffn:
+        case MLP() | SwiGLU():
+            return "ffn.hidden"
+        case MoE():
+            return "ffn.routing"
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
 def dropout_places(subject: Subject) -> Measure:
     """Each rate acts where its name says and nowhere before, in training only."""
     model, mistakes = subject.ours(), 0
     inputs = with_source(model.spec, tokens_of(subject, 2, LENGTH, seed=81), None)
     for place, (same, differs) in PLACES.items():
-        for prefix in model.spec.stacks():
+        for prefix, stack in model.spec.stacks().items():
+            if place == "ffn":
+                same = _before_dropout(next(stack.blocks()).ffn)
             twin = _with_dropout(model, prefix, place)
             block = f"{prefix}blocks.0."
             after = f"{prefix}embed" if differs == "embed" else f"{block}{differs}"

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glassformer.generation.fast.moe import LeanFeed, LeanMoE
 from glassformer.generation.fast.projection import (
     HeadNorms,
     Maker,
@@ -30,8 +31,9 @@ from glassformer.models.stack import StackParts
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
-from glassformer.nn.ffn import MLP, SwiGLU, activate
+from glassformer.nn.ffn import MLP, SwiGLU
 from glassformer.nn.heads import TiedHead
+from glassformer.nn.moe import MixtureOfExperts
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 from glassformer.spec import model as spec
@@ -156,29 +158,6 @@ class LeanCross:
 # X heads of the product that makes queries, keys and values
 
 
-class LeanFeed:
-    """The feed-forward half; gate and up are one product."""
-
-    def __init__(
-        self, part: MLP | SwiGLU, make: Maker, *, norm: LayerNorm | RMSNorm | None
-    ) -> None:
-        self.down = make.linear(part.down_proj)
-        match part:
-            case SwiGLU():
-                self.activation = ""
-                self.up = make.linear(part.gate_proj, part.up_proj, norm=norm, gated=True)
-            case MLP():
-                self.activation = part.activation
-                self.up = make.linear(part.up_proj, norm=norm)
-            case _ as unreachable:
-                assert_never(unreachable)
-
-    def hidden(self, x_BD: Tensor) -> Tensor:
-        """(B, F)."""
-        wide = self.up(x_BD)
-        return activate(wide, self.activation) if self.activation else wide
-
-
 class LeanBlock:
     """The three residual lines of a block, for one new token a row.
 
@@ -190,7 +169,7 @@ class LeanBlock:
         self.attention = LeanAttention(
             part.attn, block.attention, make, norm=part.attn_norm if pre else None
         )
-        self.feed = LeanFeed(part.ffn, make, norm=part.ffn_norm if pre else None)
+        self.feed = _make_feed(part.ffn, make, norm=part.ffn_norm if pre else None)
         self.attn_norm = _same if pre else make_norm(part.attn_norm)
         self.ffn_norm = _same if pre else make_norm(part.ffn_norm)
         self.cross, self.cross_norm = None, _same
@@ -212,7 +191,7 @@ class LeanBlock:
         cross: tuple[Tensor, Tensor] | None,
         cross_mask_B11S: Tensor | None,
     ) -> Tensor:
-        own, feed = self.attention, self.feed
+        own = self.attention
         heads = own.heads(
             x_BD, kv_BXSH, end, rotation=rotation, places_B=places_B, mask_B11S=mask_B11S
         )
@@ -221,7 +200,19 @@ class LeanBlock:
             assert cross is not None
             heads = self.cross.heads(x_BD, cross, mask_B11S=cross_mask_B11S)
             x_BD = self.cross_norm(self.cross.out.onto(x_BD, heads))
-        return self.ffn_norm(feed.down.onto(x_BD, feed.hidden(x_BD)))
+        return self.ffn_norm(self.feed.onto(x_BD))
+
+
+def _make_feed(
+    part: MLP | SwiGLU | MixtureOfExperts, make: Maker, *, norm: LayerNorm | RMSNorm | None
+) -> LeanFeed | LeanMoE:
+    match part:
+        case MLP() | SwiGLU():
+            return LeanFeed(part, make, norm=norm)
+        case MixtureOfExperts():
+            return LeanMoE(part, make, norm=norm)
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def _same(x_BD: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Maker:
 
     product: Callable[[Tensor, Tensor | None], Product]
     gpu: ModuleType | None = None
+    static: bool = False  # every step must look alike: it is compiled or recorded
 
     def projection(
         self,

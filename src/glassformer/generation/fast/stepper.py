@@ -298,7 +298,7 @@ class Decoder(Stepper):
         self.chosen = {}
         like = next(self.model.parameters())
         gpu = None if self.compile else gpu_kernels(like)
-        lean = LeanModel(self.model, make=Maker(self._product, gpu))
+        lean = LeanModel(self.model, make=Maker(self._product, gpu, self._one_shape))
         self._step = torch.compile(lean.step) if self.compile else lean.step
 
     def _product(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product:
