@@ -49,6 +49,7 @@ from glassformer.spec.model import (
     LayerNorm,
     Layers,
     ModelSpec,
+    MoE,
     NextHead,
     NormalInit,
     Rotary,
@@ -155,6 +156,7 @@ MODEL_UNIONS: dict[str, tuple[UnionType, dict[str, Callable[[ModelSpec, Any], No
 NEEDS: dict[type, dict[str, Any]] = {
     MLP: {"d_ff": 64},
     SwiGLU: {"d_ff": 64},
+    MoE: {"n_experts": 4, "experts_per_token": 2, "expert": SwiGLU(d_ff=64)},
     FactorizedEmbedding: {"rank": 8},
     ClassHead: {"num_classes": 5},
     StateHead: {"num_states": 3},

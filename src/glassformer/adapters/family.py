@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from glassformer.adapters.config import Config
 from glassformer.adapters.table import Table
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.model import MLP, FeedForward, ModelSpec, MoE, SwiGLU
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,17 @@ class Family:
             "dtype": dtype,
             "torch_dtype": dtype,
         }
+
+
+def dense(ffn: FeedForward) -> MLP | SwiGLU:
+    """A feed-forward that every token passes through; a family without experts refuses others."""
+    match ffn:
+        case MLP() | SwiGLU():
+            return ffn
+        case MoE():
+            raise InputError(
+                "feed-forward: MoE here, one for every token there",
+                hint="no family that is written has experts",
+            )
+        case _ as unreachable:
+            assert_never(unreachable)

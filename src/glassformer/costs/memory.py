@@ -12,7 +12,7 @@ from typing import assert_never
 
 from glassformer.spec.checks import check_member, check_tree, spec
 from glassformer.spec.errors import InputError
-from glassformer.spec.execution import GPU_HEAD_MULTIPLE, PIECE
+from glassformer.spec.execution import GPU_HEAD_MULTIPLE, GROUP_ROWS, PIECE
 from glassformer.spec.manifest import is_tied, stored, turns_keys
 from glassformer.spec.model import (
     MLP,
@@ -21,6 +21,7 @@ from glassformer.spec.model import (
     FactorizedEmbedding,
     LayerNorm,
     ModelSpec,
+    MoE,
     Norm,
     PlainEmbedding,
     RMSNorm,
@@ -234,8 +235,19 @@ def _block(
     yield from _attention(model, block.attention, rows, rows, rotated=True, device=device)
     if block.cross is not None:
         yield from _attention(model, block.cross, rows, memory, rotated=False, device=device)
-    wide = FLOAT * rows * block.ffn.d_ff
     match block.ffn:
+        case MLP() | SwiGLU():
+            yield from _ffn(block.ffn, stack, rows)
+        case MoE():
+            yield from _moe(model, block.ffn, stack, rows)
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def _ffn(ffn: MLP | SwiGLU, stack: Stack, rows: int) -> Iterator[int]:
+    """What stands between the input of a feed-forward and its output."""
+    wide = FLOAT * rows * ffn.d_ff
+    match ffn:
         case SwiGLU():
             yield 4 * wide  # gate, silu(gate), up, and their product
         case MLP(activation="relu"):
@@ -246,6 +258,25 @@ def _block(
             assert_never(unreachable)
     if stack.dropout.ffn:
         yield wide  # the mask
+
+
+def _moe(model: ModelSpec, ffn: MoE, stack: Stack, rows: int) -> Iterator[int]:
+    """Router, experts over groups of tokens, shared expert. How far groups are filled up depends on
+    the tokens: half of the most is taken.
+    """
+    chosen = rows * ffn.experts_per_token
+    grouped = chosen + ffn.n_experts * (GROUP_ROWS - 1) // 2
+    yield FLOAT * rows * (ffn.n_experts + 1)  # probabilities; which tokens are real
+    yield (FLOAT + 2 * LONG) * chosen  # their weights, indices and rows in the groups
+    if ffn.normalize:
+        yield FLOAT * (chosen + rows)  # the probabilities that were chosen, and their sum
+    yield LONG * grouped + FLOAT * grouped * model.d_model  # the experts' input
+    yield from _ffn(ffn.expert, stack, grouped)
+    yield FLOAT * chosen * model.d_model  # their outputs, to be weighted
+    if ffn.shared is not None:
+        yield from _ffn(ffn.shared, stack, rows)
+    if ffn.shared_gate:
+        yield FLOAT * rows * (1 + model.d_model)  # the gate, and what it multiplies
 
 
 def _attention(

@@ -18,6 +18,7 @@ from glassformer.spec.model import (
     Block,
     LayerNorm,
     ModelSpec,
+    MoE,
     Norm,
     RMSNorm,
     SwiGLU,
@@ -59,6 +60,7 @@ RESIDUAL = (0.7, 1)  # an addition, and another for the sum of the two gradients
 MEETING = (0.35, 1)  # the sum of two gradients alone
 ROTATION = (3.0, 8)
 GATHER = (1.0, 2)
+ROUTING = (12.0, 30)  # softmax, a stable sort, counting, the balance loss
 #: Number of calls of a product with weights, and of attention, forward and backward.
 PRODUCT_CALLS, ATTENTION_CALLS = 4, 6
 #: Number of calls of clipping and update per tensor.
@@ -121,7 +123,7 @@ def step_time(
         for block in stack.blocks():
             for parameter in block_parameters(block, "", model.d_model, init=model.init):
                 if parameter.kind == "matrix":
-                    products += _product(rates, parameter.shape, rows)
+                    products += _product(rates, parameter.shape, _rows(block, parameter, rows))
                     calls += PRODUCT_CALLS
             spend(_block(model, block, rows))
             calls += ATTENTION_CALLS * (1 if block.cross is None else 2)
@@ -149,8 +151,15 @@ def step_time(
     )
 
 
-def _product(rates: Rates, shape: tuple[int, ...], rows: int) -> float:
+def _product(rates: Rates, shape: tuple[int, ...], rows: float) -> float:
     return 6 * rows * math.prod(shape) / rate_at(rates.products, min(shape))
+
+
+def _rows(block: Block, parameter: Parameter, rows: int) -> float:
+    """Rows that pass through a matrix: an expert sees its share of the tokens."""
+    if parameter.expert is None or not isinstance(block.ffn, MoE):
+        return rows
+    return rows * block.ffn.experts_per_token / block.ffn.n_experts
 
 
 def _around(model: ModelSpec, rows: int, vocab: int) -> Iterator[tuple[tuple[float, int], int]]:
@@ -180,16 +189,45 @@ def _block(model: ModelSpec, block: Block, rows: int) -> Iterator[tuple[tuple[fl
                 yield ROTATION, rows * count * d_head
     yield _norm(block.norm), hidden
     yield RESIDUAL, hidden
-    wide = rows * block.ffn.d_ff
     match block.ffn:
-        case MLP(activation=activation):
-            yield RELU if activation == "relu" else GELU, wide
-        case SwiGLU():
-            yield MEETING, hidden
-            yield SILU, wide
-            yield GATE, wide
+        case MLP() | SwiGLU():
+            yield from _ffn(block.ffn, hidden, rows)
+        case MoE():
+            yield from _moe(model, block.ffn, rows)
         case _ as unreachable:
             assert_never(unreachable)
+
+
+def _ffn(
+    ffn: MLP | SwiGLU, hidden: int, rows: int, *, groups: int = 1
+) -> Iterator[tuple[tuple[float, int], int]]:
+    """The activation of a feed-forward; `groups` experts share the rows, and call one by one."""
+    wide = rows * ffn.d_ff
+    match ffn:
+        case MLP(activation=activation):
+            units, calls = RELU if activation == "relu" else GELU
+            yield (units, calls * groups), wide
+        case SwiGLU():
+            yield (MEETING[0], MEETING[1] * groups), hidden
+            for units, calls in (SILU, GATE):
+                yield (units, calls * groups), wide
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def _moe(model: ModelSpec, ffn: MoE, rows: int) -> Iterator[tuple[tuple[float, int], int]]:
+    """Routing and sorting, the gather into groups and back, the experts, the weighted sum."""
+    chosen = rows * ffn.experts_per_token
+    yield ROUTING, rows * ffn.n_experts
+    yield GATHER, chosen * model.d_model
+    yield from _ffn(ffn.expert, chosen * model.d_model, chosen, groups=ffn.n_experts)
+    yield GATHER, chosen * model.d_model
+    yield GATE, chosen * model.d_model
+    if ffn.shared is not None:
+        yield from _ffn(ffn.shared, rows * model.d_model, rows)
+        yield RESIDUAL, rows * model.d_model
+    if ffn.shared_gate:
+        yield GATE, rows * model.d_model
 
 
 def _norm(norm: Norm) -> tuple[float, int]:

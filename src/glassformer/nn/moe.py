@@ -15,13 +15,9 @@ from glassformer.nn.ffn import MLP, SwiGLU, build_ffn
 from glassformer.nn.linear import Linear
 from glassformer.nn.taps import TapsAt, tap
 from glassformer.spec import model as spec
+from glassformer.spec.execution import GROUP_ROWS
 
 # B batch, T length, D d_model, E experts, A experts of a token, M rows (batch x length)
-
-#: An expert's group of tokens is filled up to a multiple of this many rows. Matrix products of
-#: fewer than four rows round differently on a CPU; with it, a token's result does not depend on how
-#: many others chose the same expert, and changing the future changes no bit of the past.
-GROUP_ROWS = 8
 
 
 @dataclass(slots=True)
@@ -169,7 +165,8 @@ def route(logits_E: Tensor, *, chosen: int, normalize: bool) -> tuple[Tensor, Te
     p_E = torch.softmax(logits_E.to(wide), dim=-1)
     # A stable sort, not topk, which may take any of equals; by logits, which softmax may round
     # to equal probabilities.
-    chosen_A = logits_E.sort(dim=-1, descending=True, stable=True).indices[..., :chosen]
+    order_E = logits_E.detach().sort(dim=-1, descending=True, stable=True).indices
+    chosen_A = order_E[..., :chosen].contiguous()
     weights_A = p_E.gather(-1, chosen_A)
     if normalize:
         weights_A = weights_A / weights_A.sum(-1, keepdim=True)

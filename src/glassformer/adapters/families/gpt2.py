@@ -3,7 +3,7 @@
 from typing import Any
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
-from glassformer.adapters.family import Family
+from glassformer.adapters.family import Family, dense
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.table import Columns, Row, Table
 from glassformer.spec.init import NormalInit
@@ -110,7 +110,7 @@ def write_gpt2(spec: ModelSpec) -> dict[str, Any]:
     """GPT-2's keys, as far as the spec has them."""
     block, head = next(spec.decoder.blocks()), spec.heads[0]
     words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
-    ffn = block.ffn
+    ffn = dense(block.ffn)
     return {
         "vocab_size": spec.vocab_size,
         "n_embd": spec.d_model,

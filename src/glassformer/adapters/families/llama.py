@@ -11,7 +11,7 @@ from typing import Any
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
 from glassformer.adapters.families.rope import read_rotary, write_rotary
-from glassformer.adapters.family import Family
+from glassformer.adapters.family import Family, dense
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.table import Row, Table
 from glassformer.spec.errors import FileError
@@ -161,7 +161,7 @@ def write_stack(spec: ModelSpec) -> dict[str, Any]:
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,
-        "intermediate_size": block.ffn.d_ff,
+        "intermediate_size": dense(block.ffn).d_ff,
         "num_hidden_layers": spec.n_layers,
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.kv_heads,
@@ -184,7 +184,7 @@ def write_llama(spec: ModelSpec) -> dict[str, Any]:
     block = next(spec.decoder.blocks())
     return write_stack(spec) | {
         "attention_bias": block.attention.bias == "all",
-        "mlp_bias": block.ffn.bias,
+        "mlp_bias": dense(block.ffn).bias,
     }
 
 
