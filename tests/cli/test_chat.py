@@ -70,13 +70,13 @@ def test_the_systems_words_come_first(folder):
 
 
 def test_the_folders_settings_are_used_unless_others_are_given(folder):
-    conversation = chat.open_conversation(folder, {}, options=[])
+    conversation = chat.open_conversation(folder, {}, template_options=[])
     spec = conversation.spec
     assert (spec.temperature, spec.top_p, spec.top_k) == (0.7, 0.9, 20)
     assert spec.eos == (312, 310)
     assert spec.forbidden == tuple(range(313, 320))
-    given = {"temperature": 0.0, "max_new": 5, "stop": ["x"]}
-    spec = chat.open_conversation(folder, given, options=[]).spec
+    given = {"temperature": 0.0, "max_new_tokens": 5, "stop": ("x",)}
+    spec = chat.open_conversation(folder, given, template_options=[]).spec
     assert (spec.temperature, spec.top_p, spec.max_new_tokens) == (0.0, 0.9, 5)
     assert spec.stop == ("x",)
     drawn = [answers(folder, "--seed", str(seed), lines=["the cat"]) for seed in (1, 1, 2)]
@@ -84,14 +84,14 @@ def test_the_folders_settings_are_used_unless_others_are_given(folder):
 
 
 def test_a_plain_prompt_ends_at_any_end_and_meets_no_nameless_id(folder):
-    spec = generate.Options(forbid=("the",)).spec(load_tokenizer(folder))
+    spec = generate.read_options({"forbidden": ("the",)}, load_tokenizer(folder)).decoding
     assert spec.eos == (312, 310)
     assert set(range(313, 320)) < set(spec.forbidden)
 
 
 def test_options_reach_the_template(folder):
     options = ["enable_thinking=false", "name=Ada"]
-    talk = chat.open_conversation(folder, {}, options=options)
+    talk = chat.open_conversation(folder, {}, template_options=options)
     assert talk.options == {"enable_thinking": False, "name": "Ada"}
 
 
@@ -161,7 +161,9 @@ class Typed(io.StringIO):
 
 
 def test_errors_at_a_terminal_do_not_end_the_conversation(folder, monkeypatch, capsys):
-    talk = chat.open_conversation(folder, {"temperature": 0.0, "max_new": 4}, options=[])
+    talk = chat.open_conversation(
+        folder, {"temperature": 0.0, "max_new_tokens": 4}, template_options=[]
+    )
     typed = Typed("/nothing\n", KeyboardInterrupt(), "the cat\n")
     monkeypatch.setattr(sys, "stdin", typed)
     assert chat.chat(talk) == 0
@@ -173,7 +175,9 @@ def test_errors_at_a_terminal_do_not_end_the_conversation(folder, monkeypatch, c
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(folder, capsys):
-    talk = chat.open_conversation(folder, {"temperature": 0.0, "max_new": 40}, options=[])
+    talk = chat.open_conversation(
+        folder, {"temperature": 0.0, "max_new_tokens": 40}, template_options=[]
+    )
     before = signal.getsignal(signal.SIGINT)
     heard = 0
     for _ in chat.answering(talk, "the cat"):
@@ -187,7 +191,9 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(folder, capsys):
 
 
 def test_a_second_ctrl_c_is_not_held_back(folder):
-    talk = chat.open_conversation(folder, {"temperature": 0.0, "max_new": 40}, options=[])
+    talk = chat.open_conversation(
+        folder, {"temperature": 0.0, "max_new_tokens": 40}, template_options=[]
+    )
 
     def twice():
         for _ in chat.answering(talk, "the cat"):

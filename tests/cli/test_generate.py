@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.cli import main as command
-from glassformer.cli.actions import generate
 from glassformer.cli.main import app
 from glassformer.data.automata.library import parity
+from glassformer.generation import generate
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A complete sequence of new tokens, the end among them; `node` is its leaf in the tree."""
+    """A complete sequence of new tokens, the end among them; `node` is its leaf in the tree.
+
+    `text` is empty unless the caller has a tokenizer and fills it in.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -56,6 +59,7 @@ class Hypothesis:
     score: float
     finish: str
     node: int = -1
+    text: str = ""
 
 
 def path_to(nodes: list[Node], leaf: int) -> list[Node]:

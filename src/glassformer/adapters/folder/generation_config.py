@@ -1,17 +1,20 @@
-"""`generation_config.json`: where a model's texts end, and how its makers would sample.
+"""`generation_config.json`: where a model's texts end, and how its makers suggest to sample.
 
-The ids that end a sequence stand in `generation_config.json`, else in `config.json`, as one number
-or as a list; a tokenizer's own end is the last resort of those who ask here.
+Which settings are read is declared on the fields of `DecodeSpec` (`hf`). The ids that end a
+sequence are in `generation_config.json`, else in `config.json`, as one number or as a list; a
+tokenizer's own end is the last resort of the callers.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from glassformer.adapters.folder.files import read_sidecar
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.options import Option, options_of
 
 NAME = "generation_config.json"
 MOST_ENDS = 64
@@ -19,52 +22,48 @@ MOST_ENDS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
-    """What the folder suggests; None where it says nothing. `do_sample` False means greedy."""
+    """The folder's suggestions: `settings` by the names of `DecodeSpec`'s fields.
+
+    `do_sample` False means greedy; None if the file does not say.
+    """
 
     eos: tuple[int, ...] = ()
     do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """Return the settings as decoding options; without any of them, greedy."""
+        given = self.settings.get("temperature")
+        drawn = self.do_sample or (self.do_sample is None and given is not None)
+        temperature = 1.0 if given is None else given
+        return {**self.settings, "temperature": temperature if drawn else 0.0}
 
     def decode_spec(
         self, *, max_new_tokens: int = 100, forbidden: tuple[int, ...] = (), seed: int = 0
     ) -> DecodeSpec:
-        """These values as a `DecodeSpec`; without any of them, greedy."""
-        drawn = self.do_sample or (self.do_sample is None and self.temperature is not None)
-        temperature = 1.0 if self.temperature is None else self.temperature
+        """Return these settings as a `DecodeSpec`."""
         return DecodeSpec(
             max_new_tokens=max_new_tokens,
-            temperature=temperature if drawn else 0.0,
-            top_k=self.top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
             eos=self.eos,
             forbidden=forbidden,
             seed=seed,
+            **self.options(),
         )
 
 
 def generation_defaults(folder: Path) -> GenerationDefaults:
-    """Of a model's folder, checked; nothing is suggested where there is no such file."""
+    """Read and check a model folder's settings; without the file there are none."""
     found = read_sidecar(folder, NAME)
     where = str(folder / NAME)
     sampled = found.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
         raise FileError(f"do_sample is {str(sampled)[:40]!r}, not true or false", where=where)
-    top_k = found.get("top_k")
-    if top_k is not None and type(top_k) is not int:
-        raise FileError(f"top_k is {str(top_k)[:40]!r}, not a number", where=where)
-    numbers = {
-        name: _number(found.get(name), name=name, where=where)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
-    }
-    made = GenerationDefaults(
-        eos=read_eos(folder), do_sample=sampled, top_k=top_k or None, **numbers
-    )
+    settings = {}
+    for each in options_of(DecodeSpec):
+        value = None if each.hf is None else _value(each, found.get(each.hf), where=where)
+        if value is not None:
+            settings[each.name] = value
+    made = GenerationDefaults(eos=read_eos(folder), do_sample=sampled, settings=settings)
     try:
         made.decode_spec()
     except InputError as error:
@@ -73,7 +72,7 @@ def generation_defaults(folder: Path) -> GenerationDefaults:
 
 
 def read_eos(folder: Path) -> tuple[int, ...]:
-    """The ids that end a sequence, by the first file that names any."""
+    """Return the ids that end a sequence, from the first file that names any."""
     for name in (NAME, "config.json"):
         given = read_sidecar(folder, name).get("eos_token_id")
         if given is None or given == []:
@@ -88,9 +87,13 @@ def read_eos(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _number(value: Any, *, name: str, where: str) -> float | None:
-    if value is None:
+def _value(each: Option, value: Any, *, where: str) -> Any:
+    """The value of a setting; None where it is missing or, as a 0 for a count, switched off."""
+    if value is None or (each.optional and value == 0):
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise FileError(f"{name} is {str(value)[:40]!r}, not a number", where=where)
+    if each.type is int and type(value) is int:
+        return value
+    finite = isinstance(value, (int, float)) and math.isfinite(value)
+    if each.type is not float or isinstance(value, bool) or not finite:
+        raise FileError(f"{each.hf} is {str(value)[:40]!r}, not a number", where=where)
     return float(value)

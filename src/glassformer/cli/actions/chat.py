@@ -9,7 +9,6 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,14 +22,16 @@ from glassformer.adapters.folder.generation_config import generation_defaults
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.progress import tell
+from glassformer.cli.shell.terminal import tell
+from glassformer.generation.generate import read_request
 from glassformer.generation.prefix_cache import PrefixCacheStepper
 from glassformer.generation.text_stream import visible
 from glassformer.lab.runs.threads import check_threads, threads_of_decoding
-from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.decoding import BeamSpec, ConstraintSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import GlassError, InputError, nearest
+from glassformer.spec.options import options_of
 
-#: Tokens of an answer at most, where nobody says otherwise.
+#: Maximum number of tokens of an answer, unless an option says otherwise.
 LONGEST_ANSWER = 1_024
 
 HELP = {
@@ -40,39 +41,23 @@ HELP = {
     "/help": "this list; a question that begins with / is typed with //",
     "/quit": "leave (or Ctrl-D)",
 }
-#: The options of `glass generate` that a chat takes, by the names of a DecodeSpec's fields.
-TAKEN = {
-    "max_new": "max_new_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "stop": "stop",
-    "seed": "seed",
-}
 
 
 def open_conversation(
     path: str,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
     system: str | None = None,
-    options: list[str],
+    template_options: list[str],
     device: str = "cpu",
     threads: int | None = None,
 ) -> Conversation:
-    """A model ready to talk: its folder's own sampling settings, then what was asked for.
+    """Open a model for a chat: its folder's own sampling settings, then the options given.
 
-    `given` are options of the command by name; one that a chat has no use for is refused. Torch
-    keeps the threads that the model is worth: a chat lasts as long as the command.
+    `options` are decoding options by name; a chat takes those of `DecodeSpec`. Torch keeps the
+    number of threads that suits the model: a chat lasts as long as the command.
     """
-    for name in given:
-        if name not in TAKEN:
-            raise InputError(
-                f"--{name.replace('_', '-')} does not go with --chat",
-                hint=f"a chat takes: {', '.join('--' + n.replace('_', '-') for n in TAKEN)}",
-            )
+    _refuse_foreign(options)
     check_device(device)
     check_threads(threads)
     adapter = load(path).to(device)
@@ -86,26 +71,42 @@ def open_conversation(
         stepper or adapter.stepper(),
         adapter.tokenizer,
         template,
-        spec=drawing(adapter, folder, {TAKEN[name]: value for name, value in given.items()}),
+        spec=decoding_of(adapter, folder, options),
         system=system,
-        options=dict(map(option, options)),
+        options=dict(map(template_option, template_options)),
     )
 
 
-def drawing(adapter: BaseAdapter, folder: Path, given: Mapping[str, Any]) -> DecodeSpec:
-    """How answers are drawn: any of the model's ends stops, ids without a token never come."""
-    spec = generation_defaults(folder).decode_spec(
-        max_new_tokens=LONGEST_ANSWER, forbidden=adapter.nameless_ids()
-    )
-    if "stop" in given:
-        given = {**given, "stop": tuple(given["stop"])}
+def _refuse_foreign(options: Mapping[str, Any]) -> None:
+    """Refuse options that a chat has no use for: beams, constraints, other steps."""
+    own = {each.name: each.flag for each in options_of(DecodeSpec)}
+    others = (BeamSpec, ConstraintSpec, StepSpec)
+    flags = {each.name: each.flag for cls in others for each in options_of(cls)}
+    for name in options:
+        if name not in own:
+            raise InputError(
+                f"{flags[name]} does not go with --chat",
+                hint=f"a chat takes: {', '.join(own.values())}",
+            )
+
+
+def decoding_of(adapter: BaseAdapter, folder: Path, options: Mapping[str, Any]) -> DecodeSpec:
+    """Return how answers are sampled; any end of the model or of its tokenizer stops them."""
     own = adapter.tokenizer.eos
     ends = dict.fromkeys((*adapter.end_ids(), *([] if own is None else [own])))
-    return replace(spec, eos=tuple(ends), **given)
+    settings = {"max_new_tokens": LONGEST_ANSWER, **generation_defaults(folder).options()}
+    request = read_request(
+        {**settings, **options},
+        tokenizer=adapter.tokenizer,
+        eos=tuple(ends),
+        forbidden=adapter.nameless_ids(),
+    )
+    assert isinstance(request.decoding, DecodeSpec)
+    return request.decoding
 
 
-def option(text: str) -> tuple[str, Any]:
-    """`enable_thinking=false` for the template; a value that is not JSON is a text."""
+def template_option(text: str) -> tuple[str, Any]:
+    """Parse `enable_thinking=false`, a variable of the template; a value is JSON, else a text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise InputError(f"{text[:60]!r} is no option", hint="enable_thinking=false")

@@ -15,6 +15,7 @@ from glassformer.generation.streaming import generate_batch
 from glassformer.lab.smallbench.examinee import examinee_of, log_probabilities
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
+from glassformer.spec.options import options_of
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -77,7 +78,7 @@ class Answerer:
 
     def continuations(self, texts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
         """What the model says after each text, up to a stop string."""
-        spec = self._drawing(settings)
+        spec = self._decoding(settings)
         room = self.longest - spec.max_new_tokens
         if room < 1:
             raise InputError(
@@ -94,28 +95,26 @@ class Answerer:
             made += [each.text for each in found]
         return made
 
-    def _drawing(self, settings: Mapping[str, Any]) -> DecodeSpec:
-        """A task's generation_kwargs; what nobody here understands is refused."""
+    def _decoding(self, settings: Mapping[str, Any]) -> DecodeSpec:
+        """A task's generation_kwargs as a `DecodeSpec`; an unknown one is refused."""
+        names = {each.hf: each.name for each in options_of(DecodeSpec) if each.hf is not None}
         left = dict(settings)
         until = left.pop("until", [])
         longest = left.pop("max_gen_toks", LONGEST_ANSWER)
-        drawn = left.pop("do_sample", bool(left.get("temperature")))
-        temperature = float(left.pop("temperature", None) or 1.0) if drawn else 0.0
-        if not drawn:
-            left.pop("temperature", None)
-        numbers = {name: left.pop(name) for name in ("top_k", "top_p", "min_p") if name in left}
+        sampled = left.pop("do_sample", bool(left.get("temperature")))
+        temperature = float(left.pop("temperature", None) or 1.0) if sampled else 0.0
+        options = {names[name]: left.pop(name) for name in list(left) if name in names}
         if left:
             raise InputError(
                 f"generation_kwargs not known here: {', '.join(sorted(map(str, left)))}",
-                hint="until, max_gen_toks, do_sample, temperature, top_k, top_p, min_p",
+                hint=", ".join(("until", "max_gen_toks", "do_sample", *names)),
             )
         return DecodeSpec(
+            **{**options, "temperature": temperature},
             max_new_tokens=longest,
-            temperature=temperature,
             stop=tuple([until] if isinstance(until, str) else filter(None, until)),
             eos=self.adapter.end_ids(),
             forbidden=self.adapter.nameless_ids(),
-            **numbers,
         )
 
 

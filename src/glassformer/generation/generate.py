@@ -1,0 +1,238 @@
+"""`generate` and `beam_search`: a model, a prompt and options by name in, text and tokens out.
+
+The options are those that `spec.decoding` declares: of `DecodeSpec` or `BeamSpec`, a constraint's
+`regex` or `machine`, and how a step is computed (`cached`, `fast`, `compile`). `read_request`
+checks them for every caller: these functions, the command line and the models' own methods.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from glassformer.data.automata.library import machine_named
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation import beam
+from glassformer.generation.beam import Hypothesis
+from glassformer.generation.constraint import Constraint
+from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.prompts import Prompts, text_prompt
+from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.streaming import Collected, Generated, NewToken, stream
+from glassformer.models.model import Model
+from glassformer.spec.decoding import (
+    BeamSpec,
+    ConstraintSpec,
+    DecodeSpec,
+    StepSpec,
+    by_name,
+    decoding_spec,
+)
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.options import Option, options_of
+
+#: A text, or the token ids of one sequence.
+Prompt = str | Sequence[int]
+
+
+class TextModel(Protocol):
+    """What `gf.build` and `gf.load` return, as far as decoding uses it."""
+
+    spec: ModelSpec
+    training: bool
+
+    def eval(self) -> Any:
+        """Switch dropout off."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode."""
+
+    def stepper(self) -> Stepper:
+        """Return what decoding runs on."""
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer that came with the model, or None."""
+
+    def end_ids(self) -> tuple[int, ...]:
+        """Return all ids at which a text of this model ends."""
+
+    def nameless_ids(self) -> tuple[int, ...]:
+        """Return the ids of the model's vocabulary that its tokenizer has no text for."""
+
+
+def generate(model: TextModel | Model, prompt: Prompt, **options: Any) -> Generated:
+    """Continue a prompt: the text, the new tokens, their log-probabilities, and why they ended.
+
+    Greedy by default. A model without a tokenizer takes token ids, and the text is then empty.
+    """
+    collected = Collected()
+    for new in stream_tokens(model, prompt, **options):
+        collected.add(new)
+    return collected.result(collected.text)
+
+
+def stream_tokens(model: TextModel | Model, prompt: Prompt, **options: Any) -> Iterator[NewToken]:
+    """Yield what `generate` collects, token by token; bad options are refused by the call."""
+    tokenizer, request, prompts = _prepare(model, prompt, options)
+    spec = request.decoding
+    if isinstance(spec, BeamSpec):
+        raise InputError("width belongs to a beam search", hint="beam_search(model, prompt, ...)")
+    with evaluating(model):
+        new_tokens = stream(
+            make_stepper(model, request.step),
+            prompts,
+            spec=spec,
+            constraint=request.constraint,
+            tokenizer=tokenizer,
+        )
+    return _one_row(model, new_tokens)
+
+
+def beam_search(model: TextModel | Model, prompt: Prompt, **options: Any) -> tuple[Hypothesis, ...]:
+    """Search for the likeliest complete continuations, best first, each with score and text."""
+    options = {"width": BeamSpec().width, **options}
+    tokenizer, request, prompts = _prepare(model, prompt, options)
+    spec = request.decoding
+    assert isinstance(spec, BeamSpec)
+    with evaluating(model):
+        (found,) = beam.beam_search(
+            make_stepper(model, request.step), prompts, spec=spec, constraint=request.constraint
+        )
+    return with_texts(found.hypotheses, spec=spec, tokenizer=tokenizer)
+
+
+def with_texts(
+    hypotheses: Sequence[Hypothesis], *, spec: BeamSpec, tokenizer: Tokenizer | None
+) -> tuple[Hypothesis, ...]:
+    """Return the hypotheses with their texts, without the end."""
+    if tokenizer is None:
+        return tuple(hypotheses)
+    kept = ([token for token in one.tokens if token not in spec.eos] for one in hypotheses)
+    texts = map(tokenizer.decode, kept)
+    return tuple(replace(one, text=text) for one, text in zip(hypotheses, texts, strict=True))
+
+
+# --- options, constraint, stepper -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Checked options: how tokens are chosen, what they must match, how a step is computed."""
+
+    decoding: DecodeSpec | BeamSpec
+    constraint: Constraint | None
+    step: StepSpec
+
+
+def read_request(
+    options: Mapping[str, Any],
+    *,
+    tokenizer: Tokenizer | None,
+    eos: tuple[int, ...] = (),
+    forbidden: tuple[int, ...] = (),
+    spell: Callable[[Option], str] = by_name,
+) -> Request:
+    """Check options by name; `spell` says how errors name them.
+
+    `forbidden` are added to those of the options. Options that hold token ids (`forced`,
+    `forbidden`) may be given as text where there is a tokenizer.
+    """
+    constraint, step = (_of(cls, options) for cls in (ConstraintSpec, StepSpec))
+    rest = {k: v for k, v in options.items() if k not in constraint and k not in step}
+    known = {each.name: each for cls in (DecodeSpec, BeamSpec) for each in options_of(cls)}
+    for name in rest.keys() & known.keys():
+        rest[name] = _value(known[name], rest[name], tokenizer)
+    if forbidden:
+        rest["forbidden"] = tuple(sorted({*rest.get("forbidden", ()), *forbidden}))
+    decoding = decoding_spec(rest, eos=eos, spell=spell)
+    made = make_constraint(ConstraintSpec(**constraint), tokenizer)
+    return Request(decoding, made, StepSpec(**step))
+
+
+def make_constraint(spec: ConstraintSpec, tokenizer: Tokenizer | None) -> Constraint | None:
+    """Return the constraint over this tokenizer's tokens, or None."""
+    if spec.regex is None and spec.machine is None:
+        return None
+    if tokenizer is None:
+        raise InputError("a constraint needs a tokenizer", hint="model.with_tokenizer(tokenizer)")
+    if spec.regex is not None:
+        return Constraint.of_regex(spec.regex, tokenizer=tokenizer)
+    assert spec.machine is not None
+    return Constraint(machine_named(spec.machine), tokenizer=tokenizer)
+
+
+def make_stepper(model: TextModel | Model, step: StepSpec) -> Stepper:
+    """Return the stepper that the options describe; a model of another library has one only."""
+    own = model if isinstance(model, Model) else getattr(model, "model", None)
+    if not isinstance(own, Model):
+        assert not isinstance(model, Model)
+        return model.stepper()
+    if not step.cached:
+        return NaiveStepper(own)
+    if step.fast or step.compile:
+        return Decoder(own, compile=step.compile)
+    return TorchStepper(own)
+
+
+@contextmanager
+def evaluating(model: TextModel | Model) -> Iterator[None]:
+    """Switch a model to eval mode, and back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _prepare(
+    model: TextModel | Model, prompt: Prompt, options: Mapping[str, Any]
+) -> tuple[Tokenizer | None, Request, Prompts]:
+    specs = (DecodeSpec, BeamSpec, ConstraintSpec, StepSpec)
+    known = {each.name for cls in specs for each in options_of(cls)}
+    for name in options:
+        if name not in known and name != "eos":
+            raise InputError(f"no decoding option '{name}'", hint=nearest(name, known))
+    tokenizer = None if isinstance(model, Model) else model.get_tokenizer()
+    eos: tuple[int, ...] = tuple(options.get("eos", ()))
+    forbidden: tuple[int, ...] = ()
+    if tokenizer is not None and not isinstance(model, Model):
+        eos, forbidden = tuple(options.get("eos", model.end_ids())), model.nameless_ids()
+    given = {name: value for name, value in options.items() if name != "eos"}
+    request = read_request(given, tokenizer=tokenizer, eos=eos, forbidden=forbidden)
+    if not isinstance(prompt, str):
+        return tokenizer, request, Prompts.of([prompt])
+    if tokenizer is None:
+        raise InputError(
+            "this model has no tokenizer, so it reads token ids and no text",
+            hint="give token ids, or model.with_tokenizer(tokenizer)",
+        )
+    return tokenizer, request, text_prompt(model.spec, tokenizer, prompt)
+
+
+def _one_row(model: TextModel | Model, steps: Iterator[list[NewToken]]) -> Iterator[NewToken]:
+    with evaluating(model):
+        for (new,) in steps:
+            yield new
+
+
+def _of(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that belong to one spec."""
+    names = {each.name for each in options_of(cls)}
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _value(each: Option, value: Any, tokenizer: Tokenizer | None) -> Any:
+    """The value of a field: a tuple where it holds several, of token ids where it holds tokens."""
+    if not each.holds_tokens and not each.repeated:
+        return value
+    parts: list[Any] = [value] if isinstance(value, str | int) else list(value)
+    if not each.holds_tokens:
+        return tuple(parts)
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, str) and tokenizer is None:
+            raise InputError(f"{each.name} as text needs a tokenizer", hint="give token ids")
+        ids += tokenizer.encode(part) if isinstance(part, str) and tokenizer is not None else [part]
+    return tuple(ids)

@@ -1,0 +1,121 @@
+"""`generate` and `beam_search` by options: the same as by specs, with and without a tokenizer."""
+
+import pytest
+import torch
+
+import glassformer as gf
+from glassformer.data.tokenizers.characters import Bytes
+from glassformer.generation import beam
+from glassformer.generation.generate import beam_search, generate, read_request, stream_tokens
+from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch, stream
+from glassformer.models.build import build
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, by_flag, without_effect
+from glassformer.spec.errors import InputError
+from glassformer.spec.presets import budget_lm, core
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(core(vocab_size=11), generator=torch.Generator().manual_seed(0)).eval()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A loaded model with a tokenizer."""
+    runs = tmp_path_factory.mktemp("runs")
+    small = ["train.batch_size=8", "train.evaluate_every=3", "task.examples=300"]
+    gf.train("reverse", steps=3, runs=runs, overrides=small)
+    return gf.load(runs / "reverse")
+
+
+def test_ids_give_the_tokens_of_the_spec(model):
+    options = {"max_new_tokens": 7, "temperature": 1.3, "top_k": 5, "min_p": 0.01, "seed": 3}
+    (want,) = generate_batch(TorchStepper(model), [[3, 1, 4]], spec=DecodeSpec(**options))
+    for step in ({}, {"cached": False}, {"fast": True}):
+        got = generate(model, [3, 1, 4], **options, **step)
+        assert got.tokens == want.tokens
+        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
+        assert (got.finish, got.text) == ("length", "")
+
+
+def test_beams_are_those_of_the_spec(model):
+    (want,) = beam.beam_search(
+        TorchStepper(model), [[3, 1, 4]], spec=BeamSpec(width=3, max_new_tokens=4, eos=(2,))
+    )
+    got = beam_search(model, [3, 1, 4], width=3, max_new_tokens=4, eos=(2,))
+    assert [one.tokens for one in got] == [one.tokens for one in want.hypotheses]
+
+
+def test_text_in_text_out(reader):
+    made = generate(reader, "3 1 4", max_new_tokens=6)
+    assert made.text == reader.generate("3 1 4", max_new_tokens=6)
+    pieces = list(stream_tokens(reader, "3 1 4", max_new_tokens=6))
+    assert "".join(new.text for new in pieces) == made.text
+    assert tuple(new.token for new in pieces) == made.tokens
+    best, *_ = beam_search(reader, "3 1 4", width=1, max_new_tokens=6)
+    assert (best.tokens, best.text) == (made.tokens, made.text)
+
+
+def test_texts_become_tokens(reader):
+    forced = generate(reader, "3 1", forced="7 7", max_new_tokens=4)
+    assert forced.text.startswith("7 7")
+    never = generate(reader, "3 1", forbidden=["7", "8"], temperature=1.0, max_new_tokens=9)
+    assert not {"7", "8"} & set(never.text.split())
+    only = generate(reader, "3 1", regex="(1|2)+", max_new_tokens=4)
+    assert set(only.text.split()) <= {"1", "2"}
+
+
+def test_the_mode_of_the_model_comes_back(reader):
+    reader.train()
+    generate(reader, "3 1", max_new_tokens=2)
+    assert reader.training
+    reader.eval()
+
+
+def test_all_steps_report_the_likeliest_tokens():
+    small = budget_lm(vocab_size=256, d_model=32, d_ff=64, n_layers=1, n_heads=4, max_seq_len=64)
+    model = build(small, generator=torch.Generator().manual_seed(0)).eval()
+    steps = stream(TorchStepper(model), [[65], [66, 67]], tokenizer=Bytes(), top_logprobs=3)
+    for new in next(steps):
+        ids = [[65], [66, 67]][new.row]
+        with torch.no_grad():
+            want = model.forward(torch.tensor([ids]))["next"][0, -1].double().log_softmax(-1)
+        assert [i for i, _ in new.top] == want.topk(3).indices.tolist()
+        assert [v for _, v in new.top] == pytest.approx(want.topk(3).values.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"colour": 1}, "no decoding option 'colour'"),
+        ({"max_tokens": 1}, "did you mean 'max_new_tokens'"),
+        ({"width": 4}, "beam_search"),
+        ({"n_best": 2}, "n_best belongs to a beam search"),
+        ({"top_p": 0}, "top_p 0 is outside"),
+        ({"forced": "text"}, "needs a tokenizer"),
+        ({"regex": "a"}, "needs a tokenizer"),
+    ],
+)
+def test_bad_options_are_refused(model, options, message):
+    with pytest.raises(InputError, match=message):
+        generate(model, [1], **options)
+
+
+def test_text_needs_a_tokenizer(model):
+    with pytest.raises(InputError, match="no tokenizer"):
+        generate(model, "text")
+
+
+def test_options_of_the_other_kind_are_refused_unless_they_are_defaults():
+    assert read_request({"width": 2, "temperature": 0.0}, tokenizer=None).decoding == BeamSpec(
+        width=2
+    )
+    with pytest.raises(InputError, match="--temperature does not go with --beams"):
+        read_request({"width": 2, "temperature": 1.0}, tokenizer=None, spell=by_flag)
+
+
+def test_options_that_greedy_decoding_ignores_are_known():
+    given = {"top_k": 3, "seed": 5, "max_new_tokens": 3, "top_p": 1.0}
+    assert [each.name for each in without_effect(given)] == ["top_k", "seed"]
+    assert without_effect({**given, "temperature": 1.0}) == ()
