@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from glassformer.spec.model import (
     MLP,
+    ALiBi,
     AnswerHead,
     Attention,
     Block,
@@ -57,6 +58,7 @@ positions = st.one_of(
     st.builds(NoPosition),
     st.builds(Sinusoidal, base=st.sampled_from([100.0, 10_000.0])),
     st.builds(Learned),
+    st.builds(ALiBi, max_bias=st.sampled_from([8.0, 3.0]), scaled=st.booleans()),
     st.builds(Rotary, base=st.sampled_from([100.0, 10_000.0]), scaling=scalings),
 )
 ffns = st.one_of(

@@ -49,6 +49,7 @@ from glassformer.byhand.norm import (
 )
 from glassformer.byhand.pass_context import Trip, Workspace
 from glassformer.byhand.position import (
+    alibi_bias,
     rotate_backward,
     rotate_forward,
     rotations,
@@ -60,6 +61,7 @@ from glassformer.byhand.storage import under
 from glassformer.spec import model as spec
 from glassformer.spec.init import HeInit
 from glassformer.spec.manifest import attention_parameters, block_parameters, ffn_parameters
+from glassformer.spec.position import alibi_slopes
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -80,6 +82,8 @@ KEEP = (rng.random((B, T, D)) < 0.7) / 0.7
 VALID = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], np.bool_)
 TARGETS = rng.integers(0, V, (B, T))
 ROTARY = spec.Rotary(base=100.0)
+SLOPES = np.array(alibi_slopes(spec.ALiBi(), N, H))
+KEY_PLACES = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 3]])
 COS, SIN = rotations(ROTARY, length=T, d_head=H, dtype=np.dtype(np.float64))
 
 
@@ -197,12 +201,35 @@ def attend(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
     return out, dict(zip("qkv", attend_backward(dout, cache, trip=trip()), strict=True))
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, allow: Array) -> Tensor:
+def biased_attend(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    heads, cache = attend_forward(
+        a["q"],
+        k_BKSH=a["k"],
+        v_BKSH=a["v"],
+        trip=trip(),
+        allow=ALLOW.astype(np.float64),
+        bias=alibi_bias(SLOPES, positions_BS=KEY_PLACES, queries=T),
+    )
+    out = heads.transpose(0, 2, 1, 3)
+    if dout is None:
+        return out, {}
+    return out, dict(zip("qkv", attend_backward(dout, cache, trip=trip()), strict=True))
+
+
+def torch_bias() -> Tensor:
+    """-slope * |i - j|, head by head and pair by pair."""
+    bias = torch.empty(B, N, T, S, dtype=torch.float64)
+    for b, n, t, s in np.ndindex(B, N, T, S):
+        bias[b, n, t, s] = -SLOPES[n] * abs(KEY_PLACES[b, S - T + t] - KEY_PLACES[b, s])
+    return bias
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, allow: Array, bias: Tensor | float = 0.0) -> Tensor:
     """Written out, with the empty rows erased by hand."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     may = torch.tensor(allow)
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~may, -1e300)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5 + bias).masked_fill(~may, -1e300)
     weights = torch.softmax(scores, -1) * may.any(-1, keepdim=True)
     return weights @ v
 
@@ -452,6 +479,12 @@ PARTS: dict[str, Part] = {
         normal(q=(B, N, T, H), k=(B, K, S, H), v=(B, K, S, H)),
         attend,
         lambda t: sdpa(t["q"], t["k"], t["v"], ALLOW),
+        (B, N, T, H),
+    ),
+    "attend with linear biases": Part(
+        normal(q=(B, N, T, H), k=(B, K, S, H), v=(B, K, S, H)),
+        biased_attend,
+        lambda t: sdpa(t["q"], t["k"], t["v"], ALLOW, torch_bias()),
         (B, N, T, H),
     ),
     "multi_head": Part(

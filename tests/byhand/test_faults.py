@@ -42,6 +42,12 @@ CHECKS: dict[str, Callable[[], None]] = {
         for n, s in PRESETS.items()
     },
     "segments": lambda: test_model_parity.assert_same_gradients(PRESETS["qwen"], segments=True),
+    "segments, alibi": lambda: test_model_parity.assert_same_gradients(
+        PRESETS["alibi-lm"], segments=True
+    ),
+    "cached, alibi": lambda: test_cached_forward.test_cached_is_uncached(
+        PRESETS["alibi-lm"], "left"
+    ),
     "dropout slopes": test_model_parity.test_gradients_are_slopes_with_dropout,
     "accumulation": lambda: test_model_parity.test_accumulation_is_the_sum("core"),
     "repeated tokens": lambda: test_invariants.test_repeated_tokens_accumulate(5),
@@ -67,6 +73,48 @@ def fault(name: str, where: str, old: str, new: str, caught_by: str) -> Fault:
 
 
 FAULTS = [
+    fault(
+        "bias by distance forgotten",
+        "attention_core:attend_forward",
+        "scores += bias",
+        "pass",
+        "part attend with linear biases",
+    ),
+    fault(
+        "bias grows with distance",
+        "position:alibi_bias",
+        "-slopes_N[:, None, None]",
+        "slopes_N[:, None, None]",
+        "part attend with linear biases",
+    ),
+    fault(
+        "bias one way only",
+        "position:alibi_bias",
+        "np.abs(apart_BTS)",
+        "np.maximum(apart_BTS, 0)",
+        "part attend with linear biases",
+    ),
+    fault(
+        "distance counts padding",
+        "stack:_Allows.bias",
+        "valid_BS=self.valid_BS, ",
+        "",
+        "model alibi-lm",
+    ),
+    fault(
+        "distance across segments",
+        "stack:_Allows.bias",
+        "segments_BT=self.segments_BT",
+        "segments_BT=None",
+        "segments, alibi",
+    ),
+    fault(
+        "queries first instead of last",
+        "position:alibi_bias",
+        "positions_BS[:, -queries:, None]",
+        "positions_BS[:, :queries, None]",
+        "cached, alibi",
+    ),
     fault(
         "missing transpose",
         "linear:linear_products",

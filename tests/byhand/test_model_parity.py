@@ -1,5 +1,7 @@
 """Whole models: every gradient and every tap against autograd and central differences."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from glassformer.byhand.gradient_check import check_directions, relative_error
 from glassformer.byhand.model import Model
 from glassformer.nn.taps import Taps
 from glassformer.spec.manifest import manifest
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.model import ALiBi, ModelSpec
 from glassformer.spec.presets import PRESETS as ALL_PRESETS
 from tests.byhand.witness import PRESETS, case_for, torch_gradients, torch_loss, torch_twin
 from tests.strategies import model_specs
@@ -47,9 +49,14 @@ def test_every_gradient_of_a_preset_is_autograds(spec: ModelSpec) -> None:
     assert_same_gradients(spec)
 
 
-@pytest.mark.parametrize("name", ["budget-lm", "qwen", "fsm-probe", "qwen-sliding"])
+@pytest.mark.parametrize("name", ["budget-lm", "qwen", "fsm-probe", "qwen-sliding", "alibi-lm"])
 def test_packed_segments(name: str) -> None:
     assert_same_gradients(PRESETS[name], segments=True)
+
+
+def test_linear_biases_in_an_encoder_and_decoder() -> None:
+    """Both ways in the encoder, none in cross-attention, both sides padded."""
+    assert_same_gradients(replace(PRESETS["seq2seq"], position=ALiBi(scaled=True)))
 
 
 @settings(max_examples=60)

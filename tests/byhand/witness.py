@@ -29,6 +29,9 @@ PRESETS: dict[str, ModelSpec] = {
     "modern-lm": presets.modern_lm(
         vocab_size=31, d_model=12, d_ff=17, n_layers=2, n_heads=6, n_kv_heads=2, max_seq_len=13
     ),
+    "alibi-lm": presets.alibi_lm(
+        vocab_size=31, d_model=18, d_ff=17, n_layers=2, n_heads=6, max_seq_len=13
+    ),
     "core": presets.core(vocab_size=31, d_model=12, n_heads=3, d_ff=17, max_seq_len=13),
     "qwen": presets.qwen(vocab_size=31, d_model=11, n_heads=6, n_kv_heads=2, d_head=4, d_ff=17),
     "qwen-sliding": presets.qwen(

@@ -67,6 +67,8 @@ ENCODER = "encoder layer = nn.TransformerEncoderLayer"
 DECODER = "decoder layer = nn.TransformerDecoderLayer"
 WHOLE = "encoder-decoder = nn.Transformer"
 ROTARY = "rotary positions = complex numbers"
+ALIBI = "ALiBi = one query at a time"
+READ = "scores or weights read, same logits"
 SINUSOIDS = "sinusoids = formula, and no parameter"
 PATTERN = "attention falls where the spec allows"
 PAD_HOLDS = "what PAD holds changes no bit"
@@ -91,14 +93,14 @@ ROWS = "attention rows sum to 1, none to PAD or future"
 
 ATTEND = "nn.attention:_attend_explicitly"
 SCORES = "nn.attention:_masked_scores"
-BIAS = "nn.mask:Mask.bias"
+BIAS = "nn.mask:Mask.added"
 MASK_LINES = (
-    "_masked_scores(q_BNTH, k_BNSH, bias)\n    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
+    "_masked_scores(q_BNTH, k_BNSH, added)\n    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
 )
 MASK_LATE = (
-    "_masked_scores(q_BNTH, k_BNSH, 0 * bias.exp())\n"
+    "_masked_scores(q_BNTH, k_BNSH, 0 * added.exp())\n"
     "    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
-    "    weights_BNTS = weights_BNTS.masked_fill(bias < 0, 0.0)\n"
+    "    weights_BNTS = weights_BNTS.masked_fill(added < 0, 0.0)\n"
 )
 NORM_FIRST = (
     "if self.q_norm is not None:\n"
@@ -120,7 +122,7 @@ FAULTS = (
     Fault("softmax over queries", ATTEND, "dim=-1", "dim=-2", EXPLICIT),
     Fault("weights of empty rows shown", ATTEND, "if mask.empty is not None", "if False", ROWS, "core"),
     Fault("fused path without scale", "nn.attention:_attend_fused", "scale=1 / math.sqrt(H)", "scale=1.0", FUSED),
-    Fault("fused path ignores the mask", "nn.attention:_attend_fused", "attn_mask=mask.allow", "attn_mask=None", FUSED),
+    Fault("fused path ignores the mask", "nn.attention:_attend_fused", "attn_mask=mask.allow if mask.bias is None", "attn_mask=None if mask.bias is None", FUSED),
     Fault("empty rows not erased", "nn.attention:attend", "out_BNTH.masked_fill(mask.empty, 0.0)", "out_BNTH", EMPTY),
     Fault("empty rows mistaken for full", "nn.mask:close_empty_rows", "~allow.any(", "allow.any(", EMPTY),
     Fault("group order", "nn.attention:per_query_head", "kv_BKSH.repeat_interleave(group, dim=1)", "kv_BKSH.repeat(1, group, 1, 1)", "grouped heads = one head at a time"),
@@ -146,6 +148,16 @@ FAULTS = (
     Fault("rotary interleaved", "nn.position:rotate", "x_BNTH.chunk(2, dim=-1)", "(x_BNTH[..., ::2], x_BNTH[..., 1::2])", ROTARY),
     Fault("rotary turns backwards", "nn.position:rotate", "first * cos - second * sin, second * cos + first * sin", "first * cos + second * sin, second * cos - first * sin", ROTARY),
     Fault("rotary sin and cos swapped", "nn.position:rotations", "angle.cos(), angle.sin()", "angle.sin(), angle.cos()", ROTARY),
+    Fault("slopes halved beyond a power of two", "spec.position:alibi_slopes", "range(1, 2 * (n_heads - power), 2)", "range(2, 1 + 2 * (n_heads - power), 2)", ALIBI),
+    Fault("slopes begin at 1", "spec.position:alibi_slopes", "range(1, power + 1)", "range(power)", ALIBI),
+    Fault("nearer keys are lowered", "nn.position:ALiBiPosition.bias", "-self.table[:, None, None]", "self.table[:, None, None]", ALIBI),
+    Fault("the future is not lowered", "nn.position:ALiBiPosition.bias", "apart_TS.abs()", "apart_TS.clamp(min=0)", ALIBI),
+    Fault("bias forgotten in the fused path", "nn.attention:_attend_fused", "mask.allow if mask.bias is None else mask.added(q_BNTH)", "mask.allow", ALIBI),
+    Fault("read scores without their bias", ATTEND, "if mask.bias is not None", "if False", READ, "alibi-lm"),
+    Fault("a biased score taken for a masked one", ATTEND, "added == -math.inf", "added < 0", READ, "alibi-lm"),
+    Fault("distance from the new tokens alone", "models.stack:_Masks._bias", "torch.arange(self.keys, device=self.device)", "torch.arange(self.keys, device=self.device).clamp(min=self.keys - self.queries)", GROWING, "alibi-lm"),
+    Fault("fast step without its bias", "generation.fast.block:LeanAttention.heads", "mask = bias_1KGS if mask is None else mask + bias_1KGS", "pass", STEPS, "alibi-lm"),
+    Fault("fast step with slopes of other heads", "generation.fast.block:LeanAttention._bias", "-self.slopes_N[:, None]", "-self.slopes_N.flip(0)[:, None]", STEPS, "alibi-lm"),
     Fault("sinusoid sin and cos swapped", "nn.position:sinusoids", "angle.sin()", "angle.cos()", SINUSOIDS),
     Fault("sinusoid exponent doubled", "nn.position:sinusoids", "-even / d_model", "-2 * even / d_model", SINUSOIDS),
     Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", _first_table(self), persistent=False)', "self.table = nn.Parameter(_first_table(self))", SINUSOIDS),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.stack import positions_of
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import (
+    ALiBi,
     AnswerHead,
     ClassHead,
     FactorizedEmbedding,
@@ -28,6 +30,7 @@ from glassformer.spec.model import (
     StateHead,
     SwiGLU,
 )
+from glassformer.spec.position import alibi_slopes
 from tests.compare import assert_matches
 from tests.nn.torch_layers import decoder_layer_pairs, encoder_layer_pairs, simple_pairs
 from tests.tiny import D_FF, D_MODEL, VOCAB, B, S, T, built, tiny, token_ids
@@ -37,10 +40,14 @@ POSITIONS = {
     "sinusoidal": Sinusoidal(),
     "learned": Learned(),
     "rotary": Rotary(),
+    "alibi": ALiBi(),
 }
 SPECS = {
     **{name: tiny(position=position) for name, position in POSITIONS.items()},
     "window": tiny(position=Rotary(), attention={"window": 3}),
+    "alibi, window": tiny(
+        position=ALiBi(scaled=True), attention={"n_heads": 6, "n_kv_heads": 2, "window": 3}
+    ),
     "grouped": tiny(
         position=Rotary(),
         attention={"n_heads": 4, "n_kv_heads": 2, "qk_norm": RMSNorm(), "bias": "none"},
@@ -380,7 +387,9 @@ def test_a_model_can_be_float64_from_the_start():
     assert all(b.dtype == torch.float64 for b in model.buffers())
 
 
-@pytest.mark.parametrize("position", [Rotary(), Sinusoidal()], ids=["rotary", "sinusoidal"])
+@pytest.mark.parametrize(
+    "position", [Rotary(), Sinusoidal(), ALiBi()], ids=["rotary", "sinusoidal", "alibi"]
+)
 def test_a_cast_model_keeps_its_tables_in_float32(position):
     spec = tiny(position=position, encoder=True)
     want = {name: b.clone() for name, b in build(spec).named_buffers()}
@@ -389,3 +398,74 @@ def test_a_cast_model_keeps_its_tables_in_float32(position):
         for name, buffer in cast(build(spec)).named_buffers():
             assert buffer.dtype == torch.float32
             assert torch.equal(buffer, want[name])
+
+
+# --- linear biases ------------------------------------------------------------------------------
+
+
+def by_one_query(model, tokens, slopes):
+    """Attention of a one-layer ALiBi model, one query at a time, from its own q, k and v."""
+    taps = Taps(read="*")
+    model(tokens, taps=taps)
+    q, k, v = (taps.seen[f"blocks.0.attn.{letter}"] for letter in "qkv")
+    out = torch.empty_like(q)
+    for n, slope in enumerate(slopes):
+        kv = n // (q.shape[1] // k.shape[1])
+        for t in range(q.shape[2]):
+            distance = torch.arange(t, -1, -1, dtype=q.dtype)
+            scores = (q[:, n, t, None] * k[:, kv, : t + 1]).sum(-1) / q.shape[-1] ** 0.5
+            weights = torch.softmax(scores - slope * distance, -1)
+            out[:, n, t] = (weights[..., None] * v[:, kv, : t + 1]).sum(1)
+    return out, taps.seen["blocks.0.attn.heads"]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_alibi_lowers_each_score_by_its_distance(scaled):
+    alibi = ALiBi(scaled=scaled, max_bias=4.0)
+    model = built(tiny(position=alibi, layers=1, attention={"n_heads": 6, "n_kv_heads": 2}))
+    close(*by_one_query(model, token_ids(B, T), alibi_slopes(alibi, 6, 4)))
+
+
+def test_layers_may_differ_in_their_heads_under_alibi():
+    base = tiny(position=ALiBi(), layers=1)
+    block = base.decoder.layers[0].block
+    other = replace(block, attention=replace(block.attention, n_heads=5))
+    layers = (Layers(count=1, block=block), Layers(count=1, block=other))
+    model = built(replace(base, decoder=replace(base.decoder, layers=layers)))
+    assert sorted(model.alibi) == ["3x4", "5x4"]
+    taps = Taps(read="*.scores")
+    close(model(token_ids(B, T), taps=taps)["next"], model(token_ids(B, T))["next"])
+    assert [x.shape[1] for x in taps.seen.values()] == [3, 5]
+
+
+def test_an_encoder_is_biased_both_ways_and_cross_attention_not_at_all():
+    """Without learned scores the weights show the bias alone."""
+    model = built(tiny(position=ALiBi(), encoder=True, layers=1))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".q_proj." in name:
+                parameter.zero_()
+    taps = Taps(read="*.scores")
+    inputs = Inputs(token_ids(B, T), source_BS=token_ids(B, S))
+    model(inputs, taps=taps)
+    slopes = torch.tensor(alibi_slopes(ALiBi(), 3, 4), dtype=torch.float64)
+    place = torch.arange(S)
+    want = -slopes[:, None, None] * (place[:, None] - place).abs()
+    close(taps.seen["encoder.blocks.0.attn.scores"], want.expand(B, -1, -1, -1))
+    close(taps.seen["decoder.blocks.0.attn.scores"], want[:, :T, :T].expand(B, -1, -1, -1))
+    assert not taps.seen["decoder.blocks.0.cross.scores"].any()
+
+
+@pytest.mark.parametrize("read", ["*.scores", "*.weights", "*"])
+@every_spec
+def test_reading_changes_no_logits(spec, read):
+    model, tokens = built(spec), token_ids(B, T)
+    close(model(tokens, taps=Taps(read=read))["next"], model(tokens)["next"])
+
+
+def test_an_edit_of_biased_scores_replaces_them():
+    model, tokens = built(tiny(position=ALiBi(), layers=1)), token_ids(B, T)
+    even = Taps(read="*.weights", edit={"blocks.0.attn.scores": torch.zeros_like})
+    model(tokens, taps=even)
+    weights = even.seen["blocks.0.attn.weights"]
+    close(weights[..., -1, :], torch.full_like(weights[..., -1, :], 1 / T))

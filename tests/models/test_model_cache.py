@@ -6,7 +6,15 @@ import torch
 from glassformer.models.inputs import Inputs
 from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import AnswerHead, Learned, NoPosition, RMSNorm, Rotary, Sinusoidal
+from glassformer.spec.model import (
+    ALiBi,
+    AnswerHead,
+    Learned,
+    NoPosition,
+    RMSNorm,
+    Rotary,
+    Sinusoidal,
+)
 from tests.tiny import VOCAB, B, S, T, built, tiny, token_ids
 
 SPECS = {
@@ -17,6 +25,8 @@ SPECS = {
         position=Rotary(), attention={"n_heads": 4, "n_kv_heads": 2, "qk_norm": RMSNorm()}
     ),
     "window": tiny(position=Rotary(), attention={"window": 3}),
+    "alibi": tiny(position=ALiBi(), attention={"n_heads": 6, "n_kv_heads": 2}),
+    "alibi, window": tiny(position=ALiBi(), attention={"window": 3}),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 CACHES = pytest.mark.parametrize(

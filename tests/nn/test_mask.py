@@ -120,13 +120,13 @@ def test_a_mask_that_is_not_bool_is_refused(dtype):
         mask_from_allow(torch.ones(3, 3, dtype=dtype))
 
 
-def test_a_bias_closes_what_is_not_allowed_and_is_made_once_a_length_and_dtype():
+def test_what_is_added_closes_what_is_not_allowed_and_is_made_once_a_length_and_dtype():
     some = mask_from_allow(torch.rand(2, 5, 7) < 0.5)
     for mask in (Mask(causal=True), Mask(), some):
         for q in (torch.zeros(2, 3, 5, 1), torch.zeros(2, 3, 5, 1, dtype=torch.float64)):
-            bias, allow = mask.bias(q), mask.explicit(5, q.device)
+            bias, allow = mask.added(q), mask.explicit(5, q.device)
             assert bias.dtype == q.dtype
             assert set(bias.flatten().tolist()) <= {0.0, -torch.inf}
             assert torch.equal(bias == 0, torch.ones(1, 1) == 1 if allow is None else allow)
-            assert mask.bias(q) is bias
-    assert Mask(causal=True).bias(torch.zeros(1, 1, 3, 1)).shape == (3, 3)
+            assert mask.added(q) is bias
+    assert Mask(causal=True).added(torch.zeros(1, 1, 3, 1)).shape == (3, 3)

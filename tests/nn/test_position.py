@@ -1,19 +1,22 @@
 """Sinusoids and rotations against closed forms in NumPy; tables that keep their precision."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck
 
 from glassformer.nn.position import (
+    ALiBiPosition,
     LearnedPosition,
     RotaryPosition,
     SinusoidalPosition,
     rotate,
     sinusoids,
 )
-from glassformer.spec.model import LinearScaling, Llama3Scaling, Rotary, YarnScaling
-from glassformer.spec.position import rotary_frequencies
+from glassformer.spec.model import ALiBi, LinearScaling, Llama3Scaling, Rotary, YarnScaling
+from glassformer.spec.position import alibi_slopes, rotary_frequencies
 from tests.compare import assert_matches
 from tests.tiny import filled, noise
 
@@ -129,16 +132,65 @@ def test_gradient():
     assert gradcheck(lambda x: rotate(x, cos, sin), [noise(2, 1, 3, 6).requires_grad_()])
 
 
+# --- linear biases ------------------------------------------------------------------------------
+
+
+def bloom_slopes(n_heads):
+    """As transformers' build_alibi_tensor for Bloom and Falcon computes them."""
+    power = 2 ** math.floor(math.log2(n_heads))
+    base = 2 ** (-(2 ** -(math.log2(power) - 3)))
+    slopes = [base**n for n in range(1, power + 1)]
+    if power != n_heads:
+        extra = 2 ** (-(2 ** -(math.log2(2 * power) - 3)))
+        slopes += [extra**n for n in range(1, 1 + 2 * min(power, n_heads - power), 2)]
+    return slopes
+
+
+def mpt_slopes(n_heads, max_bias):
+    """As transformers' build_mpt_alibi_tensor computes them."""
+    power = 2 ** math.ceil(math.log2(n_heads))
+    slopes = [1 / 2 ** (n * max_bias / power) for n in range(1, power + 1)]
+    return slopes if power == n_heads else [*slopes[1::2], *slopes[::2]][:n_heads]
+
+
+@pytest.mark.parametrize("n_heads", [*range(1, 18), 25, 71, 112])
+def test_slopes_are_those_of_bloom_and_mpt(n_heads):
+    got = alibi_slopes(ALiBi(), n_heads, 64)
+    assert len(got) == n_heads
+    np.testing.assert_allclose(got, bloom_slopes(n_heads), rtol=1e-13)
+    np.testing.assert_allclose(got, mpt_slopes(n_heads, 8), rtol=1e-13)
+    np.testing.assert_allclose(
+        alibi_slopes(ALiBi(max_bias=5.0), n_heads, 64), mpt_slopes(n_heads, 5), rtol=1e-13
+    )
+    scaled = alibi_slopes(ALiBi(scaled=True), n_heads, 64)
+    np.testing.assert_allclose(np.array(scaled) * 8, got, rtol=1e-15)
+
+
+def test_biases_of_rows_that_stand_elsewhere():
+    """Shape, numbers pair by pair, and the last positions as queries."""
+    part = ALiBiPosition(ALiBi(), 3, 5).double()
+    places = torch.tensor([[0, 0, 1, 2, 3], [0, 1, 2, 0, 1]])
+    bias = part.bias(places, 2)
+    assert bias.shape == (2, 3, 2, 5)
+    for b, n, t, s in np.ndindex(2, 3, 2, 5):
+        want = -alibi_slopes(ALiBi(), 3, 5)[n] * abs(int(places[b, 3 + t] - places[b, s]))
+        assert bias[b, n, t, s].item() == pytest.approx(want, rel=1e-15)
+    assert torch.equal(part.bias(torch.arange(5), 5)[0, :, -2:], part.bias(torch.arange(5), 2)[0])
+    assert not part.bias(places, 2).requires_grad
+
+
 # --- precision of the tables --------------------------------------------------------------------
 
 
 def make(kind):
+    if kind == "alibi":
+        return ALiBiPosition(ALiBi(max_bias=3.0), 7, 4)
     if kind == "rotary":
         return RotaryPosition(Rotary(), 9_001, 4)
     return SinusoidalPosition(9_001, 4, base=10_000.0)
 
 
-@pytest.mark.parametrize("kind", ["rotary", "sinusoidal"])
+@pytest.mark.parametrize("kind", ["rotary", "sinusoidal", "alibi"])
 @pytest.mark.parametrize(
     "cast",
     [
@@ -174,7 +226,7 @@ def test_tables_follow_to_float64_with_all_digits(kind):
     np.testing.assert_allclose(got_sin, sin, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("kind", ["rotary", "sinusoidal"])
+@pytest.mark.parametrize("kind", ["rotary", "sinusoidal", "alibi"])
 def test_tables_are_buffers_outside_the_checkpoint(kind):
     part = make(kind)
     assert not list(part.parameters())

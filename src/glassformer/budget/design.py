@@ -30,6 +30,7 @@ from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import (
+    ALiBi,
     Bias,
     LayerNorm,
     Learned,
@@ -274,6 +275,7 @@ POSITIONS: dict[str, Position] = {
     "learned": Learned(),
     "rotary": Rotary(),
     "sinusoidal": Sinusoidal(),
+    "alibi": ALiBi(),
     "none": NoPosition(),
 }
 NORMS: dict[str, Norm] = {"layernorm": LayerNorm(), "rmsnorm": RMSNorm()}

@@ -23,11 +23,9 @@ from glassformer.spec.model import (
     Learned,
     ModelSpec,
     NextHead,
-    NoPosition,
     PlainEmbedding,
+    Position,
     RMSNorm,
-    Rotary,
-    Sinusoidal,
     Stack,
     SwiGLU,
 )
@@ -77,7 +75,7 @@ class Budget:
     n_heads: int | None = 8
     tied: bool = True
     max_seq_len: int = 512
-    position: NoPosition | Sinusoidal | Learned | Rotary = Learned()
+    position: Position = Learned()
     bias: Bias = "none"
     norm: LayerNorm | RMSNorm = LayerNorm()
     embedding_ratio: Exact | Target | Free = Target(value=0.35)

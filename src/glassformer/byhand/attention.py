@@ -67,6 +67,7 @@ def multi_head_forward(
     ready: tuple[Array, Array] | None = None,
     rotation: tuple[Array, Array] | None = None,
     allow: Array | None = None,
+    bias: Array | None = None,
     past: Past | None = None,
     dropout: float = 0.0,
     at: str = "",
@@ -74,7 +75,7 @@ def multi_head_forward(
     """o(attend(q(x), k(context), v(context))); context is x for self-attention.
 
     `ready` are keys and values of a context that were made before; `past` adds the new ones to
-    earlier ones. `rotation` is cos and sin for rotate_forward.
+    earlier ones. `rotation` is cos and sin for rotate_forward; `bias` is added to the scores.
     """
     norms: dict[str, NormCache] = {}
     if context_BSD is None and ready is None:
@@ -93,7 +94,14 @@ def multi_head_forward(
     for letter, tapped in (("q", heads["q"]), ("k", k_BKSH), ("v", v_BKSH)):
         trip.tap(f"{at}{letter}", tapped)
     heads_BTNH, attend = attend_forward(
-        heads["q"], k_BKSH=k_BKSH, v_BKSH=v_BKSH, trip=trip, allow=allow, dropout=dropout, at=at
+        heads["q"],
+        k_BKSH=k_BKSH,
+        v_BKSH=v_BKSH,
+        trip=trip,
+        allow=allow,
+        bias=bias,
+        dropout=dropout,
+        at=at,
     )
     out_BTD, output = linear_forward(
         heads_BTNH.reshape(*x_BTD.shape[:2], -1),

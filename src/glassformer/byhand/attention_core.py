@@ -86,12 +86,14 @@ def attend_forward(
     v_BKSH: Array,
     trip: Trip,
     allow: Array | None = None,
+    bias: Array | None = None,
     dropout: float = 0.0,
     at: str = "",
 ) -> tuple[Array, AttendCache]:
     """heads_BTNH, in the order in which the output projection reads them.
 
-    allow: 1 = may attend, 0 = not, broadcasting to (B, N, T, S), in the model's dtype.
+    allow: 1 = may attend, 0 = not, broadcasting to (B, N, T, S), in the model's dtype. bias: added
+    to the scores, broadcasting alike.
     """
     B, N, T, H = q_BNTH.shape
     K, S = k_BKSH.shape[1:3]
@@ -101,6 +103,8 @@ def attend_forward(
     _product_with_transposed(
         q_BKMH, k_BKSH, scores.reshape(B, K, M, S), ws, scale=1.0 / math.sqrt(H)
     )
+    if bias is not None:
+        scores += bias
     trip.tap(f"{at}scores", scores)
     weights = masked_softmax(scores, allow_BNTS=allow)
     trip.tap(f"{at}weights", weights)
@@ -145,7 +149,7 @@ def attend_backward(
     # forward: weights = softmax(scores) where allowed, 0 elsewhere; a weight of 0 passes nothing on
     dscores = softmax_backward(dweights, weights, dx=dweights)
     trip.tap_grad(f"{at}scores", dscores)
-    # forward: scores = q @ k.T / sqrt(H)
+    # forward: scores = q @ k.T / sqrt(H) + bias, the bias a constant
     #   =>   dq = dscores @ k / sqrt(H),  dk = dscores.T @ q / sqrt(H)
     dscores *= 1.0 / math.sqrt(H)
     dscores_BKMS = dscores.reshape(B, K, M, S)

@@ -44,9 +44,10 @@ class BlockArrays:
 
 @dataclass(slots=True)
 class Setting:
-    """What surrounds a block: who may attend to whom, rotations, the encoder's memory, the past."""
+    """What surrounds a block: mask, bias of scores, rotations, the encoder's memory, the past."""
 
     allow: Array | None = None
+    bias: Array | None = None
     rotation: tuple[Array, Array] | None = None
     memory_BSD: Array | None = None
     memory_allow: Array | None = None
@@ -177,6 +178,7 @@ def _part_forward(
             trip=trip,
             rotation=setting.rotation,
             allow=setting.allow,
+            bias=setting.bias,
             past=setting.past,
             dropout=dropout.attention,
             at=f"{at}attn.",

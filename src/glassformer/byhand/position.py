@@ -1,6 +1,6 @@
-"""Where a token stands: the sinusoidal table, and rotations of queries and keys.
+"""Positions: the sinusoidal table, rotations of queries and keys, biases of scores by distance.
 
-A learned table is an embedding looked up by position (`embed.py`); these two learn nothing.
+A learned table is an embedding looked up by position (`embedding.py`); these three learn nothing.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from glassformer.byhand.pass_context import Array, Workspace, room
 from glassformer.spec.model import Rotary
 from glassformer.spec.position import rotary_frequencies
 
-# B batch, T length, D d_model, N heads, H d_head
+# B batch, T query length, S key length, D d_model, N heads, H d_head
 
 
 def sinusoids(length: int, *, d_model: int, base: float = 10_000.0) -> Array:
@@ -63,6 +63,16 @@ def rotate_backward(
     #   =>   dx1 = dout1 cos + dout2 sin,  dx2 = dout2 cos - dout1 sin
     _turn(dout_BNTH, cos, -sin, ws)
     return dout_BNTH
+
+
+def alibi_bias(slopes_N: Array, *, positions_BS: Array, queries: int) -> Array:
+    """ALiBi's bias -slope * |i - j|, (B, N, T, S); the queries are the last positions.
+
+    It is added to scores and depends on nothing that is learned: backward passes it by.
+    """
+    apart_BTS = positions_BS[:, -queries:, None] - positions_BS[:, None, :]
+    distance_BTS = np.abs(apart_BTS).astype(slopes_N.dtype)
+    return -slopes_N[:, None, None] * distance_BTS[:, None]
 
 
 def _turn(x_BNTH: Array, cos: Array, sin: Array, ws: Workspace | None) -> None:

@@ -19,9 +19,10 @@ from glassformer.byhand.embedding import (
 from glassformer.byhand.inputs import Side, allow_of, positions_of
 from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, Trip
-from glassformer.byhand.position import rotations, sinusoidal_forward, sinusoids
+from glassformer.byhand.position import alibi_bias, rotations, sinusoidal_forward, sinusoids
 from glassformer.byhand.storage import Storage
 from glassformer.spec import model as spec
+from glassformer.spec.position import alibi_slopes
 
 # B batch, T query length, S key length, D d_model
 
@@ -38,6 +39,7 @@ class StackParts:
     blocks: list[tuple[spec.Block, BlockArrays, BlockArrays]]
     sinusoids_SD: Array | None
     rotary: dict[int, tuple[Array, Array]]
+    slopes: dict[tuple[int, int], Array]
 
 
 class StackCache(NamedTuple):
@@ -68,11 +70,16 @@ def stack_parts(
         )
     own, own_grads = storage.below(storage.views, prefix), storage.below(grads[1], prefix)
     table, rotary = None, {}
+    slopes: dict[tuple[int, int], Array] = {}
     match model.position:
         case spec.NoPosition() | spec.Learned():  # the learned table is among the parameters
             pass
         case spec.Sinusoidal(base=base):
             table = sinusoids(model.max_seq_len, d_model=model.d_model, base=base).astype(dtype)
+        case spec.ALiBi() as alibi:
+            for block in stack.blocks():
+                heads = (block.attention.n_heads, block.attention.head_width(model.d_model))
+                slopes[heads] = np.array(alibi_slopes(alibi, *heads), dtype)
         case spec.Rotary() as turned:
             for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
                 rotary[width] = rotations(
@@ -80,7 +87,7 @@ def stack_parts(
                 )
         case _ as unreachable:
             assert_never(unreachable)
-    return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary)
+    return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary, slopes)
 
 
 def stack_forward(
@@ -107,11 +114,14 @@ def stack_forward(
     allows = _Allows(side, past, valid_BS, x_BTD.dtype)
     memory_allow = allows.of_memory(memory_BSD, memory_valid_BS)
     turned = {width: _rows(table, positions) for width, table in parts.rotary.items()}
+    biases = {heads: allows.bias(slopes_N) for heads, slopes_N in parts.slopes.items()}
     caches = []
     for layer, (block, params, _) in enumerate(parts.blocks):
+        d_head = block.attention.head_width(parts.model.d_model)
         setting = Setting(
             allow=allows.of(block.attention),
-            rotation=turned.get(block.attention.head_width(parts.model.d_model)),
+            bias=biases.get((block.attention.n_heads, d_head)),
+            rotation=turned.get(d_head),
             memory_BSD=memory_BSD,
             memory_allow=memory_allow,
             memory_ready=None if ready is None else ready[layer],
@@ -245,6 +255,13 @@ class _Allows:
                 segments_BT=self.segments_BT,
             )
         return self.made[kind]
+
+    def bias(self, slopes_N: Array) -> Array:
+        """ALiBi's bias, (1 or B, N, T, S): the queries are the last of the positions."""
+        keys = self.past + self.queries
+        places = positions_of(keys, valid_BS=self.valid_BS, segments_BT=self.segments_BT)
+        places_BS = np.arange(keys)[None] if isinstance(places, slice) else places
+        return alibi_bias(slopes_N, positions_BS=places_BS, queries=self.queries)
 
     def of_memory(self, memory_BSD: Array | None, memory_valid_BS: Array | None) -> Array | None:
         if memory_BSD is None:

@@ -99,6 +99,8 @@ PART_CHECKS = (
     PartCheck("feed-forward = formula", "parts", parts.feed_forward),
     PartCheck("rotary positions = complex numbers", "positions", parts.rotary_closed_form),
     PartCheck("rotary scores depend on distance only", "positions", parts.rotary_is_relative),
+    PartCheck("ALiBi = one query at a time", "positions", attention.alibi_by_hand),
+    PartCheck("ALiBi depends on distance only", "positions", parts.alibi_is_relative),
     PartCheck("sinusoids = formula, and no parameter", "positions", parts.sinusoidal_closed_form),
     PartCheck("factorized embedding = U @ V", "parts", parts.factorized_embedding),
     PartCheck("initial weights follow their rule", "parts", parts.initialisation),
@@ -140,7 +142,7 @@ SUBJECT_CHECKS = (
     SubjectCheck("logits = the reference's", "reference", invariants.like_reference),
     SubjectCheck("parameters = manifest", "names", own_models.conforms_to_manifest),
     SubjectCheck("tied head shares the embedding", "names", own_models.tied),
-    SubjectCheck("weights shown or not, same logits", "taps", own_models.explicit_is_fused),
+    SubjectCheck("scores or weights read, same logits", "taps", own_models.explicit_is_fused),
     SubjectCheck("every tap seen, every edit felt, no hook", "taps", own_models.taps_are_named),
     SubjectCheck(
         "cross-attention reads the encoder in every layer", "layers", own_models.cross_reads_encoder

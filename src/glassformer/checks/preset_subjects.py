@@ -19,6 +19,7 @@ NARROW: dict[str, ModelSpec] = {
     "modern-lm": presets.modern_lm(
         vocab_size=211, d_model=48, d_ff=128, n_layers=3, n_heads=6, n_kv_heads=2
     ),
+    "alibi-lm": presets.alibi_lm(vocab_size=211, d_model=48, d_ff=96, n_layers=2, n_heads=6),
     "seq2seq": presets.seq2seq(vocab_size=101, d_model=48, n_heads=4, n_layers=2),
     "seq2seq-pre": presets.seq2seq(
         vocab_size=101, d_model=48, n_heads=4, n_layers=2, pre_norm=True

@@ -16,16 +16,21 @@ from glassformer.spec.execution import GPU_HEAD_MULTIPLE, GROUP_ROWS, PIECE
 from glassformer.spec.manifest import is_tied, stored, turns_keys
 from glassformer.spec.model import (
     MLP,
+    ALiBi,
     Attention,
     Block,
     FactorizedEmbedding,
     LayerNorm,
+    Learned,
     ModelSpec,
     MoE,
+    NoPosition,
     Norm,
     PlainEmbedding,
     RMSNorm,
+    Rotary,
     ScaledEmbedding,
+    Sinusoidal,
     Stack,
     SwiGLU,
 )
@@ -172,11 +177,9 @@ def activations(
         rows = batch * (source if prefix == "encoder." else length)
         memory = batch * source if prefix == "decoder." else 0
         body += sum(_embedding(model, stack, rows))
+        body += sum(_masks(model, stack, rows // batch))
         for block in stack.blocks():
             body += sum(_block(model, block, stack, rows, memory, device))
-            window = block.attention.window
-            if window is not None and window < rows // batch:
-                body += FLOAT * (rows // batch) ** 2  # the mask
         if stack.final_norm is not None:
             body += sum(_norm(stack.final_norm, rows, model.d_model))
         elif next(stack.blocks()).placement == "post":
@@ -190,6 +193,24 @@ def activations(
         heads += kept
         passing = max(passing, 2 * FLOAT * min(counted * width, PIECE))
     return Activations(body=body, heads=heads, passing=passing)
+
+
+def _masks(model: ModelSpec, stack: Stack, length: int) -> Iterator[int]:
+    """What the fused attention keeps of masks: a window's in each layer, ALiBi's biases once."""
+    match model.position:
+        case ALiBi():  # one bias for each head, shared by all layers whose attention is alike
+            kinds = {
+                (a.causal, a.window, a.n_heads, a.head_width(model.d_model))
+                for a in (block.attention for block in stack.blocks())
+            }
+            yield FLOAT * length**2 * sum(n_heads for _, _, n_heads, _ in kinds)
+        case NoPosition() | Sinusoidal() | Learned() | Rotary():
+            for block in stack.blocks():
+                window = block.attention.window
+                if window is not None and window < length:
+                    yield FLOAT * length**2
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:

@@ -136,8 +136,8 @@ def _turned(
 
 @triton.jit
 def _attend(
-    qkv_ptr, kv_ptr, mask_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, end_ptr, place_ptr,
-    out_ptr, part_ptr, most_ptr, sum_ptr,
+    qkv_ptr, kv_ptr, mask_ptr, slope_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, end_ptr,
+    place_ptr, out_ptr, part_ptr, most_ptr, sum_ptr,
     scale, eps, n_heads, n_kv, d_head, kv_row, kv_head, n_places, n_mask, window, n_parts, span,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
@@ -161,6 +161,9 @@ def _attend(
     q_ok = (g < GROUP)[:, None] & inside[None, :]
     q = _turned(row_ptr + (head * GROUP + g)[:, None] * d_head, h, q_ok, q_gain_ptr, cos, sin,
                 eps, d_head, NORM=NORM, TURN=TURN).to(dtype)  # fmt: skip
+    slope = tl.zeros((QUERIES,), tl.float32)
+    if slope_ptr is not None:
+        slope = tl.load(slope_ptr + head * GROUP + g, g < GROUP, 0.0).to(tl.float32)
     key_ptr = kv_ptr + b.to(tl.int64) * kv_row + head * kv_head
     value_ptr = key_ptr + n_kv * kv_head
 
@@ -196,6 +199,8 @@ def _attend(
         score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         if mask_ptr is not None:
             score += tl.load(mask_ptr + b * n_mask + s, s < n_mask, 0.0).to(tl.float32)[None, :]
+        if slope_ptr is not None:  # ALiBi: columns are as far apart as the positions they hold
+            score -= slope[:, None] * (new - s).to(tl.float32)[None, :]
         score = tl.where(seen[None, :], score, float("-inf"))
         top = tl.maximum(most, tl.max(score, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -247,11 +252,13 @@ def attend(
     eps: float,
     window: int | None,
     mask_BS: Tensor | None,
+    slopes_N: Tensor | None = None,
 ) -> Tensor:
     """What one new query a row reads, (B, N H); its key and value become column end - 1.
 
     `rotation` is (cos, sin) of every place, both halves, sin's first half with its sign turned;
-    `gains` are those of the queries' and keys' RMS norm. `mask_BS` is added to the scores.
+    `gains` are those of the queries' and keys' RMS norm. `mask_BS` is added to the scores, and
+    with `slopes_N` ALiBi's bias -slope * distance.
     """
     B, X, H = qkv_BXH.shape
     K, S = kv_BXSH.shape[1] // 2, kv_BXSH.shape[2]
@@ -267,7 +274,7 @@ def attend(
     q_gain, k_gain = gains if gains is not None else (None, None)
     group, width = n_heads // K, max(16, triton.next_power_of_2(H))
     _attend[(B * K, parts)](
-        qkv_BXH, kv_BXSH, mask_BS, q_gain, k_gain, cos, sin, end_1, places_B,
+        qkv_BXH, kv_BXSH, mask_BS, slopes_N, q_gain, k_gain, cos, sin, end_1, places_B,
         out_BN, part, most, total,
         H**-0.5, eps, n_heads, K, H, 2 * K * S * H, S * H, S,
         0 if mask_BS is None else mask_BS.shape[1], window or 0, parts, span,

@@ -1,5 +1,6 @@
 """Embedding, position, blocks, final norm: the way of a sequence through one stack."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, assert_never
 
@@ -14,7 +15,12 @@ from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding, b
 from glassformer.nn.mask import Mask, build_mask
 from glassformer.nn.moe import BalanceAt, BalanceLosses
 from glassformer.nn.norm import LayerNorm, RMSNorm, build_norm
-from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
+from glassformer.nn.position import (
+    ALiBiPosition,
+    LearnedPosition,
+    RotaryPosition,
+    SinusoidalPosition,
+)
 from glassformer.nn.taps import Taps, TapsAt, tap, under
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
@@ -28,6 +34,7 @@ class StackParts(Protocol):
     embed: TokenEmbedding | FactorizedTokenEmbedding
     position: SinusoidalPosition | LearnedPosition | None
     rotary: nn.ModuleDict
+    alibi: nn.ModuleDict
     blocks: nn.ModuleList
     final_norm: LayerNorm | RMSNorm | None
     stack: spec.Stack
@@ -41,7 +48,7 @@ def add_stack_parts(
     holder.stack = stack
     holder.embed = build_embedding(model.embedding, vocab_size, model.d_model)
     holder.position = None
-    holder.rotary = nn.ModuleDict()
+    holder.rotary, holder.alibi = nn.ModuleDict(), nn.ModuleDict()
     match model.position:
         case spec.NoPosition():
             pass
@@ -52,6 +59,10 @@ def add_stack_parts(
         case spec.Rotary() as rotary:
             for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
                 holder.rotary[str(width)] = RotaryPosition(rotary, model.max_seq_len, width)
+        case spec.ALiBi() as alibi:
+            for block in stack.blocks():
+                heads, width = block.attention.n_heads, block.attention.head_width(model.d_model)
+                holder.alibi[heads_key(heads, width)] = ALiBiPosition(alibi, heads, width)
         case _ as unreachable:
             assert_never(unreachable)
     holder.blocks = nn.ModuleList(
@@ -60,6 +71,11 @@ def add_stack_parts(
     )
     final = stack.final_norm
     holder.final_norm = None if final is None else build_norm(final, model.d_model)
+
+
+def heads_key(n_heads: int, d_head: int) -> str:
+    """The name of the slopes that layers with these heads share."""
+    return f"{n_heads}x{d_head}"
 
 
 class Stack(nn.Module):
@@ -104,7 +120,7 @@ def run_stack(
             )
         valid_BS = joined_valid(cache.valid_BS, past, valid_BT, T)
     places = positions_of(past, T, valid_BS, segments_BT)
-    masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device)
+    masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device, parts.alibi)
     memory_mask = _memory_mask(T, memory_BSD, valid_BS, memory_valid_BS)
     rotations = {width: rotary.at(places) for width, rotary in parts.rotary.items()}
 
@@ -117,7 +133,7 @@ def run_stack(
         run = partial(checkpoint, module, use_reentrant=False) if recompute else module
         x_BTD = run(
             x_BTD,
-            mask=masks.of(block.attention),
+            mask=masks.of(block.attention, module.attn.d_head),
             memory_BSD=memory_BSD,
             memory_mask=memory_mask,
             rotation=rotations.get(str(module.attn.d_head)),
@@ -153,7 +169,10 @@ def positions_of(
 
 
 class _Masks:
-    """The masks of one forward, one for each kind of attention among the layers."""
+    """The masks of one forward, one for each kind of attention among the layers.
+
+    With ALiBi (`alibi` holds slopes) they also carry the bias, which depends on the heads.
+    """
 
     def __init__(
         self,
@@ -162,16 +181,18 @@ class _Masks:
         valid_BS: Tensor | None,
         segments_BT: Tensor | None,
         device: torch.device,
+        alibi: nn.ModuleDict,
     ) -> None:
         self.queries, self.keys, self.device = queries, keys, device
-        self.valid_BS, self.segments_BT = valid_BS, segments_BT
-        self.made: dict[tuple[bool, int | None], Mask] = {}
+        self.valid_BS, self.segments_BT, self.alibi = valid_BS, segments_BT, alibi
+        self.made: dict[tuple[bool, int | None, str], Mask] = {}
 
-    def of(self, attention: spec.Attention) -> Mask:
-        kind = (attention.causal, attention.window)
+    def of(self, attention: spec.Attention, d_head: int) -> Mask:
+        heads = heads_key(attention.n_heads, d_head) if self.alibi else ""
+        kind = (attention.causal, attention.window, heads)
         if kind not in self.made:
             valid_BS = self.valid_BS
-            self.made[kind] = build_mask(
+            mask = build_mask(
                 self.queries,
                 self.keys,
                 causal=attention.causal,
@@ -182,7 +203,14 @@ class _Masks:
                 segments_k_BS=self.segments_BT,
                 device=self.device,
             )
+            self.made[kind] = replace(mask, bias=self._bias(self.alibi[heads])) if heads else mask
         return self.made[kind]
+
+    def _bias(self, part: ALiBiPosition) -> Tensor:
+        places = positions_of(0, self.keys, self.valid_BS, self.segments_BT)
+        if isinstance(places, slice):
+            places = torch.arange(self.keys, device=self.device)
+        return part.bias(places, self.queries)
 
 
 def _memory_mask(

@@ -1,7 +1,8 @@
 """The one attention: self or cross, grouped, cached, fused or explicit.
 
-`attend` is softmax(q k^T / sqrt(H)) v. It uses PyTorch's fused kernel unless somebody asked for the
-scores or the weights, which only the explicit path has; a parity check holds the two together.
+`attend` is softmax(q k^T / sqrt(H) + bias) v. It uses PyTorch's fused kernel unless the scores or
+the weights are to be read or replaced, which only the explicit path has; a parity check holds the
+two together.
 """
 
 import math
@@ -31,7 +32,7 @@ def attend(
     dropout: float = 0.0,
     taps: TapsAt | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(H)) v; query head n reads key-value head n // (N / K)."""
+    """softmax(q k^T / sqrt(H) + bias) v; query head n reads key-value head n // (N / K)."""
     if taps is not None and (taps.wants("scores") or taps.wants("weights")):
         out_BNTH = _attend_explicitly(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps)
     else:
@@ -53,9 +54,9 @@ def _attend_fused(
         q_BNTH,
         k_BKSH,
         v_BKSH,
-        attn_mask=mask.allow,
+        attn_mask=mask.allow if mask.bias is None else mask.added(q_BNTH),
         dropout_p=dropout,
-        is_causal=mask.causal,
+        is_causal=mask.causal and mask.bias is None,
         scale=1 / math.sqrt(H),
         enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
     )
@@ -72,13 +73,15 @@ def _attend_explicitly(
     taps: TapsAt | None,
 ) -> Tensor:
     k_BNSH, v_BNSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
-    bias = mask.bias(q_BNTH)
+    added = mask.added(q_BNTH)
     if taps is not None and taps.wants("scores"):
         scores_BNTS = q_BNTH @ k_BNSH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
+        if mask.bias is not None:
+            scores_BNTS = scores_BNTS + mask.bias.to(scores_BNTS.dtype)
         scores_BNTS = tap(taps, "scores", scores_BNTS)
-        scores_BNTS = torch.where(bias < 0, bias, scores_BNTS)
+        scores_BNTS = torch.where(added == -math.inf, added, scores_BNTS)
     else:
-        scores_BNTS = _masked_scores(q_BNTH, k_BNSH, bias)
+        scores_BNTS = _masked_scores(q_BNTH, k_BNSH, added)
     weights_BNTS = torch.softmax(scores_BNTS, dim=-1)
     if mask.empty is not None:
         weights_BNTS = weights_BNTS.masked_fill(mask.empty, 0.0)
@@ -86,11 +89,11 @@ def _attend_explicitly(
     return (F.dropout(weights_BNTS, dropout) if dropout else weights_BNTS) @ v_BNSH
 
 
-def _masked_scores(q_BNTH: Tensor, k_BNSH: Tensor, bias: Tensor) -> Tensor:
-    """q k^T / sqrt(H) + bias, in one pass over T x S instead of three."""
+def _masked_scores(q_BNTH: Tensor, k_BNSH: Tensor, added: Tensor) -> Tensor:
+    """q k^T / sqrt(H) + added, in one pass over T x S instead of three."""
     (B, N, T, H), S = q_BNTH.shape, k_BNSH.shape[2]
     scores = torch.baddbmm(
-        bias.expand(B, N, T, S).flatten(0, 1),
+        added.expand(B, N, T, S).flatten(0, 1),
         q_BNTH.flatten(0, 1),
         k_BNSH.flatten(0, 1).transpose(1, 2),
         alpha=1 / math.sqrt(H),

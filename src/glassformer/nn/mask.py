@@ -1,4 +1,4 @@
-"""Who may attend to whom. One convention: True = may attend, True = real token.
+"""Attention masks. One convention: True = may attend, True = real token.
 
 A row that may attend to nothing gives zeros, forward and backward, in every kernel. The kernels do
 not agree on such rows (some give NaN), so they never see one: the row is opened for the kernel
@@ -13,36 +13,41 @@ from torch import Tensor
 
 from glassformer.spec.errors import InputError
 
-# B batch, T query length, S key length
+# B batch, T query length, S key length, N query heads
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What attention needs: the permission, or the plain triangle, and the rows to erase.
+    """What attention adds to its scores: -inf where it may not attend, and a bias by distance.
 
-    allow: (T, S) or (B, 1, T, S), True = may attend; None = everything, or the triangle if causal.
-    empty: (B, 1, T, 1), True where a row may attend to nothing.
+    allow: (T, S), (B, 1, T, S) or (B, N, T, S), True = may attend; None = everything, or the
+    triangle if causal. empty: (B, 1 or N, T, 1), True where a row may attend to nothing, and its
+    result is erased. bias: (1 or B, N, T, S), ALiBi's; None = no bias.
     """
 
     allow: Tensor | None = None
     causal: bool = False
     empty: Tensor | None = None
-    made: dict[tuple[object, ...], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    bias: Tensor | None = None
+    made: dict[tuple[object, ...], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def explicit(self, length: int, device: torch.device) -> Tensor | None:
         """The permission as a tensor, the plain triangle included."""
         return causal_allow(length, length, device=device) if self.causal else self.allow
 
-    def bias(self, q_BNTH: Tensor) -> Tensor:
-        """What is added to scores, 0 or -inf; made once for all layers that share the mask."""
+    def added(self, q_BNTH: Tensor) -> Tensor:
+        """The bias (0 without one), -inf where not allowed; once for all layers that share it."""
         T, kind = q_BNTH.shape[2], (q_BNTH.shape[2], q_BNTH.dtype, q_BNTH.device)
         if kind not in self.made:
             if self.causal:
-                self.made[kind] = q_BNTH.new_full((T, T), -math.inf).triu_(1)
+                added = q_BNTH.new_full((T, T), -math.inf).triu_(1)
             elif self.allow is None:
-                self.made[kind] = q_BNTH.new_zeros(1, 1)
+                added = q_BNTH.new_zeros(1, 1)
             else:
-                self.made[kind] = torch.where(self.allow, q_BNTH.new_zeros(()), -math.inf)
+                added = torch.where(self.allow, q_BNTH.new_zeros(()), -math.inf)
+            self.made[kind] = added if self.bias is None else added + self.bias.to(q_BNTH.dtype)
         return self.made[kind]
 
 

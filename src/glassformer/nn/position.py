@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoids, a learned table, or rotations of queries and keys.
+"""Positions: sinusoids, a learned table, rotations of queries and keys, biases by distance.
 
 Tables are non-persistent buffers: not parameters, not in a checkpoint. They stay in float32 when a
 model is cast to half precision (a bfloat16 angle is off by radians at position 8,000), and follow
@@ -8,10 +8,10 @@ it to float64.
 import torch
 from torch import Tensor, nn
 
-from glassformer.spec.model import Rotary
-from glassformer.spec.position import rotary_frequencies
+from glassformer.spec.model import ALiBi, Rotary
+from glassformer.spec.position import alibi_slopes, rotary_frequencies
 
-# B batch, T length, D d_model, N heads, H d_head
+# B batch, T query length, S key length, D d_model, N heads, H d_head
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -101,6 +101,35 @@ class RotaryPosition(nn.Module):
         return _apply_and_remake(self, super()._apply, fn, recurse)
 
 
+class ALiBiPosition(nn.Module):
+    """Holds the slope of each head; `bias` is -slope * |distance| between queries and keys."""
+
+    table: Tensor
+
+    def __init__(self, alibi: ALiBi, n_heads: int, d_head: int) -> None:
+        super().__init__()
+        self.alibi = alibi
+        self.n_heads = n_heads
+        self.d_head = d_head
+        self.table_shape = (n_heads,)
+        self.register_buffer("table", _first_table(self), persistent=False)
+
+    def make(self, dtype: torch.dtype) -> Tensor:
+        """The slopes at the precision that a model of this dtype needs."""
+        slopes = alibi_slopes(self.alibi, self.n_heads, self.d_head)
+        return torch.tensor(slopes, dtype=table_dtype(dtype), device="cpu")
+
+    def bias(self, positions_S: Tensor, queries: int) -> Tensor:
+        """(1, N, T, S), or (B, N, T, S) of positions (B, S); the queries are the last positions."""
+        apart_TS = positions_S[..., -queries:, None] - positions_S[..., None, :]
+        distance_1TS = apart_TS.abs().to(self.table.dtype).unsqueeze(-3)
+        bias_NTS = -self.table[:, None, None] * distance_1TS
+        return bias_NTS if bias_NTS.ndim == 4 else bias_NTS[None]
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        return _apply_and_remake(self, super()._apply, fn, recurse)
+
+
 def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + H/2]): the half-split layout of Llama and Qwen checkpoints."""
     cos, sin = cos.to(x_BNTH.dtype), sin.to(x_BNTH.dtype)
@@ -111,7 +140,7 @@ def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def make_tables(module: nn.Module, device: torch.device | str) -> None:
     """Give every table of a module that was built on meta its values, on this device."""
     for part in module.modules():
-        if isinstance(part, (SinusoidalPosition, RotaryPosition)):
+        if isinstance(part, (SinusoidalPosition, RotaryPosition, ALiBiPosition)):
             part.table = _table_on(part, part.table.dtype, torch.device(device))
 
 

@@ -18,6 +18,7 @@ from glassformer.spec.checks import check_tree, spec
 from glassformer.spec.init import Constant, Init, Rule
 from glassformer.spec.model import (
     MLP,
+    ALiBi,
     AnswerHead,
     Attention,
     Block,
@@ -130,7 +131,7 @@ def position_parameters(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
                 kind="table",
                 init=model.init.table(shape),
             )
-        case NoPosition() | Sinusoidal() | Rotary():
+        case NoPosition() | Sinusoidal() | Rotary() | ALiBi():
             pass
         case _ as unreachable:
             assert_never(unreachable)
@@ -141,7 +142,7 @@ def turns_keys(position: Position) -> bool:
     match position:
         case Rotary():
             return True
-        case NoPosition() | Sinusoidal() | Learned():
+        case NoPosition() | Sinusoidal() | Learned() | ALiBi():
             return False
         case _ as unreachable:
             assert_never(unreachable)

@@ -37,6 +37,7 @@ from glassformer.spec.checks import at_least, divides, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import HeInit, Init, NormalInit, XavierInit
 from glassformer.spec.position import (
+    ALiBi,
     Learned,
     LinearScaling,
     Llama3Scaling,
@@ -48,6 +49,7 @@ from glassformer.spec.position import (
 )
 
 __all__ = [
+    "ALiBi",
     "Activation",
     "AnswerHead",
     "Attention",

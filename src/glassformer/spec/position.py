@@ -1,9 +1,8 @@
-"""How a model sees the order of its tokens.
+"""Position encodings: none, sinusoids, a learned table, rotations, linear biases.
 
-The angles of rotary positions, with the scalings that long-context models use.
-
-Pure numbers, so that every engine turns by the same angles. Formulas: RoFormer for the default,
-Llama 3.1's release for llama3, and the YaRN paper (section 3) for yarn. They are single-precision
+The numbers that are not learned (angles of rotary positions, slopes of ALiBi) are computed here in
+plain Python, so that every engine uses the same ones. Formulas: RoFormer for the default angles,
+Llama 3.1's release for llama3, and the YaRN paper (section 3) for yarn. Angles are single-precision
 numbers, rounded where the programs that train such models round: a frequency that is right to more
 digits would turn a released model's late positions by other angles than it has learned.
 """
@@ -104,7 +103,37 @@ class Rotary:
             )
 
 
-Position = NoPosition | Sinusoidal | Learned | Rotary
+@spec
+class ALiBi:
+    """Attention with linear biases: score(i, j) -= slope * |i - j|, one slope for each head.
+
+    Press, Smith and Lewis, 2022. Nothing is added to the embedding, nothing is learned. Head n of N
+    (a power of two) has the slope 2^(-max_bias * n / N), n from 1; see `alibi_slopes` for other N.
+    `scaled` divides the bias by sqrt(d_head) along with the scores, as Falcon does; Bloom and MPT
+    do not. Cross-attention has no bias: the two sequences share no positions.
+    """
+
+    max_bias: float = 8.0
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        positive("max_bias", self.max_bias)
+
+
+Position = NoPosition | Sinusoidal | Learned | Rotary | ALiBi
+
+
+def alibi_slopes(alibi: ALiBi, n_heads: int, d_head: int) -> list[float]:
+    """The slope of each head, positive.
+
+    A number of heads that is not a power of two takes the slopes of the next lower power P, then
+    the first, third, fifth, ... slopes of 2 P: the rule of the paper's code, Bloom and MPT.
+    """
+    power = 1 << (n_heads.bit_length() - 1)
+    slopes = [2.0 ** (-alibi.max_bias * n / power) for n in range(1, power + 1)]
+    between = range(1, 2 * (n_heads - power), 2)
+    slopes += [2.0 ** (-alibi.max_bias * n / (2 * power)) for n in between]
+    return [slope / math.sqrt(d_head) for slope in slopes] if alibi.scaled else slopes
 
 
 def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]:

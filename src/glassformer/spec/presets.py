@@ -12,6 +12,7 @@ from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import HeInit, NormalInit, XavierInit
 from glassformer.spec.model import (
     MLP,
+    ALiBi,
     AnswerHead,
     Attention,
     Block,
@@ -97,6 +98,42 @@ def modern_lm(
         decoder=Stack(
             layers=(Layers(count=n_layers, block=block),),
             final_norm=RMSNorm(),
+            dropout=Dropout.from_number(dropout),
+        ),
+        heads=(NextHead(tied=tied),),
+        init=NormalInit(std=0.02, scale_residual=True),
+    )
+
+
+def alibi_lm(
+    *,
+    vocab_size: int = 16_000,
+    d_model: int = 216,
+    d_ff: int = 864,
+    n_layers: int = 12,
+    n_heads: int = 12,
+    max_seq_len: int = 512,
+    tied: bool = True,
+    dropout: float = 0.0,
+) -> ModelSpec:
+    """A language model with linear biases for positions, and Bloom's other parts.
+
+    LayerNorm before each part, GELU by tanh, biases everywhere, a tied head. Bloom also normalises
+    the embedding; this model does not.
+    """
+    block = Block(
+        attention=Attention(n_heads=n_heads, bias="all"),
+        ffn=MLP(d_ff=d_ff, activation="gelu_tanh"),
+        norm=LayerNorm(),
+    )
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        position=ALiBi(),
+        decoder=Stack(
+            layers=(Layers(count=n_layers, block=block),),
+            final_norm=LayerNorm(),
             dropout=Dropout.from_number(dropout),
         ),
         heads=(NextHead(tied=tied),),
@@ -366,6 +403,7 @@ PRESETS: dict[str, Callable[[], ModelSpec]] = {
     "fsm-factorized": fsm_factorized,
     "budget-lm": budget_lm,
     "modern-lm": modern_lm,
+    "alibi-lm": alibi_lm,
     "core": core,
     "qwen": qwen,
     "qwen-sliding": qwen_sliding,

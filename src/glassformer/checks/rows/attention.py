@@ -4,7 +4,9 @@ Each check takes a dtype and gives a `Measure`: results and every gradient. Size
 primes where the claim allows, so that no transposition passes by luck.
 """
 
+import itertools
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from glassformer.checks.rows.layers import attention_pairs
 from glassformer.checks.rows.parts import turn_by_hand
 from glassformer.nn.attention import MultiHeadAttention, attend
 from glassformer.nn.mask import Mask, build_mask, mask_from_allow
-from glassformer.nn.position import rotations
+from glassformer.nn.position import ALiBiPosition, rotations
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec import model as spec
 
@@ -90,6 +92,58 @@ def grouped_heads(dtype: torch.dtype) -> Measure:
         size=f"B{B} N{N} K{K} T{T} H{H}",
     )
     return max(fused, explicit, key=lambda measure: measure.worst)
+
+
+def paper_slopes(n_heads: int) -> list[float]:
+    """The slopes as the paper's own code finds them: by recursion over powers of two."""
+    exponent = math.log2(n_heads)
+    if exponent.is_integer():
+        start = 2 ** (-(2 ** -(exponent - 3)))
+        return [start * start**i for i in range(n_heads)]
+    below = 2 ** math.floor(exponent)
+    return paper_slopes(below) + paper_slopes(2 * below)[0::2][: n_heads - below]
+
+
+def alibi_by_hand(dtype: torch.dtype) -> Measure:
+    """Scores lowered by slope times distance: each query alone over the keys it may see.
+
+    Grouped heads whose number is no power of two; causal with padding before and behind, where a
+    distance counts real tokens; and both ways.
+    """
+    B, N, K, T, H = 2, 6, 3, 11, 5
+    valid = torch.ones(B, T, dtype=torch.bool)
+    valid[0, :3], valid[1, 7:] = False, False
+    positions = (valid.cumsum(1) - 1).clamp(min=0)
+    slopes = paper_slopes(N)
+    part = ALiBiPosition(spec.ALiBi(), N, H).to(dtype)
+    measures = []
+    for causal in (True, False):
+        mask = build_mask(T, T, causal=causal, valid_q_BT=valid, valid_k_BS=valid)
+        mask = replace(mask, bias=part.bias(positions, T))
+
+        def one_by_one(q: Tensor, k: Tensor, v: Tensor, causal: bool = causal) -> Tensor:
+            rows = []
+            for b, n, t in itertools.product(range(B), range(N), range(T)):
+                real = [s for s in range(T) if valid[b, s] and (s <= t or not causal)]
+                if not valid[b, t]:
+                    rows.append(v.new_zeros(H))
+                    continue
+                apart = torch.tensor([sum(valid[b, min(s, t) : max(s, t)]) for s in real])
+                keys, values = k[b, n // (N // K)][real], v[b, n // (N // K)][real]
+                scores = keys @ q[b, n, t] / math.sqrt(H) - slopes[n] * apart.to(dtype)
+                rows.append(torch.softmax(scores, -1) @ values)
+            return torch.stack(rows).view(B, N, T, H)
+
+        for taps in (None, everything_explicit(), TapsAt(Taps(read="scores"), "")):
+            inputs = [draw(B, n, T, H, dtype=dtype, seed=n) for n in (N, K, K)]
+
+            def ours(q: Tensor, k: Tensor, v: Tensor, mask=mask, taps=taps) -> Tensor:
+                return attend(q, k, v, mask=mask, taps=taps)
+
+            measures.append(
+                parity(ours, one_by_one, inputs=inputs, size=f"B{B} N{N} K{K} T{T} H{H}")
+            )
+    return max(measures, key=lambda measure: measure.worst)
 
 
 def window_by_hand(dtype: torch.dtype) -> Measure:

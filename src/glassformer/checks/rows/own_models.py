@@ -82,15 +82,16 @@ def tied(subject: Subject) -> Measure:
 
 @torch.no_grad()
 def explicit_is_fused(subject: Subject) -> Measure:
-    """Asking for the attention weights chooses the other path; the logits stay."""
+    """Reading attention's weights or scores takes the explicit path; the logits stay the same."""
     model, inputs = subject.ours(), _inputs(subject)
     plain, worst = model(inputs), 0.0
-    taps = Taps(read="*.weights")
-    for head, logits in model(inputs, taps=taps).items():
-        worst = max(worst, scaled_gap(logits, plain[head]))
-        bar = tolerance_of(logits)
-    if not taps.seen:
-        worst = math.inf
+    for read in ("*.weights", "*.scores", "*"):
+        taps = Taps(read=read)
+        for head, logits in model(inputs, taps=taps).items():
+            worst = max(worst, scaled_gap(logits, plain[head]))
+            bar = tolerance_of(logits)
+        if not taps.seen:
+            worst = math.inf
     return Measure(worst, bar, subject.size)
 
 

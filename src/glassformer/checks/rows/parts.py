@@ -19,7 +19,7 @@ from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.ffn import build_ffn
 from glassformer.nn.init import initialise
 from glassformer.nn.norm import build_norm
-from glassformer.nn.position import SinusoidalPosition, rotate, rotations
+from glassformer.nn.position import ALiBiPosition, SinusoidalPosition, rotate, rotations
 from glassformer.spec import model as spec
 from glassformer.spec.init import Gaussian, HeInit, XavierInit
 from glassformer.spec.manifest import attention_parameters, ffn_parameters
@@ -90,6 +90,22 @@ def feed_forward(dtype: torch.dtype) -> Measure:
     inputs = [draw(B, T, D, dtype=dtype, seed=30)]
     measures.append(parity(glu, swiglu, inputs=inputs, size=f"B{B} T{T} D{D} F{d_ff}"))
     return max(measures, key=lambda measure: measure.worst)
+
+
+def alibi_is_relative(dtype: torch.dtype) -> Measure:
+    """The bias depends on the distance alone: 0 at 0, and one slope less for each token."""
+    n_heads, T = 7, 13
+    part = ALiBiPosition(spec.ALiBi(), n_heads, 5).to(dtype)
+    here = part.bias(torch.arange(T), T)
+    far = part.bias(torch.arange(T) + 1000, T)
+    steps = here[0, :, 1:, 0] - here[0, :, :-1, 0]
+    worst = max(
+        gap(here, far),
+        gap(here, here.mT),
+        gap(here.diagonal(dim1=-2, dim2=-1), torch.zeros(1, n_heads, T, dtype=dtype)),
+        gap(steps, -part.table[:, None].expand(-1, T - 1)),
+    )
+    return Measure(worst, TOLERANCE[dtype], f"N{n_heads} T{T}")
 
 
 def factorized_embedding(dtype: torch.dtype) -> Measure:

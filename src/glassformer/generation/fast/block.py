@@ -27,7 +27,7 @@ from glassformer.generation.fast.projection import (
     make_norm,
 )
 from glassformer.models.model import EncoderDecoder, Model
-from glassformer.models.stack import StackParts
+from glassformer.models.stack import StackParts, heads_key
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
@@ -63,7 +63,9 @@ class LeanAttention:
             self.gains = (part.q_norm.weight.detach(), part.k_norm.weight.detach())
         fusible = self.norms is None or self.norms.kind is RMSNorm
         self.gpu = make.gpu if fusible else None
-        self.table: tuple[Tensor, Tensor] | None = None  # of every place; the model sets it
+        # The model sets these: cos and sin of every position, or ALiBi's slope of each head.
+        self.table: tuple[Tensor, Tensor] | None = None
+        self.slopes_N: Tensor | None = None
 
     def heads(
         self,
@@ -95,6 +97,7 @@ class LeanAttention:
                 eps=0.0 if self.norms is None else self.norms.eps,
                 window=self.window,
                 mask_BS=None if mask_B11S is None else mask_B11S[:, 0, 0],
+                slopes_N=self.slopes_N,
             )
         turned_BXH = qkv_BXH[:, : N + K]
         if self.norms is not None:
@@ -109,13 +112,27 @@ class LeanAttention:
             past_BXSH = kv_BXSH[:, :, begin:end]
             mask = None if mask_B11S is None else mask_B11S[..., begin:end]
         else:
-            past_BXSH = kv_BXSH.index_copy_(2, end - 1, qkv_BXH[:, N:, None])
+            begin, past_BXSH = 0, kv_BXSH.index_copy_(2, end - 1, qkv_BXH[:, N:, None])
             mask = self._until(end, kv_BXSH, mask_B11S)
+        if self.slopes_N is not None:
+            bias_1KGS = self._bias(begin, end, past_BXSH.shape[2], past_BXSH.dtype)
+            mask = bias_1KGS if mask is None else mask + bias_1KGS
         q_BKGH = qkv_BXH[:, :N].view(B, K, N // K, self.d_head)
         heads_BKGH = F.scaled_dot_product_attention(
             q_BKGH, past_BXSH[:, :K], past_BXSH[:, K:], attn_mask=mask
         )
         return heads_BKGH.reshape(B, N * self.d_head)
+
+    def _bias(self, begin: int, end: "int | Tensor", columns: int, dtype: torch.dtype) -> Tensor:
+        """ALiBi's bias (1, K, G, S) of the columns from `begin`; the query is column end - 1.
+
+        Padding stands before the prompt, so columns are as far apart as the positions they hold.
+        """
+        assert self.slopes_N is not None
+        column_S = torch.arange(begin, begin + columns, device=self.slopes_N.device)
+        distance_S = (end - 1 - column_S).to(self.slopes_N.dtype)
+        bias_NS = -self.slopes_N[:, None] * distance_S
+        return bias_NS.view(1, self.n_kv_heads, -1, columns).to(dtype)
 
     def _until(self, end_1: Tensor, kv_BXSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
         """To be added to scores over the whole cache: -inf from `end` on and before a window."""
@@ -234,6 +251,7 @@ class LeanModel:
         self.turns = {int(w): _both_halves(r, dtype) for w, r in parts.rotary.items()}
         for block in self.blocks:
             block.attention.table = self.turns.get(block.attention.d_head)
+            block.attention.slopes_N = _slopes(parts, block.attention)
         self.head = _make_head(model, make, norm=parts.final_norm)
 
     def step(
@@ -298,10 +316,17 @@ def _places(
         case spec.Learned():
             assert isinstance(part, LearnedPosition)
             return part.weight.detach().to(dtype)
-        case spec.NoPosition() | spec.Rotary():
+        case spec.NoPosition() | spec.Rotary() | spec.ALiBi():
             return None
         case _ as unreachable:
             assert_never(unreachable)
+
+
+def _slopes(parts: StackParts, attention: LeanAttention) -> Tensor | None:
+    """ALiBi's slope of each head of a layer, if the model has such positions."""
+    if not parts.alibi:
+        return None
+    return parts.alibi[heads_key(attention.n_heads, attention.d_head)].table
 
 
 def _both_halves(part: RotaryPosition, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
