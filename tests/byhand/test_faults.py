@@ -45,6 +45,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "segments, alibi": lambda: test_model_parity.assert_same_gradients(
         PRESETS["alibi-lm"], segments=True
     ),
+    "cached, alibi, padding between": lambda: test_cached_forward.test_cached_is_uncached(
+        PRESETS["alibi-lm"], "right"
+    ),
     "cached, alibi": lambda: test_cached_forward.test_cached_is_uncached(
         PRESETS["alibi-lm"], "left"
     ),
@@ -99,7 +102,7 @@ FAULTS = [
         "stack:_Allows.bias",
         "valid_BS=self.valid_BS, ",
         "",
-        "model alibi-lm",
+        "cached, alibi, padding between",
     ),
     fault(
         "distance across segments",
