@@ -45,6 +45,20 @@ def test_cached_is_uncached(spec: ModelSpec, side: str) -> None:
         np.testing.assert_allclose(found, whole, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["budget-lm", "qwen", "alibi-lm"])
+def test_padding_between_prompt_and_answer_moves_no_position(name: str) -> None:
+    """A row padded on the right continues as the same row without padding does."""
+    rng = np.random.default_rng(3)
+    model = Model(PRESETS[name], rng=rng)
+    tokens, valid = rng.integers(0, PRESETS[name].vocab_size, (1, 5)), np.ones((1, 5), np.bool_)
+    valid[0, 3:] = False
+    _, padded = start(model, tokens, valid_BT=valid)
+    _, alone = start(model, tokens[:, :3])
+    for new in rng.integers(0, PRESETS[name].vocab_size, (4, 1)):
+        found, want = step(model, new, state=padded), step(model, new, state=alone)
+        np.testing.assert_allclose(found, want, atol=1e-12)
+
+
 def test_the_context_ends() -> None:
     model = Model(PRESETS["budget-lm"], rng=np.random.default_rng(0))
     _, state = start(model, np.zeros((1, 13), np.int64))

@@ -42,11 +42,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         for n, s in PRESETS.items()
     },
     "segments": lambda: test_model_parity.assert_same_gradients(PRESETS["qwen"], segments=True),
-    "segments, alibi": lambda: test_model_parity.assert_same_gradients(
-        PRESETS["alibi-lm"], segments=True
-    ),
-    "cached, alibi, padding between": lambda: test_cached_forward.test_cached_is_uncached(
-        PRESETS["alibi-lm"], "right"
+    "padding between": lambda: (
+        test_cached_forward.test_padding_between_prompt_and_answer_moves_no_position("alibi-lm")
     ),
     "cached, alibi": lambda: test_cached_forward.test_cached_is_uncached(
         PRESETS["alibi-lm"], "left"
@@ -102,14 +99,7 @@ FAULTS = [
         "stack:_Allows.bias",
         "valid_BS=self.valid_BS, ",
         "",
-        "cached, alibi, padding between",
-    ),
-    fault(
-        "distance across segments",
-        "stack:_Allows.bias",
-        "segments_BT=self.segments_BT",
-        "segments_BT=None",
-        "segments, alibi",
+        "padding between",
     ),
     fault(
         "queries first instead of last",
