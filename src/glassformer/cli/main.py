@@ -1,15 +1,22 @@
 """`glass`: the verbs, in the order in which they are listed, and how an error ends.
 
-Each verb is a module that holds its options; torch is imported only when one that needs it runs.
+Each verb is a module that holds its options and is imported when that verb is called; torch is
+imported only by verbs that need it, when they run.
 """
 
+import functools
+import importlib
 import json
 import signal
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from glassformer.cli.shell.options import with_own_code
 from glassformer.cli.shell.process import waiting_briefly
 from glassformer.cli.shell.terminal import (
     CUT_OFF,
@@ -19,22 +26,67 @@ from glassformer.cli.shell.terminal import (
     tell,
     trouble,
 )
-from glassformer.cli.verbs.convert import convert
-from glassformer.cli.verbs.demo import demo
-from glassformer.cli.verbs.design import design
-from glassformer.cli.verbs.evaluate import evaluate
-from glassformer.cli.verbs.explore import explore
-from glassformer.cli.verbs.generate import generate
-from glassformer.cli.verbs.inspect import inspect
-from glassformer.cli.verbs.list import list_all
-from glassformer.cli.verbs.lr_find import lr_find
-from glassformer.cli.verbs.quantize import quantize
-from glassformer.cli.verbs.report import report
-from glassformer.cli.verbs.train import train
-from glassformer.cli.verbs.verify import verify
 from glassformer.spec.errors import GlassError
 
+#: The verbs: the function of that name in `glassformer.cli.verbs`, `_` for `-`.
+VERBS = (
+    "demo",
+    "list",
+    "design",
+    "train",
+    "lr-find",
+    "evaluate",
+    "generate",
+    "inspect",
+    "report",
+    "explore",
+    "verify",
+    "quantize",
+    "convert",
+)
+#: Verbs that open no run and no model.
+WITHOUT_MODELS = ("demo", "list", "design")
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name, each made when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in VERBS:
+            raise KeyError(name)
+        return _command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+@functools.cache
+def _command(name: str) -> Any:
+    word = name.replace("-", "_")
+    module = importlib.import_module(f"glassformer.cli.verbs.{word}")
+    verb = getattr(module, "list_all" if word == "list" else word)
+    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    one.command(name=name)(verb if name in WITHOUT_MODELS else with_own_code(verb))
+    return get_command(one)
+
+
+class _Group(TyperGroup):
+    """The group of all verbs."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The verbs in their order."""
+        return list(VERBS)
+
+
 app = typer.Typer(
+    cls=_Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -60,21 +112,6 @@ def options(
 ) -> None:
     """Design, train, look inside, generate, quantize, convert; and prove that nothing broke."""
     # `main` looks for --debug itself: an error may come before the options are read.
-
-
-app.command()(demo)
-app.command(name="list")(list_all)
-app.command()(design)
-app.command()(train)
-app.command(name="lr-find")(lr_find)
-app.command()(evaluate)
-app.command()(generate)
-app.command()(inspect)
-app.command()(report)
-app.command()(explore)
-app.command()(verify)
-app.command()(quantize)
-app.command()(convert)
 
 
 def main() -> None:

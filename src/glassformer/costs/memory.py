@@ -34,6 +34,7 @@ from glassformer.spec.model import (
     Stack,
     SwiGLU,
 )
+from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.quantization import QuantSpec, targets
 from glassformer.spec.schemes import SCHEMES, scheme_bytes
 from glassformer.spec.train import SGD, AdamW, Muon, Optimizer
@@ -76,6 +77,8 @@ def optimizer_bytes(model: ModelSpec, optimizer: Optimizer) -> int:
                 p.size if p.kind == "matrix" and p.layer is not None else 2 * p.size + 1
                 for p in own
             )
+        case OwnOptimizer():
+            raise InputError(f"how much {optimizer.source} keeps is not known")
         case _ as unreachable:
             assert_never(unreachable)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import assert_never
 
-from glassformer.data.task import Task
+from glassformer.data.task import Task, check_task
 from glassformer.data.tasks.digits import Digits
 from glassformer.data.tasks.fsm import Fsm
 from glassformer.data.tasks.sequences import Sequences
@@ -12,6 +12,7 @@ from glassformer.data.tasks.translation import Translation
 from glassformer.spec import tasks as spec
 from glassformer.spec.checks import check_member
 from glassformer.spec.errors import InputError
+from glassformer.spec.own_code import open_part, running
 
 
 def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
@@ -33,5 +34,20 @@ def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
                 "a fine-tuning task is made of its base's tokens",
                 hint="glassformer.lab.runs.assemble.assemble(run) builds task and engine together",
             )
+        case spec.OwnTask():
+            return _own_task(task)
         case _ as unreachable:
             assert_never(unreachable)
+
+
+def _own_task(part: spec.OwnTask) -> Task:
+    """A task of the user's own, checked against what every task must offer."""
+    kind = open_part(part)
+    if not issubclass(kind, Task):
+        raise InputError(f"{part.source} is no task", hint="subclass glassformer.data.task.Task")
+    with running(part):
+        made: Task = kind(**part.options)
+        if "name" not in vars(made) and "name" not in vars(kind):
+            made.name = part.class_name
+        check_task(made)
+    return made

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 from glassformer.data.batch import Batch, Ints
 from glassformer.data.rng import digest
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.block import HEAD_NAMES
 from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.train import TrainSpec
 
 # B batch, T length, V vocabulary
 
@@ -64,7 +67,7 @@ class Task(ABC):
     default that a task replaces when it knows better.
     """
 
-    #: Shown in lists and recorded with a run.
+    #: Shown in lists and recorded with a run; the class's name unless set.
     name: str
     #: Names of the tokens, and what a checkpoint stores as `tokenizer.json`.
     tokenizer: Tokenizer
@@ -110,6 +113,14 @@ class Task(ABC):
         batch = self.batch(split, np.array([row]))
         return self.tokenizer.decode([int(i) for i in batch.tokens[0][batch.valid[0]]])
 
+    def model(self) -> ModelSpec | None:
+        """The model to train by default; None leaves the choice to the recipe."""
+        return None
+
+    def training(self) -> TrainSpec | None:
+        """The training settings to use by default; None leaves the choice to the recipe."""
+        return None
+
     def notes(self) -> list[str]:
         """Remarks that a person should read before training."""
         return []
@@ -132,6 +143,55 @@ class Task(ABC):
         size = self.sizes()[split]
         for first in range(0, size, _CHUNK):
             yield self.batch(split, np.arange(first, min(first + _CHUNK, size)))
+
+
+def check_task(task: Task) -> None:
+    """Require what training relies on, naming what is missing; for users' own tasks."""
+    for name in ("tokenizer", "heads"):
+        if not hasattr(task, name):
+            raise InputError(f"the task has no `{name}`", hint=f"set self.{name} in __init__")
+    heads, sizes = dict(task.heads), dict(task.sizes())
+    unknown = sorted(set(heads) - set(HEAD_NAMES.values()))
+    if unknown or not heads:
+        raise InputError(
+            f"the task's heads are {', '.join(heads) or 'none'}",
+            hint=f"a model has heads called {', '.join(HEAD_NAMES.values())}",
+        )
+    for split in ("train", "val"):
+        if not isinstance(sizes.get(split), int) or sizes[split] < 1:
+            raise InputError(
+                f"the task has no examples in '{split}'", hint="sizes() must count them"
+            )
+    vocab_size = task.tokenizer.vocab_size
+    for split, size in sizes.items():
+        rows = np.arange(min(size, 3))
+        batch = task.batch(split, rows) if size else None
+        if not isinstance(batch, Batch | None):
+            raise InputError(f"batch('{split}', rows) returned a {type(batch).__name__}")
+        if batch is None:
+            continue
+        if len(batch.tokens) != len(rows):
+            raise InputError(f"batch('{split}', rows) has {len(batch.tokens)} rows for {len(rows)}")
+        if set(batch.targets) != set(heads):
+            raise InputError(
+                f"the targets of '{split}' are {', '.join(batch.targets) or 'none'}, "
+                f"the heads {', '.join(heads)}"
+            )
+        _check_ids("tokens", batch.tokens[batch.valid], vocab_size)
+        for head, count in heads.items():
+            targets = batch.targets[head]
+            known = targets[batch.valid] if targets.shape == batch.valid.shape else targets
+            _check_ids(f"targets['{head}']", known, count)
+        if np.shape(task.lengths(split)) != (size,):
+            raise InputError(f"lengths('{split}') must give one number for each of {size} examples")
+
+
+def _check_ids(name: str, ids: Ints, count: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= count):
+        raise InputError(
+            f"{name} holds {int(ids.max() if ids.max() >= count else ids.min())}",
+            hint=f"numbers are 0 to {count - 1}",
+        )
 
 
 def _arrays(batch: Batch) -> Iterator[NDArray[Any]]:

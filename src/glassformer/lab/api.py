@@ -12,7 +12,7 @@ from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.measure import evaluate as evaluation
 from glassformer.lab.measure.exact_match import decoded_scores
-from glassformer.lab.recipes import named_task, plan_run
+from glassformer.lab.recipes import named_task, plan_run, usual_name
 from glassformer.lab.runs.assemble import Parts, PlannedRun, assemble, check_fit, read_checkpoint
 from glassformer.lab.runs.provenance import check_data, recorded_hash
 from glassformer.lab.runs.record import load_run_spec
@@ -55,7 +55,7 @@ def train(
         plan = plan_run(what, given, cache=cache)
     else:
         plan = PlannedRun(spec=override(what, given))
-    usual = what if isinstance(what, str) else "run"
+    usual = usual_name(what) if isinstance(what, str) else "run"
     folder = run_folder(Path(runs), usual if name is None else name)
     run = TrainingRun(plan, folder, device=device)
     count = threads_of_run(run.spec, run.task, asked=threads, device=device)

@@ -9,15 +9,19 @@ from pathlib import Path
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.lab.finetune import recipe as finetune
+from glassformer.lab.own_parts import override_parts, own_source, plan_own_task
 from glassformer.lab.runs.assemble import PlannedRun, longest
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Dropout, LayerNorm, ModelSpec
-from glassformer.spec.serialize import from_dict, override
+from glassformer.spec.own import is_source
+from glassformer.spec.own_code import installed_parts
+from glassformer.spec.serialize import from_dict
 from glassformer.spec.tasks import (
     DigitsTask,
     FinetuneTask,
     FsmTask,
+    OwnTask,
     SequenceTask,
     TextTask,
     TranslationTask,
@@ -147,13 +151,23 @@ RECIPES: dict[str, tuple[TaskSpec, Callable[[Task], ModelSpec], TrainSpec]] = {
 def named_task(name: str) -> TaskSpec:
     """The task of a recipe."""
     if name not in RECIPES:
-        raise InputError(f"no task '{name}'", hint=nearest(name, RECIPES))
+        raise InputError(f"no task '{name}'", hint=nearest(name, [*RECIPES, *installed_parts()]))
     return RECIPES[name][0]
 
 
-def kind_of(name: str) -> type[TaskSpec]:
-    """What kind of task the runs of that name have."""
-    return FinetuneTask if name == finetune.NAME else type(named_task(name))
+def trains_on(name: str, task: TaskSpec) -> bool:
+    """Whether a run on `task` may be one of the recipe, or of the source, of that name."""
+    source = None if name in RECIPES else own_source(name)
+    if source is not None:
+        return isinstance(task, OwnTask) and task.source == source
+    return type(task) is (FinetuneTask if name == finetune.NAME else type(named_task(name)))
+
+
+def usual_name(what: str) -> str:
+    """The name of a run that was given none: the recipe's, the class's, the config file's."""
+    if is_source(what):
+        return what.rpartition(":")[2]
+    return Path(what).stem if what.endswith((".toml", ".json")) else what
 
 
 def recipe(name: str, overrides: Iterable[str] = (), *, cache: Path | None = None) -> RunSpec:
@@ -168,14 +182,17 @@ def plan_run(name: str, overrides: Iterable[str] = (), *, cache: Path | None = N
     """
     if name == finetune.NAME:
         return finetune.plan_finetune(overrides)
+    source = None if name in RECIPES else own_source(name)
+    if source is not None:
+        return plan_own_task(source, overrides)
     task_spec = named_task(name)
     _, model_for, train = RECIPES[name]
     ours = [text.removeprefix("task.") for text in overrides if text.startswith("task.")]
-    task_spec = override(task_spec, ours)
+    task_spec = override_parts(task_spec, ours)
     task = build_task(task_spec, cache=cache)
     spec = RunSpec(model=model_for(task), task=task_spec, train=train)
     rest = [text for text in overrides if not text.startswith("task.")]
-    return PlannedRun(spec=override(spec, rest), task=task)
+    return PlannedRun(spec=override_parts(spec, rest), task=task)
 
 
 def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
@@ -186,4 +203,4 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
     except (OSError, ValueError, RecursionError) as error:
         kind = path.suffix.removeprefix(".").upper()
         raise InputError(f"the file cannot be read as {kind}: {error}", where=str(path)) from error
-    return override(from_dict(RunSpec, data), overrides)
+    return override_parts(from_dict(RunSpec, data), overrides)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.own import Settings
 
 T = TypeVar("T")
 _BAD = object()  # stands for a value that could not be read; the reason is in the list of problems
@@ -29,6 +30,8 @@ def to_dict(node: Any) -> dict[str, Any]:
 def _write(value: Any, hint: Any) -> Any:
     if isinstance(value, tuple):
         return [_write(item, get_args(hint)[0]) for item in value]
+    if isinstance(value, Settings):
+        return value.to_dict()
     if not dataclasses.is_dataclass(value):
         return value
     kind = {"kind": type(value).__name__} if len(_spec_classes(hint)) > 1 else {}
@@ -112,13 +115,18 @@ def _assign(data: Any, keys: list[str], value: Any, path: str) -> None:
     else:
         if not isinstance(data, dict):
             raise InputError(f"{path}: nothing lies below '{data}'")
-        if key not in data:
+        if key not in data and not _is_open(path, keys):
             raise InputError(f"{path}: unknown key '{key}'", hint=nearest(key, data))
         index = key
     if rest:
         _assign(data[index], rest, value, path)
     else:
         data[index] = value
+
+
+def _is_open(path: str, keys: list[str]) -> bool:
+    """Whether a key may be new: below `options` stand those of a user's own part."""
+    return path.split(".")[: -len(keys)][-1:] == ["options"]
 
 
 # --- reading by type ----------------------------------------------------------------------------
@@ -137,7 +145,10 @@ def _read(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
         classes = _spec_classes(hint)
         if len(classes) > 1:
             return _read_variant(classes, value, path, problems)
+        words = [o for o in get_args(hint) if get_origin(o) is Literal]
         inner = classes or [o for o in get_args(hint) if o is not type(None)]
+        if words and isinstance(value, str):  # one of some words, or a spec
+            return _read(words[0], value, path, problems)
         return _read(inner[0], value, path, problems)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
@@ -150,6 +161,10 @@ def _read(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
             return value
         choices = [str(choice) for choice in get_args(hint)]
         return _bad(problems, path, f"unknown value {value!r}; {nearest(str(value), choices)}")
+    if hint is Settings:
+        if not isinstance(value, Mapping):
+            return _bad(problems, path, f"{value!r} is not a table of options")
+        return _build(lambda: Settings(value), path, problems)
     if dataclasses.is_dataclass(hint):
         return _read_node(hint, value, path, problems)
     return _read_scalar(hint, value, path, problems)

@@ -4,6 +4,7 @@ from typing import Literal, get_args
 
 from glassformer.spec.checks import at_least, one_of, positive, spec
 from glassformer.spec.errors import InputError
+from glassformer.spec.own import OwnTask, OwnTokenizer
 
 OPERATIONS = ("FIRST", "SECOND", "LAST", "MAX", "MIN", "LENGTH", "SUM")
 
@@ -99,18 +100,20 @@ class FsmTask:
 class TextTask:
     """Next-token prediction over the text of a file or folder; no path: Python's own manuals.
 
-    `vocab_size` is BPE's; characters and bytes have as many as there are.
+    `vocab_size` is BPE's; characters and bytes have as many as there are. `tokenizer` may be a
+    user's own.
     """
 
     path: str = ""
-    tokenizer: Literal["characters", "bytes", "bpe"] = "bpe"
+    tokenizer: Literal["characters", "bytes", "bpe"] | OwnTokenizer = "bpe"
     vocab_size: int = 2_000
     length: int = 128
     held_out: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        one_of("tokenizer", self.tokenizer, ("characters", "bytes", "bpe"))
+        if not isinstance(self.tokenizer, OwnTokenizer):
+            one_of("tokenizer", self.tokenizer, ("characters", "bytes", "bpe"))
         at_least("vocab_size", self.vocab_size, 256 if self.tokenizer == "bpe" else 2)
         at_least("length", self.length, 2)
         positive("held_out", self.held_out)
@@ -182,4 +185,4 @@ class FinetuneTask:
             raise InputError(f"held_out {self.held_out} is more than half of the data", hint="0.1")
 
 
-Task = DigitsTask | SequenceTask | FsmTask | TextTask | TranslationTask | FinetuneTask
+Task = DigitsTask | SequenceTask | FsmTask | TextTask | TranslationTask | FinetuneTask | OwnTask

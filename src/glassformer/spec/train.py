@@ -10,6 +10,7 @@ from glassformer.spec.checks import at_least, one_of, positive, probability, spe
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import Tuning
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.tasks import FinetuneTask, Task
 
 
@@ -127,7 +128,7 @@ class Muon:
         _decay(self.weight_decay)
 
 
-Optimizer = SGD | AdamW | Muon
+Optimizer = SGD | AdamW | Muon | OwnOptimizer
 
 
 @spec
@@ -224,6 +225,10 @@ class RunSpec:
                 raise InputError("half precision is torch's alone", hint="train.precision=float32")
             if self.train.compile or isinstance(self.train.optimizer, Muon):
                 raise InputError("compile and Muon are torch's alone", hint="engine=torch")
+            if isinstance(self.train.optimizer, OwnOptimizer):
+                raise InputError(
+                    f"{self.train.optimizer.source} is an optimizer of torch", hint="engine=torch"
+                )
             if self.train.gradient_checkpointing:
                 raise InputError("gradient checkpointing is torch's alone", hint="engine=torch")
             if self.tuning is not None and self.tuning.lora is not None:

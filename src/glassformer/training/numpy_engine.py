@@ -15,6 +15,7 @@ from glassformer.data.batch import Batch
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.engine import Arrays, StepResult, balance_shares, loss_weights, totals
 
@@ -44,6 +45,8 @@ class NumpyEngine:
                 )
             case Muon():
                 raise InputError("the NumPy engine has no Muon", hint="engine=torch")
+            case OwnOptimizer() as own:
+                raise InputError(f"{own.source} is an optimizer of torch", hint="engine=torch")
             case _ as unreachable:
                 assert_never(unreachable)
 

@@ -17,9 +17,12 @@ from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
 from glassformer.nn.moe import BalanceLosses
 from glassformer.spec.checks import check_tree
+from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA, lora_manifest
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.own import OwnOptimizer
+from glassformer.spec.own_code import open_part, running
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.engine import Arrays, StepResult, balance_shares, loss_weights, totals
 from glassformer.training.losses import head_loss
@@ -156,6 +159,12 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             for optimizer, _ in self.optimizers:
                 for kind, value in optimizer.state.get(parameter, {}).items():
+                    if value is not None and not isinstance(value, Tensor):
+                        raise InputError(
+                            f"the optimizer's state '{kind}' is a {type(value).__name__}, which "
+                            "no checkpoint keeps",
+                            hint="keep it as a tensor, so that a resumed run goes on alike",
+                        )
                     if isinstance(value, Tensor):
                         arrays[f"{kind}.{name}"] = value.detach().cpu().numpy().copy()
         return arrays
@@ -218,8 +227,29 @@ def build_optimizers(
                 weight_decay=muon.weight_decay,
             )
             return [(first, muon.lr_matrix / train.lr), (_adamw(rest, rules, muon, train.lr), 1.0)]
+        case OwnOptimizer() as own:
+            return [(_own_optimizer(named, rules, own, train.lr), 1.0)]
         case _ as unreachable:
             assert_never(unreachable)
+
+
+def _own_optimizer(
+    named: Mapping[str, Tensor], rules: Mapping[str, Parameter], own: OwnOptimizer, lr: float
+) -> torch.optim.Optimizer:
+    """A user's optimizer, on two groups: `weight_decay` is 0 where the manifest marks no decay."""
+    kind = open_part(own)
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise InputError(f"{own.source} is no optimizer", hint="subclass torch.optim.Optimizer")
+    options = dict(own.options)
+    decay = options.get("weight_decay", 0.0)
+    decayed = [p for name, p in named.items() if rules[name].decay]
+    rest = [p for name, p in named.items() if not rules[name].decay]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+    with running(own):
+        made: torch.optim.Optimizer = kind(
+            [group for group in groups if group["params"]], lr=lr, **options
+        )
+    return made
 
 
 def _adamw(

@@ -16,12 +16,15 @@ from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
 from glassformer.lab.finetune.recipe import spelled_out
-from glassformer.lab.recipes import kind_of, plan_run, read_config
+from glassformer.lab.own_parts import override_parts, own_task_overrides
+from glassformer.lab.recipes import plan_run, read_config, trains_on, usual_name
 from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import check_threads, recorded_threads, threads_of_run
 from glassformer.spec.errors import InputError
+from glassformer.spec.own import OwnTask
+from glassformer.spec.own_code import allow_own_code
 from glassformer.spec.serialize import override
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import RunDirectory, cache_folder, plain_numbers, run_folder
@@ -64,7 +67,7 @@ def train(
             "--resume goes on with the run, --overwrite starts it anew",
             hint="leave out one of the two",
         )
-    folder = run_folder(runs, Path(what).stem if name is None else name)
+    folder = run_folder(runs, usual_name(what) if name is None else name)
     if resume and (folder / "config.json").is_file():
         plan = PlannedRun(spec=resumed_spec(folder, what, overrides))
     else:
@@ -110,16 +113,19 @@ def resumed_spec(folder: Path, what: str, overrides: list[str]) -> RunSpec:
     if what.endswith((".toml", ".json")):
         same = spec_hash(read_config(Path(what))) == spec_hash(spec)
     else:
-        same = kind_of(what) is type(spec.task)
+        same = trains_on(what, spec.task)
         overrides = spelled_out(overrides) if what == FINETUNE else overrides
+        if same and isinstance(spec.task, OwnTask):
+            allow_own_code(spec.task.source)  # the source as it was typed
+            overrides = own_task_overrides(overrides)
     if not same:
         raise InputError(
             f"the run {folder.name} is not one of {what}",
             hint="resume it by its own task or config, or start a run of another --name",
         )
     other = [text for text in overrides if not text.startswith("train.steps=")]
-    if override(spec, other) != spec:
-        changes = [text for text in other if override(spec, [text]) != spec]
+    if override_parts(spec, other) != spec:
+        changes = [text for text in other if override_parts(spec, [text]) != spec]
         raise InputError(
             f"a resumed run keeps its spec, and {', '.join(changes)} changes it",
             hint="leave it out, or start a run of another --name",

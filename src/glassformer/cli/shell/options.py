@@ -20,7 +20,10 @@ AnyModel = Annotated[
 ]
 Trainable = Annotated[
     str,
-    typer.Argument(metavar="TASK|CONFIG", help="A task of `glass list`, or a config file."),
+    typer.Argument(
+        metavar="TASK|CONFIG",
+        help="A task of `glass list`, a config file, or a task of your own: my_task.py:MyTask.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -32,6 +35,39 @@ Threads = Annotated[
     int | None, typer.Option(help="CPU threads; as many as the work is worth unless said.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+
+
+OwnCode = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--own-code",
+        metavar="FILE",
+        envvar="GLASS_OWN_CODE",
+        show_envvar=False,
+        help="Run this Python file (or module) of your own where a run or model names it.",
+    ),
+]
+
+
+def with_own_code(verb: Callable[..., T]) -> Callable[..., T]:
+    """Give a verb the option `--own-code`, which allows files before anything is opened."""
+
+    @functools.wraps(verb)
+    def allowing(*, own_code: list[str] | None, **values: Any) -> T:
+        from glassformer.spec.own_code import allow_own_code
+
+        for file in own_code or ():
+            allow_own_code(file)
+        return verb(**values)
+
+    own = inspect.Parameter(
+        "own_code", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=OwnCode
+    )
+    old = inspect.signature(verb).parameters.values()
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in old]
+    allowing.__signature__ = inspect.Signature([*parameters, own])  # type: ignore[attr-defined]
+    allowing.__annotations__ = {p.name: p.annotation for p in [*parameters, own]}
+    return allowing
 
 
 # --- options that a spec declares ----------------------------------------------------------------

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,10 @@ from glassformer.data.tasks.corpus import Document, read_corpus
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.characters import Bytes, Characters
 from glassformer.data.tokenizers.from_json import tokenizer_from_json
+from glassformer.data.tokenizers.own import Own
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.own import OwnTokenizer
 from glassformer.spec.tasks import TextTask
 
 # B batch, T length
@@ -122,7 +124,7 @@ class Text(Task):
 
     def facts(self) -> dict[str, Any]:
         """Where the text is from, its size and hash, tokens and bytes per token of each part."""
-        source = "files"
+        own, source = self.spec.tokenizer, "files"
         if not self.spec.path:
             source = f"manuals of {platform.python_implementation()} {platform.python_version()}"
         return {
@@ -131,7 +133,7 @@ class Text(Task):
             "documents": self._documents,
             "bytes": self._text_bytes,
             "sha256": self._sha256,
-            "tokenizer": self.spec.tokenizer,
+            "tokenizer": own.source if isinstance(own, OwnTokenizer) else own,
             "vocab_size": self.tokenizer.vocab_size,
             "sizes": self.sizes(),
             "tokens": {split: len(part.ids) for split, part in self._parts.items()},
@@ -200,10 +202,14 @@ def _tokenizer(spec: TextTask, texts: Mapping[str, bytes]) -> Tokenizer:
             return Bytes()
         case "characters":
             return Characters.of(text.decode("utf-8") for text in texts.values())
-        case _:
+        case "bpe":
             return BytePairs.train(
                 _lines(texts["train"].decode("utf-8")), vocab_size=spec.vocab_size
             )
+        case OwnTokenizer() as own:
+            return Own.trained(own, [texts["train"].decode("utf-8")])
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def _lines(text: str) -> Iterator[str]:

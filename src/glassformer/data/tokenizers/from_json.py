@@ -5,11 +5,12 @@ from typing import Any
 
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.characters import Bytes, Characters
+from glassformer.data.tokenizers.own import own_from_json
 from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.serialize import unique_keys
 
-KINDS = ("vocab", "characters", "bytes")
+KINDS = ("vocab", "characters", "bytes", "own")
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
@@ -30,6 +31,8 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return Characters(_only(data, "alphabet", str))
         case "bytes":
             return Bytes()
+        case "own":
+            return own_from_json(data)
         case None if "model" in data:
             return BytePairs.from_json(text)
         case kind:

@@ -6,6 +6,7 @@ diary. A run records the hash of its data; who has never seen a file cannot reco
 
 import json
 from pathlib import Path
+from typing import assert_never
 
 from glassformer.data.task import Task
 from glassformer.spec import tasks
@@ -21,8 +22,17 @@ def recorded_hash(folder: Path, spec: tasks.Task) -> str | None:
 
     A record without one is refused, before anything is opened.
     """
-    if not isinstance(spec, tasks.TextTask | tasks.FinetuneTask) or not spec.path:
-        return None
+    match spec:
+        case tasks.TextTask(path="") | tasks.DigitsTask() | tasks.SequenceTask():
+            return None
+        case tasks.FsmTask() | tasks.TranslationTask():
+            return None
+        case tasks.TextTask() | tasks.FinetuneTask():
+            file = spec.path
+        case tasks.OwnTask():  # its code runs only with consent, but its options may name a file
+            file = spec.source
+        case _ as unreachable:
+            assert_never(unreachable)
     directory, data = RunDirectory(folder), None
     if (folder / DATA).is_file():
         data = directory.read_json(DATA)
@@ -32,7 +42,7 @@ def recorded_hash(folder: Path, spec: tasks.Task) -> str | None:
     if not isinstance(found, str):
         raise FileError(
             "the run names a file as its data, and records no hash of it: it is not opened",
-            where=f"{folder}: {spec.path[:200]}",
+            where=f"{folder}: {file[:200]}",
             hint="a run that was trained here has that hash in its run.json",
         )
     return found

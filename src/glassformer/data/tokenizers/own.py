@@ -1,0 +1,137 @@
+"""Tokenizers that a user defines: their contract, and how a checkpoint stores one.
+
+`tokenizer.json` then holds what the user's class wrote, and which class reads it again.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.errors import InputError
+from glassformer.spec.own import OwnTokenizer
+from glassformer.spec.own_code import open_part, running
+from glassformer.spec.serialize import from_dict, to_dict
+
+KIND = "own"
+
+
+class TrainedTokenizer(ABC):
+    """The contract of a user's tokenizer. Ids are 0 … vocab_size - 1; special ids may be None."""
+
+    pad: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+
+    @classmethod
+    @abstractmethod
+    def train(cls, texts: Iterable[str], **options: Any) -> Self:
+        """Make a tokenizer from the training part of a text, with the options of the spec."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """All that `from_json` needs."""
+
+    @classmethod
+    @abstractmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`."""
+
+
+class Own:
+    """A user's tokenizer together with the spec that names its class."""
+
+    def __init__(self, tokenizer: TrainedTokenizer, part: OwnTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._part = part
+        with running(part):
+            if not isinstance(tokenizer.vocab_size, int) or tokenizer.vocab_size < 1:
+                raise InputError(
+                    f"{part.source}: vocab_size {tokenizer.vocab_size!r} is no number of ids"
+                )
+
+    @classmethod
+    def trained(cls, part: OwnTokenizer, texts: Iterable[str]) -> "Own":
+        """Train the class that a spec names."""
+        kind = _class_of(part)
+        with running(part):
+            return cls(kind.train(texts, **part.options), part)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def pad(self) -> int | None:
+        """The id of padding."""
+        return self._tokenizer.pad
+
+    @property
+    def bos(self) -> int | None:
+        """The id that begins a sequence."""
+        return self._tokenizer.bos
+
+    @property
+    def eos(self) -> int | None:
+        """The id that ends a sequence."""
+        return self._tokenizer.eos
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; one outside of the vocabulary is refused."""
+        with running(self._part):
+            ids = [int(i) for i in self._tokenizer.encode(text)]
+        wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise InputError(
+                f"{self._part.source} encoded an id {wrong} outside of its vocabulary",
+                hint=f"ids are 0 to {self.vocab_size - 1}",
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        with running(self._part):
+            return self._tokenizer.decode(list(ids))
+
+    def to_json(self) -> str:
+        """The class and what it wrote."""
+        with running(self._part):
+            state = self._tokenizer.to_json()
+        data = {"kind": KIND, "part": to_dict(self._part), "state": state}
+        return json.dumps(data, indent=1) + "\n"
+
+
+def own_from_json(data: Mapping[str, Any]) -> Tokenizer:
+    """The inverse of `Own.to_json`; runs the user's class, so it needs consent."""
+    part, state = data.get("part"), data.get("state")
+    if not isinstance(part, dict) or not isinstance(state, str):
+        raise InputError("the tokenizer names no class of its own, or holds nothing for it")
+    spec = from_dict(OwnTokenizer, part)
+    kind = _class_of(spec)
+    with running(spec):
+        return Own(kind.from_json(state), spec)
+
+
+def _class_of(part: OwnTokenizer) -> type[TrainedTokenizer]:
+    kind = open_part(part)
+    if not issubclass(kind, TrainedTokenizer):
+        raise InputError(
+            f"{part.source} is no tokenizer",
+            hint="subclass glassformer.data.tokenizers.own.TrainedTokenizer",
+        )
+    return kind
