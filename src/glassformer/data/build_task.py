@@ -12,6 +12,7 @@ from glassformer.data.tasks.translation import Translation
 from glassformer.spec import tasks as spec
 from glassformer.spec.checks import check_member
 from glassformer.spec.errors import InputError
+from glassformer.spec.own import OwnTask
 from glassformer.spec.own_code import open_part, running
 
 
@@ -34,13 +35,13 @@ def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
                 "a fine-tuning task is made of its base's tokens",
                 hint="glassformer.lab.runs.assemble.assemble(run) builds task and engine together",
             )
-        case spec.OwnTask():
+        case OwnTask():
             return _own_task(task)
         case _ as unreachable:
             assert_never(unreachable)
 
 
-def _own_task(part: spec.OwnTask) -> Task:
+def _own_task(part: OwnTask) -> Task:
     """A task of the user's own, checked against what every task must offer."""
     kind = open_part(part)
     if not issubclass(kind, Task):

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from glassformer.data.batch import Batch, Ints
 from glassformer.data.rng import digest
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.spec.block import HEAD_NAMES
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import TrainSpec
 
 # B batch, T length, V vocabulary
 
+#: The heads that a model may have.
+HEADS = ("next", "class", "state", "answer")
 #: Examples that the defaults of a task read at once.
 _CHUNK = 1_000
 
@@ -151,11 +152,11 @@ def check_task(task: Task) -> None:
         if not hasattr(task, name):
             raise InputError(f"the task has no `{name}`", hint=f"set self.{name} in __init__")
     heads, sizes = dict(task.heads), dict(task.sizes())
-    unknown = sorted(set(heads) - set(HEAD_NAMES.values()))
+    unknown = sorted(set(heads) - set(HEADS))
     if unknown or not heads:
         raise InputError(
             f"the task's heads are {', '.join(heads) or 'none'}",
-            hint=f"a model has heads called {', '.join(HEAD_NAMES.values())}",
+            hint=f"a model has heads called {', '.join(HEADS)}",
         )
     for split in ("train", "val"):
         if not isinstance(sizes.get(split), int) or sizes[split] < 1:

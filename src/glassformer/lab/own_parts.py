@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from glassformer.data.build_task import build_task
-from glassformer.data.task import Task
+from glassformer.data.task import HEADS, Task
 from glassformer.lab.runs.assemble import PlannedRun, longest
 from glassformer.spec import presets
 from glassformer.spec.model import AnswerHead, ClassHead, Head, ModelSpec, NextHead, StateHead
@@ -37,7 +37,6 @@ TRAINING = TrainSpec(
     schedule=CosineSchedule(warmup=100),
     optimizer=AdamW(beta2=0.98),
 )
-HEADS = ("next", "class", "state", "answer")
 
 
 def own_source(what: str) -> str | None:

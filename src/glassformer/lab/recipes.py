@@ -14,14 +14,13 @@ from glassformer.lab.runs.assemble import PlannedRun, longest
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Dropout, LayerNorm, ModelSpec
-from glassformer.spec.own import is_source
+from glassformer.spec.own import OwnTask, is_source
 from glassformer.spec.own_code import installed_parts
 from glassformer.spec.serialize import from_dict
 from glassformer.spec.tasks import (
     DigitsTask,
     FinetuneTask,
     FsmTask,
-    OwnTask,
     SequenceTask,
     TextTask,
     TranslationTask,

@@ -15,10 +15,8 @@ from glassformer.spec.errors import InputError
 SOURCE = re.compile(r"(?P<module>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-Value = str | int | float | bool | None
 
-
-class Settings(Mapping[str, Value | tuple[Value, ...]]):
+class Settings(Mapping[str, Any]):
     """Options by name: texts, numbers, true or false, and lists of them. Frozen and hashable."""
 
     __slots__ = ("_values",)
@@ -26,7 +24,7 @@ class Settings(Mapping[str, Value | tuple[Value, ...]]):
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._values = {name: _value(name, value) for name, value in (values or {}).items()}
 
-    def __getitem__(self, name: str) -> Value | tuple[Value, ...]:
+    def __getitem__(self, name: str) -> Any:
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -10,7 +10,9 @@ by its SHA-256; a file that has changed since is not the one that the folder mea
 import contextlib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import sys
 import traceback
 import types
@@ -120,14 +122,28 @@ def _import_file(part: OwnPart, file: str) -> types.ModuleType:
         raise _refusal(part, file)
     if part.sha256 in _ALLOWED.imported:
         return _ALLOWED.imported[part.sha256]
-    path, code = _ALLOWED.files[part.sha256]
-    module = types.ModuleType(f"glassformer_own_{part.sha256[:16]}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses and typing look a class's module up
+    loader = _Loader(f"glassformer_own_{part.sha256[:16]}", *_ALLOWED.files[part.sha256])
+    found = importlib.util.spec_from_loader(loader.name, loader)
+    assert found is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[loader.name] = module  # dataclasses and typing look a class's module up
     with running(part):
-        exec(compile(code, str(path), "exec"), module.__dict__)
+        loader.exec_module(module)
     _ALLOWED.imported[part.sha256] = module
     return module
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Imports the bytes that were hashed, whatever the file holds by now, and writes no cache."""
+
+    def __init__(self, name: str, path: Path, code: bytes) -> None:
+        super().__init__(name, str(path))
+        self._code = code
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        """The compiled file."""
+        code: types.CodeType = self.source_to_code(self._code, self.path)
+        return code
 
 
 def _import_module(part: OwnPart, name: str) -> types.ModuleType:

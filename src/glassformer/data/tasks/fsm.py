@@ -174,6 +174,8 @@ class Fsm(Task):
     In `longer` strings the weight is 1 once more than `max_length` symbols were read.
     """
 
+    tokenizer: Vocab
+
     def __init__(self, spec: FsmTask) -> None:
         self.spec = spec
         self.name = spec.machine

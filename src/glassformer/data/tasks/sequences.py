@@ -49,6 +49,8 @@ class Sequences(Task):
     The split `longer` holds lengths that no other split has, a tenth of `examples` in number.
     """
 
+    tokenizer: Vocab
+
     def __init__(self, spec: SequenceTask) -> None:
         self.spec = spec
         self.name: str = spec.operation

@@ -119,6 +119,8 @@ class Translation(Task):
 
     answers_are_sentences = True
 
+    tokenizer: BytePairs
+
     def __init__(self, spec: TranslationTask) -> None:
         self.spec = spec
         self.name = "translation"

@@ -11,6 +11,7 @@ from typing import assert_never
 from glassformer.data.task import Task
 from glassformer.spec import tasks
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.own import OwnTask
 from glassformer.store.rundir import RunDirectory
 
 #: In a folder that was made from a run: what its run.json says of the data.
@@ -29,7 +30,7 @@ def recorded_hash(folder: Path, spec: tasks.Task) -> str | None:
             return None
         case tasks.TextTask() | tasks.FinetuneTask():
             file = spec.path
-        case tasks.OwnTask():  # its code runs only with consent, but its options may name a file
+        case OwnTask():  # its code runs only with consent, but its options may name a file
             file = spec.source
         case _ as unreachable:
             assert_never(unreachable)
