@@ -72,6 +72,24 @@ def test_the_folder_is_a_model_for_every_command(runs):
     assert (model(tokens)["next"] - small(tokens)["next"]).norm() < 0.05 * expected
 
 
+def test_a_scheme_by_name_goes_through_every_command(runs):
+    found = json.loads(glass(runs, "quantize", "text", "--scheme", "fp8", "--json"))
+    assert found["folder"] == str(runs / "text-fp8") and found["backends"] == ["reference"]
+    assert found["disk"][1] < 0.4 * found["disk"][0]
+    assert found["agreement"]["top1"] > 0.8
+    evaluated = json.loads(glass(runs, "evaluate", "text-fp8", "--json"))
+    plain = json.loads(glass(runs, "evaluate", "text", "--json"))
+    assert abs(evaluated["loss"] - plain["loss"]) < 0.02
+    made = json.loads(glass(runs, "generate", "text-fp8", "the quick", "--max-new", "4", "--json"))
+    assert len(made["tokens"]) <= 4
+    result = CliRunner().invoke(app, ["verify", str(runs / "text-fp8"), "--only", "quantization"])
+    # No backend but the reference runs it, so there is nothing to compare that row with.
+    assert result.exit_code == 0 and "4 passed, 0 failed" in result.stdout
+    gptq = ("--scheme", "fp8", "--method", "gptq", "--out", str(runs / "fp8-gptq"))
+    assert "fp8 by gptq" in glass(runs, "quantize", "text", *gptq)
+    assert is_model_quantized(load_model(runs / "fp8-gptq")).bits == 8
+
+
 def test_people_read_a_table_that_says_what_is_slower(runs):
     said = glass(runs, "quantize", "reverse", "--bits", "8", "--out", str(runs / "small-reverse"))
     for words in (
@@ -113,6 +131,9 @@ def test_auto_keeps_float_where_that_is_faster(runs):
     ("words", "said"),
     [
         (["--bits", "3"], "neither 8 nor 4"),
+        (["--scheme", "int5"], "no quantization scheme 'int5'"),
+        (["--scheme", "fp8", "--bits", "8"], "both given"),
+        (["--scheme", "fp8", "--group", "32"], "fp8 has no group"),
         (["--bits", "4", "--group", "48"], "not one of 32, 64, 128"),
         (["--bits", "4", "--group", "128"], "does not divide"),
         (["--method", "awq"], "not one of"),

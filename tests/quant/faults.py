@@ -8,6 +8,7 @@ CHECKS = {
     for check in (
         checks.schemes_are_their_definition,
         checks.errors_are_half_a_step,
+        checks.levels_stay_in_range,
         checks.nibbles_keep_their_order,
         checks.least_squares_are_less,
         checks.gptq_keeps_products,
@@ -39,6 +40,10 @@ FAULTS = (
     Fault("nibbles exchanged when packed", "quant.schemes:Int4Codec.pack", "levels[:, 0::2] | (levels[:, 1::2] << 4)", "levels[:, 1::2] | (levels[:, 0::2] << 4)", "nibbles_keep_their_order"),
     Fault("nibbles exchanged when read", "quant.schemes:Int4Codec.unpack", "(qweight & 15, qweight >> 4)", "(qweight >> 4, qweight & 15)", "nibbles_keep_their_order"),
     Fault("the worst grid kept", "quant.schemes:least_squares_grid", "better_OG = error_OG < best_OG", "better_OG = error_OG > best_OG", "least_squares_are_less"),
+    Fault("8-bit floats over a smaller range", "quant.schemes:Float8Codec.grid", "* shrink / self.highest", "* shrink / 240.0", "schemes_are_their_definition"),
+    Fault("one scale for all 8-bit floats", "quant.schemes:Float8Codec.grid", "weight_OI.abs().amax(-1, keepdim=True)", "weight_OI.abs().amax().expand(len(weight_OI), 1)", "schemes_are_their_definition"),
+    Fault("integers leave their range", "quant.schemes:IntegerCodec.nearest", "(torch.round(weight / scale) + zero).clamp(self.lowest, self.highest)", "torch.round(weight / scale) + zero", "levels_stay_in_range"),
+    Fault("8-bit floats of another format", "quant.schemes:Float8Codec.nearest", "bounded.to(self.dtype)", "bounded.to(torch.float8_e5m2)", "errors_are_half_a_step"),
     # GPTQ
     Fault("no correction within a block", "quant.gptq:quantize_with_inputs", "weight_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])", "pass", "gptq_keeps_products"),
     Fault("correction with the wrong sign", "quant.gptq:quantize_with_inputs", "weight_OI[:, i + 1 : end] -= ", "weight_OI[:, i + 1 : end] += ", "gptq_keeps_products"),

@@ -1,27 +1,33 @@
 """Schemes as types: options, stored tensors, and folders that earlier versions wrote."""
 
+import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 
+import glassformer
 from glassformer.adapters.load import load_model
 from glassformer.quant.arrays import quantized_arrays
-from glassformer.quant.convert import use_backend
-from glassformer.quant.schemes import quantize_tensor
+from glassformer.quant.convert import quantize_model, use_backend
+from glassformer.quant.schemes import dequantize, quantize_tensor
+from glassformer.quant.status import is_model_quantized
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.quantization import (
     Quantization,
     QuantizedLayer,
+    QuantSpec,
     from_record,
     quant_spec,
     to_record,
 )
-from glassformer.spec.schemes import NAMES, SCHEMES, Int4, Int8, make_scheme, scheme_bytes
+from glassformer.spec.schemes import NAMES, SCHEMES, Float8, Int4, Int8, make_scheme, scheme_bytes
 from glassformer.store.quantized import load_quantized, save_quantized
 from glassformer.store.tensors import CODES
-from tests.quant.checks import noise
+from tests.quant.checks import logits, model, noise
 
 BEFORE = Path(__file__).parent / "written_before"
 
@@ -37,6 +43,57 @@ def test_stored_tensors_are_those_the_spec_names(kind):
         stored = getattr(tensor, leaf)
         assert tuple(stored.shape) == part.shape, leaf
         assert CODES[array_of(stored).dtype] == part.dtype, leaf
+
+
+def test_eight_bit_floats_of_prime_sizes_and_scaled_weights():
+    weight = noise(7, 37)
+    weight[2] = 0.0
+    tensor = quantize_tensor(weight, Float8())
+    assert tensor.shape == (7, 37) and tensor.qweight.dtype == torch.float8_e4m3fn
+    assert tensor.nbytes == 7 * 37 + 7 * 4
+    assert not dequantize(tensor)[2].any()
+    # A power of two in the weights is a power of two in the scales, and in nothing else.
+    twice = quantize_tensor(4.0 * weight, Float8())
+    assert torch.equal(dequantize(twice), 4.0 * dequantize(tensor))
+    # Relative precision is the same for small weights: an integer grid loses them.
+    uneven = torch.cat((torch.ones(3, 1), 1e-3 * noise(3, 37).abs().clamp(min=0.1)), 1)
+    errors = [
+        float(((dequantize(quantize_tensor(uneven, s)) / uneven) - 1).abs().max())
+        for s in (Float8(), Int8())
+    ]
+    assert errors[0] < 0.07 < 0.9 < errors[1]
+
+
+def test_eight_bit_floats_keep_their_type_through_a_model(tmp_path):
+    small = quantize_model(model(), QuantSpec(scheme=Float8()))
+    assert is_model_quantized(small).backends == ("reference",)
+    expected = logits(small)
+    for made in (copy.deepcopy(small), copy.deepcopy(small).double().float()):
+        assert made.get_submodule("embed").qweight.dtype == torch.float8_e4m3fn
+        assert torch.equal(logits(made), expected)
+    quantization, arrays = quantized_arrays(small)
+    save_quantized(tmp_path / "fp8", small.spec, quantization, arrays)
+    opened = load_model(tmp_path / "fp8")
+    assert torch.equal(logits(opened), expected)
+    with safetensors.safe_open(tmp_path / "fp8" / "model.safetensors", framework="pt") as file:
+        assert file.get_tensor("embed.qweight").dtype == torch.float8_e4m3fn
+    arrays["embed.qweight"] = arrays["embed.qweight"].copy()
+    arrays["embed.qweight"].view("u1")[0, 0] = 0x7F
+    with pytest.raises(InputError, match=r"embed\.qweight holds NaN"):
+        save_quantized(tmp_path / "nan", small.spec, quantization, arrays)
+
+
+def test_a_scheme_is_spelled_in_at_most_four_files():
+    """docs/adding-a-scheme.md names them; everybody else asks the scheme."""
+    source = Path(glassformer.__file__).parent
+    names = re.compile(r"Float8|float8_e4m3|\bfp8\b|F8_E4M3|FLOAT8", re.IGNORECASE)
+    files = sorted(
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*")
+        if path.suffix in (".py", ".js", ".css", ".html", ".c", ".h")
+        and names.search(path.read_text(encoding="utf-8"))
+    )
+    assert files == ["quant/schemes.py", "spec/schemes.py", "store/tensors.py"]
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-asymmetric", "int4", "int4-symmetric"])

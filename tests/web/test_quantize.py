@@ -10,6 +10,7 @@ import glassformer as gf
 from glassformer.lab.measure.precision import layer_errors
 from glassformer.quant.status import resident_bytes
 from glassformer.spec.errors import InputError
+from glassformer.spec.schemes import NAMES
 from glassformer.web.app.query import Query, TooLarge, to_json
 from glassformer.web.app.workspace import Lab
 from glassformer.web.pages import quantize as page
@@ -30,10 +31,10 @@ def test_divergence_is_that_of_the_distributions(talkers: Lab) -> None:
     ids = torch.tensor([model.tokenizer.encode(TEXT)])
     with torch.no_grad():
         p = model(ids)[0].double().log_softmax(-1)
-        for bits in (8, 4):
-            small = gf.quantize(model, bits=bits, indivisible="int8")
+        for name in NAMES:
+            small = gf.quantize(model, scheme=name, indivisible="int8")
             q = small(ids)[0].double().log_softmax(-1)
-            one = found["against"][f"int{bits}"]
+            one = found["against"][name]
             there = (p.exp() * (p - q)).sum(-1)
             back = (q.exp() * (q - p)).sum(-1)
             assert one["there"] == pytest.approx(there.tolist(), abs=1e-9, rel=1e-6)
@@ -46,9 +47,7 @@ def test_divergence_is_that_of_the_distributions(talkers: Lab) -> None:
             for at, answers in enumerate(found["answers"]):
                 for answer in answers:
                     assert answer["p"]["float32"] == pytest.approx(float(p[at, answer["id"]].exp()))
-                    assert answer["p"][f"int{bits}"] == pytest.approx(
-                        float(q[at, answer["id"]].exp())
-                    )
+                    assert answer["p"][name] == pytest.approx(float(q[at, answer["id"]].exp()))
     assert found["positions"] == list(range(ids.shape[1]))
     assert all(one["back"] != one["there"] for one in found["against"].values())
 
@@ -59,12 +58,12 @@ def test_sizes_are_those_of_the_files(talkers: Lab, tmp_path: Any) -> None:
     model, sizes = talkers.model("text"), {one["name"]: one for one in told(talkers)["precisions"]}
     folder = talkers.checkpoint("text")
     assert sizes["float32"]["file_bytes"] == (folder / "model.safetensors").stat().st_size
-    for bits in (8, 4):
-        small = gf.quantize(model, bits=bits, indivisible="int8").model
-        save_model(tmp_path / str(bits), small)
-        written = (tmp_path / str(bits) / "model.safetensors").stat().st_size
-        assert sizes[f"int{bits}"]["file_bytes"] == written
-        assert sizes[f"int{bits}"]["resident_bytes"] == resident_bytes(small)
+    for name in NAMES:
+        small = gf.quantize(model, scheme=name, indivisible="int8").model
+        save_model(tmp_path / name, small)
+        written = (tmp_path / name / "model.safetensors").stat().st_size
+        assert sizes[name]["file_bytes"] == written
+        assert sizes[name]["resident_bytes"] == resident_bytes(small)
     assert sizes["int4"]["file_bytes"] < sizes["int8"]["file_bytes"]
 
 

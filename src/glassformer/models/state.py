@@ -9,9 +9,12 @@ import torch
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import Parameter, stored
-from glassformer.store.tensors import BFLOAT16, CODES, explain_difference
+from glassformer.store.tensors import CODES, OPAQUE, explain_difference
 
 Rules = Mapping[str, Parameter]
+
+#: How torch holds the bytes of a number that NumPy lacks.
+_RAW = {1: torch.uint8, 2: torch.uint16}
 
 
 def weights_of(model: Model, *, rules: Rules | None = None) -> dict[str, np.ndarray]:
@@ -75,13 +78,15 @@ def dtype_of(arrays: Mapping[str, np.ndarray]) -> torch.dtype:
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """A copy as NumPy holds it."""
     tensor = tensor.cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.uint16).numpy().copy().view(BFLOAT16)
+    opaque = OPAQUE.get(str(tensor.dtype).removeprefix("torch."))
+    if opaque is not None:
+        return tensor.view(_RAW[tensor.itemsize]).numpy().copy().view(opaque)
     return tensor.numpy().copy()
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """A copy as torch holds it."""
-    if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    if array.dtype.names is not None:
+        raw = torch.from_numpy(array.view(f"u{array.dtype.itemsize}").copy())
+        return raw.view(getattr(torch, array.dtype.names[0]))
     return torch.from_numpy(np.array(array))

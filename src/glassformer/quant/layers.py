@@ -121,10 +121,11 @@ class QuantizedWeight(PackedWeight, ABC):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedWeight":
         self.restore()
-        scale, before = self.scale, self.dtype
+        stored, before = self.stored(), self.dtype
         super()._apply(fn, recurse)
-        # Scales stay as they are stored, whatever precision the model computes in.
-        self.scale = scale.to(self.qweight.device)
+        # What is stored keeps its type, whatever precision the model computes in.
+        device = self.qweight.device
+        self.qweight, self.scale = stored.qweight.to(device), stored.scale.to(device)
         self.dtype = fn(torch.zeros(1, dtype=before)).dtype
         return self
 

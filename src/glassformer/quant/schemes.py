@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from glassformer.spec.errors import InputError
-from glassformer.spec.schemes import Int4, Int8, Scheme, check_scheme
+from glassformer.spec.schemes import Float8, Int4, Int8, Scheme, check_scheme
 
 # O outputs, I inputs, G groups of inputs, E entries of a group
 
@@ -209,6 +209,45 @@ class Int4Codec(IntegerCodec):
         return super().storable(scale_OG)
 
 
+class Float8Codec(Codec):
+    """Levels are the e4m3 floats, one scale per output channel; there is no zero level."""
+
+    highest = 448.0  # the largest e4m3 number
+    dtype = torch.float8_e4m3fn
+
+    def __init__(self, scheme: Float8) -> None:
+        self.scheme = scheme
+
+    def grid(self, weight_OI: Tensor, *, shrink: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return a scale (O, 1) that maps each row's range, or a share of it, to +-448."""
+        scale_O1 = weight_OI.abs().amax(-1, keepdim=True) * shrink / self.highest
+        scale_O1 = torch.where(scale_O1 > 0, scale_O1, torch.ones_like(scale_O1))
+        return scale_O1, torch.zeros_like(scale_O1)
+
+    def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Return the float nearest to each weight over its scale."""
+        # Clamped first: whether a conversion that overflows saturates depends on torch's version.
+        bounded = (weight / scale).clamp(-self.highest, self.highest)
+        return bounded.to(self.dtype).to(weight.dtype)
+
+    def pack(self, levels_OI: Tensor) -> Tensor:
+        """Return the levels as 8-bit floats."""
+        return levels_OI.to(self.dtype).contiguous()
+
+    def unpack(self, qweight: Tensor) -> Tensor:
+        """Return the levels as float32."""
+        return qweight.float()
+
+    def assemble(self, levels_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> QuantizedTensor:
+        """Return the stored form of levels and scales."""
+        scale = scale_OG[:, 0].contiguous()
+        return QuantizedTensor(self.pack(levels_OI), scale, None, self.scheme)
+
+    def error_bound(self, weight_OI: Tensor, scale_OG: Tensor) -> Tensor:
+        """2^-4 of a weight; near 0, where floats are evenly spaced, half of that spacing."""
+        return torch.maximum(weight_OI.abs() * 2.0**-4, scale_OG * 2.0**-10)
+
+
 def codec(scheme: Scheme) -> Codec:
     """Return the arithmetic of a scheme."""
     match scheme:
@@ -216,6 +255,8 @@ def codec(scheme: Scheme) -> Codec:
             return Int8Codec(scheme)
         case Int4():
             return Int4Codec(scheme)
+        case Float8():
+            return Float8Codec(scheme)
         case _ as unreachable:
             assert_never(unreachable)
 

@@ -136,8 +136,45 @@ class Int4:
         return f"{self.name}{group}{'' if self.symmetric else ' asymmetric'}"
 
 
+@spec
+class Float8:
+    """weight = value * scale: 8-bit floats, one float32 scale per output channel.
+
+    The floats are e4m3: four bits of exponent, three of mantissa, up to 448, no infinity. Small
+    weights keep their relative precision, which integers of the same size do not give them.
+    """
+
+    name: ClassVar[str] = "fp8"
+    bits: ClassVar[int] = 8
+    summary: ClassVar[str] = "8-bit floats (e4m3), one scale per output channel"
+    default_method: ClassVar[Method] = "absmax"
+
+    def resolve(self, inputs: int) -> "Float8":
+        """Return the scheme with every option chosen, for a matrix of this many inputs."""
+        return self
+
+    def why_not(self, inputs: int) -> str:
+        """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
+        return ""
+
+    def for_head(self) -> "Scheme":
+        """Return the scheme of heads and of a tied table, where none is given."""
+        return self
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredTensor]:
+        """Return the tensors that a matrix of (outputs, inputs) is stored as, by leaf name."""
+        return {
+            "qweight": StoredTensor(shape=(outputs, inputs), dtype="F8_E4M3"),
+            "scale": StoredTensor(shape=(outputs,), dtype="F32"),
+        }
+
+    def describe(self) -> str:
+        """Return the name; there are no options."""
+        return self.name
+
+
 #: Every scheme. Command line, page, costs and checks list these.
-Scheme: TypeAlias = Int8 | Int4
+Scheme: TypeAlias = Int8 | Int4 | Float8
 SCHEMES: tuple[type[Scheme], ...] = get_args(Scheme)
 NAMES = tuple(scheme.name for scheme in SCHEMES)
 #: What a bare number of bits means.

@@ -21,14 +21,16 @@ from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.serialize import unique_keys
 
-#: bfloat16 as NumPy sees it: two bytes with a name, since NumPy has no such number.
+#: Numbers that NumPy lacks: their bytes, under the name that torch gives them.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+FLOAT8_E4M3 = np.dtype([("float8_e4m3fn", "u1")])
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
+    "F8_E4M3": FLOAT8_E4M3,
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I8": np.dtype("i1"),
@@ -36,6 +38,8 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+#: The types that NumPy lacks, by torch's name.
+OPAQUE = {dtype.names[0]: dtype for dtype in DTYPES.values() if dtype.names is not None}
 
 HEADER_LIMIT = 10_000_000
 COUNT_LIMIT = 100_000
@@ -150,6 +154,8 @@ def is_finite(array: NDArray) -> bool:
     """No NaN and no infinity; whole numbers are always finite."""
     if array.dtype == BFLOAT16:  # NaN and infinity: all eight exponent bits set
         return bool(((array.view("<u2") & 0x7F80) != 0x7F80).all())
+    if array.dtype == FLOAT8_E4M3:  # no infinity; NaN: all bits set but the sign
+        return bool(((array.view("u1") & 0x7F) != 0x7F).all())
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
