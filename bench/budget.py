@@ -14,9 +14,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from glassformer.budget.answer import Answer
 from glassformer.budget.design import design, solve
 from glassformer.budget.infeasible import InfeasibleBudget
-from glassformer.budget.question import Answer, Budget, Target
+from glassformer.budget.question import Budget
 from glassformer.costs.memory import training_memory
 from glassformer.costs.timing import step_time
 from glassformer.data.batch import Batch
@@ -36,10 +37,10 @@ PAIRS = 5
 
 
 def naive_depth(budget: Budget, ratio: float, glu: float) -> int:
-    """The depth of the source's own five steps, rounded to the nearest; 0 where they fail."""
-    heads, tables = budget.n_heads or 1, 1 if budget.tied else 2
-    d = round(ratio * budget.total / (tables * budget.vocab_size) / heads) * heads
-    left = budget.total - (tables * budget.vocab_size + budget.max_seq_len + 2) * d
+    """Return the depth when one size is rounded after the other; 0 where that fails."""
+    heads, tables = 1 if budget.heads == "any" else budget.heads, 1 if budget.tied else 2
+    d = round(ratio * budget.params / (tables * budget.vocab) / heads) * heads
+    left = budget.params - (tables * budget.vocab + budget.length + 2) * d
     return round(left / (4 * d * d + 3 * d * round(glu * d) + 4 * d)) if d and left > 0 else 0
 
 
@@ -49,12 +50,12 @@ def sane_grid() -> Iterator[Budget]:
         VOCABULARIES, BUDGETS, RATIOS, EXPANSIONS, HEADS, (True, False)
     ):
         budget = Budget(
-            vocab_size=vocab,
-            total=total,
-            n_heads=heads,
+            vocab=vocab,
+            params=total,
+            heads=heads,
             tied=tied,
-            embedding_ratio=Target(value=ratio),
-            glu_expansion=Target(value=glu),
+            embedding_ratio=ratio,
+            glu_expansion=glu,
         )
         if 1 <= naive_depth(budget, ratio, glu) <= 64:
             yield budget
@@ -66,8 +67,8 @@ def source_grid(*, free_head_width: bool) -> Iterator[Budget]:
         yield Budget(
             tied=tied,
             free_head_width=free_head_width,
-            embedding_ratio=Target(value=ratio),
-            glu_expansion=Target(value=glu),
+            embedding_ratio=ratio,
+            glu_expansion=glu,
         )
 
 
@@ -107,7 +108,7 @@ def grid_rows(budgets: list[Budget], case: str) -> Iterator[dict[str, object]]:
             continue
         times.append(time.process_time() - began)
         assert recount(answer) == answer.best.params
-        within += abs(answer.best.params - budget.total) <= budget.tolerance * budget.total
+        within += abs(answer.best.params - budget.params) <= budget.tolerance * budget.params
         near += is_near(answer)
         errors.append(abs(answer.best.error))
         ratios.append(abs(answer.best.ratio_drift or 0.0) * 100)
@@ -176,7 +177,7 @@ def refusal_times() -> Iterator[dict[str, object]]:
     for name, (params, vocab, options) in cases.items():
         began = time.process_time()
         try:
-            design(params, vocab, **options)  # type: ignore[arg-type]
+            design(params, vocab, **options)
             outcome = "answered"
         except InfeasibleBudget:
             outcome = "refused"

@@ -6,6 +6,7 @@ leave a search little to go by. Times are CPU time, with alternatives and certif
 
 import argparse
 import contextlib
+import math
 import random
 import statistics
 import time
@@ -15,11 +16,10 @@ from typing import Any
 
 from bench.budget import row
 from glassformer.budget.design import solve
-from glassformer.budget.effort import OutOfPatience, patience
+from glassformer.budget.effort import SearchStopped
 from glassformer.budget.infeasible import InfeasibleBudget
-from glassformer.budget.question import Budget, Exact, Free, Target
+from glassformer.budget.question import WISHES, Budget
 from glassformer.spec.errors import GlassError, InputError
-from glassformer.spec.model import LayerNorm, Learned, NoPosition, RMSNorm, Rotary
 
 SEED = 6
 #: How many of all options at once, and of each kind.
@@ -35,44 +35,47 @@ def _between(draw: random.Random, low: float, high: float) -> int:
     return round(low * (high / low) ** draw.random())
 
 
-def _wish(draw: random.Random, values: tuple[float, ...], limits: tuple[float, ...]) -> Any:
-    value = draw.choice(values)
+def _wish(
+    draw: random.Random, name: str, values: tuple[float, ...], limits: tuple[float, ...]
+) -> dict[str, Any]:
+    """The options of one wish: a target in most cases, else free, exact or limited."""
+    value, (exact, within) = draw.choice(values), WISHES[name]
     return draw.choice(
-        [Target(value=value)] * 3
-        + [Free(), Exact(value=value), Target(value=value, within=draw.choice(limits))]
+        [{name: value}] * 3
+        + [{name: "free"}, {name: value, exact: True}, {name: value, within: draw.choice(limits)}]
     )
 
 
 def mixed(draw: random.Random) -> Budget:
     """Anything that may be asked, several options at a time."""
-    heads = draw.choice([None, 1, 3, 4, 7, 8, 12, 16, 64])
+    heads = draw.choice(["any", 1, 3, 4, 7, 8, 12, 16, 64])
     groups = draw.choice([None, None, 1, 2])
-    options: dict[str, Any] = {
-        "rank": lambda: draw.choice(["any", "any", 7, 64]),
-        "free_head_width": lambda: heads is not None,
-        "width_multiple": lambda: draw.choice([3, 8, 64]),
+    options: dict[str, Any] = {  # in the order in which they are drawn
         "ffn_multiple": lambda: draw.choice([3, 11, 64]),
-        "min_layers": lambda: draw.choice([2, 24, 100]),
+        "free_head_width": lambda: heads != "any",
+        "max_aspect": lambda: draw.choice([40.0, 200.0]),
         "max_layers": lambda: draw.choice([100, 300]),
         "min_aspect": lambda: draw.choice([0.1, 20.0]),
-        "max_aspect": lambda: draw.choice([40.0, 200.0]),
+        "min_layers": lambda: draw.choice([2, 24, 100]),
+        "rank": lambda: draw.choice(["any", "any", 7, 64]),
         "ratio_covers": lambda: "input",
+        "multiple": lambda: draw.choice([3, 8, 64]),
     }
-    chosen = {name: options[name]() for name in sorted(options) if draw.random() < 0.2}
+    chosen = {name: value() for name, value in options.items() if draw.random() < 0.2}
     return Budget(
-        total=_between(draw, 1e4, 1e10),
-        vocab_size=_between(draw, 2, 3e5),
+        params=_between(draw, 1e4, 1e10),
+        vocab=_between(draw, 2, 3e5),
         tolerance=draw.choice(TOLERANCES),
-        n_heads=heads,
-        n_kv_heads=groups if heads is None or groups is None or heads % groups == 0 else None,
+        heads=heads,
+        kv_heads=groups if heads == "any" or groups is None or heads % groups == 0 else None,
         tied=draw.random() < 0.5,
-        max_seq_len=_between(draw, 1, 131_072),
-        position=draw.choice([Learned(), Learned(), Rotary(), NoPosition()]),
+        length=_between(draw, 1, 131_072),
+        position=draw.choice(["learned", "learned", "rotary", "none"]),
         bias=draw.choice(["none", "none", "qkv", "all", "no_key"]),
-        norm=draw.choice([LayerNorm(), RMSNorm()]),
-        embedding_ratio=_wish(draw, (0.001, 0.01, 0.1, 0.35, 0.6, 0.9), (1e-4, 0.01, 0.1)),
-        glu_expansion=_wish(draw, (0.5, 1.0, 2.66, 4.0, 8.0), (1e-4, 0.01, 0.2)),
-        **chosen,
+        norm=draw.choice(["layernorm", "rmsnorm"]),
+        **_wish(draw, "embedding_ratio", (0.001, 0.01, 0.1, 0.35, 0.6, 0.9), (1e-4, 0.01, 0.1)),
+        **_wish(draw, "glu_expansion", (0.5, 1.0, 2.66, 4.0, 8.0), (1e-4, 0.01, 0.2)),
+        **{"ffn_multiple": 1} | chosen,
     )
 
 
@@ -80,10 +83,12 @@ def ranked(draw: random.Random) -> Budget:
     """Any rank with a tiny wished ratio, a billion and more."""
     return replace(
         mixed(draw),
-        total=_between(draw, 1e9, 1e10),
+        params=_between(draw, 1e9, 1e10),
         tolerance=draw.choice([1e-4, 5e-3, 0.05]),
         rank="any",
-        embedding_ratio=Target(value=draw.choice([0.0001, 0.001, 0.01])),
+        embedding_ratio=draw.choice([0.0001, 0.001, 0.01]),
+        exact_ratio=False,
+        ratio_within=None,
     )
 
 
@@ -91,14 +96,14 @@ def tight(draw: random.Random) -> Budget:
     """A tolerance of a few parameters, with counts that share no divisor."""
     asked = replace(
         mixed(draw),
-        total=_between(draw, 1e7, 1e10),
+        params=_between(draw, 1e7, 1e10),
         tolerance=draw.choice([1e-10, 1e-9, 1e-8, 1e-7]),
         bias=draw.choice(["qkv", "all", "no_key"]),
     )
     return replace(
         asked,
-        free_head_width=asked.n_heads is not None and draw.random() < 0.5,
-        rank=None if isinstance(asked.embedding_ratio, Free) else draw.choice([None, "any"]),
+        free_head_width=asked.heads != "any" and draw.random() < 0.5,
+        rank=None if asked.ratio is None else draw.choice([None, "any"]),
     )
 
 
@@ -107,10 +112,12 @@ def expanded(draw: random.Random) -> Budget:
     value, within = draw.choice([2.0, 2.66, 2.7, 3.14159, 8 / 3]), draw.choice([1e-5, 1e-4])
     return replace(
         mixed(draw),
-        n_heads=None,
+        heads="any",
         free_head_width=False,
-        n_kv_heads=draw.choice([None, 2]),
-        glu_expansion=Target(value=value, within=within),
+        kv_heads=draw.choice([None, 2]),
+        glu_expansion=value,
+        exact_expansion=False,
+        glu_within=within,
         tolerance=draw.choice([1e-6, 1e-4, 5e-3]),
     )
 
@@ -140,14 +147,15 @@ def stress_set() -> Iterator[tuple[str, Budget]]:
                 yield name, budget
 
 
-def outcome(budget: Budget) -> tuple[str, float]:
-    """`answered`, `refused` or else, and the seconds that it took."""
+def outcome(budget: Budget, seconds: float = math.inf) -> tuple[str, float]:
+    """Return `answered`, `refused` or another word, and the CPU time; stop after `seconds`."""
     began = time.process_time()
     try:
-        ended = "proven" if not solve(budget).not_proven else "answered"
+        answer = solve(budget, stop=lambda: time.process_time() - began > seconds)
+        ended = "proven" if not answer.not_proven else "answered"
     except InfeasibleBudget:
         ended = "refused"
-    except OutOfPatience:
+    except SearchStopped:
         ended = "given up"
     except GlassError:
         ended = "left open"
@@ -164,8 +172,7 @@ def run(*, asked: argparse.Namespace) -> Iterator[dict[str, object]]:
     """The distribution of times and outcomes, by kind and of all."""
     found: dict[str, list[tuple[str, float]]] = {}
     for number, (name, budget) in enumerate(stress_set()):
-        with patience(asked.patience) if asked.patience else contextlib.nullcontext():
-            ended, seconds = outcome(budget)
+        ended, seconds = outcome(budget, asked.patience or math.inf)
         found.setdefault(name, []).append((ended, seconds))
         if asked.each:
             yield row(name, f"{number}: {ended}", seconds * 1e3)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from glassformer.budget.answer import Answer
 from glassformer.budget.design import design
-from glassformer.budget.question import Answer
 from glassformer.costs.parameter_table import allocation_lines
 from glassformer.lab.plots.figures import EXPANSIONS, RATIOS
 from glassformer.spec.units import format_bytes

@@ -2,40 +2,44 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import glassformer as gf
-from glassformer.budget.counting import Counts
+from glassformer.budget.counting import Widths
 from glassformer.budget.design import design, solve
 from glassformer.budget.infeasible import InfeasibleBudget
-from glassformer.budget.question import Budget, Exact, Free, Sizes, Target, build_spec
+from glassformer.budget.question import NORMS, POSITIONS, WISHES, Budget, Sizes, build_spec
 from glassformer.budget.search import Search
 from glassformer.models.build import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_parameters
-from glassformer.spec.model import LayerNorm, Learned, NoPosition, RMSNorm, Rotary
+from glassformer.spec.model import Norm, Position
+from glassformer.spec.options import options_of
 from tests.budget import brute
 
 RATIOS, EXPANSIONS = (0.25, 0.35, 0.45), (2.0, 2.66, 3.0, 4.0)
 SOURCE = [(tied, r, g) for tied in (True, False) for r in RATIOS for g in EXPANSIONS]
 
 
+def wishes(name, exact_values, values, limits):
+    """The options of a wish that is free, exact, or limited."""
+    exact, within = WISHES[name]
+    return st.one_of(
+        st.just({name: "free"}),
+        st.fixed_dictionaries({name: st.sampled_from(exact_values), exact: st.just(True)}),
+        st.fixed_dictionaries({name: st.sampled_from(values), within: st.sampled_from(limits)}),
+    )
+
+
 SPECIAL = {
-    "embedding_ratio": st.one_of(
-        st.builds(Free),
-        st.builds(Exact, value=st.sampled_from([0.1, 0.4])),
-        st.builds(Target, value=st.sampled_from([0.1, 0.4]), within=st.sampled_from([0.004, 0.03])),
-    ),
-    "glu_expansion": st.one_of(
-        st.builds(Free),
-        st.builds(Exact, value=st.sampled_from([0.5, 2.0, 2.66])),
-        st.builds(Target, value=st.sampled_from([0.5, 2.66]), within=st.sampled_from([0.02, 0.2])),
-    ),
+    "embedding_ratio": wishes("embedding_ratio", [0.1, 0.4], [0.1, 0.4], [0.004, 0.03]),
+    "glu_expansion": wishes("glu_expansion", [0.5, 2.0, 2.66], [0.5, 2.66], [0.02, 0.2]),
     "tolerance": st.sampled_from([0.0005, 0.002, 0.2]),
-    "width_multiple": st.just(4),
+    "multiple": st.just(4),
     "ffn_multiple": st.sampled_from([3, 8]),
     "min_layers": st.sampled_from([2, 3]),
     "max_layers": st.sampled_from([3, 6]),
@@ -51,28 +55,32 @@ SPECIAL = {
 def small_budgets(draw):
     """Totals small enough to try every design; a few of the options at a time."""
     chosen = draw(st.lists(st.sampled_from(sorted(SPECIAL)), max_size=3, unique=True))
-    special = {name: draw(SPECIAL[name]) for name in chosen}
-    if special.get("rank") == "any" and isinstance(special.get("embedding_ratio"), Free):
+    special = {}
+    for name in chosen:
+        value = draw(SPECIAL[name])
+        special |= value if isinstance(value, dict) else {name: value}
+    special.setdefault("ffn_multiple", 1)
+    if special.get("rank") == "any" and special.get("embedding_ratio") == "free":
         del special["rank"]
-    heads = draw(st.sampled_from([1, 2, 3, 4] + [None] * ("free_head_width" not in special)))
-    groups = [None, 1] if heads is None else [None, *(n for n in (1, 2) if heads % n == 0)]
+    heads = draw(st.sampled_from([1, 2, 3, 4] + ["any"] * ("free_head_width" not in special)))
+    groups = [None, 1] if heads == "any" else [None, *(n for n in (1, 2) if heads % n == 0)]
     plain = {
         "tolerance": 0.01,
-        "embedding_ratio": Target(value=draw(st.sampled_from([0.1, 0.25, 0.4, 0.6]))),
-        "glu_expansion": Target(value=draw(st.sampled_from([0.5, 2.0, 2.66]))),
+        "embedding_ratio": draw(st.sampled_from([0.1, 0.25, 0.4, 0.6])),
+        "glu_expansion": draw(st.sampled_from([0.5, 2.0, 2.66])),
     }
     return Budget(
         **{
             **plain,
-            "vocab_size": draw(st.integers(2, 40)),
-            "total": draw(st.integers(200, 1200)),
-            "n_heads": heads,
+            "vocab": draw(st.integers(2, 40)),
+            "params": draw(st.integers(200, 1200)),
+            "heads": heads,
             "tied": draw(st.booleans()),
-            "max_seq_len": draw(st.integers(1, 12)),
-            "position": draw(st.sampled_from([Learned(), Rotary(), NoPosition()])),
+            "length": draw(st.integers(1, 12)),
+            "position": draw(st.sampled_from(["learned", "rotary", "none"])),
             "bias": draw(st.sampled_from(["none", "qkv", "all", "no_key"])),
-            "norm": draw(st.sampled_from([LayerNorm(), RMSNorm()])),
-            "n_kv_heads": draw(st.sampled_from(groups)),
+            "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+            "kv_heads": draw(st.sampled_from(groups)),
             **special,
         }
     )
@@ -85,11 +93,11 @@ def test_an_answer_exists_where_one_exists_and_none_is_better(budget):
 
 
 def answer_is_there_and_best(budget):
-    slack = brute.decimal(budget.tolerance) * budget.total
-    low, high = math.ceil(budget.total - slack), math.floor(budget.total + slack)
+    slack = brute.decimal(budget.tolerance) * budget.params
+    low, high = math.ceil(budget.params - slack), math.floor(budget.params + slack)
     every = list(brute.candidates(budget, low=low, high=high))
     found = Search(budget).best()
-    assert Search(budget).feasible() == (found is not None) == bool(every)
+    assert Search(budget).is_feasible() == (found is not None) == bool(every)
     if found is None:
         return
     sizes = found.frame.sizes(found.n_layers, found.d_ff)
@@ -113,79 +121,78 @@ def _sizes(made):
 
 def near_budgets():
     """Many d_ff at few depths, many ranks, and one d_ff at many depths."""
-    wish = {"embedding_ratio": Target(value=0.3), "vocab_size": 11, "max_seq_len": 3}
-    wide = {"tolerance": 0.2, "glu_expansion": Target(value=2.0, within=0.6)}
-    deep = {"tolerance": 0.05, "glu_expansion": Exact(value=2.0), "width_multiple": 4}
+    wish = {"embedding_ratio": 0.3, "vocab": 11, "length": 3, "glu_expansion": 2.0}
+    wide = {"tolerance": 0.2, "glu_within": 0.6}
+    deep = {"tolerance": 0.05, "exact_expansion": True, "multiple": 4, "ffn_multiple": 1}
     for total in range(300, 900, 23):
         for heads, rank in ((1, None), (2, None), (1, "any")):
-            yield Budget(total=total, n_heads=heads, rank=rank, **wide, **wish)
-        yield Budget(total=total + 2000, n_heads=1, max_aspect=1.0, **deep, **wish)
+            yield Budget(params=total, heads=heads, rank=rank, **wide, **wish)
+        yield Budget(params=total + 2000, heads=1, max_aspect=1.0, **deep, **wish)
 
 
 def test_the_nearest_count_is_the_nearest():
     for budget in near_budgets():
         low, high = budget.bounds
         every = [made.count for made in brute.candidates(budget, low=low, high=high)]
-        found = Search(budget).closest(budget.total)
+        found = Search(budget).closest(budget.params)
         assert (found is None) == (not every)
         if found is not None:
-            least = min(abs(count - budget.total) for count in every)
-            assert abs(found.count - budget.total) == least
-            assert abs(Search(budget).nearest_count(budget.total) - budget.total) == least
+            least = min(abs(count - budget.params) for count in every)
+            assert abs(found.count - budget.params) == least
+            assert abs(Search(budget).nearest(budget.params).count - budget.params) == least
 
 
 #: Wishes that no width can meet, so that a thousand widths and depths drift alike.
 WIDE_OPEN = {
-    "any heads": Budget(total=2 * 10**9, vocab_size=256, n_heads=None),
-    "any heads and rank": Budget(total=10**8, vocab_size=256, n_heads=None, rank="any"),
-    "a deep and narrow wish": Budget(
-        total=10**9, vocab_size=256, n_heads=1, embedding_ratio=Target(value=0.001)
-    ),
+    "any heads": Budget(params=2 * 10**9, vocab=256, heads="any"),
+    "any heads and rank": Budget(params=10**8, vocab=256, heads="any", rank="any"),
+    "a deep and narrow wish": Budget(params=10**9, vocab=256, heads=1, embedding_ratio=0.001),
     "ten billion, all free": Budget(
-        total=10**10, vocab_size=2, n_heads=None, embedding_ratio=Free(), glu_expansion=Free()
+        params=10**10, vocab=2, heads="any", embedding_ratio="free", glu_expansion="free"
     ),
     "a narrow width of a million depths": Budget(
-        total=10**7,
-        vocab_size=151_936,
-        n_heads=None,
-        max_seq_len=1,
-        embedding_ratio=Target(value=0.001),
-        glu_expansion=Target(value=4.0),
+        params=10**7,
+        vocab=151_936,
+        heads="any",
+        length=1,
+        embedding_ratio=0.001,
+        glu_expansion=4.0,
     ),
-    "one count alone": Budget(total=24_276_609, vocab_size=4, tolerance=1e-7),
+    "one count alone": Budget(params=24_276_609, vocab=4, tolerance=1e-7),
 }
 
 
 @pytest.mark.parametrize("name", WIDE_OPEN)
-def test_a_search_looks_at_few_of_the_designs(name):
-    """Every width at every depth would be 10^5 to 10^9 looks."""
+def test_a_search_evaluates_few_of_the_designs(name):
+    """Every width at every depth would be 10^5 to 10^9 evaluations."""
     budget = WIDE_OPEN[name]
-    for look in ("best", "deepest", "widest", "feasible"):
+    for kind in ("best", "deepest", "widest", "is_feasible"):
         search = Search(budget)
-        assert getattr(search, look)()
-        assert search.opened < 40_000, look
+        assert getattr(search, kind)()
+        assert search.evaluations < 40_000, kind
     search = Search(budget)
-    assert search.nearest_count(budget.total) is not None
-    assert search.opened < 12_000
+    assert search.nearest(budget.params) is not None
+    assert search.evaluations < 12_000
 
 
-def test_a_refusal_looks_at_few_of_the_designs():
+def test_a_refusal_evaluates_few_of_the_designs():
     search = Search(
         Budget(
-            total=10**10,
-            vocab_size=20,
-            n_heads=1,
-            embedding_ratio=Target(value=0.35, within=0.01),
+            params=10**10,
+            vocab=20,
+            heads=1,
+            embedding_ratio=0.35,
+            ratio_within=0.01,
         )
     )
-    assert not search.feasible()
-    assert search.opened < 1000
+    assert not search.is_feasible()
+    assert search.evaluations < 1000
 
 
 @given(small_budgets())
 @settings(max_examples=60)
 def test_every_answer_is_built_and_counted_again(budget):
-    assume(Search(budget).feasible())
+    assume(Search(budget).is_feasible())
     answer = solve(budget)
     low, high = budget.bounds
     for made in (answer.best, *answer.alternatives):
@@ -205,14 +212,14 @@ def test_every_answer_is_built_and_counted_again(budget):
     st.integers(1, 9),
 )
 def test_laws_are_the_manifests_own_counts(budget, d, per_group, d_head, d_ff, rank, layers):
-    assume(not isinstance(budget.position, Rotary) or d_head % 2 == 0)
+    assume(budget.position != "rotary" or d_head % 2 == 0)
     laws_are_counts(budget, d, per_group, d_head, d_ff, rank, layers)
 
 
 def laws_are_counts(budget, d, per_group, d_head, d_ff, rank, layers):
-    heads = per_group * (budget.n_kv_heads or 1)
+    heads = per_group * (budget.kv_heads or 1)
     used = None if budget.rank is None else rank
-    frame = Counts(budget).frame(d, heads, d_head, rank=used, step=0)
+    frame = Widths(budget).frame(d, (heads, d_head), used)
     sizes = Sizes(d_model=d, n_heads=heads, d_head=d_head, d_ff=d_ff, n_layers=layers, rank=used)
     assert frame.count(layers, d_ff) == count_parameters(build_spec(budget, sizes))
 
@@ -226,8 +233,8 @@ def test_the_sources_default_and_grid_are_met(free):
     for tied, ratio, glu in SOURCE:
         budget = Budget(
             tied=tied,
-            embedding_ratio=Target(value=ratio),
-            glu_expansion=Target(value=glu),
+            embedding_ratio=ratio,
+            glu_expansion=glu,
             free_head_width=free,
         )
         best = solve(budget, alternatives=False).best
@@ -337,17 +344,17 @@ def test_limits_are_kept():
         ({"embedding_ratio": 35}, "outside (0, 1)", "35%"),
         ({"embedding_ratio": -0.1}, "outside (0, 1)", "0.01"),
         ({"embedding_ratio": "a third"}, "is not a number", "0.35"),
-        ({"glu_expansion": 0}, "not above 0", "2.66"),
+        ({"glu_expansion": 0}, "not a positive number", "2.66"),
         ({"tolerance": 0}, "a tolerance of 0", "the nearest that works here is 0.00001%"),
         ({"tolerance": -0.1}, "outside (0, 1)", "0.5%"),
         ({"tolerance": "200%"}, "outside (0, 1)", "0.99"),
-        ({"heads": 0}, "n_heads 0 is below 1", "1"),
-        ({"vocab": -5}, "vocab_size -5 is below 1", "1"),
-        ({"params": 0}, "total 0 is below 1", "1"),
+        ({"heads": 0}, "heads 0 is below 1", "1"),
+        ({"vocab": -5}, "vocab -5 is below 1", "1"),
+        ({"params": 0}, "params 0 is below 1", "1"),
         ({"params": "10Q"}, "params '10Q' is not a number", "10M"),
         ({"params": "1e400"}, "too large", "1e+15"),
         ({"params": 10.5}, "not a whole number", "10"),
-        ({"kv_heads": 3}, "does not divide n_heads 8", "2"),
+        ({"kv_heads": 3}, "does not divide heads 8", "2"),
         ({"heads": "any", "free_head_width": True}, "needs a number of heads", "8"),
         ({"max_layers": 2, "min_layers": 3}, "max_layers 2 is below", "3"),
         ({"position": "rotery"}, "is not one of", "rotary"),
@@ -355,12 +362,12 @@ def test_limits_are_kept():
         ({"bias": "some"}, "is not one of", "none"),
         ({"rank": "any", "embedding_ratio": "free"}, "leave the rank open", "value"),
         ({"embedding_ratio": "free", "exact_ratio": True}, "free, and yet limited", "limit"),
-        ({"ratio_within": 0}, "ratio_within 0 is not above 0", "exact"),
+        ({"ratio_within": 0}, "ratio_within 0.0 is not a positive number", "exact"),
         ({"exact_expansion": True, "glu_within": "1%"}, "exact, and glu_within too", "one"),
         ({"max_aspect": 2.0, "min_aspect": 3.0}, "max_aspect 2.0 is below", "32"),
-        ({"min_aspect": -1.0}, "min_aspect -1.0 is negative", "0"),
-        ({"length": 0}, "max_seq_len 0 is below 1", "1"),
-        ({"multiple": 0}, "width_multiple 0 is below 1", "1"),
+        ({"min_aspect": -1.0}, "min_aspect -1.0 is not a finite number of 0 or more", "0"),
+        ({"length": 0}, "length 0 is below 1", "1"),
+        ({"multiple": 0}, "multiple 0 is below 1", "1"),
     ],
 )
 def test_bad_input_names_the_rule_and_the_nearest_that_works(options, what, hint):
@@ -377,7 +384,7 @@ def test_bad_input_names_the_rule_and_the_nearest_that_works(options, what, hint
 @given(small_budgets())
 @settings(max_examples=80)
 def test_a_certificate_names_changes_that_work_and_none_that_is_nearer(budget):
-    assume(not Search(budget).feasible())
+    assume(not Search(budget).is_feasible())
     certificate_is_true(budget)
 
 
@@ -388,43 +395,29 @@ def certificate_is_true(budget):
     assert caught.value.certificate.why
     for option, value in nearest.items():
         if value is not None:
-            assert Search(_changed(budget, option, value)).feasible(), option
+            assert Search(_changed(budget, option, value)).is_feasible(), option
     _no_nearer_total(budget, nearest["params"])
     for option in ("vocab", "length"):
         found = nearest.get(option)
-        start = budget.vocab_size if option == "vocab" else budget.max_seq_len
+        start = getattr(budget, option)
         away = 12 if found is None else min(12, abs(found - start))
         for value in range(max(1, start - away + 1), start + away):
-            assert not Search(_changed(budget, option, value)).feasible()
+            assert not Search(_changed(budget, option, value)).is_feasible()
     tolerance = nearest["tolerance"]
-    if tolerance is not None and tolerance > 2 / budget.total:
-        assert not Search(_changed(budget, "tolerance", tolerance * 0.99)).feasible()
+    if tolerance is not None and tolerance > 2 / budget.params:
+        assert not Search(_changed(budget, "tolerance", tolerance * 0.99)).is_feasible()
 
 
 def _no_nearer_total(budget, found):
-    away = 150 if found is None else abs(found - budget.total)
-    for total in range(max(1, budget.total - min(away, 150) + 1), budget.total + min(away, 150)):
-        assert not Search(_changed(budget, "params", total)).feasible(), total
-
-
-FIELDS = {
-    "params": "total",
-    "vocab": "vocab_size",
-    "heads": "n_heads",
-    "length": "max_seq_len",
-    "multiple": "width_multiple",
-}
+    away = 150 if found is None else abs(found - budget.params)
+    for total in range(max(1, budget.params - min(away, 150) + 1), budget.params + min(away, 150)):
+        assert not Search(_changed(budget, "params", total)).is_feasible(), total
 
 
 def _changed(budget, option, value):
-    if option in ("embedding_ratio", "glu_expansion"):
-        value = dataclasses.replace(getattr(budget, option), value=value)
-    if option in ("ratio_within", "glu_within"):
-        field = "embedding_ratio" if option == "ratio_within" else "glu_expansion"
-        return dataclasses.replace(
-            budget, **{field: Target(value=getattr(budget, field).value, within=value)}
-        )
-    return dataclasses.replace(budget, **{FIELDS.get(option, option): value})
+    """The budget with one option changed; a limit takes the place of `exact`."""
+    exact = {within: {exact: False} for exact, within in WISHES.values()}
+    return dataclasses.replace(budget, **exact.get(option, {}), **{option: value})
 
 
 def refusal(*arguments, **options):
@@ -439,7 +432,7 @@ def test_a_vocabulary_too_large_is_infeasible_not_bad_input():
     assert found.bound == "embedding"
     assert "128,000 parameters for the embedding alone: 27,500 more than the 100,500" in found.why
     assert design("100k", found.nearest["vocab"]).best
-    assert not Search(Budget(total=100_000, vocab_size=found.nearest["vocab"] + 1)).feasible()
+    assert not Search(Budget(params=100_000, vocab=found.nearest["vocab"] + 1)).is_feasible()
     assert design("100k", 16000, heads=found.nearest["heads"]).best
     assert found.nearest["length"] is None  # even without positions the table is too large
 
@@ -461,3 +454,47 @@ def test_a_tolerance_is_met_exactly_at_its_edge():
     assert design("10M", 16000, tolerance=need, **options).best
     refusal("10M", 16000, tolerance=need * 0.99, **options)
     assert math.isclose(need, 0.0272, abs_tol=1e-4)  # the source's own miss at its default
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+def test_every_field_of_a_budget_is_an_option_with_a_help_text():
+    options = options_of(Budget)
+    assert [each.name for each in options] == [f.name for f in dataclasses.fields(Budget)]
+    assert all(each.help.endswith(".") for each in options)
+    assert len({each.flag for each in options}) == len(options)
+
+
+def test_every_option_can_be_written_as_text():
+    """What a default is written as is read as the same value."""
+    for each in options_of(Budget):
+        if each.parse is not None and each.default is not None:
+            assert each.parse(each.name, str(each.default)) == each.default
+    asked = {"params": "1.5M", "tolerance": "1%", "heads": "any", "rank": "7", "max_aspect": "40"}
+    budget = Budget.from_options(asked)
+    assert (budget.params, budget.tolerance, budget.heads) == (1_500_000, 0.01, "any")
+    assert (budget.rank, budget.max_aspect) == (7, 40.0)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest():
+    with pytest.raises(InputError) as caught:
+        design("10M", 16000, head=4)
+    assert "no option 'head'" in caught.value.what
+    assert "'heads'" in caught.value.hint
+
+
+def test_every_kind_of_position_and_norm_has_a_name():
+    assert {type(each) for each in POSITIONS.values()} == set(get_args(Position))
+    assert {type(each) for each in NORMS.values()} == set(get_args(Norm))
+    hints = {each.name: each.choices for each in options_of(Budget)}
+    assert set(hints["position"]) == set(POSITIONS)
+    assert set(hints["norm"]) == set(NORMS)
+
+
+def test_one_multiple_is_for_both_widths_unless_another_is_given():
+    assert Budget(multiple=8).ffn_step == 8
+    assert Budget(multiple=8, ffn_multiple=3).ffn_step == 3
+    found = refusal("10M", 16000, multiple=512).nearest
+    assert found["multiple"] < 512
+    assert "ffn_multiple" not in found

@@ -8,16 +8,15 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from glassformer.budget import counting, search
+from glassformer.budget import counting
 from glassformer.budget.counting import heads_of
-from glassformer.budget.question import Budget, Exact, Free, Target
+from glassformer.budget.question import Budget
 from glassformer.budget.search import Search
 from glassformer.costs.parameter_table import format_allocation
 from glassformer.spec.errors import GlassError
-from glassformer.spec.model import NoPosition, Rotary
 from glassformer.spec.presets import budget_lm
 from glassformer.spec.train import SGD, AdamW, Muon
-from tests.budget import test_budget, test_divisors, test_limited_search
+from tests.budget import test_budget, test_limited_search, test_regions
 from tests.budget.faults import FAULTS
 from tests.checks.faults import planted
 from tests.costs import test_costs
@@ -45,18 +44,36 @@ def answers() -> None:
 def limits() -> None:
     """A wide tolerance, so that the ratio's own limit decides."""
     for total in range(200, 1200, 20):
-        for wish in (Exact(value=0.31), Target(value=0.31, within=0.003)):
+        for wish in ({"exact_ratio": True}, {"ratio_within": 0.003}):
             budget = Budget(
-                total=total, tolerance=0.1, vocab_size=29, max_seq_len=3, n_heads=2, max_layers=2,
-                embedding_ratio=wish, glu_expansion=Exact(value=2.0),
+                params=total, tolerance=0.1, vocab=29, length=3, heads=2, max_layers=2,
+                embedding_ratio=0.31, **wish, glu_expansion=2.0, exact_expansion=True,
             )  # fmt: skip
             test_budget.answer_is_there_and_best(budget)
         for multiple in (3, 5):
             budget = Budget(
-                total=total, tolerance=0.1, vocab_size=7, max_seq_len=3, n_heads=1,
-                ffn_multiple=multiple, max_layers=1, embedding_ratio=Free(),
+                params=total, tolerance=0.1, vocab=7, length=3, heads=1,
+                ffn_multiple=multiple, max_layers=1, embedding_ratio="free",
             )  # fmt: skip
             test_budget.answer_is_there_and_best(budget)
+
+
+def halves() -> None:
+    """Wide tolerances, so that depths and d_ffs are halved often; and a limit on the expansion."""
+    for params, tolerance, ratio, glu in itertools.product(
+        range(300, 1500, 120), (0.01, 0.1), (0.1, 0.4, "free"), (0.5, 2.0)
+    ):
+        budget = Budget(
+            params=params, tolerance=tolerance, vocab=7, length=3, heads=2, embedding_ratio=ratio,
+            glu_expansion=glu,
+        )  # fmt: skip
+        test_budget.answer_is_there_and_best(budget)
+    for params in range(300, 1500, 60):
+        budget = Budget(
+            params=params, tolerance=0.01, vocab=7, length=3, heads=1, max_layers=2,
+            embedding_ratio="free", glu_expansion=2.0, glu_within=0.05,
+        )  # fmt: skip
+        test_budget.answer_is_there_and_best(budget)
 
 
 def certificates() -> None:
@@ -68,23 +85,23 @@ def certificates() -> None:
         found.append(budget)
 
     collect()
-    for budget in [b for b in found if not Search(b).feasible()][:12]:
+    for budget in [b for b in found if not Search(b).is_feasible()][:12]:
         test_budget.certificate_is_true(budget)
 
 
 def laws() -> None:
     draw = random.Random(0)
     for tied in (True, False):
-        for position in (Rotary(), NoPosition()):
-            budget = Budget(tied=tied, position=position, n_kv_heads=2, rank=3, bias="all")
+        for position in ("rotary", "none"):
+            budget = Budget(tied=tied, position=position, kv_heads=2, rank=3, bias="all")
             sizes = [draw.randint(2, 9) for _ in range(5)]
             test_budget.laws_are_counts(budget, *sizes[:2], 6, *sizes[2:])
 
 
 def grouped() -> None:
     budget = Budget(
-        total=60_000, vocab_size=50, max_seq_len=8, n_heads=None, n_kv_heads=2, tolerance=0.02,
-        embedding_ratio=Free(), max_layers=1,
+        params=60_000, vocab=50, length=8, heads="any", kv_heads=2, tolerance=0.02,
+        embedding_ratio="free", max_layers=1,
     )  # fmt: skip
     found = Search(budget).best()
     assert found is not None
@@ -97,7 +114,7 @@ def grouped() -> None:
 def freed() -> None:
     """Every head width within two of an even share, and no other."""
     for n_heads, d_model in ((3, 7), (8, 100), (4, 64)):
-        budget = Budget(n_heads=n_heads, free_head_width=True)
+        budget = Budget(heads=n_heads, free_head_width=True)
         near = [h for h in range(1, d_model) if abs(h - d_model / n_heads) <= 2]
         assert heads_of(budget, d_model) == [(n_heads, h) for h in near]
 
@@ -106,8 +123,8 @@ def ranked() -> None:
     """One count alone, so that most ranks are solved for; and many counts."""
     for total, tolerance in itertools.product(range(1500, 4500, 150), (0.0003, 0.03)):
         budget = Budget(
-            total=total, tolerance=tolerance, vocab_size=5, max_seq_len=3, n_heads=1, rank="any",
-            embedding_ratio=Target(value=0.2), max_layers=2,
+            params=total, tolerance=tolerance, vocab=5, length=3, heads=1, rank="any",
+            embedding_ratio=0.2, max_layers=2,
         )  # fmt: skip
         test_budget.answer_is_there_and_best(budget)
 
@@ -132,7 +149,7 @@ def efforts() -> None:
 
 
 def certified() -> None:
-    budget = Budget(total=1000, vocab_size=900, max_seq_len=8, n_heads=2, tolerance=0.01)
+    budget = Budget(params=1000, vocab=900, length=8, heads=2, tolerance=0.01)
     for most in (10, 100, 300, 1000):
         test_limited_search.limited_certificate_is_true(budget, most)
 
@@ -146,9 +163,8 @@ def dives() -> None:
     search()
 
 
-def divisors() -> None:
-    test_divisors.test_every_divisor_is_found_and_no_other()
-    test_divisors.test_depths_ffns_and_divisors_lead_to_the_same_sizes()
+def runs() -> None:
+    test_regions.test_runs_are_every_allowed_pair_once()
 
 
 def sparse() -> None:
@@ -160,12 +176,7 @@ def residues() -> None:
 
 
 def ordered() -> None:
-    usual = search.TIES
-    try:
-        search.TIES = 1
-        test_limited_search.nearest_are_ordered()
-    finally:
-        search.TIES = usual
+    test_limited_search.nearest_are_ordered()
 
 
 def flop_counts() -> None:
@@ -201,6 +212,7 @@ def optimizers() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "answers": answers,
     "limits": limits,
+    "halves": halves,
     "laws": laws,
     "grouped": grouped,
     "freed": freed,
@@ -211,7 +223,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "efforts": efforts,
     "certified": certified,
     "dives": dives,
-    "divisors": divisors,
+    "runs": runs,
     "sparse": sparse,
     "residues": residues,
     "ordered": ordered,
@@ -226,10 +238,10 @@ RED = (AssertionError, GlassError, ValueError, IndexError, pytest.fail.Exception
 @pytest.fixture(autouse=True)
 def fresh_laws():
     """What is remembered from one budget to the next: a planted mistake must reach it."""
-    for remembered in (counting._laws, counting._given_laws, counting._any_heads):
+    for remembered in (counting._laws, counting._laws_of, counting._any_heads):
         remembered.cache_clear()
     yield
-    for remembered in (counting._laws, counting._given_laws, counting._any_heads):
+    for remembered in (counting._laws, counting._laws_of, counting._any_heads):
         remembered.cache_clear()
 
 

@@ -8,13 +8,13 @@ import tomllib
 
 import pytest
 
-from glassformer.budget.infeasible import Infeasible, InfeasibleBudget
+from glassformer.budget.infeasible import Infeasible
 from glassformer.budget.question import Budget
 from glassformer.cli import main as command
-from glassformer.cli.actions.design import infeasible_json, infeasible_text
 from glassformer.lab.recipes import read_config
 from glassformer.models.build import build
 from glassformer.spec.manifest import count_parameters
+from glassformer.spec.options import options_of
 
 KEYS = {
     "target",
@@ -118,6 +118,7 @@ def test_what_is_saved_trains(glass, tmp_path):
     path = tmp_path / "spec.toml"
     code, _, err = glass("design", *SMALL, "--no-time", "--save", path)
     assert code == 0
+    assert f"saved {path}" in err
     assert f"glass train {path}" in err
     spec = read_config(path)
     assert abs(count_parameters(spec.model) - 60_000) <= 300
@@ -175,14 +176,23 @@ def test_every_change_of_the_certificate_can_be_pasted(glass):
         assert glass(*asked, *flags, *change.split(), "--json")[0] == 0, change
 
 
+def test_every_option_of_a_budget_is_an_option_of_the_command(glass):
+    code, out, _ = glass("design", "--help")
+    assert code == 0
+    for each in options_of(Budget):
+        assert each.flag in out
+        assert each.help.split()[0] in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ((), "the number of parameters is missing"),
         (("--params", "ten"), "params 'ten' is not a number"),
-        (("--params", "-5"), "total -5 is below 1"),
+        (("--params", "-5"), "params -5 is below 1"),
         (("--params", "10M", "--embedding-ratio", "1.5"), "outside (0, 1)"),
         (("--params", "10M", "--tolerance", "0"), "a tolerance of 0"),
-        (("--params", "10M", "--vocab", "0"), "vocab_size 0 is below 1"),
+        (("--params", "10M", "--vocab", "0"), "vocab 0 is below 1"),
         (("--params", "10M", "--heads", "some"), "heads 'some' is not a number"),
         (("--params", "10M", "--batch", "0"), "batch 0 is below 1"),
         (("--params", "10M", "--rank", "-1"), "rank -1 is below 1"),
@@ -236,23 +246,21 @@ def test_undecided_is_exit_5_with_what_is_known(glass):
 
 
 def test_changes_that_are_not_proven_are_told_apart():
-    error = InfeasibleBudget(
-        Infeasible(
-            budget=Budget(),
-            bound="total",
-            why="a reason",
-            nearest={"params": 7, "vocab": None, "tied": None, "length": None, "heads": 4},
-            unproven=("heads", "length", "tied"),
-        )
+    certificate = Infeasible(
+        budget=Budget(),
+        bound="total",
+        why="a reason",
+        nearest={"params": 7, "vocab": None, "tied": None, "length": None, "heads": 4},
+        unproven=("heads", "length", "tied"),
     )
-    assert infeasible_text(error).splitlines()[1:] == [
+    assert certificate.text().splitlines()[1:] == [
         "any one of these changes alone makes it feasible:",
         "  --params 7",
         "  --heads 4  (a nearer one is not ruled out)",
         "no change of one of these alone does: --vocab",
-        "not known of these, --thorough would tell: --untied --length",
+        "not known for these, --thorough finds out: --untied --length",
     ]
-    assert json.loads(infeasible_json(error))["infeasible"]["unproven"] == [
+    assert certificate.to_dict()["infeasible"]["unproven"] == [
         "heads",
         "length",
         "tied",

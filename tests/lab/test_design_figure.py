@@ -1,8 +1,8 @@
 """The picture of a design: a PNG whose landscape is the solver's own answers."""
 
-from glassformer.budget.design import design
+from glassformer.budget.design import design, drift
 from glassformer.budget.question import Budget
-from glassformer.lab.plots.figures import EXPANSIONS, RATIOS, design_figure, drift, landscape
+from glassformer.lab.plots.figures import EXPANSIONS, RATIOS, design_figure, landscape
 
 
 def test_the_figure_is_a_png():
@@ -24,5 +24,5 @@ def test_the_landscape_is_the_solvers():
 
 
 def test_what_no_limit_admits_is_left_open():
-    cells = landscape(Budget(total=100_000, vocab_size=16_000))
+    cells = landscape(Budget(params=100_000, vocab=16_000))
     assert all(found is None for row in cells for found in row)

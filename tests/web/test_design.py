@@ -1,5 +1,6 @@
 """The page Design's answers are the solver's own; what it cannot answer it says, and soon."""
 
+import dataclasses
 import json
 import tomllib
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from glassformer.budget.design import design as solve
+from glassformer.budget.design import drift
+from glassformer.budget.question import Budget
 from glassformer.cli.main import app
 from glassformer.costs.flops import flops
 from glassformer.costs.memory import cache_bytes, training_memory, weight_bytes
 from glassformer.lab.budget_report import run_of_design
-from glassformer.lab.plots.figures import EXPANSIONS, RATIOS, drift, landscape
+from glassformer.lab.plots.figures import EXPANSIONS, RATIOS, landscape
 from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import manifest
@@ -64,10 +67,10 @@ def test_the_answer_is_the_solvers(settings: dict[str, Any]) -> None:
     costs = {row["name"]: row["value"] for row in told["costs"]}
     length = model.max_seq_len
     memory = training_memory(model, batch=page.BATCH, length=length)
-    assert costs["forward, a token"] == flops(model, length=length).forward / length
+    assert costs["forward, per token"] == flops(model, length=length).forward / length
     assert costs["training, at most"] == memory.peak
     assert costs["weights and AdamW"] == memory.weights + memory.optimizer
-    assert costs["KV cache, a token"] == cache_bytes(model, batch=1, length=1, itemsize=4)
+    assert costs["KV cache, per token"] == cache_bytes(model, batch=1, length=1, itemsize=4)
     for form, count in weight_bytes(model).items():
         assert costs[f"weights in {form}"] == count
     json.loads(to_json(told))
@@ -104,16 +107,16 @@ def test_a_budget_without_a_design_says_why_and_what_would_do() -> None:
         assert "verdict" in asked(**plain), change
 
 
-def test_odd_shapes_are_warned_of_and_the_button_mends_them() -> None:
+def test_unusual_shapes_are_warned_of_and_the_button_mends_them() -> None:
     told = asked(tied="false")
     (warning,) = told["warnings"]
-    assert warning["what"] == "an odd shape: 42 layers of width 112"
-    mended = asked(tied="false", **{warning["option"]: warning["value"]})
+    assert warning["what"] == "an unusual shape: 42 layers of width 112"
+    mended = asked(tied="false", **warning["settings"])
     assert not mended["warnings"]
     wide = asked(params="1G", vocab=50_000)
     assert "one layer of width" in wide["warnings"][0]["what"]
     (warning,) = wide["warnings"]
-    narrower = {warning["option"]: warning["value"]}
+    narrower = warning["settings"]
     assert not asked(params="1G", vocab=50_000, **narrower)["warnings"]
 
 
@@ -122,6 +125,17 @@ def test_what_an_alternative_is_asked_for_by_gives_it() -> None:
         if each["settings"]:
             settings = {k: str(v).lower() for k, v in each["settings"].items()}
             assert asked(**settings)["design"]["params"] == each["params"], each["name"]
+
+
+def test_the_controls_are_the_options_of_a_budget() -> None:
+    told = page.design_controls(Query(), LAB)
+    json.loads(to_json(told))
+    listed = {each["name"]: each for each in told["options"]}
+    assert list(listed) == [field.name for field in dataclasses.fields(Budget)]
+    assert listed["position"]["kind"] == "choice" and "rotary" in listed["position"]["choices"]
+    assert listed["tied"]["kind"] == "flag" and listed["tied"]["default"] is True
+    assert {name for name, each in listed.items() if each["shown"]} == set(page.DEFAULTS)
+    assert told["wishes"]["embedding_ratio"] == ["exact_ratio", "ratio_within"]
 
 
 def test_the_landscape_is_the_figures() -> None:
@@ -164,7 +178,7 @@ def test_the_config_is_what_the_command_saves() -> None:
         ({"heads": "free"}, "not a number"),
         ({"embedding_ratio": "7"}, "outside"),
         ({"embedding_ratio": "inf"}, "finite"),
-        ({"glu_expansion": "-1"}, "above 0"),
+        ({"glu_expansion": "-1"}, "not a positive number"),
         ({"tied": "maybe"}, "neither true nor false"),
         ({"tolerance": "0"}, "tolerance of 0"),
         ({"position": "<script>"}, "not one of"),

@@ -1,64 +1,57 @@
-"""How long a search may take: so many looks, or, for a caller that waits, so many seconds.
+"""The limit of a search: a number of evaluations, and optionally a caller's own stop signal.
 
-Looks are counted, so that the same question always ends at the same place: what takes as long as
-cutting one box of designs is a look, about ten microseconds. `patience` is for a page, which has no
-minutes.
+One evaluation is the work of cutting one region of designs, about ten microseconds. Evaluations are
+counted rather than timed, so the same budget gives the same answer on every machine. A caller with
+a deadline passes `stop`; this package reads no clock.
 """
 
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 from glassformer.spec.errors import MachineError
 
-_UNTIL: ContextVar[float] = ContextVar("until", default=float("inf"))
+Stop = Callable[[], bool]
 
 
-class OutOfPatience(MachineError):
-    """The search took longer than its caller would wait."""
-
-
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Searches begun inside give up after so many seconds, from now on, all of them together."""
-    token = _UNTIL.set(min(_UNTIL.get(), time.monotonic() + seconds))
-    try:
-        yield
-    finally:
-        _UNTIL.reset(token)
+class SearchStopped(MachineError):
+    """The caller's `stop` ended a search before it had a result."""
 
 
 class Effort:
-    """The looks that are left to a search, or to several of them; without a number, no limit.
+    """The evaluations left to one search or several; unlimited by default.
 
-    A part of an effort has looks of its own, which the whole has less of afterwards.
+    A share has a limit of its own, and what it spends is also charged to the effort it came from.
     """
 
-    __slots__ = ("_until", "_whole", "left", "spent")
+    __slots__ = ("_parent", "_stop", "left", "spent")
 
-    def __init__(self, looks: float = math.inf, *, whole: "Effort | None" = None) -> None:
-        self.left: float = looks if whole is None else min(looks, whole.left)
+    def __init__(
+        self,
+        limit: float = math.inf,
+        *,
+        parent: "Effort | None" = None,
+        stop: Stop | None = None,
+    ) -> None:
+        self.left: float = limit if parent is None else min(limit, parent.left)
         self.spent = 0
-        self._whole = whole
-        self._until = _UNTIL.get()
+        self._parent = parent
+        self._stop: Stop | None = stop if parent is None else parent._stop
 
-    def share(self, of: int) -> "Effort":
-        """One of so many equal parts of what is left."""
-        return Effort(self.left if self.left == math.inf else self.left // of, whole=self)
+    def share(self, parts: int) -> "Effort":
+        """Return one of `parts` equal shares of what is left."""
+        return Effort(self.left if self.left == math.inf else self.left // parts, parent=self)
 
-    def spend(self, looks: int) -> None:
-        """So many looks less; raise when the time is over."""
+    def spend(self, evaluations: int) -> None:
+        """Charge this effort and its parents; raise `SearchStopped` if the caller says stop."""
         effort: Effort | None = self
         while effort is not None:
-            effort.spent += looks
-            effort.left -= looks
-            effort = effort._whole
-        if self._until < math.inf and time.monotonic() > self._until:
-            raise OutOfPatience("the search takes longer than anybody here would wait")
+            effort.spent += evaluations
+            effort.left -= evaluations
+            effort = effort._parent
+        if self._stop is not None and self._stop():
+            raise SearchStopped("the search was stopped before it had a result")
 
     @property
-    def is_over(self) -> bool:
-        """Whether every look is spent."""
+    def is_spent(self) -> bool:
+        """True once no evaluation is left."""
         return self.left <= 0

@@ -1,35 +1,35 @@
-"""Which of two designs is better, and which cannot be.
+"""The order of designs: a key for each design, and a lower bound of the keys in a region.
 
-In this order: ratio within a point and expansion within 5 % of the wish, if a design has both;
-least drift; the least unusual shape; friendly multiples; and at last exact drift, the distance from
-the total and the sizes themselves, so that an answer never depends on chance.
+Compared in this order: both wishes nearly met (ratio within a point, expansion within 5 %); least
+drift from the wishes, in levels; the most usual shape; multiples that hardware likes; then exact
+drift, distance from the total, and the sizes themselves, so that no two designs tie.
 """
 
 import math
 
 from glassformer.budget.counting import HABITUAL_HEAD, Frame
-from glassformer.budget.question import Budget, Free
-from glassformer.budget.regions import Box
+from glassformer.budget.question import Budget
+from glassformer.budget.regions import Region
 
-#: A point of the ratio counts as much as 5 % of the expansion: one unit of drift.
+#: One unit of drift: a point of the embedding ratio, or 5 % of the expansion.
 RATIO_UNIT, GLU_UNIT = 0.01, 0.05
-#: What a free aspect (d_model / n_layers) and a free expansion settle at: 256 x 8, 128 x 4; 8/3.
+#: The usual d_model / n_layers (256 wide and 8 deep, 128 and 4), and the usual expansion.
 ASPECT, EXPANSION = 32.0, 8 / 3
 
-#: What rounding may do to a bound.
+#: Allowance for rounding errors in a bound.
 SLACK = 1e-9
-#: The level of no drift at all, and of a quarter of a unit.
+#: The lowest level of drift: up to a quarter of a unit.
 LEAST = 1
 
 Key = tuple[float, ...]
-#: Where level and exact drift stand in a key.
+#: Index of the level and of the exact drift in a key.
 LEVEL, DRIFT = 1, 4
 
 
 def level(units: float) -> int:
-    """Drift in steps, from LEAST on: quarters of a unit up to one, tenths of itself beyond.
+    """Return drift as a level: quarters of a unit up to 1, then steps of 10 %.
 
-    Drifts of one level count as equal, so that shape and multiples have a say.
+    Drifts of one level count as equal, so that shape and multiples decide between them.
     """
     if units <= 1.0:
         return max(LEAST, math.ceil(units * 4 - 1e-9))
@@ -37,28 +37,27 @@ def level(units: float) -> int:
 
 
 def least_drift(level: float) -> float:
-    """No drift of this level, or of a higher one, is less."""
+    """Return the lower bound of all drifts of this level."""
     if level <= LEAST:
         return 0.0
     return (level - 1) / 4 if level <= 4 else float(1.1 ** (level - 5))
 
 
-class Preference:
-    """The order of designs of one budget whose counts lie between two bounds."""
+class Ordering:
+    """The order of the designs of one budget with counts between two bounds."""
 
     def __init__(self, budget: Budget, *, low: int, high: int) -> None:
         self.budget = budget
         self.low, self.high = low, high
-        ratio, glu = budget.embedding_ratio, budget.glu_expansion
-        self.ratio = None if isinstance(ratio, Free) else ratio.value
-        self.glu = None if isinstance(glu, Free) else glu.value
+        self.ratio = None if budget.ratio is None else budget.ratio.value
+        self.glu = None if budget.expansion is None else budget.expansion.value
 
     def wished_ffn(self, frame: Frame) -> float:
-        """The d_ff, not whole, of the wished expansion, or of the habitual one."""
+        """Return the d_ff, not rounded, of the wished expansion, or of the usual one."""
         return (EXPANSION if self.glu is None else self.glu) * frame.d_model
 
     def key(self, frame: Frame, n_layers: int, d_ff: int) -> Key:
-        """Smaller is better."""
+        """Return the key of a design; the smallest is the best."""
         ratio = glu = 0.0
         if self.ratio is not None:
             share = frame.covered / frame.count(n_layers, d_ff)
@@ -80,90 +79,94 @@ class Preference:
         )
 
     def _shape(self, frame: Frame, n_layers: int, d_ff: int) -> int:
-        """How unusual: aspect, a head width or expansion that nobody asked for, in half powers."""
+        """Return how unusual the shape is, in half powers of two.
+
+        Counted are the aspect, and a head width or expansion that was left free.
+        """
         away = abs(math.log2(frame.d_model / n_layers / ASPECT))
         if self.budget.free_head_width:
             away += abs(math.log2(frame.n_heads * frame.d_head / frame.d_model))
-        if self.budget.n_heads is None:
+        if self.budget.heads == "any":
             away += abs(math.log2(frame.d_head / HABITUAL_HEAD))
         if self.glu is None:
             away += abs(math.log2(d_ff / frame.d_model / EXPANSION))
         return math.ceil(2 * away - 1e-9)
 
-    # --- what cannot be better ----------------------------------------------------------------
+    # --- lower bounds -----------------------------------------------------------------------------
 
-    def bound(self, box: Box) -> Key:
-        """No key of a design in this box begins smaller."""
-        small, large = box.small, box.large
-        low, high = box.least, box.most
+    def bound(self, region: Region) -> Key:
+        """Return a lower bound of the first five entries of every key in a region."""
+        small, large = region.small, region.large
+        low, high = region.least, region.most
         ratio = glu = 0.0
         if self.ratio is not None:
             away = max(small.covered / high - self.ratio, self.ratio - large.covered / low)
             ratio = max(0.0, away / RATIO_UNIT)
         if self.glu is not None:
-            glu = self._glu_drift(box, low, high)
+            glu = self._glu_drift(region, low, high)
         both = ratio + glu
         if self.ratio is not None and self.glu is not None:
-            both = max(both, self._both_drifts(box, low, high))
-        unfriendly, exact = self._least_unfriendly(box), both
-        if self.glu is not None and box.is_settled and box.shallow == box.deep:
-            more, drift = self._friendly_drift(box, low, high)
+            both = max(both, self._both_drifts(region, low, high))
+        unfriendly, exact = self._least_unfriendly(region), both
+        if self.glu is not None and region.one_width and region.shallow == region.deep:
+            more, drift = self._friendly_drift(region, low, high)
             unfriendly, exact = unfriendly + more, max(both, drift)
         return (
             float(max(ratio, glu) > 1.0 + SLACK),
             level(_rounded_down(both)),
-            self._least_shape(box, low, high),
+            self._least_shape(region, low, high),
             unfriendly,
             round(_rounded_down(exact), 9),
         )
 
-    def _expansions(self, box: Box, low: float, high: float) -> tuple[float, float]:
-        """No expansion of a design in this box that counts from `low` to `high` lies outside."""
-        small, large, room = box.small, box.large, box.room
-        least = ((low - large.outside) / box.deep - large.base) / large.column
-        most = ((high - small.outside) / box.shallow - small.base) / small.column
-        if room.wide is not None:
-            most = min(most, room.wide)
-        return max(least, room.narrow) / large.d_model, most / small.d_model
+    def _expansions(self, region: Region, low: float, high: float) -> tuple[float, float]:
+        """Return the range of expansions of designs with counts from `low` to `high`."""
+        small, large, allowed = region.small, region.large, region.allowed
+        least = ((low - large.outside) / region.deep - large.base) / large.column
+        most = ((high - small.outside) / region.shallow - small.base) / small.column
+        if allowed.most_ffn is not None:
+            most = min(most, allowed.most_ffn)
+        return max(least, allowed.least_ffn) / large.d_model, most / small.d_model
 
-    def _glu_drift(self, box: Box, low: float, high: float) -> float:
+    def _glu_drift(self, region: Region, low: float, high: float) -> float:
         assert self.glu is not None
-        least, most = self._expansions(box, low, high)
+        least, most = self._expansions(region, low, high)
         return max(least / self.glu - 1.0, 1.0 - most / self.glu, 0.0) / GLU_UNIT
 
-    def _both_drifts(self, box: Box, low: float, high: float) -> float:
-        """The least sum of both drifts, which one count must have together.
+    def _both_drifts(self, region: Region, low: float, high: float) -> float:
+        """Return a lower bound of the sum of both drifts, which depend on the same count.
 
-        Between its turns the sum is concave or monotone in the count, but where a falling ratio
-        meets a growing expansion: there it is least where the two balance.
+        As a function of the count, the sum is concave or monotone between its break points, so its
+        minimum is at one of them. The exception is a range where the ratio's drift falls while
+        the expansion's grows: c / count + g * count is least at count = sqrt(c / g).
         """
         assert self.ratio is not None and self.glu is not None
-        small, large, glu = box.small, box.large, self.glu
-        growth = glu * large.d_model * box.deep * large.column * GLU_UNIT / RATIO_UNIT
+        small, large, glu = region.small, region.large, self.glu
+        growth = glu * large.d_model * region.deep * large.column * GLU_UNIT / RATIO_UNIT
         turns = [small.covered / self.ratio, large.covered / self.ratio]
         turns += [low, high, math.sqrt(small.covered * growth)]
-        for d_ff in (glu * small.d_model, box.room.wide):
+        for d_ff in (glu * small.d_model, region.allowed.most_ffn):
             if d_ff is not None:
-                turns.append(small.outside + box.shallow * (small.base + small.column * d_ff))
-        for d_ff in (glu * large.d_model, box.room.narrow):
-            turns.append(large.outside + box.deep * (large.base + large.column * d_ff))
+                turns.append(small.outside + region.shallow * (small.base + small.column * d_ff))
+        for d_ff in (glu * large.d_model, region.allowed.least_ffn):
+            turns.append(large.outside + region.deep * (large.base + large.column * d_ff))
         least = math.inf
         for count in turns:
             if low <= count <= high:
                 ratio = max(small.covered / count - self.ratio, self.ratio - large.covered / count)
-                drift = max(0.0, ratio / RATIO_UNIT) + self._glu_drift(box, count, count)
+                drift = max(0.0, ratio / RATIO_UNIT) + self._glu_drift(region, count, count)
                 if drift <= 0.0:
                     return 0.0
                 least = min(least, drift)
         return least
 
-    def _friendly_drift(self, box: Box, low: int, high: int) -> tuple[int, float]:
-        """At one width and depth: how unfriendly d_ff is at least, and the least drift of those."""
+    def _friendly_drift(self, region: Region, low: int, high: int) -> tuple[int, float]:
+        """Return the lowest `_unfriendly` of a d_ff at one width and depth, and its least drift."""
         assert self.glu is not None
-        d_model, wished = box.small.d_model, self.glu * box.small.d_model
-        least, most = self._expansions(box, low, high)
+        d_model, wished = region.small.d_model, self.glu * region.small.d_model
+        least, most = self._expansions(region, low, high)
         narrow, wide = math.ceil(least * d_model - 1e-3), math.floor(most * d_model + 1e-3)
-        units = [math.lcm(by, box.room.multiple) for by in (64, 8, 2, 1)]
+        units = [math.lcm(by, region.allowed.ffn_step) for by in (64, 8, 2, 1)]
         unfriendly = next((i for i, by in enumerate(units) if wide // by * by >= narrow), None)
         if unfriendly is None:
             return 0, math.inf
@@ -178,38 +181,38 @@ class Preference:
                 glu = abs(d_ff / wished - 1.0) / GLU_UNIT
                 if glu >= drift:
                     break
-                drift = min(drift, glu + self._ratio_drift(box, d_ff))
-            else:  # from there on, the expansion alone
+                drift = min(drift, glu + self._ratio_drift(region, d_ff))
+            else:  # beyond these, the drift of the expansion alone is a bound
                 drift = min(drift, abs((first + 4 * way) * unit / wished - 1.0) / GLU_UNIT)
         return unfriendly, drift
 
-    def _ratio_drift(self, box: Box, d_ff: int) -> float:
-        """The least of any rank at one width and depth, with this d_ff."""
+    def _ratio_drift(self, region: Region, d_ff: int) -> float:
+        """Return the ratio's least drift over all ranks at one width, depth and d_ff."""
         if self.ratio is None:
             return 0.0
-        small, large = box.small, box.large
-        least = small.covered / small.count(box.deep, d_ff)
-        most = large.covered / large.count(box.deep, d_ff)
+        small, large = region.small, region.large
+        least = small.covered / small.count(region.deep, d_ff)
+        most = large.covered / large.count(region.deep, d_ff)
         return max(0.0, least - self.ratio, self.ratio - most) / RATIO_UNIT
 
-    def _least_shape(self, box: Box, low: int, high: int) -> int:
-        small, large = box.small, box.large
-        least, most = small.d_model / box.deep / ASPECT, large.d_model / box.shallow / ASPECT
+    def _least_shape(self, region: Region, low: int, high: int) -> int:
+        small, large = region.small, region.large
+        least, most = small.d_model / region.deep / ASPECT, large.d_model / region.shallow / ASPECT
         away = _outside(least, most)
-        if box.is_settled:
+        if region.one_width:
             if self.budget.free_head_width:
                 away += abs(math.log2(small.n_heads * small.d_head / small.d_model))
-            if self.budget.n_heads is None:
+            if self.budget.heads == "any":
                 away += abs(math.log2(small.d_head / HABITUAL_HEAD))
         if self.glu is None:
-            least, most = self._expansions(box, low, high)
+            least, most = self._expansions(region, low, high)
             away += _outside(least / EXPANSION, most / EXPANSION)
         return math.ceil(2 * away - 2 * SLACK)
 
-    def _least_unfriendly(self, box: Box) -> int:
-        unfriendly = _friendliest(box.small.d_model, box.large.d_model)
-        if box.is_settled:
-            unfriendly += _unfriendly(box.small.d_head)
+    def _least_unfriendly(self, region: Region) -> int:
+        unfriendly = _friendliest(region.small.d_model, region.large.d_model)
+        if region.one_width:
+            unfriendly += _unfriendly(region.small.d_head)
         return unfriendly
 
 
@@ -218,15 +221,15 @@ def _rounded_down(drift: float) -> float:
 
 
 def _outside(least: float, most: float) -> float:
-    """How far, in powers of two, from 1 to the nearest number between these."""
+    """Return the distance, in powers of two, from 1 to the interval [least, most]."""
     return max(0.0, math.log2(least), -math.log2(max(most, 1e-300)))
 
 
 def _friendliest(low: int, high: int) -> int:
-    """The least unfriendly size between these."""
+    """Return the lowest `_unfriendly` of any size between these."""
     return next((i for i, by in enumerate((64, 8, 2)) if high // by * by >= low), 3)
 
 
 def _unfriendly(size: int) -> int:
-    """0 for a multiple of 64, 1 of 8, 2 of 2, 3 for the rest: what hardware likes."""
+    """Return 0 for a multiple of 64, 1 of 8, 2 of 2, and 3 for the rest: what hardware likes."""
     return next((i for i, by in enumerate((64, 8, 2)) if size % by == 0), 3)

@@ -1,19 +1,9 @@
-"""The closed boxes of a search, in the order of the best that each may hold.
+"""Best-first branch and bound: among all designs that keep the hard limits, the best one.
 
-Now and then one is followed down to its end, always into its most promising part: a design that is
-found early spares the boxes that cannot hold a better one, and is there if the search must end.
-
-Depth and d_ff of one frame: every pair whose count is within the limits, or nearest to a target.
-
-A count is what stands outside and depth times layer. So the pairs are found along the depths, along
-the values of d_ff, or, where the counts are few, from the divisors of each: whichever are fewer.
-
-The search: of all designs that keep the hard limits, the best one.
-
-Hard are the count, the limits of ratio and expansion, depth and aspect; `preference` orders what is
-left. Boxes of designs are opened in the order of the best that they may hold, so a search ends when
-the best design found is better than any that a closed box may hold, or when its effort is spent:
-then what it has found is the best so far, and `is_proven` is False.
+Hard limits are the count, limits on ratio and expansion, depth and aspect; `ordering` compares what
+is left. Regions are opened in the order of their lower bounds, so a search ends when its best
+design is better than the bound of every unopened region; then the result is proven. If the effort
+is spent before, the result is the best so far and `is_proven` is False.
 """
 
 import heapq
@@ -24,31 +14,44 @@ from dataclasses import dataclass
 
 from glassformer.budget.counting import Frame, Widths
 from glassformer.budget.effort import Effort
-from glassformer.budget.ordering import DRIFT, LEVEL, Key, Preference, least_drift
+from glassformer.budget.ordering import DRIFT, LEVEL, Key, Ordering, least_drift
 from glassformer.budget.question import Budget
-from glassformer.budget.regions import Box, Boxes, Limits, ffns
-from glassformer.spec.divisors import divisors_between
+from glassformer.budget.regions import Limits, Region, Regions
 
-#: After so many boxes one is followed down.
+#: After this many regions one is followed down to a leaf.
 DIVE = 64
+#: The bound of a region costs this many evaluations.
+BOUND = 2
+#: This many runs of depths or d_ffs are one evaluation; in a search for the nearest count, fewer.
+RUNS, NEAREST_RUNS = 64, 8
+#: Up to this many values of d_ff are all compared; of more, those where the key turns.
+FEW = 64
+#: Multiples of d_ff that are tried next to such a turn.
+FRIENDLY = (1, 8, 64)
 
-Entry = tuple[Key, int, Box]
+#: Compared before the key: the least value up to a depth and a width.
+First = Callable[[int, int], float]
+Entry = tuple[Key, int, Region]
 
 
 class Frontier:
-    """Boxes that a search has not opened; `bound` is the least key in a box."""
+    """The unopened regions of a search, by lower bound.
 
-    def __init__(self, bound: Callable[[Box], Key]) -> None:
+    Now and then one is followed down to its end, always into its most promising part: a design that
+    is found early prunes regions, and is there if the search has to stop.
+    """
+
+    def __init__(self, bound: Callable[[Region], Key]) -> None:
         self._bound = bound
         self._heap: list[Entry] = []
-        self._order = itertools.count(0, -1)  # of two alike the later, which is smaller
+        self._order = itertools.count(0, -1)  # of two equal bounds the later, which is smaller
         self._turn = itertools.count(1)
         self._dives = False
         self._ahead: Entry | None = None
 
-    def push(self, parts: Iterable[Box], *, best: Key) -> None:
-        """Those parts of the last box that may hold something as good as the best."""
-        bounds = ((self._bound(box), next(self._order), box) for box in parts)
+    def push(self, parts: Iterable[Region], *, best: Key) -> None:
+        """Add the parts of the last region that may hold a design as good as `best`."""
+        bounds = ((self._bound(region), next(self._order), region) for region in parts)
         entries = [entry for entry in bounds if entry[0] <= best]
         if self._dives and entries:
             self._ahead = min(entries)
@@ -57,11 +60,11 @@ class Frontier:
             heapq.heappush(self._heap, entry)
 
     def is_done(self, best: Key) -> bool:
-        """Whether no closed box may hold something as good as the best."""
+        """Return True if no unopened region may hold a design as good as `best`."""
         return self._ahead is None and not (self._heap and self._heap[0][0] <= best)
 
-    def pop(self) -> Box:
-        """The next box to open."""
+    def pop(self) -> Region:
+        """Return the next region to open."""
         entry, self._ahead = self._ahead, None
         if entry is None:
             self._dives = next(self._turn) % DIVE == 0
@@ -69,132 +72,14 @@ class Frontier:
         return entry[2]
 
     def bounds(self, best: Key) -> Iterator[Key]:
-        """Of the boxes that may hold something as good as the best."""
+        """Yield the lower bounds of the unopened regions that may match `best`."""
         entries = self._heap if self._ahead is None else [self._ahead, *self._heap]
         return (bound for bound, _, _ in entries if bound <= best)
 
 
-#: Finding the divisors of one count takes as long as so many depths.
-DIVIDING = 400
-#: So many depths, or values of d_ff, take as long as one box; so many with the nearest count.
-GLANCES, NEAREST = 64, 8
-
-
-def is_tight(box: Box) -> bool:
-    """Whether its one frame has at most one d_ff at each depth, and one depth with each d_ff."""
-    frame, room = box.small, box.room
-    step = min(frame.column * box.shallow, frame.base + frame.column * room.narrow)
-    return box.is_frame and room.high - room.low < step
-
-
-def looks(box: Box) -> int:
-    """How many looks `sizes` takes at most."""
-    fewer = min(box.deep - box.shallow + 1, len(box.d_ffs))
-    if is_tight(box):
-        fewer = min(fewer, DIVIDING * len(_shared_counts(box)))
-    return 1 + fewer // GLANCES
-
-
-def nearest_looks(box: Box) -> int:
-    """How many looks `nearest` takes at most."""
-    if is_tight(box):  # most depths have no count at all
-        return looks(box)
-    return 1 + min(box.deep - box.shallow + 1, len(box.d_ffs)) // NEAREST
-
-
-def sizes(box: Box) -> Iterator[tuple[int, range]]:
-    """Every depth of the one frame of a box, and each d_ff that it may have there."""
-    if not is_tight(box):
-        yield from _by_depth(box)
-        return
-    depths, d_ffs = box.deep - box.shallow + 1, len(box.d_ffs)
-    if DIVIDING * len(_shared_counts(box)) < min(depths, d_ffs):
-        yield from _by_divisor(box)
-    elif d_ffs >= depths:
-        yield from _by_depth(box)
-    else:
-        yield from _by_ffn(box)
-
-
-def _by_depth(box: Box) -> Iterator[tuple[int, range]]:
-    frame, room = box.small, box.room
-    outside, base, column, low, high = frame.outside, frame.base, frame.column, room.low, room.high
-    for n_layers in range(box.shallow, box.deep + 1):
-        fixed, slope = outside + n_layers * base, n_layers * column * room.multiple
-        if high - (high - fixed) % slope >= low:
-            at_depth = ffns(frame, room, n_layers)
-            if at_depth:
-                yield n_layers, at_depth
-
-
-def _by_ffn(box: Box) -> Iterator[tuple[int, range]]:
-    frame, room = box.small, box.room
-    outside, base, column, low, high = frame.outside, frame.base, frame.column, room.low, room.high
-    for d_ff in box.d_ffs:
-        layer = base + column * d_ff
-        n_layers = (high - outside) // layer
-        if outside + n_layers * layer >= low and box.shallow <= n_layers <= box.deep:
-            yield n_layers, range(d_ff, d_ff + 1)
-
-
-def shared(box: Box) -> int:
-    """What divides every layer of its one frame."""
-    return math.gcd(box.small.base, box.small.column * box.room.multiple)
-
-
-def _shared_counts(box: Box) -> range:
-    """All layers together, in units of what each of them is a multiple of."""
-    unit, outside = shared(box), box.small.outside
-    least = max(1, -((outside - box.room.low) // unit))
-    return range(least, (box.room.high - outside) // unit + 1)
-
-
-def _by_divisor(box: Box) -> Iterator[tuple[int, range]]:
-    frame, d_ffs, unit = box.small, box.d_ffs, shared(box)
-    for count in _shared_counts(box):
-        for n_layers in divisors_between(count, box.shallow, box.deep):
-            d_ff, rest = divmod(count // n_layers * unit - frame.base, frame.column)
-            if rest == 0 and d_ff in d_ffs:
-                yield n_layers, range(d_ff, d_ff + 1)
-
-
-def nearest(box: Box, target: int) -> Iterator[tuple[int, int]]:
-    """Depth and d_ff of one frame's counts around the target: for each depth, or each d_ff."""
-    frame, room, d_ffs = box.small, box.room, box.d_ffs
-    if len(d_ffs) > box.deep - box.shallow:
-        for n_layers, at_depth in _by_depth(box):
-            fixed, slope = frame.outside + n_layers * frame.base, n_layers * frame.column
-            below = (target - fixed) // slope // room.multiple * room.multiple
-            near = {min(max(f, at_depth[0]), at_depth[-1]) for f in (below, below + room.multiple)}
-            yield from ((n_layers, d_ff) for d_ff in near)
-        return
-    for d_ff in d_ffs:
-        layer = frame.base + frame.column * d_ff
-        least = max(box.shallow, -(-(room.low - frame.outside) // layer))
-        most = min(box.deep, (room.high - frame.outside) // layer)
-        if least <= most:
-            below = (target - frame.outside) // layer
-            near = {min(max(n, least), most) for n in (below, below + 1)}
-            yield from ((n_layers, d_ff) for n_layers in near)
-
-
-#: So many values of d_ff are all looked at; of more, those where something turns.
-FEW = 64
-
-#: The bound of a box takes so many looks.
-BOUND = 2
-#: So many looks for designs of the nearest count one after the other; then the best one first.
-TIES = 500
-
-#: What should be small before everything else: the least of it up to a depth and a width.
-First = Callable[[int, int], float]
-#: What the values of d_ff around a turn are multiples of.
-FRIENDLY = (1, 8, 64)
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A frame with its depth and d_ff, and the key by which it was preferred."""
+    """A design as the search sees it: a frame with depth and d_ff, and its key."""
 
     key: Key
     frame: Frame
@@ -203,20 +88,20 @@ class Found:
 
     @property
     def count(self) -> int:
-        """Parameters of the whole model."""
+        """The number of parameters."""
         return self.frame.count(self.n_layers, self.d_ff)
 
     @property
     def drift(self) -> float:
-        """How far both wishes were left, in units of the preference."""
+        """The drift from both wishes, in units of the ordering."""
         return self.key[DRIFT]
 
 
 class Search:
-    """One budget between two counts, which are its own unless others are given.
+    """A search through the designs of a budget, between its own bounds or other counts.
 
-    `is_proven`: nothing that was left unopened could be better; else none of it is better than
-    `least`, which is a drift, or for the nearest count a distance.
+    After a search that is not proven, `least` is a lower bound of what was left unopened: of the
+    drift, or of the distance in a search for the nearest count.
     """
 
     def __init__(
@@ -232,35 +117,33 @@ class Search:
         self.low = least if low is None else low
         self.high = most if high is None else high
         self.widths = Widths(budget)
-        self.preference = Preference(budget, low=self.low, high=self.high)
+        self.ordering = Ordering(budget, low=self.low, high=self.high)
         self.effort = Effort() if effort is None else effort
         self.is_proven = True
         self.least = 0.0
         self._begun = self.effort.spent
 
     @property
-    def opened(self) -> int:
-        """How many looks it took."""
+    def evaluations(self) -> int:
+        """The number of evaluations so far."""
         return self.effort.spent - self._begun
 
-    def _limits(self) -> Limits:
-        return Limits(self.budget, low=self.low, high=self.high)
+    def _regions(self) -> Regions:
+        limits = Limits(self.budget, low=self.low, high=self.high)
+        return Regions(self.widths, limits, self.effort)
 
-    def _boxes(self, limits: Limits) -> Boxes:
-        return Boxes(self.widths, limits, self.effort)
-
-    # --- the best ---------------------------------------------------------------------------------
+    # --- the best design --------------------------------------------------------------------------
 
     def best(self, *, than: Found | None = None) -> Found | None:
-        """The least key, or nothing where no design keeps the limits; or what is best so far."""
+        """Return the design with the least key, or `than` if none has a smaller one."""
         return self._least(lambda deep, wide: 0.0, self._choices, found=than)
 
     def deepest(self) -> Found | None:
-        """The most layers, then the least key."""
+        """Return the design with the most layers, then the least key."""
         return self._least(lambda deep, wide: -deep, self._few)
 
     def widest(self) -> Found | None:
-        """The largest d_model, then the least key."""
+        """Return the design with the largest d_model, then the least key."""
         return self._least(lambda deep, wide: -wide, self._few)
 
     def _least(
@@ -270,40 +153,45 @@ class Search:
         *,
         found: Found | None = None,
     ) -> Found | None:
-        limits, prefer = self._limits(), self.preference
-        boxes = self._boxes(limits)
+        regions, ordering = self._regions(), self.ordering
         best: Key = (math.inf,) if found is None else (0.0, *found.key)
 
-        def bound(box: Box) -> Key:
+        def bound(region: Region) -> Key:
             self.effort.spend(BOUND)
-            return (first(box.deep, box.large.d_model), *prefer.bound(box))
+            return (first(region.deep, region.large.d_model), *ordering.bound(region))
 
-        closed = Frontier(bound)
-        closed.push(boxes.every(), best=best)
-        while not closed.is_done(best):
-            if self.effort.is_over:
+        frontier = Frontier(bound)
+        frontier.push(regions.whole(), best=best)
+        while not frontier.is_done(best):
+            if self.effort.is_spent:
                 self.is_proven = False
-                self.least = least_drift(min(bound[1 + LEVEL] for bound in closed.bounds(best)))
+                self.least = least_drift(min(bound[1 + LEVEL] for bound in frontier.bounds(best)))
                 break
-            box = closed.pop()
-            if not box.is_leaf and not is_tight(box):
-                closed.push(boxes.split(box), best=best)
+            region = frontier.pop()
+            if not region.is_leaf and not region.is_tight:
+                frontier.push(regions.split(region), best=best)
                 continue
-            frame = box.small
-            room = limits.room(frame, frame)  # with each d_ff of its depths
-            whole = Box(frame, frame, box.shallow, box.deep, room, is_settled=True)
-            self.effort.spend(looks(whole))
-            for n_layers, d_ffs in sizes(whole):
+            frame = region.small
+            allowed = regions.limits.allowed(frame, frame)  # every d_ff, not a part of them
+            full = Region(frame, frame, region.shallow, region.deep, allowed, one_width=True)
+            for n_layers, d_ffs in self._enumerated(full):
                 at_depth = first(n_layers, frame.d_model)
                 for d_ff in choices(frame, n_layers, d_ffs):
                     self.effort.spend(1)
-                    key = (at_depth, *prefer.key(frame, n_layers, d_ff))
+                    key = (at_depth, *ordering.key(frame, n_layers, d_ff))
                     if key < best:
                         best, found = key, Found(key[1:], frame, n_layers, d_ff)
         return found
 
+    def _enumerated(self, region: Region) -> Iterator[tuple[int, range]]:
+        """Yield each depth of a single frame with every d_ff that is allowed there."""
+        self.effort.spend(1 + min(len(region.depths), len(region.d_ffs)) // RUNS)
+        for depths, d_ffs in region.runs():
+            for n_layers in depths:
+                yield n_layers, d_ffs
+
     def _choices(self, frame: Frame, n_layers: int, d_ffs: range) -> Iterator[int]:
-        """All of them if they are few, else the places where a preference turns."""
+        """Yield every d_ff if they are few, otherwise those where the key turns."""
         yield from d_ffs if len(d_ffs) <= FEW else self._turns(frame, n_layers, d_ffs, FRIENDLY)
 
     def _few(self, frame: Frame, n_layers: int, d_ffs: range) -> Iterator[int]:
@@ -312,14 +200,14 @@ class Search:
     def _turns(
         self, frame: Frame, n_layers: int, d_ffs: range, friendly: tuple[int, ...]
     ) -> Iterator[int]:
-        """Ends, the wishes, the total; and the friendly values around them."""
+        """Yield the ends, the d_ffs that meet a wish or the total, and multiples nearby."""
         if not d_ffs:
             return
         fixed, slope = frame.outside + n_layers * frame.base, n_layers * frame.column
         turns = [((self.low + self.high) / 2 - fixed) / slope, float(d_ffs[0]), float(d_ffs[-1])]
-        turns.append(self.preference.wished_ffn(frame))
-        if self.preference.ratio is not None:
-            turns.append((frame.covered / self.preference.ratio - fixed) / slope)
+        turns.append(self.ordering.wished_ffn(frame))
+        if self.ordering.ratio is not None:
+            turns.append((frame.covered / self.ordering.ratio - fixed) / slope)
         seen = set()
         for turn in turns:
             for multiple in friendly:
@@ -329,79 +217,93 @@ class Search:
                         seen.add(chosen)
                         yield chosen
 
-    # --- the count alone --------------------------------------------------------------------------
+    # --- any design, and the nearest count --------------------------------------------------------
 
-    def feasible(self) -> bool:
-        """Whether any design keeps every limit."""
+    def is_feasible(self) -> bool:
+        """Return True if some design keeps every limit."""
         return self.first() is not None
 
     def first(self) -> Found | None:
-        """A design that keeps every limit, or nothing where none does."""
-        boxes = self._boxes(self._limits())
-        stack = list(boxes.every())
+        """Return any design that keeps every limit."""
+        regions = self._regions()
+        stack = list(regions.whole())
         while stack:
-            if self.effort.is_over:
+            if self.effort.is_spent:
                 self.is_proven = False
                 break
-            box = stack.pop()
-            if not box.is_frame:
-                stack.extend(boxes.split(box))
+            region = stack.pop()
+            if not region.is_frame:
+                stack.extend(regions.split(region))
                 continue
-            self.effort.spend(looks(box))
-            for n_layers, d_ffs in sizes(box):
-                near = self._few(box.small, n_layers, d_ffs)
-                key, d_ff = min((self.preference.key(box.small, n_layers, f), f) for f in near)
-                return Found(key, box.small, n_layers, d_ff)
+            for n_layers, d_ffs in self._enumerated(region):
+                near = self._few(region.small, n_layers, d_ffs)
+                key, d_ff = min((self.ordering.key(region.small, n_layers, f), f) for f in near)
+                return Found(key, region.small, n_layers, d_ff)
         return None
 
     def closest(self, target: int) -> Found | None:
-        """The count nearest to the target, then the least key."""
-        found, rest = self._closest(target, ties=TIES)
-        if found is None or not rest:
+        """Return the design whose count is nearest to `target`, and among equals the best one.
+
+        `nearest` finds the least distance `away`. A design at this distance has one of two counts,
+        target - away or target + away, so a search for the best at each of them, with the same
+        ordering, finds the best of all. Neither can return nothing that `nearest` has found:
+        `best(than=found)` keeps `found` unless it finds a smaller key.
+        """
+        found = self.nearest(target)
+        if found is None or not self.is_proven:
             return found
         away = abs(found.count - target)
         for count in sorted({target - away, target + away}):
             if self.low <= count <= self.high:
                 at_count = Search(self.budget, low=count, high=count, effort=self.effort.share(2))
-                at_count.preference = self.preference
+                at_count.ordering = self.ordering
                 found = at_count.best(than=found)
                 self.is_proven &= at_count.is_proven
         return found
 
-    def nearest_count(self, target: int) -> int | None:
-        """The nearest count alone: one design that has it is enough."""
-        found, _ = self._closest(target, ties=0)
-        return None if found is None else found.count
+    def nearest(self, target: int) -> Found | None:
+        """Return one design whose count is nearest to `target`.
 
-    def _closest(self, target: int, *, ties: int) -> tuple[Found | None, bool]:
-        """With the nearest count; whether so many looks have left others that have it too."""
-        limits, found = self._limits(), None
-        boxes, away = self._boxes(limits), self.high + target
-        also, left = int(ties > 0), ties
-        closed = Frontier(lambda box: (max(0, box.least - target, target - box.most),))
-        closed.push(boxes.every(), best=(away,))
-        while not closed.is_done((away - 1 + also,)):
-            before, is_nearest = self.effort.spent, closed.is_done((away - 1,))
-            if self.effort.is_over and not is_nearest:
+        Regions are opened by the distance from their range of counts to `target`. Once a design is
+        found at distance `away`, only smaller distances are of interest: regions with a bound of
+        `away` or more are dropped, and the limits are narrowed to counts strictly nearer. So when
+        no region with a bound of at most away - 1 is left, no count is nearer.
+        """
+        regions, found, away = self._regions(), None, self.high + target
+        frontier = Frontier(lambda region: (max(0, region.least - target, target - region.most),))
+        frontier.push(regions.whole(), best=(away - 1,))
+        while not frontier.is_done((away - 1,)):
+            if self.effort.is_spent:
                 self.is_proven = False
-                self.least = min(bound[0] for bound in closed.bounds((away - 1,)))
-                return found, False
-            if is_nearest and (self.effort.is_over or left <= 0):
-                return found, True
-            box = closed.pop()
-            if not box.is_frame:
-                closed.push(boxes.split(box), best=(away - 1 + also,))
+                self.least = min(bound[0] for bound in frontier.bounds((away - 1,)))
+                break
+            region = frontier.pop()
+            if not region.is_frame:
+                frontier.push(regions.split(region), best=(away - 1,))
+                continue
+            frame, depths = region.small, region.depths
+            for narrowed in regions.cut(frame, frame, depths=depths, one_width=True):
+                for n_layers, d_ff in self._around(narrowed, target):
+                    distance = abs(frame.count(n_layers, d_ff) - target)
+                    if distance < away:
+                        key = self.ordering.key(frame, n_layers, d_ff)
+                        away, found = distance, Found(key, frame, n_layers, d_ff)
+            regions.limits.low = max(self.low, target - away + 1)
+            regions.limits.high = min(self.high, target + away - 1)
+        return found
+
+    def _around(self, region: Region, target: int) -> Iterator[tuple[int, int]]:
+        """Yield, for each run of a single frame, its two designs around the target."""
+        per_run = RUNS if region.is_tight else NEAREST_RUNS
+        self.effort.spend(1 + min(len(region.depths), len(region.d_ffs)) // per_run)
+        frame = region.small
+        for depths, d_ffs in region.runs():
+            if len(d_ffs) > 1:
+                fixed = frame.outside + depths[0] * frame.base
+                below = (target - fixed) // (depths[0] * frame.column) // d_ffs.step * d_ffs.step
+                for d_ff in (below, below + d_ffs.step):
+                    yield depths[0], min(max(d_ff, d_ffs[0]), d_ffs[-1])
             else:
-                for near in boxes.cut(box.small, box.small, depths=box.depths, is_settled=True):
-                    self.effort.spend(nearest_looks(near))
-                    for n_layers, d_ff in nearest(near, target):
-                        distance = abs(near.small.count(n_layers, d_ff) - target)
-                        if distance >= away + also:
-                            continue
-                        key = self.preference.key(near.small, n_layers, d_ff)
-                        if distance < away or found is None or key < found.key:
-                            away, found = distance, Found(key, near.small, n_layers, d_ff)
-                limits.low = max(self.low, target - away + 1 - also)
-                limits.high = min(self.high, target + away - 1 + also)
-            left -= is_nearest * (self.effort.spent - before)
-        return found, False
+                below = (target - frame.outside) // (frame.base + frame.column * d_ffs[0])
+                for n_layers in (below, below + 1):
+                    yield min(max(n_layers, depths[0]), depths[-1]), d_ffs[0]

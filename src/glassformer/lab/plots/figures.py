@@ -1,22 +1,18 @@
-"""The confusion of an evaluation as a picture: a grid a table, the number in every cell.
+"""Figures: confusion tables of an evaluation, a learning-rate range test, a design.
 
-A range test as a picture and in a terminal: the loss over the rate, the range, the choice.
-
-A design as a picture: where its parameters are, and what neighbouring wishes would give.
+A design is drawn with its parameters by component, and with the designs of neighbouring wishes.
 """
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from glassformer.budget.design import design_of
-from glassformer.budget.effort import Effort, OutOfPatience
-from glassformer.budget.ordering import GLU_UNIT, RATIO_UNIT
-from glassformer.budget.question import Answer, Budget, Design, Target
-from glassformer.budget.search import Search
+from glassformer.budget.answer import Answer, Design
+from glassformer.budget.design import drift, neighbour
+from glassformer.budget.infeasible import Undecided
+from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocate
 from glassformer.lab.measure.confusion import READINGS, ROWS, Table, order, shares
 from glassformer.lab.plots.terminal import Line, plot
@@ -125,46 +121,27 @@ def _clipped(curve: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
 
 RATIOS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 EXPANSIONS = (1.5, 2.0, 2.66, 3.0, 3.5, 4.0, 5.0)
-#: Drift is coloured up to here: 5 points of the ratio, or a quarter of the expansion.
-MOST = 5.0
-#: Looks for one cell.
-LOOKS = 12_000
+#: Colours end at this drift: 5 points of the ratio, or a quarter of the expansion.
+MOST_DRIFT = 5.0
 
 
 def landscape(budget: Budget) -> list[list[Design | None]]:
-    """The best design for each pair of wishes: a row for each expansion, a column for each ratio.
+    """Return the best design for each pair of wishes: a row per expansion, a column per ratio.
 
-    None where a hard limit leaves none, or where none was found soon enough.
+    None where a hard limit admits none, or where the search reached its limit.
     """
-    return [[_found(budget, ratio, glu) for ratio in RATIOS] for glu in EXPANSIONS]
+    return [[_cell(budget, ratio, glu) for ratio in RATIOS] for glu in EXPANSIONS]
 
 
-def _found(budget: Budget, ratio: float, glu: float) -> Design | None:
+def _cell(budget: Budget, ratio: float, expansion: float) -> Design | None:
     try:
-        return neighbour(budget, ratio, glu)
-    except OutOfPatience:
+        return neighbour(budget, ratio, expansion)
+    except Undecided:
         return None
 
 
-def neighbour(budget: Budget, ratio: float, glu: float) -> Design | None:
-    """The best design of the same budget with other wishes; `OutOfPatience` where none was found
-    in the looks that a cell has, and none ruled out.
-    """
-    asked = replace(budget, embedding_ratio=Target(value=ratio), glu_expansion=Target(value=glu))
-    search = Search(asked, effort=Effort(LOOKS))
-    found = search.best()
-    if found is None and not search.is_proven:
-        raise OutOfPatience("this cell takes longer than anybody here would wait")
-    return None if found is None else design_of("best", asked, found)
-
-
-def drift(design: Design) -> float:
-    """How far both wishes were missed: a point of the ratio counts as 5 % of the expansion."""
-    return abs(design.ratio_drift or 0.0) / RATIO_UNIT + abs(design.glu_drift or 0.0) / GLU_UNIT
-
-
 def design_figure(answer: Answer) -> bytes:
-    """A PNG: the allocation as a bar, the landscape as a grid of depth x width."""
+    """Return a PNG: the allocation as a bar, the landscape as a grid of layers x d_model."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 5.2), layout="constrained")
@@ -178,7 +155,7 @@ def design_figure(answer: Answer) -> bytes:
     return picture.getvalue()
 
 
-def _draw_allocation(axes, answer: Answer) -> None:  # type: ignore[no-untyped-def]
+def _draw_allocation(axes: Any, answer: Answer) -> None:
     found = allocate(answer.spec)
     layers = {
         name: found.n_layers * count
@@ -204,21 +181,25 @@ def _draw_allocation(axes, answer: Answer) -> None:  # type: ignore[no-untyped-d
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _draw_landscape(figure, axes, budget: Budget) -> None:  # type: ignore[no-untyped-def]
+def _draw_landscape(figure: "Figure", axes: Any, budget: Budget) -> None:
     cells = landscape(budget)
-    values = [[MOST if d is None else min(MOST, drift(d)) for d in row] for row in cells]
-    image = axes.imshow(values, origin="lower", aspect="auto", cmap="viridis_r", vmin=0, vmax=MOST)
+    values = [
+        [MOST_DRIFT if d is None else min(MOST_DRIFT, drift(d)) for d in row] for row in cells
+    ]
+    image = axes.imshow(
+        values, origin="lower", aspect="auto", cmap="viridis_r", vmin=0, vmax=MOST_DRIFT
+    )
     for y, row in enumerate(cells):
         for x, found in enumerate(row):
             text = "-" if found is None else f"{found.sizes.n_layers}x{found.sizes.d_model}"
-            dark = values[y][x] > MOST / 2
+            dark = values[y][x] > MOST_DRIFT / 2
             axes.text(
                 x, y, text, ha="center", va="center", fontsize=7, color="white" if dark else "black"
             )
     axes.set_xticks(range(len(RATIOS)), [f"{ratio:.0%}" for ratio in RATIOS])
     axes.set_yticks(range(len(EXPANSIONS)), [f"{glu:g}" for glu in EXPANSIONS])
-    axes.set_xlabel("asked embedding ratio")
-    axes.set_ylabel("asked GLU expansion")
+    axes.set_xlabel("wished embedding ratio")
+    axes.set_ylabel("wished GLU expansion")
     axes.set_title("layers x d_model of the best design for each pair of wishes", fontsize=9)
     label = "drift: points of the ratio, or steps of 5% of the expansion"
     figure.colorbar(image, ax=axes, label=label, extend="max")

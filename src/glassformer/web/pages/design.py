@@ -1,72 +1,106 @@
-"""A question of the page Design as a command to paste, and as Python.
+"""The page Design: a parameter budget from the sliders, and everything the page shows of it.
 
-The page Design: a parameter budget as the sliders ask it, and everything the page shows of it.
-
-The query has the names of `glassformer.design`; nothing is solved, counted or rounded elsewhere.
-What takes longer than a reader waits is given up: `glass design` has the time.
+The query has the names of `glassformer.design`, and the list of controls is made from `Budget`.
+Nothing is solved, counted or rounded in the browser. A search that takes longer than a reader waits
+is stopped; the page then shows the command to run instead.
 """
 
-import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from glassformer.budget.design import design as solve
-from glassformer.budget.effort import OutOfPatience, patience
+from glassformer.budget.answer import Answer, Design
+from glassformer.budget.design import ask, drift, neighbour, solve
+from glassformer.budget.effort import Effort, SearchStopped
 from glassformer.budget.infeasible import Infeasible, InfeasibleBudget, Undecided, show
-from glassformer.budget.question import Answer, Design, Exact
-from glassformer.costs.flops import flops
-from glassformer.costs.memory import cache_bytes, training_memory, weight_bytes
+from glassformer.budget.question import WISHES, Budget
 from glassformer.costs.parameter_table import allocation_lines
-from glassformer.lab.budget_report import design_numbers, odd_shapes, run_of_design
-from glassformer.lab.plots.figures import EXPANSIONS, MOST, RATIOS, drift, neighbour
+from glassformer.lab.budget_report import design_costs, run_of_design, unusual_shape
+from glassformer.lab.plots.figures import EXPANSIONS, MOST_DRIFT, RATIOS
 from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError, MachineError
-from glassformer.spec.units import format_bytes, format_flops, parse_count, parse_share
+from glassformer.spec.options import options_of
 from glassformer.web.app.query import Query, Route
 from glassformer.web.app.workspace import Lab
 
-#: What the command does without being told; what the page always says is not among them.
-SILENT: dict[str, Any] = {
-    "tied": True,
-    "tolerance": 0.005,
-    "exact_ratio": False,
-    "exact_expansion": False,
-    "free_head_width": False,
-    "multiple": 1,
-    "min_layers": 1,
-    "min_aspect": 0.0,
-    "position": "learned",
-    "bias": "none",
-    "norm": "layernorm",
-    "ratio_covers": "both",
+#: The most that the page solves for; the command has no such limits.
+MOST = {
+    "params": 1_000_000_000,
+    "vocab": 1_000_000,
+    "rank": 1_000_000,
+    "length": 1_000_000,
+    "multiple": 4096,
+    "ffn_multiple": 4096,
+    "heads": 256,
+    "kv_heads": 256,
+    "min_layers": 10_000,
+    "max_layers": 10_000,
 }
+#: Seconds for one answer, for one cell of the landscape and for all of them.
+PATIENCE, CELL_PATIENCE, LANDSCAPE_PATIENCE = 3.0, 0.5, 10.0
+#: Batch size of the training step whose memory is shown.
+BATCH = 8
+OPTIONS = {option.name: option for option in options_of(Budget)}
+#: The options that the page always shows, and writes into the command.
+SHOWN = ("params", "vocab", "embedding_ratio", "glu_expansion", "heads", "length")
+DEFAULTS: dict[str, Any] = {name: OPTIONS[name].default for name in SHOWN}
 
 
-def _said(asked: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in asked.items() if SILENT.get(name) != value}
+def until(seconds: float) -> Callable[[], bool]:
+    """Return a signal that says stop once this time has passed."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
 
 
-def command(asked: Mapping[str, Any]) -> str:
-    """`glass design --params 10000000 ...`."""
+# --- the question -------------------------------------------------------------------------------
+
+
+def question(query: Query) -> dict[str, Any]:
+    """Return the query as options of a budget, with the page's defaults."""
+    query.only(*OPTIONS)
+    given = {name: query.text(name, most=40) for name in OPTIONS if query.has(name)}
+    return DEFAULTS | {name: _value(name, text) for name, text in given.items()}
+
+
+def _value(name: str, text: str) -> Any:
+    option = OPTIONS[name]
+    if option.typed is bool:
+        if text not in ("true", "false"):
+            raise InputError(f"{name} '{text}' is neither true nor false")
+        return text == "true"
+    value = text if option.parse is None else option.parse(name, text)
+    if name in MOST and isinstance(value, int) and not 1 <= value <= MOST[name]:
+        raise InputError(
+            f"{name} {value:,} is outside 1 to {MOST[name]:,}",
+            hint=f"the nearest valid {name} is {min(max(value, 1), MOST[name]):,}",
+        )
+    return value
+
+
+def _written(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what is the default anyway, except for the options that the page always shows."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name in SHOWN or name not in OPTIONS or value != OPTIONS[name].default
+    }
+
+
+def command(options: Mapping[str, Any]) -> str:
+    """Return the command that asks the same: `glass design --params 10000000 ...`."""
     words = ["glass", "design"]
-    for name, value in _said(asked).items():
-        if name == "tied":
-            words.append("--untied")
-        elif value is True:
-            words.append(f"--{name.replace('_', '-')}")
-        else:
-            words += [f"--{name.replace('_', '-')}", _text(value)]
+    for name, value in _written(options).items():
+        flag = OPTIONS[name].flag if name in OPTIONS else f"--{name}"
+        words += [flag] if isinstance(value, bool) else [flag, _text(value)]
     return shlex.join(words)
 
 
-def python(asked: Mapping[str, Any]) -> str:
-    """The same question to the library."""
-    said = _said(asked)
-    first = [f"{said.pop('params'):_}", f"{said.pop('vocab'):_}"]
-    rest = [f"{name}={value!r}" for name, value in said.items()]
-    arguments = ", ".join([*first, *rest])
+def python(options: Mapping[str, Any]) -> str:
+    """Return the Python code that asks the same."""
+    written = _written(options)
+    first = [f"{written.pop('params'):_}", f"{written.pop('vocab'):_}"]
+    arguments = ", ".join([*first, *(f"{name}={value!r}" for name, value in written.items())])
     return f"import glassformer as gf\n\nanswer = gf.design({arguments})\nprint(answer)"
 
 
@@ -74,242 +108,134 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else str(value)
 
 
-MOST_PARAMS, MOST_VOCAB, MOST_LENGTH = 1_000_000_000, 1_000_000, 1_000_000
-MOST_HEADS, MOST_LAYERS = 256, 10_000
-#: Seconds for one answer, for one cell of the landscape and for all of them.
-PATIENCE, CELL_PATIENCE, LANDSCAPE_PATIENCE = 3.0, 0.5, 10.0
-#: Sequences in a training step, for its memory.
-BATCH = 8
-DEFAULTS: dict[str, Any] = {
-    "params": 10_000_000,
-    "vocab": 16_000,
-    "embedding_ratio": 0.35,
-    "glu_expansion": 2.66,
-    "heads": 8,
-    "tied": True,
-    "length": 512,
-}
-COUNTS = {
-    "params": MOST_PARAMS,
-    "vocab": MOST_VOCAB,
-    "length": MOST_LENGTH,
-    "multiple": 4096,
-    "ffn_multiple": 4096,
-    "kv_heads": MOST_HEADS,
-    "min_layers": MOST_LAYERS,
-    "max_layers": MOST_LAYERS,
-}
-#: A number, or a word in its place.
-WORDED = {"heads": "any", "rank": "any", "embedding_ratio": "free", "glu_expansion": "free"}
-SHARES = ("tolerance", "ratio_within", "glu_within", "min_aspect", "max_aspect")
-SWITCHES = ("tied", "exact_ratio", "exact_expansion", "free_head_width")
-TEXTS = ("position", "bias", "norm", "ratio_covers")
-KNOWN = (*COUNTS, *WORDED, *SHARES, *SWITCHES, *TEXTS)
-
-
-def question(query: Query) -> dict[str, Any]:
-    """The query as arguments of `glassformer.design`, the page's own defaults filled in."""
-    query.only(*KNOWN)
-    asked = dict(DEFAULTS)
-    for name in KNOWN:
-        if query.has(name):
-            asked[name] = _value(name, query.text(name, most=40))
-    return asked
-
-
-def _value(name: str, text: str) -> Any:
-    if name in WORDED and text == WORDED[name]:
-        return text
-    if name in TEXTS:
-        return text
-    if name in SWITCHES:
-        if text not in ("true", "false"):
-            raise InputError(f"{name} '{text}' is neither true nor false")
-        return text == "true"
-    if name in SHARES or name in ("embedding_ratio", "glu_expansion"):
-        return parse_share(name, text)
-    number = parse_count(name, text)
-    most = COUNTS.get(name, MOST_HEADS if name == "heads" else MOST_VOCAB)
-    if not 1 <= number <= most:
-        raise InputError(
-            f"{name} {number:,} is outside 1 to {most:,}",
-            hint=f"the nearest valid {name} is {min(max(number, 1), most):,}",
-        )
-    return number
-
-
-def _solve(asked: dict[str, Any]) -> Answer:
+def _solve(options: dict[str, Any]) -> Answer:
+    stop = until(PATIENCE)
     try:
-        return _limited(asked)
+        return solve(ask(options, Effort(stop=stop)), stop=stop)
     except Undecided as error:
-        hint = f"the command can search on: {command(asked | {'thorough': True})}"
+        hint = f"the command can search on: {command(options | {'thorough': True})}"
         raise InputError(error.what, hint=hint) from error
-
-
-def _limited(asked: dict[str, Any]) -> Answer:
-    rest = {name: value for name, value in asked.items() if name not in ("params", "vocab")}
-    try:
-        with patience(PATIENCE):
-            return solve(asked["params"], asked["vocab"], **rest)
-    except OutOfPatience as error:
+    except SearchStopped as error:
         raise InputError(
             f"nothing was found in {PATIENCE:g} seconds: too many shapes are possible",
-            hint=f"the command has the time: {command(asked)}",
+            hint=f"the command has no time limit: {command(options)}",
         ) from error
 
 
+# --- the answer ---------------------------------------------------------------------------------
+
+
 def design(query: Query, lab: Lab) -> dict[str, Any]:
-    """The answer, or why there is none and what would work."""
-    asked = question(query)
-    shown = {"asked": asked, "cli": command(asked), "python": python(asked)}
+    """Return the answer, or why there is none and what would work."""
+    options = question(query)
+    shown = {"asked": options, "cli": command(options), "python": python(options)}
     try:
-        answer = _solve(asked)
+        answer = _solve(options)
     except InfeasibleBudget as error:
         return shown | {"infeasible": _infeasible(error.certificate)}
     best = answer.best
+    unusual = unusual_shape(best)
     return shown | {
-        "verdict": verdict(best),
-        "design": design_numbers(best),
+        "verdict": list(best.parts()),
+        "design": best.to_dict(),
         "within": abs(best.error) <= answer.budget.tolerance,
         "lines": [
-            {"name": x.name, "parameters": x.parameters, "share": x.share, "note": x.note}
-            | {"indented": x.indented}
-            for x in allocation_lines(answer.spec)
+            {"name": line.name, "parameters": line.parameters, "share": line.share}
+            | {"note": line.note, "indented": line.indented}
+            for line in allocation_lines(answer.spec)
         ],
-        "costs": costs(answer),
+        "costs": [
+            {"name": cost.name, "value": cost.value, "text": cost.text, "note": cost.note}
+            for cost in design_costs(answer.spec, batch=BATCH)
+        ],
         "gave_way": list(answer.gave_way),
         "not_proven": list(answer.not_proven),
-        "warnings": [
-            {"what": odd.what, "option": odd.option, "value": odd.value, "label": _change(odd)}
-            for odd in odd_shapes(best)
-        ],
+        "warnings": []
+        if unusual is None
+        else [{"what": unusual.what, "settings": {unusual.option: unusual.value}}],
         "alternatives": [
-            {"name": each.name, "miss": each.miss, "settings": _asking(each.name)}
-            | design_numbers(each)
+            {"name": each.name, "miss": each.miss, "settings": each.options or None}
+            | each.to_dict()
             for each in (best, *answer.alternatives)
         ],
     }
 
 
-def _asking(name: str) -> dict[str, Any] | None:
-    """What asks for an alternative, where one setting does."""
-    for part in name.split(", "):
-        if part in ("exact ratio", "exact expansion"):
-            return {part.replace(" ", "_"): True}
-        if part.startswith("multiples of "):
-            return {"multiple": int(part.rpartition(" ")[2])}
-    return None
-
-
-def _change(odd: Any) -> str:
-    return f"{odd.option.replace('_', ' ')} {odd.value}"
-
-
-def verdict(design: Design) -> list[str]:
-    """The line that people read first, in its parts: count and miss, widths, layers, heads."""
-    first, _, rest = str(design).partition(": ")
-    return [first, *rest.split(", ")]
-
-
-def costs(answer: Answer) -> list[dict[str, Any]]:
-    """Work and bytes, each as a number and as people read it."""
-    model, length = answer.spec, answer.spec.max_seq_len
-    work = flops(model, length=length)
-    kept = training_memory(model, batch=BATCH, length=length)
-    cache = cache_bytes(model, batch=1, length=1, itemsize=4)
-    rows: list[tuple[str, float, str, str]] = [
-        ("forward, a token", work.forward / length, "flops", f"at length {length:,}"),
-        ("training, a token", work.training / length, "flops", "forward and backward"),
-    ]
-    forms = weight_bytes(model)
-    for form, count in forms.items():
-        note = "32 divides neither width: the same as int8" if _same(forms, form) else ""
-        rows.append((f"weights in {form}", count, "bytes", note))
-    rows += [
-        ("weights and AdamW", kept.weights + kept.optimizer, "bytes", "float32, without a batch"),
-        ("training, at most", kept.peak, "bytes", f"batch {BATCH} x {length:,} in float32"),
-        ("KV cache, a token", cache, "bytes", "float32; half of it in bf16"),
-        ("KV cache, a whole context", cache * length, "bytes", f"{length:,} tokens, float32"),
-    ]
-    write = {"flops": format_flops, "bytes": format_bytes}
-    return [
-        {"name": name, "value": value, "text": write[unit](value), "note": note}
-        for name, value, unit, note in rows
-    ]
-
-
-def _same(forms: Mapping[str, int], form: str) -> bool:
-    return form == "int4" and forms["int4"] == forms["int8"]
-
-
 def _infeasible(found: Infeasible) -> dict[str, Any]:
-    """The certificate; each change that works alone, as the settings that make it."""
-    changes = []
-    for name, value in found.nearest.items():
-        if value is None:
-            continue
-        settings = {name: value}
-        for limit, wish, exact in (
-            ("ratio_within", found.budget.embedding_ratio, "exact_ratio"),
-            ("glu_within", found.budget.glu_expansion, "exact_expansion"),
-        ):
-            if name == limit and isinstance(wish, Exact):
-                settings[exact] = False
-        nearer = ", or a nearer one" if name in found.unproven else ""
-        text = f"{name.replace('_', ' ')} {show(value)}{nearer}"
-        changes.append({"label": text, "settings": settings})
-    silent = [name for name, value in found.nearest.items() if value is None]
+    """Return the certificate, with the options that make each change that works alone."""
+    labels = {name: name.replace("_", " ") for name in found.nearest}
+    changes = [
+        {
+            "label": f"{labels[name]} {show(found.nearest[name])}"
+            + (", or a nearer one" if name in found.unproven else ""),
+            "settings": settings,
+        }
+        for name, settings in found.changes().items()
+    ]
+    without = [name for name, value in found.nearest.items() if value is None]
     return {
         "why": found.why,
         "bound": found.bound,
         "changes": changes,
-        "helpless": [name.replace("_", " ") for name in silent if name not in found.unproven],
-        "unknown": [name.replace("_", " ") for name in silent if name in found.unproven],
+        "helpless": [labels[name] for name in without if name not in found.unproven],
+        "unknown": [labels[name] for name in without if name in found.unproven],
     }
 
 
+def design_controls(query: Query, lab: Lab) -> dict[str, Any]:
+    """Return the options that the page has controls for: names, kinds, defaults, choices."""
+    query.only()
+    return {
+        "options": [
+            option.to_dict() | {"shown": option.name in SHOWN, "most": MOST.get(option.name)}
+            for option in OPTIONS.values()
+        ],
+        "wishes": {name: list(limits) for name, limits in WISHES.items()},
+    }
+
+
+# --- the landscape ------------------------------------------------------------------------------
+
+
 def design_landscape(query: Query, lab: Lab) -> Iterator[dict[str, Any]]:
-    """The best design for each pair of ratio and expansion, a line each, after the two axes.
+    """Yield the two axes, then the best design for each pair of ratio and expansion, a line each.
 
-    `late` is a cell that would have taken too long; None without it, that no design exists.
+    A cell is `late` if its search took too long; without that, None means that no design exists.
     """
-    asked = question(query)
-    for name in ("exact_ratio", "exact_expansion", "ratio_within", "glu_within"):
-        asked.pop(name, None)
-    return _cells(asked | {"embedding_ratio": 0.35, "glu_expansion": 2.66})
+    options = question(query)
+    for name, limits in WISHES.items():
+        options[name] = OPTIONS[name].default
+        for limit in limits:
+            options.pop(limit, None)
+    return _cells(ask(options, Effort(stop=until(PATIENCE))))
 
 
-def _cells(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    try:
-        budget = _limited(asked).budget
-    except InfeasibleBudget as error:
-        budget = error.certificate.budget
-    except Undecided as error:
-        budget = error.budget
-    yield {"ratios": list(RATIOS), "expansions": list(EXPANSIONS), "most": MOST}
+def _cells(budget: Budget) -> Iterator[dict[str, Any]]:
+    yield {"ratios": list(RATIOS), "expansions": list(EXPANSIONS), "most": MOST_DRIFT}
     end = time.monotonic() + LANDSCAPE_PATIENCE
-    for row, glu in enumerate(EXPANSIONS):
+    for row, expansion in enumerate(EXPANSIONS):
         for column, ratio in enumerate(RATIOS):
             at = {"row": row, "column": column}
+            stop = until(min(CELL_PATIENCE, end - time.monotonic()))
             try:
-                with patience(min(CELL_PATIENCE, end - time.monotonic())):
-                    found = neighbour(budget, ratio, glu)
-            except OutOfPatience:
+                found = neighbour(budget, ratio, expansion, stop=stop)
+            except (SearchStopped, Undecided):
                 yield at | {"cell": None, "late": True}
             else:
                 yield at | {"cell": None if found is None else _cell(found)}
 
 
 def _cell(design: Design) -> dict[str, Any]:
-    away = drift(design)
-    return {"n_layers": design.sizes.n_layers, "d_model": design.sizes.d_model} | {
+    return {
+        "n_layers": design.sizes.n_layers,
+        "d_model": design.sizes.d_model,
         "params": design.params,
-        "drift": away if math.isfinite(away) else None,
+        "drift": drift(design),
     }
 
 
 def design_config(query: Query, lab: Lab) -> dict[str, Any]:
-    """The config that `glass train` takes, as `glass design --save` writes it."""
+    """Return the config that `glass train` takes, as `glass design --save` writes it."""
     text = to_toml(run_of_design(_solve(question(query)), batch=BATCH))
     if text is None:
         raise MachineError("writing TOML needs the library tomli_w", hint="pip install tomli-w")
@@ -318,6 +244,7 @@ def design_config(query: Query, lab: Lab) -> dict[str, Any]:
 
 ROUTES: tuple[Route, ...] = (
     ("GET", "/api/design", design),
+    ("GET", "/api/design/options", design_controls),
     ("GET", "/api/design/config", design_config),
     ("POST", "/api/design/landscape", design_landscape),
 )

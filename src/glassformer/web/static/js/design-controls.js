@@ -1,4 +1,5 @@
-// The sliders of Design. Each is a range with a box beside it: the one to play with, the other to be exact.
+// The controls of Design, one for each option that the server lists. Those that matter most are sliders: a range to
+// play with, and a text box to be exact. The others are in a drawer, made from their kind, choices and help.
 
 import { check, el, field, fill, fresh, select } from "./dom.js";
 import { count, fixed, percent } from "./format.js";
@@ -16,23 +17,25 @@ const powers = (low, high) =>
   ({ at: (value) => Math.round(Math.log2(value)), of: (place) => 2 ** place, min: low, max: high, step: 1 });
 
 const whole = (text) => text.replace(/[,_\s]/g, "");
-/** What each slider asks: its name in the query, its scale, how it is written and read, and its snap points. */
-export const SLIDERS = [
-  { name: "params", label: "Total parameters", scale: log(10_000, 1_000_000_000), show: count, read: whole,
+/** How a slider looks: its scale, how a value is written and read, and its snap points. */
+const SLIDERS = {
+  params: { scale: log(10_000, 1_000_000_000), show: count, read: whole,
     snaps: [[1e6, "1M"], [5e6, "5M"], [10e6, "10M"], [25e6, "25M"], [100e6, "100M"]] },
-  { name: "embedding_ratio", label: "Embedding ratio", scale: linear(0.02, 0.9, 0.005, 3), show: (x) => percent(x, 1),
+  embedding_ratio: { scale: linear(0.02, 0.9, 0.005, 3), show: (x) => percent(x, 1),
     read: (text) => (/%/.test(text) ? text.replace(/\s/g, "") : text.trim()),
     snaps: [[0.25, "25 %"], [0.35, "35 %"], [0.45, "45 %"], ["free", "free"]] },
-  { name: "glu_expansion", label: "GLU expansion", scale: linear(1, 6, 0.01, 2), show: (x) => `${fixed(x, 2)}×`,
+  glu_expansion: { scale: linear(1, 6, 0.01, 2), show: (x) => `${fixed(x, 2)}×`,
     read: (text) => text.replace(/[×x\s]/g, ""),
     snaps: [[2, "2.0"], [2.66, "2.66"], [3, "3.0"], [4, "4.0"], ["free", "free"]] },
-  { name: "vocab", label: "Vocabulary", scale: log(64, 262_144), show: count, read: whole,
+  vocab: { scale: log(64, 262_144), show: count, read: whole,
     snaps: [[256, "256"], [8000, "8k"], [16_000, "16k"], [32_000, "32k"]] },
-  { name: "heads", label: "Attention heads", scale: linear(1, 64, 1, 0), show: count, read: whole,
+  heads: { scale: linear(1, 64, 1, 0), show: count, read: whole,
     snaps: [[4, "4"], [8, "8"], [16, "16"], ["any", "any"]] },
-  { name: "length", label: "Longest sequence", scale: powers(5, 15), show: count, read: whole,
+  length: { scale: powers(5, 15), show: count, read: whole,
     snaps: [[128, "128"], [512, "512"], [2048, "2,048"]] },
-];
+};
+/** Options with a control of their own below the sliders. */
+const PLACED = new Set(["tied", "exact_ratio", "exact_expansion", "multiple", "tolerance"]);
 
 const KEEP = [["total", "the total; the two as nearly as it allows"], ["ratio", "the ratio, to the nearest width"],
   ["expansion", "the expansion, to the nearest d_ff"], ["both", "both, if any design has them"]];
@@ -42,11 +45,12 @@ const kept = ({ exact_ratio: ratio, exact_expansion: expansion }) =>
   (ratio ? (expansion ? "both" : "ratio") : expansion ? "expansion" : "total");
 
 class Slider {
-  constructor(spec, { move, settle }) {
-    const { name, label, scale, snaps } = spec;
-    Object.assign(this, { spec, scale });
+  constructor({ name, label, help }, { move, settle }) {
+    const spec = SLIDERS[name];
+    const { scale, snaps } = spec;
+    Object.assign(this, { name, spec, scale });
     const id = fresh("slider");
-    this.range = el("input", { type: "range", id, name, min: scale.min, max: scale.max, step: scale.step,
+    this.range = el("input", { type: "range", id, name, title: help, min: scale.min, max: scale.max, step: scale.step,
       oninput: () => move({ [name]: scale.of(Number(this.range.value)) }),
       onchange: () => settle({ [name]: scale.of(Number(this.range.value)) }) });
     this.box = el("input", { type: "text", name: `${name}-exact`, autocomplete: "off", spellcheck: "false",
@@ -71,24 +75,32 @@ class Slider {
   }
 }
 
-/** move(patch): while a slider is dragged; settle(patch): a choice that the address keeps. */
+/**
+ * options: what the server lists. move(patch): while a slider is dragged; settle(patch): a choice that the address
+ * keeps. A value of undefined is the option's default.
+ */
 export class Controls {
-  constructor({ move, settle }) {
+  constructor(options, wishes, { move, settle }) {
     this.settle = settle;
-    this.sliders = SLIDERS.map((spec) => new Slider(spec, { move, settle }));
+    this.sliders = options.filter(({ name }) => name in SLIDERS).map((option) => new Slider(option, { move, settle }));
+    this.others = options.filter(({ name }) => !(name in SLIDERS) && !PLACED.has(name));
+    this.unlimited = Object.fromEntries(Object.values(wishes).flat().map((name) => [name, undefined]));
     this.rest = el("div", { class: "rest" });
-    this.root = el("div", { class: "controls" }, this.sliders.map(({ root }) => root), this.rest);
+    this.drawer = el("div", { class: "rest" });
+    this.root = el("div", { class: "controls" }, this.sliders.map(({ root }) => root), this.rest,
+      el("details", { class: "more" }, el("summary", {}, "More options"), this.drawer));
   }
 
   draw(view) {
-    for (const slider of this.sliders) slider.draw(view[slider.spec.name]);
-    const focused = this.rest.contains(document.activeElement) ? document.activeElement.name : null;
-    const own = { exact_ratio: undefined, exact_expansion: undefined, ratio_within: undefined, glu_within: undefined };
+    for (const slider of this.sliders) slider.draw(view[slider.name]);
+    const active = document.activeElement;
+    const focused = this.rest.contains(active) || this.drawer.contains(active) ? active.name : null;
+    fill(this.drawer, this.others.map((option) => this.#control(option, view[option.name])));
     fill(this.rest,
       check("tied: the head is the token embedding", view.tied !== false,
         (tied) => this.settle({ tied: tied ? undefined : false }), { name: "tied" }),
       field("When they cannot all hold, keep",
-        select(KEEP, kept(view), (value) => this.settle({ ...own, ...FLAGS[value] }), { name: "keep" })),
+        select(KEEP, kept(view), (value) => this.settle({ ...this.unlimited, ...FLAGS[value] }), { name: "keep" })),
       field("Widths are multiples of", select([["1", "anything"], "8", "16", "32", "64"], String(view.multiple ?? 1),
         (value) => this.settle({ multiple: value === "1" ? undefined : Number(value) }), { name: "multiple" })),
       field("The count may be off by",
@@ -96,7 +108,16 @@ export class Controls {
         ...(this.#unlisted(view.tolerance))], String(view.tolerance ?? 0.005),
       (value) => this.settle({ tolerance: value === "0.005" ? undefined : Number(value) }), { name: "tolerance" })),
       this.#limits(view));
-    if (focused) this.rest.querySelector(`[name="${focused}"]`)?.focus();
+    if (focused) this.root.querySelector(`.rest [name="${focused}"]`)?.focus();
+  }
+
+  #control({ name, label, help, kind, choices, default: usual }, value = usual) {
+    const settle = (chosen) => this.settle({ [name]: chosen === usual ? undefined : chosen });
+    if (kind === "flag") return check(label, value, settle, { name, title: help });
+    if (kind === "choice") return field(label, select(choices, value, settle, { name }), { hint: help });
+    const box = el("input", { type: "text", name, value: value ?? "", autocomplete: "off", spellcheck: "false",
+      onchange: (event) => this.settle({ [name]: event.target.value.trim() || undefined }) });
+    return field(label, box, { hint: help });
   }
 
   #unlisted(tolerance) {
@@ -106,9 +127,8 @@ export class Controls {
 
   /** Settings that came by a button or a link, each with a way to take it back. */
   #limits(view) {
-    const shown = new Set([...SLIDERS.map(({ name }) => name), "tied", "exact_ratio", "exact_expansion", "multiple",
-      "tolerance"]);
-    const others = Object.entries(view).filter(([name, value]) => !shown.has(name) && value !== undefined);
+    const names = new Set(this.others.map(({ name }) => name));
+    const others = Object.entries(view).filter(([name, value]) => names.has(name) && value !== undefined);
     return others.length > 0 && el("div", { class: "limits" }, el("span", { class: "label" }, "And"),
       others.map(([name, value]) =>
       el("button", { type: "button", class: "chip", "aria-label": `Drop ${name.replaceAll("_", " ")} ${value}`,

@@ -1,4 +1,5 @@
-// Design: a parameter budget with sliders. Python solves; this page asks, one question at a time, and draws the answer.
+// Design: a parameter budget with sliders. The server lists the options and solves; this page asks, one question at a
+// time, and draws the answer.
 
 import { el, fill, put, scrolled, silent, table } from "./dom.js";
 import { Controls } from "./design-controls.js";
@@ -6,28 +7,45 @@ import "./design-landscape.js";
 import { count, fixed, percent } from "./format.js";
 import { perFrame } from "./state.js";
 
-const DEFAULTS = { params: 10_000_000, vocab: 16_000, embedding_ratio: 0.35, glu_expansion: 2.66, heads: 8,
-  length: 512 };
 const RESTING = 250; // milliseconds without a change before the landscape is asked for
 /** Parts of the bar, in the order of the table; the line "layers" is the sum of three of them. */
 const DRAWN = ["token embedding", "position embedding", "head", "attention", "feed-forward", "norms", "final norm"];
 
-const SWITCHES = ["tied", "exact_ratio", "exact_expansion", "free_head_width"];
 const NUMBERS = ["parameters", "off", "d_model", "d_ff", "layers", "ratio", "GLU"]; // of each alternative
-function typed(name, text) {
-  if (SWITCHES.includes(name)) return ["1", "true"].includes(text);
-  return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
-}
-const parse = (params) =>
-  ({ ...DEFAULTS, ...Object.fromEntries(Object.entries(params).map(([name, text]) => [name, typed(name, text)])) });
-/** Only what differs from where the page begins. */
-const address = (view) =>
-  Object.fromEntries(Object.entries(view).filter(([name, value]) => value !== undefined && DEFAULTS[name] !== value)
-  .map(([name, value]) => [name, typeof value === "boolean" ? Number(value) : String(value)]));
 const asked = (view) => Object.fromEntries(Object.entries(view).filter(([, value]) => value !== undefined)
   .map(([name, value]) => [name, String(value)]));
+const without = (object, names) => Object.fromEntries(Object.entries(object).filter(([name]) => !names.has(name)));
 
-const numbers = (asked) => Object.fromEntries(Object.entries(asked).filter(([name]) => name in DEFAULTS));
+/** What the server says of the options: which are always shown, with which defaults, and which are true or false. */
+class Options {
+  constructor({ options, wishes }) {
+    this.all = options;
+    this.wishes = wishes;
+    this.defaults = Object.fromEntries(options.filter(({ shown }) => shown).map((each) => [each.name, each.default]));
+    this.flags = new Set(options.filter(({ kind }) => kind === "flag").map(({ name }) => name));
+    this.wished = new Set(Object.entries(wishes).flat(2));
+  }
+
+  /** The address as values. */
+  parse(params) {
+    const typed = (name, text) => {
+      if (this.flags.has(name)) return ["1", "true"].includes(text);
+      return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
+    };
+    return { ...this.defaults,
+      ...Object.fromEntries(Object.entries(params).map(([name, text]) => [name, typed(name, text)])) };
+  }
+
+  /** Only what differs from where the page begins. */
+  address(view) {
+    return Object.fromEntries(Object.entries(view)
+      .filter(([name, value]) => value !== undefined && this.defaults[name] !== value)
+      .map(([name, value]) => [name, typeof value === "boolean" ? Number(value) : String(value)]));
+  }
+
+  /** Those of the always shown, as the server has read them. */
+  shown(options) { return Object.fromEntries(Object.entries(options).filter(([name]) => name in this.defaults)); }
+}
 
 class Design {
   view = null;
@@ -36,20 +54,20 @@ class Design {
   solved = null;
   gone = false;
 
-  constructor(root, context) {
+  constructor(root, context, options) {
     this.context = context;
     this.root = root;
+    this.options = options;
     const settle = (patch) => this.settle(patch);
-    this.controls = new Controls({ move: (patch) => this.#move(patch), settle });
+    this.controls = new Controls(options.all, options.wishes, { move: (patch) => this.#move(patch), settle });
     this.verdict = el("p", { class: "verdict", id: "verdict" });
     this.bar = el("div", { class: "stacked", "aria-hidden": "true" });
     this.title = el("h2", { id: "places-title" }, "Where the parameters are");
     this.found = el("div", { class: "found" });
     this.below = el("div", { class: "stack" });
     this.land = el("glass-landscape");
-    this.land.addEventListener("pick", ({ detail }) => settle({
-      embedding_ratio: detail.ratio, glu_expansion: detail.glu,
-      exact_ratio: undefined, exact_expansion: undefined, ratio_within: undefined, glu_within: undefined }));
+    this.land.addEventListener("pick", ({ detail }) => settle({ ...this.controls.unlimited,
+      embedding_ratio: detail.ratio, glu_expansion: detail.glu }));
     fill(root,
       el("section", { class: "panel answer", "aria-labelledby": "answer-title" },
         el("h2", { id: "answer-title", class: "visually-hidden" }, "Answer"), this.verdict, this.bar),
@@ -75,12 +93,12 @@ class Design {
     const view = Object.fromEntries(Object.entries({ ...this.view, ...patch })
       .filter(([, value]) => value !== undefined));
     this.loud = true;
-    this.context.go(address(view));
-    this.update(address(view)); // the address may be the same: a slider dragged and brought back
+    this.context.go(this.options.address(view));
+    this.update(this.options.address(view)); // the address may be the same: a slider dragged and brought back
   }
 
   update(params) {
-    this.view = parse(params);
+    this.view = this.options.parse(params);
     this.controls.draw(this.view);
     this.#ask();
   }
@@ -101,7 +119,7 @@ class Design {
       this.answer = answer;
       this.context.alert(null);
       // 5M is a number now
-      if (question === this.wanted) this.controls.draw({ ...this.view, ...numbers(answer.asked) });
+      if (question === this.wanted) this.controls.draw({ ...this.view, ...this.options.shown(answer.asked) });
       this.#draw(answer);
     } catch (error) {
       if (this.gone) return;
@@ -121,9 +139,8 @@ class Design {
     this.loud = false;
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
-      const { embedding_ratio: ratio, glu_expansion: glu, exact_ratio: a, exact_expansion: b, ratio_within: c,
-        glu_within: d, ...body } = asked(this.view);
-      this.land.wish = { ratio, glu };
+      const body = without(asked(this.view), this.options.wished);
+      this.land.wish = { ratio: this.view.embedding_ratio, glu: this.view.glu_expansion };
       if (!this.answer || JSON.stringify(body) === this.surveyed) return;
       this.surveyed = JSON.stringify(body);
       this.#survey(body).catch((error) => { this.surveyed = null; this.context.alert(error); });
@@ -218,9 +235,9 @@ class Design {
         : el("p", { class: "good", id: "gave-way" }, "Nothing: every wish is met."),
       open.length > 0 && el("ul", { id: "not-proven", class: "note" },
         open.map((line) => el("li", {}, `not proven: ${line}`))),
-      warnings.map(({ what, option, value, label }) => el("p", { class: "warn" }, `⚠ ${what}. `,
-        el("button", { type: "button", class: "small", onclick: () => this.settle({ [option]: value }) },
-          `ask for ${label}`))),
+      warnings.map(({ what, settings }) => el("p", { class: "warn" }, `⚠ ${what}. `,
+        el("button", { type: "button", class: "small", onclick: () => this.settle(settings) },
+          `ask for ${Object.entries(settings).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`)}`))),
       el("h3", {}, "Other designs within the tolerance"),
       scrolled("Other designs", table({ caption: "Designs that are best at one thing each",
         head: ["best at", ...NUMBERS.map((text) => ({ text, n: true })), silent("choose")],
@@ -252,8 +269,8 @@ class Design {
 export const page = {
   title: "Design",
   styles: "design.css",
-  mount(root, params, context) {
-    const design = new Design(root, context);
+  async mount(root, params, context) {
+    const design = new Design(root, context, new Options(await context.api.get("/api/design/options")));
     queueMicrotask(() => design.update(params));
     return design;
   },
