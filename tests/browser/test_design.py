@@ -8,8 +8,10 @@ from playwright.sync_api import Page, expect
 
 from glassformer.budget.answer import Answer
 from glassformer.budget.design import design
+from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocation_lines
 from glassformer.lab.plots.figures import EXPANSIONS, RATIOS
+from glassformer.spec.options import options_of
 from glassformer.spec.units import format_bytes
 from tests.browser.conftest import FORMS, Opener, Watch
 
@@ -138,6 +140,24 @@ def test_the_landscape_is_a_grid_to_choose_from(open_page: Opener) -> None:
     solved(page)
     holds(page, wanted(embedding_ratio=RATIOS[5], glu_expansion=EXPANSIONS[3]))
     expect(page).to_have_url(re.compile(r"embedding_ratio=0.4&glu_expansion=3"))
+
+
+def test_every_option_of_a_budget_has_a_control(open_page: Opener) -> None:
+    page = open_page("design")
+    solved(page)
+    page.locator("summary", has_text="More options").click()
+    for option in options_of(Budget):
+        if not option.name.startswith("exact_"):  # chosen together, under "keep"
+            assert page.locator(f'.controls [name="{option.name}"]').count() == 1, option.name
+    page.locator('.controls [name="position"]').select_option("rotary")
+    page.locator('.controls [name="max_layers"]').fill("6")
+    page.locator('.controls [name="max_layers"]').press("Enter")
+    solved(page)
+    expect(page).to_have_url(re.compile(r"position=rotary&max_layers=6"))
+    holds(page, wanted(position="rotary", max_layers=6))
+    page.get_by_role("button", name="Drop max layers 6").click()
+    solved(page)
+    holds(page, wanted(position="rotary"))
 
 
 def test_without_a_design_the_changes_are_buttons(open_page: Opener) -> None:

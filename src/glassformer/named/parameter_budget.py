@@ -15,7 +15,7 @@ from glassformer.budget.design import solve
 from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocate
 from glassformer.spec.checks import probability
-from glassformer.spec.model import Dropout, ModelSpec
+from glassformer.spec.model import Dropout, ModelSpec, SwiGLU
 
 
 class ModelDims(NamedTuple):
@@ -101,6 +101,7 @@ def print_param_table(model: Configured) -> None:
             print(f"  {'Num layers':<26}{found.n_layers:>14}")
     print(f"{rule}\n{line.format('TOTAL', found.total, 1.0)}\n")
     block = next(spec.decoder.blocks())
+    assert isinstance(block.ffn, SwiGLU)
     share = (found.token + found.head) / found.total
     print(f"d_model: {spec.d_model}\nd_ff: {block.ffn.d_ff}\nn_layers: {found.n_layers}")
     print(f"n_heads: {block.attention.n_heads}\nvocab_size: {spec.vocab_size}")

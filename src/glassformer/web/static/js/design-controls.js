@@ -104,8 +104,8 @@ export class Controls {
       field("Widths are multiples of", select([["1", "anything"], "8", "16", "32", "64"], String(view.multiple ?? 1),
         (value) => this.settle({ multiple: value === "1" ? undefined : Number(value) }), { name: "multiple" })),
       field("The count may be off by",
-        select([["0.0005", "0.05 %"], ["0.001", "0.1 %"], ["0.005", "0.5 %"], ["0.01", "1 %"], ["0.05", "5 %"],
-        ...(this.#unlisted(view.tolerance))], String(view.tolerance ?? 0.005),
+        select([...new Set([0.0005, 0.001, 0.005, 0.01, 0.05, view.tolerance ?? 0.005])].map((each) =>
+          [String(each), `${Number((100 * each).toPrecision(4))} %`]), String(view.tolerance ?? 0.005),
       (value) => this.settle({ tolerance: value === "0.005" ? undefined : Number(value) }), { name: "tolerance" })),
       this.#limits(view));
     if (focused) this.root.querySelector(`.rest [name="${focused}"]`)?.focus();
@@ -118,11 +118,6 @@ export class Controls {
     const box = el("input", { type: "text", name, value: value ?? "", autocomplete: "off", spellcheck: "false",
       onchange: (event) => this.settle({ [name]: event.target.value.trim() || undefined }) });
     return field(label, box, { hint: help });
-  }
-
-  #unlisted(tolerance) {
-    const listed = [0.0005, 0.001, 0.005, 0.01, 0.05, undefined];
-    return listed.includes(tolerance) ? [] : [[String(tolerance), percent(tolerance, 3)]];
   }
 
   /** Settings that came by a button or a link, each with a way to take it back. */

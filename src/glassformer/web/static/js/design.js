@@ -14,13 +14,12 @@ const DRAWN = ["token embedding", "position embedding", "head", "attention", "fe
 const NUMBERS = ["parameters", "off", "d_model", "d_ff", "layers", "ratio", "GLU"]; // of each alternative
 const asked = (view) => Object.fromEntries(Object.entries(view).filter(([, value]) => value !== undefined)
   .map(([name, value]) => [name, String(value)]));
-const without = (object, names) => Object.fromEntries(Object.entries(object).filter(([name]) => !names.has(name)));
+const keep = (object, wanted) => Object.fromEntries(Object.entries(object).filter(([name]) => wanted(name)));
 
 /** What the server says of the options: which are always shown, with which defaults, and which are true or false. */
 class Options {
   constructor({ options, wishes }) {
-    this.all = options;
-    this.wishes = wishes;
+    Object.assign(this, { all: options, wishes });
     this.defaults = Object.fromEntries(options.filter(({ shown }) => shown).map((each) => [each.name, each.default]));
     this.flags = new Set(options.filter(({ kind }) => kind === "flag").map(({ name }) => name));
     this.wished = new Set(Object.entries(wishes).flat(2));
@@ -28,12 +27,9 @@ class Options {
 
   /** The address as values. */
   parse(params) {
-    const typed = (name, text) => {
-      if (this.flags.has(name)) return ["1", "true"].includes(text);
-      return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
-    };
-    return { ...this.defaults,
-      ...Object.fromEntries(Object.entries(params).map(([name, text]) => [name, typed(name, text)])) };
+    const number = (text) => (text !== "" && Number.isFinite(Number(text)) ? Number(text) : text);
+    const typed = ([name, text]) => [name, this.flags.has(name) ? ["1", "true"].includes(text) : number(text)];
+    return { ...this.defaults, ...Object.fromEntries(Object.entries(params).map(typed)) };
   }
 
   /** Only what differs from where the page begins. */
@@ -42,9 +38,6 @@ class Options {
       .filter(([name, value]) => value !== undefined && this.defaults[name] !== value)
       .map(([name, value]) => [name, typeof value === "boolean" ? Number(value) : String(value)]));
   }
-
-  /** Those of the always shown, as the server has read them. */
-  shown(options) { return Object.fromEntries(Object.entries(options).filter(([name]) => name in this.defaults)); }
 }
 
 class Design {
@@ -55,9 +48,7 @@ class Design {
   gone = false;
 
   constructor(root, context, options) {
-    this.context = context;
-    this.root = root;
-    this.options = options;
+    Object.assign(this, { root, context, options });
     const settle = (patch) => this.settle(patch);
     this.controls = new Controls(options.all, options.wishes, { move: (patch) => this.#move(patch), settle });
     this.verdict = el("p", { class: "verdict", id: "verdict" });
@@ -118,8 +109,8 @@ class Design {
       if (this.gone) return;
       this.answer = answer;
       this.context.alert(null);
-      // 5M is a number now
-      if (question === this.wanted) this.controls.draw({ ...this.view, ...this.options.shown(answer.asked) });
+      const shown = keep(answer.asked, (name) => name in this.options.defaults); // 5M is a number now
+      if (question === this.wanted) this.controls.draw({ ...this.view, ...shown });
       this.#draw(answer);
     } catch (error) {
       if (this.gone) return;
@@ -139,7 +130,7 @@ class Design {
     this.loud = false;
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
-      const body = without(asked(this.view), this.options.wished);
+      const body = keep(asked(this.view), (name) => !this.options.wished.has(name));
       this.land.wish = { ratio: this.view.embedding_ratio, glu: this.view.glu_expansion };
       if (!this.answer || JSON.stringify(body) === this.surveyed) return;
       this.surveyed = JSON.stringify(body);
