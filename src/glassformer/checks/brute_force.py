@@ -12,7 +12,7 @@ models they try.
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,9 +158,9 @@ def disagreements(
 
 def _tiny_model(vocab: int, crossed: bool, *, seed: int, sharpness: float) -> Model:
     blind = Attention(n_heads=2, causal=False)
-    shared = {"ffn": MLP(d_ff=11), "norm": LayerNorm()}
-    block = Block(attention=Attention(n_heads=2), cross=blind if crossed else None, **shared)
-    encoder = Stack(layers=(Layers(count=1, block=Block(attention=blind, **shared)),))
+    block = Block(attention=Attention(n_heads=2), ffn=MLP(d_ff=11), norm=LayerNorm())
+    encoder = Stack(layers=(Layers(count=1, block=replace(block, attention=blind)),))
+    block = replace(block, cross=blind if crossed else None)
     model = build(
         ModelSpec(
             vocab_size=vocab,

@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -253,7 +253,7 @@ def run_subject_check(check: SubjectCheck, subject: Subject) -> Finding:
     return _finding(check, subject.name, dtype, measure, verdict, time.perf_counter() - start)
 
 
-def _guarded(run: Callable, argument: object) -> Measure:
+def _guarded(run: Callable[[Any], Measure], argument: object) -> Measure:
     """A model that raises on a fair question has failed the check; the message says how."""
     try:
         return run(argument)

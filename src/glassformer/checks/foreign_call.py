@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +85,8 @@ def tensor_of(result: Any) -> Tensor:
     """The logits in what a forward returned."""
     if isinstance(result, Tensor):
         return result
-    if isinstance(result, Mapping) and "logits" in result:
-        return result["logits"]
+    if isinstance(result, Mapping) and isinstance(result.get("logits"), Tensor):
+        return cast(Tensor, result["logits"])
     if isinstance(result, (tuple, list)) and isinstance(result[0], Tensor):
         return result[0]
     raise InputError(

@@ -121,8 +121,10 @@ def parity(
     gaps = {"result": gap(out, expected)}
     for i, (x, twin) in enumerate(zip(inputs, twins, strict=True)):
         if x.requires_grad:
-            missing = x.grad is None or twin.grad is None
-            gaps[f"input {i}"] = math.inf if missing else relative_gap(x.grad, twin.grad)
+            if x.grad is None or twin.grad is None:
+                gaps[f"input {i}"] = math.inf
+            else:
+                gaps[f"input {i}"] = relative_gap(x.grad, twin.grad)
     for pair in pairs:
         gaps[pair.name] = pair.gradient_gap()
     name = max(gaps, key=lambda key: gaps[key])

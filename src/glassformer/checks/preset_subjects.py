@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from glassformer.models.build import build
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 #: Narrow stand-ins of the presets whose claims do not depend on the width; `deep` takes them whole.
 NARROW: dict[str, ModelSpec] = {
@@ -27,7 +30,7 @@ NARROW: dict[str, ModelSpec] = {
 }
 
 
-def perturb(module: nn.Module, *, dtype: torch.dtype, seed: int) -> nn.Module:
+def perturb(module: AnyModule, *, dtype: torch.dtype, seed: int) -> AnyModule:
     """Random values everywhere, activations of unit scale.
 
     Fresh weights would hide half of the mistakes: biases are 0, gains are 1, and attention with

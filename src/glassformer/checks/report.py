@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from glassformer.checks.catalogue import Finding, verify_parts, verify_subject
+from glassformer.checks.foreign_call import Logits
 from glassformer.checks.preset_subjects import sample_subjects
-from glassformer.checks.subject import Logits, subject_of
+from glassformer.checks.subject import subject_of
 from glassformer.checks.threads import few_threads
 from glassformer.spec.errors import CheckFailed
 
@@ -74,7 +75,8 @@ class Report:
         for f in self.findings:
             if f.verdict != "not offered":
                 rows.setdefault((f.group, f.name), []).append(f)
-        lines, width = [], max((len(name) for _, name in rows), default=0)
+        lines: list[str] = []
+        width = max((len(name) for _, name in rows), default=0)
         group = ""
         for (row_group, name), findings in sorted(
             rows.items(), key=lambda row: _first(self.findings, row[0][0])

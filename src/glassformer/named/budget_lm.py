@@ -4,6 +4,8 @@ Pre-norm, SwiGLU, no biases in projections, learned positions, tied head. The wh
 `language_model`, beside its loss.
 """
 
+from typing import cast
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -47,7 +49,7 @@ class SwiGLU(nn.Module):
         self.part = initialised(ffn.SwiGLU(described, d_model), rules)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(x)
+        return cast(Tensor, self.part(x))
 
 
 def _described(d_model: int, n_heads: int, d_ff: int) -> spec.Block:
@@ -97,4 +99,4 @@ class TransformerBlock(nn.Module):
         self.part = initialised(block.TransformerBlock(described, d_model, dropout=rates), rules)
 
     def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:
-        return self.part(x, mask=_mask(allow))
+        return cast(Tensor, self.part(x, mask=_mask(allow)))

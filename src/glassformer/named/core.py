@@ -4,6 +4,8 @@ Decoder-only, causal. The same seed gives the same weights: parts draw from torc
 from one that is passed.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +39,7 @@ class MultiHeadAttention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(x, mask=Mask(causal=True))
+        return cast(Tensor, self.part(x, mask=Mask(causal=True)))
 
 
 class MLP(nn.Module):
@@ -52,7 +54,7 @@ class MLP(nn.Module):
         self.part = initialised(ffn.MLP(described, d_model), rules, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(x)
+        return cast(Tensor, self.part(x))
 
 
 class LayerNorm(nn.Module):
@@ -65,7 +67,7 @@ class LayerNorm(nn.Module):
         self.part = initialised(norm.build_norm(described, d_model), rules)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(x)
+        return cast(Tensor, self.part(x))
 
 
 class TransformerBlock(nn.Module):
@@ -86,7 +88,7 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(x, mask=Mask(causal=True))
+        return cast(Tensor, self.part(x, mask=Mask(causal=True)))
 
 
 class Transformer(nn.Module):
@@ -117,4 +119,4 @@ class Transformer(nn.Module):
         self.model = build(described, generator=generator)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.model(token_ids)["next"]
+        return cast(Tensor, self.model(token_ids)["next"])

@@ -8,7 +8,7 @@ loss.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ class SingleLayerTransformer(nn.Module):
         """What the next-token head multiplies by: the embedding's own tensors when tied."""
         if self.config.tie_weights:
             return tuple(self.model.output_embedding().parameters())
-        return (self.model.heads["next"].weight,)
+        return (cast(Tensor, self.model.heads["next"].weight),)
 
 
 def add_positional(x_btd: Tensor) -> Tensor:

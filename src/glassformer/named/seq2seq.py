@@ -4,6 +4,8 @@ Defaults are the paper's: d_model 512, N 6, heads 8, post-norm, dropout 0.1, emb
 sqrt(d_model). `pre_norm=True` gives the variant that is steadier when deep.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +84,10 @@ class EncoderLayer(_Layer):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         T = x.shape[1]
-        return self.part(x, mask=build_mask(T, T, causal=False, valid_q_BT=valid, valid_k_BS=valid))
+        return cast(
+            Tensor,
+            self.part(x, mask=build_mask(T, T, causal=False, valid_q_BT=valid, valid_k_BS=valid)),
+        )
 
 
 class DecoderLayer(_Layer):
@@ -92,7 +97,9 @@ class DecoderLayer(_Layer):
 
     def forward(self, x: Tensor, memory: Tensor, memory_valid: Tensor | None = None) -> Tensor:
         reads = build_mask(x.shape[1], memory.shape[1], causal=False, valid_k_BS=memory_valid)
-        return self.part(x, mask=Mask(causal=True), memory_BSD=memory, memory_mask=reads)
+        return cast(
+            Tensor, self.part(x, mask=Mask(causal=True), memory_BSD=memory, memory_mask=reads)
+        )
 
 
 class Transformer(nn.Module):
@@ -135,4 +142,6 @@ class Transformer(nn.Module):
         source_valid: Tensor | None = None,
         target_valid: Tensor | None = None,
     ) -> Tensor:
-        return self.model(Inputs(target, target_valid, None, source, source_valid))["next"]
+        return cast(
+            Tensor, self.model(Inputs(target, target_valid, None, source, source_valid))["next"]
+        )

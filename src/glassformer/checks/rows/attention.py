@@ -7,6 +7,7 @@ primes where the claim allows, so that no transposition passes by luck.
 import itertools
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ def explicit_attention(dtype: torch.dtype) -> Measure:
         def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
             return attend(q, k, v, mask=mask, taps=everything_explicit())
 
-        def theirs(q: Tensor, k: Tensor, v: Tensor, extra: dict = extra) -> Tensor:
+        def theirs(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Any] = extra) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, **extra)
 
         worst.append(parity(ours, theirs, inputs=inputs, size=f"B{B} N{N} T{T} H{H}"))
@@ -137,7 +138,9 @@ def alibi_by_hand(dtype: torch.dtype) -> Measure:
         for taps in (None, everything_explicit(), TapsAt(Taps(read="scores"), "")):
             inputs = [draw(B, n, T, H, dtype=dtype, seed=n) for n in (N, K, K)]
 
-            def ours(q: Tensor, k: Tensor, v: Tensor, mask=mask, taps=taps) -> Tensor:
+            def ours(
+                q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask, taps: TapsAt | None = taps
+            ) -> Tensor:
                 return attend(q, k, v, mask=mask, taps=taps)
 
             measures.append(
@@ -176,6 +179,7 @@ def empty_rows(dtype: torch.dtype) -> Measure:
         q, k, v = (draw(B, N, T, H, dtype=dtype, seed=seed) for seed in (8, 9, 10))
         out = attend(q, k, v, mask=mask, taps=taps)
         out.sum().backward()
+        assert q.grad is not None and k.grad is not None and v.grad is not None
         zeros = [out[0, :, 2], out[1], q.grad[0, :, 2], q.grad[1], k.grad[1], v.grad[1]]
         alive = [out.detach()[0, :, 0], v.grad[0]]
         worst = max(worst, *(gap(z, torch.zeros_like(z)) for z in zeros))
@@ -208,7 +212,8 @@ def multi_head(dtype: torch.dtype) -> Measure:
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
 
     def theirs(x: Tensor) -> Tensor:
-        return reference(x, x, x, key_padding_mask=~valid, attn_mask=future, need_weights=False)[0]
+        masks = {"key_padding_mask": ~valid, "attn_mask": future}
+        return cast(Tensor, reference(x, x, x, **masks, need_weights=False)[0])
 
     return parity(
         lambda x: ours(x, mask=mask),
@@ -260,6 +265,8 @@ def qk_norm(dtype: torch.dtype) -> Measure:
     attention = spec.Attention(n_heads=N, qk_norm=spec.RMSNorm(eps=1e-3))
     ours = MultiHeadAttention(attention, D)
     perturb(ours, dtype=dtype, seed=18)
+    assert ours.q_norm is not None and ours.k_norm is not None
+    q_gain, k_gain = ours.q_norm.weight, ours.k_norm.weight
     cos, sin = rotations(spec.Rotary(), T, H, dtype=dtype)
 
     def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -269,8 +276,8 @@ def qk_norm(dtype: torch.dtype) -> Measure:
         heads = []
         for n in range(N):
             rows = slice(n * H, (n + 1) * H)
-            q = rms(x @ ours.q_proj.weight[rows].T, ours.q_norm.weight)
-            k = rms(x @ ours.k_proj.weight[rows].T, ours.k_norm.weight)
+            q = rms(x @ ours.q_proj.weight[rows].T, q_gain)
+            k = rms(x @ ours.k_proj.weight[rows].T, k_gain)
             q, k = turn_by_hand(q, H), turn_by_hand(k, H)
             weights = torch.softmax(q @ k.mT / math.sqrt(H), -1)
             heads.append(weights @ (x @ ours.v_proj.weight[rows].T))

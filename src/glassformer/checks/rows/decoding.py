@@ -20,7 +20,7 @@ from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, T
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
-from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, LengthPenalty
 
 # B batch, T length, V vocab
 
@@ -207,7 +207,8 @@ def beams_are_brute_force(subject: Subject) -> Measure:
         raise NotOffered("its vocabulary is too large or too small for brute force")
     allowed = sorted({int(token) for token in _likeliest(model, one, 3)})
     wrong, scores = 0, 0.0
-    for penalty, alpha in (("gnmt", 0.6), ("power", -0.7)):
+    penalties: tuple[tuple[LengthPenalty, float], ...] = (("gnmt", 0.6), ("power", -0.7))
+    for penalty, alpha in penalties:
         rules = BeamSpec(
             width=2 ** (longest + 1) - 1,  # every sequence with and without an end
             penalty=penalty,

@@ -5,7 +5,7 @@ Whole layers and stacks against PyTorch's nn.Transformer family.
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,15 @@ from glassformer.checks.preset_subjects import perturb
 from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder
+from glassformer.models.stack import Stack
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
+from glassformer.nn.embedding import TokenEmbedding
+from glassformer.nn.ffn import MLP
 from glassformer.nn.linear import Linear
 from glassformer.nn.mask import Mask, build_mask
-from glassformer.nn.norm import LayerNorm
+from glassformer.nn.norm import LayerNorm, RMSNorm
+from glassformer.nn.position import SinusoidalPosition
 from glassformer.spec import model as spec
 from glassformer.spec.presets import seq2seq
 
@@ -31,8 +35,9 @@ def linear_pairs(name: str, ours: Linear, reference: nn.Linear) -> Iterator[Pair
         yield Pair(f"{name}.bias", ours.bias, reference.bias)
 
 
-def norm_pairs(name: str, ours: LayerNorm, reference: nn.LayerNorm) -> Iterator[Pair]:
+def norm_pairs(name: str, ours: LayerNorm | RMSNorm, reference: nn.LayerNorm) -> Iterator[Pair]:
     """Gain and shift."""
+    assert isinstance(ours, LayerNorm)
     yield Pair(f"{name}.weight", ours.weight, reference.weight)
     yield Pair(f"{name}.bias", ours.bias, reference.bias)
 
@@ -57,10 +62,12 @@ def block_pairs(
     reference: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer,
 ) -> Iterator[Pair]:
     """A whole layer; in torch's decoder layer the second norm belongs to cross-attention."""
+    assert isinstance(ours.ffn, MLP)
     yield from attention_pairs(f"{name}.attn", ours.attn, reference.self_attn)
     yield from norm_pairs(f"{name}.attn_norm", ours.attn_norm, reference.norm1)
     ffn_norm = reference.norm2
     if isinstance(reference, nn.TransformerDecoderLayer):
+        assert ours.cross is not None and ours.cross_norm is not None
         yield from attention_pairs(f"{name}.cross", ours.cross, reference.multihead_attn)
         yield from norm_pairs(f"{name}.cross_norm", ours.cross_norm, reference.norm2)
         ffn_norm = reference.norm3
@@ -71,8 +78,10 @@ def block_pairs(
 
 # B batch, T target length, S source length, D d_model, N heads, F d_ff
 
-PLACEMENTS = ("pre", "post")
-VARIANTS = tuple(product(PLACEMENTS, ("relu", "gelu")))
+Placement = Literal["pre", "post"]
+PLACEMENTS: tuple[Placement, ...] = ("pre", "post")
+ACTIVATIONS: tuple[Literal["relu", "gelu"], ...] = ("relu", "gelu")
+VARIANTS = tuple(product(PLACEMENTS, ACTIVATIONS))
 
 
 def _worst(measures: Iterable[Measure]) -> Measure:
@@ -94,7 +103,9 @@ def encoder_layers(dtype: torch.dtype) -> Measure:
     return _worst(_encoder_layer(dtype, *variant) for variant in VARIANTS)
 
 
-def _encoder_layer(dtype: torch.dtype, placement: str, activation: str) -> Measure:
+def _encoder_layer(
+    dtype: torch.dtype, placement: Placement, activation: Literal["relu", "gelu"]
+) -> Measure:
     B, T, D, N, d_ff = 3, 7, 15, 3, 22
     valid = torch.ones(B, T, dtype=torch.bool)
     valid[0, 4:] = False
@@ -124,7 +135,9 @@ def decoder_layers(dtype: torch.dtype) -> Measure:
     return _worst(_decoder_layer(dtype, *variant) for variant in VARIANTS)
 
 
-def _decoder_layer(dtype: torch.dtype, placement: str, activation: str) -> Measure:
+def _decoder_layer(
+    dtype: torch.dtype, placement: Placement, activation: Literal["relu", "gelu"]
+) -> Measure:
     B, T, S, D, N, d_ff = 3, 5, 7, 15, 3, 22
     valid = torch.ones(B, S, dtype=torch.bool)
     valid[1, 3:] = False
@@ -143,10 +156,12 @@ def _decoder_layer(dtype: torch.dtype, placement: str, activation: str) -> Measu
     reference = nn.TransformerDecoderLayer(D, N, d_ff, activation=activation, **settings)
 
     def run(x: Tensor, memory: Tensor) -> Tensor:
-        return ours(x, mask=Mask(causal=True), memory_BSD=memory, memory_mask=memory_mask)
+        return cast(
+            Tensor, ours(x, mask=Mask(causal=True), memory_BSD=memory, memory_mask=memory_mask)
+        )
 
     def theirs(x: Tensor, memory: Tensor) -> Tensor:
-        return reference(x, memory, tgt_mask=future, memory_key_padding_mask=~valid)
+        return cast(Tensor, reference(x, memory, tgt_mask=future, memory_key_padding_mask=~valid))
 
     return parity(
         run,
@@ -175,6 +190,7 @@ def _whole(dtype: torch.dtype, placement: str) -> Measure:
         dropout=0.0,
     )
     ours = build(model_spec)
+    assert isinstance(ours, EncoderDecoder)
     perturb(ours, dtype=dtype, seed=46)
     reference = _reference(D, N, d_ff, placement=placement, dtype=dtype)
     source = torch.randint(0, vocab, (B, S), generator=seeded(47))
@@ -183,18 +199,21 @@ def _whole(dtype: torch.dtype, placement: str) -> Measure:
     valid[2, 5:] = False
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
 
-    def embedded(tokens: Tensor, side: nn.Module) -> Tensor:
+    def embedded(tokens: Tensor, side: Stack) -> Tensor:
+        assert isinstance(side.embed, TokenEmbedding)
+        assert isinstance(side.position, SinusoidalPosition)
         x = side.embed.weight[tokens] * D**0.5
         return (x + side.position.table[: tokens.shape[1]]).detach()
 
     def theirs() -> Tensor:
-        return reference(
+        out = reference(
             embedded(source, ours.encoder),
             embedded(target, ours.decoder),
             tgt_mask=future,
             src_key_padding_mask=~valid,
             memory_key_padding_mask=~valid,
         )
+        return cast(Tensor, out)
 
     return parity(
         lambda: ours.hidden(Inputs(target, None, None, source, valid)),
@@ -224,5 +243,6 @@ def _whole_pairs(ours: EncoderDecoder, reference: nn.Transformer) -> list[Pair]:
         for i, (block, layer) in enumerate(zip(side.blocks, theirs.layers, strict=True)):
             pairs += block_pairs(f"blocks.{i}", block, layer)
         if theirs.norm is not None:
+            assert isinstance(side.final_norm, LayerNorm)
             pairs += norm_pairs("final_norm", side.final_norm, theirs.norm)
     return pairs

@@ -8,6 +8,7 @@ import copy
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def _twins(subject: Subject) -> tuple[Model, HandModel, Inputs]:
 def hand_inputs(hand: HandModel, inputs: Inputs) -> HandInputs:
     """The same batch as NumPy arrays."""
 
-    def array(tensor: torch.Tensor | None) -> NDArray | None:
+    def array(tensor: torch.Tensor | None) -> NDArray[Any] | None:
         return None if tensor is None else tensor.numpy()
 
     tokens = array(inputs.tokens_BT)
@@ -104,7 +105,8 @@ def torch_loss(
 def same_results(subject: Subject) -> Measure:
     """Logits and every tap of the by-hand engine are torch's."""
     model, hand, inputs = _twins(subject)
-    taps, seen = Taps(read="*"), {}
+    taps = Taps(read="*")
+    seen: dict[str, NDArray[Any]] = {}
     with torch.no_grad():
         model(inputs, taps=taps)
     checked = hand_inputs(hand, inputs)
@@ -174,8 +176,8 @@ def gradients_by_differences(subject: Subject) -> Measure:
 
 
 def _equal_shares(
-    grads: Mapping[str, NDArray], rng: np.random.Generator
-) -> tuple[dict[str, NDArray], float]:
+    grads: Mapping[str, NDArray[Any]], rng: np.random.Generator
+) -> tuple[dict[str, NDArray[Any]], float]:
     """A random direction through some tensors, and its slope: each adds 1, a flat one less.
 
     An error of one of them shows in full, however small it is beside the others.

@@ -8,6 +8,7 @@ Our positions against closed forms: complex numbers for the rotary, the formula 
 
 import cmath
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,12 @@ from glassformer.checks.measure import TOLERANCE, Measure, Pair, draw, gap, pari
 from glassformer.checks.preset_subjects import perturb
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.embedding import FactorizedTokenEmbedding
-from glassformer.nn.ffn import build_ffn
+from glassformer.nn.ffn import MLP, SwiGLU, build_ffn
 from glassformer.nn.init import initialise
-from glassformer.nn.norm import build_norm
+from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import ALiBiPosition, SinusoidalPosition, rotate, rotations
 from glassformer.spec import model as spec
-from glassformer.spec.init import Gaussian, HeInit, XavierInit
+from glassformer.spec.init import Constant, Gaussian, HeInit, XavierInit
 from glassformer.spec.manifest import attention_parameters, ffn_parameters
 
 # B batch, T length, D d_model, F d_ff, V vocab, R rank
@@ -30,7 +31,7 @@ from glassformer.spec.manifest import attention_parameters, ffn_parameters
 def layer_norm(dtype: torch.dtype) -> Measure:
     """Against nn.LayerNorm, at an input small enough to show eps."""
     B, T, D = 2, 5, 11
-    ours = perturb(build_norm(spec.LayerNorm(eps=1e-5), D), dtype=dtype, seed=23)
+    ours = perturb(LayerNorm(D, eps=1e-5), dtype=dtype, seed=23)
     reference = nn.LayerNorm(D, eps=1e-5, dtype=dtype)
     pairs = [
         Pair("weight", ours.weight, reference.weight),
@@ -48,7 +49,7 @@ def layer_norm(dtype: torch.dtype) -> Measure:
 def rms_norm(dtype: torch.dtype) -> Measure:
     """Against nn.RMSNorm, at an input small enough to show eps."""
     B, T, D = 2, 5, 11
-    ours = perturb(build_norm(spec.RMSNorm(eps=1e-6), D), dtype=dtype, seed=25)
+    ours = perturb(RMSNorm(D, eps=1e-6), dtype=dtype, seed=25)
     reference = nn.RMSNorm(D, eps=1e-6, dtype=dtype)
     return parity(
         lambda x: ours(x * 1e-3),
@@ -62,7 +63,7 @@ def rms_norm(dtype: torch.dtype) -> Measure:
 def feed_forward(dtype: torch.dtype) -> Measure:
     """ReLU, both GELUs and SwiGLU against formulas written out."""
     B, T, D, d_ff = 2, 5, 7, 13
-    formulas = {
+    formulas: dict[spec.Activation, Callable[[Tensor], Tensor]] = {
         "relu": lambda x: x.clamp(min=0),
         "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
         "gelu_tanh": lambda x: (
@@ -71,17 +72,18 @@ def feed_forward(dtype: torch.dtype) -> Measure:
     }
     measures = []
     for activation, formula in formulas.items():
-        ours = perturb(
-            build_ffn(spec.MLP(d_ff=d_ff, activation=activation), D), dtype=dtype, seed=27
-        )
+        ours = perturb(MLP(spec.MLP(d_ff=d_ff, activation=activation), D), dtype=dtype, seed=27)
 
-        def theirs(x: Tensor, ours: nn.Module = ours, formula=formula) -> Tensor:
+        def theirs(
+            x: Tensor, ours: MLP = ours, formula: Callable[[Tensor], Tensor] = formula
+        ) -> Tensor:
             up, down = ours.up_proj, ours.down_proj
+            assert up.bias is not None and down.bias is not None
             return formula(x @ up.weight.T + up.bias) @ down.weight.T + down.bias
 
         inputs = [draw(B, T, D, dtype=dtype, seed=28)]
         measures.append(parity(ours, theirs, inputs=inputs, size=f"B{B} T{T} D{D} F{d_ff}"))
-    glu = perturb(build_ffn(spec.SwiGLU(d_ff=d_ff), D), dtype=dtype, seed=29)
+    glu = perturb(SwiGLU(spec.SwiGLU(d_ff=d_ff), D), dtype=dtype, seed=29)
 
     def swiglu(x: Tensor) -> Tensor:
         gate, up = x @ glu.gate_proj.weight.T, x @ glu.up_proj.weight.T
@@ -143,6 +145,7 @@ def initialisation(dtype: torch.dtype) -> Measure:
                 worst = max(worst, gap(values, torch.zeros_like(values)))
                 continue
             rule = parameter.init
+            assert not isinstance(rule, Constant)
             std = rule.std if isinstance(rule, Gaussian) else rule.bound / math.sqrt(3)
             error = std / math.sqrt(parameter.size)
             off_mean = abs(float(values.mean())) / error
