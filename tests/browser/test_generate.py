@@ -14,8 +14,8 @@ from tests.browser.conftest import FORMS, Opener, Site, Watch
 from tests.browser.hostile import HOSTILE
 
 STATES = {
-    "generate": "generate?run=text&text=the+glass&mode=sample&max=20",
-    "generate-beam": "generate?run=text&text=so+it&mode=beam&max=8",
+    "generate": "generate?run=text&text=the+glass&mode=sample&max_new_tokens=20",
+    "generate-beam": "generate?run=text&text=so+it&mode=beam&max_new_tokens=8",
     "generate-answer": "generate?run=digits&text=SECOND+7+3+9",
     "generate-reverse": "generate?run=reverse&text=3+1+2",
 }
@@ -55,7 +55,9 @@ def test_every_theme_and_width(
 
 
 def test_the_numbers_are_pythons(open_page: Opener, site: Site) -> None:
-    page = open_page("generate?run=text&text=the+glass&mode=sample&max=12&seed=4&temperature=1.5")
+    page = open_page(
+        "generate?run=text&text=the+glass&mode=sample&max_new_tokens=12&seed=4&temperature=1.5"
+    )
     done(page)
     own = made(site, "the glass", max_new_tokens=12, seed=4, temperature=1.5)
     expect(page.locator("#new")).to_have_text(own.text)
@@ -88,7 +90,7 @@ def test_keyboard_alternatives_branch_and_back(open_page: Opener, site: Site) ->
     expect(third).to_have_attribute("aria-pressed", "true")
     expect(third).to_have_attribute("aria-label", re.compile(r"probability \d\.\d{4}"))
     table = page.locator("#alternatives")
-    expect(page.locator(".beside")).to_contain_text("Place 3")
+    expect(page.locator(".beside")).to_contain_text("Position 3")
     branch = table.locator("button").first
     branch.focus()
     page.keyboard.press("Enter")
@@ -103,7 +105,7 @@ def test_keyboard_alternatives_branch_and_back(open_page: Opener, site: Site) ->
 
 
 def test_the_tree_and_its_hypotheses(open_page: Opener, site: Site) -> None:
-    page = open_page("generate?run=text&text=so+it&mode=beam&max=6&beams=3")
+    page = open_page("generate?run=text&text=so+it&mode=beam&max_new_tokens=6&width=3")
     page.wait_for_selector("#hypotheses")
     model = gf.load(site.runs / "text")
     spec = BeamSpec(width=3, max_new_tokens=6, eos=model.end_ids())
@@ -117,7 +119,7 @@ def test_the_tree_and_its_hypotheses(open_page: Opener, site: Site) -> None:
 
 
 def test_stop_ends_the_work_on_the_other_side(open_page: Opener) -> None:
-    page = open_page("generate?run=long&text=the&max=480&cache=0")
+    page = open_page("generate?run=long&text=the&max_new_tokens=480&cache=0")
     page.wait_for_selector(".spoken button:nth-child(3)")
     page.keyboard.press("Escape")
     done(page)
@@ -149,7 +151,7 @@ def test_refusals_stand_where_the_text_would(open_page: Opener, watch: Watch) ->
 
 def test_copies(open_page: Opener, watch: Watch) -> None:
     watch.expected.add(400)  # the model does not know the sign that must be quoted
-    page = open_page("generate?run=text&text=it%27s&mode=sample&max=5&seed=2&top_k=3")
+    page = open_page("generate?run=text&text=it%27s&mode=sample&max_new_tokens=5&seed=2&top_k=3")
     page.wait_for_selector(".generate[data-done]")
     page.locator('[data-copy="cli"]').click()
     said = page.evaluate("navigator.clipboard.readText()")

@@ -173,7 +173,7 @@ def test_the_example_is_what_the_model_is_given(open_page: Opener, site: Site) -
 
 
 def test_beams_end_in_a_mark_that_every_font_has(open_page: Opener) -> None:
-    page = open_page("generate?run=text&text=so+it&mode=beam&max=4")
+    page = open_page("generate?run=text&text=so+it&mode=beam&max_new_tokens=4")
     page.wait_for_selector("#hypotheses")
     expect(page.locator("glass-tree path.end")).to_have_count(4)
     assert "\N{BLACK SQUARE FOR STOP}" not in page.locator("glass-tree").inner_html()

@@ -1,7 +1,10 @@
 """Tables of options in the docs are those of the specs."""
 
+import re
+
+import pytest
 from pages.options import refresh, refreshed, table_of
-from pages.quotes import PAGES
+from pages.quotes import PAGES, SOURCES
 
 
 def test_tables_are_up_to_date():
@@ -21,3 +24,16 @@ def test_an_old_table_is_replaced_and_the_rest_is_kept(tmp_path):
     assert refresh(tmp_path) == []
     assert "| `share` | `--share` | 1 | `0 < x <= 1` | A share. |\n" in table
     assert "| `stops` | `--stops`, repeatable |  |  | Texts. |\n" in table
+
+
+@pytest.mark.parametrize("name", ["typical_p", "min_p"])
+def test_a_sampler_is_named_in_three_files_at_most(name):
+    """Its field, its rule, and where a check uses it; everything else is made from the field."""
+    word = re.compile(rf"\b{name}\b|\b{name.replace('_', '-')}\b")
+    sources = [path for path in SOURCES.rglob("*") if path.suffix in (".py", ".js", ".css")]
+    named = {str(p.relative_to(SOURCES)) for p in sources if word.search(p.read_text("utf-8"))}
+    home = {"glassformer/spec/decoding.py", "glassformer/generation/samplers.py"}
+    assert home <= named
+    assert len(named) <= 3, named
+    if name == "typical_p":
+        assert named == home, "the page `adding a sampler` names two files"

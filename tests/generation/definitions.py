@@ -68,6 +68,20 @@ def min_p_is_its_definition(*, seed: int = 0, p: float = 0.2) -> None:
                 assert (token in tokens) == (value > p * max(chance))
 
 
+def typical_is_its_definition(*, seed: int = 0, p: float = 0.4) -> None:
+    """Kept: those with less than p among the tokens strictly nearer to the entropy, in surprise."""
+    for row, tokens in rows_of(samplers.keep_typical, sample_logits(seed), p):
+        chance = chances(row)
+        entropy = sum(-c * math.log(c) for c in chance if c > 0)
+        distance = [abs(-math.log(c) - entropy) if c > 0 else math.inf for c in chance]
+        for token in kept(row):
+            nearer = [c for c, d in zip(chance, distance, strict=True) if d < distance[token]]
+            close = any(0 < abs(d - distance[token]) < 1e-9 for d in distance)
+            if not close and abs(sum(nearer) - p) > 1e-9:
+                assert (token in tokens) == (sum(nearer) < p or p >= 1.0)
+        assert tokens
+
+
 def temperature_is_its_definition(*, seed: int = 0, temperature: float = 0.5) -> None:
     """p(token) is proportional to p^(1 / temperature); at 1e-5 and below, one token is left."""
     logits_BV = sample_logits(seed)
@@ -127,12 +141,13 @@ def draws_are_independent() -> None:
 
 
 def the_chain_is_in_order() -> None:
-    """forced, repetition, forbidden, eos, permission, temperature, top-k, top-p, min-p, draw."""
+    """forced, repetition, forbidden, eos, permission, temperature, then the rules in order."""
     spec = DecodeSpec(
         temperature=0.7,
         top_k=6,
         top_p=0.9,
         min_p=0.05,
+        typical_p=0.8,
         repetition_penalty=1.3,
         forbidden=(1,),
         forced=(4,),
@@ -155,4 +170,5 @@ def the_chain_is_in_order() -> None:
             x_BV = samplers.forbid(x_BV, (1, 2) if step < 2 else (1,))
             x_BV = x_BV.masked_fill(~allow_BV, -math.inf) / 0.7
             x_BV = samplers.keep_min_p(samplers.keep_top_p(samplers.keep_top_k(x_BV, 6), 0.9), 0.05)
+            x_BV = samplers.keep_typical(x_BV, 0.8)
             assert got.tolist() == draw(x_BV, seed=11, rows=rows, step=step).tolist()

@@ -115,11 +115,11 @@ def test_the_tree_is_recorded():
             path.append(found.tree[at])
             at = found.tree[at].parent
         assert tuple(node.token for node in path[::-1]) == hypothesis.tokens
-        assert [node.place for node in path[::-1]] == list(range(1, len(path) + 1))
+        assert [node.position for node in path[::-1]] == list(range(1, len(path) + 1))
         assert path[0].finish == hypothesis.finish
         assert math.isclose(sum(node.logprob for node in path), hypothesis.logprob, abs_tol=1e-9)
         assert math.isclose(sum(hypothesis.logprobs), hypothesis.logprob, abs_tol=1e-9)
-    by_place = [sum(n.place == p for n in found.tree) for p in range(1, 7)]
+    by_place = [sum(n.position == p for n in found.tree) for p in range(1, 7)]
     assert max(by_place) <= 3
 
 

@@ -13,7 +13,7 @@ from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import DecodeSpec
 from tests.generation import checks, definitions
-from tests.tiny import VOCAB, built
+from tests.tiny import VOCAB, built, noise
 
 seeds = st.integers(0, 10_000)
 
@@ -31,6 +31,30 @@ def test_top_p(seed, p):
 @given(seed=seeds, p=st.floats(1e-6, 1.0))
 def test_min_p(seed, p):
     definitions.min_p_is_its_definition(seed=seed, p=p)
+
+
+@given(seed=seeds, p=st.floats(1e-6, 1.0))
+def test_typical(seed, p):
+    definitions.typical_is_its_definition(seed=seed, p=p)
+
+
+@given(seed=seeds, p=st.floats(0.05, 0.99))
+def test_typical_is_that_of_transformers(seed, p):
+    from transformers import TypicalLogitsWarper
+
+    logits_BV = noise(5, 29, seed=seed, dtype=torch.float64) * 3
+    want_BV = TypicalLogitsWarper(mass=p)(torch.zeros(5, 1, dtype=torch.long), logits_BV)
+    assert torch.equal(samplers.keep_typical(logits_BV, p), want_BV)
+
+
+def test_typical_drops_what_is_too_likely():
+    """Surprises 0.11, 3, 3.4 and an entropy of 0.42: a peak is nearest; flat rows keep all ties."""
+    peak_BV = torch.tensor([[0.9, 0.05, 0.03, 0.02]]).log()
+    assert definitions.kept(samplers.keep_typical(peak_BV, 0.5)[0]) == {0}
+    spread_BV = torch.tensor([[0.4, *[0.03] * 20]]).log()
+    assert 0 not in definitions.kept(samplers.keep_typical(spread_BV, 0.5)[0])
+    assert definitions.kept(samplers.keep_typical(torch.zeros(1, 7), 0.1)[0]) == set(range(7))
+    assert samplers.keep_typical(spread_BV, 1.0) is spread_BV
 
 
 @given(seed=seeds, temperature=st.sampled_from([0.0, 1e-30, 1e-5, 0.3, 1.0, 4.0]))
@@ -67,10 +91,11 @@ def test_forbidden_and_forced():
     top_k=st.none() | st.integers(1, 3),
     top_p=st.floats(1e-9, 1.0),
     min_p=st.floats(0.0, 1.0),
+    typical_p=st.floats(1e-9, 1.0),
     temperature=st.floats(0.0, 50.0) | st.sampled_from([1e-4, 1e39, 1e300]),
 )
-def test_something_is_always_kept(seed, top_k, top_p, min_p, temperature):
-    spec = DecodeSpec(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+def test_something_is_always_kept(seed, temperature, **rules):
+    spec = DecodeSpec(temperature=temperature, seed=seed, **rules)
     logits_BV = definitions.sample_logits(seed)
     tokens = make_sampler(spec)(logits_BV, step=0, rows=(0, 1, 2, 3)).tolist()
     for row, token in zip(logits_BV, tokens, strict=True):

@@ -13,6 +13,7 @@ from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import options_of
 from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Query, TooLarge, Unknown, to_json
 from glassformer.web.app.workspace import Lab
@@ -32,12 +33,13 @@ def said(lab: Lab, **body: Any) -> list[dict[str, Any]]:
         {},
         {"mode": "sample", "seed": 5, "temperature": 0.8, "top_k": 9, "top_p": 0.9},
         {"mode": "sample", "seed": 6, "temperature": 2.0},
+        {"mode": "sample", "seed": 7, "temperature": 2.0, "typical_p": 0.5, "min_p": 0.01},
         {"cached": False},
     ],
     ids=str,
 )
 def test_tokens_are_those_of_decode(talkers: Lab, settings: dict[str, Any]) -> None:
-    start, *lines, end = said(talkers, max_tokens=9, **settings)
+    start, *lines, end = said(talkers, max_new_tokens=9, **settings)
     model = talkers.model("text")
     own = {name: value for name, value in settings.items() if name not in ("mode", "cached")}
     spec = DecodeSpec(max_new_tokens=9, eos=model.end_ids(), **own)
@@ -52,8 +54,25 @@ def test_tokens_are_those_of_decode(talkers: Lab, settings: dict[str, Any]) -> N
     assert end["seconds"] > 0 and end["tokens_per_second"] > 0
 
 
+def test_the_page_gets_every_number_and_choice_of_the_specs(talkers: Lab) -> None:
+    told = page.options(Query(), talkers)
+    names = {mode: [one["name"] for one in controls] for mode, controls in told.items()}
+    assert set(names["greedy"]) < set(names["sample"])
+    sampling = {each.name for each in options_of(DecodeSpec) if each.group == "sampling"}
+    assert set(names["sample"]) - set(names["greedy"]) == sampling
+    assert {"width", "alpha", "penalty", "groups"} < set(names["beam"])
+    (most,) = (one for one in told["beam"] if one["name"] == "max_new_tokens")
+    assert (most["min"], most["max"], most["default"]) == (1, BEAM_TOKENS, 64)
+    assert json.loads(to_json(told)) == told
+    for mode, controls in told.items():
+        defaults = {one["name"]: one["default"] for one in controls if one["default"] is not None}
+        assert page.read_ask(
+            Query(body={"run": "text", "prompt": "x", "mode": mode, **defaults})
+        ).options == defaults | {"max_new_tokens": 64}
+
+
 def test_alternatives_are_the_models_own_distribution(talkers: Lab) -> None:
-    _, *lines, _ = said(talkers, max_tokens=4, mode="sample", temperature=5.0, seed=1)
+    _, *lines, _ = said(talkers, max_new_tokens=4, mode="sample", temperature=5.0, seed=1)
     model = talkers.model("text")
     ids = list(model.prompt("so it").tokens[0])
     for line in lines:
@@ -68,12 +87,12 @@ def test_alternatives_are_the_models_own_distribution(talkers: Lab) -> None:
 
 
 def test_a_branch_keeps_what_came_before_it(talkers: Lab) -> None:
-    _, *lines, _ = said(talkers, max_tokens=8, mode="sample", seed=3, temperature=1.0)
+    _, *lines, _ = said(talkers, max_new_tokens=8, mode="sample", seed=3, temperature=1.0)
     other = next(one for one in lines[3]["alternatives"] if one["id"] != lines[3]["id"])
     forced = [line["id"] for line in lines[:3]] + [other["id"]]
     given = ",".join(map(str, forced))
     _, *branch, _ = said(
-        talkers, max_tokens=8, mode="sample", seed=3, temperature=1.0, forced=given
+        talkers, max_new_tokens=8, mode="sample", seed=3, temperature=1.0, forced=given
     )
     assert [line["id"] for line in branch[:4]] == forced
     assert [line["forced"] for line in branch] == [True] * 4 + [False] * 4
@@ -81,14 +100,18 @@ def test_a_branch_keeps_what_came_before_it(talkers: Lab) -> None:
 
 
 def test_the_tree_is_that_of_beam_search(talkers: Lab) -> None:
-    start, *grown, end = said(talkers, mode="beam", beams=3, max_tokens=6, length_penalty=0.2)
+    start, *grown, end = said(talkers, mode="beam", width=3, max_new_tokens=6, alpha=0.2)
     model = talkers.model("text")
     spec = BeamSpec(width=3, alpha=0.2, max_new_tokens=6, eos=model.end_ids())
     (found,) = beam_search(TorchStepper(model.model), model.prompt("so it"), spec=spec, record=True)
     nodes = [node for line in grown for node in line["nodes"]]
     assert len(grown) > 1 and len(nodes) == len(found.tree)
     for node, own in zip(nodes, found.tree, strict=True):
-        assert (node["parent"], node["id"], node["place"]) == (own.parent, own.token, own.place)
+        assert (node["parent"], node["id"], node["position"]) == (
+            own.parent,
+            own.token,
+            own.position,
+        )
         assert node["probability"] == pytest.approx(math.exp(own.logprob), abs=1e-6)
     assert [one["score"] for one in end["hypotheses"]] == [h.score for h in found.hypotheses]
     assert [one["node"] for one in end["hypotheses"]] == [h.node for h in found.hypotheses]
@@ -116,13 +139,13 @@ def test_an_encoder_reads_the_prompt(talkers: Lab) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": limits.NEW_TOKENS + 1}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"mode": "beam", "beams": limits.BEAMS + 1}, "beams"),
-        ({"mode": "beam", "max_tokens": BEAM_TOKENS + 1}, "max_tokens"),
-        ({"mode": "beam", "seed": 3}, "seed says nothing to beam"),
-        ({"temperature": 1.0}, "temperature says nothing to greedy"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": limits.NEW_TOKENS + 1}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"mode": "beam", "width": limits.BEAMS + 1}, "width"),
+        ({"mode": "beam", "max_new_tokens": BEAM_TOKENS + 1}, "max_new_tokens"),
+        ({"mode": "beam", "seed": 3}, "seed has no effect in mode beam"),
+        ({"temperature": 1.0}, "temperature has no effect in mode greedy"),
         ({"mode": "sample", "temperature": -1}, "temperature"),
         ({"mode": "sample", "top_p": 0}, "top_p"),
         ({"mode": "sample", "top_k": 0}, "top_k"),
@@ -130,7 +153,7 @@ def test_an_encoder_reads_the_prompt(talkers: Lab) -> None:
         ({"mode": "sideways"}, "unknown"),
         ({"forced": "1,x"}, "forced"),
         ({"forced": "999999"}, "outside the vocabulary"),
-        ({"forced": ",".join(["1"] * 9), "max_tokens": 4}, "9 forced tokens"),
+        ({"forced": ",".join(["1"] * 9), "max_new_tokens": 4}, "9 forced tokens"),
         ({"prompt": ""}, "empty prompt"),
         ({"prompt": 7}, "must be a text"),
         ({"prompt": "\ud800"}, "half a character"),
@@ -157,15 +180,15 @@ def test_what_is_too_long_or_not_there(talkers: Lab) -> None:
 def test_who_stops_listening_stops_the_work(talkers: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing the iterator ends the decoding, and the next question finds the place free."""
     monkeypatch.setattr(limits, "PATIENCE_SECONDS", 0.05)
-    for mode in ({}, {"mode": "beam", "beams": 3}):
-        body = {"run": "text", "prompt": "so it", "max_tokens": 19, **mode}
+    for mode in ({}, {"mode": "beam", "width": 3}):
+        body = {"run": "text", "prompt": "so it", "max_new_tokens": 19, **mode}
         lines = page.generate(Query(body=body), talkers)
         assert next(lines)["kind"] == "start" and next(lines)["kind"] in ("token", "tree")
         held: list[BaseException | None] = []
 
         def ask(held: list[BaseException | None] = held) -> None:
             try:
-                said(talkers, max_tokens=1)
+                said(talkers, max_new_tokens=1)
                 held.append(None)
             except Busy as error:
                 held.append(error)
@@ -175,4 +198,4 @@ def test_who_stops_listening_stops_the_work(talkers: Lab, monkeypatch: pytest.Mo
         busy.join()
         assert isinstance(held[0], Busy)
         lines.close()  # type: ignore[attr-defined]  # a generator
-        assert said(talkers, max_tokens=2)[-1]["kind"] == "end"
+        assert said(talkers, max_new_tokens=2)[-1]["kind"] == "end"

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from glassformer.adapters.folder.files import read_object
+from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.options import options_of
 
 FILE = "config.json"
 LIMIT = 10_000_000
@@ -41,11 +43,7 @@ HARMLESS = frozenset(
         "num_beams",
         "num_beam_groups",
         "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
+        *(each.hf for each in options_of(DecodeSpec) if each.hf is not None),
         "length_penalty",
         "no_repeat_ngram_size",
         "encoder_no_repeat_ngram_size",

@@ -34,12 +34,12 @@ from glassformer.spec.errors import DivergedError
 class Node:
     """One kept token: the node before it (-1: the prompt), and the sum of log-probabilities.
 
-    `place` counts new tokens from 1. `finish` says why a hypothesis is complete here, if it is.
+    `position` counts new tokens from 1. `finish` says why a hypothesis is complete here, if it is.
     """
 
     parent: int
     token: int
-    place: int
+    position: int
     logprob: float
     total: float
     group: int = 0

@@ -1,8 +1,9 @@
 """From logits to tokens: pure functions, and the chain of them that a `DecodeSpec` describes.
 
-A token that is left out has a logit of -inf. Ties are kept or left out together, so that no rule
-depends on the order of the vocabulary, and each rule keeps at least the likeliest token. Where no
-token can be chosen, because all are left out or logits are not numbers, the answer is NOTHING.
+A dropped token has a logit of -inf. Ties are kept or dropped together, so that no rule depends on
+the order of the vocabulary. Each rule keeps at least one token: the likeliest, or of `keep_typical`
+the most typical. Where no token can be chosen, because all are dropped or logits are not numbers,
+the result is NOTHING.
 """
 
 import math
@@ -56,6 +57,25 @@ def keep_min_p(logits_BV: Tensor, p: float) -> Tensor:
         return logits_BV
     least_B1 = logits_BV.amax(-1, keepdim=True) + math.log(p)
     return logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+
+
+def keep_typical(logits_BV: Tensor, p: float) -> Tensor:
+    """Keep the tokens whose surprise, -log(probability), is nearest to the entropy.
+
+    As many as together have probability p: locally typical sampling (Meister and others, 2022).
+    The likeliest token may be dropped.
+    """
+    if p >= 1.0:
+        return logits_BV
+    logprob_BV = logits_BV.double().log_softmax(-1)
+    entropy_B1 = torch.special.entr(logprob_BV.exp()).sum(-1, keepdim=True)
+    distance_BV = (-logprob_BV - entropy_B1).abs()
+    sorted_BV, order_BV = distance_BV.sort(dim=-1)
+    chance_BV = logprob_BV.exp().gather(1, order_BV)
+    before_BV = chance_BV.cumsum(-1) - chance_BV
+    before_BV[:, 0] = 0.0  # the difference may round to something
+    farthest_B1 = sorted_BV.masked_fill(before_BV >= p, -math.inf).amax(-1, keepdim=True)
+    return logits_BV.masked_fill(distance_BV > farthest_B1, -math.inf)
 
 
 def penalise_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
@@ -167,6 +187,7 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
         if spec.top_k is not None:
             x_BV = keep_top_k(x_BV, spec.top_k)
         x_BV = keep_min_p(keep_top_p(x_BV, spec.top_p), spec.min_p)
+        x_BV = keep_typical(x_BV, spec.typical_p)
         return draw(x_BV, seed=spec.seed, rows=rows, step=step)
 
     return sample

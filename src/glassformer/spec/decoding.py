@@ -58,7 +58,7 @@ def _min_new() -> int:
 def _forbidden() -> tuple[int, ...]:
     return option(
         (),
-        help="Never generate a token of this text; repeatable.",
+        help="Never generate a token of this text.",
         flag="--forbid",
         metavar="TEXT",
         typed=tuple[str, ...],
@@ -71,7 +71,8 @@ class DecodeSpec:
 
     The rules apply in this order: `forced` first tokens, `repetition_penalty` on tokens already
     there, `forbidden` tokens, no `eos` before `min_new_tokens`, `temperature`, `top_k`, `top_p`,
-    `min_p`. A sequence ends with any `eos`, before any `stop` string, or at `max_new_tokens`.
+    `min_p`, `typical_p`. A sequence ends with any `eos`, before any `stop` string, or at
+    `max_new_tokens`.
     """
 
     max_new_tokens: int = _max_new()
@@ -114,6 +115,17 @@ class DecodeSpec:
         group="sampling",
         hf="min_p",
     )
+    typical_p: float = option(
+        1.0,
+        help="Sample from the tokens nearest to the expected surprise, of this probability.",
+        label="Typical-p",
+        above=0,
+        at_most=1,
+        off=1,
+        hint="1 keeps every token",
+        group="sampling",
+        hf="typical_p",
+    )
     repetition_penalty: float = option(
         1.0,
         help="Above 1, tokens that came before are less likely.",
@@ -126,7 +138,7 @@ class DecodeSpec:
         (), help="Begin the output with this text.", flag="--force", metavar="TEXT", typed=str
     )
     eos: tuple[int, ...] = ()
-    stop: tuple[str, ...] = option((), help="End before this text; repeatable.", metavar="TEXT")
+    stop: tuple[str, ...] = option((), help="End before this text.", metavar="TEXT")
     seed: int = option(0, help="Seed of the random numbers.", at_least=0, group="sampling")
 
     def __post_init__(self) -> None:

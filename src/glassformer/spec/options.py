@@ -164,6 +164,7 @@ class Option:
         default = self.default_text if self.show_default else ""
         notes = [f"default: {default}"] if default else []
         notes += [self.limits] if self.limits else []
+        notes += ["repeatable"] if self.repeated else []
         return f"{self.help} [{'; '.join(notes)}]" if notes else self.help
 
     def to_dict(self) -> dict[str, Any]:

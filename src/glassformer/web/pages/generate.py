@@ -1,122 +1,136 @@
-"""What the page Generate may ask for: a prompt, a way to decode, and the numbers of that way.
+"""The page Generate: a model's continuation as it is generated, a line for each token or step.
 
-The page Generate: a model's continuation as it is made, a line for each token or step.
-
-Every line says what was chosen, how likely it was and what else could have come. The tokens are
-those of `decode` and `beam_search`; a reader who goes away ends the work at the next token.
+Every line has the chosen token, its probability and the likeliest alternatives. The page draws its
+controls from the options that `spec.decoding` declares (`GET /api/generate/options`). The tokens
+are those of `stream` and `beam_search`; a reader who goes away ends the work at the next token.
 """
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import Option, options_of
 from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route, TooLarge
 from glassformer.web.app.workspace import Lab
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from glassformer.adapters.base import BaseAdapter
     from glassformer.generation.prompts import Prompts
     from glassformer.generation.stepper import Stepper
 
 MODES = ("greedy", "sample", "beam")
-#: A search draws its whole tree: longer ones are for the command.
+#: The page shows the complete tree of a search: longer ones are for the command.
 BEAM_TOKENS = 128
+#: The largest number that JavaScript counts with, and a limit for numbers that have none.
+LARGEST, WIDEST = (1 << 53) - 1, 1e9
+#: Values that the page starts with, where they are not the specs' defaults.
+INITIAL = {"max_new_tokens": 64, "temperature": 1.0}
+
+
+def options(query: Query, lab: Lab) -> dict[str, Any]:
+    """The options of every mode, for the page to draw its controls and to write commands."""
+    query.only()
+    return {mode: [_control(each, mode) for each in controls(mode)] for mode in MODES}
+
+
+def controls(mode: str) -> list[Option]:
+    """The options of a mode that the page offers: numbers and choices."""
+    own = options_of(BeamSpec if mode == "beam" else DecodeSpec)
+    return [
+        each
+        for each in own
+        if (each.typed in (int, float) or each.choices)
+        and (mode == "sample" or each.group != "sampling")
+    ]
+
+
+def _control(each: Option, mode: str) -> dict[str, Any]:
+    low, high = _range(each, mode)
+    bounds = {} if each.choices else {"min": low, "max": high}
+    return each.to_dict() | bounds | {"default": INITIAL.get(each.name, each.default)}
+
+
+def _range(each: Option, mode: str) -> tuple[float, float]:
+    """The page's limits: the option's own, and what the server is willing to compute."""
+    beam = mode == "beam"
+    most = {"max_new_tokens": BEAM_TOKENS if beam else limits.NEW_TOKENS, "width": limits.BEAMS}
+    low = each.above if each.at_least is None else each.at_least
+    high = most.get(each.name, each.below if each.at_most is None else each.at_most)
+    widest = LARGEST if each.type is int else WIDEST
+    return -widest if low is None else low, widest if high is None else high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """What the page asked for, within the limits."""
+    """A checked question of the page; `options` by the names of the specs' fields."""
 
     run: str
     step: str
     prompt: str
     mode: str
     cached: bool
-    beams: int
-    length_penalty: float
-    settings: dict[str, Any]
+    options: dict[str, Any]
 
-    def draws(self, adapter: "BaseAdapter") -> DecodeSpec:
-        """Token after token."""
-        return DecodeSpec(eos=adapter.end_ids(), forbidden=adapter.nameless_ids(), **self.settings)
+    def sampling(self, adapter: "BaseAdapter") -> DecodeSpec:
+        """The settings of greedy decoding and sampling."""
+        return DecodeSpec(eos=adapter.end_ids(), forbidden=adapter.nameless_ids(), **self.options)
 
     def search(self, adapter: "BaseAdapter") -> BeamSpec:
-        """Beams; what belongs to draws was refused."""
-        return BeamSpec(
-            width=self.beams,
-            alpha=self.length_penalty,
-            max_new_tokens=self.settings["max_new_tokens"],
-            eos=adapter.end_ids(),
-            forbidden=adapter.nameless_ids(),
-        )
+        """The settings of a beam search."""
+        return BeamSpec(eos=adapter.end_ids(), forbidden=adapter.nameless_ids(), **self.options)
 
 
-def asked(query: Query) -> Ask:
-    """The question, checked; settings of another mode are refused, not ignored."""
-    query.only(
-        *("run", "step", "prompt", "mode", "max_tokens", "temperature", "top_k", "top_p"),
-        *("seed", "beams", "length_penalty", "forced", "cached"),
-    )
+def read_ask(query: Query) -> Ask:
+    """Check the question; options of another mode are refused, not ignored."""
+    known = {each.name: each for mode in MODES for each in controls(mode)}
+    query.only("run", "step", "prompt", "mode", "cached", "forced", *known)
     mode = query.choice("mode", MODES, default="greedy")
-    own = {
-        "greedy": ("forced",),
-        "sample": ("temperature", "top_k", "top_p", "seed", "forced"),
-        "beam": ("beams", "length_penalty"),
-    }
-    for name in {name for names in own.values() for name in names} - {*own[mode]}:
-        if query.has(name):
-            raise InputError(f"{name} says nothing to {mode}", hint="leave it out")
-    most = BEAM_TOKENS if mode == "beam" else limits.NEW_TOKENS
+    own = {each.name for each in controls(mode)}
+    for name in {*known, "forced"} - own:
+        if query.has(name) and not (name == "forced" and mode != "beam"):
+            raise InputError(f"{name} has no effect in mode {mode}", hint="leave it out")
+    values = {name: _value(query, known[name], mode) for name in own if query.has(name)}
+    initial = {name: value for name, value in INITIAL.items() if name in own}
     forced = _forced(query.text("forced", default="", most=8 * limits.NEW_TOKENS))
-    settings: dict[str, Any] = {
-        "max_new_tokens": query.integer("max_tokens", low=1, high=most, default=64),
-        "forced": forced,
-    }
-    if mode == "sample":
-        settings |= {
-            "temperature": query.number("temperature", low=0.01, high=100.0, default=1.0),
-            "top_p": query.number("top_p", low=0.001, high=1.0, default=1.0),
-            "seed": query.integer("seed", low=0, high=(1 << 53) - 1, default=0),
-        }
-        if query.has("top_k"):
-            settings["top_k"] = query.integer("top_k", low=1, high=1 << 20)
     return Ask(
         run=query.text("run"),
         step=query.text("step", default="best", most=20),
         prompt=query.text("prompt", most=limits.PROMPT_CHARACTERS),
         mode=mode,
         cached=query.flag("cached", default=True),
-        beams=query.integer("beams", low=1, high=limits.BEAMS, default=4),
-        length_penalty=query.number("length_penalty", low=-40.0, high=40.0, default=0.6),
-        settings=settings,
+        options=initial | values | ({"forced": forced} if forced else {}),
     )
 
 
+def _value(query: Query, each: Option, mode: str) -> Any:
+    low, high = _range(each, mode)
+    if each.choices:
+        return query.choice(each.name, each.choices)
+    if each.type is int:
+        return query.integer(each.name, low=int(low), high=int(high))
+    return query.number(each.name, low=low, high=high)
+
+
 def _forced(text: str) -> tuple[int, ...]:
-    """Ids that a branch begins with: `12,5,7`."""
+    """The ids that a branch begins with: `12,5,7`."""
     parts = [part for part in text.split(",") if part]
     if not all(part.isascii() and part.isdigit() and len(part) <= 9 for part in parts):
         raise InputError("forced holds more than token ids", hint="numbers with commas: 12,5,7")
     return tuple(map(int, parts))
 
 
-# B rows (one), V vocab
-
-#: The likeliest tokens that are told beside each chosen one.
+#: The number of likeliest tokens that are listed beside each chosen one.
 ALTERNATIVES = 8
 
 
 def generate(query: Query, lab: Lab) -> Iterator[dict[str, Any]]:
     """Lines: `start`, then `token` or `tree` lines, then `end`; or one `answer`."""
-    return _lines(asked(query), lab)
+    return _lines(read_ask(query), lab)
 
 
 def _lines(ask: Ask, lab: Lab) -> Iterator[dict[str, Any]]:
@@ -131,7 +145,7 @@ def _lines(ask: Ask, lab: Lab) -> Iterator[dict[str, Any]]:
         if ask.mode == "beam":
             yield from _searched(adapter, ask, prompts, stepper)
         else:
-            yield from _drawn(adapter, ask, prompts, stepper)
+            yield from _generated(adapter, ask, prompts, stepper)
 
 
 def _check_length(prompts: "Prompts") -> None:
@@ -141,15 +155,9 @@ def _check_length(prompts: "Prompts") -> None:
 
 
 def _stepper(adapter: "BaseAdapter", *, cached: bool) -> "Stepper":
-    from glassformer.generation.stepper import NaiveStepper
-    from glassformer.models.model import Model
+    from glassformer.generation.generate import make_stepper
 
-    own = adapter.stepper()
-    if cached:
-        return own
-    if not isinstance(adapter.model, Model):
-        return own  # which has no cache: `_started` says so
-    return NaiveStepper(adapter.model)
+    return make_stepper(adapter, StepSpec(cached=cached))
 
 
 def _caches(stepper: "Stepper") -> bool:
@@ -172,7 +180,7 @@ def _started(
         "prompt": _words(adapter, prompts.tokens[0]),
         "source": source,
         "cached": _caches(stepper),
-        "room": prompts.room(stepper, ask.settings["max_new_tokens"])[0],
+        "room": prompts.room(stepper, ask.options["max_new_tokens"])[0],
     }
 
 
@@ -191,11 +199,11 @@ def _word(adapter: "BaseAdapter", i: int) -> str:
 
 
 def _answered(adapter: "BaseAdapter", ask: Ask) -> Iterator[dict[str, Any]]:
-    """One answer for a whole sequence: there is nothing to draw, to search or to branch from."""
-    if ask.mode != "greedy" or ask.settings["forced"]:
+    """One answer for a complete sequence: there is nothing to sample or to branch from."""
+    if ask.mode != "greedy" or "forced" in ask.options:
         raise InputError(
-            "this model gives one answer: there is nothing to draw or to search",
-            hint="ask for it with greedy",
+            "this model gives one answer: there is nothing to sample or to search",
+            hint="use the mode greedy",
         )
     begin = time.perf_counter()
     seen = adapter.inspect(ask.prompt)
@@ -220,91 +228,43 @@ def _answered(adapter: "BaseAdapter", ask: Ask) -> Iterator[dict[str, Any]]:
 # --- token after token ----------------------------------------------------------------------------
 
 
-class Watched:
-    """A stepper that keeps the logits each choice was made of, until they are asked for."""
-
-    def __init__(self, stepper: "Stepper") -> None:
-        self._stepper = stepper
-        self.vocab_size = stepper.vocab_size
-        self.source_vocab = stepper.source_vocab
-        self.max_seq_len = stepper.max_seq_len
-        self.logits: deque[Tensor] = deque()
-
-    @property
-    def encoder_calls(self) -> int:
-        """Runs of the encoder."""
-        return self._stepper.encoder_calls
-
-    @property
-    def positions(self) -> int:
-        """Columns read."""
-        return self._stepper.positions
-
-    def start(self, prompts: "Prompts", *, room: int) -> "tuple[Tensor, Any]":
-        """As the stepper does."""
-        logits_BV, past = self._stepper.start(prompts, room=room)
-        self.logits.append(logits_BV)
-        return logits_BV, past
-
-    def step(self, tokens_B: "Tensor", *, past: Any) -> "Tensor":
-        """As the stepper does."""
-        logits_BV = self._stepper.step(tokens_B, past=past)
-        self.logits.append(logits_BV)
-        return logits_BV
-
-
-def _drawn(
+def _generated(
     adapter: "BaseAdapter", ask: Ask, prompts: "Prompts", stepper: "Stepper"
 ) -> Iterator[dict[str, Any]]:
-    from glassformer.generation.loop import decode
-    from glassformer.generation.streaming import text_of
-    from glassformer.generation.text_stream import TextStream
+    from glassformer.generation.streaming import Collected, stream
 
-    spec, watched = ask.draws(adapter), Watched(stepper)
-    stream, tokens, spent = TextStream(adapter.tokenizer), list[int](), list[float]()
-    columns = decode(watched, prompts, spec=spec, tokenizer=adapter.tokenizer)
-    finish: str | None = None
+    spec, tokenizer, made = ask.sampling(adapter), adapter.tokenizer, Collected()
+    steps = stream(stepper, prompts, spec=spec, tokenizer=tokenizer, top_logprobs=ALTERNATIVES)
+    spent = list[float]()
     while True:
         begin = time.perf_counter()
-        column = next(columns, None)
-        if column is None:
+        step = next(steps, None)
+        if step is None:
             break
         spent.append(time.perf_counter() - begin)
-        token = int(column.tokens_B[0])
-        finish, piece = column.finish[0], "" if token in spec.eos else stream.push(token)
-        tokens.append(token)
+        (new,) = step
+        made.add(new)
         yield {
             "kind": "token",
-            "place": len(tokens),
-            "id": token,
-            "word": _word(adapter, token),
-            "text": piece,
-            "logprob": float(column.logprobs_B[0]),
-            "probability": math.exp(column.logprobs_B[0]),
-            "forced": len(tokens) <= len(spec.forced),
-            "end": token in spec.eos,
-            "alternatives": _alternatives(adapter, watched.logits.popleft()),
+            "position": len(made.tokens),
+            "id": new.token,
+            "word": _word(adapter, new.token),
+            "text": new.text,
+            "logprob": new.logprob,
+            "probability": math.exp(new.logprob),
+            "forced": len(made.tokens) <= len(spec.forced),
+            "end": new.is_end,
+            "alternatives": [
+                {"id": i, "word": _word(adapter, i), "probability": math.exp(logprob)}
+                for i, logprob in new.top
+            ],
         }
-    yield {
-        "kind": "end",
-        "finish": finish,
-        "text": text_of(tokens, spec=spec, tokenizer=adapter.tokenizer),
-        **_timing(spent, watched.positions),
-    }
-
-
-def _alternatives(adapter: "BaseAdapter", logits_BV: "Tensor") -> list[dict[str, Any]]:
-    """The likeliest tokens by the model's own distribution, before temperature and cuts."""
-    chance_V = logits_BV[0].double().softmax(-1)
-    best = chance_V.topk(min(ALTERNATIVES, len(chance_V)))
-    return [
-        {"id": i, "word": _word(adapter, i), "probability": share}
-        for i, share in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
+    timing = _timing(spent, stepper.positions)
+    yield {"kind": "end", "finish": made.finish, "text": made.text, **timing}
 
 
 def _timing(spent: list[float], positions: int) -> dict[str, Any]:
-    """The first token pays for the prompt; the rate is that of the others."""
+    """Seconds and rate; the first token includes the prompt, so the rate is that of the others."""
     later = sum(spent[1:])
     return {
         "first_seconds": spent[0] if spent else None,
@@ -320,11 +280,11 @@ def _timing(spent: list[float], positions: int) -> dict[str, Any]:
 def _searched(
     adapter: "BaseAdapter", ask: Ask, prompts: "Prompts", stepper: "Stepper"
 ) -> Iterator[dict[str, Any]]:
-    """The tree as it grows: new nodes with each step, and at last the hypotheses."""
+    """The tree as it grows: new nodes with each step, and finally the hypotheses."""
     from glassformer.generation.beam import Beams, beam_steps
 
     spec = ask.search(adapter)
-    told, spent = 0, list[float]()
+    sent, spent = 0, list[float]()
     found = Beams(())
     steps = beam_steps(stepper, prompts, spec=spec)
     while True:
@@ -338,12 +298,12 @@ def _searched(
             "kind": "tree",
             "nodes": [
                 {"parent": node.parent, "id": node.token, "word": _word(adapter, node.token)}
-                | {"place": node.place, "probability": math.exp(node.logprob)}
+                | {"position": node.position, "probability": math.exp(node.logprob)}
                 | {"total": node.total, "finish": node.finish}
-                for node in found.tree[told:]
+                for node in found.tree[sent:]
             ],
         }
-        told = len(found.tree)
+        sent = len(found.tree)
     yield {
         "kind": "end",
         "finish": "beams",
@@ -357,4 +317,7 @@ def _searched(
     }
 
 
-ROUTES: tuple[Route, ...] = (("POST", "/api/generate", generate),)
+ROUTES: tuple[Route, ...] = (
+    ("GET", "/api/generate/options", options),
+    ("POST", "/api/generate", generate),
+)

@@ -9,8 +9,8 @@ const LEFT = 64;
 const LONGEST = 6; // signs of a word in its box
 const brief = (word) => ([...word].length > LONGEST ? `${[...word].slice(0, LONGEST - 1).join("")}…` : word);
 
-/** A row for each leaf, top down; a node stands where its first child does. */
-function places(nodes) {
+/** Rows by node: a row for each leaf, top down; a node has the row of its first child. */
+function layout(nodes) {
   const children = new Map();
   nodes.forEach(({ parent }, index) => {
     if (!children.has(parent)) children.set(parent, []);
@@ -31,18 +31,18 @@ function places(nodes) {
 }
 
 customElements.define("glass-tree", class extends HTMLElement {
-  /** {nodes: [{parent, word, place, probability, finish}], best: leaves, best first} */
+  /** {nodes: [{parent, word, position, probability, finish}], best: leaves, best first} */
   set data({ nodes, best }) {
     if (!nodes.length) { fill(this); return; }
-    const { rows, count } = places(nodes);
+    const { rows, count } = layout(nodes);
     const path = (leaf) => (leaf === undefined || leaf < 0 ? [] : [leaf, ...path(nodes[leaf].parent)]);
     const [first, winners] = [new Set(path(best[0])), new Set(best.flatMap(path))];
-    const x = (node) => (node < 0 ? 14 : LEFT + ACROSS * (nodes[node].place - 1));
+    const x = (node) => (node < 0 ? 14 : LEFT + ACROSS * (nodes[node].position - 1));
     const root = nodes.findIndex(({ parent }) => parent < 0);
     const y = (node) => 18 + DOWN * rows[node < 0 ? root : node];
     const kind = (node) =>
       (first.has(node) ? "first" : winners.has(node) ? "won" : best.length ? "lost" : "open");
-    const depth = Math.max(...nodes.map(({ place }) => place));
+    const depth = Math.max(...nodes.map(({ position }) => position));
     const [width, height] = [LEFT + ACROSS * depth + 12, 12 + DOWN * count];
     const edge = ({ parent }, node) => {
       const [from, to, above, at] = [x(parent) + (parent < 0 ? 6 : 22), x(node), y(parent), y(node)];

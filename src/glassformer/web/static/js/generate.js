@@ -1,4 +1,5 @@
 // Generate: text as it is made. Each token with its probability, what else could have come, and branches from there.
+// The controls are the options that the server lists by mode: name, flag, label, kind, limits and default.
 
 import { alertBox, busy, check, el, field, fill, meter, scrolled, select, silent, table } from "./dom.js";
 import { fixed, short } from "./format.js";
@@ -9,40 +10,37 @@ import { command, modelPath, quoted } from "./inspect-commands.js";
 import * as keys from "./keys.js";
 import { perFrame } from "./state.js";
 
-const MODES = [["greedy", "greedy: always the likeliest"], ["sample", "sample: draw by chance"],
-  ["beam", "beam: search for the likeliest whole"]];
-const FINISH = { eos: "the model ended it", length: "the most tokens were made",
-  stop: "a stop string", constraint: "the constraint" };
-/** The numbers of each mode: label, step, least, most, where it begins. */
-const NUMBERS = {
-  max: ["New tokens at most", 1, 1, 1024, 64],
-  temperature: ["Temperature", "any", 0.05, 100, 1],
-  top_k: ["Top-k (empty: all)", 1, 1, 1048576, ""],
-  top_p: ["Top-p", "any", 0.01, 1, 1],
-  seed: ["Seed", 1, 0, 9007199254740991, 0],
-  beams: ["Beams", 1, 1, 16, 4],
-  penalty: ["Length penalty", "any", -40, 40, 0.6],
-};
-const OF = { greedy: ["max"], sample: ["max", "temperature", "top_k", "top_p", "seed"],
-  beam: ["max", "beams", "penalty"] };
-const SENT = { max: "max_tokens", penalty: "length_penalty" };
+const MODES = [["greedy", "greedy: always the likeliest token"], ["sample", "sample: at random, by probability"],
+  ["beam", "beam: search for the likeliest sequence"]];
+const FINISH = { eos: "the model ended it", length: "the maximum number of tokens", stop: "a stop string",
+  constraint: "the constraint" };
+/** Options that a command and Python always show, whatever their value. */
+const SHOWN = ["max_new_tokens", "width", "temperature"];
 
-const parse = (params) => ({ run: params.run ?? null, step: params.step ?? "best", text: params.text ?? null,
-  mode: OF[params.mode] ? params.mode : "greedy", forced: params.forced ?? "", cached: params.cache !== "0",
-  ...Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, params[name] ?? String(NUMBERS[name][4])])) });
+const initial = ({ default: value }) => (value === null ? "" : String(value));
 
-function address(view) {
-  const { run, step, text, mode, forced, cached } = view;
-  const numbers = OF[mode].filter((name) => view[name] !== String(NUMBERS[name][4])).map((name) => [name, view[name]]);
-  return { run, step: step === "best" ? null : step, text, mode: mode === "greedy" ? null : mode,
-    ...Object.fromEntries(numbers),
-    forced: mode === "beam" ? null : forced, cache: cached ? null : 0 };
+function parse(params, options) {
+  const mode = options[params.mode] ? params.mode : "greedy";
+  return { run: params.run ?? null, step: params.step ?? "best", text: params.text ?? null, mode,
+    forced: params.forced ?? "", cached: params.cache !== "0",
+    values: Object.fromEntries(options[mode].map((one) => [one.name, params[one.name] ?? initial(one)])) };
 }
 
-function question(view, { cached = view.cached } = {}) {
-  const { run, step, text: prompt, mode, forced } = view;
-  const numbers = OF[mode].filter((name) => view[name] !== "").map((name) => [SENT[name] ?? name, Number(view[name])]);
-  return { run, step, prompt, mode, cached, ...Object.fromEntries(numbers),
+/** The options of the view that differ from where they begin. */
+const changed = ({ mode, values }, options) =>
+  options[mode].filter((one) => one.name in values && values[one.name] !== initial(one));
+
+function address(view, options) {
+  const { run, step, text, mode, forced, cached, values } = view;
+  const own = changed(view, options).map(({ name }) => [name, values[name]]);
+  return { run, step: step === "best" ? null : step, text, mode: mode === "greedy" ? null : mode,
+    ...Object.fromEntries(own), forced: mode === "beam" ? null : forced, cache: cached ? null : 0 };
+}
+
+function question({ run, step, text: prompt, mode, forced, values, cached: caches }, options, cached = caches) {
+  const given = options[mode].filter(({ name }) => values[name] !== "")
+    .map(({ name, kind }) => [name, kind === "choice" ? values[name] : Number(values[name])]);
+  return { run, step, prompt, mode, cached, ...Object.fromEntries(given),
     ...(forced && mode !== "beam" ? { forced } : {}) };
 }
 
@@ -91,7 +89,8 @@ class Generate {
 
   async update(params) {
     const begin = params.text !== undefined;
-    this.view = parse(params);
+    this.options ??= await this.context.api.get("/api/generate/options");
+    this.view = parse(params, this.options);
     if (!await this.form.prepare(this.view)) { fill(this.root, this.form.empty()); return; }
     this.#settings();
     if (begin) await this.#run();
@@ -102,31 +101,32 @@ class Generate {
   #change(patch) {
     const view = { ...this.view, text: this.form.text.value, forced: "", ...patch };
     if (patch.run || patch.step) view.text = patch.text === null ? undefined : view.text;
-    this.context.go(address(view));
+    this.context.go(address(view, this.options));
   }
 
   #submit() {
-    const view = { ...this.view, text: this.form.text.value };
-    for (const name of OF[view.mode]) {
-      view[name] = this.form.inside.querySelector(`[name="${name}"]`)?.value.trim() ?? view[name];
+    const view = { ...this.view, text: this.form.text.value, values: { ...this.view.values } };
+    for (const { name } of this.options[view.mode]) {
+      view.values[name] = this.form.inside.querySelector(`[name="${name}"]`)?.value.trim() ?? view.values[name];
     }
     if (view.text !== this.view.text) view.forced = "";
     const before = location.hash;
-    this.context.go(address(view));
+    this.context.go(address(view, this.options));
     if (location.hash === before) this.#run(); // the same question once more: the router keeps still
   }
 
   #settings() {
     const { view } = this;
-    const number = (name) => {
-      const [label, step, min, max] = NUMBERS[name];
-      return field(label, el("input",
-        { type: "number", name, step, min, max, value: view[name], inputmode: "decimal" }));
+    const control = ({ name, label, help, kind, optional, choices, min, max }) => {
+      const value = view.values[name];
+      if (kind === "choice") return field(label, select(choices, value, () => {}, { name, title: help }));
+      return field(label, el("input", { type: "number", name, step: kind === "integer" ? 1 : "any", min, max, value,
+        title: help, inputmode: "decimal", placeholder: optional ? "all" : null }));
     };
     const held = document.activeElement?.name;
     fill(this.form.inside,
       field("How", select(MODES, view.mode, (mode) => this.#change({ mode }), { name: "mode" })),
-      el("div", { class: "numbers" }, OF[view.mode].map(number)),
+      el("div", { class: "numbers" }, this.options[view.mode].map(control)),
       check("KV cache", view.cached, (cached) => this.#change({ cached, forced: view.forced }), { name: "cached" }),
       view.forced && view.mode !== "beam"
         && el("p", { class: "branch" }, `A branch: ${view.forced.split(",").length} tokens are given. `,
@@ -156,7 +156,7 @@ class Generate {
     busy(this.made, true);
     this.root.dataset.running = "true";
     this.context.alert(null);
-    const asked = question(this.view);
+    const asked = question(this.view, this.options);
     try {
       await this.context.api.stream("/api/generate", asked,
         (line) => { if (!mine.signal.aborted) { this.#take(line); this.drawSoon(); } }, { signal: mine.signal });
@@ -226,9 +226,9 @@ class Generate {
   #table() {
     const right = (text) => ({ text, n: true });
     return scrolled("Table of tokens", table({ caption: "Generated tokens", props: { id: "tokens-table" },
-      head: [right("place"), "token", right("id"), right("probability"), right("log")],
-      rows: this.tokens.map(({ place, word, id, probability, logprob, forced }) =>
-        [place, [el("code", {}, word), forced && " (given)"], id, fixed(probability, 4), fixed(logprob, 4)]) }));
+      head: [right("position"), "token", right("id"), right("probability"), right("log")],
+      rows: this.tokens.map(({ position, word, id, probability, logprob, forced }) =>
+        [position, [el("code", {}, word), forced && " (given)"], id, fixed(probability, 4), fixed(logprob, 4)]) }));
   }
 
   /** Measured where the page runs: with the cache, and on demand without it. */
@@ -256,7 +256,7 @@ class Generate {
     button.disabled = true;
     const { rates } = this;
     try {
-      await this.context.api.stream("/api/generate", question(this.view, { cached: !this.start.cached }),
+      await this.context.api.stream("/api/generate", question(this.view, this.options, !this.start.cached),
         (line) => { if (line.kind === "end") rates[!this.start.cached] = line; });
       if (this.rates === rates) this.#ended();
     } catch (error) { this.context.alert(error); }
@@ -267,12 +267,13 @@ class Generate {
     if (!token) return;
     this.picked = index;
     const ids = this.tokens.slice(0, index).map(({ id }) => id);
-    const branch = (id) => () => this.context.go(address({ ...this.view, forced: [...ids, id].join(",") }));
+    const branch = (id) => () => this.context.go(
+      address({ ...this.view, forced: [...ids, id].join(",") }, this.options));
     const known = token.alternatives.some(({ id }) => id === token.id);
     const rows = [...token.alternatives, ...(known ? [] : [token])];
-    fill(this.beside, el("p", {}, `Place ${token.place}: `, el("code", {}, token.word),
+    fill(this.beside, el("p", {}, `Position ${token.position}: `, el("code", {}, token.word),
       ` had probability ${fixed(token.probability, 4)}`, token.forced && ", and was given by the branch", "."),
-      choices(`The likeliest tokens at place ${token.place}, by the model's own distribution`, rows,
+      choices(`The likeliest tokens at position ${token.position}, by the model's own distribution`, rows,
         { chosen: token.id, branch }));
     if (!quietly) this.#spoken();
   }
@@ -306,15 +307,14 @@ class Generate {
     const { view } = this;
     if (!view?.run) return { cli: "", python: "" };
     const path = modelPath(view, this.form.known.paths);
-    const set = (name) => view[name] !== "" && view[name] !== String(NUMBERS[name][4]);
-    const option = { temperature: "--temperature", top_k: "--top-k", top_p: "--top-p", seed: "--seed",
-      penalty: "--length-penalty" };
-    const own = OF[view.mode].filter((name) => option[name] && (set(name) || name === "temperature"))
-      .map((name) => `${option[name]} ${view[name]}`);
+    const listed = this.options[view.mode].filter((one) =>
+      (SHOWN.includes(one.name) || changed(view, this.options).includes(one)) && view.values[one.name] !== "");
+    const flags = listed.map(({ name, flag }) => `${flag} ${view.values[name]}`);
+    const given = listed.map(({ name, kind }) =>
+      `, ${name}=${kind === "choice" ? JSON.stringify(view.values[name]) : view.values[name]}`).join("");
     const text = this.form.text.value;
     const begun = this.tokens.filter(({ forced }) => forced).map((token) => token.text).join("");
-    const cli = command(`glass generate ${quoted(path)}`, text, `--max-new ${view.max}`,
-      begun && `--force ${quoted(begun)}`, own, view.mode === "beam" && `--beams ${view.beams}`,
+    const cli = command(`glass generate ${quoted(path)}`, text, flags, begun && `--force ${quoted(begun)}`,
       !view.cached && "--no-cache");
     const load = `import glassformer as gf\n\nmodel = gf.load(${JSON.stringify(path)})\n`;
     const prompt = JSON.stringify(text);
@@ -322,15 +322,10 @@ class Generate {
       return { cli: command(`glass inspect ${quoted(path)}`, text), python: `${load}print(model.generate(${prompt}))` };
     }
     if (view.mode === "beam") {
-      const settings = `width=${view.beams}, alpha=${view.penalty}, max_new_tokens=${view.max}`;
-      return { cli, python: [`${load}from glassformer.generation.beam import beam_search`,
-        "from glassformer.spec.decoding import BeamSpec", "",
-        `spec = BeamSpec(${settings}, eos=model.end_ids(), forbidden=model.nameless_ids())`,
-        `print(beam_search(model.stepper(), model.prompt(${prompt}), spec=spec)[0].hypotheses)`].join("\n") };
+      return { cli, python: [`${load}from glassformer.generation.generate import beam_search`, "",
+        `print(beam_search(model, ${prompt}${given}))`].join("\n") };
     }
-    const given = OF[view.mode].filter((name) => name !== "max" && view[name] !== "")
-      .map((name) => `, ${name}=${view[name]}`).join("");
-    return { cli, python: `${load}print(model.generate(${prompt}, max_new_tokens=${view.max}${given}))` };
+    return { cli, python: `${load}print(model.generate(${prompt}${given}))` };
   }
 
   unmount() {
