@@ -17,10 +17,13 @@ from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.model import (
+    MLP,
+    ALiBi,
     FactorizedEmbedding,
     LayerNorm,
     Learned,
     ModelSpec,
+    MoE,
     NextHead,
     NoPosition,
     RMSNorm,
@@ -59,6 +62,24 @@ SPECS: dict[str, ModelSpec] = {
         position=Rotary(),
         attention=GROUPED | {"qk_norm": RMSNorm()},
         source_vocab_size=23,
+    ),
+    "alibi": tiny(position=ALiBi(), attention=GROUPED),
+    "alibi-window": tiny(position=ALiBi(scaled=True), attention=GROUPED | {"window": 3}),
+    "alibi-encoder": tiny(encoder=True, position=ALiBi(max_bias=4.0)),
+    "moe": tiny(
+        position=Rotary(),
+        ffn=MoE(n_experts=5, experts_per_token=2, expert=SwiGLU(d_ff=7), shared=SwiGLU(d_ff=5)),
+        norm=RMSNorm(),
+    ),
+    "moe-gated": tiny(
+        ffn=MoE(
+            n_experts=3,
+            experts_per_token=1,
+            expert=MLP(d_ff=7),
+            normalize=False,
+            shared=MLP(d_ff=5),
+            shared_gate=True,
+        ),
     ),
 }
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2), (6, 5, 3))
