@@ -57,7 +57,7 @@ from glassformer.spec.model import (
     StateHead,
     SwiGLU,
 )
-from glassformer.spec.own import OwnOptimizer, OwnPart, OwnTask
+from glassformer.spec.own import OwnOptimizer, OwnParameter, OwnPart, OwnPosition, OwnTask
 from glassformer.spec.own_code import name_part
 from glassformer.spec.position import Position
 from glassformer.spec.quantization import (
@@ -174,6 +174,13 @@ NEEDS: dict[type, dict[str, Any]] = {
     FinetuneTask: {"path": "data.jsonl"},
     OwnTask: own_part(OwnTask, "Palindromes"),
     OwnOptimizer: own_part(OwnOptimizer, "Lion"),
+    OwnPosition: own_part(OwnPosition, "Stripes")
+    | {
+        "parameters": (
+            OwnParameter(name="stripe", shape=(2, D_MODEL)),
+            OwnParameter(name="slope", shape=(1, D_MODEL)),
+        )
+    },
 }
 
 
@@ -337,6 +344,10 @@ def test_every_member_goes_through_every_consumer(union: str, place: str, consum
             continue  # there is no next token to decode
         model = copy.deepcopy(model_spec())
         MODEL_UNIONS[union][1][place](model, member)
+        if consumer == "NumPy build" and isinstance(member, OwnPosition):
+            with pytest.raises(InputError, match=r"parts\.py:Stripes"):
+                CONSUMERS[consumer](model)
+            continue
         CONSUMERS[consumer](model)
 
 

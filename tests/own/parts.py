@@ -9,6 +9,7 @@ from glassformer.data.batch import Batch
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.own import TrainedTokenizer
 from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.nn.position import AddedPosition
 
 
 class Palindromes(Task):
@@ -83,3 +84,20 @@ class Lion(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(group["lr"] * torch.sign(beta1 * momentum + (1 - beta1) * p.grad))
                 momentum.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class Stripes(AddedPosition):
+    """A learned vector for even and one for odd positions, and the distance from the beginning."""
+
+    def __init__(self, *, max_seq_len, d_model, reach=10.0):
+        super().__init__()
+        self.stripe = torch.nn.Parameter(torch.empty(2, d_model))
+        self.slope = torch.nn.Parameter(torch.empty(1, d_model))
+        self.reach = reach
+
+    @classmethod
+    def parameters_of(cls, *, max_seq_len, d_model, reach=10.0):
+        return {"stripe": (2, d_model), "slope": (1, d_model)}
+
+    def rows(self, positions):
+        return self.stripe[positions % 2] + positions[..., None] / self.reach * self.slope

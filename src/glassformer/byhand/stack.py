@@ -22,6 +22,8 @@ from glassformer.byhand.pass_context import Array, Trip
 from glassformer.byhand.position import alibi_bias, rotations, sinusoidal_forward, sinusoids
 from glassformer.byhand.storage import Storage
 from glassformer.spec import model as spec
+from glassformer.spec.errors import InputError
+from glassformer.spec.own import OwnPosition
 from glassformer.spec.position import alibi_slopes
 
 # B batch, T query length, S key length, D d_model
@@ -85,6 +87,11 @@ def stack_parts(
                 rotary[width] = rotations(
                     turned, length=model.max_seq_len, d_head=width, dtype=dtype
                 )
+        case OwnPosition(source=source):
+            raise InputError(
+                f"{source} is a torch module: positions of your own have no NumPy twin",
+                hint="engine=torch",
+            )
         case _ as unreachable:
             assert_never(unreachable)
     return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary, slopes)

@@ -34,7 +34,7 @@ from glassformer.spec.model import (
     Stack,
     SwiGLU,
 )
-from glassformer.spec.own import OwnOptimizer
+from glassformer.spec.own import OwnOptimizer, OwnPosition
 from glassformer.spec.quantization import QuantSpec, targets
 from glassformer.spec.schemes import SCHEMES, scheme_bytes
 from glassformer.spec.train import SGD, AdamW, Muon, Optimizer
@@ -207,7 +207,7 @@ def _masks(model: ModelSpec, stack: Stack, length: int) -> Iterator[int]:
                 for a in (block.attention for block in stack.blocks())
             }
             yield FLOAT * length**2 * sum(n_heads for _, _, n_heads, _ in kinds)
-        case NoPosition() | Sinusoidal() | Learned() | Rotary():
+        case NoPosition() | Sinusoidal() | Learned() | Rotary() | OwnPosition():
             for block in stack.blocks():
                 window = block.attention.window
                 if window is not None and window < length:

@@ -18,9 +18,17 @@ import numpy as np
 from glassformer.data.build_task import build_task
 from glassformer.data.task import HEADS, Task
 from glassformer.lab.runs.assemble import PlannedRun, longest
+from glassformer.nn.position import declared_parameters
 from glassformer.spec import presets
 from glassformer.spec.model import AnswerHead, ClassHead, Head, ModelSpec, NextHead, StateHead
-from glassformer.spec.own import OwnOptimizer, OwnPart, OwnTask, OwnTokenizer, is_source
+from glassformer.spec.own import (
+    OwnOptimizer,
+    OwnPart,
+    OwnPosition,
+    OwnTask,
+    OwnTokenizer,
+    is_source,
+)
 from glassformer.spec.own_code import installed_parts, name_part
 from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.train import AdamW, CosineSchedule, RunSpec, TrainSpec
@@ -66,8 +74,30 @@ def own_task_overrides(overrides: Iterable[str]) -> list[str]:
 
 
 def override_parts(spec: T, overrides: Iterable[str]) -> T:
-    """`override`, where a value may name a part: `train.optimizer=my_lion.py:Lion`."""
-    return override(spec, [_named(text) for text in overrides])
+    """`override`, where a value may name a part: `train.optimizer=my_lion.py:Lion`.
+
+    A position is named last, when the size of the model that it declares its parameters for is
+    known.
+    """
+    given = list(overrides)
+    path = "model.position"
+    source = next((t.partition("=")[2] for t in reversed(given) if t.startswith(f"{path}=")), "")
+    if not is_source(source) or not isinstance(spec, RunSpec):
+        return override(spec, [_named(text) for text in given])
+    rest = [text for text in given if not text.startswith((f"{path}=", f"{path}.options."))]
+    made = override(spec, [_named(text) for text in rest])
+    options = dict(
+        _option(text.removeprefix(f"{path}."))
+        for text in given
+        if text.startswith(f"{path}.options.")
+    )
+    own = name_part(OwnPosition, source, options)
+    model = made.model
+    own = replace(
+        own,
+        parameters=declared_parameters(own, max_seq_len=model.max_seq_len, d_model=model.d_model),
+    )
+    return replace(made, model=replace(model, position=own))
 
 
 def default_model(task: Task) -> ModelSpec:
@@ -116,7 +146,9 @@ def _named(text: str) -> str:
     kind = KINDS.get(path.rpartition(".")[2])
     if kind is None or not is_source(value):
         return text
-    return f"{path}={json.dumps({'kind': kind.__name__, **to_dict(name_part(kind, value))})}"
+    # Beside the words that a tokenizer may be, there is but one spec: it needs no kind.
+    named = {} if kind is OwnTokenizer else {"kind": kind.__name__}
+    return f"{path}={json.dumps({**named, **to_dict(name_part(kind, value))})}"
 
 
 def _option(text: str) -> tuple[str, Any]:

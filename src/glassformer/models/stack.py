@@ -16,14 +16,17 @@ from glassformer.nn.mask import Mask, build_mask
 from glassformer.nn.moe import BalanceAt, BalanceLosses
 from glassformer.nn.norm import LayerNorm, RMSNorm, build_norm
 from glassformer.nn.position import (
+    AddedPosition,
     ALiBiPosition,
     LearnedPosition,
     RotaryPosition,
     SinusoidalPosition,
+    build_own_position,
 )
 from glassformer.nn.taps import Taps, TapsAt, tap, under
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
+from glassformer.spec.own import OwnPosition
 
 # B batch, T new length, S length with the past, D d_model
 
@@ -32,7 +35,7 @@ class StackParts(Protocol):
     """The parts that `run_stack` needs, whoever holds them."""
 
     embed: TokenEmbedding | FactorizedTokenEmbedding
-    position: SinusoidalPosition | LearnedPosition | None
+    position: SinusoidalPosition | LearnedPosition | AddedPosition | None
     rotary: nn.ModuleDict
     alibi: nn.ModuleDict
     blocks: nn.ModuleList
@@ -56,6 +59,8 @@ def add_stack_parts(
             holder.position = SinusoidalPosition(model.max_seq_len, model.d_model, base=base)
         case spec.Learned():
             holder.position = LearnedPosition(model.max_seq_len, model.d_model)
+        case OwnPosition() as own:
+            holder.position = build_own_position(own, model.max_seq_len, model.d_model)
         case spec.Rotary() as rotary:
             for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
                 holder.rotary[str(width)] = RotaryPosition(rotary, model.max_seq_len, width)

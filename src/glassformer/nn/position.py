@@ -5,10 +5,17 @@ model is cast to half precision (a bfloat16 angle is off by radians at position 
 it to float64.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from glassformer.spec.errors import InputError
 from glassformer.spec.model import ALiBi, Rotary
+from glassformer.spec.own import OwnParameter, OwnPosition
+from glassformer.spec.own_code import open_part, running
 from glassformer.spec.position import alibi_slopes, rotary_frequencies
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head
@@ -73,6 +80,78 @@ class LearnedPosition(nn.Module):
 
     def forward(self, x_BTD: Tensor, positions: Tensor | slice) -> Tensor:
         return x_BTD + self.weight[positions]
+
+
+class AddedPosition(nn.Module, ABC):
+    """x + rows(position): the contract of a position that a user defines.
+
+    Its constructor takes `max_seq_len`, `d_model` and the options of the spec, all by name.
+    Parameters are registered under the names that `parameters_of` declares; the model draws their
+    first values. There are no buffers: what is not learned is computed from the position.
+    """
+
+    @classmethod
+    def parameters_of(
+        cls, *, max_seq_len: int, d_model: int, **options: Any
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the learned tensors."""
+        return {}
+
+    @abstractmethod
+    def rows(self, positions: Tensor) -> Tensor:
+        """The vectors (..., D) to add at these positions (...), which count from 0."""
+
+    def forward(self, x_BTD: Tensor, positions: Tensor | slice) -> Tensor:
+        if isinstance(positions, slice):
+            positions = torch.arange(positions.start, positions.stop, device=x_BTD.device)
+        return x_BTD + self.rows(positions).to(x_BTD.dtype)
+
+    @torch.no_grad()
+    def table(self, length: int, dtype: torch.dtype) -> Tensor:
+        """Every row, for a decoding step that looks them up."""
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        return self.rows(torch.arange(length, device=device)).to(dtype)
+
+
+def build_own_position(own: OwnPosition, max_seq_len: int, d_model: int) -> AddedPosition:
+    """The module of a user's position, with the parameters that its spec declares."""
+    kind = _own_class(own)
+    with running(own):
+        made = kind(max_seq_len=max_seq_len, d_model=d_model, **own.options)
+    declared = {parameter.name: parameter.shape for parameter in own.parameters}
+    found = {name: tuple(parameter.shape) for name, parameter in made.named_parameters()}
+    if declared != found:
+        raise InputError(
+            f"{own.source} has the parameters {found}, its spec declares {declared}",
+            hint="parameters_of() must name what __init__ registers",
+        )
+    if any(True for _ in made.buffers()):
+        raise InputError(
+            f"{own.source} keeps a buffer, which no checkpoint stores",
+            hint="compute it in rows(), or learn it",
+        )
+    return made
+
+
+def declared_parameters(
+    own: OwnPosition, *, max_seq_len: int, d_model: int
+) -> tuple[OwnParameter, ...]:
+    """What a user's position learns in a model of this size, as its spec records it."""
+    kind = _own_class(own)
+    with running(own):
+        shapes = kind.parameters_of(max_seq_len=max_seq_len, d_model=d_model, **own.options)
+        return tuple(
+            OwnParameter(name=name, shape=tuple(map(int, shape))) for name, shape in shapes.items()
+        )
+
+
+def _own_class(own: OwnPosition) -> type[AddedPosition]:
+    kind = open_part(own)
+    if not issubclass(kind, AddedPosition):
+        raise InputError(
+            f"{own.source} is no position", hint="subclass glassformer.nn.position.AddedPosition"
+        )
+    return kind
 
 
 class RotaryPosition(nn.Module):

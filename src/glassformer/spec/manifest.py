@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Literal, assert_never
 
 from glassformer.spec.checks import check_tree, spec
-from glassformer.spec.init import Constant, Init, Rule
+from glassformer.spec.init import Constant, Gaussian, Init, Rule
 from glassformer.spec.model import (
     MLP,
     ALiBi,
@@ -44,6 +44,7 @@ from glassformer.spec.model import (
     StateHead,
     SwiGLU,
 )
+from glassformer.spec.own import OwnPosition
 
 Role = Literal[
     "embedding",
@@ -131,6 +132,15 @@ def position_parameters(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
                 kind="table",
                 init=model.init.table(shape),
             )
+        case OwnPosition(parameters=own):
+            for one in own:
+                yield Parameter(
+                    name=f"{prefix}{one.name}",
+                    shape=one.shape,
+                    role="position",
+                    kind="table",
+                    init=Gaussian(std=one.std),
+                )
         case NoPosition() | Sinusoidal() | Rotary() | ALiBi():
             pass
         case _ as unreachable:
@@ -142,7 +152,7 @@ def turns_keys(position: Position) -> bool:
     match position:
         case Rotary():
             return True
-        case NoPosition() | Sinusoidal() | Learned() | ALiBi():
+        case NoPosition() | Sinusoidal() | Learned() | ALiBi() | OwnPosition():
             return False
         case _ as unreachable:
             assert_never(unreachable)

@@ -13,6 +13,7 @@ from typing import assert_never
 
 from glassformer.spec.checks import at_least, positive, spec
 from glassformer.spec.errors import InputError
+from glassformer.spec.own import OwnPosition
 
 
 @spec
@@ -120,7 +121,7 @@ class ALiBi:
         positive("max_bias", self.max_bias)
 
 
-Position = NoPosition | Sinusoidal | Learned | Rotary | ALiBi
+Position = NoPosition | Sinusoidal | Learned | Rotary | ALiBi | OwnPosition
 
 
 def alibi_slopes(alibi: ALiBi, n_heads: int, d_head: int) -> list[float]:

@@ -35,8 +35,14 @@ from glassformer.nn.ffn import MLP, SwiGLU
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.moe import MixtureOfExperts
 from glassformer.nn.norm import LayerNorm, RMSNorm
-from glassformer.nn.position import LearnedPosition, RotaryPosition, SinusoidalPosition
+from glassformer.nn.position import (
+    AddedPosition,
+    LearnedPosition,
+    RotaryPosition,
+    SinusoidalPosition,
+)
 from glassformer.spec import model as spec
+from glassformer.spec.own import OwnPosition
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
 # X = N + 2 K heads of one product
@@ -247,7 +253,7 @@ class LeanModel:
             for part, block in zip(parts.blocks, parts.stack.blocks(), strict=True)
         ]
         dtype = next(model.parameters()).dtype
-        self.places_SD = _places(model.spec.position, parts.position, dtype)
+        self.places_SD = _places(model.spec, parts.position, dtype)
         self.turns = {int(w): _both_halves(r, dtype) for w, r in parts.rotary.items()}
         for block in self.blocks:
             block.attention.table = self.turns.get(block.attention.d_head)
@@ -306,16 +312,21 @@ class LeanModel:
 
 
 def _places(
-    position: spec.Position, part: SinusoidalPosition | LearnedPosition | None, dtype: torch.dtype
+    model: spec.ModelSpec,
+    part: SinusoidalPosition | LearnedPosition | AddedPosition | None,
+    dtype: torch.dtype,
 ) -> Tensor | None:
     """The table that is added to the embedding, by position; None where nothing is."""
-    match position:
+    match model.position:
         case spec.Sinusoidal():
             assert isinstance(part, SinusoidalPosition)
             return part.table.to(dtype)
         case spec.Learned():
             assert isinstance(part, LearnedPosition)
             return part.weight.detach().to(dtype)
+        case OwnPosition():
+            assert isinstance(part, AddedPosition)
+            return part.table(model.max_seq_len, dtype)
         case spec.NoPosition() | spec.Rotary() | spec.ALiBi():
             return None
         case _ as unreachable:
