@@ -29,7 +29,7 @@ from glassformer.models.build import build
 from glassformer.spec.presets import budget_lm
 from glassformer.web.app.query import Query, to_json
 from glassformer.web.app.server import create_app
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages.runs import list_runs
 from glassformer.web.report.document import report_html
 
@@ -89,7 +89,7 @@ def run() -> Iterator[dict[str, object]]:
         yield row("report", f"2 layers x 8 heads x 128 tokens: {size:,} bytes")
         for number in range(1, RUNS):
             shutil.copytree(made, runs / f"run-{number:03d}")
-        lab = Lab(runs)
+        lab = Workspace(runs)
 
         def listed() -> None:
             found = list_runs(Query({}, {}, {}), lab)

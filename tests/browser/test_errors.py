@@ -40,10 +40,10 @@ def test_it_is_accessible(
     open_page: Opener, axe: Callable, shoot: Callable, own: Evaluation, width: int, theme: str
 ) -> None:
     asked, answered, _ = wrong_cell(own)
-    route = f"errors?run=digits&asked={asked}&answered={answered}"
+    route = f"errors?run=digits&target={asked}&predicted={answered}"
     page = open_page(route, width=width, theme=theme)
     measured(page)
-    page.get_by_text(f"Asked {asked}, answered {answered}").first.wait_for()
+    page.get_by_text(f"Target {asked}, predicted {answered}").first.wait_for()
     axe(page)
     shoot(page, f"errors-{width}-{theme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -81,16 +81,16 @@ def test_a_cell_opens_its_examples_and_back_closes_them(
     page = open_page("errors?run=digits")
     measured(page)
     expect(page.locator("#examples-title")).to_have_text("Some that are wrong")
-    page.get_by_role("button", name=f"asked {asked}, answered {answered}:").click()
+    page.get_by_role("button", name=f"target {asked}, predicted {answered}:").click()
     expect(page.locator("#examples-title")).to_have_text(
-        f"Asked {asked}, answered {answered}: {count}"
+        f"Target {asked}, predicted {answered}: {count}"
     )
     texts = page.locator(".examples tbody .text").all_inner_texts()
     assert texts == [task.describe("test", row) for row in rows]
     page.go_back()
     expect(page.locator("#examples-title")).to_have_text("Some that are wrong")
     page.go_forward()
-    expect(page.locator("#examples-title")).to_contain_text(f"answered {answered}")
+    expect(page.locator("#examples-title")).to_contain_text(f"predicted {answered}")
     page.get_by_label(f"Inspect example {rows[0]}", exact=True).click()
     page.wait_for_url(re.compile(rf"#/inspect\?run=digits&split=test&row={rows[0]}"))
     page.wait_for_load_state("networkidle")
@@ -98,11 +98,11 @@ def test_a_cell_opens_its_examples_and_back_closes_them(
 
 def test_a_link_restores_the_view(open_page: Opener, own: Evaluation) -> None:
     right, said = next(pair for pair in own.pairs["answer"] if pair[0] != pair[1])
-    page = open_page(f"errors?run=digits&split=test&by=answer&asked={right}&answered={said}")
+    page = open_page(f"errors?run=digits&split=test&by=answer&target={right}&predicted={said}")
     measured(page)
     expect(page.get_by_label("table by")).to_have_value("answer")
     expect(page.locator('.cell[aria-pressed="true"]')).to_have_count(1)
-    expect(page.locator("#examples-title")).to_contain_text(f"Asked {right}, answered {said}")
+    expect(page.locator("#examples-title")).to_contain_text(f"Target {right}, predicted {said}")
     for answer in page.locator(".examples tbody strong").all_inner_texts():
         assert answer == said
 
@@ -114,7 +114,7 @@ def test_the_matrix_by_keyboard(open_page: Opener) -> None:
     cell.focus()
     page.keyboard.press("ArrowRight")
     focused = page.evaluate("document.activeElement.getAttribute('aria-label')")
-    assert focused.startswith("asked")
+    assert focused.startswith("target")
     page.keyboard.press("Enter")
     expect(page.locator('.cell[aria-pressed="true"]')).to_have_attribute("aria-label", focused)
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == focused

@@ -482,10 +482,10 @@ def test_512_tokens_open_and_one_head_is_fetched_at_a_time(open_page, site, watc
 
 def test_a_small_map_travels_in_float32_and_a_large_one_in_float16(site):
     from glassformer.web.app.query import Query
-    from glassformer.web.app.workspace import Lab
+    from glassformer.web.app.workspace import Workspace
     from glassformer.web.pages import inspect
 
-    lab = Lab(site.runs)
+    lab = Workspace(site.runs)
     for run, dtype in (("text", np.float32), ("long", np.float16)):
         key = inspect.inspect(Query(body={"run": run, "split": "val", "row": 0}), lab)["key"]
         options = {"kind": "self", "layer": "1", "head": "0"}
@@ -493,9 +493,11 @@ def test_a_small_map_travels_in_float32_and_a_large_one_in_float16(site):
         values = np.frombuffer(sent.data, dtype).reshape(sent.shape)
         assert sent.dtype == np.dtype(dtype).name
         adapter = gf.load(site.runs / run)
-        from glassformer.web.pages.examples import task_of, written
+        from glassformer.web.pages.inspect import example_of, task_of
 
-        own = gf.inspect(adapter.model, written(task_of(run, lab), "val", 0).batch).attention[1, 0]
+        own = gf.inspect(adapter.model, example_of(task_of(run, lab), "val", 0).batch).attention[
+            1, 0
+        ]
         assert np.isnan(values).tolist() == (~own.allowed).tolist()
         worst = np.nanmax(np.abs(values.astype(np.float64) - own.tensor.numpy()))
         assert worst <= (0.0 if dtype is np.float32 else 2.0**-11)

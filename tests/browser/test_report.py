@@ -90,5 +90,5 @@ def test_the_answer_on_the_page_is_the_models_own(open_file, laboratory):
     text = page.locator("section[aria-labelledby=lens] p").first.inner_text()
     asked = text.partition(": ")[2].partition(" SEP")[0]
     _, word, share = load(laboratory / "digits").eval().inspect(asked).next(None, 1)[0]
-    row = page.get_by_role("table", name="what it says at position").locator("tbody tr").first
+    row = page.get_by_role("table", name="predictions at position").locator("tbody tr").first
     assert row.inner_text().split() == [word, f"{share:.2%}"]

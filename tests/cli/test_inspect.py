@@ -8,7 +8,7 @@ import pytest
 from glassformer.adapters.load import load
 from glassformer.cli import main as command
 from glassformer.cli.actions import inspect
-from glassformer.cli.actions.inspect import Asked
+from glassformer.cli.actions.inspect import Options
 from tests.adapters import folders
 from tests.lab.runs import trained
 from tests.training.samples import digits, machine, reverse
@@ -51,7 +51,7 @@ def test_the_terminal_says_what_the_lens_computes(glass, runs):
     _, word, share = seen.next(None, 1)[0]
     assert f"{word} {share:7.2%}" in out
     best = seen.ranking().rows()[0]
-    assert f"attention {best['head']} (of all heads its silence changes most" in out
+    assert f"attention {best['head']} (of all heads, ablating it changes most" in out
     assert f"{best['effect']:+.4f}" in out
     for name in seen.lens.row_names:
         word, share = seen.lens.top(None, 1, row=name)[0]
@@ -61,7 +61,7 @@ def test_the_terminal_says_what_the_lens_computes(glass, runs):
 
 def test_the_head_asked_for_is_shown(glass):
     for words in (("--layer", 1, "--head", 0), ("--head", "L1H0")):
-        assert "attention L1H0 (as asked)" in glass("digits", "MAX 3 1", *words)[1]
+        assert "attention L1H0 (as requested)" in glass("digits", "MAX 3 1", *words)[1]
     assert "attention L0 mean (the mean" in glass("digits", "MAX 3 1", "--layer", 0)[1]
     assert "attention cross.L" in glass("reverse", "3 1 4", "--kind", "cross")[1]
     assert "source    3 1 4 EOS" in glass("reverse", "3 1 4")[1]
@@ -165,7 +165,7 @@ def test_files_of_every_kind(glass, tmp_path, ending):
         (("MAX 3 1", "--ablate", "third"), "'third' is not the name of a head", "write L1H3"),
         (("MAX 3 1", "--layer", 0, "--head", "²"), "'²' is not the name of a head", "write L1H3"),
         (("MAX 3 1", "--head", 1), "of which layer", "--layer 0"),
-        (("MAX 3 1", "--head", "L0H1", "--layer", 0), "says the layer", "--head 1"),
+        (("MAX 3 1", "--head", "L0H1", "--layer", 0), "names the layer", "--head 1"),
         (("MAX 3 1", "--kind", "cross"), "no attention of kind 'cross'", "self"),
         (("MAX 3 1", "--pos", 9), "no position 9", "0 to 3"),
         (("MAX 3 1", "--top", 0), "0 likeliest", "1 to"),
@@ -194,20 +194,20 @@ def test_a_long_line_gives_the_strongest_cells_and_plain_signs_where_there_are_n
     runs, monkeypatch
 ):
     adapter = load(runs / "digits").eval()
-    seen = inspect.inspect(adapter, "SUM " + "1 2 3 4 " * 12, Asked(target="3"))
+    seen = inspect.inspect(adapter, "SUM " + "1 2 3 4 " * 12, Options(target="3"))
     monkeypatch.setenv("COLUMNS", "60")
-    text = inspect.seen_text(seen)
+    text = inspect.result_text(seen)
     assert "does not fit 60 columns; its strongest:" in text
-    short = inspect.inspect(adapter, "SUM 1 2", Asked())
+    short = inspect.inspect(adapter, "SUM 1 2", Options())
     monkeypatch.setattr(inspect.terminal, "is_unicode", lambda: False)
-    assert inspect.seen_text(short).isascii()
+    assert inspect.result_text(short).isascii()
 
 
 def test_every_head_may_be_silent(glass, tmp_path):
     every = [word for name in ("L0H0", "L0H1", "L1H0", "L1H1") for word in ("--ablate", name)]
     code, out, _ = glass("digits", "MAX 3 1", *every)
     assert code == 0
-    assert "every head is silent: there is none left to rank" in out
+    assert "every head is ablated: there is none left to rank" in out
     code, out, _ = glass("digits", "MAX 3 1", *every, "--json")
     assert (code, json.loads(out)["ranking"]) == (0, [])
     assert glass("digits", "MAX 3 1", *every, "-o", tmp_path / "silent.html")[0] == 0

@@ -59,7 +59,7 @@ def test_a_report_lies_in_the_runs_folder_or_where_it_is_wanted(glass, runs, tmp
         "report": str(tmp_path / "x.html"),
         "bytes": (tmp_path / "x.html").stat().st_size,
     }
-    assert "No check was asked for" in text
+    assert "No checks were requested" in text
 
 
 def test_curves_in_the_terminal(glass, monkeypatch):

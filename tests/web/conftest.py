@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from glassformer.lab.api import train
 from glassformer.web.app.server import create_app
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 
 TOKEN, PORT = "the-right-token", 7337
 TINY = (
@@ -39,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def talkers(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def talkers(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """One that answers (digits), one that translates (reverse), one that continues (text)."""
     place = tmp_path_factory.mktemp("talkers")
     folder, book = place / "runs", place / "book.txt"
@@ -50,7 +50,7 @@ def talkers(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     text = ("task.tokenizer=characters", "task.length=24", "train.batch_size=8")
     text += ("train.steps=30", "train.evaluate_examples=8", f"task.path={book}")
     train("text", name="text", runs=folder, overrides=text)
-    return Lab(folder)
+    return Workspace(folder)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from tests.checks.faults import Fault
 CHECK, OURS, BODY = (
     "web.app.guard:Guard._check",
     "web.app.guard:Guard._is_ours",
-    "web.app.guard:_whole_body",
+    "web.app.guard:_complete_body",
 )
-ORIGIN, FOLDER = "web.app.guard:Guard._is_our_origin", "web.app.workspace:Lab.folder"
-STATUS = "web.pages.run_listing:status_of"
+ORIGIN, FOLDER = "web.app.guard:Guard._is_our_origin", "web.app.workspace:Workspace.folder"
+STATUS = "web.app.run_reader:current_status"
 
 FAULTS = (
     # the guard
@@ -22,7 +22,7 @@ FAULTS = (
     Fault("https is http", ORIGIN, 'if scheme == "http" else None', "if scheme else None", "origin"),
     Fault("forms are let in", CHECK, 'if kind != "application/json":', "if False:", "json only"),
     Fault("the second header counts", "web.app.guard:_single_headers", "if name in found and name in decisive:", "if False:", "two headers"),
-    Fault("any length", BODY, "int(said) > limits.BODY_BYTES", "False", "length"),
+    Fault("any length", BODY, "int(length) > limits.BODY_BYTES", "False", "length"),
     Fault("a streamed body has no limit", BODY, "if len(data) > limits.BODY_BYTES:", "if False:", "streamed"),
     Fault("headers forgotten", "web.app.guard:_with_headers", "if name not in given]", "if False]", "headers"),
     Fault("any depth", "web.app.query:_check_depth", "if depth > limits.JSON_DEPTH:", "if False:", "depth"),
@@ -30,18 +30,18 @@ FAULTS = (
     # ids
     Fault("any name", FOLDER, "if not NAME.fullmatch(name):", "if False:", "traversal"),
     Fault("links lead out", FOLDER, "if not self._inside(path):", "if False:", "links"),
-    Fault("links are listed", "web.app.workspace:Lab.folders", " and self._inside(path)", "", "links"),
-    Fault("files may be links", "web.pages.run_listing:checked_file", "path.is_symlink() and", "False and", "linked files"),
-    Fault("a job never ends", "web.app.workspace:Lab.heavy", "self._slot.release()", "pass", "one job"),
-    Fault("jobs do not wait", "web.app.workspace:Lab.heavy", "if not self._slot.acquire(timeout=limits.PATIENCE_SECONDS):", "if False:", "one job"),
+    Fault("links are listed", "web.app.workspace:Workspace.folders", " and self._inside(path)", "", "links"),
+    Fault("files may be links", "web.app.run_reader:checked_file", "path.is_symlink() and", "False and", "linked files"),
+    Fault("a job never ends", "web.app.workspace:Workspace.heavy", "self._slot.release()", "pass", "one job"),
+    Fault("jobs do not wait", "web.app.workspace:Workspace.heavy", "if not self._slot.acquire(timeout=limits.PATIENCE_SECONDS):", "if False:", "one job"),
     # runs and errors
     Fault("a dead process runs on", STATUS, "if not directory.held():", "if False:", "stalled"),
     Fault("silence is no sign", STATUS, "if silent > SILENCE_SECONDS:", "if False:", "silent"),
     Fault("a held lock looks free", "store.rundir:RunDirectory.held", "return True", "return False", "running"),
-    Fault("a cut file goes unnoticed", "web.pages.curves:CurveReader.read", "cursor_of(path, kept[0].next) != kept[1]", "False", "cut back"),
-    Fault("the band's floor is its mean", "web.pages.curves:band", "values.min(axis=0)", "values.mean(axis=0)", "band"),
-    Fault("seeds are settings", "web.pages.curves:same_but_seed", 'if k != "train.seed"', "", "band"),
-    Fault("two runs never differ", "web.pages.run_listing:differing", "> 1", "> 2", "differ"),
+    Fault("a cut file goes unnoticed", "web.app.run_reader:CurveReader.read", "cursor_of(path, kept[0].next) != kept[1]", "False", "cut back"),
+    Fault("the band's floor is its mean", "web.app.run_reader:band", "values.min(axis=0)", "values.mean(axis=0)", "band"),
+    Fault("seeds are settings", "web.app.run_reader:same_but_seed", 'if k != "train.seed"', "", "band"),
+    Fault("two runs never differ", "web.app.run_reader:differing", "> 1", "> 2", "differ"),
     Fault("a cell by its row only", "web.pages.errors:cell", "if pair == wanted", "if pair[0] == wanted[0]", "cell"),
-    Fault("measured every time", "web.pages.errors:measured", "lab.remember(key, found)", "pass", "once"),
+    Fault("measured every time", "web.pages.errors:evaluated", "workspace.results.put(result, key=key)", "pass", "once"),
 )  # fmt: skip

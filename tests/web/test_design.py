@@ -21,10 +21,10 @@ from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import manifest
 from glassformer.web.app.query import Query, to_json
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import design as page
 
-LAB = Lab(Path("nowhere"))
+LAB = Workspace(Path("nowhere"))
 
 
 def asked(**settings: Any) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def test_the_config_is_what_the_command_saves() -> None:
         ({"tolerance": "0"}, "tolerance of 0"),
         ({"position": "<script>"}, "not one of"),
         ({"length": "1.5"}, "whole number"),
-        ({"colour": "red"}, "nothing here is called"),
+        ({"colour": "red"}, "there is no option"),
         ({"params": "1" * 50}, "characters"),
         ({"min_layers": "5", "max_layers": "2"}, "below min_layers"),
         ({"kv_heads": "3"}, "does not divide"),

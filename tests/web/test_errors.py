@@ -33,7 +33,7 @@ def test_a_cell_shows_the_examples_that_it_counts(client: Client, runs: Path) ->
         seen = []
         for i, asked in enumerate(table["rows"]):
             for j, answered in enumerate(table["columns"]):
-                cell = {"group": table["group"], "asked": asked, "answered": answered}
+                cell = {"group": table["group"], "target": asked, "predicted": answered}
                 options = urlencode({"split": "test", "step": 8, **cell})
                 got = client.get(f"/api/runs/digits-0/errors/cell?{options}")
                 assert got["count"] == table["counts"][i][j] == len(got["examples"])
@@ -56,7 +56,7 @@ def test_a_checkpoint_is_measured_once(
 
     monkeypatch.setattr(api, "opened", never)
     client.get("/api/runs/digits-1/errors")
-    client.get("/api/runs/digits-1/errors/cell?group=operation&asked=MAX&answered=MAX")
+    client.get("/api/runs/digits-1/errors/cell?group=operation&target=MAX&predicted=MAX")
 
 
 def test_no_more_examples_than_the_limits_allow(
@@ -67,7 +67,7 @@ def test_no_more_examples_than_the_limits_allow(
     assert found["examples"] == 7
     assert found["of"] > 7
     monkeypatch.setattr(limits, "EXAMPLES", 2)
-    options = urlencode({"group": "operation", "asked": "x", "answered": "y"})
+    options = urlencode({"group": "operation", "target": "x", "predicted": "y"})
     assert open_app(runs).get(f"/api/runs/quick/errors/cell?{options}")["count"] == 0
 
 
@@ -75,7 +75,7 @@ def test_what_is_not_there_is_said(client: Client, runs: Path, open_app: Opener)
     assert client.ask("/api/runs/digits-0/errors?split=exam").status == 400
     assert client.ask("/api/runs/digits-0/errors?step=5").status == 404
     assert client.ask("/api/runs/digits-0/errors?stop=8").status == 400
-    wrong = client.ask("/api/runs/digits-0/errors/cell?group=colour&asked=a&answered=b")
+    wrong = client.ask("/api/runs/digits-0/errors/cell?group=colour&target=a&predicted=b")
     assert wrong.status == 400
     model = open_app(runs / "digits-0" / "checkpoints" / "step-000008")
     name = model.get("/api/runs")["runs"][0]["id"]

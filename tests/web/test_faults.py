@@ -11,7 +11,7 @@ import pytest
 from glassformer.store.rundir import RunDirectory
 from glassformer.web.app.query import Busy
 from tests.checks.faults import Fault, planted
-from tests.web import test_errors, test_guard, test_lab, test_runs, test_server
+from tests.web import test_errors, test_guard, test_runs, test_server, test_workspace
 from tests.web.conftest import Client, Opener
 from tests.web.faults import FAULTS
 
@@ -49,7 +49,9 @@ def linked_files(bench: Bench) -> None:
     for name in ("config.json", "run.json"):
         place = bench.tmp_path / name.partition(".")[0]
         place.mkdir()
-        test_lab.test_a_file_that_is_a_link_out_is_refused(name, bench.runs, place, bench.open_app)
+        test_workspace.test_a_file_that_is_a_link_out_is_refused(
+            name, bench.runs, place, bench.open_app
+        )
 
 
 def running(bench: Bench) -> None:
@@ -82,12 +84,12 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
     "headers": lambda b: test_guard.test_every_answer_carries_the_headers(b.client),
     "depth": depth,
     "not finite": lambda b: test_server.test_numbers_that_are_not_finite_are_null(),
-    "traversal": lambda b: test_lab.test_no_name_leads_out(b.runs, b.client, "../secret"),
-    "links": lambda b: test_lab.test_a_run_that_is_a_link_out_is_refused(
+    "traversal": lambda b: test_workspace.test_no_name_leads_out(b.runs, b.client, "../secret"),
+    "links": lambda b: test_workspace.test_a_run_that_is_a_link_out_is_refused(
         b.runs, b.tmp_path, b.open_app
     ),
     "linked files": linked_files,
-    "one job": lambda b: test_lab.test_one_heavy_job_at_a_time(b.runs, b.monkeypatch),
+    "one job": lambda b: test_workspace.test_one_heavy_job_at_a_time(b.runs, b.monkeypatch),
     "stalled": lambda b: test_runs.test_a_run_whose_process_is_gone_is_stalled(
         b.growing(), b.open_app
     ),

@@ -16,12 +16,12 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.options import options_of
 from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Query, TooLarge, Unknown, to_json
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import generate as page
 from glassformer.web.pages.generate import BEAM_TOKENS
 
 
-def said(lab: Lab, **body: Any) -> list[dict[str, Any]]:
+def said(lab: Workspace, **body: Any) -> list[dict[str, Any]]:
     """All lines, as the page reads them."""
     lines = page.generate(Query(body={"run": "text", "prompt": "so it", **body}), lab)
     return [json.loads(to_json(line)) for line in lines]
@@ -38,7 +38,7 @@ def said(lab: Lab, **body: Any) -> list[dict[str, Any]]:
     ],
     ids=str,
 )
-def test_tokens_are_those_of_decode(talkers: Lab, settings: dict[str, Any]) -> None:
+def test_tokens_are_those_of_decode(talkers: Workspace, settings: dict[str, Any]) -> None:
     start, *lines, end = said(talkers, max_new_tokens=9, **settings)
     model = talkers.model("text")
     own = {name: value for name, value in settings.items() if name not in ("mode", "cached")}
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_decode(talkers: Lab, settings: dict[str, Any]) -> N
     assert end["seconds"] > 0 and end["tokens_per_second"] > 0
 
 
-def test_the_page_gets_every_number_and_choice_of_the_specs(talkers: Lab) -> None:
+def test_the_page_gets_every_number_and_choice_of_the_specs(talkers: Workspace) -> None:
     told = page.options(Query(), talkers)
     names = {mode: [one["name"] for one in controls] for mode, controls in told.items()}
     assert set(names["greedy"]) < set(names["sample"])
@@ -71,7 +71,7 @@ def test_the_page_gets_every_number_and_choice_of_the_specs(talkers: Lab) -> Non
         ).options == defaults | {"max_new_tokens": 64}
 
 
-def test_alternatives_are_the_models_own_distribution(talkers: Lab) -> None:
+def test_alternatives_are_the_models_own_distribution(talkers: Workspace) -> None:
     _, *lines, _ = said(talkers, max_new_tokens=4, mode="sample", temperature=5.0, seed=1)
     model = talkers.model("text")
     ids = list(model.prompt("so it").tokens[0])
@@ -86,7 +86,7 @@ def test_alternatives_are_the_models_own_distribution(talkers: Lab) -> None:
         ids.append(line["id"])
 
 
-def test_a_branch_keeps_what_came_before_it(talkers: Lab) -> None:
+def test_a_branch_keeps_what_came_before_it(talkers: Workspace) -> None:
     _, *lines, _ = said(talkers, max_new_tokens=8, mode="sample", seed=3, temperature=1.0)
     other = next(one for one in lines[3]["alternatives"] if one["id"] != lines[3]["id"])
     forced = [line["id"] for line in lines[:3]] + [other["id"]]
@@ -99,7 +99,7 @@ def test_a_branch_keeps_what_came_before_it(talkers: Lab) -> None:
     assert branch[3]["alternatives"] == lines[3]["alternatives"]
 
 
-def test_the_tree_is_that_of_beam_search(talkers: Lab) -> None:
+def test_the_tree_is_that_of_beam_search(talkers: Workspace) -> None:
     start, *grown, end = said(talkers, mode="beam", width=3, max_new_tokens=6, alpha=0.2)
     model = talkers.model("text")
     spec = BeamSpec(width=3, alpha=0.2, max_new_tokens=6, eos=model.end_ids())
@@ -118,7 +118,7 @@ def test_the_tree_is_that_of_beam_search(talkers: Lab) -> None:
     assert start["mode"] == "beam"
 
 
-def test_a_model_that_answers_says_what_it_offers(talkers: Lab) -> None:
+def test_a_model_that_answers_says_what_it_offers(talkers: Workspace) -> None:
     (line,) = said(talkers, run="digits", prompt="SECOND 7 3 9")
     model = talkers.model("digits")
     assert line["kind"] == "answer" and "one answer" in line["what"]
@@ -128,7 +128,7 @@ def test_a_model_that_answers_says_what_it_offers(talkers: Lab) -> None:
         said(talkers, run="digits", prompt="SECOND 7 3 9", mode="beam")
 
 
-def test_an_encoder_reads_the_prompt(talkers: Lab) -> None:
+def test_an_encoder_reads_the_prompt(talkers: Workspace) -> None:
     start, *lines, end = said(talkers, run="reverse", prompt="3 1 2")
     model = talkers.model("reverse")
     assert [word["word"] for word in start["source"]] == ["3", "1", "2", "EOS"]
@@ -159,16 +159,16 @@ def test_an_encoder_reads_the_prompt(talkers: Lab) -> None:
         ({"prompt": "\ud800"}, "half a character"),
         ({"prompt": "<img src=x onerror=alert(1)>"}, r"not in the vocabulary|no token|character"),
         ({"prompt": "so it goes" * 10}, "leaves no room"),
-        ({"colour": "red"}, "nothing here is called"),
-        ({"step": "../../etc"}, "no step"),
+        ({"colour": "red"}, "there is no option"),
+        ({"step": "../../etc"}, "not a step"),
     ],
 )
-def test_bad_values_are_told_in_words(talkers: Lab, body: dict[str, Any], words: str) -> None:
+def test_bad_values_are_told_in_words(talkers: Workspace, body: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         said(talkers, **body)
 
 
-def test_what_is_too_long_or_not_there(talkers: Lab) -> None:
+def test_what_is_too_long_or_not_there(talkers: Workspace) -> None:
     with pytest.raises(TooLarge, match="characters"):
         said(talkers, prompt="a" * (limits.PROMPT_CHARACTERS + 1))
     with pytest.raises(Unknown, match="no run called"):
@@ -177,7 +177,9 @@ def test_what_is_too_long_or_not_there(talkers: Lab) -> None:
         said(talkers, run="../text")
 
 
-def test_who_stops_listening_stops_the_work(talkers: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_stops_listening_stops_the_work(
+    talkers: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Closing the iterator ends the decoding, and the next question finds the place free."""
     monkeypatch.setattr(limits, "PATIENCE_SECONDS", 0.05)
     for mode in ({}, {"mode": "beam", "width": 3}):

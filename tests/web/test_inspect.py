@@ -12,22 +12,27 @@ from glassformer.lens.measure.probes import read_probes
 from glassformer.spec.errors import InputError
 from glassformer.web.app import limits
 from glassformer.web.app.query import Bytes, Query, TooLarge, Unknown
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import inspect
 
 TEXT = "SECOND 7 3 9 SEP"
 
 
 @pytest.fixture(scope="session")
-def lab(runs: Path) -> Lab:
-    return Lab(runs)
+def lab(runs: Path) -> Workspace:
+    return Workspace(runs)
 
 
-def asked(lab: Lab, **body: Any) -> dict[str, Any]:
-    return inspect.inspect(Query(body={"run": "digits-0", **body}), lab)
+def asked(lab: Workspace, *, ablate: list[str] | None = None, **body: Any) -> dict[str, Any]:
+    sent = inspect.inspect(Query(body={"run": "digits-0", **body}), lab)
+    return sent if ablate is None else ablated(lab, sent["key"], ablate)
 
 
-def fetched(lab: Lab, what: Any, key: str, **options: Any) -> Any:
+def ablated(lab: Workspace, key: str, heads: list[str]) -> dict[str, Any]:
+    return inspect.ablate(Query(path={"key": key}, body={"ablate": heads}), lab)
+
+
+def fetched(lab: Workspace, what: Any, key: str, **options: Any) -> Any:
     given = {name: str(value) for name, value in options.items()}
     return what(Query(path={"key": key}, options=given), lab)
 
@@ -76,6 +81,32 @@ def test_an_ablation_tells_before_and_after(lab, runs):
     for i, _, share in own.before.next(4, 20):
         if i in both:
             assert both[i] == pytest.approx(share, rel=1e-5)
+
+
+def test_an_ablation_costs_one_pass_and_gives_the_numbers_of_two(lab, runs, monkeypatch):
+    sent = asked(lab, text=TEXT, target="3")
+    model = lab.model("digits-0").model
+    passes = []
+    hidden = type(model).hidden
+
+    def counted(self, *args, **kwargs):
+        passes.append(self)
+        return hidden(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "hidden", counted)
+    first = ablated(lab, sent["key"], ["L1H3"])
+    assert passes == [model]
+    second = ablated(lab, first["key"], ["L1H3", "L0H0"])  # of an ablation: from the same baseline
+    assert passes == [model, model]
+    monkeypatch.undo()
+    own = gf.load(runs / "digits-0").inspect(TEXT, target="3")
+    for found, heads in ((first, ("L1H3",)), (second, ("L1H3", "L0H0"))):
+        wanted = own.ablate(*heads)
+        assert found["ablated"] == list(heads)
+        assert (found["loss_before"], found["loss"]) == (wanted.before.loss, wanted.after.loss)
+        np.testing.assert_array_equal(found["losses"], wanted.after.losses.numpy())
+        weights = array(fetched(lab, inspect.attention, found["key"], layer=1, head=3))
+        assert np.array_equal(weights, wanted.after.attention[1, 3].tensor.numpy())
 
 
 def test_another_model_is_compared_on_the_same_tokens(lab, runs):
@@ -134,7 +165,7 @@ def test_a_step_without_a_checkpoint_is_shown_from_its_snapshot(lab, runs, tmp_p
 
     shutil.copytree(runs / "digits-0", tmp_path / "thin")
     shutil.rmtree(tmp_path / "thin/checkpoints/step-000004")
-    thin = Lab(tmp_path)
+    thin = Workspace(tmp_path)
     probes = read_probes(tmp_path / "thin/probes/step-000004.safetensors")
     row = probes.examples[1]
     sent = asked(thin, run="thin", step="4", split="val", row=row)
@@ -146,8 +177,10 @@ def test_a_step_without_a_checkpoint_is_shown_from_its_snapshot(lab, runs, tmp_p
     assert [row["word"] for row in at["next"]] == [word for word, _ in probes.top(1, 1)]
     with pytest.raises(InputError, match="only a snapshot is kept, of the validation examples"):
         asked(thin, run="thin", step="4", text=TEXT)
-    with pytest.raises(InputError, match="no model to change"):
-        asked(thin, run="thin", step="4", split="val", row=row, ablate=["L0H0"])
+    with pytest.raises(InputError, match="no model to quantize"):
+        asked(thin, run="thin", step="4", split="val", row=row, precision="int8")
+    with pytest.raises(InputError, match="no head of it can be ablated"):
+        ablated(thin, sent["key"], ["L0H0"])
     with pytest.raises(InputError, match="holds no model"):
         fetched(thin, inspect.ranking, sent["key"])
     with pytest.raises(Unknown, match="neither a checkpoint nor a snapshot"):
@@ -165,7 +198,7 @@ REFUSED = {
     "a row too far": ({"split": "val", "row": 10**9}, "no example"),
     "no such split": ({"split": "secret", "row": 0}, "no examples called"),
     "other bits": ({"text": TEXT, "precision": "int2"}, "precision 'int2' is unknown"),
-    "an unknown option": ({"text": TEXT, "temperature": 1}, "nothing here is called"),
+    "an unknown option": ({"text": TEXT, "temperature": 1}, "there is no option"),
     "too long": ({"text": "7 " * limits.PROMPT_CHARACTERS}, "characters"),
 }
 
@@ -211,7 +244,7 @@ def test_masked_cells_are_nan_and_never_a_zero(causal):
 
 
 @pytest.fixture(scope="session")
-def causal(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """A tiny language model over three letters."""
     from glassformer.lab.api import train
 
@@ -220,7 +253,7 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     told = ("task.tokenizer=characters", "task.length=64", "train.batch_size=2", "train.steps=2")
     path = f"task.path={folder / 'letters.txt'}"
     train("text", name="text", runs=folder / "runs", overrides=(path, *told))
-    return Lab(folder / "runs")
+    return Workspace(folder / "runs")
 
 
 def test_maps_of_different_tokens_have_no_difference(lab):
@@ -232,23 +265,23 @@ def test_maps_of_different_tokens_have_no_difference(lab):
 
 
 def test_old_looks_are_let_go_by_their_size(runs, monkeypatch):
-    lab = Lab(runs)
-    monkeypatch.setattr(limits, "KEPT_BYTES", 2_000)  # two layers x four heads x 25 cells is 800
+    lab = Workspace(runs)
+    monkeypatch.setattr(limits, "RESULT_BYTES", 2_000)  # two layers x four heads x 25 cells is 800
     keys = [asked(lab, text=TEXT)["key"] for _ in range(4)]
     for key in keys[:2]:
         with pytest.raises(Unknown, match="no longer kept"):
-            lab.kept(key)
-    assert lab.kept(keys[-1]).look.words
-    assert lab.kept(keys[-2]).look.words
+            lab.results.get(key)
+    assert lab.results.get(keys[-1]).inspection.words
+    assert lab.results.get(keys[-2]).inspection.words
 
 
 def test_a_key_of_another_page_is_refused(lab):
-    key = lab.keep({"something": "else"})
+    key = lab.results.put({"something": "else"})
     with pytest.raises(Unknown, match="another page"):
         fetched(lab, inspect.thumbnails, key)
 
 
 def test_too_many_tokens_are_refused_before_the_pass(lab, monkeypatch):
     monkeypatch.setattr(limits, "PROMPT_TOKENS", 3)
-    with pytest.raises(TooLarge, match="at most 3 are looked at"):
+    with pytest.raises(TooLarge, match="at most 3 are inspected"):
         asked(lab, text=TEXT)

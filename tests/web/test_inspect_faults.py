@@ -9,27 +9,27 @@ from tests.web import test_inspect as checks
 from tests.web.test_inspect import causal, lab  # noqa: F401 (fixtures)
 
 LOOK, MAPS, SNAPSHOT = (
-    "web.pages.kept_look:KeptInspection",
-    "web.pages.kept_look:Maps.map",
-    "web.pages.training_snapshot:Snapshot",
+    "web.pages.inspect_results:InspectionResult",
+    "web.pages.inspect_results:Result.map",
+    "web.pages.inspect_results:SnapshotResult",
 )
 
 FAULTS = (
     Fault("masked as zero", MAPS, "torch.nan", "0.0", "masked"),
-    Fault("thumbnails forget the mask", "web.pages.kept_look:_thumbnail", "np.where(allowed, ", "np.where(allowed | True, ", "masked"),
-    Fault("thumbnails take the mean", "web.pages.kept_look:_thumbnail", "pooled(heat.tensor", "0.5 * pooled(heat.tensor", "thumbnails"),
-    Fault("the other way round", MAPS, "heat - minus.heat(kind, layer, head)", "minus.heat(kind, layer, head) - heat", "compared"),
+    Fault("thumbnails forget the mask", "web.pages.inspect_results:_thumbnail", "np.where(allowed, ", "np.where(allowed | True, ", "masked"),
+    Fault("thumbnails take the mean", "web.pages.inspect_results:_thumbnail", "pooled(own.tensor", "0.5 * pooled(own.tensor", "thumbnails"),
+    Fault("the other way round", MAPS, "own - minus.head_map(kind, layer, head)", "minus.head_map(kind, layer, head) - own", "compared"),
     Fault("tokens not compared", "lens.show.attention_map:AttentionMap.__sub__", "if words != (other.rows_words, other.columns_words):", "if False:", "tokens"),
-    Fault("another head", f"{LOOK}.heat", "maps[layer, head_number(head)]", "maps[layer, 0]", "text"),
-    Fault("mean of the wrong layer", f"{LOOK}.heat", "maps.mean(layer)", "maps.mean(0)", "text"),
+    Fault("another head", f"{LOOK}.head_map", "maps[layer, _head_number(head)]", "maps[layer, 0]", "text"),
+    Fault("mean of the wrong layer", f"{LOOK}.head_map", "maps.mean(layer)", "maps.mean(0)", "text"),
     Fault("lens of another position", f"{LOOK}._lens", "lens.kl[:, t]", "lens.kl[:, 0]", "text"),
     Fault("norms of another layer", f"{LOOK}._norms", "float(written[layer, t])", "float(written[-1, t])", "text"),
-    Fault("the look before as the look", "web.pages.inspect:inspect", "seen if ablation is None else ablation.after", "seen", "ablation"),
+    Fault("the look before as the look", "web.pages.inspect:ablate", "inspection=ablation.after", "inspection=ablation.before", "ablation"),
     Fault("KL the other way", "lens.inspection:compare", "divergence(other_1V, ours_1V)", "divergence(ours_1V, other_1V)", "compared"),
     Fault("their probabilities are ours", "lens.inspection:compare", "other_1V[0, list(ids)]", "ours_1V[0, list(ids)]", "ablation"),
-    Fault("a copy is kept for all", "web.pages.inspect:_rounded", "if precision not in BITS:", "if False:", "bits"),
-    Fault("snapshot of another example", f"{SNAPSHOT}.heat", "self.probes.map(self.at, HeadName", "self.probes.map(0, HeadName", "snapshot"),
-    Fault("snapshots of any text", "web.pages.training_snapshot:snapshot", "if split != SPLIT or row not in probes.examples:", "if False:", "snapshot"),
+    Fault("a copy is kept for all", "web.pages.inspect:_quantized", "if precision not in NAMES:", "if False:", "bits"),
+    Fault("snapshot of another example", f"{SNAPSHOT}.head_map", "self.probes.map(self.at, HeadName", "self.probes.map(0, HeadName", "snapshot"),
+    Fault("snapshots of any text", "web.pages.inspect_results:read_snapshot", "if split != SPLIT or row not in probes.examples:", "if False:", "snapshot"),
 )  # fmt: skip
 
 

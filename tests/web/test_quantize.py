@@ -12,20 +12,20 @@ from glassformer.quant.status import resident_bytes
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import NAMES
 from glassformer.web.app.query import Query, TooLarge, to_json
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import quantize as page
 
 TEXT = "so it goes"
 
 
-def told(lab: Lab, **body: Any) -> dict[str, Any]:
+def told(lab: Workspace, **body: Any) -> dict[str, Any]:
     """What the page is sent."""
     query = Query(body={"run": "text", "text": TEXT, **body})
     found: dict[str, Any] = json.loads(to_json(page.quantize(query, lab)))
     return found
 
 
-def test_divergence_is_that_of_the_distributions(talkers: Lab) -> None:
+def test_divergence_is_that_of_the_distributions(talkers: Workspace) -> None:
     found = told(talkers)
     model = talkers.model("text")
     ids = torch.tensor([model.tokenizer.encode(TEXT)])
@@ -52,7 +52,7 @@ def test_divergence_is_that_of_the_distributions(talkers: Lab) -> None:
     assert all(one["back"] != one["there"] for one in found["against"].values())
 
 
-def test_sizes_are_those_of_the_files(talkers: Lab, tmp_path: Any) -> None:
+def test_sizes_are_those_of_the_files(talkers: Workspace, tmp_path: Any) -> None:
     from glassformer.adapters.native import save_model
 
     model, sizes = talkers.model("text"), {one["name"]: one for one in told(talkers)["precisions"]}
@@ -67,7 +67,7 @@ def test_sizes_are_those_of_the_files(talkers: Lab, tmp_path: Any) -> None:
     assert sizes["int4"]["file_bytes"] < sizes["int8"]["file_bytes"]
 
 
-def test_an_answer_is_read_at_its_place(talkers: Lab) -> None:
+def test_an_answer_is_read_at_its_place(talkers: Workspace) -> None:
     found = told(talkers, run="digits", text="SECOND 7 3 9")
     assert found["head"] == "answer" and found["positions"] == [4]
     model = talkers.model("digits")
@@ -75,13 +75,13 @@ def test_an_answer_is_read_at_its_place(talkers: Lab) -> None:
     assert len(found["against"]["int8"]["there"]) == 1
 
 
-def test_an_encoder_decoder_is_compared_on_its_own_answer(talkers: Lab) -> None:
+def test_an_encoder_decoder_is_compared_on_its_own_answer(talkers: Workspace) -> None:
     found = told(talkers, run="reverse", text="3 1 2")
     assert found["source_words"][:3] == ["3", "1", "2"]
     assert len(found["positions"]) == len(found["words"])
 
 
-def test_speed_is_measured_and_slower_is_said(talkers: Lab) -> None:
+def test_speed_is_measured_and_slower_is_said(talkers: Workspace) -> None:
     found = page.quantize_speed(Query(body={"run": "text"}), talkers)
     for one in found["speeds"].values():
         for kind in ("prefill", "decode"):
@@ -92,7 +92,7 @@ def test_speed_is_measured_and_slower_is_said(talkers: Lab) -> None:
     assert answers["speeds"]["int8"]["decode"] is None
 
 
-def test_the_model_itself_stays_as_it_is(talkers: Lab) -> None:
+def test_the_model_itself_stays_as_it_is(talkers: Workspace) -> None:
     model = talkers.model("text").model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     told(talkers)
@@ -100,8 +100,8 @@ def test_the_model_itself_stays_as_it_is(talkers: Lab) -> None:
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_what_is_refused(talkers: Lab, tmp_path: Any) -> None:
-    with pytest.raises(InputError, match="nothing here is called"):
+def test_what_is_refused(talkers: Workspace, tmp_path: Any) -> None:
+    with pytest.raises(InputError, match="there is no option"):
         told(talkers, bits=3)
     with pytest.raises(InputError, match="text is missing"):
         page.quantize(Query(body={"run": "text"}), talkers)
@@ -112,4 +112,4 @@ def test_what_is_refused(talkers: Lab, tmp_path: Any) -> None:
     small = gf.quantize(talkers.model("text"), bits=8)
     small.save_checkpoint(tmp_path / "small")
     with pytest.raises(InputError, match="quantized already"):
-        told(Lab(tmp_path), run="small")
+        told(Workspace(tmp_path), run="small")

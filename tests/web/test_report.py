@@ -21,10 +21,10 @@ from glassformer.lens.measure.roles import head_roles
 from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import verify_folder
-from glassformer.web.report.curves import panels_svg, ticks
 from glassformer.web.report.document import report_html
 from glassformer.web.report.inside import spread
 from glassformer.web.report.page import POLICY
+from glassformer.web.report.run import panels_svg, ticks
 from tests.browser.hostile import HOSTILE
 from tests.training.samples import RUNS
 
@@ -131,20 +131,18 @@ def test_each_kind_of_run_has_a_report_that_asks_for_nothing(runs, name):
     titles = {"What was trained", "Curves", "Errors", "Right and wrong", "Attention", "Logit lens"}
     assert titles <= set(seen.words)
     assert str(runs) not in text  # no absolute path
-    assert "Not there" not in seen.text
+    assert "Not available" not in seen.text
     assert report_html(str(runs / name), certificate=NO_CHECKS) == text
 
 
 def test_what_a_run_does_not_have_is_said(runs):
-    assert "has no table of what was taken for what" in report_html(
-        str(runs / "machine"), certificate=NO_CHECKS
-    )
+    assert "has no confusion matrix" in report_html(str(runs / "machine"), certificate=NO_CHECKS)
     shutil.copytree(runs / "digits", runs / "bare")
     shutil.rmtree(runs / "bare" / "probes")
     (runs / "bare" / "metrics.jsonl").write_text("")
     text = report_html(str(runs / "bare"), certificate=NO_CHECKS)
     assert "This run kept no probes" in text
-    assert "Not there: nothing was measured yet in bare" in text
+    assert "Not available: nothing was measured yet in bare" in text
     assert "What it writes" in report_html(str(runs / "text"), certificate=NO_CHECKS)
     assert "What it writes" not in text
 

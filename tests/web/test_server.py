@@ -21,22 +21,22 @@ from glassformer.web.app import limits, server
 from glassformer.web.app.connection import Connection
 from glassformer.web.app.guard import HEADERS, Guard
 from glassformer.web.app.query import Bytes, Query, to_json
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 from tests.web.conftest import PORT, TOKEN, Client
 
 STATIC = Path(server.__file__).parents[1] / "static"
 
 
-def app_of(handler: Any, lab: Lab, method: str = "GET") -> Client:
+def app_of(handler: Any, lab: Workspace, method: str = "GET") -> Client:
     """An app with one question."""
-    app = Starlette(routes=[Route("/api/it", server._asked(handler, lab), methods=[method])])
+    app = Starlette(routes=[Route("/api/it", server._endpoint(handler, lab), methods=[method])])
     app.add_middleware(Guard, token=TOKEN, port=PORT)
     return Client(app)
 
 
 @pytest.fixture
-def lab(runs: Path) -> Lab:
-    return Lab(runs)
+def lab(runs: Path) -> Workspace:
+    return Workspace(runs)
 
 
 def test_the_page_comes_without_torch() -> None:
@@ -74,7 +74,7 @@ def test_numbers_that_are_not_finite_are_null() -> None:
     assert to_json({"word": "é\u2028</script>"}).isascii()
 
 
-def test_bytes_come_with_their_shape(lab: Lab) -> None:
+def test_bytes_come_with_their_shape(lab: Workspace) -> None:
     answer = app_of(lambda query, lab: Bytes(b"\x00\x3c" * 6, (2, 3), "float16"), lab).ask(
         "/api/it"
     )
@@ -91,8 +91,8 @@ def test_bytes_come_with_their_shape(lab: Lab) -> None:
         (MachineError("a", where="b", hint="c"), 503),
     ],
 )
-def test_errors_are_three_fields(lab: Lab, error: Exception, status: int) -> None:
-    def raising(query: Query, lab: Lab) -> dict:
+def test_errors_are_three_fields(lab: Workspace, error: Exception, status: int) -> None:
+    def raising(query: Query, lab: Workspace) -> dict:
         raise error
 
     answer = app_of(raising, lab).ask("/api/it")
@@ -100,16 +100,18 @@ def test_errors_are_three_fields(lab: Lab, error: Exception, status: int) -> Non
     assert answer.json == {"error": {"what": "a", "where": "b", "hint": "c"}}
 
 
-def test_an_error_does_not_say_where_the_runs_lie(lab: Lab) -> None:
-    def raising(query: Query, lab: Lab) -> dict:
+def test_an_error_does_not_say_where_the_runs_lie(lab: Workspace) -> None:
+    def raising(query: Query, lab: Workspace) -> dict:
         raise FileError(f"{lab.root}/digits-0 is bad", where=str(lab.root / "digits-0"))
 
     answer = app_of(raising, lab).ask("/api/it")
     assert answer.json["error"] == {"what": "digits-0 is bad", "where": "digits-0", "hint": ""}
 
 
-def test_a_fault_of_ours_is_a_line_on_the_page(lab: Lab, capsys: pytest.CaptureFixture) -> None:
-    def broken(query: Query, lab: Lab) -> dict:
+def test_a_fault_of_ours_is_a_line_on_the_page(
+    lab: Workspace, capsys: pytest.CaptureFixture
+) -> None:
+    def broken(query: Query, lab: Workspace) -> dict:
         raise ZeroDivisionError("the secret of the stack")
 
     answer = app_of(broken, lab).ask("/api/it")
@@ -119,10 +121,10 @@ def test_a_fault_of_ours_is_a_line_on_the_page(lab: Lab, capsys: pytest.CaptureF
     assert "content-security-policy" in answer.headers
 
 
-def test_a_stream_is_a_line_for_each_value(lab: Lab) -> None:
+def test_a_stream_is_a_line_for_each_value(lab: Workspace) -> None:
     threads = set()
 
-    def lines(query: Query, lab: Lab) -> Iterator[dict]:
+    def lines(query: Query, lab: Workspace) -> Iterator[dict]:
         for number in range(3):
             threads.add(threading.get_ident())
             yield {"n": number, "x": float("nan")}
@@ -133,12 +135,12 @@ def test_a_stream_is_a_line_for_each_value(lab: Lab) -> None:
     assert len(threads) == 1, "torch's modes belong to a thread"
 
 
-def test_a_stream_that_fails(lab: Lab, capsys: pytest.CaptureFixture) -> None:
-    def first(query: Query, lab: Lab) -> Iterator[dict]:
+def test_a_stream_that_fails(lab: Workspace, capsys: pytest.CaptureFixture) -> None:
+    def first(query: Query, lab: Workspace) -> Iterator[dict]:
         raise InputError("at once")
         yield {}
 
-    def later(query: Query, lab: Lab) -> Iterator[dict]:
+    def later(query: Query, lab: Workspace) -> Iterator[dict]:
         yield {"n": 1}
         raise ZeroDivisionError
 
@@ -150,10 +152,10 @@ def test_a_stream_that_fails(lab: Lab, capsys: pytest.CaptureFixture) -> None:
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_a_reader_who_leaves_ends_the_work(lab: Lab) -> None:
+def test_a_reader_who_leaves_ends_the_work(lab: Workspace) -> None:
     made, closed = [], threading.Event()
 
-    def endless(query: Query, lab: Lab) -> Iterator[dict]:
+    def endless(query: Query, lab: Workspace) -> Iterator[dict]:
         try:
             with lab.heavy():
                 while True:
@@ -186,8 +188,8 @@ def test_a_reader_who_leaves_ends_the_work(lab: Lab) -> None:
         pass
 
 
-def test_a_closing_server_ends_its_streams(lab: Lab) -> None:
-    def endless(query: Query, lab: Lab) -> Iterator[dict]:
+def test_a_closing_server_ends_its_streams(lab: Workspace) -> None:
+    def endless(query: Query, lab: Workspace) -> Iterator[dict]:
         yield {"n": 1}
         lab.closing.set()
         while True:
@@ -195,7 +197,7 @@ def test_a_closing_server_ends_its_streams(lab: Lab) -> None:
 
     first, last = app_of(endless, lab).ask("/api/it").body.splitlines()
     assert first == b'{"n":1}'
-    assert b"the explorer was ended" in last  # and not as if it were all
+    assert b"the explorer was stopped" in last  # and not as if it were all
 
 
 def test_questions_are_checked() -> None:
@@ -268,7 +270,7 @@ def test_the_page_travels_in_the_wheel() -> None:
     assert {path for path in STATIC.rglob("*") if path.is_file()} <= packed
 
 
-def over_sockets(lab: Lab, *questions: bytes) -> list[bytes]:
+def over_sockets(lab: Workspace, *questions: bytes) -> list[bytes]:
     """Each question on a connection of its own, and all that came back until it was closed."""
     app = app_of(lambda query, lab: {"n": 1}, lab).app
     config = uvicorn.Config(app, lifespan="off", log_level="critical", timeout_keep_alive=600)
@@ -293,7 +295,7 @@ def over_sockets(lab: Lab, *questions: bytes) -> list[bytes]:
     return asyncio.run(all_of_them())
 
 
-def test_who_asks_nothing_is_let_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_nothing_is_let_go(lab: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a question, no question, half of a second one: none of them holds a connection."""
     monkeypatch.setattr(limits, "HEAD_SECONDS", 0.05)
     whole = f"GET /api/it HTTP/1.1\r\nHost: 127.0.0.1:{PORT}\r\nX-Glass-Token: {TOKEN}\r\n\r\n"
@@ -303,7 +305,7 @@ def test_who_asks_nothing_is_let_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -
     assert one.endswith(b'{"n":1}') and more.endswith(b'{"n":1}')
 
 
-def test_what_is_no_http_gets_the_same_headers(lab: Lab) -> None:
+def test_what_is_no_http_gets_the_same_headers(lab: Workspace) -> None:
     asked = (
         b"\x16\x03\x01\r\n\r\n",
         b"GET / HTP\r\n\r\n",
@@ -318,4 +320,4 @@ def test_what_is_no_http_gets_the_same_headers(lab: Lab) -> None:
         assert status == "HTTP/1.1 400 Bad Request", words
         assert {name: named[name] for name in HEADERS} == HEADERS
         assert int(named["content-length"]) == len(body)
-        assert json.loads(body)["error"]["what"] == "this is no HTTP"
+        assert json.loads(body)["error"]["what"] == "this is not HTTP"

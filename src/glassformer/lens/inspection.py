@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.lens.capture import (
+    HasModel,
     OneSequence,
     capture,
     eval_mode,
@@ -45,7 +46,7 @@ from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row, plain
 from glassformer.lens.show.token_text import Names, checked_words, naming, shown
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Holder, Model
+from glassformer.models.model import Model
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -416,7 +417,7 @@ def _divergence_by_position(readout: Readout, before_TD: Tensor, after_TD: Tenso
 
 
 def inspect(
-    model: Model | Holder,
+    model: Model | HasModel,
     inputs: OneSequence,
     *,
     words: Sequence[str] | None = None,

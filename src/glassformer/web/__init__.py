@@ -1,7 +1,8 @@
-"""The explorer: a local server that computes, and a page that draws; the one-file report.
+"""The explorer: a local server that computes, a page that draws; and the one-file report.
 
-server    the app: routes, answers, errors           guard   what is refused before any route
-lab       runs, models and kept results, by id       query   checked plain data in, answers out
-runs, errors, inspect, design, generate, quantize    one page's questions each
+app/      server (routes, responses, errors), guard (what is refused before any route), query
+          (checked requests), workspace (runs, models, results by id), run_reader (a run's files)
+pages/    one module per page, each with its own ROUTES
 static/   the page itself: HTML, CSS and ES modules, served as they are
+report/   the one-file report: document is the entry
 """

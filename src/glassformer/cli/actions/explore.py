@@ -52,7 +52,7 @@ def serve(place: Path, *, port: int, host: str, allow_remote: bool, open_browser
     with tempfile.TemporaryDirectory(prefix="glass-") as private:
         if open_browser and has_screen():
             webbrowser.open(_doorway(Path(private), link))
-        server = _Server(config, app.state.lab.closing.set)
+        server = _Server(config, app.state.workspace.closing.set)
         try:
             server.run(sockets=[listening])
         except KeyboardInterrupt:  # uvicorn has closed up and passes the signal on

@@ -1,6 +1,6 @@
-"""The look that `glass inspect` shows: which head, what is silenced, beside which other model.
+"""`glass inspect`: one inspection, the chosen head (or the one that matters most), and its output.
 
-What `glass inspect` does: one look, the head asked for (or the one that matters), as text.
+A second pass where heads are ablated, and that of another model with `--against`.
 """
 
 import json
@@ -26,8 +26,8 @@ from glassformer.spec.units import plain_digits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The options, as they were typed."""
+class Options:
+    """The options as typed."""
 
     layer: int | None = None
     head: str | None = None
@@ -41,7 +41,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """Another model at the same text: the chosen map less its own, and what it says."""
+    """Another model at the same text: the difference of the chosen map, and its predictions."""
 
     name: str
     difference: Difference
@@ -49,55 +49,55 @@ class Against:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One look, and what was chosen to show of it."""
+class Shown:
+    """One inspection, and what was chosen to show of it."""
 
-    look: Inspection
-    heat: AttentionMap
+    inspection: Inspection
+    map: AttentionMap
     why: str
-    ranking: Ranking | None  # None where every head is silent
+    ranking: Ranking | None  # None where every head is ablated
     ablation: Ablation | None
     position: int
     top: int
     against: Against | None = None
 
 
-def inspect(adapter: Any, text: str, asked: Asked, *, other: Any = None) -> Seen:
-    """The pass, a second one where heads are to be silent, and that of another model."""
-    names = [_head_of(adapter.spec, name) for name in asked.ablate]
-    _chosen(adapter.spec, asked)  # refused before the work is done
-    look: Inspection = adapter.inspect(text, target=asked.target)
-    ablation = look.ablate(*names) if names else None
-    shown_look = look if ablation is None else ablation.after
-    position = shown_look.lens.position(asked.position)
-    shown_look.next(position, asked.top)  # refuses a number that is not kept
-    left = set(heads_of(adapter.spec)) - {*shown_look.ablated}
-    ranking = shown_look.ranking() if left else None
-    heat, why = _heat(shown_look, asked, ranking)
-    found = Seen(shown_look, heat, why, ranking, ablation, position, asked.top)
+def inspect(adapter: Any, text: str, options: Options, *, other: Any = None) -> Shown:
+    """Run the pass, a second one if heads are ablated, and that of another model."""
+    names = [_head_of(adapter.spec, name) for name in options.ablate]
+    _chosen(adapter.spec, options)  # refused before the work is done
+    first: Inspection = adapter.inspect(text, target=options.target)
+    ablation = first.ablate(*names) if names else None
+    inspection = first if ablation is None else ablation.after
+    position = inspection.lens.position(options.position)
+    inspection.next(position, options.top)  # refuses a number that is not kept
+    left = set(heads_of(adapter.spec)) - {*inspection.ablated}
+    ranking = inspection.ranking() if left else None
+    chosen, why = _map_to_show(inspection, options, ranking)
+    result = Shown(inspection, chosen, why, ranking, ablation, position, options.top)
     if other is None:
-        return found
-    there: Inspection = other.inspect(text, target=asked.target)
-    place, name = _chosen(adapter.spec, asked) or heat.head, asked.against or ""
-    assert place is not None, "a map that no option names is one head's"
-    difference = replace(heat - _map(there, place), title=f"{heat.title} minus {name}'s")
-    said = shown_look.compare(there, position, asked.top)
-    return replace(found, against=Against(name, difference, said))
+        return result
+    there: Inspection = other.inspect(text, target=options.target)
+    which, name = _chosen(adapter.spec, options) or chosen.head, options.against or ""
+    assert which is not None, "a map that no option names is one head's"
+    difference = replace(chosen - _map(there, which), title=f"{chosen.title} minus {name}'s")
+    comparison = inspection.compare(there, position, options.top)
+    return replace(result, against=Against(name, difference, comparison))
 
 
-def _map(look: Inspection, place: HeadName | tuple[str, int]) -> AttentionMap:
-    """Of a head, or the mean of a layer's."""
-    if isinstance(place, HeadName):
-        _head_of(look.model.spec, str(place))
-        return look.attention.of(place.kind)[place.layer, place.head]
-    return look.attention.of(place[0]).mean(place[1])
+def _map(inspection: Inspection, which: HeadName | tuple[str, int]) -> AttentionMap:
+    """Return the map of a head, or the mean of a layer's."""
+    if isinstance(which, HeadName):
+        _head_of(inspection.model.spec, str(which))
+        return inspection.attention.of(which.kind)[which.layer, which.head]
+    return inspection.attention.of(which[0]).mean(which[1])
 
 
 # --- which head -----------------------------------------------------------------------------------
 
 
 def _head_of(spec: Any, text: str) -> HeadName:
-    """A head that this model has."""
+    """Parse a head, and check that this model has it."""
     name = HeadName.parse(text)
     known = heads_of(spec)
     if name not in known:
@@ -106,54 +106,58 @@ def _head_of(spec: Any, text: str) -> HeadName:
     return name
 
 
-def _chosen(spec: Any, asked: Asked) -> HeadName | tuple[str, int] | None:
-    """The head, or (kind, layer) for a layer's mean, that the options name; None without them."""
-    number = plain_digits(asked.head or "")
-    if asked.head is not None and number is None and asked.head != "mean":
-        name = _head_of(spec, asked.head)
-        if asked.layer is not None or asked.kind is not None:
+def _chosen(spec: Any, options: Options) -> HeadName | tuple[str, int] | None:
+    """Return the head, or (kind, layer) for a layer's mean, that the options name; else None."""
+    number = plain_digits(options.head or "")
+    if options.head is not None and number is None and options.head != "mean":
+        name = _head_of(spec, options.head)
+        if options.layer is not None or options.kind is not None:
             raise InputError(
-                f"--head {asked.head} says the layer and the kind itself",
+                f"--head {options.head} names the layer and the kind already",
                 hint=f"leave out --layer and --kind, or write --head {name.head}",
             )
         return name
     known = heads_of(spec)
     kinds = list(dict.fromkeys(head.kind for head in known))
-    if asked.kind is not None and asked.kind not in kinds:
+    if options.kind is not None and options.kind not in kinds:
         raise InputError(
-            f"this model has no attention of kind '{asked.kind}'", hint=" or ".join(kinds)
+            f"this model has no attention of kind '{options.kind}'", hint=" or ".join(kinds)
         )
-    if asked.layer is None:
-        if asked.head is not None:
+    if options.layer is None:
+        if options.head is not None:
             raise InputError(
-                f"--head {asked.head} of which layer?", hint=f"--layer 0, or --head {known[0]}"
+                f"--head {options.head} of which layer?", hint=f"--layer 0, or --head {known[0]}"
             )
         return None
-    kind = asked.kind or "self"
+    kind = options.kind or "self"
     if number is None:
-        _head_of(spec, str(HeadName(kind, asked.layer, 0)))  # type: ignore[arg-type]
-        return kind, asked.layer
-    return _head_of(spec, str(HeadName(kind, asked.layer, number)))  # type: ignore[arg-type]
+        _head_of(spec, str(HeadName(kind, options.layer, 0)))  # type: ignore[arg-type]
+        return kind, options.layer
+    return _head_of(spec, str(HeadName(kind, options.layer, number)))  # type: ignore[arg-type]
 
 
-def _heat(look: Inspection, asked: Asked, ranking: Ranking | None) -> tuple[AttentionMap, str]:
-    """The map to show, and why that one."""
-    place = _chosen(look.model.spec, asked)
-    if place is not None:
-        one = isinstance(place, HeadName)
-        return _map(look, place), "as asked" if one else "the mean of the layer's heads"
+def _map_to_show(
+    inspection: Inspection, options: Options, ranking: Ranking | None
+) -> tuple[AttentionMap, str]:
+    """Return the map to show, and why that one."""
+    which = _chosen(inspection.model.spec, options)
+    if which is not None:
+        one = isinstance(which, HeadName)
+        return _map(inspection, which), "as requested" if one else "the mean of the layer's heads"
     ranked = () if ranking is None else zip(ranking.heads, ranking.effects, strict=True)
-    best = next((pair for pair in ranked if asked.kind in (None, pair[0].kind)), None)
-    if best is None:  # every head of that kind is silent
-        kind = asked.kind or "self"
-        return look.attention.of(kind)[0, 0], "the first: every head is silent"
+    best = next((pair for pair in ranked if options.kind in (None, pair[0].kind)), None)
+    if best is None:  # every head of that kind is ablated
+        kind = options.kind or "self"
+        return inspection.attention.of(kind)[0, 0], "the first: every head is ablated"
     name, effect = best
     change = (
-        f"the answers by KL {effect:.4f}" if look.loss is None else f"the loss by {effect:+.4f}"
+        f"the predictions by KL {effect:.4f}"
+        if inspection.loss is None
+        else f"the loss by {effect:+.4f}"
     )
-    of_kind = "" if asked.kind is None else f" of kind {asked.kind}"
-    why = f"of all heads{of_kind} its silence changes most: {change}"
-    return _map(look, name), why
+    of_kind = "" if options.kind is None else f" of kind {options.kind}"
+    why = f"of all heads{of_kind}, ablating it changes most: {change}"
+    return _map(inspection, name), why
 
 
 ENDINGS = ("png", "svg", "html", "json")
@@ -165,118 +169,121 @@ COLUMN_WIDTHS = (12, 8, 6, 5, 4, 3, 2)
 def run(
     model: str,
     text: str,
-    asked: Asked,
+    options: Options,
     *,
     runs: Path,
     output: str | None,
     as_json: bool,
-    said: Callable[[str], None],
+    write: Callable[[str], None],
 ) -> None:
     """Inspect, then print or write the result."""
     target = target_of(output, ENDINGS)
     adapter = load(find_model(model, runs=runs))
-    other = None if asked.against is None else load(find_model(asked.against, runs=runs)).eval()
-    seen = inspect(adapter.eval(), text, asked, other=other)
+    other = None if options.against is None else load(find_model(options.against, runs=runs)).eval()
+    result = inspect(adapter.eval(), text, options, other=other)
     if target is not None:
-        write_file(target, encoded(seen, target.suffix.lower().removeprefix("."), asked))
+        write_file(target, encoded(result, target.suffix.lower().removeprefix("."), options))
     if as_json:
-        said(json.dumps(record(seen), allow_nan=False))
+        write(json.dumps(record(result), allow_nan=False))
     elif target is None:
-        said(terminal.printable(seen_text(seen)))
+        write(terminal.printable(result_text(result)))
 
 
-# --- how it is said -------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
-def seen_text(seen: Seen) -> str:
-    """Everything for a terminal, each part under its line."""
-    return "\n".join(_lines(seen, width=terminal.columns()))
+def result_text(result: Shown) -> str:
+    """Return everything for a terminal, each part under its heading."""
+    return "\n".join(_lines(result, width=terminal.columns()))
 
 
-def _lines(seen: Seen, *, width: int) -> Iterator[str]:
-    look, unicode = seen.look, terminal.is_unicode()
+def _lines(result: Shown, *, width: int) -> Iterator[str]:
+    inspection, unicode = result.inspection, terminal.is_unicode()
     shades = SHADES if unicode else ASCII_SHADES
-    yield look.summary()
-    if look.source_words is not None:
-        yield f"source    {' '.join(shown(word) for word in look.source_words)}"
-    yield f"tokens    {' '.join(f'{i}:{shown(word)}' for i, word in enumerate(look.words))}"
-    if seen.ablation is not None:
+    yield inspection.summary()
+    if inspection.source_words is not None:
+        yield f"source    {' '.join(shown(word) for word in inspection.source_words)}"
+    yield f"tokens    {' '.join(f'{i}:{shown(word)}' for i, word in enumerate(inspection.words))}"
+    if result.ablation is not None:
         yield ""
-        yield seen.ablation.text()
+        yield result.ablation.text()
     yield ""
-    yield f"attention {seen.heat.title} ({seen.why})"
-    yield f"each row shows where that token looks: {legend(shades)}"
-    yield _heat_text(seen.heat, shades=shades, width=width)
-    if seen.against is not None:
+    yield f"attention {result.map.title} ({result.why})"
+    yield f"each row shows what that token attends to: {legend(shades)}"
+    yield _map_text(result.map, shades=shades, width=width)
+    if result.against is not None:
         yield ""
-        yield from _against(seen.against, look, seen.position)
-    word = shown(look.words[seen.position])
+        yield from _against(result.against, inspection, result.position)
+    word = shown(inspection.words[result.position])
     yield ""
-    elsewhere = look.head == "answer" and seen.position != look.readout.position
+    elsewhere = inspection.head == "answer" and result.position != inspection.readout.position
     note = (
-        f"; it answers at {look.readout.position}, here is what it would say" if elsewhere else ""
+        f"; it answers at {inspection.readout.position}, here is what it would predict"
+        if elsewhere
+        else ""
     )
-    yield f"answers at position {seen.position} ({word}{note})"
-    yield from _bars(look, seen.position, seen.top, sign="█" if unicode else "#")
-    target = look.target(seen.position)
+    yield f"predictions at position {result.position} ({word}{note})"
+    yield from _bars(inspection, result.position, result.top, sign="█" if unicode else "#")
+    target = inspection.target(result.position)
     if target is not None:
-        loss = float(look.losses[seen.position])
-        yield f"  asked for {shown(target[1])}: loss {loss:.4f}"
+        loss = float(inspection.losses[result.position])
+        yield f"  target {shown(target[1])}: loss {loss:.4f}"
     yield ""
-    yield f"logit lens at position {seen.position}: what it would say after each half-layer"
-    for number, name in enumerate(look.lens.row_names):
-        best = look.lens.top(seen.position, 1, row=name)[0]
-        apart = float(look.lens.kl[number, seen.position])
+    yield f"logit lens at position {result.position}: what it would predict after each half-layer"
+    for number, name in enumerate(inspection.lens.row_names):
+        best = inspection.lens.top(result.position, 1, row=name)[0]
+        apart = float(inspection.lens.kl[number, result.position])
         yield f"  {name:<10}{shown(best[0], most=16):>16} {best[1]:7.2%}  KL to the end {apart:.4f}"
     yield ""
-    yield f"norms at position {seen.position}"
-    yield from _norms(look, seen.position)
+    yield f"norms at position {result.position}"
+    yield from _norms(inspection, result.position)
     yield ""
-    yield from _ranking(seen.ranking)
+    yield from _ranking(result.ranking)
 
 
-def _against(against: Against, look: Inspection, position: int) -> Iterator[str]:
-    """The difference of the maps, and what the other model says at the position."""
-    said, word = against.comparison, shown(against.comparison.top[1])
-    yield f"against {against.name}, at position {position}: says {word} {said.top[2]:.2%}"
-    loss = "" if said.loss != said.loss else f"loss there {said.loss:.4f}   "
-    yield f"  {loss}KL(there || here) {said.kl:.4f}"
+def _against(against: Against, inspection: Inspection, position: int) -> Iterator[str]:
+    """Yield the difference of the maps, and what the other model predicts at the position."""
+    compared, word = against.comparison, shown(against.comparison.top[1])
+    yield f"against {against.name}, at position {position}: predicts {word} {compared.top[2]:.2%}"
+    loss = "" if compared.loss != compared.loss else f"loss there {compared.loss:.4f}   "
+    yield f"  {loss}KL(there || here) {compared.kl:.4f}"
     yield against.difference.text()
 
 
-def _heat_text(heat: AttentionMap, *, shades: str, width: int) -> str:
-    """The map with names as long as the line allows; its strongest cells where none does."""
-    rows = [shown(word, most=12) for word in heat.rows_words]
+def _map_text(chosen: AttentionMap, *, shades: str, width: int) -> str:
+    """Draw the map with names as long as the line allows; list its strongest cells otherwise."""
+    rows = [shown(word, most=12) for word in chosen.rows_words]
     for most in COLUMN_WIDTHS:
-        columns = [shown(word, most=most) for word in heat.columns_words]
-        picture_text = heatmap_text(heat.tensor, rows=rows, columns=columns, shades=shades)
+        columns = [shown(word, most=most) for word in chosen.columns_words]
+        picture_text = heatmap_text(chosen.tensor, rows=rows, columns=columns, shades=shades)
         if max(map(len, picture_text.split("\n"))) <= width:
             return picture_text
+    queries, keys = chosen.rows_words, chosen.columns_words
     lines = [
-        f"  {weight:6.3f}  {t}:{shown(heat.rows_words[t])} -> {s}:{shown(heat.columns_words[s])}"
-        for t, s, weight in heat.peaks(12)
+        f"  {weight:6.3f}  {t}:{shown(queries[t])} -> {s}:{shown(keys[s])}"
+        for t, s, weight in chosen.peaks(12)
     ]
-    size = " x ".join(map(str, heat.tensor.shape))
+    size = " x ".join(map(str, chosen.tensor.shape))
     return "\n".join([f"the map of {size} does not fit {width} columns; its strongest:", *lines])
 
 
-def _bars(look: Inspection, position: int, top: int, *, sign: str) -> Iterator[str]:
-    for _, word, share in look.next(position, top):
+def _bars(inspection: Inspection, position: int, top: int, *, sign: str) -> Iterator[str]:
+    for _, word, share in inspection.next(position, top):
         yield f"  {shown(word, most=16):>16} {share:7.2%} {sign * round(BAR * share)}".rstrip()
 
 
-def _norms(look: Inspection, position: int) -> Iterator[str]:
-    residual = look.norms.residual[:, position].tolist()
-    pairs = zip(look.norms.row_names, residual, strict=True)
+def _norms(inspection: Inspection, position: int) -> Iterator[str]:
+    residual = inspection.norms.residual[:, position].tolist()
+    pairs = zip(inspection.norms.row_names, residual, strict=True)
     yield "  residual  " + "  ".join(f"{name} {value:.2f}" for name, value in pairs)
-    for part, values_LT in look.norms.parts_by_name().items():
+    for part, values_LT in inspection.norms.parts_by_name().items():
         values = values_LT[:, position].tolist()
         yield f"  {part:<9} " + "  ".join(f"L{i} {value:.2f}" for i, value in enumerate(values))
 
 
 def _ranking(ranking: Ranking | None) -> Iterator[str]:
     if ranking is None:
-        yield "every head is silent: there is none left to rank"
+        yield "every head is ablated: there is none left to rank"
         return
     yield ranking.title
     for row in ranking.rows()[:RANKED]:
@@ -290,21 +297,21 @@ def _ranking(ranking: Ranking | None) -> Iterator[str]:
 # --- for scripts and files ------------------------------------------------------------------------
 
 
-def record(seen: Seen) -> Any:
-    """What `--json` prints: of the maps only the one that was chosen."""
-    made = seen.look.record()
-    made["attention"] = {"head": seen.heat.title, "why": seen.why}
-    made["attention"]["weights"] = seen.heat.tensor.tolist()
-    return plain(made | _chosen_parts(seen))
+def record(result: Shown) -> Any:
+    """Return what `--json` prints: of the maps only the chosen one."""
+    data = result.inspection.record()
+    data["attention"] = {"head": result.map.title, "why": result.why}
+    data["attention"]["weights"] = result.map.tensor.tolist()
+    return plain(data | _chosen_parts(result))
 
 
-def _chosen_parts(seen: Seen) -> dict[str, Any]:
-    likeliest = seen.look.next(seen.position, seen.top)
-    ablation = seen.ablation
+def _chosen_parts(result: Shown) -> dict[str, Any]:
+    likeliest = result.inspection.next(result.position, result.top)
+    ablation = result.ablation
     return {
-        "position": seen.position,
+        "position": result.position,
         "next": [{"id": i, "word": word, "probability": share} for i, word, share in likeliest],
-        "ranking": [] if seen.ranking is None else seen.ranking.rows(),
+        "ranking": [] if result.ranking is None else result.ranking.rows(),
         "ablation": None
         if ablation is None
         else {
@@ -313,38 +320,38 @@ def _chosen_parts(seen: Seen) -> dict[str, Any]:
             "kl": ablation.kl.tolist(),
             "rows": ablation.rows(),
         },
-        "against": None if seen.against is None else _against_record(seen.against),
+        "against": None if result.against is None else _against_record(result.against),
     }
 
 
 def _against_record(against: Against) -> dict[str, Any]:
-    said = against.comparison
-    i, word, share = said.top
+    compared = against.comparison
+    i, word, share = compared.top
     return {
         "model": against.name,
         "head": against.difference.title,
         "difference": against.difference.tensor.tolist(),
-        "shares": said.shares,
+        "shares": compared.shares,
         "top": {"id": i, "word": word, "probability": share},
-        "loss": said.loss,
-        "mean_loss": said.mean_loss,
-        "kl": said.kl,
+        "loss": compared.loss,
+        "mean_loss": compared.mean_loss,
+        "kl": compared.kl,
     }
 
 
-def encoded(seen: Seen, ending: str, asked: Asked) -> bytes:
-    """The bytes of a file: JSON and HTML hold everything, a picture the map or the overview."""
+def encoded(result: Shown, ending: str, options: Options) -> bytes:
+    """Return the bytes of a file: JSON and HTML hold everything, a picture the map or overview."""
     if ending == "json":
-        whole = plain(seen.look.record() | _chosen_parts(seen))
-        return (json.dumps(whole, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        record = plain(result.inspection.record() | _chosen_parts(result))
+        return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     if ending == "html":
-        parts = [html.heading(f"{seen.heat.title}: {seen.why}"), *seen.heat.parts()]
-        parts += [] if seen.against is None else list(seen.against.difference.parts())
-        parts += [] if seen.ablation is None else list(seen.ablation.parts())
-        parts += seen.look.parts()
-        parts += [] if seen.ranking is None else seen.ranking.parts()
-        return html.page(seen.look.summary(), "".join(parts)).encode()
-    if seen.against is not None:
-        return seen.against.difference.encoded(ending)
-    one = asked.layer is not None or asked.head is not None or asked.kind is not None
-    return seen.heat.encoded(ending) if one else seen.look.encoded(ending)
+        parts = [html.heading(f"{result.map.title}: {result.why}"), *result.map.parts()]
+        parts += [] if result.against is None else list(result.against.difference.parts())
+        parts += [] if result.ablation is None else list(result.ablation.parts())
+        parts += result.inspection.parts()
+        parts += [] if result.ranking is None else result.ranking.parts()
+        return html.page(result.inspection.summary(), "".join(parts)).encode()
+    if result.against is not None:
+        return result.against.difference.encoded(ending)
+    one = options.layer is not None or options.head is not None or options.kind is not None
+    return result.map.encoded(ending) if one else result.inspection.encoded(ending)

@@ -95,7 +95,7 @@ def write_report(
     path = find_run(name, runs)
     directory = RunRef.parse(path).directory
     certificate = None if asked.verify else Report(())
-    text = report_html(path, certificate=certificate, told=lambda title: tell(f"  {title}"))
+    text = report_html(path, certificate=certificate, progress=lambda title: tell(f"  {title}"))
     if target is None:
         directory.write("report.html", text)
         target = directory.folder / "report.html"

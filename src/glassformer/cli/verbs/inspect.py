@@ -1,4 +1,4 @@
-"""`glass inspect`: the options of one look inside. `inspecting` does the work."""
+"""`glass inspect`: its options; `actions.inspect` does the work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,12 +21,12 @@ def inspect(
         str | None, typer.Option(help="self, or of an encoder-decoder encoder or cross.")
     ] = None,
     pos: Annotated[
-        int | None, typer.Option(help="The position whose answers are shown; -1 is the last.")
+        int | None, typer.Option(help="The position whose predictions are shown; -1 is the last.")
     ] = None,
-    top: Annotated[int, typer.Option(help="How many answers to list.")] = 5,
+    top: Annotated[int, typer.Option(help="How many predictions to list.")] = 5,
     ablate: Annotated[
         list[str] | None,
-        typer.Option(metavar="HEAD", help="Silence a head, such as L1H3; repeatable."),
+        typer.Option(metavar="HEAD", help="Ablate a head, such as L1H3; repeatable."),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="What should follow; losses are then of this.")
@@ -43,8 +43,8 @@ def inspect(
 ) -> None:
     """Look inside a model while it reads a text.
 
-    Attention, the logit lens, norms, and what silencing each head changes. Without --layer and
-    --head the map is of the head whose silence changes most. Examples:
+    Attention, the logit lens, norms, and what ablating each head changes. Without --layer and
+    --head the map is of the head whose ablation changes most. Examples:
 
       glass inspect digits "SECOND 7 3 9"
 
@@ -54,9 +54,9 @@ def inspect(
 
       glass inspect reverse "3 1 4 15 9" --kind cross --layer 1 -o cross.png
     """
-    from glassformer.cli.actions import inspect as inspecting
+    from glassformer.cli.actions import inspect as action
 
-    asked = inspecting.Asked(
+    options = action.Options(
         layer=layer,
         head=head,
         kind=kind,
@@ -66,6 +66,6 @@ def inspect(
         target=target,
         against=against,
     )
-    inspecting.run(
-        model, text, asked, runs=Path(runs), output=output, as_json=as_json, said=typer.echo
+    action.run(
+        model, text, options, runs=Path(runs), output=output, as_json=as_json, write=typer.echo
     )

@@ -1,1 +1,1 @@
-"""The server of the explorer: routing, limits, protection, shared state."""
+"""The server, without any page: routing, protection, requests, workspace."""

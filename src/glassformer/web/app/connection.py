@@ -1,7 +1,7 @@
-"""A connection that has to say what it wants: one that does not is closed.
+"""A connection that is closed if no complete request arrives in time.
 
-uvicorn bounds how long a connection may stay idle after an answer, not how long a question may take
-to arrive; half a question each from enough of them, and the server could open no file any more.
+uvicorn limits how long a connection may stay idle after a response, not how long a request may take
+to arrive; enough connections with half a request each would use up all file descriptors.
 """
 
 import asyncio
@@ -16,22 +16,22 @@ from glassformer.web.app.query import problem, to_json
 
 
 class Connection(H11Protocol):
-    """uvicorn's, looked at from time to time; a body has a limit of its own, in the guard."""
+    """uvicorn's connection with a timer; the body has a limit of its own, in the guard."""
 
     def connection_made(self, transport: Any) -> None:
-        """Someone has come."""
+        """Start the timer."""
         super().connection_made(transport)
         self._seen: Any = None
         self._clock = self._later()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """They went away."""
+        """Stop the timer."""
         self._clock.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is answered before the guard sees it, with the headers that it gives."""
-        body = to_json(problem(InputError("this is no HTTP")))
+        """Answer what is not HTTP, which the guard never sees, with the guard's headers."""
+        body = to_json(problem(InputError("this is not HTTP")))
         ends = {"content-type": "application/json", "content-length": len(body)}
         named = {**HEADERS, **ends, "connection": "close"}
         lines = ["HTTP/1.1 400 Bad Request", *(f"{name}: {text}" for name, text in named.items())]
@@ -39,10 +39,10 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _later(self) -> asyncio.TimerHandle:
-        return self.loop.call_later(limits.HEAD_SECONDS, self._look)
+        return self.loop.call_later(limits.HEAD_SECONDS, self._check)
 
-    def _look(self) -> None:
-        """Close it where nothing new was asked since the last look, and nothing is answered."""
+    def _check(self) -> None:
+        """Close the connection if no new request came since the last check and none is in work."""
         answered = self.cycle is None or self.cycle.response_complete
         if answered and self.cycle is self._seen:
             self.transport.close()

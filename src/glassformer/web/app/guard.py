@@ -1,8 +1,8 @@
-"""What is refused before any route is looked up, and what every answer carries.
+"""Requests that are refused before any route, and the headers of every response.
 
-Three strangers are meant: a web page the user visits (Host, Origin, token, content type), another
-user of the machine (token on every call, reads too), and whoever sends too much (limits). There
-are no cookies and no CORS headers: nothing is granted to another origin.
+Three attackers are considered: a web page the user visits (Host, Origin, token, content type),
+another user of the machine (token on every request, reads too), and one who sends too much
+(limits). There are no cookies and no CORS headers: nothing is granted to another origin.
 """
 
 import hmac
@@ -21,7 +21,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-#: On every answer, errors too.
+#: On every response, errors too.
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -37,7 +37,7 @@ METHODS = ("GET", "HEAD", "POST")
 
 
 def split_host(text: str, *, default_port: int = 80) -> tuple[str, int] | None:
-    """`[::1]:7337` as ("::1", 7337), `localhost` as ("localhost", 80); None for what is no host.
+    """Split `[::1]:7337` into ("::1", 7337), `localhost` into ("localhost", 80); None if invalid.
 
     A name is lower-cased and nothing else: no trailing dot, no user, no spaces, no second port.
     """
@@ -65,8 +65,8 @@ def split_host(text: str, *, default_port: int = 80) -> tuple[str, int] | None:
 class Guard:
     """An ASGI middleware around the whole app.
 
-    hosts: names that may stand in Host, with our port; `any_address` lets in every IP literal, for
-    a server that was told to listen to all of the machine's: a rebound name is still a name.
+    hosts: names allowed in Host, with our port. `any_address` also allows every IP literal, for a
+    server that listens on all addresses: a name rebound by DNS is still refused.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Guard:
         self._any_address = any_address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, then pass on; a refusal is answered here."""
+        """Check a request, then pass it on or refuse it."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # nothing here speaks over WebSockets
+        if scope["type"] != "http":  # no WebSockets
             await send({"type": "websocket.close", "code": 1008})
             return
         send = _with_headers(send)
@@ -97,7 +97,7 @@ class Guard:
             headers = _single_headers(scope)
             self._check(scope, headers)
             if scope["method"] == "POST":
-                receive = await _whole_body(receive, headers)
+                receive = await _complete_body(receive, headers)
         except GlassError as error:
             await refuse(send, error)
             return
@@ -108,13 +108,13 @@ class Guard:
         if host is None or not self._is_ours(host):
             raise Refused("this name is not one of the server's", hint="open the printed link")
         if scope["method"] not in METHODS:
-            raise NotAllowed(f"{scope['method'][:20]} is not answered here")
+            raise NotAllowed(f"{scope['method'][:20]} is not accepted here")
         if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > limits.PATH_BYTES:
             raise TooLarge("the address is too long")
         post = scope["method"] == "POST"
         origin = headers.get("origin")
         if (post or origin is not None) and not self._is_our_origin(origin):
-            raise Refused("the question comes from another page")
+            raise Refused("the request comes from another page")
         if scope["path"].startswith("/api"):
             given = headers.get(TOKEN_HEADER, "").encode("utf-8", "replace")
             if not hmac.compare_digest(given, self._token):
@@ -125,7 +125,7 @@ class Guard:
         if post:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise InputError("a question with a body is application/json")
+                raise InputError("a request with a body must be application/json")
 
     def _is_ours(self, host: tuple[str, int]) -> bool:
         name, port = host
@@ -140,7 +140,7 @@ class Guard:
 
 
 async def refuse(send: Send, error: GlassError) -> None:
-    """An error as a JSON answer."""
+    """Send an error as JSON."""
     body = to_json(problem(error))
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     status = status_of(error)
@@ -153,7 +153,7 @@ async def refuse(send: Send, error: GlassError) -> None:
 
 
 def _plain(host: str) -> str:
-    """A host as `split_host` spells it: `0:0:0:0:0:0:0:1` is `::1`."""
+    """Return a host as `split_host` spells it: `0:0:0:0:0:0:0:1` is `::1`."""
     found = split_host(f"[{host}]" if ":" in host else host)
     return host.lower() if found is None else found[0]
 
@@ -167,7 +167,7 @@ def _is_address(name: str) -> bool:
 
 
 def _single_headers(scope: Scope) -> dict[str, str]:
-    """Headers by name; two of one that we decide by are an attempt at something."""
+    """Return headers by name; a repeated header that decides anything is refused."""
     found: dict[str, str] = {}
     for raw, value in scope["headers"]:
         name = raw.decode("latin-1").lower()
@@ -178,10 +178,11 @@ def _single_headers(scope: Scope) -> dict[str, str]:
     return found
 
 
-async def _whole_body(receive: Receive, headers: dict[str, str]) -> Receive:
-    """Read the body within its limits, said or streamed; the app reads it from memory."""
-    said = headers.get("content-length", "0")
-    if not (said.isascii() and said.isdigit()) or len(said) > 12 or int(said) > limits.BODY_BYTES:
+async def _complete_body(receive: Receive, headers: dict[str, str]) -> Receive:
+    """Read the body within its limits, with or without a length; the app reads it from memory."""
+    length = headers.get("content-length", "0")
+    digits = length.isascii() and length.isdigit() and len(length) <= 12
+    if not digits or int(length) > limits.BODY_BYTES:
         raise TooLarge(f"the body is larger than {limits.BODY_BYTES:,} bytes")
     data, more, gone = bytearray(), True, False
     with anyio.move_on_after(limits.BODY_SECONDS) as clock:

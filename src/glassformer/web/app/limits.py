@@ -1,9 +1,9 @@
-"""How much one question may ask for: sizes, counts and depths, each in one place."""
+"""Limits on what one request may ask for: sizes, counts and depths."""
 
 #: Bytes of a request's body, and how deep its JSON may nest.
 BODY_BYTES = 64 * 1024
 JSON_DEPTH = 32
-#: Seconds in which a body must have arrived, and in which a question must have begun.
+#: Seconds in which a body must have arrived, and in which a request must have begun.
 BODY_SECONDS = 10.0
 HEAD_SECONDS = 10.0
 #: Bytes of a request's path with its query string.
@@ -19,7 +19,7 @@ BEAMS = 16
 PICKED_RUNS = 20
 CURVE_POINTS = 1_500
 EXAMPLES = 200
-#: Examples and tokens that the page Errors has a model answer.
+#: Examples and tokens that the page Errors evaluates.
 EVALUATED_EXAMPLES = 5_000
 EVALUATED_TOKENS = 1 << 18
 #: Bytes of a run's small JSON files that the page will read.
@@ -27,11 +27,11 @@ RECORD_BYTES = 4 * 1024 * 1024
 #: Folders of one runs folder that are listed.
 LISTED = 2_000
 
-#: Models in memory, and inspections whose tensors are kept for the page to fetch.
+#: Models in memory, and results (inspections, evaluations, tasks) kept for later requests.
 MODELS = 2
-INSPECTIONS = 16
-#: Bytes of all of them together; the newest is kept whatever its size.
-KEPT_BYTES = 1 << 30
-#: Seconds that a question waits for the one before it, and then is told to wait.
+RESULTS = 32
+#: Bytes of all results together; the newest is kept whatever its size.
+RESULT_BYTES = 1 << 30
+#: Seconds that a request waits for the heavy job before it; then it is told to try again.
 PATIENCE_SECONDS = 15.0
 RETRY_SECONDS = 1

@@ -1,7 +1,7 @@
-"""What a page's question is, checked: plain values by name, each with its type and its bounds.
+"""A request as checked plain values by name, each with its type and its bounds; and responses.
 
-A handler is `name(query, lab)` and knows nothing of HTTP. It gives back a dict (JSON), `Bytes` (an
-array as it lies in memory) or an iterator of dicts (a line each, as they are made).
+A handler is `name(query, workspace)` and knows nothing of HTTP. It returns a dict (JSON), `Bytes`
+(an array as it is in memory) or an iterator of dicts (one line each, as they are made).
 """
 
 import json
@@ -19,7 +19,7 @@ class Unknown(InputError):
 
 
 class Refused(InputError):
-    """Not from here, not with this, not there: 403."""
+    """Not allowed: 403."""
 
 
 class TooLarge(InputError):
@@ -27,15 +27,15 @@ class TooLarge(InputError):
 
 
 class NotAllowed(InputError):
-    """A method that nothing here answers: 405."""
+    """A method that this address does not accept: 405."""
 
 
 class Mistake(GlassError):
-    """A fault of the server's own: 500."""
+    """A bug of the server: 500."""
 
 
 class Busy(MachineError):
-    """Another job is at work: 503, and try again."""
+    """Another job is running: 503, try again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Bytes:
 
 
 Answer = Mapping[str, Any] | Bytes | Iterator[Mapping[str, Any]]
-Handler = Callable[["Query", Any], Answer]  # the second is the `Lab`
-#: Method, path with `{name}` parts, and who answers.
+Handler = Callable[["Query", Any], Answer]  # the second is the `Workspace`
+#: Method, path with `{name}` parts, and handler.
 Route = tuple[str, str, Handler]
 
 _ABSENT: Any = object()
 
 
 class Query:
-    """The values of one question: parts of the path, options after `?`, and a JSON body."""
+    """The values of one request: parts of the path, options after `?`, and a JSON body."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class Query:
         self._body = dict(body or {})
 
     def only(self, *names: str) -> "Query":
-        """Refuse what no handler reads: a misspelled option must not pass for none."""
+        """Refuse names that the handler does not read, so that a misspelled option is noticed."""
         for name in (*self._options, *self._body):
             if name not in names:
-                raise InputError(f"nothing here is called {name[:60]!r}", hint=nearest(name, names))
+                raise InputError(f"there is no option {name[:60]!r}", hint=nearest(name, names))
         return self
 
     def has(self, name: str) -> bool:
-        """Whether it was given, and not as null."""
+        """Return True if it was given, and not as null."""
         return self._find(name) is not None
 
     def text(self, name: str, *, default: str = _ABSENT, most: int = 200) -> str:
-        """A string of at most `most` characters."""
+        """Return a string of at most `most` characters."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -93,17 +93,18 @@ class Query:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(f"{name} holds half a character (a lone surrogate)") from error
-        return value
+        text: str = value
+        return text
 
     def choice(self, name: str, choices: tuple[str, ...], *, default: str = _ABSENT) -> str:
-        """One of a few words."""
+        """Return one of a few words."""
         value = self.text(name, default=default)
         if value is not default and value not in choices:
             raise InputError(f"{name} {value[:60]!r} is unknown", hint=nearest(value, choices))
         return value
 
     def integer(self, name: str, *, low: int, high: int, default: int = _ABSENT) -> int:
-        """A whole number within bounds."""
+        """Return a whole number within bounds."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -113,10 +114,11 @@ class Query:
             value = int(value) if good else None
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise InputError(f"{name} must be a whole number from {low:,} to {high:,}")
-        return value
+        whole: int = value
+        return whole
 
     def number(self, name: str, *, low: float, high: float, default: float = _ABSENT) -> float:
-        """A finite number within bounds."""
+        """Return a finite number within bounds."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -131,7 +133,7 @@ class Query:
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """true or false; 1 or 0 after `?`."""
+        """Return true or false; 1 or 0 after `?`."""
         value = self._value(name, default)
         if name not in self._body and isinstance(value, str):
             value = {"1": True, "0": False, "true": True, "false": False}.get(value)
@@ -168,7 +170,7 @@ class Query:
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """A JSON object, not too deep, without the words that JSON lacks (NaN, Infinity)."""
+    """Parse a JSON object, not too deep, without NaN and Infinity."""
     _check_depth(data)
     try:
         value = json.loads(data, parse_constant=_no_constant)
@@ -184,7 +186,7 @@ def _no_constant(word: str) -> float:
 
 
 def _check_depth(data: bytes) -> None:
-    """Before anything is built from it: brackets outside of strings, counted."""
+    """Count brackets outside of strings, before anything is built from the data."""
     depth, in_string, escaped = 0, False, False
     for byte in data:
         if in_string:
@@ -205,7 +207,7 @@ def _check_depth(data: bytes) -> None:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in ASCII; a number that is not finite is null."""
+    """Return JSON in ASCII; a number that is not finite becomes null."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -234,10 +236,10 @@ _STATUS = {
 
 
 def status_of(error: GlassError) -> int:
-    """The HTTP status that an error is answered with."""
+    """Return the HTTP status of an error."""
     return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 400)
 
 
 def problem(error: GlassError) -> dict[str, Any]:
-    """What the page shows for an error."""
+    """Return what the page shows for an error."""
     return {"error": {"what": error.what, "where": error.where, "hint": error.hint}}

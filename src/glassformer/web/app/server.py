@@ -1,15 +1,14 @@
-"""The app: static files from a fixed list, questions from a table, errors as three fields.
+"""The app: static files from a fixed list, requests by a table of routes, errors as three fields.
 
-Handlers run in worker threads and know nothing of HTTP. An iterator runs in one thread from its
-first line to its last (torch's modes are a thread's own); when the reader goes away it is closed.
-
-Every question that the page can ask: each page's module lists its own.
+Each page's module lists its own `ROUTES`; here they are joined. Handlers run in worker threads and
+know nothing of HTTP. An iterator runs in one thread from its first line to its last (torch's modes
+belong to a thread); when the client disconnects it is closed.
 """
 
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from glassformer.web.app.query import (
     problem,
     to_json,
 )
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import design, errors, generate, inspect, quantize, runs
 
 KINDS = {
@@ -48,6 +47,7 @@ KINDS = {
     ".svg": "image/svg+xml",
 }
 EVERYWHERE = ("0.0.0.0", "::")
+Sender = Callable[[Mapping[str, object]], Coroutine[Any, Any, None]]
 
 
 def create_app(
@@ -58,18 +58,19 @@ def create_app(
     port: int,
     extra_models: Mapping[str, Path] | None = None,
 ) -> Starlette:
-    """The whole explorer over a runs folder, a run or a model; `app.state.lab` is its `Lab`."""
-    lab = Lab(runs, extra_models=extra_models)
+    """Make the explorer of a runs folder, a run or a model; see `app.state.workspace`."""
+    workspace = Workspace(runs, extra_models=extra_models)
     pages = [Path_(path, _file(path, text), methods=["GET"]) for path, text in static_files()]
-    asked = [
-        Path_(path, _asked(handler, lab), methods=[method]) for method, path, handler in ROUTES
+    api = [
+        Path_(path, _endpoint(handler, workspace), methods=[method])
+        for method, path, handler in ROUTES
     ]
     app = Starlette(
-        routes=[*pages, *asked],
+        routes=[*pages, *api],
         exception_handlers={HTTPException: _no_route},
     )
-    app.router.redirect_slashes = False  # an address is right or it is not
-    app.state.lab = lab
+    app.router.redirect_slashes = False  # an address is exact
+    app.state.workspace = workspace
     app.add_middleware(
         Guard,
         token=token,
@@ -81,7 +82,7 @@ def create_app(
 
 
 def static_files() -> list[tuple[str, bytes]]:
-    """(address, contents) of the page's files: a fixed list, made once, nothing joined later."""
+    """Return (address, contents) of the page's files: a fixed list, made once."""
     root = resources.files("glassformer.web") / "static"
     found = [("/", (root / "index.html").read_bytes())]
     for folder, prefix in ((root, "/static/"), (root / "js", "/static/js/")):
@@ -100,33 +101,33 @@ def _file(path: str, data: bytes) -> Callable[[Request], Any]:
     return answer
 
 
-def _asked(handler: Handler, lab: Lab) -> Callable[[Request], Any]:
+def _endpoint(handler: Handler, workspace: Workspace) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
         try:
             body = parse_body(await request.body()) if request.method == "POST" else {}
             query = Query(request.path_params, dict(request.query_params), body)
-            answered = await anyio.to_thread.run_sync(handler, query, lab)
+            answered = await anyio.to_thread.run_sync(handler, query, workspace)
         except GlassError as error:
-            return _Problem(error, lab.root)
+            return _Problem(error, workspace.root)
         except Exception as error:
-            return _Problem(_mistake(error), lab.root)
-        return _response(answered, lab)
+            return _Problem(_mistake(error), workspace.root)
+        return _response(answered, workspace)
 
     return answer
 
 
-def _response(answered: Answer, lab: Lab) -> Response:
+def _response(answered: Answer, workspace: Workspace) -> Response:
     if isinstance(answered, Bytes):
         shape = ",".join(map(str, answered.shape))
         headers = {"x-shape": shape, "x-dtype": answered.dtype, **answered.headers}
         return Response(answered.data, media_type="application/octet-stream", headers=headers)
     if isinstance(answered, Mapping):
         return Response(to_json(answered), media_type="application/json")
-    return _Lines(answered, lab)
+    return _Lines(answered, workspace)
 
 
 class _Problem(Response):
-    """An error as its three fields; where the runs folder lies on the disk is left out."""
+    """An error as its three fields; the path of the runs folder on the disk is left out."""
 
     def __init__(self, error: GlassError, root: Path) -> None:
         parts = (_without(text, root) for text in (error.what, error.where, error.hint))
@@ -143,15 +144,15 @@ def _without(text: str, root: Path) -> str:
 
 
 class _Lines(Response):
-    """NDJSON: a line for each value, as it is made."""
+    """NDJSON: one line per value, as it is made."""
 
-    def __init__(self, values: Iterator[Mapping[str, Any]], lab: Lab) -> None:
+    def __init__(self, values: Iterator[Mapping[str, Any]], workspace: Workspace) -> None:
         self.values = values
-        self.lab = lab
+        self.workspace = workspace
         self.gone = threading.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The first value decides the status; after it, an error is a last line."""
+        """Send the lines; the first value decides the status, later errors are a last line."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._watch, receive)
             await anyio.to_thread.run_sync(self._write, send)
@@ -162,7 +163,10 @@ class _Lines(Response):
             pass
         self.gone.set()
 
-    def _write(self, send: Send) -> None:
+    def _write(self, asgi_send: Send) -> None:
+        async def send(message: Mapping[str, object]) -> None:
+            await asgi_send(dict(message))
+
         start = {
             "type": "http.response.start",
             "status": 200,
@@ -173,19 +177,19 @@ class _Lines(Response):
             for value in self.values:
                 if self.gone.is_set():
                     return
-                if self.lab.closing.is_set():
-                    raise Busy("the explorer was ended while this was made")
+                if self.workspace.closing.is_set():
+                    raise Busy("the explorer was stopped while this was being made")
                 if not begun:
                     anyio.from_thread.run(send, start)
                     begun = True
                 self._line(send, value)
         except Exception as error:
-            told = error if isinstance(error, GlassError) else _mistake(error)
-            told = _Problem(told, self.lab.root).error
+            glass_error = error if isinstance(error, GlassError) else _mistake(error)
+            shown = _Problem(glass_error, self.workspace.root).error
             if not begun:
-                anyio.from_thread.run(refuse, send, told)
+                anyio.from_thread.run(refuse, asgi_send, shown)
                 return
-            self._line(send, problem(told))
+            self._line(send, problem(shown))
         finally:
             close = getattr(self.values, "close", None)
             if close is not None:
@@ -195,7 +199,7 @@ class _Lines(Response):
         last = {"type": "http.response.body", "body": b"", "more_body": False}
         anyio.from_thread.run(send, last)
 
-    def _line(self, send: Send, value: Mapping[str, Any]) -> None:
+    def _line(self, send: Sender, value: Mapping[str, Any]) -> None:
         body = to_json(value) + b"\n"
         message = {"type": "http.response.body", "body": body, "more_body": True}
         anyio.from_thread.run(send, message)
@@ -204,14 +208,14 @@ class _Lines(Response):
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        return _Problem(NotAllowed(f"{request.method} is not answered here"), Path("/nowhere"))
+        return _Problem(NotAllowed(f"{request.method} is not accepted here"), Path("/nowhere"))
     return _Problem(Unknown("there is nothing here"), Path("/nowhere"))
 
 
 def _mistake(error: Exception) -> GlassError:
-    """Told on the terminal in full, on the page in a line."""
+    """Print the traceback on the terminal; the page shows one line."""
     traceback.print_exception(error, file=sys.stderr)
-    return Mistake("the server made a mistake", hint="its terminal says which")
+    return Mistake("the server has a bug", hint="its terminal shows the traceback")
 
 
 ROUTES: tuple[Route, ...] = (

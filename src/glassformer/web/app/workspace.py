@@ -1,14 +1,14 @@
-"""`Lab`: what the page may ask about, by id. Runs and models, loaded models, kept results.
+"""`Workspace`: everything a request may refer to: runs and models by id, loaded models, results.
 
 An id is a name, never a path; it is looked up in one folder, and a link that leads out of it is
-refused. At most two models are in memory, and one heavy job is at work at a time.
+refused. At most two models are in memory, and one heavy job runs at a time.
 """
 
 import contextlib
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,14 @@ from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import NAME, RunDirectory
 from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Refused, Unknown
-from glassformer.web.pages.curves import CurveReader
+from glassformer.web.app.run_reader import CurveReader
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
 
 
 def kind_of(folder: Path) -> str | None:
-    """`run`, `model`, or None for a folder that holds neither; nothing is read."""
+    """Return `run`, `model`, or None for a folder that is neither; no file is read."""
     if (folder / MANIFEST).is_file():  # a run's checkpoint has a run.json of its own
         return "model"
     if (folder / "run.json").is_file():
@@ -37,20 +37,20 @@ def kind_of(folder: Path) -> str | None:
 
 
 def id_for(path: Path) -> str:
-    """A folder's name as an id: what an id may not hold becomes a dash."""
+    """Return a folder's name as an id: characters that an id may not have become dashes."""
     name = path.resolve().name.removesuffix(".gguf")
-    made = "".join(letter if NAME.fullmatch(f"a{letter}") else "-" for letter in name)
-    return made.lstrip(".")[:64] or "model"
+    letters = "".join(letter if NAME.fullmatch(f"a{letter}") else "-" for letter in name)
+    return letters.lstrip(".")[:64] or "model"
 
 
-def _place(root: Path) -> str:
-    """The folder as a command here would name it; what lies elsewhere tells its name alone."""
+def _display_path(root: Path) -> str:
+    """Return the folder relative to the working directory; only its name if it is elsewhere."""
     here = Path.cwd()
     return root.relative_to(here).as_posix() if root.is_relative_to(here) else root.name
 
 
 def written_at(path: Path) -> int:
-    """When a checkpoint was written: one that was replaced is loaded anew."""
+    """Return when a checkpoint was written: one that was replaced is loaded again."""
     stamp = path / MANIFEST if (path / MANIFEST).is_file() else path
     try:
         return stamp.stat().st_mtime_ns
@@ -60,13 +60,70 @@ def written_at(path: Path) -> int:
 
 @dataclass(slots=True)
 class _Loaded:
-    """A model in memory, and the lock of whoever computes with it."""
+    """A model in memory, and the lock of the thread that computes with it."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     adapter: Any = None
 
 
-class Lab:
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A result, its bytes, and the model it refers to (which it would keep in memory)."""
+
+    value: Any
+    size: int
+    model: Any
+
+
+class ResultCache:
+    """Recent results by key, bounded in number and bytes; the least recently used go first.
+
+    A result that the page fetches later is put under a random key; one that is expensive to compute
+    and depends on known values is put under those values.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results: OrderedDict[Hashable, _Result] = OrderedDict()
+
+    def put(
+        self, value: Any, *, key: Hashable | None = None, size: int = 0, model: Any = None
+    ) -> Any:
+        """Store a result of `size` bytes; return its key, a random one if none is given."""
+        key = secrets.token_hex(8) if key is None else key
+        with self._lock:
+            self._results.pop(key, None)
+            self._results[key] = _Result(value, size, model)
+            while len(self._results) > limits.RESULTS or (
+                len(self._results) > 1
+                and sum(each.size for each in self._results.values()) > limits.RESULT_BYTES
+            ):
+                self._results.popitem(last=False)
+        return key
+
+    def find(self, key: Hashable) -> Any:
+        """Return the result under this key, or None."""
+        with self._lock:
+            if key not in self._results:
+                return None
+            self._results.move_to_end(key)
+            return self._results[key].value
+
+    def get(self, key: Hashable) -> Any:
+        """Return the result under this key; if it was dropped, the page asks for it again."""
+        value = self.find(key)
+        if value is None:
+            raise Unknown("this result is no longer kept", hint="ask for it again")
+        return value
+
+    def drop_model(self, model: Any) -> None:
+        """Drop the results that refer to a model that is being unloaded."""
+        with self._lock:
+            for key in [key for key, each in self._results.items() if each.model is model]:
+                del self._results[key]
+
+
+class Workspace:
     """A runs folder (or one run, or one model), and what was loaded from it.
 
     extra_models: models elsewhere on the disk, by the id under which they are shown.
@@ -78,30 +135,29 @@ class Lab:
         if kind is not None:
             self._extra = {id_for(runs): runs.resolve(), **self._extra}
         self.root = (runs.parent if kind else runs).resolve()
-        self.place = _place(self.root)
+        self.display_path = _display_path(self.root)
         self._alone = kind is not None
         self._guard = threading.Lock()
         self._slot = threading.Semaphore(1)
         self._models: OrderedDict[tuple[str, int], _Loaded] = OrderedDict()
-        self._kept: OrderedDict[str, tuple[Any, int, Any]] = OrderedDict()
-        self._results: OrderedDict[Any, Any] = OrderedDict()
+        self.results = ResultCache()
         self.curves = CurveReader()
         self.closing = threading.Event()
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- runs and models by id --------------------------------------------------------------------
 
     def folders(self) -> list[tuple[str, Path, str]]:
-        """(id, folder, `run` or `model`) of everything here, by name."""
-        found = dict(self._extra)
+        """Return (id, folder, `run` or `model`) of everything here, by name."""
+        paths = dict(self._extra)
         if not self._alone and self.root.is_dir():
             for path in sorted(self.root.iterdir())[: limits.LISTED]:
-                if NAME.fullmatch(path.name) and path.name not in found and self._inside(path):
-                    found[path.name] = path
-        kinds = ((name, path, kind_of(path)) for name, path in found.items())
+                if NAME.fullmatch(path.name) and path.name not in paths and self._inside(path):
+                    paths[path.name] = path
+        kinds = ((name, path, kind_of(path)) for name, path in paths.items())
         return [(name, path, kind) for name, path, kind in kinds if kind is not None]
 
     def folder(self, name: str) -> Path:
-        """The folder of an id."""
+        """Return the folder of an id."""
         if name in self._extra:
             return self._extra[name]
         if not NAME.fullmatch(name):
@@ -114,10 +170,10 @@ class Lab:
         return path
 
     def run(self, name: str) -> RunDirectory:
-        """The run of an id; a model without a run is told as such."""
+        """Return the run of an id; the id of a model is refused."""
         folder = self.folder(name)
         if kind_of(folder) != "run":
-            raise InputError(f"'{name}' is a model: it has no curves and no settings of a training")
+            raise InputError(f"'{name}' is a model: it has no curves and no training settings")
         return RunDirectory(folder)
 
     def _inside(self, path: Path) -> bool:
@@ -128,10 +184,10 @@ class Lab:
         except (OSError, RuntimeError):  # a link to nowhere, or to itself
             return False
 
-    # --- models -----------------------------------------------------------------------------------
+    # --- loaded models ----------------------------------------------------------------------------
 
     def checkpoint(self, name: str, step: str = "best") -> Path:
-        """The folder (or file) that a run's `best`, `last` or `120` means; a model's own."""
+        """Return the folder of a run's checkpoint `best`, `last` or `120`; a model's own path."""
         from glassformer.adapters.load import checkpoint_of
 
         folder = self.folder(name)
@@ -140,11 +196,11 @@ class Lab:
                 raise Unknown(f"'{name}' is a model: it has no step {step[:20]}")
             return folder
         if step not in ("best", "last") and not (step.isascii() and step.isdigit()):
-            raise InputError(f"{step[:20]!r} is no step", hint="best, last, or a number")
+            raise InputError(f"{step[:20]!r} is not a step", hint="best, last, or a number")
         if not RunDirectory(folder).steps():
             raise Unknown(
                 f"the run '{name}' has no checkpoint",
-                hint="it is too young, or ended before its first one: the page Runs says which",
+                hint="it has not saved one yet, or ended before the first: see the page Runs",
             )
         try:
             found = checkpoint_of(str(RunRef(str(folder), step)))
@@ -155,12 +211,13 @@ class Lab:
         return found
 
     def model(self, name: str, step: str = "best") -> "BaseAdapter":
-        """The model, loaded once; the least used of three is let go."""
-        return self._loaded(name, step).adapter
+        """Return the model, loaded once; the least recently used of three is unloaded."""
+        adapter: BaseAdapter = self._loaded(name, step).adapter
+        return adapter
 
     @contextlib.contextmanager
     def working(self, name: str, step: str = "best") -> Iterator["BaseAdapter"]:
-        """The one heavy job, with its model to itself."""
+        """Run as the one heavy job, with exclusive use of the model."""
         with self.heavy():
             loaded = self._loaded(name, step)
             with loaded.lock:
@@ -168,9 +225,9 @@ class Lab:
 
     @contextlib.contextmanager
     def heavy(self) -> Iterator[None]:
-        """Wait a moment for the job before; then say so instead of piling up."""
+        """Run as the one heavy job; raise Busy if the one before does not end soon."""
         if not self._slot.acquire(timeout=limits.PATIENCE_SECONDS):
-            raise Busy("another job is at work", hint="it is tried again in a moment")
+            raise Busy("another job is running", hint="it is tried again in a moment")
         try:
             yield
         finally:
@@ -185,48 +242,12 @@ class Lab:
             loaded = self._models.setdefault(key, _Loaded())
             self._models.move_to_end(key)
             while len(self._models) > limits.MODELS:
-                self._let_go(self._models.popitem(last=False)[1].adapter)
+                self._unload(self._models.popitem(last=False)[1].adapter)
         with loaded.lock:
             if loaded.adapter is None:
                 loaded.adapter = load(path)
         return loaded
 
-    def _let_go(self, adapter: Any) -> None:
-        """With a model go the results that hold it: they would keep it in memory."""
-        held = [key for key, (*_, holds) in self._kept.items() if holds is adapter]
-        for key in held if adapter is not None else ():
-            del self._kept[key]
-
-    # --- results ----------------------------------------------------------------------------------
-
-    def keep(self, value: Any, *, size: int = 0, holds: Any = None) -> str:
-        """Keep a result of so many bytes, which holds this model, for the page; its key."""
-        key = secrets.token_hex(8)
-        with self._guard:
-            self._kept[key] = (value, size, holds)
-            while len(self._kept) > limits.INSPECTIONS or (
-                len(self._kept) > 1
-                and sum(size for _, size, _ in self._kept.values()) > limits.KEPT_BYTES
-            ):
-                self._kept.popitem(last=False)
-        return key
-
-    def kept(self, key: str) -> Any:
-        """A kept result; the oldest are let go, and the page then asks again."""
-        with self._guard:
-            if key not in self._kept:
-                raise Unknown("this result is no longer kept", hint="ask for it again")
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
-
-    def remembered(self, key: Any) -> Any:
-        """What was computed under this key before, or None."""
-        with self._guard:
-            return self._results.get(key)
-
-    def remember(self, key: Any, value: Any) -> None:
-        """Keep what takes long and depends on `key` alone."""
-        with self._guard:
-            self._results[key] = value
-            while len(self._results) > limits.INSPECTIONS:
-                self._results.popitem(last=False)
+    def _unload(self, adapter: Any) -> None:
+        if adapter is not None:
+            self.results.drop_model(adapter)

@@ -1,1 +1,1 @@
-"""The pages of the explorer: one module of requests for each."""
+"""The pages: one module each, which lists its own ROUTES."""

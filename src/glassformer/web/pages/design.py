@@ -22,7 +22,7 @@ from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.options import options_of
 from glassformer.web.app.query import Query, Route
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 
 #: The most that the page solves for; the command has no such limits.
 MOST = {
@@ -125,7 +125,7 @@ def _solve(options: dict[str, Any]) -> Answer:
 # --- the answer ---------------------------------------------------------------------------------
 
 
-def design(query: Query, lab: Lab) -> dict[str, Any]:
+def design(query: Query, lab: Workspace) -> dict[str, Any]:
     """Return the answer, or why there is none and what would work."""
     options = question(query)
     shown = {"asked": options, "cli": command(options), "python": python(options)}
@@ -182,7 +182,7 @@ def _infeasible(found: Infeasible) -> dict[str, Any]:
     }
 
 
-def design_controls(query: Query, lab: Lab) -> dict[str, Any]:
+def design_controls(query: Query, lab: Workspace) -> dict[str, Any]:
     """Return the options that the page has controls for: names, kinds, defaults, choices."""
     query.only()
     return {
@@ -197,7 +197,7 @@ def design_controls(query: Query, lab: Lab) -> dict[str, Any]:
 # --- the landscape ------------------------------------------------------------------------------
 
 
-def design_landscape(query: Query, lab: Lab) -> Iterator[dict[str, Any]]:
+def design_landscape(query: Query, lab: Workspace) -> Iterator[dict[str, Any]]:
     """Yield the two axes, then the best design for each pair of ratio and expansion, a line each.
 
     A cell is `late` if its search took too long; without that, None means that no design exists.
@@ -234,7 +234,7 @@ def _cell(design: Design) -> dict[str, Any]:
     }
 
 
-def design_config(query: Query, lab: Lab) -> dict[str, Any]:
+def design_config(query: Query, lab: Workspace) -> dict[str, Any]:
     """Return the config that `glass train` takes, as `glass design --save` writes it."""
     text = to_toml(run_of_design(_solve(question(query)), batch=BATCH))
     if text is None:

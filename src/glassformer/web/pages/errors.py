@@ -1,7 +1,7 @@
 """The page Errors: what a run's model gets wrong, as tables, and the examples behind each cell.
 
-A checkpoint is measured once for each split, on as many examples as the limits allow; the answer
-says how many those are. Numbers are those of `glass evaluate`.
+A checkpoint is evaluated once per split, on as many examples as the limits allow; the response says
+how many those are. Numbers are those of `glass evaluate`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from glassformer.spec.errors import InputError, nearest
 from glassformer.store.run_ref import RunRef
 from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route
-from glassformer.web.app.workspace import Lab, written_at
+from glassformer.web.app.workspace import Workspace, written_at
 
 if TYPE_CHECKING:
     from glassformer.data.task import Task
@@ -19,28 +19,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """An evaluation, and the task whose examples it is about."""
+class Evaluated:
+    """An evaluation of one step, and the task whose examples it used."""
 
     step: str
     evaluation: "Evaluation"
     task: "Task"
 
 
-def measured(name: str, *, step: str, split: str | None, lab: Lab) -> Measured:
-    """The evaluation of a checkpoint on a split; computed once."""
-    lab.run(name)
-    folder = lab.checkpoint(name, step)
+def evaluated(name: str, *, step: str, split: str | None, workspace: Workspace) -> Evaluated:
+    """Evaluate a checkpoint on a split, once."""
+    workspace.run(name)
+    folder = workspace.checkpoint(name, step)
     key = ("errors", folder, written_at(folder), split)
-    found = lab.remembered(key)
-    if found is None:
-        with lab.heavy():
-            found = lab.remembered(key) or _measure(lab.folder(name), folder.name, split)
-        lab.remember(key, found)
-    return found
+    result: Evaluated | None = workspace.results.find(key)
+    if result is None:
+        with workspace.heavy():
+            result = workspace.results.find(key) or _evaluate(
+                workspace.folder(name), folder.name, split
+            )
+        workspace.results.put(result, key=key)
+    assert result is not None
+    return result
 
 
-def _measure(run: Any, checkpoint: str, split: str | None) -> Measured:
+def _evaluate(run: Any, checkpoint: str, split: str | None) -> Evaluated:
     from glassformer.lab.api import opened
     from glassformer.lab.measure.evaluate import evaluate
 
@@ -53,15 +56,15 @@ def _measure(run: Any, checkpoint: str, split: str | None) -> Measured:
     lengths = task.lengths(split)[: limits.EVALUATED_EXAMPLES]
     longest = int(lengths.max()) if len(lengths) else 1
     most = max(1, min(len(lengths), limits.EVALUATED_TOKENS // max(1, longest)))
-    return Measured(step, evaluate(engine, task, split=split, examples=most), task)
+    return Evaluated(step, evaluate(engine, task, split=split, examples=most), task)
 
 
-def errors(query: Query, lab: Lab) -> dict[str, Any]:
-    """Everything that the evaluation says: shares by group, confusion tables, some wrong rows."""
+def errors(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return the whole evaluation: shares by group, confusion tables, some wrong rows."""
     from glassformer.lab.measure.confusion import READINGS, order, shares
 
     query.only("split", "step")
-    found = _asked(query, lab)
+    found = _requested(query, workspace)
     evaluation = found.evaluation
     tables = []
     for group, table in evaluation.confusion.items():
@@ -88,15 +91,15 @@ def errors(query: Query, lab: Lab) -> dict[str, Any]:
     }
 
 
-def cell(query: Query, lab: Lab) -> dict[str, Any]:
-    """The examples of one cell of a table, as people write them, with what was answered."""
-    query.only("split", "step", "group", "asked", "answered")
-    found = _asked(query, lab)
+def cell(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return the examples of one cell of a table, as text, with what was predicted."""
+    query.only("split", "step", "group", "target", "predicted")
+    found = _requested(query, workspace)
     pairs = found.evaluation.pairs
     group = query.text("group")
     if group not in pairs:
         raise InputError(f"no table by {group[:60]!r}", hint=nearest(group, pairs))
-    wanted = query.text("asked"), query.text("answered")
+    wanted = query.text("target"), query.text("predicted")
     rows = [row for row, pair in enumerate(pairs[group]) if pair == wanted]
     split = found.evaluation.split
     return {
@@ -114,12 +117,12 @@ def cell(query: Query, lab: Lab) -> dict[str, Any]:
     }
 
 
-def _asked(query: Query, lab: Lab) -> Measured:
-    return measured(
+def _requested(query: Query, workspace: Workspace) -> Evaluated:
+    return evaluated(
         query.text("id"),
         step=query.text("step", default="best", most=20),
         split=query.text("split", most=40) if query.has("split") else None,
-        lab=lab,
+        workspace=workspace,
     )
 
 

@@ -16,7 +16,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.options import Option, options_of
 from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route, TooLarge
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
@@ -128,12 +128,12 @@ def _forced(text: str) -> tuple[int, ...]:
 ALTERNATIVES = 8
 
 
-def generate(query: Query, lab: Lab) -> Iterator[dict[str, Any]]:
+def generate(query: Query, lab: Workspace) -> Iterator[dict[str, Any]]:
     """Lines: `start`, then `token` or `tree` lines, then `end`; or one `answer`."""
     return _lines(read_ask(query), lab)
 
 
-def _lines(ask: Ask, lab: Lab) -> Iterator[dict[str, Any]]:
+def _lines(ask: Ask, lab: Workspace) -> Iterator[dict[str, Any]]:
     with lab.working(ask.run, ask.step) as adapter:
         if "next" not in adapter.spec.head_names():
             yield from _answered(adapter, ask)

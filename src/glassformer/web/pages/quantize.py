@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route, TooLarge
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
@@ -23,7 +23,7 @@ WORST = 8
 TWINS = "quantize: the copies"
 
 
-def quantize(query: Query, lab: Lab) -> dict[str, Any]:
+def quantize(query: Query, lab: Workspace) -> dict[str, Any]:
     """What each precision says of a text, how far they are apart, and what they weigh."""
     query.only("run", "step", "text")
     from glassformer.lab.measure.precision_on_text import prompted
@@ -38,7 +38,7 @@ def quantize(query: Query, lab: Lab) -> dict[str, Any]:
         return _told(prompted(adapter, precisions, text))
 
 
-def quantize_speed(query: Query, lab: Lab) -> dict[str, Any]:
+def quantize_speed(query: Query, lab: Workspace) -> dict[str, Any]:
     """Tokens a second of each, measured in turn, some rounds; slower is said to be slower."""
     query.only("run", "step")
     from glassformer.lab.measure.precision import NEW, PREFILL, ROUNDS
@@ -63,15 +63,16 @@ def _speed(speed: "Speed") -> dict[str, Any]:
     return asdict(speed) | {"slower": speed.ratio > 1.0}
 
 
-def _copies(adapter: "BaseAdapter", lab: Lab) -> "tuple[Precision, ...]":
+def _copies(adapter: "BaseAdapter", lab: Workspace) -> "tuple[Precision, ...]":
     """Made once for the model in view; those of the one before are let go."""
     from glassformer.lab.measure.precision_on_text import in_precisions
 
-    kept = lab.remembered(TWINS)
+    kept = lab.results.find(TWINS)
     if kept is None or kept[0] is not adapter:
         kept = (adapter, in_precisions(adapter))
-        lab.remember(TWINS, kept)
-    return kept[1]
+        lab.results.put(kept, key=TWINS, model=adapter)
+    copies: tuple[Precision, ...] = kept[1]
+    return copies
 
 
 def _told(found: "Prompted") -> dict[str, Any]:

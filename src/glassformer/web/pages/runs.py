@@ -1,30 +1,28 @@
-"""The page Runs: what there is, how it goes, and in what the runs differ.
+"""The page Runs: the list of runs and models, curves, and the settings in which runs differ.
 
-Live curves are polled: the page says how far it has seen each run, and is sent those that grew.
+Live curves are polled: the page sends the cursors it has, and receives the runs that have grown.
 """
 
 from importlib.metadata import version
 from typing import Any
 
-from glassformer.lab.runs.curves import AXES, Spent, read_curves
+from glassformer.lab.runs.curves import AXES, Series, Spent, read_curves
 from glassformer.spec.errors import InputError, nearest
-from glassformer.web.app import limits
+from glassformer.web.app import limits, run_reader
 from glassformer.web.app.query import Query, Route
-from glassformer.web.app.workspace import Lab, kind_of
-from glassformer.web.pages import run_listing
-from glassformer.web.pages.curves import band, drawn, same_but_seed
+from glassformer.web.app.workspace import Workspace, kind_of
 
-#: Alerts of one run that are shown; the newest.
+#: The most alerts of one run that are shown, the newest.
 ALERTS = 500
 
 
-def about(query: Query, lab: Lab) -> dict[str, Any]:
-    """Which program this is, what it shows, and how much it may be asked."""
+def about(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return the program's name and version, the folder it shows, and the limits of requests."""
     query.only()
     return {
         "name": "glassformer",
         "version": version("glassformer"),
-        "folder": lab.root.name,
+        "folder": workspace.root.name,
         "limits": {
             "prompt_characters": limits.PROMPT_CHARACTERS,
             "prompt_tokens": limits.PROMPT_TOKENS,
@@ -35,26 +33,27 @@ def about(query: Query, lab: Lab) -> dict[str, Any]:
     }
 
 
-def list_runs(query: Query, lab: Lab) -> dict[str, Any]:
-    """Every run and model of the folder, by name."""
+def list_runs(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """List every run and model of the folder, by name."""
     query.only()
-    found = [
-        run_listing.listed(name, folder, kind) | {"path": f"{lab.place}/{folder.name}"}
-        for name, folder, kind in lab.folders()
+    rows = [
+        run_reader.run_summary(name, folder, kind)
+        | {"path": f"{workspace.display_path}/{folder.name}"}
+        for name, folder, kind in workspace.folders()
     ]
-    return {"folder": lab.place, "runs": found}
+    return {"folder": workspace.display_path, "runs": rows}
 
 
-def one_run(query: Query, lab: Lab) -> dict[str, Any]:
-    """A run: its line of the list, its checkpoints, its settings, the sizes of its splits."""
+def one_run(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return a run: its row of the list, its checkpoints, its settings, the sizes of its splits."""
     query.only()
     name = query.text("id")
-    folder = lab.folder(name)
-    line = run_listing.listed(name, folder, kind_of(folder) or "model")
+    folder = workspace.folder(name)
+    line = run_reader.run_summary(name, folder, kind_of(folder) or "model")
     if line["kind"] == "model" or line["status"] == "damaged":
         return {**line, "checkpoints": [], "settings": {}, "splits": {}}
-    directory = lab.run(name)
-    data = run_listing.read_record(folder, "run.json").get("data")
+    directory = workspace.run(name)
+    data = run_reader.read_record(folder, "run.json").get("data")
     sizes = data.get("sizes") if isinstance(data, dict) else None
     splits = sizes if isinstance(sizes, dict) else {}
     return {
@@ -62,20 +61,20 @@ def one_run(query: Query, lab: Lab) -> dict[str, Any]:
         "checkpoints": directory.steps(),
         "best": directory.pointed("best"),
         "last": directory.pointed("last"),
-        "settings": run_listing.settings(folder),
-        "splits": {str(split)[:40]: run_listing.number(size) for split, size in splits.items()},
+        "settings": run_reader.settings(folder),
+        "splits": {str(split)[:40]: run_reader.number(size) for split, size in splits.items()},
     }
 
 
-def metrics(query: Query, lab: Lab) -> dict[str, Any]:
-    """A run's series from a byte of its metrics on; `next` and `spent` are for the next question.
+def metrics(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return a run's series from an offset of its metrics on; continue with `next` and `spent`.
 
     `restarted`: the file was cut back meanwhile, and these are all of its points.
     """
     query.only("from", "max", "series", "tokens", "seconds")
-    directory = lab.run(query.text("id"))
+    directory = workspace.run(query.text("id"))
     for name in ("metrics.jsonl", "alerts.jsonl"):
-        run_listing.checked_file(directory.folder, name)
+        run_reader.checked_file(directory.folder, name)
     start = query.integer("from", low=0, high=1 << 50, default=0)
     most = query.integer("max", low=4, high=limits.CURVE_POINTS, default=limits.CURVE_POINTS)
     spent = Spent(
@@ -84,7 +83,7 @@ def metrics(query: Query, lab: Lab) -> dict[str, Any]:
     )
     curves = read_curves(directory.folder, start=start, spent=spent)
     wanted = query.texts("series", most=40) or tuple(curves.series)
-    made = {
+    series = {
         name: {part: getattr(one, part).tolist() for part in ("step", "tokens", "seconds", "value")}
         for name, one in (
             (name, curves.series[name].thinned(most)) for name in wanted if name in curves.series
@@ -95,32 +94,32 @@ def metrics(query: Query, lab: Lab) -> dict[str, Any]:
         "spent": {"tokens": curves.spent.tokens, "seconds": curves.spent.seconds},
         "restarted": curves.restarted,
         "names": list(curves.series),
-        "series": made,
+        "series": series,
     }
 
 
-def alerts(query: Query, lab: Lab) -> dict[str, Any]:
-    """What deserved a look in a run; the newest, and how many there are."""
+def alerts(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return the newest alerts of a run, and the number of all."""
     query.only()
-    curves, _ = lab.curves.read(lab.run(query.text("id")).folder)
+    curves, _ = workspace.curves.read(workspace.run(query.text("id")).folder)
     return {"count": len(curves.alerts), "alerts": _marks(curves.alerts)}
 
 
-def _marks(found: Any) -> list[dict[str, Any]]:
+def _marks(alerts: Any) -> list[dict[str, Any]]:
     return [
         {"step": one.step, "kind": one.kind[:40], "message": one.message[:300]}
-        for one in found[-ALERTS:]
+        for one in alerts[-ALERTS:]
     ]
 
 
-def settings(query: Query, lab: Lab) -> dict[str, Any]:
-    """In what the runs differ, and in nothing else."""
+def settings(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return the settings in which the runs differ."""
     query.only("runs")
-    return run_listing.differing(_settings(_picked(query), lab))
+    return run_reader.differing(_settings(_picked(query), workspace))
 
 
-def curves(query: Query, lab: Lab) -> dict[str, Any]:
-    """One quantity of several runs, thinned for a screen; those that have not grown are left out.
+def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return one quantity of several runs, thinned for a screen; unchanged runs are left out.
 
     `seen` are the cursors that the page has, in the order of `runs`. With `group=seed`, runs that
     differ in nothing but their seed are also given as mean and band.
@@ -133,30 +132,33 @@ def curves(query: Query, lab: Lab) -> dict[str, Any]:
     span = query.number("smooth", low=0.0, high=1e6, default=0.0)
     most = query.integer("max", low=4, high=limits.CURVE_POINTS, default=limits.CURVE_POINTS)
     grouped = query.choice("group", ("none", "seed"), default="none") == "seed"
-    lines, unchanged, names, found = [], [], {}, {}
+    lines: list[dict[str, Any]] = []
+    unchanged: list[str] = []
+    names: dict[str, None] = {}
+    by_run: dict[str, Series] = {}
     for index, run in enumerate(picked):
-        directory = lab.run(run)
-        read, cursor = lab.curves.read(directory.folder)
+        directory = workspace.run(run)
+        read, cursor = workspace.curves.read(directory.folder)
         names |= dict.fromkeys(read.series)
         if wanted in read.series:
-            found[run] = read.series[wanted]
+            by_run[run] = read.series[wanted]
         if index < len(seen) and seen[index] == cursor:
             unchanged.append(run)
             continue
         line = {"run": run, "cursor": cursor, "checkpoints": directory.steps()}
         line["alerts"] = _marks(read.alerts)
         if wanted in read.series:
-            line |= drawn(read.series[wanted], axis=axis, most=most, span=span)
+            line |= run_reader.drawn(read.series[wanted], axis=axis, most=most, span=span)
         lines.append(line)
     if names and wanted not in names:
         raise InputError(f"no run here has a curve '{wanted}'", hint=nearest(wanted, names))
     bands = []
     if grouped and lines:
-        for members in same_but_seed(_settings(picked, lab)):
-            held = [found[run] for run in members if run in found and len(found[run])]
+        for members in run_reader.same_but_seed(_settings(picked, workspace)):
+            held = [by_run[run] for run in members if run in by_run and len(by_run[run])]
             if len(held) > 1:
-                made = band(held, axis=axis, most=most, span=span)
-                bands.append({"runs": [run for run in members if run in found], **made})
+                drawn = run_reader.band(held, axis=axis, most=most, span=span)
+                bands.append({"runs": [run for run in members if run in by_run], **drawn})
     return {"names": list(names), "curves": lines, "unchanged": unchanged, "bands": bands}
 
 
@@ -167,8 +169,8 @@ def _picked(query: Query) -> tuple[str, ...]:
     return tuple(dict.fromkeys(picked))
 
 
-def _settings(picked: tuple[str, ...], lab: Lab) -> dict[str, dict[str, Any]]:
-    return {run: run_listing.settings(lab.run(run).folder) for run in picked}
+def _settings(picked: tuple[str, ...], workspace: Workspace) -> dict[str, dict[str, Any]]:
+    return {run: run_reader.settings(workspace.run(run).folder) for run in picked}
 
 
 ROUTES: tuple[Route, ...] = (

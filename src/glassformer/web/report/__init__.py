@@ -1,1 +1,1 @@
-"""The report of a run as one self-contained HTML file."""
+"""The one-file report of a run; `document.report_html` is the entry."""

@@ -1,7 +1,7 @@
-"""The one-file report of a run: everything that is known of it, readable offline and on paper.
+"""The one-file report of a run: the entry, which joins the sections.
 
-Each section is asked for by itself; what a run does not have, or what cannot be computed for it,
-is said in its place. Every number comes from the objects that the other commands use.
+Each section is made by itself; what a run does not have, or what cannot be computed for it, is
+replaced by a line that says so. Every number comes from the objects that the other commands use.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,48 +30,47 @@ SECTIONS: tuple[tuple[str, str, Writer], ...] = (
 
 
 def report_html(
-    path: str, *, certificate: Report | None = None, told: Callable[[str], None] | None = None
+    path: str, *, certificate: Report | None = None, progress: Callable[[str], None] | None = None
 ) -> str:
-    """The report of `RUN`, `RUN@last` or `RUN@120` as one HTML file.
+    """Return the report of `RUN`, `RUN@last` or `RUN@120` as one HTML file.
 
-    `certificate`: checks that were made of this checkpoint before (or none, if it is empty);
-    without one they are made now.
-    `told` hears which section is being made.
+    `certificate`: checks of this checkpoint made before (an empty one: no checks); without it they
+    are made now. `progress` is called with the title of each section before it is made.
     """
     run = Subject(path)
-    lead = report_run.lead(run)  # what is no run, or has no checkpoint, is refused here
-    made = []
+    lead = report_run.lead(run)  # raises if this is no run, or has no checkpoint
+    sections = []
     for key, title, write in SECTIONS:
-        if told is not None:
-            told(title)
+        if progress is not None:
+            progress(title)
         body = _written(run, write)
         if body:
-            made.append(Section(key, title, body))
-    if told is not None:
-        told("Verify")
+            sections.append(Section(key, title, body))
+    if progress is not None:
+        progress("Verify")
     checked = verify(run.adapter, name=run.name) if certificate is None else certificate
-    made.insert(-1, Section("verify", "Verify", "".join(_verified(checked))))
+    sections.insert(-1, Section("verify", "Verify", "".join(_verified(checked))))
     command = f"glass report {run.name}"
     foot = (
         f"<p>Made by <code>{escape_line(command)}</code>; every number is what the commands of "
         "glassformer compute. No script, nothing fetched.</p>"
     )
-    return page(f"Run {run.name}", lead, made, foot)
+    return page(f"Run {run.name}", lead, sections, foot)
 
 
 def _written(run: Subject, write: Writer) -> str:
-    """A section, or why there is none: an error that people can mend is no reason to stop."""
+    """Return a section, or a line with the reason why it is missing."""
     try:
         return "".join(write(run))
     except GlassError as error:
         hint = f" ({error.hint})" if error.hint else ""
-        return missing(f"Not there: {error.what}{hint}")
+        return missing(f"Not available: {error.what}{hint}")
 
 
 def _verified(report: Report) -> Iterator[str]:
-    """Row by row what `glass verify RUN` says."""
+    """Yield the rows of `glass verify RUN`."""
     if not report.findings:
-        yield missing("No check was asked for: glass verify makes them.")
+        yield missing("No checks were requested: glass verify runs them.")
         return
     yield say(f"{report.passed} checks passed, {report.failed} failed.")
     yield say("Two ways of computing the same thing, compared on this checkpoint.", kind="note")

@@ -1,4 +1,4 @@
-"""What a run gets right and wrong: by group, what was taken for what, and some examples of each."""
+"""Sections about what a run gets right and wrong: by group, confusion matrices, some examples."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,60 +13,64 @@ from glassformer.lab.measure.evaluate import Evaluation, evaluate, log_softmax
 from glassformer.lab.measure.exact_match import answers, wanted
 from glassformer.lens.show.token_text import shown
 from glassformer.training.engine import Engine, loss_weights
-from glassformer.web.report.page import Shaded, Text, beside, folded, missing, say, table
+from glassformer.web.report.page import Cell, Shaded, Text, beside, folded, missing, say, table
 from glassformer.web.report.run import Subject
 
-# B examples, T positions, V answers
+# B examples, T positions, V vocabulary
 
-#: Examples measured, examples searched for right and wrong ones, and how many are shown of each.
+#: Examples evaluated, examples searched for right and wrong ones, and how many are shown of each.
 MEASURED, SEARCHED, SHOWN = 2_000, 200, 6
 LONG = 16  # lines of a table that is shown unfolded
-FEW = 8  # of those that are answered at every position
-#: What an evaluation against the truth calls its numbers.
+FEW = 8  # rows searched if every position has a prediction
+#: Names of the numbers of an evaluation against the oracle.
 TRUTHS = {
     "entropy": "entropy of the truth, nats",
     "excess": "divergence from the truth, nats",
     "legal": "probability on what can occur",
     "bits_per_byte": "bits per byte",
 }
-#: Tokens shown before the one that was asked for, in a running text.
+#: Tokens shown before the target, in a running text.
 BEFORE = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An example, what should have come, what came, and the probability of that."""
+class Prediction:
+    """An example: its input, target and prediction, and the probability of the prediction."""
 
-    asked: str
-    wanted: str
-    answered: str
+    input: str
+    target: str
+    predicted: str
     probability: float | None
     right: bool
 
 
 def errors(run: Subject) -> Iterator[str]:
-    """Loss and shares on the test split, by the task's groups, with confusion where it has one."""
+    """Loss and accuracy on the test split, by the task's groups, and confusion matrices."""
     engine, task = run.measured
     found = evaluate(engine, task, examples=MEASURED)
     yield say(
         f"{found.examples:,} examples of the split '{found.split}': loss {found.loss:.4f} nats, "
-        f"accuracy {found.accuracy:.2%}, wholly right {found.exact_match:.2%}."
+        f"accuracy {found.accuracy:.2%}, exact match {found.exact_match:.2%}."
     )
-    rows = [[head, v["loss"], f"{v['accuracy']:.2%}"] for head, v in found.heads.items()]
+    rows: list[list[Cell]] = [
+        [head, v["loss"], f"{v['accuracy']:.2%}"] for head, v in found.heads.items()
+    ]
     if len(rows) > 1:
         yield table(["head", "loss", "accuracy"], rows, caption="by head")
     if found.oracle:
-        lines = [[TRUTHS.get(name, name), f"{value:.4f}"] for name, value in found.oracle.items()]
-        yield table(["measure", "value"], lines, caption="against what is known of the truth")
+        truths: list[list[Cell]] = [
+            [TRUTHS.get(name, name), f"{value:.4f}"] for name, value in found.oracle.items()
+        ]
+        yield table(["measure", "value"], truths, caption="against the oracle")
     yield beside(_groups(found))
     if not found.confusion:
         yield missing(
-            f"The task {task.name} has no table of what was taken for what: a wrong token is no "
-            "other question's answer."
+            f"The task {task.name} has no confusion matrix: a wrong token is not the answer to "
+            "another question."
         )
     for group, cells in found.confusion.items():
         rows_of, columns = order(cells)
-        lines = [
+        lines: list[list[Cell]] = [
             [name, *(Shaded(f"{100 * s:.1f}", s) for s in line), sum(cells[name].values())]
             for name, line in zip(rows_of, shares(cells), strict=True)
         ]
@@ -77,87 +81,91 @@ def errors(run: Subject) -> Iterator[str]:
 
 def _groups(found: Evaluation) -> Iterator[str]:
     for group, labels in found.by.items():
-        lines = [
+        lines: list[list[Cell]] = [
             [label, Shaded(f"{share:.1%}", share), found.counts[group][label]]
             for label, share in labels.items()
         ]
-        made = table([group, "wholly right", "n"], lines, caption=f"by {group}")
-        yield made if len(lines) <= LONG else folded(f"by {group}: {len(lines)} lines", made)
+        part = table([group, "exact match", "n"], lines, caption=f"by {group}")
+        yield part if len(lines) <= LONG else folded(f"by {group}: {len(lines)} lines", part)
 
 
 def examples(run: Subject) -> Iterator[str]:
-    """Some that came out right, and those wrong ones of which the model was surest."""
+    """Some right predictions, and the wrong ones with the highest probability."""
     engine, task = run.measured
     split = "test" if "test" in task.sizes() else "val"
-    searched, found = answered(run, engine, task, split)
+    searched, found = predictions(run, engine, task, split)
     right = [one for one in found if one.right]
     wrong = sorted((one for one in found if not one.right), key=lambda one: -(one.probability or 0))
-    yield say(f"{len(found):,} answers to the first {searched} examples of '{split}'.")
+    yield say(f"{len(found):,} predictions for the first {searched} examples of '{split}'.")
     sure = any(one.probability is not None for one in found)
-    heading = ["", "asked", "wanted", "answered", *(["probability"] if sure else [])]
+    heading = ["", "input", "target", "predicted", *(["probability"] if sure else [])]
     for name, kept, all_ in (("right", right[:SHOWN], right), ("wrong", wrong[:SHOWN], wrong)):
         if not kept:
-            yield missing(f"None of these {len(found)} answers is {name}.")
+            yield missing(f"None of these {len(found)} predictions is {name}.")
             continue
-        rows = [
+        rows: list[list[Cell]] = [
             [
                 str(number + 1),
-                Text(one.asked),
-                Text(one.wanted),
-                Text(one.answered, kind=name),
+                Text(one.input),
+                Text(one.target),
+                Text(one.predicted, kind=name),
                 *([f"{one.probability:.2%}"] if sure else []),
             ]
             for number, one in enumerate(kept)
         ]
-        order_text = ", the surest first" if name == "wrong" and sure else ""
+        order_text = ", the most probable first" if name == "wrong" and sure else ""
         caption = f"{name}: {len(kept)} of {len(all_):,}{order_text}"
         yield table(heading, rows, caption=caption)
 
 
-def answered(run: Subject, engine: Engine, task: Task, split: str) -> tuple[int, list[Answer]]:
-    """How many examples were asked, and every answer, in the way that the task asks for them."""
+def predictions(
+    run: Subject, engine: Engine, task: Task, split: str
+) -> tuple[int, list[Prediction]]:
+    """Return the number of examples, and every prediction for them."""
     rows = np.arange(min(SEARCHED, task.sizes()[split]), dtype=np.int64)
     batch = task.batch(split, rows)
     if batch.source is not None:
         return len(rows), list(_decoded(run, task, batch))
     head = next(name for name in engine.spec.head_names() if name in batch.targets)
-    if batch.targets[head].ndim > 1:  # one a position: a few rows give thousands of them
+    if batch.targets[head].ndim > 1:  # one per position: a few rows give thousands
         rows = rows[:FEW]
         batch = task.batch(split, rows)
     logits = engine.logits(batch)[head]
-    places = zip(*np.nonzero(loss_weights(batch, head) > 0), strict=True)
-    made = [_answer(task, batch, head, logits, tuple(map(int, place))) for place in places]
-    return len(rows), made
+    counted = zip(*np.nonzero(loss_weights(batch, head) > 0), strict=True)
+    found = [_prediction(task, batch, head, logits, tuple(map(int, at))) for at in counted]
+    return len(rows), found
 
 
-def _answer(task: Task, batch: Batch, head: str, logits: Any, place: tuple[int, ...]) -> Answer:
-    row = place[0]
-    wanted_id, said = int(batch.targets[head][place]), int(logits[place].argmax())
-    share = float(np.exp(log_softmax(logits[place])[said]))
+def _prediction(
+    task: Task, batch: Batch, head: str, logits: Any, at: tuple[int, ...]
+) -> Prediction:
+    row = at[0]
+    target, predicted = int(batch.targets[head][at]), int(logits[at].argmax())
+    share = float(np.exp(log_softmax(logits[at])[predicted]))
     real = batch.tokens[row][batch.valid[row]].tolist()
-    if len(place) > 1:
-        until = int(batch.valid[row][: place[1] + 1].sum())
+    if len(at) > 1:
+        until = int(batch.valid[row][: at[1] + 1].sum())
         real = real[max(0, until - BEFORE) : until]
-    asked = task.tokenizer.decode(real)
+    text = task.tokenizer.decode(real)
 
     def name(token: int) -> str:
         known = head in ("next", "answer") and token < task.tokenizer.vocab_size
         return shown(task.tokenizer.decode([token])) if known else str(token)
 
-    return Answer(asked, name(wanted_id), name(said), share, wanted_id == said)
+    return Prediction(text, name(target), name(predicted), share, target == predicted)
 
 
-def _decoded(run: Subject, task: Task, batch: Batch) -> Iterator[Answer]:
-    """Whole answers, greedily, without help."""
+def _decoded(run: Subject, task: Task, batch: Batch) -> Iterator[Prediction]:
+    """Yield complete sequences, decoded greedily."""
     assert batch.source is not None
     tokenizer = task.tokenizer
-    made = answers(run.adapter.stepper(), batch, eos=tokenizer.eos, beams=None)
-    for row, (said, truth) in enumerate(zip(made, wanted(batch), strict=True)):
+    decoded = answers(run.adapter.stepper(), batch, eos=tokenizer.eos, beams=None)
+    for row, (predicted, target) in enumerate(zip(decoded, wanted(batch), strict=True)):
         source = batch.source.tokens[row][batch.source.valid[row]].tolist()
-        yield Answer(
+        yield Prediction(
             tokenizer.decode(source),
-            tokenizer.decode(list(truth)),
-            tokenizer.decode(list(said)),
+            tokenizer.decode(list(target)),
+            tokenizer.decode(list(predicted)),
             None,
-            said == truth,
+            predicted == target,
         )

@@ -1,4 +1,4 @@
-"""The inside of a run's model: where its heads look, from the first probes to the checkpoint."""
+"""Sections about the inside of a run's model: attention over training, logit lens, head roles."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,37 +16,32 @@ from glassformer.lens.measure.snapshot import truncate
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.html import escape_line
 from glassformer.lens.show.token_text import shown
-from glassformer.models.model import Model
-from glassformer.spec.errors import InputError
-from glassformer.web.report.page import Shaded, Text, folded, missing, say, table
+from glassformer.web.report.page import Cell, Shaded, Text, folded, missing, say, table
 from glassformer.web.report.run import Subject
 
-#: Tokens of the example that is looked at; small maps in all, steps among them; large maps.
+#: Tokens of the inspected example; the most small maps, steps and large maps.
 TOKENS, THUMBNAILS, STEPS, LARGE = 128, 600, 6, 32
-SIDE = 184  # pixels of a large map: four stand beside each other
+SIDE = 184  # pixels of a large map: four fit in a row
 #: Columns of the lens, heads of the ranking, rows that roles are scored on.
 COLUMNS, RANKED, SCORED = 24, 12, 64
 
 
-def seen_at_end(run: Subject) -> Inspection:
-    """The checkpoint's look at the example of the probes, once for all sections."""
-    if "look" not in run.memory:
-        run.memory["look"] = _look(run)
-    seen: Inspection = run.memory["look"]
-    return seen
+def final_inspection(run: Subject) -> Inspection:
+    """Inspect the probes' example with the checkpoint, once for all sections."""
+    if "inspection" not in run.memory:
+        run.memory["inspection"] = _inspect(run)
+    inspection: Inspection = run.memory["inspection"]
+    return inspection
 
 
-def _look(run: Subject) -> Inspection:
-    """Without probes: at the first example."""
-    model = run.adapter.model
-    if not isinstance(model, Model):
-        raise InputError("this model computes by itself and has no taps")
+def _inspect(run: Subject) -> Inspection:
+    """Inspect the probes' first example; without probes, the first validation example."""
     files = probe_files(run.directory)
     row = read_probes(list(files.values())[-1]).examples[0] if files else 0
     batch = _one(run, row)
     words = Words(run.task.tokenizer)
     source = None if batch.source is None else [words(i) for i in batch.source.tokens[0].tolist()]
-    return inspect(model, batch, names=words, source_words=source)
+    return inspect(run.adapter, batch, names=words, source_words=source)
 
 
 def _one(run: Subject, row: int) -> Batch:
@@ -54,21 +49,21 @@ def _one(run: Subject, row: int) -> Batch:
 
 
 def attention(run: Subject) -> Iterator[str]:
-    """Every head at chosen steps, small; every head of the checkpoint, with its words."""
-    seen = seen_at_end(run)
+    """Every head at some steps, small; every head of the checkpoint, with words."""
+    seen = final_inspection(run)
     yield say(f"One validation example: {_words(seen)}")
     heads = list(_all_heads(seen))
-    hatched = any(not bool(heat.allowed.all()) for heat in heads)
+    masked = any(not bool(each.allowed.all()) for each in heads)
     yield say(
-        "A row is a token that looks, a column one that is looked at; the stronger the colour, the "
-        f"more of its attention.{' Hatched cells may not be looked at.' if hatched else ''}",
+        "A row is a token that attends, a column one that it attends to; the stronger the colour, "
+        f"the more of its attention.{' Hatched cells are masked.' if masked else ''}",
         kind="note",
     )
     yield from _steps(run, seen)
     ranked = seen.ranking().heads if len(heads) > LARGE else ()
-    kept = [heat for heat in heads if not ranked or heat.head in ranked[:LARGE]]
+    kept = [each for each in heads if not ranked or each.head in ranked[:LARGE]]
     left_out = f"; the {LARGE} of {len(heads)} whose ablation changes most" if ranked else ""
-    figures = [(heat.head, heat.svg(side=SIDE)) for heat in kept if heat.head is not None]
+    figures = [(each.head, each.svg(side=SIDE)) for each in kept if each.head is not None]
     maps = _by_layer(figures, kind="large")
     yield f"<h3>Step {run.step}, with words{escape_line(left_out)}</h3>"
     yield maps if len(seen.words) <= 40 else folded(f"{len(kept)} maps", maps)
@@ -80,10 +75,10 @@ def _all_heads(seen: Inspection) -> Iterator[AttentionMap]:
 
 
 def _steps(run: Subject, seen: Inspection) -> Iterator[str]:
-    """Radio buttons that choose a step, by style alone; paper shows all of them."""
+    """Yield radio buttons that choose a step, by style alone; all steps are printed on paper."""
     files = probe_files(run.directory)
     if not files:
-        yield missing("This run kept no probes, so only its checkpoint can be shown.")
+        yield missing("This run has no probes, so only its checkpoint can be shown.")
         return
     chosen = spread(files, most=max(1, min(STEPS, THUMBNAILS // len(list(_all_heads(seen))))))
     panels: dict[str, str] = {}
@@ -111,7 +106,7 @@ def _steps(run: Subject, seen: Inspection) -> Iterator[str]:
 
 
 def _by_layer(figures: Sequence[tuple[HeadName, str]], *, kind: str) -> str:
-    """Pictures of heads, a line for each layer of each kind."""
+    """Return pictures of heads, one line per layer of each kind."""
     lines: dict[tuple[str, int], list[str]] = {}
     for name, image in figures:
         figure = f"<figure>{image}<figcaption>{name}</figcaption></figure>"
@@ -120,35 +115,33 @@ def _by_layer(figures: Sequence[tuple[HeadName, str]], *, kind: str) -> str:
 
 
 def spread(files: Mapping[int, Path], *, most: int) -> dict[int, Path]:
-    """The first and the last file, and others evenly between on a scale of logarithms."""
+    """Return the first and the last file, and others spread evenly on a logarithmic scale."""
     steps = list(files)
     if len(steps) <= most:
         return dict(files)
-    places = np.geomspace(1, len(steps), most).round().astype(int) - 1
-    return {
-        steps[place]: files[steps[place]] for place in sorted({*places.tolist(), len(steps) - 1})
-    }
+    chosen = np.geomspace(1, len(steps), most).round().astype(int) - 1
+    return {steps[i]: files[steps[i]] for i in sorted({*chosen.tolist(), len(steps) - 1})}
 
 
 def lens(run: Subject) -> Iterator[str]:
-    """What the model would say after each half-layer, and how far that is from its answer."""
-    seen = seen_at_end(run)
-    place = seen.lens.position(None)
+    """What the model would predict after each half-layer, and its KL from the final prediction."""
+    seen = final_inspection(run)
+    readout = seen.lens.position(None)
     first = max(0, len(seen.words) - COLUMNS)
     heading = [f"{t} {shown(word, most=12)}" for t, word in enumerate(seen.words)][first:]
-    lines = []
+    lines: list[list[Cell]] = []
     for number, name in reversed(list(enumerate(seen.lens.row_names))):
         cells = [seen.lens.top(t, 1, row=name)[0] for t in range(first, len(seen.words))]
         shaded = [Shaded(f"{shown(word, most=12)} {p:.0%}", p) for word, p in cells]
-        lines.append([name, *shaded, f"{float(seen.lens.kl[number, place]):.4f}"])
+        lines.append([name, *shaded, f"{float(seen.lens.kl[number, readout]):.4f}"])
     cut_off = f", the last {COLUMNS} positions" if first else ""
     yield say(f"The same example: {_words(seen)}")
-    caption = f"likeliest token after each half-layer, from the bottom up{cut_off}; KL at {place}"
+    caption = f"likeliest token after each half-layer, from the bottom up{cut_off}; KL at {readout}"
     yield table(["", *heading, "KL to the end"], lines, caption=caption)
-    answer = [[shown(word), f"{p:.2%}"] for _, word, p in seen.next(None, 5)]
-    yield table(["token", "probability"], answer, caption=f"what it says at position {place}")
+    answer: list[list[Cell]] = [[shown(word), f"{p:.2%}"] for _, word, p in seen.next(None, 5)]
+    yield table(["token", "probability"], answer, caption=f"predictions at position {readout}")
     ranking = seen.ranking()
-    rows = [
+    rows: list[list[Cell]] = [
         [
             row["head"],
             "" if row["loss_change"] is None else f"{row['loss_change']:+.4f}",
@@ -157,34 +150,36 @@ def lens(run: Subject) -> Iterator[str]:
         for row in ranking.rows()[:RANKED]
     ]
     more = f", the first {RANKED} of {len(ranking.heads)}" if len(ranking.heads) > RANKED else ""
-    caption = f"what silencing one head changes, the most first{more}"
+    caption = f"what ablating one head changes, largest first{more}"
     yield table(["head", "loss", "KL"], rows, caption=caption)
 
 
 def roles(run: Subject) -> Iterator[str]:
-    """Where each head looks, as far as simple roles can tell."""
-    seen_at_end(run)  # says what a model without taps lacks
+    """What each head attends to, as far as simple roles describe it."""
+    final_inspection(run)  # refuses a model without taps
     rows = np.arange(min(SCORED, run.task.sizes()["val"]), dtype=np.int64)
     batch = truncate(run.task.batch("val", rows), TOKENS)
     groups = run.task.groups("val", rows)
-    found = head_roles(
-        run.adapter.model,  # type: ignore[arg-type]  # a model of ours: asked above
+    scores = head_roles(
+        run.adapter,
         batch,
         groups=groups.get("operation"),
         at="last" if "answer" in batch.targets else "every",
     )
-    lines, rows_of = [], found.rows()
+    lines: list[list[Cell]] = []
+    rows_of = scores.rows()
     scored = [name for name in ROLES if any(row[name] == row[name] for row in rows_of)]
     for row in rows_of:
         cells = [_score(row[name], row[f"{name} chance"]) for name in scored]
         lines.append([row["head"], Text(row["role"]), *cells])
-    caption = (
-        f"score (chance) of each role, on {found.source}; a role needs {found.threshold} of lift"
-    )
+    needed = f"a role needs a lift of {scores.threshold}"
+    caption = f"score (chance) of each role, on {scores.source}; {needed}"
     yield table(["head", "role", *scored], lines, caption=caption)
     if "operation" not in scored:
-        yield missing(f"The task {run.task.name} has no operations that a head could be of.")
-    yield say("A role says where a head looks, not what the answer depends on.", kind="note")
+        yield missing(f"The task {run.task.name} has no operations, so that role is not scored.")
+    yield say(
+        "A role says what a head attends to, not what the prediction depends on.", kind="note"
+    )
 
 
 def _score(score: float, chance: float) -> Shaded | None:
@@ -200,5 +195,5 @@ def _words(seen: Inspection) -> str:
     if seen.source_words is not None:
         source = f"{' '.join(shown(word) for word in seen.source_words[:40])} -> "
     target = seen.target(None)
-    wanted = "" if target is None else f" (wanted: {shown(target[1])})"
-    return f"{source}{words}{more}{wanted}"
+    expected = "" if target is None else f" (target: {shown(target[1])})"
+    return f"{source}{words}{more}{expected}"

@@ -1,6 +1,6 @@
-"""The frame of the one-file report: its style, and the few forms that its sections are made of.
+"""The frame of the one-file report: its style, and the elements that its sections are made of.
 
-No script, nothing fetched: the file's own policy forbids both. Whatever a string holds is text.
+No script, nothing fetched: the file's own policy forbids both. Every string is escaped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading of the report, where it can be jumped to, and what stands below."""
+    """A section of the report: its anchor, its heading and its body."""
 
     key: str
     title: str
@@ -22,7 +22,7 @@ class Section:
 
 
 def page(title: str, lead: str, sections: Sequence[Section], foot: str) -> str:
-    """The whole file."""
+    """Return the complete file."""
     style = (resources.files("glassformer.web.report") / "report.css").read_text(encoding="utf-8")
     jumps = "".join(
         f'<li><a href="#{one.key}">{escape_line(one.title)}</a></li>' for one in sections
@@ -45,18 +45,18 @@ def page(title: str, lead: str, sections: Sequence[Section], foot: str) -> str:
 
 
 def say(text: str, *, kind: str = "") -> str:
-    """A paragraph."""
+    """Return a paragraph."""
     named = f' class="{kind}"' if kind else ""
     return f"<p{named}>{escape_line(text)}</p>"
 
 
 def missing(text: str) -> str:
-    """What a run does not have, said plainly."""
+    """Return a paragraph about something that the run does not have."""
     return say(text, kind="missing")
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> str:
-    """Names and values."""
+    """Return a list of names and values."""
     lines = "".join(
         f"<dt>{escape_line(name)}</dt><dd>{escape_line(str(value))}</dd>" for name, value in pairs
     )
@@ -64,9 +64,9 @@ def facts(pairs: Iterable[tuple[str, object]]) -> str:
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence["Cell"]], *, caption: str) -> str:
-    """A table under its name, in a part of its own that scrolls where the page is narrower.
+    """Return a table under its caption, which scrolls if the page is narrower.
 
-    The first cell of a row names it; words stand to the left, numbers to the right.
+    The first cell of a row is its name; words are aligned left, numbers right.
     """
     lines = list(rows)
     wordy = {0} | {i for line in lines[:1] for i, cell in enumerate(line) if isinstance(cell, Text)}
@@ -92,7 +92,7 @@ def _left(words: bool) -> str:
 
 
 def beside(parts: Iterable[str]) -> str:
-    """Parts that stand next to each other where there is room."""
+    """Put parts in a row where there is room."""
     return f'<div class="beside">{"".join(parts)}</div>'
 
 
@@ -106,7 +106,7 @@ class Shaded:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words, which stand to the left and may wrap."""
+    """Words, which are aligned left and may wrap."""
 
     text: str
     kind: str = ""
@@ -132,7 +132,7 @@ def _cell(cell: Cell) -> str:
 
 
 def scrolled(inside: str, *, label: str) -> str:
-    """A part that scrolls by itself, also by keyboard."""
+    """Return a part that scrolls by itself, also by keyboard."""
     return (
         f'<div class="scroll" role="group" tabindex="0" aria-label="{escape_line(label)}">'
         f"{inside}</div>"
@@ -140,5 +140,5 @@ def scrolled(inside: str, *, label: str) -> str:
 
 
 def folded(summary: str, inside: str) -> str:
-    """Something to unfold."""
+    """Return a part that unfolds on a click."""
     return f"<details><summary>{escape_line(summary)}</summary>{inside}</details>"

@@ -1,22 +1,34 @@
-"""A run as the report sees it, and the sections that say what it is: settings, sizes, hashes."""
+"""The run that is reported, and the sections about it: settings, curves, samples, files."""
 
+import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.load import checkpoint_of, load
 from glassformer.costs.parameter_table import parameter_table
 from glassformer.data.task import Task
 from glassformer.lab.api import opened
-from glassformer.lab.plots.curves import alerts_text, panels, smoothing_text
+from glassformer.lab.plots.curves import (
+    X_TITLES,
+    Drawn,
+    Panel,
+    alerts_text,
+    apart,
+    panels,
+    smoothing_text,
+)
 from glassformer.lab.runs.curves import Curves, read_curves
 from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.samples import read_samples
+from glassformer.lab.runs.smoothing import Floats
 from glassformer.lens.show.html import escape_line
 from glassformer.spec.errors import InputError
 from glassformer.spec.train import RunSpec
@@ -25,17 +37,22 @@ from glassformer.store.checkpoint import verify_folder
 from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory
 from glassformer.training.engine import Engine
-from glassformer.web.pages.run_listing import number, settings
-from glassformer.web.report.curves import panels_svg
-from glassformer.web.report.page import Text, facts, folded, missing, say, scrolled, table
+from glassformer.web.app.run_reader import number, settings
+from glassformer.web.report.page import Cell, Text, facts, folded, missing, say, scrolled, table
 
 #: Alerts that are listed one by one.
 LISTED = 20
+#: The size and margins of a curve in pixels.
+WIDTH, HEIGHT = 740, 240
+LEFT, RIGHT, TOP, BOTTOM = 52, 108, 14, 40
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+#: Points of a drawn line; an SVG keeps them all.
+POINTS = 600
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One checkpoint of one run; what costs time is opened when it is asked for, once."""
+    """One checkpoint of one run; what takes time is loaded on first use."""
 
     path: str
     memory: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -56,43 +73,43 @@ class Subject:
         return self.directory.read_json("run.json")
 
     def part(self, name: str) -> dict[str, Any]:
-        """An object within run.json; empty where there is none."""
+        """Return an object within run.json; empty if there is none."""
         found = self.record.get(name)
         return found if isinstance(found, dict) else {}
 
     @cached_property
     def spec(self) -> RunSpec:
-        """What was asked of the run."""
+        """The run's spec."""
         return load_run_spec(self.directory)
 
     @cached_property
     def checkpoint(self) -> Path:
-        """The folder of the checkpoint that is reported."""
+        """The folder of the reported checkpoint."""
         if not self.directory.steps():
             raise InputError(
-                f"the run {self.name} has no checkpoint: it is too young, or ended before one",
-                hint=f"glass report {self.name} --curves draws what it measured",
+                f"the run {self.name} has no checkpoint: it has not saved one yet, or ended before",
+                hint=f"glass report {self.name} --curves draws its metrics",
             )
         return checkpoint_of(self.path)
 
     @cached_property
     def step(self) -> int:
-        """Its step."""
+        """The checkpoint's step."""
         return int(self.checkpoint.name.removeprefix("step-"))
 
     @cached_property
     def curves(self) -> Curves:
-        """Everything that was measured on the way."""
+        """Everything that was measured during training."""
         return read_curves(self.directory.folder)
 
     @cached_property
     def adapter(self) -> BaseAdapter:
-        """The model, ready to be asked."""
+        """The model, in eval mode."""
         return load(str(RunRef(str(self.directory.folder), str(self.step)))).eval()
 
     @cached_property
     def measured(self) -> tuple[Engine, Task]:
-        """The checkpoint as an evaluation wants it, and its task."""
+        """The checkpoint as an engine for evaluation, and its task."""
         return opened(str(RunRef(str(self.directory.folder), str(self.step))))
 
     @property
@@ -102,7 +119,7 @@ class Subject:
 
 
 def lead(run: Subject) -> str:
-    """Two sentences at the top."""
+    """Return the two sentences at the top."""
     record, val = run.record, run.part("val")
     model = run.spec.model
     layers = "" if model.encoder is None else f"{model.encoder.n_layers} + "
@@ -122,18 +139,18 @@ def _score(name: str, value: Any) -> str:
 
 
 def trained(run: Subject) -> Iterator[str]:
-    """What was trained: the model, the task, the way, on what versions."""
+    """What was trained: the model, the task, the settings, the versions."""
     spec, record = run.spec, run.record
     model, train = spec.model, spec.train
     made = run.part("fingerprint")
-    folder = run.directory.folder.resolve()  # no more of the path than a command beside it needs
+    folder = run.directory.folder.resolve()  # only as much of the path as a command needs
     config = shlex.quote(f"{folder.parent.name}/{folder.name}/config.json")
     yield facts(
         [
             ("task", record.get("task")),
             ("model", _model_text(run)),
             ("vocabulary", f"{model.vocab_size:,} tokens, sequences up to {model.max_seq_len:,}"),
-            ("answers by", ", ".join(model.head_names())),
+            ("output heads", ", ".join(model.head_names())),
             (
                 "training",
                 f"{train.steps:,} steps of {train.batch_size * train.accumulate} examples",
@@ -143,15 +160,19 @@ def trained(run: Subject) -> Iterator[str]:
             ("seed, precision", f"{train.seed}, {train.precision}"),
             ("engine", f"{spec.engine} on {made.get('device', 'unknown')}"),
             ("versions", ", ".join(f"{k} {v}" for k, v in made.items() if v and k != "device")),
-            ("again", f"glass train {config} --name again"),
+            ("repeat with", f"glass train {config} --name again"),
         ]
     )
     if spec.tuning is not None:
         yield say(f"Fine-tuned from {spec.tuning.base}; the base is not part of this run.")
-    rows = [[row.component, row.parameters, f"{row.share:.2%}"] for row in parameter_table(model)]
+    rows: list[list[Cell]] = [
+        [row.component, row.parameters, f"{row.share:.2%}"] for row in parameter_table(model)
+    ]
     yield table(["component", "parameters", "share"], rows, caption="where the parameters are")
     every = sorted(settings(run.directory.folder).items())
-    lines = [[name, Text("" if value is None else str(value))] for name, value in every]
+    lines: list[list[Cell]] = [
+        [name, Text("" if value is None else str(value))] for name, value in every
+    ]
     yield folded("every setting", table(["setting", "value"], lines, caption="config.json"))
 
 
@@ -174,40 +195,43 @@ def curves(run: Subject) -> Iterator[str]:
         yield f"<h3>{panel.title}</h3>"
         yield scrolled(svg, label=f"curve of {panel.title}")
     if text := smoothing_text(made):
-        yield say(f"The faint line is every step as it was; {text}.", kind="note")
+        yield say(f"The faint line is every step, not smoothed; {text}.", kind="note")
     if len(run.spec.model.head_names()) > 1:
         yield say(
-            "The losses are the first head's; all heads together are `objective`.", kind="note"
+            "The losses are the first output head's; all heads together are `objective`.",
+            kind="note",
         )
     alerts = run.curves.alerts
     if not alerts:
         yield say("No alert: no spike, no step that could not be applied.")
         return
     yield say(f"Alerts, the triangles on the curve: {alerts_text([run.curves])}.")
-    rows = [[alert.step, Text(alert.kind), Text(alert.message)] for alert in alerts[:LISTED]]
+    rows: list[list[Cell]] = [
+        [alert.step, Text(alert.kind), Text(alert.message)] for alert in alerts[:LISTED]
+    ]
     more = f" (the first {LISTED} of {len(alerts)})" if len(alerts) > LISTED else ""
     yield table(["step", "kind", "what"], rows, caption=f"alerts{more}")
 
 
 def written(run: Subject) -> Iterator[str]:
-    """The last continuations of a language model; nothing for other runs."""
+    """The last samples of a language model; nothing for other runs."""
     files = sorted((run.directory.folder / "samples").glob("step-*.jsonl"))
     if not files:
         return
-    yield say(f"Held-out openings and how the model went on, at {files[-1].stem}.")
+    yield say(f"Held-out prompts and how the model continued them, at {files[-1].stem}.")
     for sample in read_samples(files[-1]):
         yield f"<pre>{_kept(sample.opening)}<strong>{_kept(sample.text)}</strong></pre>"
 
 
 def _kept(text: str) -> str:
-    """Inert, with its line breaks; other control characters are blanks."""
+    """Escape a text and keep its line breaks; other control characters become blanks."""
     return "\n".join(escape_line(line) for line in str(text).split("\n"))
 
 
 def files(run: Subject) -> Iterator[str]:
-    """Sizes and hashes: of the checkpoint, checked now, and of what the run says of its data."""
+    """Sizes and hashes: of the checkpoint, checked now, and of the data as recorded by the run."""
     manifest = verify_folder(run.checkpoint)["files"]
-    rows = [
+    rows: list[list[Cell]] = [
         [name, Text(format_bytes(entry["bytes"])), Text(entry["sha256"], kind="mono")]
         for name, entry in sorted(manifest.items())
     ]
@@ -223,4 +247,176 @@ def files(run: Subject) -> Iterator[str]:
     pairs.append(("report by", f"glassformer {version('glassformer')}"))
     yield facts(pairs)
     if "sha256" not in data:
-        yield missing("The run says no hash of its data.")
+        yield missing("The run records no hash of its data.")
+
+
+# --- curves as SVG, coloured by the page: light, dark and on paper --------------------------------
+
+
+def panels_svg(made: Sequence[Panel], curves: Sequence[Curves], *, axis: str = "step") -> list[str]:
+    """Return one SVG per panel, all with the same x range."""
+    xs = [line.raw.x(axis) for panel in made for line in panel.lines]
+    x_range = _range(np.concatenate(xs))
+    return [_panel_svg(panel, curves, axis, x_range) for panel in made]
+
+
+def _panel_svg(
+    panel: Panel, curves: Sequence[Curves], axis: str, x_range: tuple[float, float]
+) -> str:
+    """Return faint raw points, the smoothed line, alerts as triangles, names at the ends."""
+    frame = Frame(panel, x_range)
+    label = f"{panel.title} over {X_TITLES[axis]}: " + "; ".join(map(_ended, panel.lines))
+    out = [
+        f'<svg role="img" aria-label="{escape_line(label)}" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-size="11" fill="currentColor">'
+    ]
+    out += _grid(frame, panel, axis)
+    ends = []
+    for index, line in enumerate(panel.lines):
+        out += _line(frame, line, index, axis)
+        shown = line.smooth or line.raw
+        placed = [value for value in shown.value.tolist() if frame.drawable(value)]
+        if placed:
+            y = frame.y(placed[-1])
+            share = 1 - (y - TOP) / (HEIGHT - TOP - BOTTOM)
+            ends.append((share, line.label, f"var(--series-{index % 4 + 1})"))
+        if line.raw.name == "loss":
+            out += _alerts(frame, line, curves[line.run], axis)
+    for share, name, colour in apart(ends):
+        y = TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
+        out.append(
+            f'<text x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}" style="fill:{colour}">'
+            f"{escape_line(name)}</text>"
+        )
+    return "".join(out) + "</svg>"
+
+
+class Frame:
+    """The mapping from values to pixels."""
+
+    def __init__(self, panel: Panel, x_range: tuple[float, float]) -> None:
+        self.log = panel.log
+        ys = np.concatenate([line.raw.value for line in panel.lines])
+        ys = ys[np.isfinite(ys) & ((ys > 0) | (not panel.log))]
+        self.x_range = x_range
+        self.y_range = (0.0, 1.0) if panel.share and not panel.log else _range(self._scaled(ys))
+
+    def x(self, value: float) -> float:
+        """Return pixels from the left."""
+        low, high = self.x_range
+        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        """Return pixels from the top."""
+        low, high = self.y_range
+        scaled = math.log10(value) if self.log else value
+        return TOP + (1 - (scaled - low) / (high - low)) * (HEIGHT - TOP - BOTTOM)
+
+    def drawable(self, value: float) -> bool:
+        """Return True if a value can be drawn on this axis."""
+        return math.isfinite(value) and (value > 0 or not self.log)
+
+    def y_ticks(self) -> list[float]:
+        """Return the values of the horizontal grid lines."""
+        low, high = self.y_range
+        if not self.log:
+            return ticks(low, high, most=6)
+        steps = (1,) if high - low > 3 else (1, 2, 5)
+        powers = range(math.floor(low), math.ceil(high) + 1)
+        every = [k * 10.0**power for power in powers for k in steps]
+        return [value for value in every if low - 1e-9 <= math.log10(value) <= high + 1e-9]
+
+    def _scaled(self, values: Floats) -> Floats:
+        return np.log10(values) if self.log else values
+
+
+def ticks(low: float, high: float, *, most: int) -> list[float]:
+    """Return round values inside the range: steps of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _range(values: Floats) -> tuple[float, float]:
+    if not len(values):
+        return 0.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    around = max(0.5, 1e-9 * abs(low))  # at 2^62 a half is lost to rounding
+    return (low, high) if high > low else (low - around, high + around)
+
+
+def _grid(frame: Frame, panel: Panel, axis: str) -> list[str]:
+    out, right, bottom = [], WIDTH - RIGHT, HEIGHT - BOTTOM
+    for value in frame.y_ticks():
+        y = frame.y(value)
+        text = f"{value:.0%}" if panel.share else f"{value:.3g}"
+        out.append(
+            f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" stroke-opacity=".14"/>'
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
+        )
+    for value in ticks(*frame.x_range, most=7):
+        out.append(
+            f'<text x="{frame.x(value):.1f}" y="{bottom + 16}" text-anchor="middle">'
+            f"{value:,.0f}</text>"
+        )
+    out.append(
+        f'<path d="M{LEFT} {bottom}H{right}" stroke="currentColor" stroke-opacity=".6"/>'
+        f'<text x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
+        f"{X_TITLES[axis]}</text>"
+    )
+    return out
+
+
+def _line(frame: Frame, line: Drawn, index: int, axis: str) -> list[str]:
+    colour = f"stroke:var(--series-{index % 4 + 1})"
+    out, raw = [], line.raw.thinned(POINTS)
+    if line.smooth is not None:
+        path = _path(frame, raw.x(axis).tolist(), raw.value.tolist())
+        out.append(f'<path d="{path}" fill="none" style="{colour}" stroke-opacity=".35"/>')
+    shown = raw if line.smooth is None else line.smooth.thinned(POINTS)
+    dash = DASHES[index % len(DASHES)]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    path = _path(frame, shown.x(axis).tolist(), shown.value.tolist())
+    out.append(f'<path d="{path}" fill="none" style="{colour}" stroke-width="1.8"{dashed}/>')
+    if line.smooth is None and len(raw) <= 60:
+        for x, y in zip(raw.x(axis).tolist(), raw.value.tolist(), strict=True):
+            if frame.drawable(y):
+                place = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"'
+                out.append(f'<circle {place} r="2.4" style="fill:var(--series-{index % 4 + 1})"/>')
+    return out
+
+
+def _path(frame: Frame, xs: list[float], ys: list[float]) -> str:
+    parts, pen = [], "M"
+    for x, y in zip(xs, ys, strict=True):
+        if not frame.drawable(y):
+            pen = "M"
+            continue
+        parts.append(f"{pen}{frame.x(x):.1f} {frame.y(y):.1f}")
+        pen = "L"
+    return "".join(parts)
+
+
+def _alerts(frame: Frame, line: Drawn, one: Curves, axis: str) -> list[str]:
+    out: list[str] = []
+    values: dict[int, Any] = dict(
+        zip(line.raw.step.tolist(), zip(line.raw.x(axis), line.raw.value, strict=True), strict=True)
+    )
+    for alert in one.alerts:
+        if alert.step in values:
+            x, value = map(float, values[alert.step])
+            y = frame.y(value) if frame.drawable(value) else TOP + 8.0
+            text = escape_line(f"step {alert.step}: {alert.kind}: {alert.message}")
+            out.append(
+                f'<path d="M{frame.x(x) - 5:.1f} {y - 9:.1f}h10l-5 8z" style="fill:var(--bad)">'
+                f"<title>{text}</title></path>"
+            )
+    return out
+
+
+def _ended(line: Drawn) -> str:
+    shown = line.smooth or line.raw
+    finite = shown.value[np.isfinite(shown.value)]
+    return f"{line.label} ends at {finite[-1]:.4g}" if len(finite) else f"{line.label} has no value"

@@ -1,4 +1,4 @@
-// <glass-confusion>: what was asked against what was answered. Every cell prints its count and its share of
+// <glass-confusion>: targets against predictions. Every cell prints its count and its share of
 // the row; the ground only repeats the share. Arrows move, Enter opens the cell's examples.
 
 import { el, fill } from "./dom.js";
@@ -9,31 +9,31 @@ const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowD
 customElements.define("glass-confusion", class extends HTMLElement {
   #cells = [];
 
-  /** {group, rows, columns, counts, shares, chosen: {asked, answered} | null} */
+  /** {group, rows, columns, counts, shares, chosen: {target, predicted} | null} */
   set data({ group, rows, columns, counts, shares, chosen }) {
     const focused = this.contains(document.activeElement) ? document.activeElement.dataset : null;
-    const cell = (asked, answered, i, j) => {
-      const here = chosen?.asked === asked && chosen?.answered === answered;
-      const right = asked === answered;
+    const cell = (target, predicted, i, j) => {
+      const here = chosen?.target === target && chosen?.predicted === predicted;
+      const right = target === predicted;
       const button = el("button", {
         type: "button", class: right ? "cell right" : "cell", tabindex: -1,
         "aria-pressed": here, "data-row": i, "data-column": j,
-        "aria-label": `asked ${asked}, answered ${answered}: `
+        "aria-label": `target ${target}, predicted ${predicted}: `
           + `${count(counts[i][j])}, ${percent(shares[i][j])} of the row`,
         disabled: counts[i][j] === 0,
-        onclick: () => this.dispatchEvent(new CustomEvent("cell", { detail: { asked, answered } })),
+        onclick: () => this.dispatchEvent(new CustomEvent("cell", { detail: { target, predicted } })),
       }, el("span", { class: "count" }, count(counts[i][j])), el("span", { class: "share" }, percent(shares[i][j])));
       button.style.setProperty("--share", shares[i][j].toFixed(4));
       return button;
     };
-    this.#cells = rows.map((asked, i) => columns.map((answered, j) => cell(asked, answered, i, j)));
+    this.#cells = rows.map((target, i) => columns.map((predicted, j) => cell(target, predicted, i, j)));
     const all = this.#cells.flat();
     const first = all.find((each) => each.getAttribute("aria-pressed") === "true")
       ?? all.find((each) => !each.disabled);
     if (first) first.tabIndex = 0;
     fill(this, el("table", { class: "confusion", onkeydown: (event) => this.#key(event) },
-      el("caption", { class: "visually-hidden" }, `By ${group}: rows are what was asked, columns what was answered`),
-      el("thead", {}, el("tr", {}, ["asked", ...columns].map((name) => el("th", { scope: "col" }, name)),
+      el("caption", { class: "visually-hidden" }, `By ${group}: rows are targets, columns predictions`),
+      el("thead", {}, el("tr", {}, ["target", ...columns].map((name) => el("th", { scope: "col" }, name)),
         el("th", { scope: "col", class: "n" }, "all"))),
       el("tbody", {}, rows.map((name, i) => el("tr", {}, el("th", { scope: "row" }, name),
         this.#cells[i].map((button) => el("td", {}, button)),

@@ -22,7 +22,7 @@ class Errors {
     this.reading = el("p", { class: "note" });
     this.matrix = el("section", { class: "panel", "aria-labelledby": "matrix-title" }, this.title,
       el("p", { class: "hint" },
-        "A row is what was asked, a column what the answer looks like; count, and per cent of the row."),
+        "A row is the target, a column what was predicted; count, and per cent of the row."),
       scrolled("Table of answers", this.confusion), this.reading);
     this.confusion.addEventListener("cell", ({ detail }) => context.go(this.address(detail)));
     this.examples = el("section", { class: "panel examples", "aria-labelledby": "examples-title" });
@@ -75,8 +75,8 @@ class Errors {
   }
 
   address(change) {
-    const { step, split, by, asked, answered } = this.params;
-    return { run: this.run, step, split, by, asked, answered, ...change };
+    const { step, split, by, target, predicted } = this.params;
+    return { run: this.run, step, split, by, target, predicted, ...change };
   }
 
   #runs() {
@@ -93,7 +93,7 @@ class Errors {
 
   draw() {
     const { found, about } = this;
-    const go = (change) => this.context.go(this.address({ asked: null, answered: null, ...change }));
+    const go = (change) => this.context.go(this.address({ target: null, predicted: null, ...change }));
     const steps = [["best", `best (${about.best ?? "–"})`], ["last", `last (${about.last ?? "–"})`],
       ...about.checkpoints.map((step) => [String(step), count(step)])];
     this.table = found.tables.find((each) => each.group === this.params.by) ?? found.tables[0];
@@ -108,12 +108,12 @@ class Errors {
       fact("exact match", percent(found.exact_match, 2)), fact("loss", fixed(found.loss, 4)),
       fact("examples", [found.examples < found.of && `the first ${count(found.examples)} of `, count(found.of)]));
     this.matrix.classList.toggle("none", !this.table);
-    this.title.textContent = this.table ? "Asked and answered" : "Nothing to confuse";
+    this.title.textContent = this.table ? "Confusion matrix" : "No confusion matrix";
     this.reading.textContent = !this.table
       ? `The task ${about.task} has no reading of a wrong answer as another question's answer.`
       : `${this.table.reading && `A column is ${this.table.reading}. `}Choose a cell to see its examples.`;
-    const { asked, answered } = this.params;
-    if (this.table) this.confusion.data = { ...this.table, chosen: asked === undefined ? null : { asked, answered } };
+    const { target, predicted } = this.params;
+    if (this.table) this.confusion.data = { ...this.table, chosen: target === undefined ? null : { target, predicted } };
     const shares = Object.entries(found.by).map(([group, labels]) => [el("h3", {}, `By ${group}`), table({
       caption: `Exact match by ${group}`,
       head: [group, { text: "exact match", n: true }, { text: "examples", n: true }, silent("bar")],
@@ -126,22 +126,22 @@ class Errors {
 
   /** The examples of the chosen cell; without one, some that are wrong. */
   async list() {
-    const { asked, answered } = this.params;
+    const { target, predicted } = this.params;
     const { found, table: chosen } = this;
     const path = `/api/runs/${encodeURIComponent(this.run)}/errors/cell`;
     const { step, split } = this.params;
-    const cell = asked !== undefined && answered !== undefined && chosen
-      ? await this.open(query(path, { step, split, group: chosen.group, asked, answered })) : null;
+    const cell = target !== undefined && predicted !== undefined && chosen
+      ? await this.open(query(path, { step, split, group: chosen.group, target, predicted })) : null;
     if (this.gone || (cell === undefined)) return;
     const rows = cell ? cell.examples : found.errors.map(({ row, example }) => ({ row, text: example }));
     const said = rows.some((each) => each.answers?.answer !== undefined);
-    const title = cell ? `Asked ${asked}, answered ${answered}: ${count(cell.count)}` : "Some that are wrong";
+    const title = cell ? `Target ${target}, predicted ${predicted}: ${count(cell.count)}` : "Some that are wrong";
     const link = ({ row }) => el("a", { class: "open",
       href: this.context.href("inspect", { run: this.run, step, split: found.split, row }),
       "aria-label": `Inspect example ${row}` }, "Inspect");
     fill(this.examples, el("h2", { id: "examples-title" }, title),
       rows.length ? scrolled("Table of examples", table({ caption: title,
-        head: [{ text: "row", n: true }, "example", ...(said ? ["answered"] : []), silent("link")],
+        head: [{ text: "row", n: true }, "example", ...(said ? ["predicted"] : []), silent("link")],
         rows: rows.map((each) => [each.row, el("span", { class: "mono text" }, each.text),
           ...(said ? [el("strong", { class: "mono" }, each.answers.answer)] : []), link(each)]),
       })) : el("p", { class: "muted" }, "None."),

@@ -1,5 +1,5 @@
 // <glass-heat>: one attention map, large, with its tokens along both sides. Row = from, column = to.
-// Cells that may not be looked at are hatched: white would read as zero.
+// Masked cells are hatched: white would read as zero.
 
 import { el } from "./dom.js";
 import { fixed } from "./format.js";

@@ -41,7 +41,7 @@ export function commands(view, look, other, paths) {
   const [seen, shown, says] = look.snapshot ? probed(view, look, paths)
     : [`seen = ${read(own, ablate.length && `ablate=${python(ablate)}`)}`, map("seen"),
       `seen.next(${pos}), seen.lens.at(${pos}), seen.loss`];
-  const apart = alike && !look.snapshot ? `seen.beside(other, ${pos})`
+  const apart = alike && !look.snapshot ? `seen.compare(other, ${pos})`
     : `${map("other")}, other.next(${pos}), other.loss`;
   const lines = ["import glassformer as gf\n", seen, beside && `other = ${read(beside)}`,
     `${shown}${alike ? ` - ${map("other")}` : ""}`, says, beside && apart];
@@ -52,6 +52,6 @@ export function commands(view, look, other, paths) {
 function probed({ kind, layer, head, pos, step, run }, { at }, paths) {
   const file = `${paths[run] ?? run}/probes/step-${step.padStart(6, "0")}.safetensors`;
   const read = `from glassformer.lens.measure.probes import read_probes\n\nprobes = read_probes(${python(file)})`;
-  const map = head === "mean" ? `mean(${at}, ${layer}, kind="${kind}")` : `heat(${at}, "${kind}.L${layer}H${head}")`;
+  const map = head === "mean" ? `mean(${at}, ${layer}, kind="${kind}")` : `map(${at}, "${kind}.L${layer}H${head}")`;
   return [read, `probes.${map}`, `probes.top(${at}, ${pos})`];
 }

@@ -1,8 +1,8 @@
-// What the Inspect page asks of the server, and what it remembers of the answers.
+// What the Inspect page requests from the server, and the results it keeps.
 
 import { query } from "./api.js";
 
-const KEPT = 12; // looks remembered here; the server keeps 16
+const KEPT = 12; // inspections kept here; the server keeps 32 results
 
 /** digits@80:int8, and back. */
 export const modelName = ({ run, step, precision: bits }) => `${run}@${step}${bits === "float32" ? "" : `:${bits}`}`;
@@ -19,7 +19,7 @@ export function parse(params) {
     text: params.text ?? null, target: params.target ?? null,
     split: params.split ?? null, row: params.text === undefined ? number(params.row, null) : null,
     ablate: params.ablate ? params.ablate.split(",") : [],
-    // Without a head in the address, the one whose silence matters most is shown: see Inspect's #choose.
+    // Without a head in the address, the one whose ablation changes most is shown: see Inspect's #choose.
     kind: params.kind ?? (params.L || params.H ? "self" : null), layer: number(params.L, params.H ? 0 : null),
     head: params.H === "mean" ? "mean" : number(params.H, params.L ? 0 : null),
     pos: number(params.pos, null), src: number(params.src, 0),
@@ -64,7 +64,7 @@ function halves(words) {
   });
 }
 
-/** One look at one text: its header at once, its parts when they are asked for, each once. */
+/** One inspection of one text: its header at once, its parts on request, each once. */
 export class Look {
   #api;
   #parts = new Map();
@@ -108,7 +108,7 @@ export class Look {
   }
 }
 
-/** Looks by what was asked; the oldest is forgotten. */
+/** Inspections by their question; the least recently used is dropped. */
 export class Looks {
   #kept = new Map();
 
@@ -117,7 +117,10 @@ export class Looks {
   async ask(question, signal) {
     const name = JSON.stringify(question);
     if (!this.#kept.has(name)) {
-      const look = new Look(this.api, await this.api.post("/api/inspect", question, { signal }));
+      const { ablate, ...rest } = question;
+      // An ablation is one more pass over a kept inspection: the baseline is not computed again.
+      const path = ablate ? `/api/inspect/${(await this.ask(rest, signal)).key}/ablate` : "/api/inspect";
+      const look = new Look(this.api, await this.api.post(path, ablate ? { ablate } : rest, { signal }));
       this.#kept.set(name, look);
       if (this.#kept.size > KEPT) this.#kept.delete(this.#kept.keys().next().value);
     }

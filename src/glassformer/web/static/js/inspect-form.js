@@ -57,7 +57,7 @@ export class Form {
     this.#seen = look;
     this.prompt.value = look.text;
     this.target.value = look.target ?? "";
-    this.grow.disabled = look.grown === null;
+    this.grow.disabled = look.extended === null;
     this.grow.onclick = append;
     const layers = Object.values(look.kinds).map(({ heads }) => heads);
     fill(this.facts, el("span", { id: "parameters" }, count(look.parameters)), " parameters · ",

@@ -18,7 +18,7 @@ export function facts(look, at, otherName) {
       fact(`KL from ${otherName}`, fixed(at.against.kl, 4), "kl-against")]);
 }
 
-/** What the silenced heads did: loss before and after, the answer before and after. */
+/** What the ablated heads did: loss before and after, the prediction before and after. */
 export function effect(look, { before, next }) {
   if (!look.ablated.length || !before) return null;
   const number = (text, id) => el("b", { class: "number", id }, text);
@@ -26,18 +26,18 @@ export function effect(look, { before, next }) {
   const change = look.loss !== null && el("p", {}, "loss ", number(fixed(look.loss_before), "loss-before"), " → ",
     number(fixed(look.loss), "loss-after"), ` (${signed(look.loss - look.loss_before)})`);
   return el("div", { class: "effect" }, change,
-    el("p", {}, "says ", word(before.top), " → ", word(next[0])),
+    el("p", {}, "predicted ", word(before.top), " → ", word(next[0])),
     el("p", {}, "KL from before ", number(fixed(before.kl), "kl-before")));
 }
 
-/** Every head by its effect; a click shows it, a second button silences it. */
+/** Every head by its effect; a click shows it, a second button ablates it. */
 export function rankingTable({ by, rows }, chosen, { pick, toggle }) {
   const most = Math.max(1e-9, ...rows.map((each) => Math.abs(each.effect)));
   const digits = most < 0.01 ? 6 : 3; // of a model that is sure, the effects are small, and not all zero
   const button = (text, label, run) =>
     el("button", { type: "button", class: "quiet small", "aria-label": label, onclick: run }, text);
   return table({
-    caption: `Heads by ${by === "loss" ? "change of the loss" : "divergence"} when silenced`,
+    caption: `Heads by ${by === "loss" ? "change of the loss" : "divergence"} when ablated`,
     head: ["head", { text: by === "loss" ? "Δ loss" : "KL", n: true }, silent("bar"), silent("ablate")],
     rows: rows.map(({ head, effect: size }) => el("tr", { class: head === chosen ? "marked" : null },
       el("th", { scope: "row" }, button(head, `Show ${head}`, () => pick(head))),
@@ -57,7 +57,7 @@ export function mapTable({ values, shape: [T, S], rows, columns, row, name }) {
   }
   const size = (j) => Math.abs(values[row * S + j]);
   const order = [...Array(S).keys()].filter((j) => !Number.isNaN(size(j))).sort((a, b) => size(b) - size(a));
-  return table({ caption: `${name}: where position ${row} (${rows[row]}) looks, the ${WHOLE} strongest`,
+  return table({ caption: `${name}: what position ${row} (${rows[row]}) attends to, the ${WHOLE} strongest`,
     head: ["to", { text: "position", n: true }, { text: "weight", n: true }],
     rows: order.slice(0, WHOLE).map((j) => [columns[j], String(j), cell(row, j)]) });
 }

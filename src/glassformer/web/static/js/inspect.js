@@ -1,4 +1,4 @@
-// The page Inspect: one text in one model. What it says, where its heads look, and which of them matter.
+// The page Inspect: one text in one model. What it predicts, what its heads attend to, which of them matter.
 
 import "./bars.js";
 import { busy, el, fill, nothingYet, scrolled } from "./dom.js";
@@ -55,8 +55,8 @@ class Inspect {
     this.norms = el("glass-norms");
     this.ranking = el("div", { class: "ranking" });
     this.where = el("span", { class: "muted" });
-    this.advice = el("p", { class: "note" }, "Weights show where a head looks, not what the answer depends on: press ",
-      el("kbd", {}, "x"), " to silence it and see.");
+    this.advice = el("p", { class: "note" }, "Weights show what a head attends to, not what the prediction depends on: press ",
+      el("kbd", {}, "x"), " to ablate it and see.");
     this.map.beside.append(this.ablate, this.advice);
     const panel = (name, title, ...children) => el("section", { class: `panel ${name}`, "aria-label": title },
       el("h2", {}, title, name === "lens" && this.where), children);
@@ -66,7 +66,7 @@ class Inspect {
       panel("attention", "Attention", this.controls.root, this.grid, this.map.nodes),
       el("div", { class: "stack" },
         panel("lens", "Logit lens", scrolled("Logit lens table", this.lens)),
-        panel("norms", "Norms", this.norms), panel("rank", "If silenced", this.ranking))));
+        panel("norms", "Norms", this.norms), panel("rank", "If ablated", this.ranking))));
   }
 
   #keys() {
@@ -124,7 +124,7 @@ class Inspect {
   }
 
   append() {
-    if (this.look.grown !== null) this.change({ text: this.look.grown, target: null, row: null, pos: null });
+    if (this.look.extended !== null) this.change({ text: this.look.extended, target: null, row: null, pos: null });
   }
 
   async start(params) {
@@ -159,7 +159,7 @@ class Inspect {
       await this.#load(await this.#about(signal), signal);
     } catch (error) {
       if (signal.aborted || error.status !== 404 || !/kept/.test(error.what)) throw error;
-      this.looks.forget(); // the server let go of an old look: ask for it again
+      this.looks.forget(); // the server dropped an old result: request it again
       await this.refresh();
     } finally {
       if (!signal.aborted) {
@@ -198,7 +198,7 @@ class Inspect {
     return !look.snapshot && (look.ranked || look.headCount * look.words.length <= RANKED_AT_ONCE);
   }
 
-  /** The head whose silence changes most, as `glass inspect` has it; the first where nobody tried. */
+  /** The head whose ablation changes most, as in `glass inspect`; the first where heads are not ranked. */
   async #choose(view) {
     const { rows } = this.#ranks ? await this.look.ranking() : { rows: [] };
     const places = rows.map(({ head }) => placeOf(head));
@@ -208,12 +208,12 @@ class Inspect {
 
   /** Put what the address left open, or set too high, where it belongs. */
   #settle(view) {
-    const { kinds, place, words, source_words: source } = this.look;
+    const { kinds, readout, words, source_words: source } = this.look;
     if (!kinds[view.kind]) view.kind = "self";
     const { heads } = kinds[view.kind];
     view.layer = Math.min(view.layer, heads.length - 1);
     if (view.head !== "mean") view.head = Math.min(view.head, heads[view.layer] - 1);
-    view.pos = Math.min(view.pos ?? place, words.length - 1);
+    view.pos = Math.min(view.pos ?? readout, words.length - 1);
     view.src = Math.min(view.src, (source?.length ?? 1) - 1);
     this.context.replace(address(view));
   }
@@ -236,7 +236,7 @@ class Inspect {
     const row = kind === "encoder" ? view.src : pos;
     this.map.draw(maps.map((map, i) => ({ ...map, ...models[i].wordsOf(kind), name,
       row: row < map.shape[0] ? row : null, caption: i ? this.otherName() : "this model" })),
-      { ...view, difference, title: difference ? `${name}, less ${this.otherName()}'s` : name });
+      { ...view, difference, title: difference ? `${name}, minus ${this.otherName()}'s` : name });
     this.#drawAblation(view, at);
     await this.#drawRanking(signal);
   }
@@ -250,16 +250,16 @@ class Inspect {
       rows: at.next.map(({ word, p }, i) => ({ word, p, other: beside?.p[i] })) };
     fill(this.answers, facts(this.look, at, view.other && this.otherName()));
     fill(this.where, `at ${view.pos} `, el("span", { class: "word" }, this.look.words[view.pos]));
-    this.lens.data = { target, caption: `What half-layers would say at position ${view.pos}`, rows: named(at.lens) };
+    this.lens.data = { target, caption: `What half-layers would predict at position ${view.pos}`, rows: named(at.lens) };
     this.norms.data = { caption: `Norms at position ${view.pos}`, rows: named(at.norms) };
   }
 
   #drawGrid(view, small) {
     const { heads } = this.look.kinds[view.kind];
-    const silent = view.ablate.map(placeOf).filter(({ kind }) => kind === view.kind);
+    const ablated = view.ablate.map(placeOf).filter(({ kind }) => kind === view.kind);
     this.grid.data = { bytes: small.values, shape: small.shape, heads, kind: view.kind };
     this.grid.chosen = { layer: view.layer, head: view.head,
-      ablated: new Set(silent.map(({ layer, head }) => `${layer}.${head}`)) };
+      ablated: new Set(ablated.map(({ layer, head }) => `${layer}.${head}`)) };
   }
 
   #drawAblation({ ablate }, at) {
@@ -300,7 +300,7 @@ class Inspect {
     this.map.say(cell);
   }
 
-  /** A token is a row on its own side, and a column where it can be looked at. */
+  /** A token is a row on its own side, and a column where it can be attended to. */
   #hoverToken(side, place) {
     const { kind } = this.view;
     const row = (side === "source") === (kind === "encoder") ? place : null;

@@ -13,8 +13,7 @@ import pytest
 from glassformer.spec.errors import InputError
 from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Refused, Unknown
-from glassformer.web.app.workspace import Lab, id_for, written_at
-from glassformer.web.pages.inspect import TWIN
+from glassformer.web.app.workspace import Workspace, id_for, written_at
 from tests.web.conftest import Client, Opener
 
 TRAVERSALS = (
@@ -192,22 +191,22 @@ def test_a_pipe_in_a_files_place_holds_nobody_up(tmp_path: Path, open_app: Opene
 
 
 def test_what_a_folder_is(runs: Path, tmp_path: Path) -> None:
-    everything = Lab(runs)
+    everything = Workspace(runs)
     assert [name for name, _, _ in everything.folders()] == ["digits-0", "digits-1", "quick"]
-    alone = Lab(runs / "digits-0")
+    alone = Workspace(runs / "digits-0")
     assert [(name, kind) for name, _, kind in alone.folders()] == [("digits-0", "run")]
     with pytest.raises(Unknown):
         alone.folder("digits-1")
-    model = Lab(alone.checkpoint("digits-0"))
+    model = Workspace(alone.checkpoint("digits-0"))
     assert [kind for _, _, kind in model.folders()] == ["model"]
     with pytest.raises(InputError, match="no curves"):
         model.run(model.folders()[0][0])
-    assert Lab(tmp_path / "nothing").folders() == []
+    assert Workspace(tmp_path / "nothing").folders() == []
     assert id_for(tmp_path / "a model (v2)") == "a-model--v2-"
 
 
 def test_steps_are_names_too(runs: Path) -> None:
-    lab = Lab(runs)
+    lab = Workspace(runs)
     assert lab.checkpoint("digits-0", "8").name == "step-000008"
     assert lab.checkpoint("digits-0", "last").name == "step-000012"
     with pytest.raises(Unknown, match="no checkpoint '9'"):
@@ -221,9 +220,9 @@ def test_a_checkpoint_that_is_a_link_out_is_refused(runs: Path, tmp_path: Path) 
     run = tmp_path / "runs" / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "run.json").write_text("{}", encoding="utf-8")
-    (run / "checkpoints" / "step-000001").symlink_to(Lab(runs).checkpoint("digits-0"))
+    (run / "checkpoints" / "step-000001").symlink_to(Workspace(runs).checkpoint("digits-0"))
     with pytest.raises(Refused, match="link"):
-        Lab(tmp_path / "runs").checkpoint("run", "1")
+        Workspace(tmp_path / "runs").checkpoint("run", "1")
 
 
 @pytest.mark.parametrize("text", ["step-²".encode(), b"step-" + b"9" * 5000, b"\xff", b""])
@@ -244,7 +243,7 @@ def test_a_pointer_that_leads_nowhere_is_none(
 
 
 def test_two_models_stay_in_memory(runs: Path) -> None:
-    lab = Lab(runs)
+    lab = Workspace(runs)
     first = lab.model("digits-0")
     assert lab.model("digits-0") is first
     lab.model("digits-1")
@@ -259,7 +258,7 @@ def test_two_models_stay_in_memory(runs: Path) -> None:
 def test_results_go_with_the_model_that_they_hold(runs: Path, open_app: Opener) -> None:
     """Scrubbing through checkpoints must not leave a model in memory for each of them."""
     client = open_app(runs)
-    lab: Lab = client.app.state.lab
+    lab: Workspace = client.app.state.workspace
     asked = {"run": "digits-0", "text": "SECOND 7 3 9"}
     keys, models = [], []
     for step, precision in (("4", "float32"), ("4", "int8"), ("8", "float32"), ("12", "float32")):
@@ -268,7 +267,6 @@ def test_results_go_with_the_model_that_they_hold(runs: Path, open_app: Opener) 
         models.append(weakref.ref(lab.model("digits-0", step).model))
     found = [client.ask(f"/api/inspect/{key}/ranking").status for key in keys]
     assert found == [404, 404, 200, 200]
-    lab.remember(TWIN, None)
     gc.collect()
     assert [model() is None for model in models] == [True, True, False, False]
 
@@ -280,7 +278,7 @@ def test_a_checkpoint_that_goes_away_is_told(runs: Path) -> None:
 
 def test_one_heavy_job_at_a_time(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PATIENCE_SECONDS", 0.01)
-    lab = Lab(runs)
+    lab = Workspace(runs)
     with lab.working("digits-0") as adapter:
         assert adapter is lab.model("digits-0")
         with pytest.raises(Busy), lab.heavy():
@@ -291,22 +289,22 @@ def test_one_heavy_job_at_a_time(runs: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_busy_is_told_as_such(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PATIENCE_SECONDS", 0.01)
-    with client.app.state.lab.heavy():
+    with client.app.state.workspace.heavy():
         answer = client.ask("/api/runs/quick/errors")
     assert answer.status == 503
     assert answer.headers["retry-after"] == "1"
 
 
 def test_results_are_kept_and_the_oldest_let_go(runs: Path) -> None:
-    lab = Lab(runs)
-    keys = [lab.keep(number) for number in range(limits.INSPECTIONS + 1)]
-    assert lab.kept(keys[-1]) == limits.INSPECTIONS
+    lab = Workspace(runs)
+    keys = [lab.results.put(number) for number in range(limits.RESULTS + 1)]
+    assert lab.results.get(keys[-1]) == limits.RESULTS
     with pytest.raises(Unknown, match="ask for it again"):
-        lab.kept(keys[0])
+        lab.results.get(keys[0])
 
 
 def test_a_model_is_loaded_once_by_two_threads(runs: Path) -> None:
-    lab = Lab(runs)
+    lab = Workspace(runs)
     found = []
     threads = [threading.Thread(target=lambda: found.append(lab.model("quick"))) for _ in range(4)]
     for thread in threads:

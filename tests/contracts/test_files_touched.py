@@ -1,0 +1,49 @@
+"""Adding a page or a check touches few files: the ones that its docs page names, counted here."""
+
+import re
+
+from glassformer.checks.catalogue import PART_CHECKS, SUBJECT_CHECKS
+from tests.contracts.test_docs import ROOT
+from tests.contracts.test_house import HOUSE
+
+WEB = HOUSE / "web"
+#: A page's name as a module, a route, a file or a style: not the English word, not `spec.errors`.
+PAGE = re.compile(
+    r"""["'`/#]errors\b|(?<!spec)\.errors\b|pages import .*\berrors\b|\berrors\.(?:ROUTES|js|css)"""
+)
+
+
+def spelled(folder, pattern):
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".js", ".css")]
+    found = [path for path in files if pattern.search(path.read_text(encoding="utf-8"))]
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def named_in(page):
+    """Paths that a docs page lists as `path`, with NAME for the new part."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return set(re.findall(r"^\d\. `([\w./-]+)`", text, re.MULTILINE))
+
+
+def test_a_page_is_spelled_in_at_most_six_files():
+    package = set()
+    for part in ("app", "pages", "static"):
+        package |= spelled(WEB / part, PAGE)
+    docs = {"docs/explore.md"}
+    assert package | docs == {
+        name.replace("NAME", "errors") for name in named_in("adding-a-page.md")
+    }
+    assert len(package | docs) <= 6
+
+
+def test_a_check_is_spelled_in_at_most_three_files():
+    """Its name in the catalogue, its function in one module of rows, its planted fault."""
+    needed = named_in("adding-a-check.md")
+    assert len(needed) <= 3
+    catalogue, faults = "src/glassformer/checks/catalogue.py", "tests/checks/faults.py"
+    assert {catalogue, faults} < needed
+    for check in (*PART_CHECKS, *SUBJECT_CHECKS):
+        assert spelled(HOUSE, re.compile(re.escape(f'"{check.name}"'))) == {catalogue}, check.name
+        home = check.run.__module__.removeprefix("glassformer.checks.rows.")
+        run = re.compile(rf"\b{home}\.{check.run.__name__}\b")
+        assert catalogue in spelled(HOUSE / "checks", run), check.name
