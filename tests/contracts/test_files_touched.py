@@ -41,9 +41,11 @@ def test_a_check_is_spelled_in_at_most_three_files():
     needed = named_in("adding-a-check.md")
     assert len(needed) <= 3
     catalogue, faults = "src/glassformer/checks/catalogue.py", "tests/checks/faults.py"
+    own = "src/glassformer/checks/adapter.py"  # the adapters' certificate has rows of its own
     assert {catalogue, faults} < needed
     for check in (*PART_CHECKS, *SUBJECT_CHECKS):
-        assert spelled(HOUSE, re.compile(re.escape(f'"{check.name}"'))) == {catalogue}, check.name
+        files = spelled(HOUSE, re.compile(re.escape(f'"{check.name}"')))
+        assert files - {own} == {catalogue}, check.name
         home = check.run.__module__.removeprefix("glassformer.checks.rows.")
         run = re.compile(rf"\b{home}\.{check.run.__name__}\b")
         assert catalogue in spelled(HOUSE / "checks", run), check.name

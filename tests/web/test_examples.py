@@ -49,7 +49,7 @@ def test_a_question_is_its_own_opening_and_an_answer_is_not_in_it(talkers: Works
 
 def test_a_piece_of_a_sign_is_called_by_its_number(tmp_path: Path) -> None:
     lab = Workspace(folders.write_model(tmp_path / "runs" / "qwen"))
-    body = {"run": "qwen", "prompt": "The cat", "mode": "sample", "max_tokens": 24, "seed": 1}
+    body = {"run": "qwen", "prompt": "The cat", "mode": "sample", "max_new_tokens": 24, "seed": 1}
     lines = list(generate.generate(Query(body=body), lab))
     words = [one["word"] for line in lines[1:-1] for one in (line, *line["alternatives"])]
     assert any(word.startswith("<id ") for word in words)

@@ -141,7 +141,7 @@ def test_what_a_run_does_not_have_is_said(runs):
     shutil.rmtree(runs / "bare" / "probes")
     (runs / "bare" / "metrics.jsonl").write_text("")
     text = report_html(str(runs / "bare"), certificate=NO_CHECKS)
-    assert "This run kept no probes" in text
+    assert "This run has no probes" in text
     assert "Not available: nothing was measured yet in bare" in text
     assert "What it writes" in report_html(str(runs / "text"), certificate=NO_CHECKS)
     assert "What it writes" not in text

@@ -32,7 +32,7 @@ LARGEST, WIDEST = (1 << 53) - 1, 1e9
 INITIAL = {"max_new_tokens": 64, "temperature": 1.0}
 
 
-def options(query: Query, lab: Lab) -> dict[str, Any]:
+def options(query: Query, lab: Workspace) -> dict[str, Any]:
     """The options of every mode, for the page to draw its controls and to write commands."""
     query.only()
     return {mode: [_control(each, mode) for each in controls(mode)] for mode in MODES}

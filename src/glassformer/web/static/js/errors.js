@@ -110,7 +110,7 @@ class Errors {
     this.matrix.classList.toggle("none", !this.table);
     this.title.textContent = this.table ? "Confusion matrix" : "No confusion matrix";
     this.reading.textContent = !this.table
-      ? `The task ${about.task} has no reading of a wrong answer as another question's answer.`
+      ? `The task ${about.task} has no confusion matrix: a wrong token is not the answer to another question.`
       : `${this.table.reading && `A column is ${this.table.reading}. `}Choose a cell to see its examples.`;
     const { target, predicted } = this.params;
     if (this.table) this.confusion.data = { ...this.table, chosen: target === undefined ? null : { target, predicted } };

@@ -117,16 +117,14 @@ export class Looks {
   async ask(question, signal) {
     const name = JSON.stringify(question);
     if (!this.#kept.has(name)) {
-      const { ablate, ...rest } = question;
-      // An ablation is one more pass over a kept inspection: the baseline is not computed again.
+      const { ablate, ...rest } = question; // an ablation is one more pass over a kept inspection
       const path = ablate ? `/api/inspect/${(await this.ask(rest, signal)).key}/ablate` : "/api/inspect";
       const look = new Look(this.api, await this.api.post(path, ablate ? { ablate } : rest, { signal }));
       this.#kept.set(name, look);
       if (this.#kept.size > KEPT) this.#kept.delete(this.#kept.keys().next().value);
     }
     const look = this.#kept.get(name);
-    this.#kept.delete(name); // to the end: used last
-    this.#kept.set(name, look);
+    this.#kept.delete(name), this.#kept.set(name, look); // to the end: used last
     return look;
   }
 
