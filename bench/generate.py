@@ -19,7 +19,7 @@ from glassformer.costs.memory import cache_bytes
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
@@ -91,7 +91,7 @@ def run(device: str = "cpu", quick: bool = False) -> Iterator[Row]:
         yield from against_transformers(
             name, shape, new=new, batches=batches, rounds=rounds, size=size
         )
-    wrong = len(list(disagreements(size.searches, steppers=(TorchStepper, Decoder))))
+    wrong = len(list(disagreements(size.searches, steppers=(TorchStepper, FastStepper))))
     yield said(
         "generate", "beam against brute force", f"{wrong} wrong lists of {size.searches} models"
     )
@@ -113,7 +113,7 @@ def against_naive(d_model: int, n_layers: int, *, size: Size) -> Iterator[Row]:
     sides: Sides = {
         "naive loop, no cache": greedy(NaiveStepper(model), [[1]], new=size.new),
         "glassformer, cached": greedy(TorchStepper(model), [[1]], new=size.new),
-        "glassformer, lean": greedy(Decoder(model), [[1]], new=size.new),
+        "glassformer, lean": greedy(FastStepper(model), [[1]], new=size.new),
     }
     case = f"d{d_model} L{n_layers}, {size.new} tokens, batch 1"
     times = interleave(sides, rounds=size.rounds, inner=1, warmup=1)
@@ -156,7 +156,7 @@ def against_transformers(
         yield said("generate", f"Qwen2 {name}", "transformers is not installed")
         return
     model, theirs = qwen_pair(shape, length=size.prompt + new, device="cpu")
-    lean = Decoder(model)
+    lean = FastStepper(model)
     for batch in batches:
         case = f"Qwen2 {name}, prompt {size.prompt}, {new} new, batch {batch}"
         generator = torch.Generator().manual_seed(1)
@@ -169,7 +169,7 @@ def against_transformers(
             "glassformer, lean": greedy(lean, prompts, new=new),
         }
         if batch == 1 and (shutil.which("c++") or shutil.which("g++")):
-            compiled = Decoder(model, compile=True)
+            compiled = FastStepper(model, compile=True)
             sides["glassformer, lean, compiled"] = greedy(compiled, prompts, new=new)
         elif batch == 1:
             yield said("generate", case, "compiled: not run, there is no C++ compiler")
@@ -218,7 +218,7 @@ def on_gpu(
 ) -> Iterator[Row]:
     """bfloat16, the whole step as one graph, beside transformers with its static cache."""
     model, theirs = qwen_pair(shape, length=size.prompt + new, device=device, dtype=torch.bfloat16)
-    ours = Decoder(model)
+    ours = FastStepper(model)
     for batch in batches:
         case = f"bf16, prompt {size.prompt}, {new} new, batch {batch}"
         generator = torch.Generator().manual_seed(1)
@@ -250,7 +250,7 @@ def constrained(size: Size) -> Iterator[Row]:
     """What a constraint costs: brackets, sampled, batch 32; ratio = time over unconstrained."""
     names = Vocab(("PAD", "BOS", "EOS", "(", ")"))
     model = fresh(presets.core(vocab_size=5, max_seq_len=256), device="cpu")
-    stepper, prompts = Decoder(model), [[1]] * 32
+    stepper, prompts = FastStepper(model), [[1]] * 32
     bound = Constraint(brackets(4), tokenizer=names)
     new = size.new
     spec = DecodeSpec(max_new_tokens=new + 1, min_new_tokens=new, temperature=1.0, eos=(EOS,))
@@ -278,7 +278,7 @@ def constrained(size: Size) -> Iterator[Row]:
 def flat(size: Size) -> Iterator[Row]:
     """Memory over many generations of one decoder: prompts of changing lengths and batches."""
     model = fresh(presets.core(), device="cpu")
-    decoder, count = Decoder(model), size.generations
+    decoder, count = FastStepper(model), size.generations
     spec = DecodeSpec(max_new_tokens=8)
 
     def once(number: int) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.quant_peers import installed, peers_of
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.autotune import CHOICES
@@ -203,15 +203,15 @@ def _decoders(models: dict[str, Model]) -> dict[str, Side]:
     """One step each, at a past of 128 that does not grow: the same place is written again."""
     sides: dict[str, Side] = {EAGER: _step(TorchStepper(models[EAGER]))}
     for name, model in models.items():
-        sides[FASTEST if name == EAGER else name] = _step(Decoder(model))
+        sides[FASTEST if name == EAGER else name] = _step(FastStepper(model))
     return sides
 
 
-def _step(stepper: TorchStepper | Decoder) -> Side:
+def _step(stepper: TorchStepper | FastStepper) -> Side:
     prompt = torch.randint(1000, (PAST,), generator=torch.Generator().manual_seed(1)).tolist()
     _, past = stepper.start(Prompts.of([prompt]), room=2)
     token = torch.zeros(1, dtype=torch.long)
-    memory = past.slots if isinstance(stepper, Decoder) else past.cache
+    memory = past.slots if isinstance(stepper, FastStepper) else past.cache
 
     def step() -> object:
         memory.length = PAST

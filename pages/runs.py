@@ -26,7 +26,7 @@ from glassformer.checks.preset_subjects import sample_subjects
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.lab.recipes import recipe
 from glassformer.models.build import build
@@ -111,7 +111,7 @@ def searched(run: Trained, *, width: int, alpha: float, rows: int = 100) -> tupl
     )
     assert batch.source is not None
     prompts = Prompts.of([[1]] * rows, sources=batch.source.tokens, source_valid=batch.source.valid)
-    found = beam_search(Decoder(run.model), prompts, spec=spec)
+    found = beam_search(FastStepper(run.model), prompts, spec=spec)
     lengths = [len(beams.hypotheses[0].tokens) - 1 for beams in found]
     return float(np.mean([length == 0 for length in lengths])), float(np.mean(lengths))
 

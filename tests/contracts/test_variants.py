@@ -25,7 +25,7 @@ from glassformer.costs.flops import flops
 from glassformer.costs.memory import activations, optimizer_bytes
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.build_task import build_task
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.models.build import build
 from glassformer.models.model import Model
@@ -218,7 +218,7 @@ def fast_step(model: ModelSpec) -> None:
     for owner, name in probed_parts(model, known):
         part = getattr(owner, name)
         part.__class__ = type("ProbeVariant", (torch.nn.Module,), {})
-    stepper = Decoder(known, routines="linear")
+    stepper = FastStepper(known, routines="linear")
     logits, past = stepper.start(Prompts.of([[1, 2, 3]]), room=2)
     stepper.step(logits.argmax(-1), past=past)
 

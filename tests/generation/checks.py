@@ -9,7 +9,7 @@ import torch
 
 from glassformer.checks.brute_force import disagreements, random_trial
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import NOTHING, decode
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
@@ -87,9 +87,9 @@ SOURCES = ((2, 7), (1, 8, 2, 8, 1, 8), (2, 8, 4))
 STEPPERS = {
     "fixed": TorchStepper,
     "growing": lambda model: TorchStepper(model, cache="growing"),
-    "lean": lambda model: Decoder(model, routines="linear"),
-    "transposed": lambda model: Decoder(model, routines="transposed"),
-    "columns": lambda model: Decoder(model, routines="columns"),
+    "lean": lambda model: FastStepper(model, routines="linear"),
+    "transposed": lambda model: FastStepper(model, routines="transposed"),
+    "columns": lambda model: FastStepper(model, routines="columns"),
 }
 
 
@@ -137,8 +137,8 @@ def cached_is_uncached(*, steppers=tuple(STEPPERS), specs=tuple(SPECS)) -> None:
 def masked_is_sliced() -> None:
     """The form of the step that is compiled, run without a compiler, in memory that was used."""
 
-    def make(model: Model) -> Decoder:
-        decoder = Decoder(model, routines="linear")
+    def make(model: Model) -> FastStepper:
+        decoder = FastStepper(model, routines="linear")
         generate_batch(decoder, prompts_for(model), spec=DecodeSpec(max_new_tokens=20))
         with torch.inference_mode():
             for kv_BXSH in decoder._kvs:
@@ -241,7 +241,7 @@ def steps_are_counted() -> None:
     model.encode = lambda *a, **k: calls.append(1) or encode(*a, **k)
     prompts = prompts_for(model)
     longest = max(map(len, prompts.tokens))
-    for make in (TorchStepper, Decoder):
+    for make in (TorchStepper, FastStepper):
         calls.clear()
         stepper = make(model)
         read = []
@@ -265,7 +265,7 @@ def steps_are_counted() -> None:
 
 def beams_are_exact(*, models: int = 60) -> None:
     """The n-best list of a search of full width = the best of all sequences."""
-    lean = functools.partial(Decoder, routines="linear")
+    lean = functools.partial(FastStepper, routines="linear")
     assert list(disagreements(models, steppers=(TorchStepper, lean))) == []
 
 
@@ -281,7 +281,7 @@ def narrow_beams_are_plain() -> None:
         for width in (1, 2, 5):
             spec = BeamSpec(width=width, **rules)
             want = _plain_beams(model, prompts, spec)
-            for stepper in (TorchStepper(model), Decoder(model, routines="linear")):
+            for stepper in (TorchStepper(model), FastStepper(model, routines="linear")):
                 (found,) = beam_search(stepper, prompts, spec=spec)
                 assert [h.tokens for h in found.hypotheses] == want, (width, rules)
 
@@ -311,7 +311,7 @@ def beam_one_is_greedy() -> None:
     """And temperature 0, whatever the length penalty."""
     for seed, (name, alpha) in enumerate(itertools.product(SPECS, (-1.0, 0.0, 8.0))):
         model = built(SPECS[name], seed=seed)
-        prompts, stepper = prompts_for(model), Decoder(model, routines="linear")
+        prompts, stepper = prompts_for(model), FastStepper(model, routines="linear")
         rules = {"max_new_tokens": 9, "eos": (2, 7, 11), "min_new_tokens": 2}
         greedy = generate_batch(stepper, prompts, spec=DecodeSpec(**rules))
         beams = beam_search(stepper, prompts, spec=BeamSpec(width=1, alpha=alpha, **rules))

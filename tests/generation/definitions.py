@@ -142,12 +142,17 @@ def draws_are_independent() -> None:
 
 def the_chain_is_in_order() -> None:
     """forced, repetition, forbidden, eos, permission, temperature, then the rules in order."""
+    for typical_p in (1.0, 0.8):
+        _chain_with(typical_p)
+
+
+def _chain_with(typical_p: float) -> None:
     spec = DecodeSpec(
         temperature=0.7,
         top_k=6,
         top_p=0.9,
         min_p=0.05,
-        typical_p=0.8,
+        typical_p=typical_p,
         repetition_penalty=1.3,
         forbidden=(1,),
         forced=(4,),
@@ -170,5 +175,5 @@ def the_chain_is_in_order() -> None:
             x_BV = samplers.forbid(x_BV, (1, 2) if step < 2 else (1,))
             x_BV = x_BV.masked_fill(~allow_BV, -math.inf) / 0.7
             x_BV = samplers.keep_min_p(samplers.keep_top_p(samplers.keep_top_k(x_BV, 6), 0.9), 0.05)
-            x_BV = samplers.keep_typical(x_BV, 0.8)
+            x_BV = samplers.keep_typical(x_BV, typical_p)
             assert got.tolist() == draw(x_BV, seed=11, rows=rows, step=step).tolist()

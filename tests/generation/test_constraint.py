@@ -14,7 +14,7 @@ from glassformer.data.tokenizers.characters import Bytes, Characters
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import decode
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -77,7 +77,9 @@ def test_forced_and_forbidden_tokens_go_along():
     spec = DecodeSpec(
         temperature=3.0, eos=(EOS,), forced=(opening, opening), max_new_tokens=7, min_new_tokens=6
     )
-    for sequence in generate_batch(Decoder(model), [[1]] * 20, spec=spec, constraint=constraint):
+    for sequence in generate_batch(
+        FastStepper(model), [[1]] * 20, spec=spec, constraint=constraint
+    ):
         assert sequence.tokens[:2] == (opening, opening)
         assert constraint.machine.accepts(NAMES.detokenize(sequence.tokens[:-1]).split())
 

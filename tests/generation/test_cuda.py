@@ -7,7 +7,7 @@ from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
@@ -34,7 +34,7 @@ def test_the_gpu_gives_the_tokens_of_the_cpu(name):
 
     want = list(answers(NaiveStepper(model)))
     model.cuda()
-    for make in (TorchStepper, Decoder):
+    for make in (TorchStepper, FastStepper):
         assert list(answers(make(model))) == want
 
 
@@ -51,9 +51,9 @@ def test_rows_that_end_leave_the_others_as_they_were(dtype):
     spec = DecodeSpec(max_new_tokens=16, temperature=1.0, eos=ends)
     want = [g.tokens for g in generate_batch(TorchStepper(model), prompts, spec=spec)]
     assert len({len(tokens) for tokens in want}) > 3
-    decoder = Decoder(model)
+    decoder = FastStepper(model)
     for _ in range(2):
         assert [g.tokens for g in generate_batch(decoder, prompts, spec=spec)] == want
     assert [
-        g.tokens for g in generate_batch(Decoder(model, graph=False), prompts, spec=spec)
+        g.tokens for g in generate_batch(FastStepper(model, graph=False), prompts, spec=spec)
     ] == want

@@ -5,7 +5,7 @@ import torch
 from bench.peers import BOS, EOS, fresh, marian_twin, qwen_pair
 from bench.translation import first_tokens, marian, ours_crossed
 
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -19,7 +19,7 @@ NEW = 12
 
 
 def steppers(model):
-    return TorchStepper(model), Decoder(model, routines="linear")
+    return TorchStepper(model), FastStepper(model, routines="linear")
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own

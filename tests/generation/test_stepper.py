@@ -6,7 +6,7 @@ import torch
 
 from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.preset_subjects import NARROW, perturb
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -34,7 +34,7 @@ def test_every_preset_decodes_alike_with_and_without_a_cache(name, dtype, limit)
     model = perturb(build(spec), dtype=dtype, seed=3)
     sources = None if spec.encoder is None else checks.SOURCES
     prompts = Prompts(((3, 1, 4, 1, 5), (2, 2), (6, 5, 3)), sources)
-    for make in (TorchStepper, Decoder):
+    for make in (TorchStepper, FastStepper):
         assert max(checks.paired_logits(make, model, prompts, steps=8)) <= limit
 
 
@@ -69,7 +69,7 @@ def test_the_by_hand_engine_says_that_it_counts_padding():
         generate_batch(hand, [[1] * 20, [2]], spec=DecodeSpec(max_new_tokens=20))
 
 
-@pytest.mark.parametrize("make", [TorchStepper, NaiveStepper, Decoder])
+@pytest.mark.parametrize("make", [TorchStepper, NaiveStepper, FastStepper])
 def test_models_that_cannot_decode_are_refused(make):
     with pytest.raises(InputError, match="no next-token head"):
         make(build(presets.digits()))
@@ -79,7 +79,7 @@ def test_models_that_cannot_decode_are_refused(make):
 
 def test_rows_fill_the_context_each_for_itself():
     model = built(checks.SPECS["learned"])  # max_seq_len 29
-    for stepper in (TorchStepper(model), Decoder(model)):
+    for stepper in (TorchStepper(model), FastStepper(model)):
         got = generate_batch(
             stepper, [[1] * 28, [2] * 3, [3] * 20], spec=DecodeSpec(max_new_tokens=99)
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glassformer.data.build_task import build_task
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -131,7 +131,7 @@ def test_decoding_is_the_same_lean_or_not():
         greedy = DecodeSpec(max_new_tokens=8)
         found = [
             [list(one.tokens) for one in generate_batch(stepper, prompts, spec=greedy)]
-            for stepper in (TorchStepper(small), Decoder(small))
+            for stepper in (TorchStepper(small), FastStepper(small))
         ]
         assert found[0] == found[1]
 

@@ -15,7 +15,7 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation import beam
 from glassformer.generation.beam import Hypothesis
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import Collected, Generated, NewToken, stream
@@ -171,7 +171,7 @@ def make_stepper(model: TextModel | Model, step: StepSpec) -> Stepper:
     if not step.cached:
         return NaiveStepper(own)
     if step.fast or step.compile:
-        return Decoder(own, compile=step.compile)
+        return FastStepper(own, compile=step.compile)
     return TorchStepper(own)
 
 

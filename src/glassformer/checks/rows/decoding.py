@@ -13,7 +13,7 @@ from glassformer.checks.rows.invariants import scaled_gap, tokens_of, tolerance_
 from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import uniform
 from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, TorchStepper
@@ -43,9 +43,9 @@ def _case(subject: Subject) -> tuple[Model, Prompts]:
     return model, Prompts.of(rows, sources=sources)
 
 
-def _lean(model: Model, *, compiled: bool = False) -> Decoder:
+def _lean(model: Model, *, compiled: bool = False) -> FastStepper:
     """The lean step; its products as the modules have them, as a certificate tries nothing out."""
-    return Decoder(model, routines="linear", compile=compiled)
+    return FastStepper(model, routines="linear", compile=compiled)
 
 
 def _steppers(model: Model) -> dict[str, Stepper]:

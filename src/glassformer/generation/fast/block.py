@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.generation.fast.moe import LeanFeed, LeanMoE
+from glassformer.generation.fast.moe import FastFeedForward, FastMixtureOfExperts
 from glassformer.generation.fast.projection import (
     HeadNorms,
     Maker,
@@ -48,7 +48,7 @@ from glassformer.spec.own import OwnPosition
 # X = N + 2 K heads of one product
 
 
-class LeanAttention:
+class FastAttention:
     """Self-attention of one new token: q, k and v by one product, written and read in place."""
 
     def __init__(
@@ -80,7 +80,7 @@ class LeanAttention:
         end: "int | Tensor",
         *,
         rotation: tuple[Tensor, Tensor] | None,
-        places_B: Tensor | None,
+        positions_B: Tensor | None,
         mask_B11S: Tensor | None,
     ) -> Tensor:
         """What the heads read, (B, N * H); position end - 1 of the cache is written.
@@ -97,7 +97,7 @@ class LeanAttention:
                 kv_BXSH,
                 end,
                 n_heads=N,
-                places_B=places_B,
+                places_B=positions_B,
                 rotation=self.table,
                 gains=self.gains,
                 eps=0.0 if self.norms is None else self.norms.eps,
@@ -150,7 +150,7 @@ class LeanAttention:
         return mask_S[None, None, None] if mask_B11S is None else mask_B11S + mask_S
 
 
-class LeanCross:
+class FastCrossAttention:
     """Cross-attention of one new token: keys and values are those of the prompt's forward."""
 
     def __init__(
@@ -181,7 +181,7 @@ class LeanCross:
 # X heads of the product that makes queries, keys and values
 
 
-class LeanBlock:
+class FastBlock:
     """The three residual lines of a block, for one new token a row.
 
     Norms before a part belong to the part's first product; those after it stand here.
@@ -189,7 +189,7 @@ class LeanBlock:
 
     def __init__(self, part: TransformerBlock, block: spec.Block, make: Maker) -> None:
         pre = part.pre
-        self.attention = LeanAttention(
+        self.attention = FastAttention(
             part.attn, block.attention, make, norm=part.attn_norm if pre else None
         )
         self.feed = _make_feed(part.ffn, make, norm=part.ffn_norm if pre else None)
@@ -197,7 +197,7 @@ class LeanBlock:
         self.ffn_norm = _same if pre else make_norm(part.ffn_norm)
         self.cross, self.cross_norm = None, _same
         if part.cross is not None and part.cross_norm is not None and block.cross is not None:
-            self.cross = LeanCross(
+            self.cross = FastCrossAttention(
                 part.cross, block.cross, make, norm=part.cross_norm if pre else None
             )
             self.cross_norm = _same if pre else make_norm(part.cross_norm)
@@ -209,14 +209,14 @@ class LeanBlock:
         end: "int | Tensor",
         *,
         rotation: tuple[Tensor, Tensor] | None,
-        places_B: Tensor | None,
+        positions_B: Tensor | None,
         mask_B11S: Tensor | None,
         cross: tuple[Tensor, Tensor] | None,
         cross_mask_B11S: Tensor | None,
     ) -> Tensor:
         own = self.attention
         heads = own.heads(
-            x_BD, kv_BXSH, end, rotation=rotation, places_B=places_B, mask_B11S=mask_B11S
+            x_BD, kv_BXSH, end, rotation=rotation, positions_B=positions_B, mask_B11S=mask_B11S
         )
         x_BD = self.attn_norm(own.out.onto(x_BD, heads))
         if self.cross is not None:
@@ -228,12 +228,12 @@ class LeanBlock:
 
 def _make_feed(
     part: MLP | SwiGLU | MixtureOfExperts, make: Maker, *, norm: LayerNorm | RMSNorm | None
-) -> LeanFeed | LeanMoE:
+) -> FastFeedForward | FastMixtureOfExperts:
     match part:
         case MLP() | SwiGLU():
-            return LeanFeed(part, make, norm=norm)
+            return FastFeedForward(part, make, norm=norm)
         case MixtureOfExperts():
-            return LeanMoE(part, make, norm=norm)
+            return FastMixtureOfExperts(part, make, norm=norm)
         case _ as unreachable:
             assert_never(unreachable)
 
@@ -242,18 +242,18 @@ def _same(x_BD: Tensor) -> Tensor:
     return x_BD
 
 
-class LeanModel:
+class FastModel:
     """A whole decoder as one function of the new tokens; see `step`."""
 
     def __init__(self, model: Model, *, make: Maker) -> None:
         parts: StackParts = model.decoder if isinstance(model, EncoderDecoder) else model
         self.embed = parts.embed
         self.blocks = [
-            LeanBlock(part, block, make)
+            FastBlock(part, block, make)
             for part, block in zip(parts.blocks, parts.stack.blocks(), strict=True)
         ]
         dtype = next(model.parameters()).dtype
-        self.places_SD = _places(model.spec, parts.position, dtype)
+        self.positions_SD = _places(model.spec, parts.position, dtype)
         self.turns = {int(w): _both_halves(r, dtype) for w, r in parts.rotary.items()}
         for block in self.blocks:
             block.attention.table = self.turns.get(block.attention.d_head)
@@ -266,31 +266,31 @@ class LeanModel:
         kvs: list[Tensor],
         end: "int | Tensor",
         *,
-        places_B: Tensor | None,
+        positions_B: Tensor | None,
         mask_B11S: Tensor | None,
         crosses: list[tuple[Tensor, Tensor]],
         cross_mask_B11S: Tensor | None,
     ) -> Tensor:
         """Logits (B, V) after one more token; it becomes position end - 1 of the cache.
 
-        `places_B` says where rows stand if not all at end - 1, as padded ones do.
+        `positions_B` says where rows stand if not all at end - 1, as padded ones do.
         """
-        at = end - 1 if places_B is None else places_B
+        at = end - 1 if positions_B is None else positions_B
         x_BD = self._embedded(tokens_B, at)
         turned_by_kernels = isinstance(end, Tensor) and all(
             block.attention.gpu is not None for block in self.blocks
         )
-        rotations = {
-            width: (cos[at], sin[at]) if places_B is None else (cos[at][:, None], sin[at][:, None])
-            for width, (cos, sin) in ({} if turned_by_kernels else self.turns).items()
-        }
+        rotations = {}
+        for width, (cos, sin) in ({} if turned_by_kernels else self.turns).items():
+            here = cos[at], sin[at]
+            rotations[width] = here if positions_B is None else (here[0][:, None], here[1][:, None])
         for layer, block in enumerate(self.blocks):
             x_BD = block(
                 x_BD,
                 kvs[layer],
                 end,
                 rotation=rotations.get(block.attention.d_head),
-                places_B=places_B,
+                positions_B=positions_B,
                 mask_B11S=mask_B11S,
                 cross=crosses[layer] if crosses else None,
                 cross_mask_B11S=cross_mask_B11S,
@@ -306,8 +306,8 @@ class LeanModel:
             x_BD, scale = embed.u.detach().index_select(0, tokens_B) @ embed.v.detach(), 1.0
         else:
             x_BD, scale = embed(tokens_B), 1.0
-        if self.places_SD is not None:
-            return torch.add(self.places_SD[at], x_BD, alpha=scale)
+        if self.positions_SD is not None:
+            return torch.add(self.positions_SD[at], x_BD, alpha=scale)
         return x_BD if scale == 1.0 else x_BD * scale
 
 
@@ -333,7 +333,7 @@ def _places(
             assert_never(unreachable)
 
 
-def _slopes(parts: StackParts, attention: LeanAttention) -> Tensor | None:
+def _slopes(parts: StackParts, attention: FastAttention) -> Tensor | None:
     """ALiBi's slope of each head of a layer, if the model has such positions."""
     if not parts.alibi:
         return None

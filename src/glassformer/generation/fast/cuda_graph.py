@@ -21,7 +21,7 @@ class Recorded:
     graph: torch.cuda.CUDAGraph
     tokens_B: Tensor
     end_1: Tensor
-    places_B: Tensor
+    positions_B: Tensor
     mask_B11S: Tensor | None
     crosses: list[tuple[Tensor, Tensor]]
     cross_mask_B11S: Tensor | None
@@ -31,14 +31,14 @@ class Recorded:
         self,
         end: int,
         *,
-        places_B: Tensor,
+        positions_B: Tensor,
         mask_B11S: Tensor | None,
         crosses: list[tuple[Tensor, Tensor]],
         cross_mask_B11S: Tensor | None,
     ) -> None:
         """Begin with another decoding's state; `end` is after the next token."""
         self.end_1.fill_(end)
-        self.places_B.copy_(places_B)
+        self.positions_B.copy_(positions_B)
         if self.mask_B11S is not None and mask_B11S is not None:
             self.mask_B11S.copy_(mask_B11S)
         if self.cross_mask_B11S is not None and cross_mask_B11S is not None:
@@ -63,17 +63,17 @@ def record(
     kvs: list[Tensor],
     end: int,
     *,
-    places_B: Tensor,
+    positions_B: Tensor,
     mask_B11S: Tensor | None,
     crosses: list[tuple[Tensor, Tensor]],
     cross_mask_B11S: Tensor | None,
 ) -> Recorded:
     """Record `step` over this memory; nothing of it changes but column end - 1, which is next."""
-    tokens_B = torch.zeros(len(places_B), dtype=torch.long, device=places_B.device)
-    end_1 = torch.tensor([end], device=places_B.device)
-    own_places_B = places_B.clone()
+    tokens_B = torch.zeros(len(positions_B), dtype=torch.long, device=positions_B.device)
+    end_1 = torch.tensor([end], device=positions_B.device)
+    own_places_B = positions_B.clone()
     operands = {
-        "places_B": own_places_B,
+        "positions_B": own_places_B,
         "mask_B11S": None if mask_B11S is None else mask_B11S.clone(),
         "crosses": [(k.clone(), v.clone()) for k, v in crosses],
         "cross_mask_B11S": None if cross_mask_B11S is None else cross_mask_B11S.clone(),

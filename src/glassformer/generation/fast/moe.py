@@ -21,7 +21,7 @@ from glassformer.nn.norm import LayerNorm, RMSNorm
 # A experts of a token, J = B * A
 
 
-class LeanFeed:
+class FastFeedForward:
     """A feed-forward that every token passes through; gate and up are one product."""
 
     def __init__(
@@ -51,7 +51,7 @@ class LeanFeed:
         return activate(wide, self.activation) if self.activation else wide
 
 
-class LeanMoE:
+class FastMixtureOfExperts:
     """sum_e w_e expert_e(x) + gate * shared_expert(x) of one new token a row."""
 
     def __init__(
@@ -62,16 +62,16 @@ class LeanMoE:
         self.norm = None if norm is None else make_norm(norm)
         self.router_ED = linear_parts(part.gate)[0]
         self.stacked: StackedExperts | None = None
-        self.experts: list[LeanFeed] = []
+        self.experts: list[FastFeedForward] = []
         plain = not any(isinstance(layer, OwnProduct) for layer in part.experts.modules())
         if make.static and plain:
             self.stacked = StackedExperts(part)
         else:
-            self.experts = [LeanFeed(expert, make, norm=None) for expert in part.experts]
+            self.experts = [FastFeedForward(expert, make, norm=None) for expert in part.experts]
         self.static = make.static
         self.shared = self.shared_gate_1D = None
         if part.shared_expert is not None:
-            self.shared = LeanFeed(part.shared_expert, make, norm=None)
+            self.shared = FastFeedForward(part.shared_expert, make, norm=None)
         if part.shared_expert_gate is not None:
             self.shared_gate_1D = linear_parts(part.shared_expert_gate)[0]
 

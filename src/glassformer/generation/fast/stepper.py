@@ -1,9 +1,9 @@
 """The memory of a decoding: keys and values of every layer in place, and what padding needs.
 
 Rows that end leave their lines; beams move between them. Memory that was made is kept by its
-`Decoder`, so that the next decoding finds it.
+`FastStepper`, so that the next decoding finds it.
 
-`Decoder`: a stepper that keeps what it built between calls: derived weights, memory, a graph.
+`FastStepper`: a stepper that keeps what it built between calls: derived weights, memory, a graph.
 
 The prompt goes through the model itself, once, into memory that is kept and written in place; each
 new token then goes through the lean step. The tokens are those of the plain path.
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.generation.fast.block import LeanModel
+from glassformer.generation.fast.block import FastModel
 from glassformer.generation.fast.cuda_graph import Recorded, record
 from glassformer.generation.fast.projection import Maker, gpu_kernels
 from glassformer.generation.prompts import Prompts
@@ -34,7 +34,7 @@ from glassformer.spec.errors import InputError
 
 
 @dataclass(slots=True)
-class Slots:
+class KVMemory:
     """Layer by layer (B, 2 K, S, H), keys before values; `kvs` are the first `batch` lines."""
 
     whole: list[Tensor]
@@ -73,17 +73,17 @@ class Slots:
 
 
 @dataclass(slots=True)
-class LeanPast:
+class FastPast:
     """The slots, where each row stands, and the masks that padding needs, made once.
 
     In a recorded step (`record`), a batch that shrinks keeps its lines: `lines_B` says which are
     still alive, until half of them are not.
     """
 
-    slots: Slots
+    slots: KVMemory
     call: int
     device: torch.device
-    places_B: Tensor | None = None
+    positions_B: Tensor | None = None
     mask_B11S: Tensor | None = None
     cross_mask_B11S: Tensor | None = None
     crosses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -100,14 +100,14 @@ class LeanPast:
             if fewer and 2 * len(rows) > self.slots.batch:
                 self.lines_B = lines_B
                 return
-            self.places_B, rows_B = self.record.places_B, lines_B
+            self.positions_B, rows_B = self.record.positions_B, lines_B
             self.record = self.lines_B = None
             if fewer:  # graphs are kept by size: few sizes, the lines to spare hold the first row
                 spare = (1 << (len(rows) - 1).bit_length()) - len(rows)
                 self.lines_B = torch.arange(len(rows), device=self.device) if spare else None
                 rows_B = torch.cat((rows_B, rows_B[:1].expand(spare)))
         self.slots.reorder(rows_B)
-        self.places_B = None if self.places_B is None else self.places_B[rows_B]
+        self.positions_B = None if self.positions_B is None else self.positions_B[rows_B]
         self.mask_B11S = None if self.mask_B11S is None else self.mask_B11S[rows_B]
         if self.cross_mask_B11S is not None:
             self.cross_mask_B11S = self.cross_mask_B11S[rows_B]
@@ -139,7 +139,7 @@ def added_mask(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:
 MEMORY_STEP, SOURCE_STEP = 128, 32  # lengths are rounded up to these where steps are recorded
 
 
-class Decoder(Stepper):
+class FastStepper(Stepper):
     """A `Stepper` for one model, to be kept and used again.
 
     `routines` says how products are asked for: "auto" tries each shape once, with 1, 4 and 8 rows;
@@ -173,13 +173,13 @@ class Decoder(Stepper):
         self._call = 0
 
     @torch.inference_mode()
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, LeanPast]:
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, FastPast]:
         inputs = read_prompts(self.model, prompts)
         B, T = inputs.tokens_BT.shape
         self._call += 1
         self._notice_new_weights()
-        slots = Slots(self._memory(B, T + room), B)
-        past = LeanPast(slots, self._call, inputs.tokens_BT.device)
+        slots = KVMemory(self._memory(B, T + room), B)
+        past = FastPast(slots, self._call, inputs.tokens_BT.device)
         given = Inputs(inputs.tokens_BT, inputs.valid_BT, source_valid_BS=inputs.source_valid_BS)
         if isinstance(self.model, EncoderDecoder):
             memory_BSD = self.model.encode(inputs)
@@ -194,10 +194,10 @@ class Decoder(Stepper):
         self.positions += T
         dtype = hidden_BTD.dtype
         if inputs.valid_BT is not None:
-            past.places_B = inputs.valid_BT.sum(1)
+            past.positions_B = inputs.valid_BT.sum(1)
             past.mask_B11S = added_mask(inputs.valid_BT, slots.whole[0].shape[2] - T, dtype)
         elif self._one_shape:
-            past.places_B = torch.full((B,), T, device=past.device)
+            past.positions_B = torch.full((B,), T, device=past.device)
         if inputs.source_valid_BS is not None:
             past.cross_mask_B11S = added_mask(inputs.source_valid_BS, 0, dtype)
         if self._recording and past.crosses:
@@ -205,11 +205,11 @@ class Decoder(Stepper):
         return self.model.project(hidden_BTD[:, -1], "next"), past
 
     @torch.inference_mode()
-    def step(self, tokens_B: Tensor, *, past: LeanPast) -> Tensor:
+    def step(self, tokens_B: Tensor, *, past: FastPast) -> Tensor:
         if past.call != self._call:
             raise InputError(
-                "this Decoder has begun another decoding, in the same memory",
-                hint="finish one before the next, or make a second Decoder",
+                "this FastStepper has begun another decoding, in the same memory",
+                hint="finish one before the next, or make a second FastStepper",
             )
         slots = past.slots
         assert self._step is not None
@@ -227,13 +227,13 @@ class Decoder(Stepper):
             tokens_B,
             slots.kvs,
             torch.tensor([end], device=past.device) if self.compile else end,
-            places_B=past.places_B,
+            positions_B=past.positions_B,
             mask_B11S=past.mask_B11S,
             crosses=past.crosses,
             cross_mask_B11S=past.cross_mask_B11S,
         )
-        if past.places_B is not None:
-            past.places_B += 1
+        if past.positions_B is not None:
+            past.positions_B += 1
         return logits_BV
 
     @property
@@ -250,13 +250,13 @@ class Decoder(Stepper):
         """Whether every step must look alike: compiled, or recorded."""
         return self.compile or self._recording
 
-    def _taken_up(self, past: LeanPast, end: int) -> Recorded:
+    def _taken_up(self, past: FastPast, end: int) -> Recorded:
         """The graph for such a batch, recorded at need, with this decoding's state."""
         shape = past.crosses[0][0].shape if past.crosses else None
         key = (past.slots.batch, past.mask_B11S is None, shape)
-        assert self._step is not None and past.places_B is not None
+        assert self._step is not None and past.positions_B is not None
         state = {
-            "places_B": past.places_B,
+            "positions_B": past.positions_B,
             "mask_B11S": past.mask_B11S,
             "crosses": past.crosses,
             "cross_mask_B11S": past.cross_mask_B11S,
@@ -298,7 +298,7 @@ class Decoder(Stepper):
         self.chosen = {}
         like = next(self.model.parameters())
         gpu = None if self.compile else gpu_kernels(like)
-        lean = LeanModel(self.model, make=Maker(self._product, gpu, self._one_shape))
+        lean = FastModel(self.model, make=Maker(self._product, gpu, self._one_shape))
         self._step = torch.compile(lean.step) if self.compile else lean.step
 
     def _product(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.generation.fast.stepper import Decoder
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.lens.measure.predictions import divergence
@@ -252,7 +252,7 @@ def _prefill(model: Model) -> tuple[Callable[[], Any], int]:
 def _decode(model: Model) -> tuple[Callable[[], Any], int]:
     """Greedy, batch 1, from one token."""
     new = min(NEW, model.spec.max_seq_len - 1)
-    stepper = Decoder(model)
+    stepper = FastStepper(model)
     sources = None if model.spec.encoder is None else [[0]]
     prompts = Prompts.of([[0]], sources=sources)
     spec = DecodeSpec(max_new_tokens=new)
