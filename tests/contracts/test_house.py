@@ -50,7 +50,7 @@ OUTSIDE = {
     "costs": set(),
     "data": {"numpy", "tokenizers", "num2words", "babel"},
     "store": {"numpy", "safetensors"},
-    "kernels": {"numpy", "torch", "triton"},
+    "kernels": {"numpy", "torch", "triton", "threadpoolctl"},
     "nn": {"torch"},
     "byhand": {"numpy"},
 }

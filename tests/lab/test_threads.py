@@ -9,9 +9,16 @@ import textwrap
 import pytest
 import torch
 
-from glassformer.cli.shell.process import OPENMP, TURNS, waiting_briefly
 from glassformer.data.build_task import build_task
-from glassformer.kernels.threads import FLOPS, WEIGHTS, taking, threads_for
+from glassformer.kernels.threads import (
+    FLOPS,
+    OPENMP,
+    SPINS,
+    WEIGHTS,
+    sleep_soon_while_waiting,
+    taking,
+    threads_for,
+)
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.threads import (
     check_threads,
@@ -127,13 +134,13 @@ def test_a_run_goes_on_with_as_many_as_it_had_or_says_so(tmp_path):
 def test_threads_sleep_soon_while_they_wait_unless_someone_knows_better(monkeypatch):
     for name in OPENMP:
         monkeypatch.delenv(name, raising=False)
-    waiting_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == str(TURNS)
+    sleep_soon_while_waiting()
+    assert os.environ["GOMP_SPINCOUNT"] == str(SPINS)
     for name in OPENMP:
         for other in OPENMP:
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, "own")
-        waiting_briefly()
+        sleep_soon_while_waiting()
         assert [os.environ.get(other) for other in OPENMP].count(None) == len(OPENMP) - 1
     for name in OPENMP:
         monkeypatch.delenv(name, raising=False)

@@ -22,9 +22,9 @@ from glassformer.checks.measure import EXACT, Measure, NotOffered, gap
 from glassformer.checks.report import Report
 from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.subject import Subject, subject_of_adapter
-from glassformer.checks.threads import few_threads
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
+from glassformer.kernels.threads import verifying
 from glassformer.models.model import Model
 from glassformer.quant.status import quantized_numbers
 from glassformer.spec.decoding import DecodeSpec
@@ -50,7 +50,7 @@ def validate_adapter(adapter: BaseAdapter, *, name: str = "") -> Report:
     adapter.eval()
     subject = _through(adapter, name=name)
     asked = (check for check in SUBJECT_CHECKS if check.group in GROUPS and not check.deep)
-    with few_threads(subject.parameters):
+    with verifying(subject.parameter_count()):
         findings = [run_subject_check(check, subject) for check in (*_own_checks(adapter), *asked)]
     return Report(tuple(findings))
 

@@ -10,7 +10,7 @@ from glassformer.checks.catalogue import Finding, verify_parts, verify_subject
 from glassformer.checks.foreign_call import Logits
 from glassformer.checks.preset_subjects import sample_subjects
 from glassformer.checks.subject import subject_of
-from glassformer.checks.threads import few_threads
+from glassformer.kernels.threads import verifying
 from glassformer.spec.errors import CheckFailed
 
 Style = Callable[[str, str], str]  # (text, verdict) -> text with or without colour
@@ -161,9 +161,9 @@ def verify(
     """
     if thing is not None:
         subject = subject_of(thing, name=name, logits=logits, vocab_size=vocab_size, causal=causal)
-        with few_threads(subject.parameters):
+        with verifying(subject.parameter_count()):
             return Report(tuple(verify_subject(subject, only=only, deep=deep)))
-    with few_threads({}):
+    with verifying(0):
         findings = list(verify_parts(only=only, deep=deep))
         for subject in sample_subjects():
             findings += verify_subject(subject, only=only, deep=deep)

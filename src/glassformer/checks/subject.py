@@ -78,6 +78,12 @@ class Subject:
             raise NotOffered("not one of our models")
         return self.model
 
+    def parameter_count(self) -> int | None:
+        """Count the parameters; None where the subject does not show them."""
+        if self.parameters is None:
+            return None
+        return sum(p.numel() for p in self.parameters.values())
+
 
 # --- our own models -----------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from glassformer.cli.shell.options import with_own_code
-from glassformer.cli.shell.process import waiting_briefly
 from glassformer.cli.shell.terminal import (
     CUT_OFF,
     give_up_stdout,
@@ -26,6 +25,7 @@ from glassformer.cli.shell.terminal import (
     tell,
     trouble,
 )
+from glassformer.kernels.threads import sleep_soon_while_waiting
 from glassformer.spec.errors import GlassError
 
 #: The verbs: the function of that name in `glassformer.cli.verbs`, `_` for `-`.
@@ -118,7 +118,7 @@ def main() -> None:
     """Run a verb; an error that people can mend is three lines and an exit code."""
     debug = "--debug" in sys.argv
     open_streams()
-    waiting_briefly()
+    sleep_soon_while_waiting()
     try:
         try:
             app()

@@ -1,32 +1,93 @@
-"""How many threads a piece of work is worth, and a scope in which torch takes so many.
+"""Thread policy: how many threads a piece of work is worth, and how idle ones wait.
 
-A thread that is given too little waits for the others more than it works, and where other programs
-want the same cores all of them wait for the one that does not run. So small models take one thread
-on any machine; how many cores there are is only the bound.
+A thread with too little work waits for the others more than it computes, and where other programs
+want the same cores, all of them wait for the one that does not run. So small models take one thread
+on any machine; the number of cores is only the upper bound.
+
+The environment must be set before torch and NumPy are loaded, so this module imports neither.
 """
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 
-import torch
-
-#: FLOPs of one batch, forward and backward, for which a thread is worth its while: 20 to 30 ms.
+#: FLOPs of one batch, forward and backward, that justify a thread: 20 to 30 ms.
 FLOPS = 1_000_000_000
-#: Weights that a decoding step reads, for which it is: 20 MB, about 3 ms.
+#: Weights read by one decoding step that justify a thread: 20 MB, about 3 ms.
 WEIGHTS = 5_000_000
+#: Parameters of a verified model that justify a thread: a minute or two of checks. More threads
+#: gain little on products this small: on a busy machine two took many times as long as one.
+VERIFIED_PARAMETERS = 100_000_000
+
+#: Spins of GNU's OpenMP, which torch has on Linux, before a waiting thread sleeps.
+SPINS = 1_000
+#: Variables by which a user chooses how OpenMP threads wait; any of them is respected.
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+# --- in the environment, before the libraries are loaded -----------------------------------------
+
+
+def sleep_soon_while_waiting() -> None:
+    """Let waiting OpenMP threads, torch's and those of the C kernels, sleep after a short spin.
+
+    By default they spin for milliseconds. Where another program needs that core, the thread that
+    everyone waits for does not run: steps on two threads took up to 25 times as long as on one.
+    Asleep at once, they lose on a quiet machine what a second thread gains: docs/training.md has
+    the figures.
+    """
+    if not any(name in os.environ for name in OPENMP):
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+
+
+def one_blas_thread() -> None:
+    """Give NumPy one thread, in commands whose products are small: its threads never sleep while
+    they wait, and their number is read when NumPy is loaded.
+    """
+    if "numpy" not in sys.modules:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+# --- while running -------------------------------------------------------------------------------
 
 
 def threads_for(amount: float, grain: int) -> int:
-    """One for each grain of work, at least one, at most those that torch would take here."""
+    """Return one thread per grain of work: at least one, at most what torch would take."""
+    import torch
+
     return max(1, min(torch.get_num_threads(), round(amount / grain)))
 
 
 @contextlib.contextmanager
 def taking(threads: int) -> Iterator[None]:
-    """Within it torch, and the C kernels on its pool, compute on so many threads."""
+    """Let torch, and the C kernels on its pool, compute on this many threads."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def one_numpy_thread() -> Iterator[None]:
+    """Let NumPy's products run on one thread where its BLAS is OpenBLAS, as in its wheels."""
+    from threadpoolctl import ThreadpoolController
+
+    with ThreadpoolController().select(internal_api="openblas").limit(limits=1):
+        yield
+
+
+@contextlib.contextmanager
+def verifying(parameters: int | None) -> Iterator[None]:
+    """Take threads for checks of a model of this size (unchanged if None), and one of NumPy's."""
+    import torch
+
+    count = torch.get_num_threads()
+    if parameters is not None:
+        count = threads_for(parameters, VERIFIED_PARAMETERS)
+    with taking(count), one_numpy_thread():
+        yield

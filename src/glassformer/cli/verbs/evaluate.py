@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Runs, Threads
-from glassformer.cli.shell.process import one_blas_thread
+from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.errors import InputError
 
 

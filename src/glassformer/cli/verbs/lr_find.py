@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Overrides, Threads, Trainable
-from glassformer.cli.shell.process import one_blas_thread
+from glassformer.kernels.threads import one_blas_thread
 
 
 def lr_find(

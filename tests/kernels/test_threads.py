@@ -1,4 +1,4 @@
-"""A certificate's threads: few inside, and the caller's own again outside, whatever happens."""
+"""The threads of checks: few inside, and the caller's own again outside, whatever happens."""
 
 import contextlib
 import ctypes
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from glassformer.checks.threads import PARAMETERS, few_threads, one_numpy_thread
+from glassformer.kernels.threads import VERIFIED_PARAMETERS, one_numpy_thread, verifying
 
 
 def test_numpy_has_one_thread_inside_and_its_own_again_after_an_error():
@@ -26,12 +26,15 @@ def test_numpy_has_one_thread_inside_and_its_own_again_after_an_error():
         take(had)
 
 
-@pytest.mark.parametrize(("count", "inside"), [(10, 1), (3 * PARAMETERS, 3), (9 * PARAMETERS, 5)])
+@pytest.mark.parametrize(
+    ("count", "inside"),
+    [(10, 1), (3 * VERIFIED_PARAMETERS, 3), (9 * VERIFIED_PARAMETERS, 5), (None, 5)],
+)
 def test_torch_takes_threads_by_the_size_and_no_more_than_it_had(count, inside):
     had = torch.get_num_threads()
     torch.set_num_threads(5)
     try:
-        with few_threads({"w": torch.empty(count, device="meta")}):
+        with verifying(count):
             assert torch.get_num_threads() == inside
         assert torch.get_num_threads() == 5
     finally:
