@@ -49,6 +49,8 @@ def block(budget: Budget, d: int, n_heads: int, d_head: int, f: int) -> int:
     q, kv = n_heads * d_head, (budget.kv_heads or n_heads) * d_head
     biases = {"none": 0, "qkv": q + 2 * kv, "all": q + 2 * kv + d, "no_key": q + kv + d}
     ffn = 3 * d * f + (2 * f + d if budget.bias in ("all", "no_key") else 0)
+    if budget.experts is not None:
+        ffn = (budget.experts + budget.shared_expert) * ffn + budget.experts * d
     return 2 * d * q + 2 * d * kv + biases[budget.bias] + ffn + 2 * norm(budget, d)
 
 

@@ -61,6 +61,8 @@ FAULTS = (
     Fault("what is outside leaves nothing", "budget.counting:_remainders", "(out + within)", "within", "residues"),
     Fault("even heads alone", "budget.counting:_head_remainders", "range(0, budget.head_step * modulus, budget.head_step)", "range(0, 2 * modulus, 2)", "residues"),
     Fault("a count as near, but drifting", SEARCH + "closest", "found = at_count.best(than=found)", "pass", "ordered"),
+    Fault("a token uses every expert", "budget.design:_design", "not active(block, p)", "False", "experts"),
+    Fault("one expert too many", "budget.counting:_laws_of", "block.given(experts - 1)", "block.given(experts)", "experts"),
     # costs
     Fault("attention over half the keys", "costs.flops:flops", "4 * rows * rows", "2 * rows * rows", "flops"),
     Fault("the tied head is free", "costs.flops:flops", "products += 2 * rows * head_weights(model, name)", "pass", "flops"),

@@ -16,7 +16,7 @@ from glassformer.budget.question import NORMS, POSITIONS, WISHES, Budget, Sizes,
 from glassformer.budget.search import Search
 from glassformer.models.build import build
 from glassformer.spec.errors import InputError
-from glassformer.spec.manifest import count_parameters
+from glassformer.spec.manifest import count_active_parameters, count_parameters
 from glassformer.spec.model import Norm, Position
 from glassformer.spec.options import options_of
 from tests.budget import brute
@@ -48,6 +48,13 @@ SPECIAL = {
     "rank": st.sampled_from([2, "any"]),
     "ratio_covers": st.just("input"),
     "free_head_width": st.just(True),
+    "experts": st.fixed_dictionaries(
+        {
+            "experts": st.sampled_from([2, 3]),
+            "experts_per_token": st.sampled_from([None, 1, 2]),
+            "shared_expert": st.booleans(),
+        }
+    ),
 }
 
 
@@ -299,6 +306,8 @@ def test_untied_the_ratio_covers_both_tables_unless_told_otherwise():
         ({"kv_heads": 2}, lambda s: s.n_heads == 8),
         ({"rank": "any"}, lambda s: s.rank is not None),
         ({"rank": 64}, lambda s: s.rank == 64),
+        ({"experts": 8}, lambda s: s.d_ff < 1000),
+        ({"experts": 4, "experts_per_token": 1, "shared_expert": True}, lambda s: s.d_ff < 1000),
         ({"max_layers": 4}, lambda s: s.n_layers <= 4),
         ({"min_layers": 20}, lambda s: s.n_layers >= 20),
         ({"max_aspect": 10.0}, lambda s: s.d_model <= 10 * s.n_layers),
@@ -354,6 +363,10 @@ def test_limits_are_kept():
         ({"params": "10Q"}, "params '10Q' is not a number", "10M"),
         ({"params": "1e400"}, "too large", "1e+15"),
         ({"params": 10.5}, "not a whole number", "10"),
+        ({"experts": 1}, "experts 1 is below 2", "2"),
+        ({"experts": 4, "experts_per_token": 5}, "5 is above experts 4", "4"),
+        ({"experts_per_token": 2}, "experts_per_token needs a number of experts", "8"),
+        ({"shared_expert": True}, "shared_expert needs a number of experts", "8"),
         ({"kv_heads": 3}, "does not divide heads 8", "2"),
         ({"heads": "any", "free_head_width": True}, "needs a number of heads", "8"),
         ({"max_layers": 2, "min_layers": 3}, "max_layers 2 is below", "3"),
@@ -498,3 +511,27 @@ def test_one_multiple_is_for_both_widths_unless_another_is_given():
     found = refusal("10M", 16000, multiple=512).nearest
     assert found["multiple"] < 512
     assert "ffn_multiple" not in found
+
+
+def test_experts_count_in_the_total_and_a_token_uses_fewer():
+    answer = design("10M", 16000, experts=8, experts_per_token=2, shared_expert=True)
+    best, (block,) = answer.best, {*answer.spec.decoder.blocks()}
+    assert best.params == count_parameters(answer.spec)
+    assert best.active_params == count_active_parameters(answer.spec) < best.params
+    assert best.params - best.active_params == (
+        best.sizes.n_layers * 6 * 3 * best.sizes.d_model * best.sizes.d_ff
+    )
+    assert block.ffn.n_experts == 8
+    assert block.ffn.expert == block.ffn.shared
+    assert "a token passes through 2" in best.text(answer.budget)
+    assert f"{best.active_params:,} active" in str(best)
+    dense = design("10M", 16000).best
+    assert dense.active_params == dense.params
+    assert "active" not in str(dense)
+
+
+def test_too_many_experts_are_refused_with_a_number_that_works():
+    options = {"length": 64, "exact_expansion": True}
+    found = refusal("300k", 256, experts=620, **options).nearest["experts"]
+    assert found < 620
+    assert design("300k", 256, experts=found, **options).best

@@ -179,6 +179,10 @@ def ordered() -> None:
     test_limited_search.nearest_are_ordered()
 
 
+def experts() -> None:
+    test_budget.test_experts_count_in_the_total_and_a_token_uses_fewer()
+
+
 def flop_counts() -> None:
     for name in ("budget-lm", "qwen", "fsm-factorized"):
         test_costs.test_training_is_three_forwards(name)
@@ -227,6 +231,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "sparse": sparse,
     "residues": residues,
     "ordered": ordered,
+    "experts": experts,
     "flops": flop_counts,
     "activations": kept,
     "optimizers": optimizers,

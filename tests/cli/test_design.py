@@ -19,6 +19,7 @@ from glassformer.spec.options import options_of
 KEYS = {
     "target",
     "params",
+    "active_params",
     "error",
     "d_model",
     "d_head",

@@ -13,6 +13,7 @@ class Design:
     """One design, counted by the manifest.
 
     `name` says what it is best at, and `options` are those that request it, {} if none do.
+    `active_params` are those that one token uses: fewer than `params` with a mixture of experts.
     The drifts are the differences from the wishes (relative for the expansion), None if free.
     """
 
@@ -21,6 +22,7 @@ class Design:
     spec: ModelSpec
     target: int
     params: int
+    active_params: int
     embedding_ratio: float
     input_ratio: float
     ratio_drift: float | None
@@ -55,7 +57,7 @@ class Design:
         return replace(self, name=name)
 
     def parts(self) -> tuple[str, ...]:
-        """Return the summary in its parts: count, d_model, d_ff, layers, heads, rank, ratio."""
+        """Return the summary in its parts: count, d_model, d_ff, layers, heads and the rest."""
         sizes = self.sizes
         return (
             f"{self.params:,} parameters ({self.miss})",
@@ -64,6 +66,7 @@ class Design:
             f"{sizes.n_layers} layers",
             f"{sizes.n_heads} heads of {sizes.d_head}",
             *(() if sizes.rank is None else (f"rank {sizes.rank}",)),
+            *(() if self.active_params == self.params else (f"{self.active_params:,} active",)),
             f"embeddings {self.embedding_ratio:.2%}",
         )
 
@@ -77,6 +80,7 @@ class Design:
         return {
             "target": self.target,
             "params": self.params,
+            "active_params": self.active_params,
             "error": self.error,
             "d_model": sizes.d_model,
             "d_head": sizes.d_head,
@@ -102,6 +106,12 @@ class Design:
         lines.append(f"{line}   GLU expansion {self.glu_expansion:.3f}")
         if budget.kv_heads is not None:
             lines.append(f"{budget.kv_heads} heads for keys and values")
+        if budget.experts is not None:
+            shared = " and a shared one" if budget.shared_expert else ""
+            lines.append(
+                f"{budget.experts} experts of d_ff {self.sizes.d_ff}{shared}; a token passes "
+                f"through {budget.chosen_experts} and uses {self.active_params:,} parameters"
+            )
         return "\n".join(lines)
 
 

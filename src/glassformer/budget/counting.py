@@ -101,22 +101,23 @@ def _laws(kind: Budget) -> tuple[Law, Law, Law]:
     def outside(d_model: int, rank: int, vocab: int, length: int) -> int:
         return _size(around(d_model, rank, vocab, length))
 
-    def block(d_model: int, per_group: int, d_head: int, d_ff: int) -> int:
+    def block(d_model: int, per_group: int, d_head: int, d_ff: int, more_experts: int) -> int:
         sizes = Sizes(
             d_model=d_model, n_heads=per_group * groups, d_head=d_head, d_ff=d_ff, n_layers=1
         )
-        built = build_block(kind, sizes)
+        experts = None if kind.experts is None else 1 + more_experts
+        built = build_block(replace(kind, experts=experts), sizes)
         assert built.attention.head_width(d_model) == d_head
         return _size(block_parameters(built, "", d_model, init=NormalInit()))
 
-    return Law(outside, 4), Law(covered, 4), Law(block, 4)
+    return Law(outside, 4), Law(covered, 4), Law(block, 5)
 
 
 @functools.lru_cache(maxsize=256)
-def _laws_of(kind: Budget, vocab: int, length: int) -> tuple[Law, Law, Law]:
-    """The same laws at one vocabulary and length."""
+def _laws_of(kind: Budget, vocab: int, length: int, experts: int) -> tuple[Law, Law, Law]:
+    """The same laws at one vocabulary, length and number of experts."""
     outside, covered, block = _laws(kind)
-    return outside.given(vocab, length), covered.given(vocab, length), block
+    return outside.given(vocab, length), covered.given(vocab, length), block.given(experts - 1)
 
 
 def _kind(budget: Budget) -> Budget:
@@ -129,6 +130,9 @@ def _kind(budget: Budget) -> Budget:
         bias=budget.bias,
         norm=budget.norm,
         ratio_covers=budget.ratio_covers,
+        experts=None if budget.experts is None else 2,
+        experts_per_token=None if budget.experts is None else 1,
+        shared_expert=budget.shared_expert,
         rank=None if budget.rank is None else 1,
     )
 
@@ -183,7 +187,7 @@ class Widths:
         self._is_exact = budget.exact_ratio
         self._groups = budget.kv_heads or 1
         self._outside, self._covered, self._block = _laws_of(
-            _kind(budget), budget.vocab, budget.length
+            _kind(budget), budget.vocab, budget.length, budget.experts or 2
         )
 
     # --- counts -----------------------------------------------------------------------------------

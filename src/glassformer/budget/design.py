@@ -23,7 +23,7 @@ from glassformer.budget.ordering import GLU_UNIT, RATIO_UNIT
 from glassformer.budget.question import Budget, build_spec
 from glassformer.budget.search import Found, Search
 from glassformer.spec.errors import InputError
-from glassformer.spec.manifest import manifest
+from glassformer.spec.manifest import active, manifest
 from glassformer.spec.units import parse_share
 
 #: Evaluations for one budget, about half a second, and for its best design.
@@ -146,6 +146,8 @@ def _design(
     one = manifest(build_spec(budget, replace(sizes, n_layers=1)))
     parameters = [p for p in one if p.tied_to is None]
     params = sum(p.size * (1 if p.layer is None else sizes.n_layers) for p in parameters)
+    block = next(model.decoder.blocks())
+    idle = sum(p.size for p in parameters if p.layer is not None and not active(block, p))
     low, high = budget.bounds
     assert params == found.frame.count(found.n_layers, found.d_ff)
     assert low <= params <= high
@@ -160,6 +162,7 @@ def _design(
         spec=model,
         target=budget.params,
         params=params,
+        active_params=params - sizes.n_layers * idle,
         embedding_ratio=covered / params,
         input_ratio=table / params,
         ratio_drift=None if ratio is None else covered / params - ratio.value,

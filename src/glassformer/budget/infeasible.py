@@ -385,6 +385,8 @@ def _trials(budget: Budget) -> Iterator[Trial]:
     yield lambda probe: _single(probe, "tied", not budget.tied)
     if budget.heads != "any" and not budget.free_head_width:
         yield lambda probe: _single(probe, "free_head_width", True)
+    if budget.experts is not None:
+        yield lambda probe: {"experts": _outwards(probe, "experts", most=1024)}
     if isinstance(budget.rank, int):
         yield lambda probe: {"rank": _outwards(probe, "rank", most=10**6)}
     elif budget.rank is None and budget.ratio is not None:

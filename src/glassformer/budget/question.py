@@ -20,10 +20,12 @@ from glassformer.spec.model import (
     Block,
     Embedding,
     FactorizedEmbedding,
+    FeedForward,
     LayerNorm,
     Layers,
     Learned,
     ModelSpec,
+    MoE,
     NextHead,
     NoPosition,
     Norm,
@@ -176,6 +178,21 @@ class Budget:
         None, help="Number of heads for keys and values.", parse=parse_count, at_least=1
     )
     free_head_width: bool = option(False, help="Let heads x d_head differ from d_model.")
+    experts: int | None = option(
+        None,
+        help="Number of experts of each feed-forward, all of them counted; dense by default.",
+        parse=parse_count,
+        at_least=2,
+    )
+    experts_per_token: int | None = option(
+        None,
+        help="Number of experts that a token passes through; 2 by default.",
+        parse=parse_count,
+        at_least=1,
+    )
+    shared_expert: bool = option(
+        False, help="Add an expert, as wide as the others, that every token passes through."
+    )
     rank: int | Literal["any"] | None = option(
         None,
         help="Factorize the embedding with this rank; any: chosen to meet the ratio.",
@@ -195,6 +212,7 @@ class Budget:
         check_options(self)
         self._check_wishes()
         self._check_heads()
+        self._check_experts()
         if self.max_layers is not None and self.max_layers < self.min_layers:
             raise InputError(
                 f"max_layers {self.max_layers} is below min_layers {self.min_layers}",
@@ -234,6 +252,16 @@ class Budget:
             raise InputError(
                 f"kv_heads {self.kv_heads} does not divide heads {self.heads}",
                 hint=f"the nearest that does is {best}",
+            )
+
+    def _check_experts(self) -> None:
+        if self.experts is None and (self.experts_per_token is not None or self.shared_expert):
+            name = "shared_expert" if self.shared_expert else "experts_per_token"
+            raise InputError(f"{name} needs a number of experts", hint="experts 8 is usual")
+        if self.experts is not None and self.chosen_experts > self.experts:
+            raise InputError(
+                f"experts_per_token {self.experts_per_token} is above experts {self.experts}",
+                hint=f"the nearest that works is {self.experts}",
             )
 
     @classmethod
@@ -276,6 +304,11 @@ class Budget:
         return self.multiple if self.ffn_multiple is None else self.ffn_multiple
 
     @property
+    def chosen_experts(self) -> int:
+        """The number of experts that a token passes through, resolved."""
+        return 2 if self.experts_per_token is None else self.experts_per_token
+
+    @property
     def head_step(self) -> int:
         """The divisor of d_head: positions that rotate keys rotate pairs of columns."""
         return 2 if turns_keys(POSITIONS[self.position]) else 1
@@ -301,7 +334,20 @@ class Sizes:
 
 
 def build_block(budget: Budget, sizes: Sizes) -> Block:
-    """Build a pre-norm SwiGLU block of these sizes, otherwise as the budget says."""
+    """Build a pre-norm block of these sizes with SwiGLU, or with experts that are SwiGLU.
+
+    `d_ff` is the width of each expert.
+    """
+    dense = SwiGLU(d_ff=sizes.d_ff, bias=budget.bias in ("all", "no_key"))
+    ffn: FeedForward = dense
+    if budget.experts is not None:
+        ffn = MoE(
+            n_experts=budget.experts,
+            experts_per_token=budget.chosen_experts,
+            expert=dense,
+            normalize=budget.chosen_experts > 1,
+            shared=dense if budget.shared_expert else None,
+        )
     fills_width = sizes.n_heads * sizes.d_head == sizes.d_model
     return Block(
         attention=Attention(
@@ -310,7 +356,7 @@ def build_block(budget: Budget, sizes: Sizes) -> Block:
             d_head=None if fills_width else sizes.d_head,
             bias=budget.bias,
         ),
-        ffn=SwiGLU(d_ff=sizes.d_ff, bias=budget.bias in ("all", "no_key")),
+        ffn=ffn,
         norm=NORMS[budget.norm],
     )
 

@@ -34,6 +34,8 @@ MOST = {
     "ffn_multiple": 4096,
     "heads": 256,
     "kv_heads": 256,
+    "experts": 1024,
+    "experts_per_token": 1024,
     "min_layers": 10_000,
     "max_layers": 10_000,
 }
