@@ -262,7 +262,7 @@ def test_the_default_is_told_in_full():
     for name in ("exact total", "exact expansion", "multiples of 64", "deepest", "widest"):
         assert name in names
     assert "d_model 216" in repr(answer)
-    assert "gave way: GLU expansion: asked 2.66, got 2.810 (+5.6%)" in repr(answer)
+    assert "gave way: GLU expansion: requested 2.66, got 2.810 (+5.6%)" in repr(answer)
 
 
 def test_alternatives_are_best_at_what_they_say():

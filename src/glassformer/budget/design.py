@@ -321,7 +321,7 @@ def _gave_way(budget: Budget, best: Design) -> tuple[str, ...]:
     ratio, glu, sizes = budget.ratio, budget.expansion, best.sizes
     if ratio is not None and best.ratio_drift is not None and abs(best.ratio_drift) >= 5e-5:
         lines.append(
-            f"embedding ratio: asked {ratio.value:.2%}, got {best.embedding_ratio:.2%} "
+            f"embedding ratio: requested {ratio.value:.2%}, got {best.embedding_ratio:.2%} "
             f"({best.ratio_drift * 100:+.2f} points)"
             + ("; 'free' would drop this wish" if abs(best.ratio_drift) > FAR else "")
         )
@@ -329,7 +329,7 @@ def _gave_way(budget: Budget, best: Design) -> tuple[str, ...]:
         wished, step = glu.value * sizes.d_model, budget.ffn_step
         if abs(sizes.d_ff - wished) > step / 2:
             lines.append(
-                f"GLU expansion: asked {glu.value:g}, got {best.glu_expansion:.3f} "
+                f"GLU expansion: requested {glu.value:g}, got {best.glu_expansion:.3f} "
                 f"({best.glu_drift:+.1%}), d_ff {sizes.d_ff} instead of "
                 f"{round(wished / step) * step}"
             )
