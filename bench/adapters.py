@@ -19,7 +19,7 @@ import torch
 
 from glassformer.adapters.config import Config
 from glassformer.adapters.families.qwen import QWEN2, QwenAdapter
-from glassformer.adapters.folder.export import export
+from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.models.build import build
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
@@ -76,7 +76,7 @@ def _written(spec: ModelSpec, place: Path) -> Path:
             scale = 1 / math.sqrt(parameter.shape[-1])
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     config = QWEN2.config_of(spec, dtype="bfloat16")
-    return export(QwenAdapter(model, config=config), place / "model").folder
+    return export_hf(QwenAdapter(model, config=config), place / "model").folder
 
 
 def reading(folder: Path, library: str) -> dict[str, float]:

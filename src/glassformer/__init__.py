@@ -2,7 +2,7 @@
 
     import glassformer as gf
 
-    model = gf.build(gf.preset("qwen"))
+    model = gf.build(gf.preset("qwen", d_model=64), seed=0)
     print(gf.verify(model))
 
 Names are imported when they are first used: importing the package imports neither torch nor NumPy.
@@ -12,6 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from glassformer.adapters.export import export as export
+    from glassformer.adapters.inspect import inspect as inspect
+    from glassformer.adapters.inspect import patch_activations as patch_activations
+    from glassformer.adapters.load import build as build
     from glassformer.adapters.load import load as load
     from glassformer.adapters.load import save as save
     from glassformer.adapters.quantize import quantize as quantize
@@ -19,49 +23,63 @@ if TYPE_CHECKING:
     from glassformer.checks.report import verify as verify
     from glassformer.checks.subject import Subject as Subject
     from glassformer.data.batch import Batch as Batch
+    from glassformer.generation.generate import beam_search as beam_search
+    from glassformer.generation.generate import generate as generate
     from glassformer.lab.api import evaluate as evaluate
+    from glassformer.lab.api import finetune as finetune
+    from glassformer.lab.api import lr_find as lr_find
     from glassformer.lab.api import train as train
-    from glassformer.lab.smallbench.examinee import Examinee as Examinee
-    from glassformer.lab.smallbench.suite import smallbench as smallbench
-    from glassformer.lens.inspection import inspect as inspect
-    from glassformer.lens.measure.patching import patch_activations as patch_activations
-    from glassformer.models.build import build as build
     from glassformer.models.inputs import Inputs as Inputs
     from glassformer.nn.taps import Taps as Taps
     from glassformer.nn.taps import trace as trace
+    from glassformer.spec.decoding import BeamSpec as BeamSpec
+    from glassformer.spec.decoding import DecodeSpec as DecodeSpec
     from glassformer.spec.errors import GlassError as GlassError
+    from glassformer.spec.finetune import LoRA as LoRA
     from glassformer.spec.manifest import count_parameters as count_parameters
     from glassformer.spec.manifest import manifest as manifest
     from glassformer.spec.model import ModelSpec as ModelSpec
     from glassformer.spec.presets import preset as preset
+    from glassformer.spec.quantization import QuantSpec as QuantSpec
     from glassformer.spec.serialize import override as override
     from glassformer.spec.train import RunSpec as RunSpec
+    from glassformer.spec.train import TrainSpec as TrainSpec
+    from glassformer.web.report.document import report as report
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the only place: pyproject.toml reads it here
 
 #: Where each public name is defined; a test compares this table with the imports above.
 _HOME = {
     "Batch": "glassformer.data.batch",
-    "Examinee": "glassformer.lab.smallbench.examinee",
+    "BeamSpec": "glassformer.spec.decoding",
+    "DecodeSpec": "glassformer.spec.decoding",
     "GlassError": "glassformer.spec.errors",
     "Inputs": "glassformer.models.inputs",
+    "LoRA": "glassformer.spec.finetune",
     "ModelSpec": "glassformer.spec.model",
+    "QuantSpec": "glassformer.spec.quantization",
     "RunSpec": "glassformer.spec.train",
     "Subject": "glassformer.checks.subject",
     "Taps": "glassformer.nn.taps",
-    "build": "glassformer.models.build",
+    "TrainSpec": "glassformer.spec.train",
+    "beam_search": "glassformer.generation.generate",
+    "build": "glassformer.adapters.load",
     "count_parameters": "glassformer.spec.manifest",
     "design": "glassformer.budget.design",
     "evaluate": "glassformer.lab.api",
-    "inspect": "glassformer.lens.inspection",
+    "export": "glassformer.adapters.export",
+    "finetune": "glassformer.lab.api",
+    "generate": "glassformer.generation.generate",
+    "inspect": "glassformer.adapters.inspect",
     "load": "glassformer.adapters.load",
+    "lr_find": "glassformer.lab.api",
     "manifest": "glassformer.spec.manifest",
     "override": "glassformer.spec.serialize",
-    "patch_activations": "glassformer.lens.measure.patching",
+    "patch_activations": "glassformer.adapters.inspect",
     "preset": "glassformer.spec.presets",
     "quantize": "glassformer.adapters.quantize",
+    "report": "glassformer.web.report.document",
     "save": "glassformer.adapters.load",
-    "smallbench": "glassformer.lab.smallbench.suite",
     "trace": "glassformer.nn.taps",
     "train": "glassformer.lab.api",
     "verify": "glassformer.checks.report",
@@ -72,7 +90,7 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"glassformer has no '{name}'; it has {', '.join(__all__)}")
+        raise AttributeError(f"glassformer has no '{name}'; it has {', '.join(sorted(_HOME))}")
     return getattr(import_module(_HOME[name]), name)
 
 

@@ -16,9 +16,10 @@ from glassformer.adapters.families.gpt2 import GPT2Adapter
 from glassformer.adapters.families.llama import LlamaAdapter
 from glassformer.adapters.families.qwen import QwenAdapter
 from glassformer.adapters.load import adapt, load, load_model, load_tokenizer
-from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
+from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.adapters.registry import ADAPTERS, adapter_for, adapter_named, register
 from glassformer.adapters.table import Columns, Row, Rows, Table, identity_plan, make_plan
+from glassformer.adapters.training_config import TrainingConfig
 from glassformer.data.tasks.digits import VOCAB
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.spec import presets
@@ -56,8 +57,8 @@ def test_our_own_checkpoints_are_custom_transformers(tmp_path):
     assert adapter.get_config() == to_dict(model.spec)
     assert adapter.get_tokenizer() is None
     ids = tokens(2, 7)
-    assert torch.equal(adapter(ids), model(ids)["next"])
-    assert type(load_model(tmp_path / "core")) is type(model)
+    assert torch.equal(adapter(ids), model(ids))
+    assert type(load_model(tmp_path / "core")) is type(model.model)
 
 
 def test_a_live_qwen_becomes_a_qwen_adapter():
@@ -165,7 +166,7 @@ def test_a_training_s_settings_are_brought_to_the_model(tmp_path):
     assert {"embed.weight", "final_norm.weight", "blocks.0.attn_norm.weight"} <= names
     assert len(adapter.trainable_parameters()) == len(list(adapter.parameters())) - len(names)
     adapter.load_checkpoint(folder)
-    with pytest.raises(InputError, match="this is a qwen model, and llama was asked for"):
+    with pytest.raises(InputError, match="this is a qwen model, and llama was requested"):
         gf.load(folder, TrainingConfig(architecture_type="llama"))
     with pytest.raises(InputError, match="no parameter is named 'mbed'"):
         gf.load(folder, TrainingConfig(frozen=("mbed",)))
@@ -212,7 +213,7 @@ def test_a_reference_is_compared_with(tmp_path):
 
 
 def test_a_model_that_answers_answers():
-    adapter = CustomTransformerAdapter(gf.build(gf.preset("digits")), tokenizer=VOCAB)
+    adapter = gf.build(gf.preset("digits"), tokenizer=VOCAB)
     answer = adapter.generate("SECOND 7 3 9")
     assert answer in VOCAB.names
     assert adapter.generate("SECOND 7 3 9 SEP") == answer
@@ -224,7 +225,7 @@ def test_text_goes_in_and_comes_out(tmp_path):
     from glassformer.data.tokenizers.characters import Bytes
 
     spec = presets.core(vocab_size=Bytes().vocab_size, d_model=32, n_heads=4, d_ff=48, n_layers=1)
-    made = CustomTransformerAdapter(gf.build(spec), tokenizer=Bytes())
+    made = gf.build(spec, tokenizer=Bytes())
     made.save_checkpoint(tmp_path / "bytes")
     adapter = gf.load(tmp_path / "bytes").train()
     text = adapter.generate("ab", max_new_tokens=6)
@@ -316,10 +317,10 @@ def test_loading_takes_the_weights_and_little_more(how, tmp_path):
     spec = presets.qwen(
         vocab_size=30_000, d_model=512, d_ff=1024, n_layers=6, d_head=64, max_seq_len=64
     )
-    from glassformer.adapters.folder.export import export
+    from glassformer.adapters.folder.export_hf import export_hf
 
     model = gf.build(spec).to(torch.float16 if how == "widened" else torch.float32)
-    folder = export(CustomTransformerAdapter(model), tmp_path / "big").folder
+    folder = export_hf(model, tmp_path / "big").folder
     small = folder_of("qwen3 bias", tmp_path)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PEAK, str(folder), how, str(small)],

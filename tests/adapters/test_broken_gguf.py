@@ -150,7 +150,7 @@ WORDS = {
 
 @pytest.mark.parametrize("name", WORDS)
 def test_tokenizers_that_cannot_be_are_named(name, tmp_path):
-    from glassformer.adapters.gguf.export import export_gguf
+    from glassformer.adapters.gguf.export_gguf import export_gguf
 
     keys, said = WORDS[name]
     export_gguf(load(write_model(tmp_path / "model")), tmp_path / "good.gguf")

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.adapters.folder.export import export
+from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.load import load
 from glassformer.adapters.match_family import counterpart, misfits
-from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.adapters.registry import families_that_write
 from glassformer.checks.preset_subjects import perturb
 from glassformer.data.tasks.digits import VOCAB
@@ -48,7 +47,7 @@ def test_an_import_goes_back_byte_for_byte(case, sharded, tmp_path):
     native = load(gf.save(adapter, tmp_path / "native"))
     assert type(native) is type(adapter)
     assert native.get_config() == json.loads((first / "config.json").read_text())
-    again = export(native, tmp_path / "again").folder
+    again = export_hf(native, tmp_path / "again").folder
     assert bytes_of(again) == bytes_of(first)
 
 
@@ -66,7 +65,7 @@ def test_the_small_files_are_kept_verbatim(tmp_path):
     for name, text in texts.items():
         assert (native / "origin" / name).read_text() == text
     assert not list(native.rglob("*.py"))
-    again = export(load(native), tmp_path / "again").folder
+    again = export_hf(load(native), tmp_path / "again").folder
     for name, text in texts.items():
         assert (again / name).read_text() == text
 
@@ -75,7 +74,7 @@ def test_a_changed_model_gets_a_config_that_is_true(tmp_path):
     """In another precision the old config would lie; its own files go along all the same."""
     first = folder_of("qwen2 tied", tmp_path)
     adapter = load(first, dtype=torch.bfloat16)
-    again = export(adapter, tmp_path / "again").folder
+    again = export_hf(adapter, tmp_path / "again").folder
     config = json.loads((again / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     assert load(again).spec == adapter.spec
@@ -145,13 +144,13 @@ def test_transformers_opens_our_models_whole(name, tmp_path):
 
     spec, kind = OURS[name]
     model = perturb(gf.build(spec), dtype=torch.float32, seed=5).eval()
-    written = export(CustomTransformerAdapter(model), tmp_path / "out")
+    written = export_hf(model, tmp_path / "out")
     assert written.model_type == kind
     module, info = AutoModelForCausalLM.from_pretrained(written.folder, output_loading_info=True)
     assert not any(info.values()), info
     ids = tokens(2, 40)
     with torch.no_grad():
-        gap = float((model(ids)["next"] - module.eval()(ids).logits).abs().max())
+        gap = float((model(ids) - module.eval()(ids).logits).abs().max())
     assert gap <= 1e-5
     again = load(written.folder)
     native = gf.save(again, tmp_path / "native")
@@ -160,7 +159,7 @@ def test_transformers_opens_our_models_whole(name, tmp_path):
 
 
 def test_both_generations_of_keys_are_written(tmp_path):
-    folder = export(CustomTransformerAdapter(gf.build(OURS["llama 3"][0])), tmp_path / "out").folder
+    folder = export_hf(gf.build(OURS["llama 3"][0]), tmp_path / "out").folder
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
     assert config["rope_scaling"]["factor"] == config["rope_parameters"]["factor"] == 8.0
@@ -170,8 +169,8 @@ def test_both_generations_of_keys_are_written(tmp_path):
 def test_large_weights_are_written_in_several_files(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    adapter = CustomTransformerAdapter(gf.build(some()))
-    folder = export(adapter, tmp_path / "out", shard_bytes=20_000).folder
+    adapter = gf.build(some())
+    folder = export_hf(adapter, tmp_path / "out", shard_bytes=20_000).folder
     assert len(list(folder.glob("model-0000*.safetensors"))) > 2
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * adapter.get_num_parameters()
@@ -212,26 +211,26 @@ def test_tokenizers_go_along_where_they_can(tmp_path):
 
     pieces = BytePairs.train(["some text to cut into pieces"] * 3, vocab_size=300)
     spec = replace(OURS["llama"][0], vocab_size=300)
-    adapter = CustomTransformerAdapter(gf.build(spec), tokenizer=pieces)
-    folder = export(adapter, tmp_path / "a").folder
+    adapter = gf.build(spec, tokenizer=pieces)
+    folder = export_hf(adapter, tmp_path / "a").folder
     text = "some text, naïve"
     assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == pieces.encode(text)
     assert load(folder).tokenizer.encode(text) == pieces.encode(text)
-    named = CustomTransformerAdapter(gf.build(OURS["llama"][0]), tokenizer=VOCAB)
-    written = export(named, tmp_path / "b")
+    named = gf.build(OURS["llama"][0], tokenizer=VOCAB)
+    written = export_hf(named, tmp_path / "b")
     assert "not written" in written.notes[0]
     assert not (written.folder / "tokenizer.json").exists()
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
-    adapter = CustomTransformerAdapter(gf.build(OURS["llama"][0]))
+    adapter = gf.build(OURS["llama"][0])
     (tmp_path / "there").mkdir()
     with pytest.raises(InputError, match="exists"):
-        export(adapter, tmp_path / "there")
+        export_hf(adapter, tmp_path / "there")
     with torch.no_grad():
         next(adapter.parameters())[0, 0] = torch.nan
     with pytest.raises(InputError, match="NaN"):
-        export(adapter, tmp_path / "nan")
+        export_hf(adapter, tmp_path / "nan")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -240,7 +239,7 @@ def test_an_origin_that_was_tampered_with_is_not_believed(tmp_path):
     native = load(gf.save(load(folder_of("llama", tmp_path)), tmp_path / "native"))
     names = json.loads(native.kept["layout.json"])["model.safetensors"]
     native.kept["layout.json"] = json.dumps({"../../evil.safetensors": names}).encode()
-    again = export(native, tmp_path / "again").folder
+    again = export_hf(native, tmp_path / "again").folder
     assert (again / "model.safetensors").is_file()
     assert not list(tmp_path.glob("**/evil*"))
     change(again, hidden_size=32)
@@ -251,7 +250,7 @@ def test_a_quantized_model_is_not_written_as_if_it_were_whole(tmp_path):
 
     model = gf.build(OURS["llama"][0])
     quantize_model(model)
-    adapter = CustomTransformerAdapter(model)
+    adapter = model
     with pytest.raises(InputError, match="no plain weights"):
-        export(adapter, tmp_path / "out")
+        export_hf(adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()

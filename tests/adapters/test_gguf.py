@@ -11,12 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 import glassformer as gf
-from glassformer.adapters.folder.export import export
-from glassformer.adapters.gguf.export import export_gguf
+from glassformer.adapters.folder.export_hf import export_hf
+from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.gguf.header import read_head, shortest
 from glassformer.adapters.load import load
 from glassformer.adapters.match_family import differences
-from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.cli.main import app
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.position import single
@@ -117,7 +116,7 @@ def test_there_and_back_are_the_same_numbers(case, tmp_path):
     again = load(gf.save(load(tmp_path / "m.gguf"), tmp_path / "again"))
     assert same_weights(native, again)
     assert gap(native, again) == 0.0
-    back = load(export(again, tmp_path / "hf").folder)
+    back = load(export_hf(again, tmp_path / "hf").folder)
     assert same_weights(native, back)
 
 
@@ -182,7 +181,7 @@ def test_packed_kinds_are_unpacked(name, tmp_path):
     kind = gguf.GGMLQuantizationType[name]
     block, size = gguf.GGML_QUANT_SIZES[kind]
     spec = replace(gf.preset("qwen"), vocab_size=16, d_model=256)
-    export_gguf(CustomTransformerAdapter(gf.build(spec)), tmp_path / "plain.gguf")
+    export_gguf(gf.build(spec), tmp_path / "plain.gguf")
     arrays = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "plain.gguf").tensors}
     data = np.random.default_rng(5).integers(0, 60, (16, 256 // block * size), dtype=np.uint8)
     arrays["token_embd.weight"] = (data, kind)

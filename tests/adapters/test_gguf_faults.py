@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from glassformer.adapters.gguf.export import export_gguf
+from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.gguf.header import _read_head
 from glassformer.adapters.load import load
 from glassformer.spec.errors import FileError, InputError

@@ -8,8 +8,8 @@ import pytest
 
 import glassformer as gf
 from glassformer.adapters.chat.template import read_chat, read_templates
-from glassformer.adapters.folder.export import export
-from glassformer.adapters.gguf.export import export_gguf
+from glassformer.adapters.folder.export_hf import export_hf
+from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.gguf.header import read_head
 from glassformer.adapters.load import load
 from glassformer.adapters.native import CustomTransformerAdapter
@@ -30,7 +30,7 @@ def test_the_tokenizer_goes_along(tmp_path):
     opened = load(tmp_path / "m.gguf")
     native = load(gf.save(opened, tmp_path / "native"))
     texts = [*HARD, *varied(200), "a <|im_end|> b<|endoftext|>"]
-    for adapter in (opened, native, load(export(native, tmp_path / "hf").folder)):
+    for adapter in (opened, native, load(export_hf(native, tmp_path / "hf").folder)):
         ours, theirs = adapter.tokenizer, first.tokenizer
         assert [ours.encode(text) for text in texts] == [theirs.encode(text) for text in texts]
         assert (ours.names, ours.eos_ids, ours.bos) == (theirs.names, theirs.eos_ids, theirs.bos)
@@ -60,8 +60,8 @@ def test_a_real_vocabulary_keeps_its_ids(tmp_path):
     if not (official / "tokenizer.json").is_file():
         pytest.skip("the official tokenizers are not here: make tokenizers")
     spec = replace(gf.preset("qwen"), vocab_size=151_936, d_model=32)
-    model = CustomTransformerAdapter(gf.build(spec))
-    folder = export(model, tmp_path / "model").folder
+    model = gf.build(spec)
+    folder = export_hf(model, tmp_path / "model").folder
     for path in official.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     first = load(folder)

@@ -149,5 +149,5 @@ def test_bad_texts_are_refused(text, options, message):
 
 def test_without_a_tokenizer_there_is_no_text():
     adapter = adapt(checkpoints.live("gpt2"))
-    with pytest.raises(InputError, match="without a tokenizer"):
+    with pytest.raises(InputError, match="has no tokenizer"):
         adapter.inspect("a")

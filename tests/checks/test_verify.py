@@ -161,7 +161,7 @@ def test_a_function_can_say_how_to_ask():
 
 def test_subjects_from_anything():
     model = gf.build(gf.preset("core"))
-    assert subject_of(model).model is model
+    assert subject_of(model).model is subject_of(model.model).model is model.model
     assert subject_of(subject_of(model, name="a"), name="b").name == "b"
     with pytest.raises(InputError, match="cannot verify a int"):
         subject_of(3)

@@ -43,14 +43,6 @@ def test_help_says_each_verb_in_one_whole_line():
         assert shown.count(f"glass {verb}") >= 2 or verb in ("demo", "list"), f"{verb}: no example"
 
 
-def test_importing_the_package_imports_no_torch():
-    code = (
-        "import sys, glassformer as gf; dir(gf); gf.preset('core'); print('torch' in sys.modules)"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "False"
-
-
 def test_verify_prints_one_json_object():
     result = CliRunner().invoke(app, ["verify", "fsm-probe", "--json"])
     assert result.exit_code == 0
@@ -97,13 +89,6 @@ def test_errors_are_json_when_json_was_asked_for():
 
 def test_debug_shows_the_traceback():
     assert "Traceback" in glass("--debug", "verify", "nowhere").stderr
-
-
-def test_the_door_names_what_it_has():
-    with pytest.raises(AttributeError, match="glassformer has no 'nothing'; it has Batch"):
-        gf.nothing  # noqa: B018
-    for name in gf.__all__:
-        assert callable(getattr(gf, name))
 
 
 def test_a_saved_model_comes_back(tmp_path):

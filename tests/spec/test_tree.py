@@ -13,6 +13,7 @@ from glassformer.spec.model import (
     FactorizedEmbedding,
     Learned,
     ModelSpec,
+    NextHead,
     NoPosition,
     RMSNorm,
     Rotary,
@@ -181,3 +182,32 @@ def test_a_key_that_occurs_twice_is_refused():
     text = to_json(preset("core")).replace('"d_model"', '"vocab_size"', 1)
     with pytest.raises(InputError, match="a key occurs twice"):
         from_json(ModelSpec, text)
+
+
+def test_overrides_are_strings_lists_or_keywords():
+    spec = preset("qwen")
+    wanted = override(spec, ["d_model=64", "decoder.layers.count=2", "position=Learned"])
+    assert override(spec, "d_model=64", "decoder.layers.count=2", position=Learned()) == wanted
+    assert override(spec, ["d_model=64"], **{"decoder.layers.count": 2}, position="Learned") == (
+        wanted
+    )
+    layers = override(spec, **{"decoder.layers": spec.decoder.layers * 2})
+    assert layers.n_layers == 2 * spec.n_layers
+    assert override(spec, heads=(NextHead(tied=False),)).heads == (NextHead(tied=False),)
+    assert override(spec, encoder=None) == spec
+    with pytest.raises(InputError, match=r"position: NextHead is none of .*Rotary"):
+        override(spec, position=NextHead())
+    with pytest.raises(InputError, match=r"unknown key 'd_modl'"):
+        override(spec, d_modl=3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_takes_sizes(name):
+    sizes = {"vocab_size": 37, "d_model": 48, "n_heads": 4, "d_ff": 53, "max_seq_len": 41}
+    spec = preset(name, n_layers=3, **sizes)
+    assert (spec.vocab_size, spec.d_model, spec.max_seq_len, spec.n_layers) == (37, 48, 41, 3)
+    for block in spec.decoder.blocks():
+        ffn = block.ffn.expert if name == "moe" else block.ffn
+        assert (block.attention.n_heads, ffn.d_ff) == (4, 53)
+    with pytest.raises(InputError, match=f"the preset '{name}' has no size 'd_modl'"):
+        preset(name, d_modl=3)

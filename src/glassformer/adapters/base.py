@@ -1,78 +1,68 @@
-"""`WholeStepper`: decoding over nothing but `forward(ids, mask) -> logits`, for models not ours.
+"""The one kind of model: the contract of what `gf.build` and `gf.load` return.
 
-`BaseAdapter`: one face for every architecture, for training and for inference.
+    model(tokens)                        logits (B, T, V) of the next token
+    model(tokens, valid=mask)            True = real token; `attention_mask` of 1 and 0 works too
+    model(tokens, head="class")          another head's logits; `model.forward_heads` gives all
+    model.generate("text", top_p=0.9)    text in, text out; token ids in, new token ids out
+    model.inspect("text")                one pass with everything kept; token ids work too
+    model.tokenizer                      raises where there is none: `model.with_tokenizer(t)`
+    model.spec, model.device, model.save(folder)
 
-The methods are source 002's, by its names. An adapter holds a model and what came with it; which
-parts the model is made of, how its tensors are named on disk and how its text is cut are its own
-affair.
+Such a model is a torch module: `parameters()`, `state_dict()`, `train()` and `to()` are those of
+the module inside, `model.model`, with the same parameter names. Inside is one of our own models
+(`NativeAdapter`, `glassformer.models`), which training engines, verify, quantization and the lens
+work on, or a module of another library (`WrappedAdapter`). The base class is called `BaseAdapter`,
+since it adapts any architecture to this contract; a new architecture is a subclass.
 """
 
+import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from glassformer.adapters.folder.origin import find_tokenizer
-from glassformer.adapters.text_inputs import inspect_text, question
+from glassformer.adapters.text_inputs import Words, inspect_text, question
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
+from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.generate import evaluating, make_stepper, prepare
 from glassformer.generation.prompts import Prompts, padded, text_prompt
 from glassformer.generation.stepper import Rows, Stepper
-from glassformer.generation.streaming import generate_batch
+from glassformer.generation.streaming import Generated, generate_batch
+from glassformer.lens.capture import tapped_model
 from glassformer.lens.heads import HeadName
-from glassformer.lens.inspection import Inspection
-from glassformer.models.model import Model
+from glassformer.lens.inspection import Inspection, inspect
+from glassformer.lens.show.token_text import Names
+from glassformer.models.inputs import Inputs
 from glassformer.quant.status import quantized_numbers
-from glassformer.spec.decoding import DecodeSpec
-from glassformer.spec.errors import InputError
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
 
 # B batch, T length, V vocab
 
 Forward = Callable[[Tensor, Tensor | None], Tensor]
 
-
-class WholeStepper(Stepper):
-    """No cache: the complete sequence at every step, and the last column of its logits."""
-
-    def __init__(self, forward: Forward, spec: ModelSpec, *, device: torch.device) -> None:
-        super().__init__(spec)
-        self.forward = forward
-        self.device = device
-
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
-        """Read the prompts; nothing is reserved, whatever the room."""
-        tokens_BT, valid_BT = padded(prompts.tokens)
-        valid = None if valid_BT is None else torch.from_numpy(valid_BT).to(self.device)
-        past = Rows(torch.from_numpy(tokens_BT).to(self.device), valid, None, None)
-        return self._read(past), past
-
-    def step(self, tokens_B: Tensor, *, past: Rows) -> Tensor:
-        """One more token a row, and everything once more."""
-        new_B1 = tokens_B.to(self.device)[:, None]
-        past.tokens_BT = torch.cat((past.tokens_BT, new_B1), 1)
-        if past.valid_BT is not None:
-            past.valid_BT = torch.cat((past.valid_BT, torch.ones_like(new_B1, dtype=torch.bool)), 1)
-        return self._read(past)
-
-    @torch.no_grad()
-    def _read(self, past: Rows) -> Tensor:
-        self.positions += past.tokens_BT.shape[1]
-        return self.forward(past.tokens_BT, past.valid_BT)[:, -1]
-
-
-# B batch, T length, V vocab
+#: Token ids of one sequence, or of several as rows.
+Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
 
 
 class BaseAdapter(nn.Module, ABC):
-    """A model behind one interface.
+    """A model behind the contract above.
 
-    spec: what the model is. origin: the folder it came from, or None. reference: a live module of
-    another library that must compute the same, or None; it is no part of this module, so it is
-    neither trained nor saved nor moved with it.
+    model: the module that computes. spec: the architecture. origin: the folder or file that it was
+    read from, or None. reference: a live module of another library that must compute the same, or
+    None; it is neither trained nor saved nor moved with this one.
+
+    The module inside is no submodule of this one: the two share their tables of submodules,
+    parameters and buffers, so that names and state are the same with and without the adapter.
     """
 
     architecture_type: ClassVar[str]
@@ -87,51 +77,43 @@ class BaseAdapter(nn.Module, ABC):
         reference: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.training = model.training
-        self.model = model
+        self._hold(model)
         self.spec = spec
         self.origin = origin
         self._tokenizer = tokenizer
         self._reference = (reference,)  # a tuple: torch would register a bare module
 
-    # --- source 002's methods ---------------------------------------------------------------------
+    # --- the module inside ------------------------------------------------------------------------
 
-    @abstractmethod
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V). The mask is (B, T), 1 or True for real tokens."""
+    def _hold(self, model: nn.Module) -> None:
+        """Let this module be one with `model`: share its submodules, parameters and buffers."""
+        self._held = (model,)
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[name] = getattr(model, name)
 
-    @abstractmethod
-    def get_config(self) -> dict[str, Any]:
-        """The configuration as plain data, in the words of whoever wrote it."""
+    @property
+    def model(self) -> nn.Module:
+        """The module that computes."""
+        return self._held[0]
 
-    @abstractmethod
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Write the model, and what came with it, to a folder that `glassformer.load` opens."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a new `model` replaces the module inside."""
+        if name == "model":
+            self._hold(value)
+        else:
+            super().__setattr__(name, value)
 
-    @abstractmethod
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Read weights of the same architecture into this model; optimizers keep their hold."""
+    @property
+    def training(self) -> bool:
+        """The mode of the module inside."""
+        held: tuple[nn.Module, ...] = self.__dict__.get("_held", ())
+        return held[0].training if held else False
 
-    def get_architecture_type(self) -> str:
-        """`custom-transformer`, `qwen`, `llama`, ..."""
-        return self.architecture_type
-
-    def get_num_parameters(self) -> int:
-        """How many numbers the model has, quantized or not; what is tied counts once."""
-        floats = sum(parameter.numel() for parameter in self.parameters())
-        return floats + quantized_numbers(self)
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that came with the model; None for a model of tokens without names."""
-        if self._tokenizer is None and self.origin is not None:
-            self._tokenizer = find_tokenizer(self.origin)
-        return self._tokenizer
-
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """For an optimizer: each once, without those that were frozen."""
-        return [parameter for parameter in self.parameters() if parameter.requires_grad]
-
-    # --- what follows from them -------------------------------------------------------------------
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Set the mode of the module inside."""
+        for model in self.__dict__.get("_held", ()):
+            model.training = mode
 
     @property
     def reference(self) -> nn.Module | None:
@@ -139,101 +121,249 @@ class BaseAdapter(nn.Module, ABC):
         return self._reference[0]
 
     @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(chain(self.parameters(), self.buffers())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the first weights; a quantized model keeps its norms in it."""
+        return next(self.parameters()).dtype
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        heads = next(spec.decoder.blocks()).attention.n_heads
+        layers = f"{spec.n_layers} layers"
+        if spec.encoder is not None:
+            layers = f"{spec.encoder.n_layers} encoder and {spec.n_layers} decoder layers"
+        came = "" if self.origin is None else f", from {self.origin}"
+        return (
+            f"<{type(self).__name__}: {self.get_num_parameters():,} parameters, {layers}, "
+            f"d_model {spec.d_model}, {heads} heads, vocabulary {spec.vocab_size:,}, "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}{came}>"
+        )
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            """Run `forward`, as torch does."""
+
+    # --- methods that every architecture has ------------------------------------------------------
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        head: str | None = None,
+    ) -> Tensor:
+        """Return logits (B, T, V); the masks are (B, T), True or 1 for real tokens."""
+
+    @abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration as plain data, in the format that it was written in."""
+
+    @abstractmethod
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write the model, and the files that came with it, to a folder that `load` opens."""
+
+    @abstractmethod
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Copy weights of the same architecture into the parameters of this model."""
+
+    def get_architecture_type(self) -> str:
+        """Return `custom-transformer`, `qwen`, `llama`, ..."""
+        return self.architecture_type
+
+    def get_num_parameters(self) -> int:
+        """Return the number of weights, quantized or not; tied weights count once."""
+        floats = sum(parameter.numel() for parameter in self.parameters())
+        return floats + quantized_numbers(self)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer that came with the model, or None."""
+        if self._tokenizer is None and self.origin is not None:
+            self._tokenizer = find_tokenizer(self.origin)
+        return self._tokenizer
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters for an optimizer: each once, without frozen ones."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint folder that `gf.load` opens; an existing one is never overwritten."""
+        self.save_checkpoint(folder)
+        return Path(folder)
+
+    # --- text -------------------------------------------------------------------------------------
+
+    @property
     def tokenizer(self) -> Tokenizer:
-        """`get_tokenizer`, or an error where there is none."""
-        found = self.get_tokenizer()
-        if found is None:
+        """The tokenizer; an InputError where there is none."""
+        tokenizer = self.get_tokenizer()
+        if tokenizer is None:
             raise InputError(
-                "this model came without a tokenizer, so it reads token ids and no text",
+                "this model has no tokenizer, so it reads token ids and no text",
                 where=str(self.origin or ""),
-                hint="adapter(ids) gives logits; glassformer.generation continues rows of ids",
+                hint="give token ids, or model.with_tokenizer(tokenizer)",
             )
-        return found
+        return tokenizer
 
-    def stepper(self) -> Stepper:
-        """What decoding runs on: without a cache, unless the adapter knows better."""
-        return WholeStepper(self, self.spec, device=next(self.parameters()).device)
-
-    def prompt(self, text: str) -> Prompts:
-        """A text as the model expects it."""
-        return text_prompt(self.spec, self.tokenizer, text)
+    def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
+        """Return the same model, weights shared, with this tokenizer."""
+        if tokenizer.vocab_size > self.spec.vocab_size:
+            raise InputError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of "
+                f"{self.spec.vocab_size}"
+            )
+        twin = copy.copy(self)
+        twin._tokenizer = tokenizer
+        return twin
 
     def end_ids(self) -> tuple[int, ...]:
-        """The ids at which a text of this model ends, all of them."""
+        """Return all ids at which a text of this model ends."""
         return end_ids(self.tokenizer)
 
-    def generate(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int = 100,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        stop: Sequence[str] = (),
-        seed: int = 0,
-    ) -> str:
-        """The text that follows a prompt, greedy or drawn; of a model that answers, its answer."""
+    def nameless_ids(self) -> tuple[int, ...]:
+        """Return the ids of the model's vocabulary that its tokenizer has no text for."""
+        return tuple(i for i in nameless_ids(self.tokenizer) if i < self.spec.vocab_size)
+
+    # --- decoding ---------------------------------------------------------------------------------
+
+    def stepper(self) -> Stepper:
+        """Return what decoding runs on: without a cache, unless a subclass has one."""
+        return UncachedStepper(self, self.spec, device=self.device)
+
+    def prompt(self, text: str) -> Prompts:
+        """Return a text as the model expects it."""
+        return text_prompt(self.spec, self.tokenizer, text)
+
+    def prompts(self, prompt: str | Ids | Prompts) -> Prompts:
+        """Return a text, one row of ids, or several rows, as prompts."""
+        match prompt:
+            case Prompts():
+                return prompt
+            case str():
+                return self.prompt(prompt)
+            case _:
+                return Prompts.of(_rows(prompt))
+
+    @overload
+    def generate(self, prompt: str, **options: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: Ids | Prompts, **options: Any) -> list[Any]: ...
+
+    def generate(self, prompt: str | Ids | Prompts, **options: Any) -> "str | list[Any]":
+        """Continue a prompt: text gives text; a row of ids, new ids; several rows, a list of each.
+
+        Options are those of `gf.generate`: max_new_tokens, temperature, top_k, top_p, stop, seed,
+        regex, ...; greedy by default. A model with an answer head gives its answer. `gf.generate`
+        also returns log-probabilities and why a sequence ended.
+        """
         if "next" not in self.spec.head_names():
-            if temperature or top_k is not None or top_p != 1.0 or stop:
-                raise InputError("this model gives one answer: there is nothing to draw or to stop")
-            return self.answer(prompt)
-        was_training = self.training
-        self.eval()
-        try:
-            spec = DecodeSpec(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                stop=tuple(stop),
-                eos=self.end_ids(),
-                forbidden=self.nameless_ids(),
-                seed=seed,
-            )
-            made = generate_batch(
-                self.stepper(), self.prompt(prompt), spec=spec, tokenizer=self.tokenizer
-            )
+            return self._answered(prompt, options)
+        made = self.generated(prompt, **options)
+        if isinstance(prompt, str):
             return made[0].text
-        finally:
-            self.train(was_training)
+        new = [list(row.tokens) for row in made]
+        return new[0] if is_one_row(prompt) else new
+
+    def generated(self, prompt: str | Ids | Prompts, **options: Any) -> list[Generated]:
+        """Return what `generate` makes of each row, with log-probabilities and why it ended."""
+        given = prompt if isinstance(prompt, str) else self.prompts(prompt)
+        tokenizer, request, prompts = prepare(self, given, options)
+        if isinstance(request.decoding, BeamSpec):
+            raise InputError("width belongs to a beam search", hint="gf.beam_search(model, prompt)")
+        with evaluating(self):
+            return generate_batch(
+                make_stepper(self, request.step),
+                prompts,
+                spec=request.decoding,
+                constraint=request.constraint,
+                tokenizer=tokenizer,
+            )
+
+    def _answered(self, prompt: str | Ids | Prompts, options: dict[str, Any]) -> "str | list[Any]":
+        """Return the answer of each row; nothing is sampled, so other options are refused."""
+        defaults = {field.name: field.default for field in dataclasses.fields(DecodeSpec)}
+        for name, value in options.items():
+            if name not in defaults:
+                raise InputError(f"no decoding option '{name}'", hint=nearest(name, defaults))
+            if name not in ("max_new_tokens", "seed") and value != defaults[name]:
+                raise InputError(
+                    "this model gives one answer: there is nothing to sample or to stop",
+                    hint=f"leave out {name}",
+                )
+        if isinstance(prompt, str):
+            return self.answer(prompt)
+        answers = [self.answer_id(row) for row in self.prompts(prompt).tokens]
+        return answers if is_one_row(prompt) else [[answer] for answer in answers]
+
+    def answer(self, prompt: str) -> str:
+        """Return the likeliest answer of a model that predicts one token for a sequence."""
+        return self.tokenizer.decode([self.answer_id(question(self.tokenizer, prompt))])
 
     @torch.no_grad()
-    def answer(self, prompt: str) -> str:
-        """The likeliest answer of a model that gives one for a whole sequence."""
-        ids = question(self.tokenizer, prompt)
+    def answer_id(self, ids: Sequence[int]) -> int:
+        """Return the id of the likeliest answer to a sequence of ids."""
         if "answer" not in self.spec.head_names():
             raise InputError(
                 "this model has no head that answers or continues a text",
                 hint=f"it has: {', '.join(self.spec.head_names())}",
             )
-        assert isinstance(self.model, Model)  # a module of another library only continues texts
-        was_training = self.training
-        self.eval()
-        try:
-            logits_1V = self.model(torch.tensor([ids]))["answer"]
-        finally:
-            self.train(was_training)
-        return self.tokenizer.decode([int(logits_1V.argmax())])
+        with evaluating(self):
+            logits_1V: Tensor = self(torch.tensor([list(ids)]), head="answer")
+        return int(logits_1V.argmax())
+
+    # --- the lens ---------------------------------------------------------------------------------
 
     def inspect(
-        self, text: str, *, target: str | None = None, ablate: Sequence[str | HeadName] = ()
+        self,
+        text: "str | Batch | Inputs | Tensor | np.ndarray | Sequence[int]",
+        *,
+        target: str | None = None,
+        targets: "int | Sequence[int | None] | np.ndarray | Tensor | None" = None,
+        ablate: Sequence[str | HeadName] = (),
+        head: str | None = None,
+        words: Sequence[str] | None = None,
+        source_words: Sequence[str] | None = None,
+        names: "Names | Sequence[str] | None" = None,
     ) -> Inspection:
-        """One forward pass over a text with everything kept: attention, lens, norms, losses.
+        """Run one sequence and keep everything: attention, logit lens, norms, losses.
 
-        `target` is what should follow: the loss is then of its tokens alone, else of the text's
-        own. A model that answers takes its answer. Of an encoder-decoder the text is the source,
-        and without a target the model's own greedy answer is looked at. `ablate` silences heads.
+        A text: `target` is what should follow; the loss is then of its tokens alone, else of the
+        text's own. A model with an answer head takes its answer. For an encoder-decoder the text is
+        the source, and without a target the model's own greedy output is inspected.
+        Token ids, Inputs, or a Batch of one row: `targets` are ids by position, `head` is the
+        output head to read, and `words`, `source_words`, `names` are labels of the tokens.
+        `ablate` switches attention heads off.
         """
-        if not isinstance(self.model, Model):
-            raise InputError(
-                f"{type(self.model).__name__} computes by itself and has no taps, so its "
-                "attention, lens, norms and heads are not offered",
-                hint='load it with backend="native"',
+        model = tapped_model(self)
+        if not isinstance(text, str):
+            if target is not None:
+                raise InputError("a target text for token ids", hint="give their ids as `targets`")
+            tokenizer = self.get_tokenizer()
+            if names is None and tokenizer is not None:
+                names = Words(tokenizer)
+            return inspect(
+                model,
+                text,
+                words=words,
+                source_words=source_words,
+                names=names,
+                targets=targets,
+                ablate=ablate,
+                head=head,
             )
+        given = {"targets": targets, "head": head, "words": words, "names": names}
+        for name in (name for name, value in given.items() if value is not None):
+            raise InputError(f"`{name}` goes with token ids", hint="give ids, or leave it out")
         greedy = DecodeSpec(max_new_tokens=100, eos=self.end_ids(), forbidden=self.nameless_ids())
         return inspect_text(
-            self.model,
+            model,
             self.tokenizer,
             text,
             target=target,
@@ -242,25 +372,72 @@ class BaseAdapter(nn.Module, ABC):
             greedy=greedy,
         )
 
-    def nameless_ids(self) -> tuple[int, ...]:
-        """Ids that the model's table has and its tokenizer does not: they say nothing."""
-        return tuple(i for i in nameless_ids(self.tokenizer) if i < self.spec.vocab_size)
 
-
-def valid_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """An attention mask of zeros and ones as our own: True = real token."""
-    if attention_mask is None:
+def valid_of(
+    input_ids: Tensor, attention_mask: Tensor | None, valid: Tensor | None = None
+) -> Tensor | None:
+    """Return either mask as our own: True = real token."""
+    if attention_mask is not None and valid is not None:
+        raise InputError("both `valid` and `attention_mask`", hint="give one of the two")
+    name, mask = ("attention_mask", attention_mask) if valid is None else ("valid", valid)
+    if mask is None:
         return None
-    if attention_mask.shape != input_ids.shape:
+    if mask.shape != input_ids.shape:
         raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, the ids "
-            f"{tuple(input_ids.shape)}",
+            f"{name} has shape {tuple(mask.shape)}, the ids {tuple(input_ids.shape)}",
             hint="one number for each token: 1 = real, 0 = padding",
         )
-    if attention_mask.dtype == torch.bool:
-        return attention_mask
-    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+    if mask.dtype == torch.bool:
+        return mask
+    if not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError(
-            "attention_mask holds other numbers than 0 and 1", hint="1 = real token, 0 = padding"
+            f"{name} holds other numbers than 0 and 1", hint="1 = real token, 0 = padding"
         )
-    return attention_mask == 1
+    return mask == 1
+
+
+def is_one_row(prompt: Ids | Prompts) -> bool:
+    """Return whether ids are a single sequence, not rows of several."""
+    if isinstance(prompt, Prompts):
+        return False
+    if isinstance(prompt, Tensor | np.ndarray):
+        return prompt.ndim == 1
+    return not any(isinstance(item, Sequence | Tensor | np.ndarray) for item in prompt)
+
+
+def _rows(ids: Ids) -> "list[list[int]]":
+    """Return ids of one or of several sequences as rows."""
+    rows: Any = [ids] if is_one_row(ids) else ids
+    return [row.tolist() if isinstance(row, Tensor | np.ndarray) else list(row) for row in rows]
+
+
+class UncachedStepper(Stepper):
+    """Decoding over nothing but `forward(ids, mask) -> logits`, for models that are not ours.
+
+    There is no cache: every step runs the complete sequence and takes the last column of logits.
+    """
+
+    def __init__(self, forward: Forward, spec: ModelSpec, *, device: torch.device) -> None:
+        super().__init__(spec)
+        self.forward = forward
+        self.device = device
+
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
+        """Read the prompts; nothing is reserved, whatever the room."""
+        tokens_BT, valid_BT = padded(prompts.tokens)
+        valid = None if valid_BT is None else torch.from_numpy(valid_BT).to(self.device)
+        past = Rows(torch.from_numpy(tokens_BT).to(self.device), valid, None, None)
+        return self._read(past), past
+
+    def step(self, tokens_B: Tensor, *, past: Rows) -> Tensor:
+        """Add one token to each row, and run everything once more."""
+        new_B1 = tokens_B.to(self.device)[:, None]
+        past.tokens_BT = torch.cat((past.tokens_BT, new_B1), 1)
+        if past.valid_BT is not None:
+            past.valid_BT = torch.cat((past.valid_BT, torch.ones_like(new_B1, dtype=torch.bool)), 1)
+        return self._read(past)
+
+    @torch.no_grad()
+    def _read(self, past: Rows) -> Tensor:
+        self.positions += past.tokens_BT.shape[1]
+        return self.forward(past.tokens_BT, past.valid_BT)[:, -1]

@@ -1,10 +1,13 @@
-"""`load(path)`: the one door to models on disk, whoever wrote them; `save`, its inverse.
+"""Models from and to disk: `load`, whoever wrote them, `build` for new ones, and `save`.
 
-What a folder says decides which adapter opens it. `load_model` is the bare model, for those who
-need no more.
+The contents of a folder decide who opens it: `FORMATS` lists the formats in the order in which
+they are recognised, each with its opener. `load_model` returns our bare model, without the adapter.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,27 +26,47 @@ from glassformer.adapters.folder.origin import (
 from glassformer.adapters.folder.weights import FileWeights, folder_weights
 from glassformer.adapters.gguf.header import SUFFIX, is_gguf
 from glassformer.adapters.gguf.load import open_gguf
-from glassformer.adapters.native import (
-    CustomTransformerAdapter,
-    NativeAdapter,
-    TrainingConfig,
-    save_model,
-)
+from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, save_model
 from glassformer.adapters.registry import adapter_for, adapter_named
 from glassformer.adapters.table import identity_plan, make_plan
+from glassformer.adapters.training_config import TrainingConfig
 from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_transformers
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.build import build
+from glassformer.models.build import build as build_model
 from glassformer.models.model import Model
 from glassformer.quant.arrays import restored_model
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.serialize import override
 from glassformer.store.checkpoint import WEIGHTS, verify_folder
 from glassformer.store.quantized import is_quantized, load_quantized
 from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory
+
+
+def build(
+    spec: ModelSpec,
+    *,
+    tokenizer: Tokenizer | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> CustomTransformerAdapter:
+    """Return a new model with weights drawn by the spec's rules, in eval mode.
+
+    The weights come from `seed`, from a generator, or from torch's own. On the device "meta"
+    nothing is allocated or drawn.
+    """
+    if seed is not None:
+        if generator is not None:
+            raise InputError("both a seed and a generator", hint="give one of the two")
+        generator = torch.Generator().manual_seed(seed)
+    model = build_model(spec, generator=generator, device=device)
+    made = CustomTransformerAdapter(model if dtype is None else model.to(dtype))
+    return made if tokenizer is None else made.with_tokenizer(tokenizer)
 
 
 def load(
@@ -55,35 +78,33 @@ def load(
     backend: Backend = "native",
     reference: bool = False,
 ) -> BaseAdapter:
-    """The model of a run (`RUN@120`), a checkpoint, a Hugging Face folder or a GGUF file.
+    """Open a run (`RUN`, `RUN@120`), a checkpoint, a Hugging Face folder or a GGUF file.
 
-    It is in eval mode.
-    `config` brings a training's settings; with one, a preset's name means a fresh model of it.
+    The model is in eval mode; weights keep the precision that they are stored in, or get `dtype`.
+    `config` brings a training's settings; with one, a preset's name means a new model of it.
     `backend="transformers"` lets that library compute; `reference=True` opens the folder with it
-    too, to measure parity against. Weights keep the precision they are stored in.
+    as well, to measure parity against.
     """
     one_of("backend", backend, ("native", "transformers"))
     settings = config or TrainingConfig()
-    dtype = dtype or settings.dtype
+    how = Opening(settings, dtype or settings.dtype, device, reference)
     if config is not None and str(model_id) in PRESETS and not Path(model_id).exists():
-        adapter: BaseAdapter = _fresh(str(model_id), config, dtype=dtype, device=device)
+        adapter: BaseAdapter = _fresh(str(model_id), how)
     else:
         folder = folder_of(model_id)
         if is_gguf(folder) and (reference or backend == "transformers"):
             raise InputError(
                 "transformers opens folders here, not GGUF files",
                 where=str(folder),
-                hint="glass convert FILE DIR --to hf makes one of it",
+                hint="glass convert FILE DIR --to hf makes a folder of it",
             )
-        if backend == "transformers":
-            adapter = _wrapped(folder, dtype=dtype, device=device)
-        else:
-            adapter = _opened(folder, settings, dtype=dtype, device=device, reference=reference)
+        opener = open_wrapped if backend == "transformers" else format_of(folder).open
+        adapter = opener(folder, how)
     wanted = settings.architecture_type
     if wanted is not None and adapter.get_architecture_type() != wanted:
         adapter_named(wanted)
         raise InputError(
-            f"this is a {adapter.get_architecture_type()} model, and {wanted} was asked for",
+            f"this is a {adapter.get_architecture_type()} model, and {wanted} was requested",
             where=str(model_id),
         )
     if isinstance(adapter, NativeAdapter):
@@ -91,24 +112,31 @@ def load(
     return adapter
 
 
+def load_native(path: str | Path, *, device: str = "cpu") -> NativeAdapter:
+    """Open a model as `load` does, computed by our own parts."""
+    adapter = load(path, device=device)
+    assert isinstance(adapter, NativeAdapter)  # every format but backend="transformers" is
+    return adapter
+
+
 def load_model(path: str | Path) -> Model:
-    """The bare model that `load` puts into an adapter."""
-    adapter = load(path)
-    assert isinstance(adapter, NativeAdapter)
-    return adapter.model
+    """Return our bare model, without the adapter that `load` puts around it."""
+    return load_native(path).model
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer that a model came with; without one, tokens have no names."""
-    found = find_tokenizer(folder_of(path))
-    if found is None:
+    """Return the tokenizer that a model came with; raise where there is none."""
+    tokenizer = find_tokenizer(folder_of(path))
+    if tokenizer is None:
         raise InputError("the model has no tokenizer", where=str(path), hint="give token ids")
-    return found
+    return tokenizer
 
 
 def adapt(module: nn.Module, *, backend: Backend = "native") -> BaseAdapter:
-    """A live transformers module: its config and weights taken over, or the module wrapped."""
+    """Return a live module as a model: one of ours, or transformers', converted or wrapped."""
     one_of("backend", backend, ("native", "transformers"))
+    if isinstance(module, BaseAdapter):
+        return module
     if isinstance(module, Model):
         return CustomTransformerAdapter(module)
     read = Config.of_module(module)
@@ -121,7 +149,7 @@ def adapt(module: nn.Module, *, backend: Backend = "native") -> BaseAdapter:
 
 
 def save(model: BaseAdapter | Model, path: str | Path) -> Path:
-    """Write a checkpoint folder that `load` opens; one that exists is never overwritten."""
+    """Write a checkpoint folder that `load` opens; an existing one is never overwritten."""
     folder = Path(path)
     if isinstance(model, BaseAdapter):
         model.save_checkpoint(folder)
@@ -130,11 +158,11 @@ def save(model: BaseAdapter | Model, path: str | Path) -> Path:
     return folder
 
 
-# --- folders ------------------------------------------------------------------------------------
+# --- paths --------------------------------------------------------------------------------------
 
 
 def folder_of(path: str | Path) -> Path:
-    """What a path means: a Hugging Face folder, a GGUF file, or the checkpoint of a run."""
+    """Resolve a path to a Hugging Face folder, a GGUF file, or the checkpoint of a run."""
     folder = Path(path)
     if is_gguf(folder):
         return folder
@@ -146,7 +174,7 @@ def folder_of(path: str | Path) -> Path:
 
 
 def checkpoint_of(path: str | Path) -> Path:
-    """The checkpoint folder that a path means: itself, or a run's best, `RUN@last`, `RUN@120`."""
+    """Resolve a path to a checkpoint folder: itself, a run's best, `RUN@last` or `RUN@120`."""
     ref = RunRef.parse(path)
     folder = ref.folder
     if not folder.exists():
@@ -163,78 +191,139 @@ def checkpoint_of(path: str | Path) -> Path:
     return ref.checkpoint()
 
 
-def _opened(
-    folder: Path,
-    settings: TrainingConfig,
-    *,
-    dtype: torch.dtype | None,
-    device: str,
-    reference: bool,
-) -> NativeAdapter:
-    if is_gguf(folder):
-        return open_gguf(folder, settings, dtype=dtype, device=device)
-    place = origin_of(folder)
-    kind: type[NativeAdapter] = CustomTransformerAdapter
-    config = None
-    if place is not None:
-        config = Config.of_folder(place)
-        kind, family = adapter_for(config)
-    if is_native(folder):
-        tuning = read_tuning(folder)
-        if tuning is not None:
-            try:
-                base = load(tuning.base)
-            except RecursionError as error:
-                raise FileError("its base leads back to itself", where=str(folder)) from error
-            assert isinstance(base, NativeAdapter)
-            base.model = tuned(folder, base.model, tuning).to(device=device, dtype=dtype)
-            return base
-        if is_quantized(folder):
-            return kind(
-                restored_model(*load_quantized(folder)).to(device),
-                config=None if config is None else config.data,
-                origin=folder,
-                kept={} if place is None else read_origin(place),
-            )
-        verify_folder(folder)
-        spec = settings.adjusted(read_spec(folder))
-        plan = identity_plan(spec)
-        weights = FileWeights({WEIGHTS: folder / WEIGHTS}, where=str(folder))
-        layout = None
-    else:
-        assert config is not None
-        spec = settings.adjusted(family.spec_of(config))
-        plan = make_plan(family.table, spec)
-        weights = folder_weights(folder)
-        layout = weights.files
-    model, report = filled(spec, plan, weights, dtype=dtype, device=device)
+# --- formats ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a model is opened: a training's settings, precision, device, and with a reference."""
+
+    settings: TrainingConfig
+    dtype: torch.dtype | None
+    device: str
+    reference: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format on disk: how it is recognised, and who opens it."""
+
+    name: str
+    recognised: Callable[[Path], bool]
+    open: Callable[[Path, Opening], NativeAdapter]
+
+
+def open_gguf_file(path: Path, how: Opening) -> NativeAdapter:
+    """Open a GGUF file."""
+    return open_gguf(path, how.settings, dtype=how.dtype, device=how.device)
+
+
+def open_lora(folder: Path, how: Opening) -> NativeAdapter:
+    """Open a checkpoint of LoRA factors: its base with the factors merged in."""
+    tuning = read_tuning(folder)
+    if tuning is None:
+        raise FileError("the checkpoint holds no LoRA", where=str(folder))
+    try:
+        base = load_native(tuning.base)
+    except RecursionError as error:
+        raise FileError("its base leads back to itself", where=str(folder)) from error
+    model = tuned(folder, base.model, tuning)
+    return base.with_model(model.to(device=how.device, dtype=how.dtype))
+
+
+def open_quantized(folder: Path, how: Opening) -> NativeAdapter:
+    """Open a checkpoint of ours with quantized weights."""
+    origin, kind, config = _origin(folder)
     return kind(
-        model,
-        config=None if config is None else config.data,
+        restored_model(*load_quantized(folder)).to(how.device),
+        config=config,
         origin=folder,
-        kept={} if place is None else read_origin(place, layout),
-        report=report,
-        reference=open_with_transformers(folder, dtype=dtype) if reference else None,
+        kept={} if origin is None else read_origin(origin),
     )
 
 
-def _wrapped(folder: Path, *, dtype: torch.dtype | None, device: str) -> WrappedAdapter:
+def open_native(folder: Path, how: Opening) -> NativeAdapter:
+    """Open a checkpoint of ours; the adapter is that of the model that it was imported from."""
+    origin, kind, config = _origin(folder)
+    verify_folder(folder)
+    spec = how.settings.adjusted(read_spec(folder))
+    weights = FileWeights({WEIGHTS: folder / WEIGHTS}, where=str(folder))
+    model, report = filled(spec, identity_plan(spec), weights, dtype=how.dtype, device=how.device)
+    return kind(
+        model,
+        config=config,
+        origin=folder,
+        kept={} if origin is None else read_origin(origin),
+        report=report,
+        reference=_reference(folder, how),
+    )
+
+
+def open_huggingface(folder: Path, how: Opening) -> NativeAdapter:
+    """Open a Hugging Face folder: config to spec, weights to our parameters."""
+    config = Config.of_folder(folder)
+    kind, family = adapter_for(config)
+    spec = how.settings.adjusted(family.spec_of(config))
+    weights = folder_weights(folder)
+    plan = make_plan(family.table, spec)
+    model, report = filled(spec, plan, weights, dtype=how.dtype, device=how.device)
+    return kind(
+        model,
+        config=config.data,
+        origin=folder,
+        kept=read_origin(folder, weights.files),
+        report=report,
+        reference=_reference(folder, how),
+    )
+
+
+#: Formats in the order in which they are asked: the first two kinds of checkpoint are ours too.
+FORMATS = (
+    Format("GGUF file", is_gguf, open_gguf_file),
+    Format("LoRA", lambda f: is_native(f) and read_tuning(f) is not None, open_lora),
+    Format("quantized", lambda f: is_native(f) and is_quantized(f), open_quantized),
+    Format("checkpoint", is_native, open_native),
+    Format("Hugging Face folder", Path.is_dir, open_huggingface),
+)
+
+
+def format_of(folder: Path) -> Format:
+    """Return the format of a folder or file."""
+    for known in FORMATS:
+        if known.recognised(folder):
+            return known
+    raise FileError(
+        "not a model", where=str(folder), hint=", ".join(known.name for known in FORMATS)
+    )
+
+
+def open_wrapped(folder: Path, how: Opening) -> WrappedAdapter:
+    """Open a Hugging Face folder with transformers."""
     config = Config.of_folder(folder)
     adapter, family = adapter_for(config)
     spec = family.spec_of(config)
-    folder_weights(folder)  # its limits stand before anyone else opens the files
+    folder_weights(folder)  # checks our limits before another library opens the files
     return WrappedAdapter(
-        open_with_transformers(folder, dtype=dtype).to(device),
+        open_with_transformers(folder, dtype=how.dtype).to(how.device),
         spec=spec,
         architecture_type=adapter.architecture_type,
         origin=folder,
     )
 
 
-def _fresh(
-    name: str, config: TrainingConfig, *, dtype: torch.dtype | None, device: str
-) -> CustomTransformerAdapter:
-    spec = config.adjusted(override(preset(name), config.overrides))
-    generator = torch.Generator().manual_seed(config.seed)
-    model = build(spec, generator=generator, device=device)
-    return CustomTransformerAdapter(model if dtype is None else model.to(dtype))
+def _origin(folder: Path) -> tuple[Path | None, type[NativeAdapter], dict[str, Any] | None]:
+    """Return where an import's own files are, its adapter, and its config."""
+    origin = origin_of(folder)
+    if origin is None:
+        return None, CustomTransformerAdapter, None
+    config = Config.of_folder(origin)
+    return origin, adapter_for(config)[0], config.data
+
+
+def _reference(folder: Path, how: Opening) -> nn.Module | None:
+    return open_with_transformers(folder, dtype=how.dtype) if how.reference else None
+
+
+def _fresh(name: str, how: Opening) -> CustomTransformerAdapter:
+    spec = how.settings.adjusted(override(preset(name), how.settings.overrides))
+    return build(spec, seed=how.settings.seed, device=how.device, dtype=how.dtype)

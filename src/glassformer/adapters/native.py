@@ -1,22 +1,19 @@
-"""Model folders of ours, quantized or not: one way to write them.
+"""Adapters around our own models: any architecture that a `ModelSpec` can express.
 
-`NativeAdapter`: any architecture that a `ModelSpec` can say, computed by our own parts.
-
-A Hugging Face config becomes a spec and its weights our parameters, so that verify, trace, caches,
-beams, quantization and training apply unchanged. Subclasses add a name and their families.
-
-`CustomTransformerAdapter`: our own checkpoints, runs and presets.
-
-`TrainingConfig`: what a training brings to a model when it is loaded, as source 002 has it.
+A Hugging Face config becomes a spec and its weights become our parameters, so that verify, trace,
+caches, beams, quantization and training apply unchanged. `NativeAdapter` is their base; subclasses
+add a name and the families that they read. `CustomTransformerAdapter` holds a model of any spec:
+what `gf.build` returns, our own checkpoints, runs and presets. `save_model` writes their folders.
 """
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,16 +25,17 @@ from glassformer.adapters.folder.load_weights import ConversionReport, filled, r
 from glassformer.adapters.folder.origin import is_native, read_spec
 from glassformer.adapters.folder.weights import FileWeights, ModuleWeights, Weights, folder_weights
 from glassformer.adapters.table import identity_plan, make_plan
+from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.stepper import TorchStepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
+from glassformer.nn.cache import Cache
 from glassformer.nn.taps import Taps
 from glassformer.quant.arrays import quantized_arrays
 from glassformer.quant.status import is_model_quantized
-from glassformer.spec.checks import at_least, one_of, probability, spec
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import NormalInit
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import Dropout, ModelSpec
@@ -47,7 +45,7 @@ from glassformer.store.quantized import save_quantized
 
 
 def save_model(folder: Path, model: Model, *, files: Mapping[str, bytes] | None = None) -> None:
-    """Write a checkpoint folder that `load` opens; one that exists is never overwritten."""
+    """Write a checkpoint folder, quantized or not, that `load` opens; never overwrite one."""
     if is_model_quantized(model):
         quantization, arrays = quantized_arrays(model)
         save_quantized(folder, model.spec, quantization, arrays, files=files)
@@ -55,11 +53,8 @@ def save_model(folder: Path, model: Model, *, files: Mapping[str, bytes] | None 
         save_checkpoint(folder, model.spec, weights_of(model), files=files)
 
 
-# B batch, T length, V vocab
-
-
-def _computed(spec: ModelSpec) -> ModelSpec:
-    """What a spec computes in the end: not how it was drawn, nor its dropout in training."""
+def _inference(spec: ModelSpec) -> ModelSpec:
+    """Return the spec without what inference does not depend on: initialisation and dropout."""
     encoder = spec.encoder
     return replace(
         spec,
@@ -70,13 +65,13 @@ def _computed(spec: ModelSpec) -> ModelSpec:
 
 
 class NativeAdapter(BaseAdapter):
-    """Our `Model`, whatever it was before.
+    """One of our models behind the common contract.
 
-    `model` is one of ours, or a live transformers module: then its config and weights are taken
-    over, and it stays as `reference`. `kept` holds the small files of an import, by name.
+    `model` is one of ours (bare, or in another adapter), or a live transformers module: then its
+    config and weights are converted, and the module is kept as `reference`. `kept` holds the small
+    files of an imported model, by name.
     """
 
-    model: Model
     families: ClassVar[tuple[Family, ...]] = ()
 
     def __init__(
@@ -90,6 +85,8 @@ class NativeAdapter(BaseAdapter):
         kept: dict[str, bytes] | None = None,
         report: ConversionReport | None = None,
     ) -> None:
+        if isinstance(model, NativeAdapter):
+            model = model.model
         if not isinstance(model, Model):
             reference, read = model, Config.of_module(model)
             model, report, config = *self._taken_over(reference, read), read.data
@@ -121,37 +118,88 @@ class NativeAdapter(BaseAdapter):
             hint=f"it reads: {known}" if known else "it reads glassformer's own checkpoints",
         )
 
-    # --- source 002's methods ---------------------------------------------------------------------
+    @property
+    def model(self) -> Model:
+        """Our model, as training engines, verify, quantization and the lens take it."""
+        model = super().model
+        assert isinstance(model, Model)
+        return model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of the next token; a model without that head gives its first one's."""
-        if self.spec.encoder is not None:
-            raise InputError(
-                "an encoder-decoder needs a source beside its tokens",
-                hint="call adapter.model with a Batch or Inputs",
-            )
-        inputs = Inputs(input_ids, valid_of(input_ids, attention_mask))
-        answers = self.model(inputs)
-        logits: Tensor = answers.get("next", next(iter(answers.values())))
-        return logits
+    def with_model(self, model: Model) -> Self:
+        """Return a copy of this adapter that holds another model, for the same text."""
+        twin = copy.copy(self)
+        twin._hold(model)
+        twin.spec = model.spec
+        return twin
+
+    # --- logits -----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: "Tensor | np.ndarray | Batch | Inputs",
+        attention_mask: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        head: str | None = None,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+    ) -> Tensor:
+        """Return one head's logits: (B, T, V), or (B, V) of an answer head.
+
+        Without `head` it is the one that predicts the next token, or else the first. The masks are
+        (B, T), True or 1 for real tokens. A Batch or Inputs brings its own masks; an
+        encoder-decoder needs one, for its source. With a cache, the tokens continue it.
+        """
+        inputs: Batch | Inputs
+        if isinstance(input_ids, Batch | Inputs):
+            if attention_mask is not None or valid is not None:
+                raise InputError("a Batch or Inputs has its own mask", hint="leave out the other")
+            inputs = input_ids
+        else:
+            if self.spec.encoder is not None:
+                raise InputError(
+                    "an encoder-decoder needs a source beside its tokens",
+                    hint="give a Batch with `source`, or Inputs(tokens, source_BS=source)",
+                )
+            tokens = torch.as_tensor(input_ids)
+            inputs = Inputs(tokens, valid_of(tokens, attention_mask, valid))
+        answers = self.forward_heads(inputs, cache=cache, taps=taps)
+        if head is None:
+            head = "next" if "next" in answers else next(iter(answers))
+        if head not in answers:
+            raise InputError(f"no head '{head}'", hint=nearest(head, answers))
+        return answers[head]
+
+    def forward_heads(
+        self,
+        inputs: "Batch | Inputs | Tensor | np.ndarray",
+        *,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the logits of every head by its name, as the model inside gives them."""
+        heads: dict[str, Tensor] = self.model(inputs, cache=cache, taps=taps)
+        return heads
+
+    # --- files ------------------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        """config.json of an imported model as it came, else our spec as plain data."""
+        """Return config.json of an imported model as it came, or our spec as plain data."""
         return to_dict(self.spec) if self.config is None else dict(self.config)
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """A native checkpoint: an import's own files lie in `origin/`, as they came."""
+        """Write a native checkpoint; the files of an imported model go to `origin/` unchanged."""
         save_model(Path(path), self.model, files=self.files())
 
     def files(self) -> dict[str, bytes]:
-        """What goes into a checkpoint beside spec and weights: a tokenizer, an import's files."""
+        """Return the files of a checkpoint beside spec and weights: tokenizer, imported files."""
         if self.kept:
             return {f"{ORIGIN}/{name}": data for name, data in self.kept.items()}
         tokenizer = self.get_tokenizer()
         return {} if tokenizer is None else {"tokenizer.json": tokenizer.to_json().encode()}
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """From a checkpoint of ours or a Hugging Face folder of the same architecture."""
+        """Copy weights from a checkpoint or a Hugging Face folder of the same architecture."""
         folder = Path(path)
         weights: Weights
         if is_native(folder):
@@ -164,11 +212,11 @@ class NativeAdapter(BaseAdapter):
             family = self.family_of(read)
             found, weights = family.spec_of(read), folder_weights(folder)
             plan = make_plan(family.table, found)
-        if _computed(found) != _computed(self.spec):
+        if _inference(found) != _inference(self.spec):
             raise InputError(
                 "the checkpoint is of another architecture",
                 where=str(folder),
-                hint="glassformer.load(folder) opens it as what it is",
+                hint="glassformer.load(folder) opens it as a model of its own",
             )
         self.report = refill(self.model, plan, weights)
         self.origin = folder
@@ -176,79 +224,21 @@ class NativeAdapter(BaseAdapter):
     # --- what decoding and tracing need -----------------------------------------------------------
 
     def stepper(self) -> TorchStepper:
-        """With a cache."""
+        """Return a stepper with a cache."""
         return TorchStepper(self.model)
 
     @property
     def scoped_taps(self) -> Taps | None:
-        """For `glassformer.trace`: taps are the model's."""
+        """The taps of the model inside; `gf.trace` sets them for the time of its block."""
         return self.model.scoped_taps
 
     @scoped_taps.setter
     def scoped_taps(self, taps: Taps | None) -> None:
-        """Set by `trace` for the time of its block."""
+        """Set the taps of the model inside."""
         self.model.scoped_taps = taps
 
 
 class CustomTransformerAdapter(NativeAdapter):
-    """Any `Model` of ours: the five presets, and whatever else a `ModelSpec` says."""
+    """A model of any `ModelSpec`, without a Hugging Face family."""
 
     architecture_type = "custom-transformer"
-
-
-Precision = Literal["float32", "float64", "bfloat16", "float16"]
-
-
-@spec
-class TrainingConfig:
-    """Settings that the files do not decide; None leaves what they say.
-
-    architecture_type: which adapter it must be. dropout: one rate in every place. precision: of the
-    weights. frozen: patterns of parameters that stay as they are (`embed.*`). overrides and seed:
-    for a preset, whose weights are drawn: `decoder.layers.count=2`.
-    """
-
-    architecture_type: str | None = None
-    dropout: float | None = None
-    precision: Precision | None = None
-    frozen: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
-        if self.dropout is not None:
-            probability("dropout", self.dropout)
-        if self.precision is not None:
-            one_of("precision", self.precision, get_args(Precision))
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The precision as torch's."""
-        return None if self.precision is None else getattr(torch, self.precision)
-
-    def adjusted(self, model: ModelSpec) -> ModelSpec:
-        """The spec with this training's dropout."""
-        if self.dropout is None:
-            return model
-        rates = Dropout.from_number(self.dropout)
-        encoder = model.encoder
-        return replace(
-            model,
-            decoder=replace(model.decoder, dropout=rates),
-            encoder=None if encoder is None else replace(encoder, dropout=rates),
-        )
-
-    def freeze(self, model: Model) -> None:
-        """Switch off the gradients of what is frozen; a pattern that names nothing is refused."""
-        names = stored(model.spec)
-        own = dict(model.named_parameters())
-        for pattern in self.frozen:
-            found = [name for name in names if fnmatchcase(name, pattern)]
-            if not found:
-                raise InputError(
-                    f"no parameter is named '{pattern}'",
-                    hint=f"names look like {next(iter(names))}",
-                )
-            for name in found:
-                own[name].requires_grad_(False)

@@ -50,11 +50,8 @@ def quantize(
         indivisible=indivisible,
     )
     if isinstance(model, NativeAdapter):
-        twin = copy.copy(model)
-        twin._modules = dict(model._modules)
-        twin.model = _quantized(copy.deepcopy(model.model), spec, calibrate, select, backend)
-        twin.spec = twin.model.spec
-        return twin
+        made = _quantized(copy.deepcopy(model.model), spec, calibrate, select, backend)
+        return model.with_model(made)
     return _quantized(copy.deepcopy(model), spec, calibrate, select, backend)
 
 

@@ -15,6 +15,7 @@ from glassformer.adapters.config import Config
 from glassformer.adapters.folder.origin import read_origin
 from glassformer.adapters.folder.weights import folder_weights
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec
 
@@ -36,9 +37,17 @@ class WrappedAdapter(BaseAdapter):
         super().__init__(model.eval(), spec=spec, origin=origin, tokenizer=tokenizer)
         self.wrapped_type = architecture_type
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """The module's own logits."""
-        valid = valid_of(input_ids, attention_mask)
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        head: str | None = None,
+    ) -> Tensor:
+        """Return the module's own logits; its only head is `next`."""
+        one_of("head", head or "next", ("next",))
+        valid = valid_of(input_ids, attention_mask, valid)
         mask = None if valid is None else valid.long()
         logits: Tensor = self.model(input_ids=input_ids, attention_mask=mask).logits
         return logits

@@ -65,7 +65,7 @@ def _through(adapter: BaseAdapter, *, name: str) -> Subject:
     head = "next" if "next" in heads else heads[0]
     begin = sum(spec.head_size(name) for name in heads[: heads.index(head)])
     columns = slice(begin, begin + spec.head_size(head))
-    silent = tuple(f"model.heads.{name}." for name in heads if name != head)
+    silent = tuple(f"heads.{name}." for name in heads if name != head)
     step = plain.step
 
     def stepped(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
@@ -80,7 +80,6 @@ def _through(adapter: BaseAdapter, *, name: str) -> Subject:
         parameters={
             name: p for name, p in adapter.named_parameters() if not name.startswith(silent)
         },
-        zero_by_theory={f"model.{name}": why for name, why in (plain.zero_by_theory or {}).items()},
     )
 
 

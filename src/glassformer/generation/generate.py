@@ -74,7 +74,7 @@ def generate(model: TextModel | Model, prompt: Prompt, **options: Any) -> Genera
 
 def stream_tokens(model: TextModel | Model, prompt: Prompt, **options: Any) -> Iterator[NewToken]:
     """Yield what `generate` collects, token by token; bad options are refused by the call."""
-    tokenizer, request, prompts = _prepare(model, prompt, options)
+    tokenizer, request, prompts = prepare(model, prompt, options)
     spec = request.decoding
     if isinstance(spec, BeamSpec):
         raise InputError("width belongs to a beam search", hint="beam_search(model, prompt, ...)")
@@ -92,7 +92,7 @@ def stream_tokens(model: TextModel | Model, prompt: Prompt, **options: Any) -> I
 def beam_search(model: TextModel | Model, prompt: Prompt, **options: Any) -> tuple[Hypothesis, ...]:
     """Search for the likeliest complete continuations, best first, each with score and text."""
     options = {"width": BeamSpec().width, **options}
-    tokenizer, request, prompts = _prepare(model, prompt, options)
+    tokenizer, request, prompts = prepare(model, prompt, options)
     spec = request.decoding
     assert isinstance(spec, BeamSpec)
     with evaluating(model):
@@ -186,9 +186,10 @@ def evaluating(model: TextModel | Model) -> Iterator[None]:
         model.train(was_training)
 
 
-def _prepare(
-    model: TextModel | Model, prompt: Prompt, options: Mapping[str, Any]
+def prepare(
+    model: TextModel | Model, prompt: Prompt | Prompts, options: Mapping[str, Any]
 ) -> tuple[Tokenizer | None, Request, Prompts]:
+    """Return the model's tokenizer, checked options with its ends, and the prompt as ids."""
     specs = (DecodeSpec, BeamSpec, ConstraintSpec, StepSpec)
     known = {each.name for cls in specs for each in options_of(cls)}
     for name in options:
@@ -201,8 +202,10 @@ def _prepare(
         eos, forbidden = tuple(options.get("eos", model.end_ids())), model.nameless_ids()
     given = {name: value for name, value in options.items() if name != "eos"}
     request = read_request(given, tokenizer=tokenizer, eos=eos, forbidden=forbidden)
+    if isinstance(prompt, Prompts):
+        return tokenizer, request, prompt
     if not isinstance(prompt, str):
-        return tokenizer, request, Prompts.of([prompt])
+        return tokenizer, request, Prompts.of([[int(token) for token in prompt]])
     if tokenizer is None:
         raise InputError(
             "this model has no tokenizer, so it reads token ids and no text",

@@ -1,5 +1,9 @@
-"""Training and evaluation as one call each, for Python and for the sources' own faces."""
+"""Training, fine-tuning, the learning-rate finder and evaluation, each as one call.
 
+The commands of the same names call these functions, so that both do the same.
+"""
+
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -10,29 +14,48 @@ from glassformer.adapters.load import checkpoint_of, load_model
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
+from glassformer.lab.finetune.recipe import NAME as FINETUNE
+from glassformer.lab.finetune.recipe import spelled_out
 from glassformer.lab.measure import evaluate as evaluation
 from glassformer.lab.measure.exact_match import decoded_scores
-from glassformer.lab.recipes import named_task, plan_run, usual_name
+from glassformer.lab.own_parts import override_parts, own_task_overrides
+from glassformer.lab.recipes import (
+    is_config,
+    named_task,
+    planned_run,
+    read_config,
+    trains_on,
+    usual_name,
+)
 from glassformer.lab.runs.assemble import Parts, PlannedRun, assemble, check_fit, read_checkpoint
 from glassformer.lab.runs.provenance import check_data, recorded_hash
-from glassformer.lab.runs.record import load_run_spec
+from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.samples import engine_stepper
-from glassformer.lab.runs.threads import threads_of_decoding, threads_of_run
+from glassformer.lab.runs.threads import (
+    check_threads,
+    recorded_threads,
+    threads_of_decoding,
+    threads_of_run,
+)
 from glassformer.models.model import Model, model_of
 from glassformer.spec.errors import InputError
-from glassformer.spec.serialize import override
+from glassformer.spec.finetune import LoRA
+from glassformer.spec.own import OwnTask
+from glassformer.spec.own_code import allow_own_code
+from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import SGD, RunSpec, TrainSpec
 from glassformer.store.quantized import is_quantized
 from glassformer.store.run_ref import RunRef
 from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
 from glassformer.training.engine import Engine
+from glassformer.training.lr_find import RateRange, find_rate
 from glassformer.training.torch_engine import TorchEngine
 
 
 def train(
-    what: str | RunSpec,
+    what: str | Path | RunSpec,
     *,
     steps: int | None = None,
     seed: int | None = None,
@@ -41,29 +64,150 @@ def train(
     overrides: Iterable[str] = (),
     device: str = "cpu",
     threads: int | None = None,
+    resume: bool = False,
     overwrite: bool = False,
 ) -> TrainingRun:
-    """Train a task by name, or a whole `RunSpec`, to its end, and give back the finished run.
+    """Train a recipe by name, a config file or a `RunSpec` to its end; return the finished run.
 
-    Without `threads` as many are taken as a batch is worth.
+    `resume` continues a run that exists. Without `threads`, a batch decides how many are worth it.
     """
     given = list(overrides)
     given += [f"train.steps={steps}"] if steps is not None else []
     given += [f"train.seed={seed}"] if seed is not None else []
-    cache = cache_folder(Path(runs))
-    if isinstance(what, str):
-        plan = plan_run(what, given, cache=cache)
-    else:
-        plan = PlannedRun(spec=override(what, given))
-    usual = usual_name(what) if isinstance(what, str) else "run"
-    folder = run_folder(Path(runs), usual if name is None else name)
-    run = TrainingRun(plan, folder, device=device)
-    count = threads_of_run(run.spec, run.task, asked=threads, device=device)
+    run, count = open_run(
+        what, given, name=name, runs=Path(runs), device=device, threads=threads, resume=resume
+    )
     with run.directory.locked(), taking(count):
-        run.prepare(overwrite=overwrite)
+        begin(run, resume=resume, overwrite=overwrite)
         for _ in run.events():
             pass
     return run
+
+
+def finetune(
+    base: str | Path,
+    data: str | Path,
+    *,
+    lora: int | LoRA | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+    runs: str | Path = "runs",
+    overrides: Iterable[str] = (),
+    device: str = "cpu",
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> TrainingRun:
+    """Fine-tune a model on a file of examples, all of its parameters or by LoRA of a rank.
+
+    `base` is a run, a checkpoint or a Hugging Face folder; `data` lines of JSON, as for
+    `glass train finetune base=MODEL data=FILE lora=8`. Without `steps`: three epochs.
+    """
+    given = [f"base={base}", f"data={data}"]
+    match lora:
+        case LoRA():
+            given += [f"lora.{key}={json.dumps(value)}" for key, value in to_dict(lora).items()]
+        case int():
+            given.append(f"lora={lora}")
+    return train(
+        FINETUNE,
+        steps=steps,
+        seed=seed,
+        name=name,
+        runs=runs,
+        overrides=[*given, *overrides],
+        device=device,
+        threads=threads,
+        resume=resume,
+        overwrite=overwrite,
+    )
+
+
+def lr_find(
+    what: str | Path | RunSpec,
+    *,
+    overrides: Iterable[str] = (),
+    device: str = "cpu",
+    threads: int | None = None,
+) -> RateRange:
+    """Measure the loss at rising learning rates, on a model of its own; suggest a rate."""
+    plan = planned_run(what, list(overrides))
+    parts = assemble(plan, device=device)
+    with taking(threads_of_run(plan.spec, parts.task, asked=threads, device=device)):
+        return find_rate(parts.engine, parts.task, plan.spec.train)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def open_run(
+    what: str | Path | RunSpec,
+    overrides: list[str],
+    *,
+    name: str | None,
+    runs: Path,
+    device: str,
+    threads: int | None,
+    resume: bool,
+) -> tuple[TrainingRun, int]:
+    """Return a run in its folder, not yet begun, and the number of threads that it takes."""
+    folder = run_folder(runs, _name(what) if name is None else name)
+    exists = resume and (folder / "config.json").is_file()
+    if exists:
+        plan = PlannedRun(spec=resumed_spec(folder, what, overrides))
+    else:
+        plan = planned_run(what, overrides, cache=cache_folder(runs))
+    spec = plan.spec
+    check_threads(threads, engine=spec.engine)
+    run = TrainingRun(plan, folder, device=device)
+    if resume and threads is None and spec.engine == "torch":
+        threads = recorded_threads(folder)
+    return run, threads_of_run(spec, run.task, asked=threads, device=device)
+
+
+def begin(run: TrainingRun, *, resume: bool, overwrite: bool) -> list[str]:
+    """Write the files of a new run, or read back the state of one; return notes for people."""
+    if resume and (run.directory.folder / "config.json").is_file():
+        return run.resume()
+    run.prepare(overwrite=overwrite)
+    return ["there is no such run yet: starting at step 0"] if resume else []
+
+
+def resumed_spec(folder: Path, what: str | Path | RunSpec, overrides: list[str]) -> RunSpec:
+    """Return the spec that the run has; only its number of steps may change when it goes on."""
+    spec = load_run_spec(RunDirectory(folder))
+    if isinstance(what, RunSpec):
+        same = spec_hash(what) == spec_hash(spec)
+    elif is_config(what):
+        same = spec_hash(read_config(Path(what))) == spec_hash(spec)
+    else:
+        same = trains_on(str(what), spec.task)
+        overrides = spelled_out(overrides) if what == FINETUNE else overrides
+        if same and isinstance(spec.task, OwnTask):
+            allow_own_code(spec.task.source)  # the source as it was typed
+            overrides = own_task_overrides(overrides)
+    if not same:
+        title = "this spec" if isinstance(what, RunSpec) else what
+        raise InputError(
+            f"the run {folder.name} is not one of {title}",
+            hint="resume it by its own task or config, or start a run of another --name",
+        )
+    other = [text for text in overrides if not text.startswith("train.steps=")]
+    if override_parts(spec, other) != spec:
+        changes = [text for text in other if override_parts(spec, [text]) != spec]
+        raise InputError(
+            f"a resumed run keeps its spec, and {', '.join(changes)} changes it",
+            hint="leave it out, or start a run of another --name",
+        )
+    return override(spec, [text for text in overrides if text.startswith("train.steps=")])
+
+
+def _name(what: str | Path | RunSpec) -> str:
+    return "run" if isinstance(what, RunSpec) else usual_name(str(what))
+
+
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def evaluate(
@@ -115,10 +259,6 @@ def _engine_for(
         task = named_task(task)
     built = build_task(task) if isinstance(task, get_args(TaskSpec)) else task
     bare = load_model(model) if isinstance(model, str | Path) else model_of(model)
-    if not isinstance(bare, Model):
-        raise InputError(
-            f"{type(bare).__name__} is not one of our models", hint='load it with backend="native"'
-        )
     check_fit(bare.spec, built)
     bare = bare.eval() if device is None else bare.eval().to(device)
     return TorchEngine(bare, TrainSpec(optimizer=SGD())), built

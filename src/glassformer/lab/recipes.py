@@ -194,6 +194,22 @@ def plan_run(name: str, overrides: Iterable[str] = (), *, cache: Path | None = N
     return PlannedRun(spec=override_parts(spec, rest), task=task)
 
 
+def planned_run(
+    what: "str | Path | RunSpec", overrides: Iterable[str] = (), *, cache: Path | None = None
+) -> PlannedRun:
+    """Plan a run from a recipe's name, a TOML or JSON file, or a complete spec, with overrides."""
+    if isinstance(what, RunSpec):
+        return PlannedRun(spec=override_parts(what, overrides))
+    if is_config(what):
+        return PlannedRun(spec=read_config(Path(what), overrides))
+    return plan_run(str(what), overrides, cache=cache)
+
+
+def is_config(what: str | Path) -> bool:
+    """Return whether this names a file, not a recipe."""
+    return str(what).endswith((".toml", ".json"))
+
+
 def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
     """A run from a TOML or JSON file, such as the config of another run."""
     read = json.loads if path.suffix == ".json" else tomllib.loads

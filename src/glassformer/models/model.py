@@ -134,14 +134,22 @@ class Model(nn.Module, ABC):
 
 
 class Holder(Protocol):
-    """Whoever holds a model, as an adapter does."""
+    """An object that holds a model, as an adapter does."""
 
-    model: Model
+    @property
+    def model(self) -> nn.Module:
+        """The model, one of ours or another library's."""
 
 
 def model_of(thing: Model | Holder) -> Model:
-    """The model itself, whether it comes bare or held."""
-    return thing if isinstance(thing, Model) else thing.model
+    """Return the model itself, whether it comes bare or held; refuse another library's module."""
+    model = thing if isinstance(thing, Model) else thing.model
+    if not isinstance(model, Model):
+        raise InputError(
+            f"{type(model).__name__} is not one of our models",
+            hint='load it with backend="native"',
+        )
+    return model
 
 
 def build_heads(spec: ModelSpec) -> nn.ModuleDict:

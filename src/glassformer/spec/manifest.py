@@ -10,9 +10,9 @@ gradients that are zero by theory; nobody else parses names.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Literal, assert_never
+from typing import Any, Literal, Protocol, assert_never
 
 from glassformer.spec.checks import check_tree, spec
 from glassformer.spec.init import Constant, Gaussian, Init, Rule
@@ -437,9 +437,23 @@ def stored(model: ModelSpec) -> dict[str, Parameter]:
     return {p.name: p for p in manifest(model) if p.tied_to is None}
 
 
-def count_parameters(model: ModelSpec) -> int:
-    """Trainable numbers; what is tied counts once."""
-    return sum(p.size for p in stored(model).values())
+class HasParameters(Protocol):
+    """A torch module, as far as it is counted here."""
+
+    def parameters(self) -> Iterable[Any]:
+        """Return its parameters, each once."""
+
+
+def count_parameters(model: "ModelSpec | HasParameters") -> int:
+    """Return the number of trainable numbers of a spec, a model or any module; tied count once.
+
+    A model of ours is counted by its spec, so that a quantized one counts as before.
+    """
+    described = model if isinstance(model, ModelSpec) else getattr(model, "spec", None)
+    if isinstance(described, ModelSpec):
+        return sum(p.size for p in stored(described).values())
+    assert not isinstance(model, ModelSpec)
+    return sum(p.numel() for p in model.parameters())
 
 
 def active(block: Block, parameter: Parameter) -> bool:

@@ -6,7 +6,10 @@ Sizes that a source leaves open are arguments with small defaults; what it fixes
 biases, positions, initialisation) is written here once.
 """
 
+import inspect
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import HeInit, NormalInit, XavierInit
@@ -142,7 +145,13 @@ def alibi_lm(
 
 
 def digits(
-    *, vocab_size: int = 20, d_model: int = 64, n_heads: int = 4, n_layers: int = 2, d_ff: int = 256
+    *,
+    vocab_size: int = 20,
+    d_model: int = 64,
+    n_heads: int = 4,
+    n_layers: int = 2,
+    d_ff: int = 256,
+    max_seq_len: int = 64,
 ) -> ModelSpec:
     """Source 003: post-norm, ReLU, sinusoids, one answer read at the last valid position."""
     block = Block(
@@ -154,7 +163,7 @@ def digits(
     return ModelSpec(
         vocab_size=vocab_size,
         d_model=d_model,
-        max_seq_len=64,
+        max_seq_len=max_seq_len,
         position=Sinusoidal(),
         decoder=Stack(layers=(Layers(count=n_layers, block=block),)),
         heads=(AnswerHead(),),
@@ -170,6 +179,7 @@ def fsm_probe(
     d_model: int = 64,
     n_heads: int = 4,
     d_ff: int = 256,
+    n_layers: int = 1,
     max_seq_len: int = 64,
     dropout: float = 0.0,
     tied: bool = True,
@@ -194,17 +204,12 @@ def fsm_probe(
         embedding=embedding,
         position=Sinusoidal() if sinusoidal else NoPosition(),
         decoder=Stack(
-            layers=(Layers(count=1, block=block),),
+            layers=(Layers(count=n_layers, block=block),),
             dropout=Dropout(attention=dropout, residual=dropout, ffn=dropout),
         ),
         heads=heads,
         init=XavierInit(),
     )
-
-
-def fsm_factorized() -> ModelSpec:
-    """Source 000 with the factorized, L1-penalised, tied embedding."""
-    return fsm_probe(rank=5, l1=1e-4)
 
 
 def core(
@@ -269,8 +274,9 @@ def qwen(
             window=window,
         )
         sliding = Block(attention=windowed, ffn=block.ffn, norm=block.norm)
-        first = (n_layers + 1) // 2
-        layers = (Layers(count=first, block=block), Layers(count=n_layers - first, block=sliding))
+        first = min((n_layers + 1) // 2, n_layers - 1)
+        runs = ((first, block), (n_layers - first, sliding))
+        layers = tuple(Layers(count=count, block=one) for count, one in runs if count)
     return ModelSpec(
         vocab_size=vocab_size,
         d_model=d_model,
@@ -280,11 +286,6 @@ def qwen(
         heads=(NextHead(tied=True),),
         init=NormalInit(std=0.02),
     )
-
-
-def qwen_sliding() -> ModelSpec:
-    """Qwen2's biases, with a sliding window on the upper layers."""
-    return qwen(window=5, qk_norm=False)
 
 
 def moe(
@@ -392,29 +393,28 @@ def seq2seq(
     )
 
 
-def seq2seq_pre() -> ModelSpec:
-    """Source 004's pre-norm variant."""
-    return seq2seq(pre_norm=True)
-
-
-PRESETS: dict[str, Callable[[], ModelSpec]] = {
+PRESETS: dict[str, Callable[..., ModelSpec]] = {
     "digits": digits,
     "fsm-probe": fsm_probe,
-    "fsm-factorized": fsm_factorized,
+    "fsm-factorized": partial(fsm_probe, rank=5, l1=1e-4),
     "budget-lm": budget_lm,
     "modern-lm": modern_lm,
     "alibi-lm": alibi_lm,
     "core": core,
     "qwen": qwen,
-    "qwen-sliding": qwen_sliding,
+    "qwen-sliding": partial(qwen, window=5, qk_norm=False),
     "moe": moe,
     "seq2seq": seq2seq,
-    "seq2seq-pre": seq2seq_pre,
+    "seq2seq-pre": partial(seq2seq, pre_norm=True),
 }
 
 
-def preset(name: str) -> ModelSpec:
-    """The spec of that name."""
+def preset(name: str, **sizes: Any) -> ModelSpec:
+    """Return the spec of that name, with other sizes if given: `preset("qwen", d_model=256)`."""
     if name not in PRESETS:
         raise InputError(f"no preset '{name}'", hint=nearest(name, PRESETS))
-    return PRESETS[name]()
+    known = inspect.signature(PRESETS[name]).parameters
+    for size in sizes:
+        if size not in known:
+            raise InputError(f"the preset '{name}' has no size '{size}'", hint=nearest(size, known))
+    return PRESETS[name](**sizes)

@@ -73,19 +73,28 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def override(node: T, assignments: Iterable[str]) -> T:
-    """Apply `path=value` strings: `decoder.dropout=0.1`, `position=Rotary`, `encoder=null`.
+def override(node: T, *assignments: str | Iterable[str], **fields: Any) -> T:
+    """Return a spec with some fields changed, by `path=value` strings, lists of them, or keywords.
 
+    `override(spec, "decoder.dropout=0.1", "position=Rotary", d_model=64, position=Rotary())`.
     Where the path meets a tuple, a number picks one item and a field name means every item:
-    `decoder.layers.count=2`, `decoder.layers.0.block.ffn.d_ff=64`.
+    `decoder.layers.count=2`, `decoder.layers.0.block.ffn.d_ff=64`. A path is a keyword too:
+    `**{"decoder.layers.count": 2}`.
     """
+    texts = [
+        text for given in assignments for text in ([given] if isinstance(given, str) else given)
+    ]
     data, errors = to_dict(node), []
-    for assignment in assignments:
+    for assignment in (*texts, *fields.items()):
         try:
-            path, equals, text = assignment.partition("=")
-            if not equals or not path:
-                raise InputError(f"'{assignment}' is not an override", hint="write path=value")
-            _assign(data, path.split("."), _parse(text), path)
+            if isinstance(assignment, str):
+                path, equals, text = assignment.partition("=")
+                if not equals or not path:
+                    raise InputError(f"'{assignment}' is not an override", hint="write path=value")
+                value = _parse(text)
+            else:
+                path, value = assignment
+            _assign(data, path.split("."), value, path)
         except InputError as error:
             errors.append(error)
     if len(errors) == 1:
@@ -138,6 +147,11 @@ def _spec_classes(hint: Any) -> list[type]:
 
 
 def _read(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if dataclasses.is_dataclass(value):  # a spec that Python has made already
+        known = {cls.__name__: cls for cls in _spec_classes(hint)}
+        if isinstance(value, tuple(known.values())):
+            return value
+        return _bad(problems, path, f"{type(value).__name__} is none of {', '.join(known) or hint}")
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in get_args(hint):

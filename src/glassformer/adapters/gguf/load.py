@@ -11,9 +11,10 @@ from glassformer.adapters.folder.load_weights import filled
 from glassformer.adapters.gguf.config import FACTORS, read_settings, table_of
 from glassformer.adapters.gguf.dtypes import GGUFWeights
 from glassformer.adapters.gguf.hf_files import kept_files, why_no_tokenizer
-from glassformer.adapters.native import NativeAdapter, TrainingConfig
+from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.registry import adapter_for
 from glassformer.adapters.table import make_plan
+from glassformer.adapters.training_config import TrainingConfig
 from glassformer.spec.errors import FileError
 
 

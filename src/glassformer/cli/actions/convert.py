@@ -2,49 +2,40 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
-from glassformer.adapters.folder.export import export
-from glassformer.adapters.gguf.export import DTYPES, export_gguf
-from glassformer.adapters.load import load, save
-from glassformer.adapters.native import NativeAdapter
+from glassformer.adapters.export import Format, export
+from glassformer.adapters.gguf.export_gguf import DTYPES
+from glassformer.adapters.load import load_native
 from glassformer.cli.shell.progress import tell
 from glassformer.cli.shell.resolve import find_model
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 
-FORMATS = ("hf", "native", "gguf")
-
 
 def convert(
     model: str, folder: Path, *, to: str, dtype: str | None, runs: Path, as_json: bool
 ) -> None:
-    """Read, write, and say what became of it."""
-    one_of("--to", to, FORMATS)
+    """Read the model, write it, and print what was written."""
+    one_of("--to", to, get_args(Format))
     if dtype is not None:
         if to != "gguf":
             raise InputError(f"--dtype does not go with --to {to}", hint="it is for --to gguf")
         one_of("--dtype", dtype, DTYPES)
-    adapter = load(find_model(model, runs=runs))
-    assert isinstance(adapter, NativeAdapter)
+    adapter = load_native(find_model(model, runs=runs))
     tell(f"read {model}: {adapter.report}")
+    written = export(adapter, folder, to=to, dtype=dtype)
     result = {
         "folder": str(folder),
         "to": to,
         "architecture": adapter.get_architecture_type(),
         "parameters": adapter.get_num_parameters(),
-        "dtype": str(next(adapter.parameters()).dtype).removeprefix("torch."),
+        "dtype": (dtype or "f32") if to == "gguf" else str(adapter.dtype).removeprefix("torch."),
     }
-    if to == "native":
-        save(adapter, folder)
-    else:
-        if to == "gguf":
-            result["dtype"] = dtype or "f32"
-            written = export_gguf(adapter, folder, dtype=result["dtype"])
-        else:
-            written = export(adapter, folder)
+    if to != "native":
         result |= {"model_type": written.model_type, "notes": list(written.notes)}
-        for note in written.notes:
-            tell(f"note: {note}")
+    for note in written.notes:
+        tell(f"note: {note}")
     if as_json:
         print(json.dumps(result))
         return

@@ -2,22 +2,15 @@
 
 from typing import Any
 
-from glassformer.cli.actions.train import planned_run
 from glassformer.cli.shell.process import check_device
-from glassformer.kernels.threads import taking
-from glassformer.lab.runs.assemble import assemble
-from glassformer.lab.runs.threads import threads_of_run
-from glassformer.training.lr_find import RateRange, find_rate
+from glassformer.lab import api
+from glassformer.training.lr_find import RateRange
 
 
 def find(what: str, overrides: list[str], *, device: str, threads: int | None) -> RateRange:
-    """The loss at rising rates, and the range in which it falls."""
+    """Measure the loss at rising rates, and the range in which it falls."""
     check_device(device)
-    plan = planned_run(what, overrides)
-    spec = plan.spec
-    parts = assemble(plan, device=device)
-    with taking(threads_of_run(spec, parts.task, asked=threads, device=device)):
-        return find_rate(parts.engine, parts.task, spec.train)
+    return api.lr_find(what, overrides=overrides, device=device, threads=threads)
 
 
 def lr_json(found: RateRange, what: str, overrides: list[str]) -> dict[str, Any]:

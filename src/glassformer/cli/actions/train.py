@@ -15,26 +15,9 @@ from glassformer.cli.shell.resolve import find_model
 from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
-from glassformer.lab.finetune.recipe import spelled_out
-from glassformer.lab.own_parts import override_parts, own_task_overrides
-from glassformer.lab.recipes import plan_run, read_config, trains_on, usual_name
-from glassformer.lab.runs.assemble import PlannedRun
-from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.lab.runs.threads import check_threads, recorded_threads, threads_of_run
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnTask
-from glassformer.spec.own_code import allow_own_code
-from glassformer.spec.serialize import override
-from glassformer.spec.train import RunSpec
-from glassformer.store.rundir import RunDirectory, cache_folder, plain_numbers, run_folder
-
-
-def planned_run(what: str, overrides: list[str], *, cache: Path | None = None) -> PlannedRun:
-    """A recipe by name, or a TOML file, with overrides."""
-    if what.endswith((".toml", ".json")):
-        return PlannedRun(spec=read_config(Path(what), overrides))
-    return plan_run(what, overrides, cache=cache)
+from glassformer.store.rundir import plain_numbers
 
 
 def found_base(overrides: list[str], runs: Path) -> list[str]:
@@ -61,34 +44,21 @@ def train(
     """Train, watch the signals, print the result; the exit code."""
     check_device(device)
     keep_freed_memory()
-    overrides = found_base(overrides, runs) if what == FINETUNE else overrides
     if resume and overwrite:
         raise InputError(
             "--resume goes on with the run, --overwrite starts it anew",
             hint="leave out one of the two",
         )
-    folder = run_folder(runs, usual_name(what) if name is None else name)
-    if resume and (folder / "config.json").is_file():
-        plan = PlannedRun(spec=resumed_spec(folder, what, overrides))
-    else:
-        plan = planned_run(what, overrides, cache=cache_folder(runs))
-    spec = plan.spec
-    check_threads(threads, engine=spec.engine)
-    run = TrainingRun(plan, folder, device=device)
-    if resume and threads is None and spec.engine == "torch":
-        threads = recorded_threads(folder)
-    threads = threads_of_run(spec, run.task, asked=threads, device=device)
+    overrides = found_base(overrides, runs) if what == FINETUNE else overrides
+    run, count = api.open_run(
+        what, overrides, name=name, runs=runs, device=device, threads=threads, resume=resume
+    )
     for note in run.notes:
         tell(note)
     began, code = time.perf_counter(), 0
-    with run.directory.locked(), stopping(run) as caught, taking(threads):
-        if resume and (folder / "config.json").is_file():
-            for note in run.resume():
-                tell(note)
-        else:
-            if resume:
-                tell("there is no such run yet: starting at step 0")
-            run.prepare(overwrite=overwrite)
+    with run.directory.locked(), stopping(run) as caught, taking(count):
+        for note in api.begin(run, resume=resume, overwrite=overwrite):
+            tell(note)
         follow(run)
     if run.stopped:
         tell(f"stopped at step {run.progress.step}, state saved; go on with --resume")
@@ -105,32 +75,6 @@ def follow(run: TrainingRun) -> None:
     with Narrator(title, steps=steps, start=run.progress.step) as narrator:
         for event in run.events():
             narrator.see(event)
-
-
-def resumed_spec(folder: Path, what: str, overrides: list[str]) -> RunSpec:
-    """The spec that the run has; only the number of steps may be changed when it goes on."""
-    spec = load_run_spec(RunDirectory(folder))
-    if what.endswith((".toml", ".json")):
-        same = spec_hash(read_config(Path(what))) == spec_hash(spec)
-    else:
-        same = trains_on(what, spec.task)
-        overrides = spelled_out(overrides) if what == FINETUNE else overrides
-        if same and isinstance(spec.task, OwnTask):
-            allow_own_code(spec.task.source)  # the source as it was typed
-            overrides = own_task_overrides(overrides)
-    if not same:
-        raise InputError(
-            f"the run {folder.name} is not one of {what}",
-            hint="resume it by its own task or config, or start a run of another --name",
-        )
-    other = [text for text in overrides if not text.startswith("train.steps=")]
-    if override_parts(spec, other) != spec:
-        changes = [text for text in other if override_parts(spec, [text]) != spec]
-        raise InputError(
-            f"a resumed run keeps its spec, and {', '.join(changes)} changes it",
-            hint="leave it out, or start a run of another --name",
-        )
-    return override(spec, [text for text in overrides if text.startswith("train.steps=")])
 
 
 @contextlib.contextmanager

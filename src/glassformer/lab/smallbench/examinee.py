@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, pad
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.model import Model
+from glassformer.models.model import Holder, Model, model_of
 from glassformer.spec.errors import GlassError, InputError
 
 # B batch, T length, V vocabulary
@@ -67,8 +67,9 @@ class Examinee:
         return ids
 
 
-def examinee_of(model: Model, tokenizer: Tokenizer, *, name: str) -> Examinee:
-    """One of our models, wherever it lies; it needs a next-token head and no encoder."""
+def examinee_of(model: Model | Holder, tokenizer: Tokenizer, *, name: str) -> Examinee:
+    """Return one of our models as an examinee; it needs a next-token head and no encoder."""
+    model = model_of(model)
     if "next" not in model.spec.head_names() or model.spec.encoder is not None:
         raise InputError(
             f"{name} does not continue a text, so SmallBench has no questions for it",

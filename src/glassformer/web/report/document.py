@@ -5,10 +5,12 @@ replaced by a line that says so. Every number comes from the objects that the ot
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from glassformer.checks.report import Report, verify
 from glassformer.lens.show.html import escape_line
 from glassformer.spec.errors import GlassError
+from glassformer.store.run_ref import RunRef
 from glassformer.web.report import errors, inside
 from glassformer.web.report import run as report_run
 from glassformer.web.report.page import Section, Text, missing, page, say, table
@@ -27,6 +29,19 @@ SECTIONS: tuple[tuple[str, str, Writer], ...] = (
     ("roles", "Head roles", inside.roles),
     ("files", "Sizes and hashes", report_run.files),
 )
+
+
+def report(
+    run: str | Path, *, verify: bool = True, told: Callable[[str], None] | None = None
+) -> Path:
+    """Write the report of `RUN`, `RUN@last` or `RUN@120` into the run's folder; return its path.
+
+    Without `verify` the checks are left out. `told` is called with the title of each section.
+    """
+    text = report_html(str(run), certificate=None if verify else Report(()), told=told)
+    directory = RunRef.parse(run).directory
+    directory.write("report.html", text)
+    return directory.folder / "report.html"
 
 
 def report_html(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from glassformer.adapters.chat.template import read_templates
-from glassformer.adapters.folder.export import Exported, Tensors
+from glassformer.adapters.folder.export_hf import Exported, Tensors
 from glassformer.adapters.folder.generation_config import GenerationDefaults, generation_defaults
 from glassformer.adapters.gguf.config import (
     FACTORS,

@@ -41,7 +41,7 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def export(
+def export_hf(
     adapter: NativeAdapter, folder: str | Path, *, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
     """Write a Hugging Face folder; one that exists is never overwritten."""
