@@ -41,6 +41,7 @@ from glassformer.byhand.ffn import feed_backward, feed_forward, swiglu_backward,
 from glassformer.byhand.heads import head_backward, head_forward
 from glassformer.byhand.linear import linear_backward, linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
+from glassformer.byhand.moe import expert_arrays, moe_backward, moe_forward
 from glassformer.byhand.norm import (
     layer_norm_backward,
     layer_norm_forward,
@@ -323,6 +324,75 @@ def feed_reference(t: dict[str, Tensor], prefix: str = "", act: Any = F.relu) ->
     return line("down_proj", act(line("up_proj", t["x"])))
 
 
+ROUTED = spec.MoE(
+    n_experts=5,
+    experts_per_token=2,
+    expert=spec.SwiGLU(d_ff=F_),
+    shared=spec.SwiGLU(d_ff=7),
+    shared_gate=True,
+)
+PLAIN_ROUTED = spec.MoE(n_experts=5, experts_per_token=3, expert=RELU, normalize=False)
+
+
+def moe(ffn: spec.MoE, *, loss: bool = False) -> Any:
+    """The mixture's output, or its load-balancing loss."""
+
+    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+        carried = trip()
+        params = {name: x for name, x in a.items() if name != "x"}
+        out, cache = moe_forward(
+            a["x"],
+            ffn=ffn,
+            params=params,
+            experts=expert_arrays(params),
+            trip=carried,
+            valid_BT=VALID,
+        )
+        result = np.array(cache.loss) if loss else out
+        if dout is None:
+            return result, {}
+        grads: Arrays = {}
+        experts: dict[str, Arrays] = {}
+        grads["x"] = moe_backward(
+            np.zeros_like(out) if loss else dout,
+            cache,
+            grads=grads,
+            experts=experts,
+            trip=carried,
+            dloss=float(dout) if loss else 0.0,
+        )
+        for owner, own in experts.items():
+            grads |= {f"{owner}.{name}": grad for name, grad in own.items()}
+        return result, grads
+
+    return run
+
+
+def moe_reference(ffn: spec.MoE, *, loss: bool = False) -> Any:
+    """Every expert for every token, multiplied by a weight that is 0 where it was not chosen."""
+
+    def run(t: dict[str, Tensor]) -> Tensor:
+        p = torch.softmax(F.linear(t["x"], t["gate.weight"]), -1)
+        smallest = p.sort(-1).values[..., -ffn.experts_per_token, None]
+        chosen = (p >= smallest).double()
+        if loss:
+            real = torch.tensor(VALID)
+            return ffn.n_experts * (chosen[real].mean(0) * p[real].mean(0)).sum()
+        weights = p * chosen
+        if ffn.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = sum(
+            weights[..., e, None] * feed_reference(t, f"experts.{e}.") for e in range(ffn.n_experts)
+        )
+        if ffn.shared is not None:
+            gate = torch.sigmoid(F.linear(t["x"], t["shared_expert_gate.weight"]))
+            out = out + gate * feed_reference(t, "shared_expert.")
+        assert isinstance(out, Tensor)
+        return out
+
+    return run
+
+
 def block_of(placement: Any) -> spec.Block:
     attention = spec.Attention(n_heads=2, d_head=H, bias="all", causal=False)
     return spec.Block(attention=attention, ffn=RELU, norm=spec.LayerNorm(), placement=placement)
@@ -510,6 +580,24 @@ PARTS: dict[str, Part] = {
         feed(TANH),
         lambda t: feed_reference(t, act=lambda x: F.gelu(x, approximate="tanh")),
         (B, T, D),
+    ),
+    "moe": Part(
+        named(lambda: ffn_parameters(ROUTED, "", D, init=HeInit()), D),
+        moe(ROUTED),
+        moe_reference(ROUTED),
+        (B, T, D),
+    ),
+    "moe, not normalized": Part(
+        named(lambda: ffn_parameters(PLAIN_ROUTED, "", D, init=HeInit()), D),
+        moe(PLAIN_ROUTED),
+        moe_reference(PLAIN_ROUTED),
+        (B, T, D),
+    ),
+    "moe, balance loss": Part(
+        named(lambda: ffn_parameters(ROUTED, "", D, init=HeInit()), D),
+        moe(ROUTED, loss=True),
+        moe_reference(ROUTED, loss=True),
+        (),
     ),
     "swiglu": Part(
         named(lambda: ffn_parameters(GATED, "", D, init=HeInit()), D),

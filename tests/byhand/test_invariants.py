@@ -19,12 +19,15 @@ from glassformer.byhand.heads import readout_forward
 from glassformer.byhand.inputs import allow_of, positions_of
 from glassformer.byhand.linear import linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
+from glassformer.byhand.model import Model
+from glassformer.byhand.moe import expert_arrays, moe_forward
 from glassformer.byhand.norm import layer_norm_backward, layer_norm_forward, rms_norm_forward
 from glassformer.byhand.pass_context import Trip, Workspace
 from glassformer.byhand.position import rotate_forward, rotations, sinusoids
 from glassformer.nn.mask import build_mask
 from glassformer.spec import model as spec
-from tests.byhand.parts import ALLOW, PARTS, B, D, H, K, N, S, T
+from tests.byhand.parts import ALLOW, PARTS, ROUTED, B, D, H, K, N, S, T
+from tests.byhand.witness import PRESETS, case_for
 
 rng = np.random.default_rng(3)
 DOUBLE = np.dtype(np.float64)
@@ -242,3 +245,35 @@ def test_positions_count_real_tokens_and_begin_again_in_every_segment() -> None:
     found = positions_of(5, valid_BS=valid, segments_BT=segments)
     np.testing.assert_array_equal(found, [[0, 1, 0, 0, 1]])
     assert positions_of(3, past=2) == slice(2, 5)
+
+
+def test_equal_router_logits_choose_the_lowest_index() -> None:
+    arrays = PARTS["moe"].arrays()
+    arrays["gate.weight"][...] = 0.0
+    arrays["gate.weight"][0] = -1e3 * arrays["x"].reshape(-1, D).mean(0)  # often below, never equal
+    params = {name: x for name, x in arrays.items() if name != "x"}
+    context = trip()
+    context.taps = {}
+    moe_forward(arrays["x"], ffn=ROUTED, params=params, experts=expert_arrays(params), trip=context)
+    logits, routing = context.taps["router"], context.taps["routing"]
+    below = logits[..., 0] < 0
+    assert below.any() and not below.all()
+    np.testing.assert_array_equal(
+        routing[below] > 0, np.tile([False, True, True, False, False], (below.sum(), 1))
+    )
+    np.testing.assert_allclose(routing.sum(-1), 1.0, atol=1e-15)
+
+
+def test_an_expert_that_nobody_chose_has_a_gradient_of_zero() -> None:
+    """Also where the last step left one."""
+    spec_of = PRESETS["moe"]
+    model, case = Model(spec_of, rng=np.random.default_rng(4)), case_for(spec_of)
+    routers = [grad for name, grad in model.params.items() if name.endswith("ffn.gate.weight")]
+    for router in routers:
+        router[...] = 0.0  # every token goes to the first two
+    model.grad_vector.fill(7.0)
+    model.loss_and_grads(case.inputs(model), targets=case.targets)
+    for name, grad in model.grads.items():
+        if ".experts." in name:
+            chosen = int(name.split(".experts.")[1].partition(".")[0]) < 2
+            assert grad.any() == chosen, name

@@ -83,6 +83,20 @@ def _modern_model(task: Task) -> ModelSpec:
     )
 
 
+def _moe_model(task: Task) -> ModelSpec:
+    # A token passes through 64 + 2 x 64 units of feed-forward, as many as in `lm-modern`.
+    return presets.moe(
+        vocab_size=task.tokenizer.vocab_size,
+        d_model=64,
+        d_ff=64,
+        shared_d_ff=64,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        max_seq_len=longest(task),
+    )
+
+
 def _large_model(task: Task) -> ModelSpec:
     return presets.budget_lm(
         vocab_size=task.tokenizer.vocab_size,
@@ -143,6 +157,7 @@ RECIPES: dict[str, tuple[TaskSpec, Callable[[Task], ModelSpec], TrainSpec]] = {
     ),
     "lm": (TextTask(), _text_model, _TEXT),
     "lm-modern": (TextTask(), _modern_model, _TEXT),
+    "lm-moe": (TextTask(), _moe_model, _TEXT),
     "lm-10m": (TextTask(vocab_size=16_000, length=256), _large_model, _LARGE_TEXT),
 }
 
