@@ -83,6 +83,10 @@ TAPS = "every tap seen, every edit felt, no hook"
 CAUSALITY = "the future changes no bit of the past"
 DECODING = "every way of decoding gives the same tokens"
 ONE_TOKEN = "one token a cached step, one run of the encoder"
+GROUPED_EXPERTS, BALANCE = (
+    "experts in groups = one token at a time",
+    "balance loss = counted over real tokens",
+)
 STEPS = "every decoding step = uncached"
 WIDE_STEPS = "every decoding step = uncached, float64"
 BATCHES = "a batch decodes as its rows, padded left or right"
@@ -189,6 +193,21 @@ FAULTS = (
     Fault("cache one short", "nn.cache:FixedCache.extend", "return k_all[:, :, :end], v_all[:, :, :end]", "return k_all[:, :, 1:end], v_all[:, :, 1:end]", CACHED, "core"),
     Fault("cache forgets padding", "nn.cache:FixedCache.advance", "joined_valid(self.valid_BS, self.length, valid_BT, count)", "None", CACHED, "core"),
     Fault("reorder of nothing", "nn.cache:GrowingCache.reorder", "kept[layer] = (k[rows_B], v[rows_B])", "kept[layer] = (k, v)", GROWING, "core"),
+    # experts
+    Fault("experts' weights not normalized", "nn.moe:route", "weights_A / weights_A.sum(-1, keepdim=True)", "weights_A * 1.0", GROUPED_EXPERTS),
+    Fault("one expert too few", "nn.moe:route", "order_E[..., :chosen]", "order_E[..., : max(1, chosen - 1)]", GROUPED_EXPERTS),
+    Fault("the second to third likeliest", "nn.moe:route", "order_E[..., :chosen]", "order_E[..., 1 : chosen + 1]", "every token goes to its experts", "moe"),
+    Fault("results in the order of experts", "nn.moe:MixtureOfExperts._experts_of", "out_PD[place_J]", "out_PD[place_J[order_J]]", GROUPED_EXPERTS),
+    Fault("groups not filled up alike", "nn.moe:MixtureOfExperts._experts_of", "shift_E[experts_J[order_J]]", "shift_E[experts_J[order_J]].clamp(max=0)", GROUPED_EXPERTS),
+    Fault("shared expert forgotten", "nn.moe:MixtureOfExperts.forward", "shared_BTD is not None", "False", GROUPED_EXPERTS),
+    Fault("shared gate forgotten", "nn.moe:MixtureOfExperts.shared", "if self.shared_expert_gate is None", "if True", GROUPED_EXPERTS),
+    Fault("the router gets no gradient", "nn.moe:route", "weights_A = p_E.gather(-1, chosen_A)", "weights_A = p_E.detach().gather(-1, chosen_A)", GROUPED_EXPERTS),
+    Fault("balance loss counts padding", "nn.moe:balance_loss", "real_BT1 = valid_BT[..., None]", "real_BT1 = (valid_BT | True)[..., None]", BALANCE),
+    Fault("balance loss of the first choice only", "nn.moe:balance_loss", "picked_BTE = torch.zeros_like(p_BTE).scatter_add(-1, chosen_BTA, ones_BTA)", "picked_BTE = torch.zeros_like(p_BTE).scatter_add(-1, chosen_BTA[..., :1], ones_BTA[..., :1])", BALANCE),
+    Fault("balance loss has no slope", "nn.moe:balance_loss", "return E * (f_E * P_E).sum()", "return E * (f_E * P_E).sum().detach()", "by hand: every gradient = autograd's", "moe"),
+    Fault("at most eight tokens an expert", "nn.moe:MixtureOfExperts._experts_of", "torch.cat([expert(x) for expert, x in zip(self.experts, groups, strict=True)])", "torch.cat([torch.nn.functional.pad(expert(x[:8]), (0, 0, 0, max(0, len(x) - 8))) for expert, x in zip(self.experts, groups, strict=True)])", "no token is dropped"),
+    Fault("a step takes the wrong experts", "generation.fast.moe:LeanMoE._chosen", "= self.experts[expert](x_BD[rows])", "= self.experts[expert - 1](x_BD[rows])", STEPS, "moe"),
+    Fault("a step forgets the shared expert", "generation.fast.moe:LeanMoE.onto", "if self.shared is not None", "if False", STEPS, "moe"),
     # dropout, init, files, taps
     Fault("dropout in eval", "nn.block:TransformerBlock.drop", "self.training", "True", DETERMINISM, "seq2seq"),
     Fault("attention dropout in eval", "nn.attention:MultiHeadAttention.forward", "self.dropout if self.training else 0.0", "self.dropout", DETERMINISM, "seq2seq"),

@@ -16,6 +16,7 @@ from glassformer.checks.measure import Measure, NotOffered
 from glassformer.checks.rows import (
     attention,
     decoding,
+    experts,
     invariants,
     layers,
     numpy_parity,
@@ -97,6 +98,9 @@ PART_CHECKS = (
     PartCheck("LayerNorm = nn.LayerNorm", "parts", parts.layer_norm),
     PartCheck("RMSNorm = nn.RMSNorm", "parts", parts.rms_norm),
     PartCheck("feed-forward = formula", "parts", parts.feed_forward),
+    PartCheck("experts in groups = one token at a time", "experts", experts.grouped_experts),
+    PartCheck("balance loss = counted over real tokens", "experts", experts.balance_by_counting),
+    PartCheck("no token is dropped", "experts", experts.nobody_is_dropped),
     PartCheck("rotary positions = complex numbers", "positions", parts.rotary_closed_form),
     PartCheck("rotary scores depend on distance only", "positions", parts.rotary_is_relative),
     PartCheck("ALiBi = one query at a time", "positions", attention.alibi_by_hand),
@@ -144,6 +148,7 @@ SUBJECT_CHECKS = (
     SubjectCheck("tied head shares the embedding", "names", own_models.tied),
     SubjectCheck("scores or weights read, same logits", "taps", own_models.explicit_is_fused),
     SubjectCheck("every tap seen, every edit felt, no hook", "taps", own_models.taps_are_named),
+    SubjectCheck("every token goes to its experts", "experts", experts.routing_follows_logits),
     SubjectCheck(
         "cross-attention reads the encoder in every layer", "layers", own_models.cross_reads_encoder
     ),
