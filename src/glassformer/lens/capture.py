@@ -98,6 +98,8 @@ def capture(model: Model, inputs: Inputs, *, ablate: Sequence[HeadName] = ()) ->
     read = ["*.attn.weights", "*.attn.out", "*.ffn.out", "*embed", "*.resid_mid", "*.resid_post"]
     if spec.encoder is not None:
         read += ["*.cross.weights", "*.cross.out", "*.resid_cross"]
+    if spec.mixtures():
+        read.append("*.ffn.routing")
     taps = Taps(read=read, edit=edits_by_tap(ablations(spec, ablate)))
     taps.check(spec)
     with eval_mode(model):

@@ -27,6 +27,7 @@ from glassformer.lens.capture import (
 from glassformer.lens.heads import HeadName, Kind, checked_heads, kinds_of
 from glassformer.lens.measure.ablation import Ranking, loss_change, rank_heads
 from glassformer.lens.measure.attention import Attentions, read_attention
+from glassformer.lens.measure.experts import ExpertChoices, read_experts
 from glassformer.lens.measure.logit_lens import LogitLens, read_lens
 from glassformer.lens.measure.norms import Norms, read_norms
 from glassformer.lens.measure.predictions import (
@@ -70,6 +71,7 @@ class Inspection(Displayable):
     norms: Norms
     others: Mapping[str, tuple[Readout, Predictions]]  # of the other output heads
     hidden_TD: Tensor
+    experts: ExpertChoices | None = None  # of a model with mixtures of experts
     ablated: tuple[HeadName, ...] = ()
     title: str = "inspection"
     versions: tuple[int, ...] = field(default=(), repr=False)
@@ -223,10 +225,12 @@ class Inspection(Displayable):
             lines.append(
                 f"  {row['position']:4} {word:>16} -> {top:16} {row['probability']:.3f}{loss}"
             )
+        if self.experts is not None:
+            lines.append(self.experts.text())
         return "\n".join(lines)
 
     def parts(self) -> Iterator[str]:
-        """Predictions, lens, attention, norms."""
+        """Predictions, lens, attention, norms, experts."""
         yield html.heading(self.summary())
         if self.source_words is not None:
             words = " ".join(map(shown, self.source_words))
@@ -243,6 +247,8 @@ class Inspection(Displayable):
         yield from self.lens.parts()
         yield from self.attention.parts()
         yield from self.norms.parts()
+        if self.experts is not None:
+            yield from self.experts.parts()
 
     def record(self) -> dict[str, Any]:
         """All values for JSON, the cells of the attention maps among them."""
@@ -263,6 +269,7 @@ class Inspection(Displayable):
                 "norms": self.norms.rows(),
                 "attention": maps,
             }
+            | ({} if self.experts is None else {"experts": self.experts.rows()})
         )
         return record
 
@@ -477,6 +484,7 @@ def _inspected(
         norms=read_norms(model.spec, kept, words=words),
         others=predicted,
         hidden_TD=kept.hidden_TD,
+        experts=read_experts(model.spec, kept, words=words),
         ablated=ablate,
         versions=weight_versions(model),
     )

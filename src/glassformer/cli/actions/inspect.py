@@ -237,6 +237,9 @@ def _lines(result: Shown, *, width: int) -> Iterator[str]:
     yield ""
     yield f"norms at position {result.position}"
     yield from _norms(inspection, result.position)
+    if inspection.experts is not None:
+        yield ""
+        yield from inspection.experts.text().splitlines()
     yield ""
     yield from _ranking(result.ranking)
 
