@@ -1,8 +1,8 @@
-"""The budget solver over whole grids, and what it predicts against what is measured.
+"""The budget solver over grids of budgets, and predicted costs against measured ones.
 
-Rows: the sane grid at 0.5 % and 0.1 %, every answer built on the meta device and counted again; the
-source's default and its grid; how long an answer takes; predicted training memory and step time
-beside measured ones at three sizes. One thread; on the CPU the clock is the process's own CPU time.
+Rows: a grid of reasonable budgets at 0.5 % and 0.1 %, every answer built on the meta device and
+counted again; the default budget and a grid around it; the time of an answer; predicted against
+measured training memory and step time at three sizes. One thread; on the CPU, times are CPU time.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def naive_depth(budget: Budget, ratio: float, glu: float) -> int:
 
 
 def sane_grid() -> Iterator[Budget]:
-    """Points at which the source's own steps find 1 to 64 layers."""
+    """Yield the budgets for which rounding one size after the other gives 1 to 64 layers."""
     for vocab, total, ratio, glu, heads, tied in itertools.product(
         VOCABULARIES, BUDGETS, RATIOS, EXPANSIONS, HEADS, (True, False)
     ):
@@ -62,7 +62,7 @@ def sane_grid() -> Iterator[Budget]:
 
 
 def source_grid(*, free_head_width: bool) -> Iterator[Budget]:
-    """The source's vocabulary and total with its ratios and expansions, tied and untied."""
+    """Yield the default budget with other ratios and expansions, tied and untied."""
     for tied, ratio, glu in itertools.product((True, False), RATIOS, EXPANSIONS):
         yield Budget(
             tied=tied,
@@ -73,18 +73,18 @@ def source_grid(*, free_head_width: bool) -> Iterator[Budget]:
 
 
 def recount(answer: Answer) -> int:
-    """The built model's own parameters; nothing is allocated on the meta device."""
+    """Count the parameters of the built model; nothing is allocated on the meta device."""
     return sum(p.numel() for p in build(answer.spec, device="meta").parameters())
 
 
 def is_near(answer: Answer) -> bool:
-    """Ratio within a point, expansion within 5 %."""
+    """Return True if the ratio is within a point and the expansion within 5 %."""
     best = answer.best
     return abs(best.ratio_drift or 0.0) <= 0.01 and abs(best.glu_drift or 0.0) <= 0.05
 
 
 def row(case: str, name: str, median_ms: float | None = None) -> dict[str, object]:
-    """A row that informs."""
+    """Return a row without a ratio."""
     time_ms = None if median_ms is None else round(median_ms, 3)
     return {
         "bench": "budget",
@@ -97,7 +97,7 @@ def row(case: str, name: str, median_ms: float | None = None) -> dict[str, objec
 
 
 def grid_rows(budgets: list[Budget], case: str) -> Iterator[dict[str, object]]:
-    """How many are answered within the tolerance, counted again; drift; seconds."""
+    """Yield rows with the number of answers within tolerance, the error, the drift and the time."""
     times, errors, ratios, glus, within, near = [], [], [], [], 0, 0
     for budget in budgets:
         began = time.process_time()
@@ -129,7 +129,7 @@ def grid_rows(budgets: list[Budget], case: str) -> Iterator[dict[str, object]]:
 
 
 def refusal_times() -> Iterator[dict[str, object]]:
-    """Certificates and options that make a search long."""
+    """Yield the times of certificates, and of options that make a search long."""
     cases: dict[str, tuple[str, int, dict[str, object]]] = {
         "vocabulary too large": ("100k", 16_000, {}),
         "ratio and expansion exact": (
@@ -185,7 +185,7 @@ def refusal_times() -> Iterator[dict[str, object]]:
 
 
 def batch_for(model: ModelSpec, *, batch: int, length: int) -> Batch:
-    """Random tokens and targets."""
+    """Return a batch of random tokens and targets."""
     generator = np.random.default_rng(0)
     tokens, targets = generator.integers(0, model.vocab_size, (2, batch, length))
     return Batch(
@@ -194,12 +194,12 @@ def batch_for(model: ModelSpec, *, batch: int, length: int) -> Batch:
 
 
 def memory_rows(device: str) -> Iterator[dict[str, object]]:
-    """Weights, optimizer and activations: predicted, measured; on CUDA the peak too."""
+    """Yield predicted and measured training memory; on CUDA the peak too."""
     if device == "cuda":  # cuBLAS takes its workspaces at its first products, both ways
         torch.nn.Linear(8, 8, device=device)(torch.ones(8, 8, device=device)).sum().backward()
     for params, vocab, batch, length in SIZES:
         model = design(params, vocab, length=length).spec
-        said = training_memory(model, batch=batch, length=length, device=device)
+        predicted = training_memory(model, batch=batch, length=length, device=device)
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         engine = TorchEngine.fresh(model, TrainSpec(), device=device)
         given = batch_for(model, batch=batch, length=length)
@@ -208,8 +208,8 @@ def memory_rows(device: str) -> Iterator[dict[str, object]]:
         measured = weights + optimizer_bytes(engine) + kept
         yield row(
             f"memory, {params}, batch {batch} x {length}",
-            f"predicted {said.resident:,}, measured {measured:,} "
-            f"({said.resident / measured - 1:+.2%})",
+            f"predicted {predicted.resident:,}, measured {measured:,} "
+            f"({predicted.resident / measured - 1:+.2%})",
         )
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -217,12 +217,13 @@ def memory_rows(device: str) -> Iterator[dict[str, object]]:
             peak = torch.cuda.max_memory_allocated() - before
             yield row(
                 f"peak on CUDA, {params}, batch {batch} x {length}",
-                f"predicted {said.peak:,}, measured {peak:,} ({said.peak / peak - 1:+.2%})",
+                f"predicted {predicted.peak:,}, measured {peak:,} "
+                f"({predicted.peak / peak - 1:+.2%})",
             )
 
 
 def time_rows(device: str) -> Iterator[dict[str, object]]:
-    """Step time: the median over pairs of predicted over measured, each pair calibrated anew."""
+    """Yield the median ratio of predicted to measured step time; each pair is calibrated anew."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     for params, vocab, batch, length in SIZES:
         model = design(params, vocab, length=length).spec
@@ -232,14 +233,14 @@ def time_rows(device: str) -> Iterator[dict[str, object]]:
         shares, measured = [], []
         for _ in range(PAIRS):
             rates = calibrate(device=device, clock=clock)
-            said = step_time(model, rates, batch=batch, length=length).total
+            predicted = step_time(model, rates, batch=batch, length=length).total
             steps = []
             for _ in range(3):
                 began = clock()
                 engine.step([given], lr=1e-3, seed=0)  # asks for the loss, which waits
                 steps.append(clock() - began)
             measured.append(statistics.median(steps))
-            shares.append(said / measured[-1])
+            shares.append(predicted / measured[-1])
         spread = ", ".join(f"{share - 1:+.0%}" for share in shares)
         yield row(
             f"step time, {params}, batch {batch} x {length}",
@@ -249,7 +250,7 @@ def time_rows(device: str) -> Iterator[dict[str, object]]:
 
 
 def run(device: str = "cpu") -> Iterator[dict[str, object]]:
-    """Every figure; on CUDA memory and time alone."""
+    """Yield every row; on CUDA those of memory and time only."""
     torch.set_num_threads(1)
     if device == "cpu":
         grid = list(sane_grid())

@@ -1,7 +1,7 @@
-"""Budgets drawn to be nasty, and how long each takes to answer or to refuse.
+"""Difficult random budgets, and the time that each takes to answer or to refuse.
 
-Drawn from a seed: any total from 10 k to 10 G with any options, and four kinds of question that
-leave a search little to go by. Times are CPU time, with alternatives and certificates.
+Sampled from a seed: any total from 10 k to 10 G with any options, and four kinds of budgets in
+which few regions can be pruned. Times are CPU time, with alternatives and certificates.
 """
 
 import argparse
@@ -31,14 +31,14 @@ MARKS = (0.05, 0.2, 1.0)
 
 
 def _between(draw: random.Random, low: float, high: float) -> int:
-    """A whole number, each factor as likely as any other."""
+    """Sample a whole number from a log-uniform distribution."""
     return round(low * (high / low) ** draw.random())
 
 
 def _wish(
     draw: random.Random, name: str, values: tuple[float, ...], limits: tuple[float, ...]
 ) -> dict[str, Any]:
-    """The options of one wish: a target in most cases, else free, exact or limited."""
+    """Sample the options of one wish: in most cases a target, else free, exact or limited."""
     value, (exact, within) = draw.choice(values), WISHES[name]
     return draw.choice(
         [{name: value}] * 3
@@ -47,7 +47,7 @@ def _wish(
 
 
 def mixed(draw: random.Random) -> Budget:
-    """Anything that may be asked, several options at a time."""
+    """Sample any budget, with several options at a time."""
     heads = draw.choice(["any", 1, 3, 4, 7, 8, 12, 16, 64])
     groups = draw.choice([None, None, 1, 2])
     options: dict[str, Any] = {  # in the order in which they are drawn
@@ -80,7 +80,7 @@ def mixed(draw: random.Random) -> Budget:
 
 
 def ranked(draw: random.Random) -> Budget:
-    """Any rank with a tiny wished ratio, a billion and more."""
+    """Sample a budget of a billion and more with any rank and a tiny wished ratio."""
     return replace(
         mixed(draw),
         params=_between(draw, 1e9, 1e10),
@@ -93,22 +93,22 @@ def ranked(draw: random.Random) -> Budget:
 
 
 def tight(draw: random.Random) -> Budget:
-    """A tolerance of a few parameters, with counts that share no divisor."""
-    asked = replace(
+    """Sample a tolerance of a few parameters, with counts that share no divisor."""
+    base = replace(
         mixed(draw),
         params=_between(draw, 1e7, 1e10),
         tolerance=draw.choice([1e-10, 1e-9, 1e-8, 1e-7]),
         bias=draw.choice(["qkv", "all", "no_key"]),
     )
     return replace(
-        asked,
-        free_head_width=asked.heads != "any" and draw.random() < 0.5,
-        rank=None if asked.ratio is None else draw.choice([None, "any"]),
+        base,
+        free_head_width=base.heads != "any" and draw.random() < 0.5,
+        rank=None if base.ratio is None else draw.choice([None, "any"]),
     )
 
 
 def expanded(draw: random.Random) -> Budget:
-    """An expansion limited to a hundredth of a per cent, with any number of heads."""
+    """Sample an expansion limited to a hundredth of a per cent, with any number of heads."""
     value, within = draw.choice([2.0, 2.66, 2.7, 3.14159, 8 / 3]), draw.choice([1e-5, 1e-4])
     return replace(
         mixed(draw),
@@ -123,7 +123,7 @@ def expanded(draw: random.Random) -> Budget:
 
 
 def wide(draw: random.Random) -> Budget:
-    """A tolerance of half the total and more."""
+    """Sample a tolerance of half the total and more."""
     return replace(mixed(draw), tolerance=draw.choice([0.5, 0.7, 0.9, 0.99]))
 
 
@@ -137,7 +137,7 @@ KINDS = {
 
 
 def stress_set() -> Iterator[tuple[str, Budget]]:
-    """Every question with its kind; those that break a rule are drawn again."""
+    """Yield every budget with its kind; one that breaks a rule is sampled again."""
     for name, kind in KINDS.items():
         draw, made = random.Random(f"{SEED} {name}"), 0
         while made < (MIXED if name == "mixed" else EACH):
@@ -163,13 +163,13 @@ def outcome(budget: Budget, seconds: float = math.inf) -> tuple[str, float]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What may be asked of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--patience", type=float, help="seconds after which one is given up")
     parser.add_argument("--each", action="store_true", help="a row for every question")
 
 
 def run(*, asked: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """The distribution of times and outcomes, by kind and of all."""
+    """Yield the distribution of times and outcomes, by kind and of all."""
     found: dict[str, list[tuple[str, float]]] = {}
     for number, (name, budget) in enumerate(stress_set()):
         ended, seconds = outcome(budget, asked.patience or math.inf)

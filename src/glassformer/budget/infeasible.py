@@ -3,7 +3,7 @@
 Loosening a limit only adds designs, so the total, the tolerance or a limit that would work is
 found by bisection. A vocabulary, a length, a rank or a number of heads is tried outwards from the
 requested one: one by one while near, then in growing steps and back by bisection. Every value that
-is named was found to work; where the effort ran out, a nearer one may work too, and that is said.
+is named was found to work; if the effort ran out, `unproven` says that a nearer one may work too.
 
 If a search ends before it found a design or a proof that there is none, the result is `Undecided`.
 """

@@ -226,7 +226,7 @@ class Regions:
         self._remainder = widths.remainder()
         self._any_rank = widths.budget.rank == "any"
 
-    def whole(self) -> Iterator[Region]:
+    def every_design(self) -> Iterator[Region]:
         """Yield one region with every design, or nothing if there is none."""
         low, high = self.limits.low, self.limits.high
         widths = self.widths.within(high)

@@ -161,7 +161,7 @@ class Search:
             return (first(region.deep, region.large.d_model), *ordering.bound(region))
 
         frontier = Frontier(bound)
-        frontier.push(regions.whole(), best=best)
+        frontier.push(regions.every_design(), best=best)
         while not frontier.is_done(best):
             if self.effort.is_spent:
                 self.is_proven = False
@@ -226,7 +226,7 @@ class Search:
     def first(self) -> Found | None:
         """Return any design that keeps every limit."""
         regions = self._regions()
-        stack = list(regions.whole())
+        stack = list(regions.every_design())
         while stack:
             if self.effort.is_spent:
                 self.is_proven = False
@@ -271,7 +271,7 @@ class Search:
         """
         regions, found, away = self._regions(), None, self.high + target
         frontier = Frontier(lambda region: (max(0, region.least - target, target - region.most),))
-        frontier.push(regions.whole(), best=(away - 1,))
+        frontier.push(regions.every_design(), best=(away - 1,))
         while not frontier.is_done((away - 1,)):
             if self.effort.is_spent:
                 self.is_proven = False

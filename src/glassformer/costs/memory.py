@@ -199,7 +199,7 @@ def activations(
 
 
 def _masks(model: ModelSpec, stack: Stack, length: int) -> Iterator[int]:
-    """What the fused attention keeps of masks: a window's in each layer, ALiBi's biases once."""
+    """Masks that fused attention keeps: a window's in each layer, ALiBi's biases once."""
     match model.position:
         case ALiBi():  # one bias for each head, shared by all layers whose attention is alike
             kinds = {
@@ -269,7 +269,7 @@ def _block(
 
 
 def _ffn(ffn: MLP | SwiGLU, stack: Stack, rows: int) -> Iterator[int]:
-    """What stands between the input of a feed-forward and its output."""
+    """The activations between the input of a feed-forward and its output."""
     wide = FLOAT * rows * ffn.d_ff
     match ffn:
         case SwiGLU():

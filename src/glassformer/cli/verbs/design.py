@@ -27,7 +27,7 @@ def design(
 
     The total is met, and every wish that gave way is named. Exit 1 if no design exists: the reason
     and the nearest changes that work are printed. A search ends after about half a second: what is
-    not proven by then is said, and exit 5 if nothing was found. Examples:
+    not proven by then is listed, and exit 5 if nothing was found. Examples:
 
       glass design --params 10M --vocab 16000
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def confusion_figure(confusion: Mapping[str, Table], *, title: str) -> "Figure":
-    """One grid beside the other: rows what was asked, columns what was answered, per cent."""
+    """Draw confusion tables side by side: rows are targets, columns predictions, in per cent."""
     if not confusion:
         raise InputError(
             f"nothing can be confused in {title}",
@@ -70,7 +70,7 @@ CEILING = 1.5
 
 
 def lr_text(found: "RateRange", *, width: int = 80, unicode: bool = True) -> str:
-    """The curve, with `!` under the suggested rate."""
+    """Return the curve as text, with `!` under the suggested rate."""
     rates, losses = _clipped(found.curve)
     line = Line("loss", np.array(rates), np.array(losses))
     picture = plot(
@@ -80,7 +80,7 @@ def lr_text(found: "RateRange", *, width: int = 80, unicode: bool = True) -> str
 
 
 def lr_figure(found: "RateRange", *, title: str) -> "Figure":
-    """The smoothed loss over the rate; the stable range shaded, the suggestion marked."""
+    """Draw the smoothed loss over the rate, with the stable range and the suggestion marked."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
@@ -113,7 +113,7 @@ def lr_figure(found: "RateRange", *, title: str) -> "Figure":
 
 
 def _clipped(curve: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """The points below the ceiling, so that a diverging end does not flatten the rest."""
+    """Return the points below the ceiling, so that a diverging end does not flatten the rest."""
     ceiling = CEILING * curve[0][1]
     kept = [(rate, loss) for rate, loss in curve if loss <= ceiling]
     return [rate for rate, _ in kept], [loss for _, loss in kept]

@@ -130,7 +130,7 @@ def _solve(options: dict[str, Any]) -> Answer:
 def design(query: Query, lab: Workspace) -> dict[str, Any]:
     """Return the answer, or why there is none and what would work."""
     options = question(query)
-    shown = {"asked": options, "cli": command(options), "python": python(options)}
+    shown = {"options": options, "cli": command(options), "python": python(options)}
     try:
         answer = _solve(options)
     except InfeasibleBudget as error:

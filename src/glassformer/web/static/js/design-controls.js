@@ -7,19 +7,19 @@ import { count, fixed, percent } from "./format.js";
 /** Positions 0 … 1000 of a slider that runs from low to high by equal factors; values are round numbers. */
 const log = (low, high, digits = 3) => ({
   at: (value) => Math.round(1000 * Math.log(value / low) / Math.log(high / low)),
-  of: (place) => Number((low * (high / low) ** (place / 1000)).toPrecision(digits)),
+  of: (position) => Number((low * (high / low) ** (position / 1000)).toPrecision(digits)),
   min: 0, max: 1000, step: 1,
 });
 const linear = (low, high, step, digits) => ({
-  at: (value) => value, of: (place) => Number(place.toFixed(digits)), min: low, max: high, step,
+  at: (value) => value, of: (position) => Number(position.toFixed(digits)), min: low, max: high, step,
 });
 const powers = (low, high) =>
-  ({ at: (value) => Math.round(Math.log2(value)), of: (place) => 2 ** place, min: low, max: high, step: 1 });
+  ({ at: (value) => Math.round(Math.log2(value)), of: (position) => 2 ** position, min: low, max: high, step: 1 });
 
-const whole = (text) => text.replace(/[,_\s]/g, "");
-/** How a slider looks: its scale, how a value is written and read, and its snap points. */
+const plain = (text) => text.replace(/[,_\s]/g, "");
+/** The scale of each slider, how its value is written and read, and its snap points. */
 const SLIDERS = {
-  params: { scale: log(10_000, 1_000_000_000), show: count, read: whole,
+  params: { scale: log(10_000, 1_000_000_000), show: count, read: plain,
     snaps: [[1e6, "1M"], [5e6, "5M"], [10e6, "10M"], [25e6, "25M"], [100e6, "100M"]] },
   embedding_ratio: { scale: linear(0.02, 0.9, 0.005, 3), show: (x) => percent(x, 1),
     read: (text) => (/%/.test(text) ? text.replace(/\s/g, "") : text.trim()),
@@ -27,11 +27,11 @@ const SLIDERS = {
   glu_expansion: { scale: linear(1, 6, 0.01, 2), show: (x) => `${fixed(x, 2)}×`,
     read: (text) => text.replace(/[×x\s]/g, ""),
     snaps: [[2, "2.0"], [2.66, "2.66"], [3, "3.0"], [4, "4.0"], ["free", "free"]] },
-  vocab: { scale: log(64, 262_144), show: count, read: whole,
+  vocab: { scale: log(64, 262_144), show: count, read: plain,
     snaps: [[256, "256"], [8000, "8k"], [16_000, "16k"], [32_000, "32k"]] },
-  heads: { scale: linear(1, 64, 1, 0), show: count, read: whole,
+  heads: { scale: linear(1, 64, 1, 0), show: count, read: plain,
     snaps: [[4, "4"], [8, "8"], [16, "16"], ["any", "any"]] },
-  length: { scale: powers(5, 15), show: count, read: whole,
+  length: { scale: powers(5, 15), show: count, read: plain,
     snaps: [[128, "128"], [512, "512"], [2048, "2,048"]] },
 };
 /** Options with a control of their own below the sliders. */

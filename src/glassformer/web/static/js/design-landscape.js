@@ -1,4 +1,4 @@
-// <glass-landscape>: what neighbouring wishes would give, ratio by expansion. One tab stop; arrows move, Enter chooses.
+// <glass-landscape>: the designs of neighbouring wishes, ratio by expansion. One tab stop; arrows move, Enter chooses.
 
 import { el, fill } from "./dom.js";
 import { count, fixed, percent } from "./format.js";
@@ -11,10 +11,10 @@ customElements.define("glass-landscape", class extends HTMLElement {
   #wish = null;
 
   connectedCallback() {
-    this.said ??= el("p", { class: "note", "aria-live": "polite" });
+    this.note ??= el("p", { class: "note", "aria-live": "polite" });
     this.table ??= el("table",
       { class: "landscape", role: "grid", "aria-label": "Layers × d_model by wished ratio and expansion" });
-    if (!this.children.length) this.append(el("div", { class: "scroll" }, this.table), this.said);
+    if (!this.children.length) this.append(el("div", { class: "scroll" }, this.table), this.note);
   }
 
   /** {ratios, expansions, most}: an empty grid to be filled. */
@@ -31,7 +31,7 @@ customElements.define("glass-landscape", class extends HTMLElement {
       el("tbody", {}, expansions.map((glu, row) => el("tr", { role: "row" },
         el("th", { scope: "row", role: "rowheader" }, fixed(glu, 2)),
         this.#cells[row].map((cell) => el("td", { role: "gridcell" }, cell))))));
-    fill(this.said, "Click a cell, or move with the arrows and press Enter, to wish for its pair.");
+    fill(this.note, "Click a cell, or move with the arrows and press Enter, to request its pair.");
     this.#mark();
   }
 
@@ -85,6 +85,6 @@ customElements.define("glass-landscape", class extends HTMLElement {
     const { ratios, expansions } = this.#axes;
     const { answer, late } = this.#cells[row][column];
     if (answer === undefined) return;
-    fill(this.said, `${percent(ratios[column], 0)} and ${expansions[row]}: ${this.#words(answer, late)}`);
+    fill(this.note, `${percent(ratios[column], 0)} and ${expansions[row]}: ${this.#words(answer, late)}`);
   }
 });

@@ -7,12 +7,12 @@ import "./design-landscape.js";
 import { count, fixed, percent } from "./format.js";
 import { perFrame } from "./state.js";
 
-const RESTING = 250; // milliseconds without a change before the landscape is asked for
+const RESTING = 250; // milliseconds without a change before the landscape is requested
 /** Parts of the bar, in the order of the table; the line "layers" is the sum of three of them. */
 const DRAWN = ["token embedding", "position embedding", "head", "attention", "feed-forward", "norms", "final norm"];
 
 const NUMBERS = ["parameters", "off", "d_model", "d_ff", "layers", "ratio", "GLU"]; // of each alternative
-const asked = (view) => Object.fromEntries(Object.entries(view).filter(([, value]) => value !== undefined)
+const query = (view) => Object.fromEntries(Object.entries(view).filter(([, value]) => value !== undefined)
   .map(([name, value]) => [name, String(value)]));
 const keep = (object, wanted) => Object.fromEntries(Object.entries(object).filter(([name]) => wanted(name)));
 
@@ -95,11 +95,11 @@ class Design {
   }
 
   #ask() {
-    this.wanted = JSON.stringify(asked(this.view));
+    this.wanted = JSON.stringify(query(this.view));
     this.solveSoon();
   }
 
-  /** One question at a time; what was asked meanwhile is asked next, and only the newest of it. */
+  /** One request at a time; of those made meanwhile, the newest is next. */
   async #solve() {
     if (this.flying || this.wanted === this.solved) return;
     this.flying = true;
@@ -109,7 +109,7 @@ class Design {
       if (this.gone) return;
       this.answer = answer;
       this.context.alert(null);
-      const shown = keep(answer.asked, (name) => name in this.options.defaults); // 5M is a number now
+      const shown = keep(answer.options, (name) => name in this.options.defaults); // 5M is a number now
       if (question === this.wanted) this.controls.draw({ ...this.view, ...shown });
       this.#draw(answer);
     } catch (error) {
@@ -130,7 +130,7 @@ class Design {
     this.loud = false;
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
-      const body = keep(asked(this.view), (name) => !this.options.wished.has(name));
+      const body = keep(query(this.view), (name) => !this.options.wished.has(name));
       this.land.wish = { ratio: this.view.embedding_ratio, glu: this.view.glu_expansion };
       if (!this.answer || JSON.stringify(body) === this.surveyed) return;
       this.surveyed = JSON.stringify(body);
@@ -179,7 +179,7 @@ class Design {
     fill(this.verdict, "✕ ", el("strong", {}, "No design keeps these limits"));
     fill(this.bar);
     fill(this.found, el("p", { id: "why" }, why),
-      changes.length > 0 && [el("h3", {}, "Each of these alone would do"),
+      changes.length > 0 && [el("h3", {}, "Each of these changes alone makes it feasible"),
         el("div", { class: "row changes" }, changes.map(({ label, settings }) =>
         el("button", { type: "button", onclick: () => this.settle(settings) }, label)))],
       helpless.length > 0 && el("p", { class: "note" }, `No change of one of these alone: ${helpless.join(", ")}.`),
@@ -201,7 +201,7 @@ class Design {
       el("td", { class: "n" }, count(parameters)), el("td", { class: "n" }, percent(share, 2)),
       el("td", { class: "muted wide" }, note));
     const total = lines.at(-1);
-    const made = table({ caption: "Parameters by place; the three lines under layers are parts of it",
+    const made = table({ caption: "Parameters by component; the three lines under layers are parts of it",
       head: ["component", { text: "parameters", n: true }, { text: "share", n: true }, "of which"],
       rows: lines.slice(0, -1).map(row), props: { id: "allocation" } });
     put(made, el("tfoot", {}, row(total)));
@@ -217,7 +217,7 @@ class Design {
 
   #others({ gave_way: gave, not_proven: open, warnings, alternatives }) {
     const asking = (settings) => settings
-      && el("button", { type: "button", class: "small", onclick: () => this.settle(settings) }, "ask for it");
+      && el("button", { type: "button", class: "small", onclick: () => this.settle(settings) }, "request it");
     const rows = alternatives.map((one) => [one.name, count(one.params), one.miss, one.d_model, one.d_ff, one.n_layers,
       percent(one.embedding_ratio, 2), fixed(one.glu_expansion, 2), asking(one.settings) ?? ""]);
     return el("section", { class: "panel", "aria-labelledby": "gave-title" },
@@ -228,7 +228,7 @@ class Design {
         open.map((line) => el("li", {}, `not proven: ${line}`))),
       warnings.map(({ what, settings }) => el("p", { class: "warn" }, `⚠ ${what}. `,
         el("button", { type: "button", class: "small", onclick: () => this.settle(settings) },
-          `ask for ${Object.entries(settings).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`)}`))),
+          `request ${Object.entries(settings).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`)}`))),
       el("h3", {}, "Other designs within the tolerance"),
       scrolled("Other designs", table({ caption: "Designs that are best at one thing each",
         head: ["best at", ...NUMBERS.map((text) => ({ text, n: true })), silent("choose")],
@@ -240,7 +240,7 @@ class Design {
 
   async #config() {
     try {
-      const { toml } = await this.context.api.get(this.context.api.query("/api/design/config", asked(this.view)));
+      const { toml } = await this.context.api.get(this.context.api.query("/api/design/config", query(this.view)));
       await navigator.clipboard.writeText(toml);
       this.context.toast("Copied a config: save it as design.toml, then glass train design.toml");
     } catch (error) {
