@@ -10,7 +10,7 @@ Found = dict[str, Any]
 
 
 def part(found: Found) -> str:
-    """For each task: the strongest head of each seed, what silencing one costs, and the roles."""
+    """For each task: the strongest head of each seed, what ablating one costs, and the roles."""
     return "\n\n".join(made(found, task) for task in TASKS for made in (one_task, roles))
 
 

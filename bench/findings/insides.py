@@ -32,7 +32,7 @@ def insides(engine: TorchEngine, task: Task) -> dict[str, Any]:
     numbers = {name: n_heads(engine, name) for name in shapes if name.endswith(".heads")}
     for name, many in numbers.items():
         for head in range(many):
-            with trace(engine.model, edit={name: silenced(head)}):
+            with trace(engine.model, edit={name: ablated(head)}):
                 lost = whole - exact(engine, batch)
             found["heads"][f"{name.removesuffix('.heads')}.{head}"] = {"lost": round(lost, 4)}
     if batch.source is not None:
@@ -65,7 +65,7 @@ def n_heads(engine: TorchEngine, tap: str) -> int:
     return attention.n_heads
 
 
-def silenced(head: int) -> Callable[[Tensor], Tensor]:
+def ablated(head: int) -> Callable[[Tensor], Tensor]:
     """An edit that replaces one head's result by zeros."""
 
     def edit(heads_BNTH: Tensor) -> Tensor:

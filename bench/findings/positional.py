@@ -1,9 +1,10 @@
 """`positional_attention`: on the digits task, does the answer come from the right position?
 
-`FIRST 7 3 9 SEP` is answered at SEP, and the right digit stands at a known place. Measured over
-many examples: how much attention each head sends from the answering position to the right place,
-and how much goes there by way of another position, which an earlier layer has filled. Attention
-alone is no cause: `cut_accuracy` closes one place of one layer and counts right answers again.
+`FIRST 7 3 9 SEP` is answered at SEP, and the position of the right digit is known. Measured over
+many examples: how much attention each head pays from the answering position to the right position,
+and how much gets there through another position, which an earlier layer has filled. Attention is
+not causation: `cut_accuracy` ablates all heads of one layer at one position and counts right
+answers again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 # B examples, T positions, N heads, H d_head, O operations
 
-#: Operations whose answer is a digit that stands somewhere, and the three that name its place.
+#: Operations whose answer is a digit of the input, and the three that name its position.
 COPYING = ("FIRST", "SECOND", "LAST", "MAX", "MIN")
 PLACED = ("FIRST", "SECOND", "LAST")
 #: What counts as attending to the right position.
@@ -42,7 +43,7 @@ SITES: tuple[Site, ...] = ("operation", "digits", "answer")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Attention by way of a position between: a later head reads where an earlier one has."""
+    """Attention through another position: a later head attends to where an earlier one wrote."""
 
     later: HeadName
     earlier: HeadName

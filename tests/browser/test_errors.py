@@ -140,7 +140,7 @@ def test_a_task_without_a_matrix_says_so(open_page: Opener, site: Site) -> None:
     own = api.evaluate(site.runs / "reverse", split="test")
     page = open_page("errors?run=reverse")
     measured(page)
-    expect(page.locator("#matrix-title")).to_have_text("Nothing to confuse")
+    expect(page.locator("#matrix-title")).to_have_text("No confusion matrix")
     for label, share in own.by["length"].items():
         row = page.locator("section[aria-labelledby=groups-title] tbody tr")
         row = row.filter(has=page.get_by_role("rowheader", name=label, exact=True))

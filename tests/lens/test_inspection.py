@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -256,3 +257,16 @@ def test_a_quantized_look_knows_its_model_in_every_form(bits):
     inspect(small, [1, 2, 3])  # makes the running form of the new weights
     with pytest.raises(InputError, match="changed"):
         seen.ranking()
+
+
+def test_a_loaded_model_is_inspected_like_the_model_inside_it():
+    model, ids = model_of("decoder"), token_ids(T)
+    held = SimpleNamespace(model=model)
+    assert torch.equal(inspect(held, ids).tensor, inspect(model, ids).tensor)
+    clean, corrupt = token_ids(T), token_ids(T, seed=5)
+    bare, inside = (
+        gf.patch_activations(one, clean, corrupt, answers=(3, 8)) for one in (model, held)
+    )
+    assert torch.equal(bare.tensor, inside.tensor)
+    with pytest.raises(InputError, match="another library's module and has no taps"):
+        inspect(SimpleNamespace(model=torch.nn.Linear(2, 2)), ids)

@@ -84,7 +84,7 @@ class Query:
         """Return a string of at most `most` characters."""
         value = self._value(name, default)
         if value is default:
-            return default
+            return str(default)
         if not isinstance(value, str):
             raise InputError(f"{name} must be a text")
         if len(value) > most:
@@ -93,8 +93,7 @@ class Query:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(f"{name} holds half a character (a lone surrogate)") from error
-        text: str = value
-        return text
+        return value
 
     def choice(self, name: str, choices: tuple[str, ...], *, default: str = _ABSENT) -> str:
         """Return one of a few words."""
@@ -107,21 +106,20 @@ class Query:
         """Return a whole number within bounds."""
         value = self._value(name, default)
         if value is default:
-            return default
+            return int(default)
         if name not in self._body and isinstance(value, str):
             digits = value.removeprefix("-")
             good = digits.isascii() and digits.isdigit() and len(digits) <= 18
             value = int(value) if good else None
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise InputError(f"{name} must be a whole number from {low:,} to {high:,}")
-        whole: int = value
-        return whole
+        return value
 
     def number(self, name: str, *, low: float, high: float, default: float = _ABSENT) -> float:
         """Return a finite number within bounds."""
         value = self._value(name, default)
         if value is default:
-            return default
+            return float(default)
         if name not in self._body and isinstance(value, str):
             try:
                 value = float(value)

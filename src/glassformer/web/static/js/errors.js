@@ -113,7 +113,8 @@ class Errors {
       ? `The task ${about.task} has no confusion matrix: a wrong token is not the answer to another question.`
       : `${this.table.reading && `A column is ${this.table.reading}. `}Choose a cell to see its examples.`;
     const { target, predicted } = this.params;
-    if (this.table) this.confusion.data = { ...this.table, chosen: target === undefined ? null : { target, predicted } };
+    const chosen = target === undefined ? null : { target, predicted };
+    if (this.table) this.confusion.data = { ...this.table, chosen };
     const shares = Object.entries(found.by).map(([group, labels]) => [el("h3", {}, `By ${group}`), table({
       caption: `Exact match by ${group}`,
       head: [group, { text: "exact match", n: true }, { text: "examples", n: true }, silent("bar")],

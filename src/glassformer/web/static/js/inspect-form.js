@@ -19,7 +19,7 @@ export class Form {
     this.grow = el("button", { type: "button", disabled: true }, "Append likeliest");
     this.root = el("form", { onsubmit: (event) => this.#submit(event) },
       this.model, this.facts, this.example, field("Prompt", this.prompt), field("Target (optional)", this.target),
-      el("div", { class: "row actions" }, el("button", { type: "submit", class: "primary" }, "Look"), this.grow));
+      el("div", { class: "row actions" }, el("button", { type: "submit", class: "primary" }, "Inspect"), this.grow));
   }
 
   #submit(event) {
@@ -39,7 +39,8 @@ export class Form {
       other: null, pos: null, src: 0, kind: null, layer: null, head: null });
     fill(this.model,
       field("Model", select(runs, view.run, (run) => this.change(fresh(run)), { name: "run" })),
-      field("Precision", select(about.precisions.map((name) => [name, precisionLabel(name)]), view.precision, (precision) => this.change({ precision }),
+      field("Precision", select(about.precisions.map((name) => [name, precisionLabel(name)]), view.precision,
+        (precision) => this.change({ precision }),
         { name: "precision" })));
     const pick = (row) => row !== "" && this.change({ row: Number(row), text: null, target: null, pos: null, src: 0 });
     const listed = about.examples.map(({ row, text }) => [row, text]);

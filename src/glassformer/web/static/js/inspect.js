@@ -55,7 +55,7 @@ class Inspect {
     this.norms = el("glass-norms");
     this.ranking = el("div", { class: "ranking" });
     this.where = el("span", { class: "muted" });
-    this.advice = el("p", { class: "note" }, "Weights show what a head attends to, not what the prediction depends on: press ",
+    this.advice = el("p", { class: "note" }, "Weights show what a head attends to, not what matters: press ",
       el("kbd", {}, "x"), " to ablate it and see.");
     this.map.beside.append(this.ablate, this.advice);
     const panel = (name, title, ...children) => el("section", { class: `panel ${name}`, "aria-label": title },
@@ -250,7 +250,7 @@ class Inspect {
       rows: at.next.map(({ word, p }, i) => ({ word, p, other: beside?.p[i] })) };
     fill(this.answers, facts(this.look, at, view.other && this.otherName()));
     fill(this.where, `at ${view.pos} `, el("span", { class: "word" }, this.look.words[view.pos]));
-    this.lens.data = { target, caption: `What half-layers would predict at position ${view.pos}`, rows: named(at.lens) };
+    this.lens.data = { target, caption: `Prediction of each half-layer at position ${view.pos}`, rows: named(at.lens) };
     this.norms.data = { caption: `Norms at position ${view.pos}`, rows: named(at.norms) };
   }
 
