@@ -22,9 +22,9 @@ from glassformer.lab.runs.assemble import check_fit
 from glassformer.lab.runs.record import load_run_spec, metrics_line
 from glassformer.lab.runs.run import SPIKE, WINDOW, Alert, Evaluated, Saved, TrainingRun
 from glassformer.spec.errors import DivergedError, FileError, InputError, MachineError
-from glassformer.spec.serialize import override
+from glassformer.spec.serialize import json_numbers, override
 from glassformer.store.checkpoint import verify_folder
-from glassformer.store.rundir import RunDirectory, plain_numbers, run_folder
+from glassformer.store.rundir import RunDirectory, run_folder
 from glassformer.store.tensors import read_tensors
 from glassformer.training.fit import StepRecord
 from tests.lab.runs import KEPT, assert_same, metrics, outcome, resumed, rewritten, sample, trained
@@ -430,7 +430,7 @@ def test_what_is_not_finite_is_written_as_text():
     line = metrics_line(record(1, math.nan, applied=False))
     assert (line["loss"], line["nll"]["answer"]) == ("nan", "nan")
     values = {"a": [math.inf, 1], "b": {"c": (-math.inf, 2.5, True, None)}}
-    assert plain_numbers(values) == {"a": ["inf", 1], "b": {"c": ["-inf", 2.5, True, None]}}
+    assert json_numbers(values) == {"a": ["inf", 1], "b": {"c": ["-inf", 2.5, True, None]}}
 
 
 # --- a model that does not fit its task -----------------------------------------------------------

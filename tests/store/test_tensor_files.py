@@ -51,12 +51,13 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path):
 
 
 def test_the_library_reads_what_we_write():
-    plain = {name: array for name, array in EVERY.items() if array.dtype != BFLOAT16}
+    plain = {name: array for name, array in EVERY.items() if array.dtype.names is None}
     theirs = safetensors.numpy.load(tensor_bytes(plain))
     assert theirs.keys() == plain.keys()
     assert all(np.array_equal(theirs[name], plain[name]) for name in plain)
-    ((name, bf16),) = safetensors.deserialize(tensor_bytes({"b": EVERY["t.BF16"]}))
-    assert (name, bf16["dtype"], bf16["shape"]) == ("b", "BF16", [3, 5])
+    for code in ("BF16", "F8_E4M3"):
+        ((name, entry),) = safetensors.deserialize(tensor_bytes({"b": EVERY[f"t.{code}"]}))
+        assert (name, entry["dtype"], entry["shape"]) == ("b", code, [3, 5])
 
 
 def test_we_read_what_the_library_writes(tmp_path):
@@ -172,3 +173,12 @@ def test_no_bytes_bring_anything_but_a_file_error(tmp_path_factory, data):
     path = write(tmp_path_factory.mktemp("any"), struct.pack("<Q", len(data)) + data)
     with pytest.raises(FileError):
         read_tensors(path)
+
+
+def test_numbers_that_are_not_finite_have_one_rule_and_are_read_back():
+    from glassformer.spec.serialize import json_numbers
+
+    found = json_numbers({"a": (1.0, float("nan")), "b": [float("-inf"), "x", 3]})
+    assert found == {"a": [1.0, "nan"], "b": ["-inf", "x", 3]}
+    assert float(found["b"][0]) == float("-inf")
+    assert json_numbers([float("inf"), 2.0], not_finite="null") == [None, 2.0]

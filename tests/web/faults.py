@@ -26,7 +26,7 @@ FAULTS = (
     Fault("a streamed body has no limit", BODY, "if len(data) > limits.BODY_BYTES:", "if False:", "streamed"),
     Fault("headers forgotten", "web.app.guard:_with_headers", "if name not in given]", "if False]", "headers"),
     Fault("any depth", "web.app.query:_check_depth", "if depth > limits.JSON_DEPTH:", "if False:", "depth"),
-    Fault("NaN goes out", "web.app.query:_finite", "value if math.isfinite(value) else None", "value", "not finite"),
+    Fault("NaN goes out", "spec.serialize:json_numbers", 'str(value) if not_finite == "text" else None', "value", "not finite"),
     # ids
     Fault("any name", FOLDER, "if not NAME.fullmatch(name):", "if False:", "traversal"),
     Fault("links lead out", FOLDER, "if not self._inside(path):", "if False:", "links"),

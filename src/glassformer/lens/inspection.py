@@ -44,11 +44,12 @@ from glassformer.lens.measure.predictions import (
     top_predictions,
 )
 from glassformer.lens.show import html, svg
-from glassformer.lens.show.displayable import Displayable, Row, plain
+from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.token_text import Names, checked_words, naming, shown
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError
+from glassformer.spec.serialize import json_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -256,7 +257,7 @@ class Inspection(Displayable):
             kind: [layer.tolist() for layer in self.attention.of(kind).weights]
             for kind in self.kinds
         }
-        record: dict[str, Any] = plain(
+        record: dict[str, Any] = json_numbers(
             {
                 "title": self.summary(),
                 "words": self.words,
@@ -269,7 +270,8 @@ class Inspection(Displayable):
                 "norms": self.norms.rows(),
                 "attention": maps,
             }
-            | ({} if self.experts is None else {"experts": self.experts.rows()})
+            | ({} if self.experts is None else {"experts": self.experts.rows()}),
+            not_finite="null",
         )
         return record
 

@@ -65,6 +65,22 @@ def from_json(cls: type[T], text: str) -> T:
     return from_dict(cls, data)
 
 
+def json_numbers(value: Any, *, not_finite: Literal["text", "null"] = "text") -> Any:
+    """Return data for JSON, which has no word for NaN and infinity.
+
+    In whatever is kept or printed for scripts they become the text "nan", "inf" or "-inf", which
+    `float` reads back: a null would hide that a run diverged. In what a page or a table shows they
+    become null, a gap.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value) if not_finite == "text" else None
+    if isinstance(value, Mapping):
+        return {key: json_numbers(item, not_finite=not_finite) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_numbers(item, not_finite=not_finite) for item in value]
+    return value
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For `json.loads`: a key that occurs twice is refused, not overwritten."""
     made = dict(pairs)

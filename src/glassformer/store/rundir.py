@@ -14,7 +14,6 @@ lock               held by the one writer
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
 from glassformer.store.checkpoint import verify_folder
 
@@ -126,7 +126,7 @@ class RunDirectory:
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """A JSON file; a number that is not finite becomes a string."""
-        self.write(name, json.dumps(plain_numbers(value), indent=2, allow_nan=False) + "\n")
+        self.write(name, json.dumps(json_numbers(value), indent=2, allow_nan=False) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON file of the run."""
@@ -191,14 +191,3 @@ class RunDirectory:
         if path.exists() and path.stat().st_size > size:
             with path.open("r+b") as file:
                 file.truncate(size)
-
-
-def plain_numbers(value: Any) -> Any:
-    """NaN and infinity as text: JSON has no words for them, and hiding them would be a lie."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: plain_numbers(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_numbers(item) for item in value]
-    return value

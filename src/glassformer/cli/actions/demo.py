@@ -34,7 +34,8 @@ from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heatmap_text, lege
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.spec.manifest import count_parameters
-from glassformer.store.rundir import plain_numbers, run_folder
+from glassformer.spec.serialize import json_numbers
+from glassformer.store.rundir import run_folder
 from glassformer.web.report.document import report_html
 
 # T answer, S source, N heads
@@ -76,7 +77,7 @@ def demo(
         return 128 + signal.SIGINT
     result["total_seconds"] = round(time.perf_counter() - began, 1)
     if as_json:
-        print(json.dumps(plain_numbers(result), allow_nan=False))
+        print(json.dumps(json_numbers(result), allow_nan=False))
     elif not run.stopped:
         say(f"\nin all    {result['total_seconds']:.0f} s. Next:")
         commands = next_commands(folder)

@@ -19,9 +19,9 @@ from glassformer.lens.measure.ablation import Ranking
 from glassformer.lens.show import html
 from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heatmap_text, legend
 from glassformer.lens.show.attention_map import AttentionMap, Difference
-from glassformer.lens.show.displayable import plain
 from glassformer.lens.show.token_text import shown
 from glassformer.spec.errors import InputError
+from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
 
 
@@ -305,7 +305,7 @@ def record(result: Shown) -> Any:
     data = result.inspection.record()
     data["attention"] = {"head": result.map.title, "why": result.why}
     data["attention"]["weights"] = result.map.tensor.tolist()
-    return plain(data | _chosen_parts(result))
+    return json_numbers(data | _chosen_parts(result), not_finite="null")
 
 
 def _chosen_parts(result: Shown) -> dict[str, Any]:
@@ -345,7 +345,8 @@ def _against_record(against: Against) -> dict[str, Any]:
 def encoded(result: Shown, ending: str, options: Options) -> bytes:
     """Return the bytes of a file: JSON and HTML hold everything, a picture the map or overview."""
     if ending == "json":
-        record = plain(result.inspection.record() | _chosen_parts(result))
+        parts = result.inspection.record() | _chosen_parts(result)
+        record = json_numbers(parts, not_finite="null")
         return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     if ending == "html":
         parts = [html.heading(f"{result.map.title}: {result.why}"), *result.map.parts()]

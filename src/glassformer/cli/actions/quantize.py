@@ -10,8 +10,8 @@ from glassformer.cli.shell.terminal import tell
 from glassformer.lab.measure.precision import Comparison
 from glassformer.lab.quantize import Outcome, Wish, dequantize_folder, quantize_folder
 from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.serialize import json_numbers
 from glassformer.store.run_ref import RunRef
-from glassformer.store.rundir import plain_numbers
 from glassformer.training.fit import StepRecord
 
 
@@ -55,7 +55,7 @@ def outcome_json(outcome: Outcome) -> str:
         ],
         **outcome.comparison.to_dict(),
     }
-    return json.dumps(plain_numbers(found), allow_nan=False)
+    return json.dumps(json_numbers(found), allow_nan=False)
 
 
 def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:

@@ -23,8 +23,8 @@ from glassformer.lab.plots.terminal import Line, plot
 from glassformer.lab.runs.curves import AXES, Curves, read_curves
 from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.serialize import json_numbers
 from glassformer.store.run_ref import RunRef
-from glassformer.store.rundir import plain_numbers
 
 CURVE_ENDINGS = ("png", "svg", "csv")
 ENDINGS = ("html", *CURVE_ENDINGS)
@@ -134,7 +134,7 @@ def draw_curves(
         figure = curve_figure(curves, names=asked.series, axis=axis, span=asked.span, log=asked.log)
         write_file(target, figure_bytes(figure, target.suffix.lower().removeprefix(".")))
     if as_json:
-        said(json.dumps(plain_numbers(_record(curves, asked.series)), allow_nan=False))
+        said(json.dumps(json_numbers(_record(curves, asked.series)), allow_nan=False))
 
 
 def _read(name: str, runs: Path) -> Curves:

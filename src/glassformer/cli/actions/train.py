@@ -17,7 +17,7 @@ from glassformer.lab import api
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec.errors import InputError
-from glassformer.store.rundir import plain_numbers
+from glassformer.spec.serialize import json_numbers
 
 
 def found_base(overrides: list[str], runs: Path) -> list[str]:
@@ -99,6 +99,6 @@ def stopping(run: TrainingRun) -> Iterator[list[int]]:
 def show_result(result: Mapping[str, Any], *, as_json: bool) -> None:
     """The last line: what was trained, and how well."""
     if as_json:
-        print(json.dumps(plain_numbers(result), allow_nan=False))
+        print(json.dumps(json_numbers(result), allow_nan=False))
     else:
         print(" ".join(f"{key}={value}" for key, value in result.items() if value is not None))

@@ -18,8 +18,9 @@ from glassformer.data.batch import Batch
 from glassformer.data.task import Oracle, Task
 from glassformer.lab.measure.confusion import confusion_csv, confusion_text
 from glassformer.spec.errors import InputError
+from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
-from glassformer.store.rundir import RunDirectory, plain_numbers
+from glassformer.store.rundir import RunDirectory
 from glassformer.training.engine import Engine, loss_weights
 
 # B batch, T length, V logits
@@ -70,7 +71,7 @@ class Evaluation:
 
     def to_json(self) -> str:
         """Return one JSON object; a number that is not finite is written as a string."""
-        return json.dumps(plain_numbers(self.to_dict()), allow_nan=False)
+        return json.dumps(json_numbers(self.to_dict()), allow_nan=False)
 
     def text(self, *, width: int = 80) -> str:
         """Return the results as a table for people, no wider than `width` columns."""

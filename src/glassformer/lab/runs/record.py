@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.serialize import from_json, to_dict
+from glassformer.spec.serialize import from_json, json_numbers, to_dict
 from glassformer.spec.train import RunSpec
-from glassformer.store.rundir import RunDirectory, plain_numbers
+from glassformer.store.rundir import RunDirectory
 from glassformer.training.fit import StepRecord
 
 
@@ -35,7 +35,7 @@ def balance(record: StepRecord) -> dict[str, float]:
 def metrics_line(record: StepRecord) -> dict[str, Any]:
     """A step as a line of metrics.jsonl; `seconds` is the only clock in it."""
     return dict(
-        plain_numbers(
+        json_numbers(
             {
                 "step": record.step,
                 **losses(record),
@@ -67,7 +67,7 @@ def spec_hash(spec: RunSpec) -> str:
 
 def data_hash(facts: Mapping[str, Any]) -> str:
     """A hash of what a task says of its data."""
-    text = json.dumps(plain_numbers(facts), sort_keys=True)
+    text = json.dumps(json_numbers(facts), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

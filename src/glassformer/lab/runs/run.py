@@ -32,9 +32,9 @@ from glassformer.lab.runs.record import (
 from glassformer.lab.runs.samples import Sample, keep_samples, write_samples
 from glassformer.lab.runs.tensorboard import EVERY, Board
 from glassformer.spec.errors import DivergedError, InputError
-from glassformer.spec.serialize import to_dict, to_json
+from glassformer.spec.serialize import json_numbers, to_dict, to_json
 from glassformer.spec.train import RunSpec
-from glassformer.store.rundir import RunDirectory, cache_folder, plain_numbers
+from glassformer.store.rundir import RunDirectory, cache_folder
 from glassformer.store.tensors import read_tensors, tensor_bytes
 from glassformer.training.fit import StepRecord, fit
 
@@ -228,7 +228,7 @@ class TrainingRun:
         evaluation = evaluate(
             self.engine, self.task, split="val", examples=self.spec.train.evaluate_examples
         )
-        self.progress.val = dict(plain_numbers(evaluation.to_dict()))
+        self.progress.val = dict(json_numbers(evaluation.to_dict()))
         best = evaluation.loss < self.progress.best_loss
         if best:
             self.progress.best_loss = evaluation.loss
@@ -285,7 +285,7 @@ class TrainingRun:
             "fingerprint": fingerprint(self.spec, self.device),
         }
         files = {
-            "state.json": (json.dumps(plain_numbers(state), indent=2) + "\n").encode(),
+            "state.json": (json.dumps(json_numbers(state), indent=2) + "\n").encode(),
             "state.safetensors": tensor_bytes(self.engine.state()),
             "run.json": to_json(self.spec).encode(),
             **self.files,

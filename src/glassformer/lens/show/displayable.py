@@ -7,7 +7,6 @@ it is cut at 2 MB, with a line that names what was left out.
 import csv
 import io
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from glassformer.lens.show.html import capped, page
 from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import InputError
+from glassformer.spec.serialize import json_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,20 +96,7 @@ class Displayable(ABC):
 
     def record(self) -> Any:
         """The rows for JSON; numbers that are not finite are null."""
-        return {"title": self.title, "rows": plain(self.rows())}
-
-
-def plain(value: Any) -> Any:
-    """Return data for JSON: NaN and infinity become null, tuples lists."""
-    match value:
-        case dict():
-            return {str(key): plain(each) for key, each in value.items()}
-        case list() | tuple():
-            return [plain(each) for each in value]
-        case float() if not math.isfinite(value):
-            return None
-        case _:
-            return value
+        return {"title": self.title, "rows": json_numbers(self.rows(), not_finite="null")}
 
 
 def _csv(rows: list[Row]) -> str:

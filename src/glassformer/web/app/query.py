@@ -5,12 +5,12 @@ A handler is `name(query, workspace)` and knows nothing of HTTP. It returns a di
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from glassformer.spec.errors import GlassError, InputError, MachineError, nearest
+from glassformer.spec.serialize import json_numbers
 from glassformer.web.app import limits
 
 
@@ -209,18 +209,10 @@ def to_json(value: Any) -> bytes:
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(
+            json_numbers(value, not_finite="null"), allow_nan=False, separators=(",", ":")
+        )
     return text.encode("ascii")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 _STATUS = {
