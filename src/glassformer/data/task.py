@@ -92,6 +92,10 @@ class Task(ABC):
         counts = [batch.valid.sum(axis=1) for batch in self._batches(split)]
         return np.concatenate(counts).astype(np.int64)
 
+    def longest(self) -> int:
+        """Number of tokens of the longest example of any split."""
+        return max(int(self.lengths(split).max()) for split, size in self.sizes().items() if size)
+
     def groups(self, split: str, rows: Ints) -> Mapping[str, list[str]]:
         """Labels, one per row, by which results are broken down: {"length": ["3", "7"]}."""
         return {}

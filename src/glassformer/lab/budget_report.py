@@ -184,10 +184,11 @@ def run_of_design(answer: Answer, *, batch: int) -> RunSpec:
             f"a text run has 256 byte pairs or more, and the vocabulary is {budget.vocab}",
             hint="the nearest that can be saved is --vocab 256",
         )
-    from glassformer.lab.recipes import RECIPES  # numpy and torch, which a design does not need
+    # Here: this imports numpy and torch, which a design does not need.
+    from glassformer.lab.recipes import LARGE_LM_TRAINING, LM_TRAINING
 
     task = TextTask(tokenizer="bpe", vocab_size=budget.vocab, length=budget.length)
-    train = RECIPES["lm"][2]
+    train = LM_TRAINING
     if answer.best.params > LARGE:
-        train = replace(train, lr=RECIPES["lm-10m"][2].lr)
+        train = replace(train, lr=LARGE_LM_TRAINING.lr)
     return RunSpec(model=answer.spec, task=task, train=replace(train, batch_size=batch))

@@ -17,7 +17,7 @@ import numpy as np
 
 from glassformer.data.build_task import build_task
 from glassformer.data.task import HEADS, Task
-from glassformer.lab.runs.assemble import PlannedRun, longest
+from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.nn.position import declared_parameters
 from glassformer.spec import presets
 from glassformer.spec.model import AnswerHead, ClassHead, Head, ModelSpec, NextHead, StateHead
@@ -102,7 +102,7 @@ def override_parts(spec: T, overrides: Iterable[str]) -> T:
 
 def default_model(task: Task) -> ModelSpec:
     """A small model with a task's heads; an encoder-decoder where batches have a source."""
-    vocab_size, length = task.tokenizer.vocab_size, longest(task)
+    vocab_size, length = task.tokenizer.vocab_size, task.longest()
     first = task.batch("train", np.arange(1))
     if first.source is not None:
         return presets.seq2seq(

@@ -186,3 +186,17 @@ class FinetuneTask:
 
 
 Task = DigitsTask | SequenceTask | FsmTask | TextTask | TranslationTask | FinetuneTask | OwnTask
+
+#: Tasks that `glass train NAME` knows; `data.build_task` builds them.
+NAMED_TASKS: dict[str, Task] = {
+    "digits": DigitsTask(),
+    "copy": SequenceTask(operation="copy"),
+    "reverse": SequenceTask(operation="reverse"),
+    "sort": SequenceTask(operation="sort"),
+    "translate": TranslationTask(),
+    "parity": FsmTask(machine="parity"),
+    "mod-3": FsmTask(machine="mod-3"),
+    "brackets": FsmTask(machine="brackets-4"),
+    "fsm": FsmTask(machine="random-4", max_length=32),
+    "text": TextTask(),
+}

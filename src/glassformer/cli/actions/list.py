@@ -7,6 +7,7 @@ from glassformer.cli.actions.evaluate import SUITES
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
 from glassformer.lab.recipes import RECIPES
 from glassformer.spec.errors import FileError
+from glassformer.spec.own_code import installed_parts
 from glassformer.spec.presets import PRESETS
 from glassformer.store.rundir import RunDirectory
 
@@ -28,7 +29,7 @@ def listing(runs: Path) -> dict[str, Any]:
                 "val_accuracy": val.get("accuracy"),
             }
         )
-    tasks = [*RECIPES, FINETUNE]
+    tasks = [*RECIPES, FINETUNE, *installed_parts()]
     return {"tasks": tasks, "presets": list(PRESETS), "suites": list(SUITES), "runs": found}
 
 

@@ -10,7 +10,7 @@ what the walk did next. The oracle is the walk itself: P(next | state), exact.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,11 @@ from glassformer.data.rng import digest, hash_rows, stream
 from glassformer.data.splits import checked, overlap, padded_to_longest, pick
 from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.spec import presets
 from glassformer.spec.errors import InputError
+from glassformer.spec.model import LayerNorm, ModelSpec
 from glassformer.spec.tasks import FsmTask
+from glassformer.spec.train import CosineSchedule, TrainSpec
 
 # N strings, T tokens, L symbols, Q states
 
@@ -204,6 +207,25 @@ class Fsm(Task):
             self._splits["longer"] = further
         self._overlap = overlap({name: rows.tokens_NT for name, rows in self._splits.items()})
         assert self._overlap == 0, f"{self._overlap} strings are in two splits"
+
+    def model(self) -> ModelSpec:
+        """The probe, with a final norm and an untied head.
+
+        With these two, the excess loss on mod-3 fell from 0.0138 to 0.0055, on brackets from 0.0076
+        to 0.0065 (two layers, one seed each).
+        """
+        model = presets.fsm_probe(
+            vocab_size=self.tokenizer.vocab_size,
+            num_classes=self.heads["class"],
+            num_states=self.heads["state"],
+            max_seq_len=self.longest(),
+            tied=False,
+        )
+        return replace(model, decoder=replace(model.decoder, final_norm=LayerNorm()))
+
+    def training(self) -> TrainSpec:
+        """Settings that come close to the machines' own entropy."""
+        return TrainSpec(steps=3_000, batch_size=128, lr=2e-3, schedule=CosineSchedule(warmup=100))
 
     def sizes(self) -> dict[str, int]:
         """Strings of each split; `longer` is missing where the machine has no longer strings."""

@@ -27,7 +27,10 @@ from glassformer.data.splits import (
 )
 from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.spec import presets
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.tasks import SequenceTask
+from glassformer.spec.train import AdamW, CosineSchedule, TrainSpec
 
 # N examples, B batch, T target tokens, S source tokens, V vocabulary
 
@@ -70,6 +73,28 @@ class Sequences(Task):
             self._splits["longer"] = _chosen(longer, rng.permutation(count))
         self._overlap = overlap({name: rows.source_NS for name, rows in self._splits.items()})
         assert self._overlap == 0, f"{self._overlap} sources are in two splits"
+
+    def model(self) -> ModelSpec:
+        """A small encoder-decoder."""
+        return presets.seq2seq(
+            vocab_size=self.tokenizer.vocab_size,
+            d_model=64,
+            n_heads=4,
+            d_ff=256,
+            n_layers=2,
+            max_seq_len=64,
+            dropout=0.0,
+        )
+
+    def training(self) -> TrainSpec:
+        """Settings that learn every operation in a few minutes."""
+        return TrainSpec(
+            steps=1_000,
+            batch_size=64,
+            lr=2e-3,
+            schedule=CosineSchedule(warmup=100),
+            optimizer=AdamW(beta2=0.98, eps=1e-9),
+        )
 
     def sizes(self) -> dict[str, int]:
         """Examples of each split."""

@@ -25,9 +25,12 @@ from glassformer.data.tokenizers.characters import Bytes, Characters
 from glassformer.data.tokenizers.from_json import tokenizer_from_json
 from glassformer.data.tokenizers.own import Own
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnTokenizer
 from glassformer.spec.tasks import TextTask
+from glassformer.spec.train import CosineSchedule, TrainSpec
 
 # B batch, T length
 
@@ -77,6 +80,21 @@ class Text(Task):
                     hint=f"use a text of {-(-(spec.length + 1) * len(whole) // len(part.ids))} "
                     "bytes or more, or a smaller length",
                 )
+
+    def model(self) -> ModelSpec:
+        """A language model of 0.3 M parameters."""
+        return presets.budget_lm(
+            vocab_size=self.tokenizer.vocab_size,
+            d_model=64,
+            d_ff=172,
+            n_layers=3,
+            n_heads=4,
+            max_seq_len=self.longest(),
+        )
+
+    def training(self) -> TrainSpec:
+        """A short training; the recipe `lm` trains for longer."""
+        return TrainSpec(steps=600, batch_size=16, lr=3e-3, schedule=CosineSchedule(warmup=50))
 
     def sizes(self) -> dict[str, int]:
         """Windows of each part; the token after a window's last is its last target."""

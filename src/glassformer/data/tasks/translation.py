@@ -37,8 +37,11 @@ from glassformer.data.splits import (
 )
 from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.bpe import BytePairs
+from glassformer.spec import presets
 from glassformer.spec.errors import MachineError
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.tasks import TranslationTask
+from glassformer.spec.train import AdamW, CosineSchedule, TrainSpec
 
 Kind = Literal["number", "date"]
 
@@ -136,6 +139,30 @@ class Translation(Task):
         )
         self.heads: Mapping[str, int] = {"next": self.tokenizer.vocab_size}
         self._splits = {split: self._encoded(parts[split], pairs) for split, pairs in texts.items()}
+
+    def model(self) -> ModelSpec:
+        """A small encoder-decoder."""
+        return presets.seq2seq(
+            vocab_size=self.tokenizer.vocab_size,
+            d_model=64,
+            n_heads=4,
+            d_ff=256,
+            n_layers=2,
+            max_seq_len=64,
+            dropout=0.0,
+        )
+
+    def training(self) -> TrainSpec:
+        """Settings that take under five minutes on two cores."""
+        return TrainSpec(
+            steps=2_500,
+            batch_size=128,
+            lr=2e-3,
+            schedule=CosineSchedule(warmup=100),
+            optimizer=AdamW(beta2=0.98, eps=1e-9),
+            evaluate_every=500,
+            checkpoint_every=500,
+        )
 
     def sizes(self) -> dict[str, int]:
         """Pairs of each split."""

@@ -145,18 +145,13 @@ def check_fit(model: ModelSpec, task: Task, *, has_base: bool = False) -> None:
                 f"the task has {task.heads[head]} answers for the head '{head}', the model "
                 f"{model.head_size(head)}"
             )
-    if longest(task) > model.max_seq_len:
-        longer = f"model.max_seq_len={longest(task)}"
+    if task.longest() > model.max_seq_len:
+        longer = f"model.max_seq_len={task.longest()}"
         raise InputError(
-            f"the task has sequences of {longest(task)} tokens, the model a max_seq_len of "
+            f"the task has sequences of {task.longest()} tokens, the model a max_seq_len of "
             f"{model.max_seq_len}",
             hint=longer if not has_base else f"task.length={model.max_seq_len}",
         )
-
-
-def longest(task: Task) -> int:
-    """Tokens of the longest example of any split."""
-    return max(int(task.lengths(split).max()) for split, size in task.sizes().items() if size)
 
 
 # --- checkpoints of a run -------------------------------------------------------------------------

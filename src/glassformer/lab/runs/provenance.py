@@ -6,7 +6,6 @@ diary. A run records the hash of its data; who has never seen a file cannot reco
 
 import json
 from pathlib import Path
-from typing import assert_never
 
 from glassformer.data.task import Task
 from glassformer.spec import tasks
@@ -23,17 +22,12 @@ def recorded_hash(folder: Path, spec: tasks.Task) -> str | None:
 
     A record without one is refused, before anything is opened.
     """
-    match spec:
-        case tasks.TextTask(path="") | tasks.DigitsTask() | tasks.SequenceTask():
-            return None
-        case tasks.FsmTask() | tasks.TranslationTask():
-            return None
-        case tasks.TextTask() | tasks.FinetuneTask():
-            file = spec.path
-        case OwnTask():  # its code runs only with consent, but its options may name a file
-            file = spec.source
-        case _ as unreachable:
-            assert_never(unreachable)
+    if isinstance(spec, OwnTask):  # it runs only with consent, but its options may name a file
+        file = spec.source
+    elif isinstance(spec, tasks.TextTask | tasks.FinetuneTask) and spec.path:
+        file = spec.path
+    else:
+        return None
     directory, data = RunDirectory(folder), None
     if (folder / DATA).is_file():
         data = directory.read_json(DATA)
