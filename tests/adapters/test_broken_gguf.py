@@ -76,7 +76,7 @@ DAMAGE = {
     "between places": (behind(UP, "<Q", 4, skip=24), "between its places"),
     "on another": (behind(UP, "<Q", 0, skip=24), "shares bytes"),
     "cut in its data": (lambda data: data[:-200], "outside of the file"),
-    "cut in its head": (lambda data: data[:300], "the file is cut"),
+    "cut in its head": (lambda data: data[:300], "the file is truncated"),
     "NaN": (lambda data: data[:-64] + b"\xff" * 64, "NaN or infinity"),
     "a tensor too few": (renamed(UP, "blk.9.ffn_up.weight"), "missing: blk.0.ffn_up"),
     "no embedding": (renamed("token_embd.weight", "tokem_embd.weight"), "no tensor token_embd"),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_the_tokenizer_goes_along(tmp_path):
     first = load(write_model(tmp_path / "model"))
     written = export_gguf(first, tmp_path / "m.gguf")
-    assert written.notes == ("how answers are drawn (generation_config.json) is not written",)
+    assert written.notes == ("sampling settings (generation_config.json) are not written",)
     opened = load(tmp_path / "m.gguf")
     native = load(gf.save(opened, tmp_path / "native"))
     texts = [*HARD, *varied(200), "a <|im_end|> b<|endoftext|>"]

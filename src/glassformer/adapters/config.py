@@ -1,8 +1,8 @@
 """`Config`: a foreign config.json, read key by key.
 
-Every key must be asked for, be known to change nothing, or stand at the value that does nothing:
-what is left over could change the computation, so it is refused by its name. Values of the wrong
-kind are refused too, with the file they stand in.
+Every key must be read, be known to change nothing, or have the value that does nothing: what is
+left over could change the computation and is refused by name. Values of the wrong type are refused
+too, with the path of the file.
 """
 
 import json
@@ -105,7 +105,7 @@ class Config:
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Config":
-        """config.json of a folder."""
+        """Read config.json of a folder."""
         path = folder / FILE
         if not path.is_file():
             raise FileError(
@@ -115,7 +115,7 @@ class Config:
 
     @classmethod
     def of_module(cls, module: Any) -> "Config":
-        """The config of a live transformers module."""
+        """Read the config of a live transformers module."""
         if not hasattr(getattr(module, "config", None), "to_dict"):
             raise InputError(
                 f"{type(module).__name__} has no config to read",
@@ -124,14 +124,14 @@ class Config:
         return cls(module.config.to_dict(), where=type(module).__name__)
 
     def whole(self, *keys: str, default: Any = _NOTHING, most: int = 2**31) -> int:
-        """A whole number above 0 and within reason: what is huge must not be tried first."""
+        """Return a whole number above 0, with a limit so that no huge model is tried."""
         value = self.any(*keys, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             raise self.bad(keys[0], value, f"a whole number from 1 to {most:,}")
         return value
 
     def number(self, *keys: str, default: Any = _NOTHING) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self.any(*keys, default=default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.bad(keys[0], value, "a number")
@@ -140,21 +140,21 @@ class Config:
         return float(value)
 
     def flag(self, *keys: str, default: Any = _NOTHING) -> bool:
-        """true or false."""
+        """Return true or false."""
         value = self.any(*keys, default=default)
         if not isinstance(value, bool):
             raise self.bad(keys[0], value, "true or false")
         return value
 
     def one_of(self, key: str, choices: Mapping[str, str], *, default: Any = _NOTHING) -> str:
-        """What the word at a key means here."""
+        """Return the meaning of the word at a key."""
         value = self.any(key, default=default)
         if not isinstance(value, str) or value not in choices:
             raise self.bad(key, value, f"one of {', '.join(sorted(choices))}")
         return choices[value]
 
     def any(self, *keys: str, default: Any = _NOTHING) -> Any:
-        """The value at the first of these keys that is there; null counts as absent."""
+        """Return the value of the first of these keys that is present; null counts as absent."""
         self._read.update(keys)
         for key in keys:
             if self.data.get(key) is not None:
@@ -164,18 +164,18 @@ class Config:
         return default
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, be it null."""
+        """Return whether the key is present, even if null."""
         return key in self.data
 
     def bad(self, key: str, value: Any, wanted: str) -> FileError:
-        """The error of a value that cannot be."""
+        """Return the error for an invalid value."""
         shown = json.dumps(value, default=str)[:60]
         return FileError(f"{self.file}: '{key}' is {shown}, not {wanted}", where=self.where)
 
     def finish(
         self, *, harmless: Iterable[str] = (), idle: Mapping[str, Any] | None = None
     ) -> None:
-        """Refuse whatever was not read and could matter."""
+        """Refuse every key that was not read and could matter."""
         known = HARMLESS | set(harmless) | self._read
         still = IDLE | dict(idle or {})
         left = {key: value for key, value in self.data.items() if key not in known}
@@ -206,5 +206,5 @@ class Config:
 
 
 def _is_off(value: Any) -> bool:
-    """What a switch that nobody here knows looks like when it is off."""
+    """Return whether the value of an unknown switch means off."""
     return value is None or value is False or value in ({}, [], "")

@@ -1,4 +1,4 @@
-"""`Family`: one Hugging Face `model_type`: its config as a spec, its key table, the way back."""
+"""`Family`: one Hugging Face `model_type`, its config to a spec and back, and its key table."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from glassformer.spec.model import MLP, FeedForward, ModelSpec, MoE, SwiGLU
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is needed to read, and to write, the folders of one `model_type`.
+    """How to read and write the folders of one `model_type`.
 
-    `read` asks a config for every key that it understands; the rest must be `harmless` or stand at
-    its `idle` value. `write` gives the keys from which `read` makes the same spec; a family without
-    it is read only. `remote_code`: its folders always name code of their own, which is not needed.
+    `read` reads every key that it understands; the rest must be `harmless` or have their `idle`
+    value. `write` returns the keys from which `read` makes the same spec; a family without it is
+    read only. `remote_code`: its folders always refer to code of their own, which is not needed.
     """
 
     model_type: str
@@ -29,7 +29,7 @@ class Family:
     remote_code: bool = False
 
     def spec_of(self, config: Config) -> ModelSpec:
-        """The spec that a config describes; a key that nobody handles is refused by name."""
+        """Return the spec that a config describes; an unknown key is refused by name."""
         named = config.data.get("architectures") or [self.architecture]
         if not isinstance(named, list) or self.architecture not in named:
             raise FileError(
@@ -48,7 +48,7 @@ class Family:
         return spec
 
     def config_of(self, spec: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
-        """The whole config.json of a spec, readable by 4.x and 5.x."""
+        """Return the complete config.json of a spec, readable by transformers 4.x and 5.x."""
         assert self.write is not None, "a family that is read only"
         return {
             "architectures": [self.architecture],

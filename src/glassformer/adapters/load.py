@@ -277,7 +277,7 @@ def open_huggingface(folder: Path, how: Opening) -> NativeAdapter:
     )
 
 
-#: Formats in the order in which they are asked: the first two kinds of checkpoint are ours too.
+#: Formats in the order in which they are tried; LoRA and quantized checkpoints are native too.
 FORMATS = (
     Format("GGUF file", is_gguf, open_gguf_file),
     Format("LoRA", lambda f: is_native(f) and read_tuning(f) is not None, open_lora),

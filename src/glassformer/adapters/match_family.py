@@ -1,8 +1,7 @@
-"""Which Hugging Face architecture a spec is: the one whose config, read again, gives the same spec.
+"""Find the Hugging Face architecture of a spec: its config, read back, must give the same spec.
 
-So an export cannot say less than the model does. Where none fits, the nearest is named, with what
-would have to change. How weights were first drawn and where dropout acted in training does not
-count: neither changes what a finished model computes.
+So an export loses nothing. If none fits, the error names the nearest one and what differs.
+Initialisation and dropout are ignored: neither changes what a trained model computes.
 """
 
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ SHOWN = 6
 
 
 def counterpart(spec: ModelSpec, *, first: str = "") -> Family:
-    """The family that writes this spec; `first` is asked before the others."""
+    """Return the family that can write this spec; `first` is tried before the others."""
     check_tree(spec)
     known = families_that_write()
     order = [name for name in (first, *PREFERRED, *known) if name in known]
@@ -43,8 +42,8 @@ def counterpart(spec: ModelSpec, *, first: str = "") -> Family:
 
 
 def nearest_of(tried: dict[str, list[str]]) -> str:
-    """The architecture with the fewest misfits, and what they are."""
-    # A single reason that begins with config.json is a family that could not even be asked.
+    """Return the architecture with the fewest differences, and what they are, as text."""
+    # A single reason that begins with config.json: the family could not be compared at all.
     able = {name: found for name, found in tried.items() if not found[0].startswith("config.json")}
     name, reasons = min((able or tried).items(), key=lambda item: len(item[1]))
     more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
@@ -52,7 +51,7 @@ def nearest_of(tried: dict[str, list[str]]) -> str:
 
 
 def misfits(spec: ModelSpec, family: Family) -> list[str]:
-    """What this family would compute differently, in words."""
+    """Return what this family would compute differently, as text."""
     if spec.encoder is not None:
         return ["encoder: has one, and that is a decoder alone"]
     try:
@@ -63,7 +62,7 @@ def misfits(spec: ModelSpec, family: Family) -> list[str]:
 
 
 def differences(spec: ModelSpec, again: ModelSpec) -> list[str]:
-    """Where two specs compute something else, in words."""
+    """Return the fields in which two specs compute differently, as text."""
     ours, theirs = to_dict(_comparable(spec)), to_dict(_comparable(again))
     return [
         f"{path}: {found} here, {other} there" for path, found, other in _differences(ours, theirs)
@@ -71,7 +70,7 @@ def differences(spec: ModelSpec, again: ModelSpec) -> list[str]:
 
 
 def _comparable(spec: ModelSpec) -> ModelSpec:
-    """With everything said that has a default, and nothing of training."""
+    """Return the spec with all defaults written out, and without training settings."""
 
     def block(one: Block) -> Block:
         attention = replace(

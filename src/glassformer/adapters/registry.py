@@ -1,4 +1,4 @@
-"""Which adapter reads what: by architecture type, and by the `model_type` of a config.
+"""The registered adapters, by architecture type and by the `model_type` of a config.
 
 `register(MyAdapter)` adds one; from then on `glassformer.load` opens its folders.
 """
@@ -17,7 +17,7 @@ ADAPTERS: dict[str, type[NativeAdapter]] = {}
 
 Adapter = TypeVar("Adapter", bound=type[NativeAdapter])
 
-#: Signs of layers that are no part of a `ModelSpec`, in a config of whatever name.
+#: Keys of layers that a `ModelSpec` cannot express, in a config of any name.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 HYBRID = ("linear_num_value_heads", "full_attention_interval", "mamba_d_state", "ssm_cfg")
 
@@ -42,7 +42,7 @@ for _adapter in (CustomTransformerAdapter, QwenAdapter, LlamaAdapter, GPT2Adapte
 
 
 def adapter_named(architecture_type: str) -> type[NativeAdapter]:
-    """The adapter of an architecture type."""
+    """Return the adapter of an architecture type."""
     if architecture_type not in ADAPTERS:
         raise InputError(
             f"no architecture '{architecture_type}'", hint=nearest(architecture_type, ADAPTERS)
@@ -51,7 +51,7 @@ def adapter_named(architecture_type: str) -> type[NativeAdapter]:
 
 
 def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
-    """The adapter and the family that read a config; others are refused, with what is read."""
+    """Return the adapter and family that read a config; an unknown one is refused with a list."""
     kind = str(config.any("model_type", default=""))
     for adapter in ADAPTERS.values():
         for family in adapter.families:
@@ -73,7 +73,7 @@ def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
 
 
 def families_that_write() -> dict[str, Family]:
-    """Families by model_type that a spec can be exported to."""
+    """Return the families that a spec can be exported to, by model_type."""
     return {
         family.model_type: family
         for adapter in ADAPTERS.values()

@@ -20,21 +20,21 @@ Shape = tuple[int, ...]
 
 
 class Layout(Protocol):
-    """How one of their tensors holds one or several of ours."""
+    """A way in which one of their tensors holds one or several of ours."""
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
-        """The shape that their tensor has when ours have these."""
+        """Return the shape of their tensor, given the shapes of ours."""
 
     def split(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Ours out of theirs."""
+        """Return our tensors from theirs."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Theirs out of ours."""
+        """Return their tensor from ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Ours one below the other: a fused q, k, v; with a single one, the tensor itself."""
+    """Our tensors stacked by rows, as in a fused q, k, v; a single one is the tensor itself."""
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -90,13 +90,13 @@ class Row:
     layout: Layout = Rows()
 
     def names(self) -> tuple[str, ...]:
-        """Our templates, always several."""
+        """Our templates, as a tuple."""
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of a family; `ignored` names what its files may hold and nobody needs.
+    """The rows of a family; `ignored` lists tensors that its files may hold and no model needs.
 
     `prefix` is what a file of the body alone leaves out at the front of each name.
     """
@@ -117,7 +117,7 @@ class Entry:
     layout: Layout
 
     def split(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Our parameters, by name."""
+        """Return our parameters by name."""
         return dict(zip(self.ours, self.layout.split(tensor, self.shapes), strict=True))
 
 
@@ -134,12 +134,12 @@ class Plan:
     prefix: str = ""
 
     def full_name(self, name: str) -> str:
-        """Their name with the body's prefix, where a file leaves it out."""
+        """Return their name with the body's prefix, if the file leaves it out."""
         longer = self.prefix + name
         return longer if not self.knows(name) and self.knows(longer) else name
 
     def knows(self, name: str) -> bool:
-        """Whether a file may hold a tensor of that name."""
+        """Return whether a file may hold a tensor of that name."""
         return name in self.entries or name in self.tied or name in self.ignored
 
 
@@ -177,13 +177,13 @@ def make_plan(table: Table, spec: ModelSpec) -> Plan:
 
 
 def _filled(row: Row, n_layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The row once for each layer, or once where it names none."""
+    """Yield the row for each layer, or once if it names no layer."""
     for layer in range(n_layers if "{}" in row.theirs else 1):
         yield row.theirs.format(layer), tuple(name.format(layer) for name in row.names())
 
 
 def identity_plan(spec: ModelSpec) -> Plan:
-    """Our own checkpoints: every name is ours already."""
+    """Return the plan of our own checkpoints, whose names are ours already."""
     entries = {
         p.name: Entry(p.name, p.shape, (p.name,), (p.shape,), Rows())
         for p in manifest(spec)

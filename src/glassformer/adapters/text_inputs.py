@@ -19,7 +19,7 @@ from glassformer.spec.errors import InputError
 
 
 class Words:
-    """The word of each id of a model: what no text stands for is called by its number."""
+    """The text of each token id; an id without a text is shown as `<id 7>`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -33,7 +33,7 @@ class Words:
 
 
 def question(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text that asks for one answer: where the vocabulary has a SEP, it ends so."""
+    """Encode a text for a model with an answer head, with a final SEP if the vocabulary has one."""
     ids = tokenizer.encode(text)
     if isinstance(tokenizer, Vocab) and tokenizer.sep is not None and ids[-1:] != [tokenizer.sep]:
         ids = [*ids, tokenizer.sep]
@@ -50,7 +50,7 @@ def inspect_text(
     stepper: Callable[[], Stepper],
     greedy: DecodeSpec,
 ) -> Inspection:
-    """One pass over a text. See `BaseAdapter.inspect` for what `target` means."""
+    """Inspect one pass over a text. `BaseAdapter.inspect` explains `target`."""
     spec, words = model.spec, Words(tokenizer)
     if spec.encoder is not None:
         return _translated(
@@ -88,7 +88,7 @@ def _translated(
     stepper: Callable[[], Stepper],
     greedy: DecodeSpec,
 ) -> Inspection:
-    """The source is the text; the target is given, or what the model says to it."""
+    """Inspect an encoder-decoder: the text is the source; the target is given or decoded."""
     tokenizer = words.tokenizer
     prompt: Prompts = text_prompt(model.spec, tokenizer, text)
     assert prompt.sources is not None

@@ -17,11 +17,11 @@ Precision = Literal["float32", "float64", "bfloat16", "float16"]
 
 @spec
 class TrainingConfig:
-    """Settings that the files do not decide; None leaves what they say.
+    """Settings of a training; None keeps what the files say.
 
-    architecture_type: which adapter it must be. dropout: one rate in every place. precision: of the
-    weights. frozen: patterns of parameters that stay as they are (`embed.*`). overrides and seed:
-    for a preset, whose weights are drawn: `decoder.layers.count=2`.
+    architecture_type: the adapter that is expected. dropout: one rate everywhere. precision: of the
+    weights. frozen: patterns of parameters without gradients (`embed.*`). overrides and seed: for
+    a preset's name, which means a new model: `decoder.layers.count=2`.
     """
 
     architecture_type: str | None = None
@@ -40,11 +40,11 @@ class TrainingConfig:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The precision as torch's."""
+        """The precision as a torch dtype."""
         return None if self.precision is None else getattr(torch, self.precision)
 
     def adjusted(self, model: ModelSpec) -> ModelSpec:
-        """The spec with this training's dropout."""
+        """Return the spec with this training's dropout."""
         if self.dropout is None:
             return model
         rates = Dropout.from_number(self.dropout)
@@ -56,7 +56,7 @@ class TrainingConfig:
         )
 
     def freeze(self, model: Model) -> None:
-        """Switch off the gradients of what is frozen; a pattern that names nothing is refused."""
+        """Freeze the parameters that match; a pattern that matches none is refused."""
         names = stored(model.spec)
         own = dict(model.named_parameters())
         for pattern in self.frozen:

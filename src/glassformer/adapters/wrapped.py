@@ -1,7 +1,7 @@
 """`WrappedAdapter`: a live transformers module behind the same interface, computed by itself.
 
-It is what `backend="transformers"` gives: something to measure against, and a way in for those who
-already have a module in hand.
+`load(folder, backend="transformers")` returns one, to measure against; `adapt` wraps a module that
+is already in memory.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ Backend = Literal["native", "transformers"]
 
 
 class WrappedAdapter(BaseAdapter):
-    """transformers computes; `spec` says what our own parts would be."""
+    """A transformers module that computes; `spec` describes the same model in our parts."""
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class WrappedAdapter(BaseAdapter):
         return logits
 
     def get_architecture_type(self) -> str:
-        """That of the adapter which would read it."""
+        """Return the type of the adapter that would read it natively."""
         return self.wrapped_type
 
     def get_config(self) -> dict[str, Any]:
-        """The module's config as plain data."""
+        """Return the module's config as plain data."""
         return Config.of_module(self.model).data
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """By transformers itself: a Hugging Face folder, the tokenizer's files as they came."""
+        """Write a Hugging Face folder with transformers; the tokenizer's files are copied."""
         folder = Path(path)
         if folder.exists():
             raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
@@ -72,7 +72,7 @@ class WrappedAdapter(BaseAdapter):
                 (folder / name).write_bytes(data)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Weights of a Hugging Face folder into this module, every one of them."""
+        """Copy all weights of a Hugging Face folder into this module."""
         folder = Path(path)
         weights = folder_weights(folder)
         own = dict(self.model.named_parameters())
@@ -86,7 +86,7 @@ class WrappedAdapter(BaseAdapter):
 
 
 def open_with_transformers(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
-    """transformers' own module of a folder, without network, pickle or code of the folder's."""
+    """Open a folder with transformers, without network, pickle or the folder's own code."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:

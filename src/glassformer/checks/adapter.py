@@ -1,7 +1,7 @@
-"""Whether an adapter keeps source 002's contract, whoever wrote it.
+"""`validate_adapter`: check that an adapter, ours or a user's, keeps the contract of `BaseAdapter`.
 
-`validate_adapter` asks the methods themselves, then everything that can be asked of a model,
-through the adapter's own `forward`, `save_checkpoint` and `load_checkpoint`.
+First the methods themselves, then every check of a model, through the adapter's own `forward`,
+`save_checkpoint` and `load_checkpoint`.
 """
 
 import inspect
@@ -31,7 +31,7 @@ from glassformer.spec.decoding import DecodeSpec
 
 # B batch, T length, V vocab
 
-#: Source 002's methods, and the arguments that each takes.
+#: The methods of the contract, and the arguments that each takes.
 METHODS = {
     "forward": ("input_ids", "attention_mask"),
     "get_config": (),
@@ -41,12 +41,12 @@ METHODS = {
     "get_num_parameters": (),
     "get_tokenizer": (),
 }
-#: What is asked of the model behind the adapter, by group.
+#: The groups of checks that are run on the model behind the adapter.
 GROUPS = ("causality", "padding", "determinism", "cache", "gradients", "reference")
 
 
 def validate_adapter(adapter: BaseAdapter, *, name: str = "") -> Report:
-    """The findings on one adapter: its methods, then the model through them."""
+    """Return the findings on one adapter: its methods, then the model through them."""
     adapter.eval()
     subject = _through(adapter, name=name)
     asked = (check for check in SUBJECT_CHECKS if check.group in GROUPS and not check.deep)
@@ -56,7 +56,7 @@ def validate_adapter(adapter: BaseAdapter, *, name: str = "") -> Report:
 
 
 def _through(adapter: BaseAdapter, *, name: str) -> Subject:
-    """The subject that speaks through the adapter's own forward, and has that one head's logits."""
+    """Return a subject that calls the adapter's own forward, with the logits of one head."""
     plain = subject_of_adapter(adapter, name=name)
     spec = adapter.spec
     if spec.encoder is not None:
@@ -76,7 +76,7 @@ def _through(adapter: BaseAdapter, *, name: str) -> Subject:
         plain,
         logits=lambda tokens, valid: _ask(adapter, tokens, valid),
         step=None if step is None else stepped,
-        double=None,  # a copy in float64 would not be this adapter
+        double=None,  # a float64 copy would not be this adapter
         parameters={
             name: p for name, p in adapter.named_parameters() if not name.startswith(silent)
         },
@@ -108,7 +108,7 @@ def _own_checks(adapter: BaseAdapter) -> Iterator[SubjectCheck]:
 
 
 def has_methods(adapter: BaseAdapter, subject: Subject) -> Measure:
-    """Each of the source's methods, taking the arguments that the source gives it."""
+    """Every method of the contract exists and takes its arguments."""
     wrong = []
     for name, arguments in METHODS.items():
         method = getattr(adapter, name, None)
@@ -120,7 +120,7 @@ def has_methods(adapter: BaseAdapter, subject: Subject) -> Measure:
 
 
 def describes_itself(adapter: BaseAdapter, subject: Subject) -> Measure:
-    """get_config survives JSON, and get_architecture_type is a word."""
+    """get_config is JSON data, and get_architecture_type a name."""
     config, kind = adapter.get_config(), adapter.get_architecture_type()
     wrong = []
     if not isinstance(config, dict) or not config:
@@ -157,7 +157,7 @@ def right_shape(adapter: BaseAdapter, subject: Subject) -> Measure:
 
 @dataclass
 class _Weights:
-    """A copy of all weights, to be put back."""
+    """A copy of all weights, restored at the end of a block."""
 
     adapter: BaseAdapter
 
@@ -229,7 +229,7 @@ def _loss(adapter: BaseAdapter, tokens_BT: Tensor) -> Tensor:
 
 
 def generates(adapter: BaseAdapter, subject: Subject) -> Measure:
-    """Greedy tokens twice; drawn with a seed twice; each token is the likeliest of a forward."""
+    """Greedy and seeded sampling repeat exactly; each greedy token is the argmax of a forward."""
     if "next" not in adapter.spec.head_names() or adapter.spec.encoder is not None:
         raise NotOffered("it continues no text")
     prompts = Prompts.of(tokens_of(subject, 1, 5, seed=76).tolist())

@@ -1,12 +1,8 @@
-"""Every complete sequence of a tiny model, scored: the oracle of beam search.
+"""Brute force against beam search: every complete sequence of a tiny model, scored.
 
-It shares no code with the search: every prefix is read anew from its first token, nothing is cut,
-and the penalties are written out a second time.
-
-Random searches that brute force can answer: tiny models, penalties of both signs.
-
-`disagreements` is the check behind the tests, `verify` and the benchmark, which differ in how many
-models they try.
+It shares no code with the search: every prefix is recomputed from its first token, nothing is
+pruned, and the penalties are written out a second time. `disagreements` compares both on random
+tiny models with penalties of both signs; tests, `verify` and the benchmark differ in how many.
 """
 
 import math
@@ -40,9 +36,9 @@ MOST = 50_000  # sequences
 
 
 def every_hypothesis(stepper: Stepper, prompts: Prompts, *, spec: BeamSpec) -> list[Hypothesis]:
-    """All sequences that end with an `eos`, or at the limit without one, best first.
+    """Return all sequences of one prompt that end with an `eos` or at the limit, best first.
 
-    For one prompt. `width`, `n_best` and groups mean nothing here.
+    `width`, `n_best` and groups are ignored.
     """
     prompts.check(stepper)
     (prompt,) = prompts.tokens
@@ -94,7 +90,7 @@ N_BEST = (1, 2, 3, 8, MOST_SEQUENCES)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A model, a prompt, rules of a search, and the width that cuts no hypothesis off."""
+    """A model, a prompt, options of a search, and a width that prunes no hypothesis."""
 
     model: Model
     prompts: Prompts
@@ -103,7 +99,7 @@ class Trial:
 
 
 def random_trial(seed: int) -> Trial:
-    """Vocabulary 2 to 5, up to 6 tokens, from nearly certain to nearly uniform next tokens."""
+    """Make a random trial: vocabulary 2 to 5, up to 6 tokens, peaked to flat distributions."""
     rng = random.Random(seed)
     vocab, longest = rng.randint(2, 5), rng.randint(1, 6)
     while vocab**longest > MOST_SEQUENCES:
@@ -132,10 +128,10 @@ def disagreements(
     first: int = 0,
     steppers: Sequence[Callable[[Model], Stepper]] = (TorchStepper,),
 ) -> Iterator[str]:
-    """What is wrong with the n-best lists of full width, a line for each; nothing if all is well.
+    """Return a line for each wrong n-best list of full width; empty if all are right.
 
-    Each model is searched for its best hypothesis, its two best, and so on: the search stops in
-    another place each time.
+    Each model is searched for its best hypothesis, its two best, and so on: the search stops at
+    another step each time.
     """
     for seed in range(first, first + models):
         trial = random_trial(seed)

@@ -1,7 +1,7 @@
-"""Every check by name and group, and the run that turns them into findings.
+"""Every check by name and group, and how they are run to give findings.
 
-A float32 failure is repeated in float64: what shrinks with the precision was *rounding*, what stays
-is a *bug*.
+A float32 failure is repeated in float64: a difference that shrinks with the precision was
+*rounding*, one that stays is a *bug*.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """Whether the claim did not hold, for whatever reason."""
+        """True if the claim did not hold, for any reason."""
         return self.verdict in ("bug", "rounding", "failed")
 
 
@@ -211,7 +211,7 @@ def check_group(only: str | None) -> None:
 
 
 def verify_parts(*, only: str | None = None, deep: bool = False) -> Iterator[Finding]:
-    """Our parts, in float32 and float64; `deep` adds what takes long."""
+    """Check our parts in float32 and float64; `deep` adds slow checks."""
     check_group(only)
     for check in PART_CHECKS:
         if only in (None, check.group) and (deep or not check.deep):
@@ -219,7 +219,7 @@ def verify_parts(*, only: str | None = None, deep: bool = False) -> Iterator[Fin
 
 
 def run_part_check(check: PartCheck) -> Iterator[Finding]:
-    """One part check in both precisions; the second tells what the first one meant."""
+    """Run one check of a part in both precisions; float64 decides between rounding and bug."""
     measures = {}
     for dtype in check.dtypes:
         start = time.perf_counter()
@@ -235,7 +235,7 @@ def run_part_check(check: PartCheck) -> Iterator[Finding]:
 def verify_subject(
     subject: Subject, *, only: str | None = None, deep: bool = False
 ) -> Iterator[Finding]:
-    """Everything that can be asked of this subject; `deep` adds what takes long."""
+    """Run every check that this subject offers; `deep` adds slow checks."""
     check_group(only)
     for check in SUBJECT_CHECKS:
         if only in (None, check.group) and (deep or not check.deep):
@@ -243,7 +243,7 @@ def verify_subject(
 
 
 def run_subject_check(check: SubjectCheck, subject: Subject) -> Finding:
-    """One check; a failure is repeated in float64 where the subject can."""
+    """Run one check; a failure is repeated in float64 if the subject offers it."""
     start, dtype = time.perf_counter(), _dtype_of(subject)
     try:
         measure = _guarded(check.run, subject)
@@ -259,7 +259,7 @@ def run_subject_check(check: SubjectCheck, subject: Subject) -> Finding:
 
 
 def _guarded(run: Callable[[Any], Measure], argument: object) -> Measure:
-    """A model that raises on a fair question has failed the check; the message says how."""
+    """Run a check; a model that raises an exception has failed it, with the message as note."""
     try:
         return run(argument)
     except NotOffered:

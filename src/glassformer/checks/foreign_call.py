@@ -1,4 +1,4 @@
-"""How modules of other libraries are asked: by which names, step by step, and what comes back."""
+"""Call modules of other libraries: by their argument names, step by step, for their logits."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ Logits = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def through_state_dict(module: nn.Module) -> nn.Module:
-    """A copy whose tensors were wiped and came back from the state dict: what it lacks is lost."""
+    """Return a copy whose tensors were erased and reloaded from the state dict."""
     twin = copy.deepcopy(module)
     saved = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with torch.no_grad():
@@ -59,7 +59,7 @@ def call_by_signature(module: nn.Module) -> Logits:
 
 
 def step_by_signature(module: nn.Module) -> Logits | None:
-    """Token by token through `past_key_values`, for modules that keep to that habit."""
+    """Return a function that runs token by token through `past_key_values`, if there is one."""
     names = inspect.signature(module.forward).parameters
     if not {"input_ids", "attention_mask", "past_key_values", "use_cache"} <= set(names):
         return None
@@ -82,7 +82,7 @@ def step_by_signature(module: nn.Module) -> Logits | None:
 
 
 def tensor_of(result: Any) -> Tensor:
-    """The logits in what a forward returned."""
+    """Return the logits in what a forward returned."""
     if isinstance(result, Tensor):
         return result
     if isinstance(result, Mapping) and isinstance(result.get("logits"), Tensor):
@@ -96,7 +96,7 @@ def tensor_of(result: Any) -> Tensor:
 
 
 def vocabulary_of(module: nn.Module) -> int:
-    """Rows of the module's first embedding."""
+    """Return the number of rows of the module's first embedding."""
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             return part.num_embeddings

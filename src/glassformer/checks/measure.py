@@ -1,4 +1,4 @@
-"""How two ways of computing the same thing are compared, and how far apart they may be.
+"""Compare two ways of computing the same thing, and say how far apart they may be.
 
 Forward results are compared absolutely, on inputs of unit scale; gradients relative to the largest
 entry of the tensor; gradients that theory says are zero, absolutely.
@@ -34,16 +34,16 @@ class Measure:
 
     @property
     def holds(self) -> bool:
-        """NaN never holds."""
+        """True if the worst value is within the tolerance; NaN is not."""
         return self.worst <= self.tolerance
 
 
 class NotOffered(Exception):
-    """There is nothing to measure: the subject has no such ability; the text says which."""
+    """The subject does not offer what a check needs; the text says what."""
 
 
 def gap(ours: Tensor, reference: Tensor) -> float:
-    """Largest absolute difference; infinite for another shape or where only one is finite."""
+    """Return the largest absolute difference; infinite for unequal shapes or one-sided NaN."""
     if ours.shape != reference.shape:
         return math.inf
     if ours.numel() == 0:
@@ -53,18 +53,18 @@ def gap(ours: Tensor, reference: Tensor) -> float:
 
 
 def relative_gap(ours: Tensor, reference: Tensor) -> float:
-    """`gap` over the largest entry of the reference."""
+    """Return `gap` divided by the largest entry of the reference."""
     largest = float(reference.detach().abs().max())
     return gap(ours, reference) / largest if largest > 0 else gap(ours, reference)
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator of its own, so that a check neither reads nor moves torch's global state."""
+    """Return a seeded generator, so that a check never touches torch's global one."""
     return torch.Generator().manual_seed(seed)
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Normal numbers of unit scale that want a gradient."""
+    """Return standard normal numbers that require gradients."""
     # Drawn in float64, so that both precisions are measured on the same numbers.
     x = torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
     return x.to(dtype).requires_grad_()
@@ -81,12 +81,12 @@ class Pair:
     zero_by_theory: bool = False
 
     def copy(self) -> None:
-        """Give the reference our values."""
+        """Copy our values into the reference."""
         with torch.no_grad():
             self._part(self.reference).copy_(self.ours)
 
     def gradient_gap(self) -> float:
-        """Relative gap of the gradients; absolute where theory says zero."""
+        """Return the relative gap of the gradients; absolute where theory says zero."""
         if self.ours.grad is None or self.reference.grad is None:
             return math.inf
         if self.zero_by_theory:
@@ -106,7 +106,7 @@ def parity(
     where: Tensor | None = None,
     size: str = "",
 ) -> Measure:
-    """Compare results and every gradient; `where` (bool) limits both to real places."""
+    """Compare results and every gradient; `where` (bool) limits both to real positions."""
     for pair in pairs:
         pair.copy()
     twins = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]

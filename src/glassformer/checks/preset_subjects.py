@@ -1,4 +1,4 @@
-"""Models to examine when nobody brings one: every preset, with weights that hide nothing."""
+"""Models to check when none is given: every preset, with weights that hide no mistake."""
 
 import math
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ NARROW: dict[str, ModelSpec] = {
 
 
 def perturb(module: AnyModule, *, dtype: torch.dtype, seed: int) -> AnyModule:
-    """Random values everywhere, activations of unit scale.
+    """Set random values everywhere, with activations of unit scale.
 
     Fresh weights would hide half of the mistakes: biases are 0, gains are 1, and attention with
     weights of 0.02 is nearly uniform.
@@ -48,7 +48,7 @@ def perturb(module: AnyModule, *, dtype: torch.dtype, seed: int) -> AnyModule:
 
 
 def sample_subject(name: str, *, deep: bool = False) -> Subject:
-    """A subject for one preset."""
+    """Return a subject for one preset."""
     spec = presets.preset(name) if deep or name not in NARROW else NARROW[name]
     model = build(spec, generator=seeded(0))
     perturb(model, dtype=torch.float32, seed=86)
@@ -56,6 +56,6 @@ def sample_subject(name: str, *, deep: bool = False) -> Subject:
 
 
 def sample_subjects(*, deep: bool = False) -> Iterator[Subject]:
-    """A subject for each preset."""
+    """Return a subject for each preset."""
     for name in presets.PRESETS:
         yield sample_subject(name, deep=deep)

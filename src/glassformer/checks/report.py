@@ -1,4 +1,4 @@
-"""The certificate: findings gathered, counted, shown as text or as one JSON object."""
+"""The certificate: findings, counted, shown as text or as one JSON object."""
 
 import math
 import textwrap
@@ -17,7 +17,7 @@ Style = Callable[[str, str], str]  # (text, verdict) -> text with or without col
 
 
 def plain(text: str, verdict: str) -> str:
-    """No colour."""
+    """Return the text without colour."""
     return text
 
 
@@ -27,22 +27,22 @@ LINE = 100
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What was checked, and how it went; it prints, and shows itself in a notebook, as text."""
+    """The findings of a verification; printed, and shown in a notebook, as text."""
 
     findings: tuple[Finding, ...]
 
     @property
     def passed(self) -> int:
-        """Rows that held."""
+        """The number of findings that passed."""
         return sum(f.verdict == "passed" for f in self.findings)
 
     @property
     def failed(self) -> int:
-        """Rows that did not."""
+        """The number of findings that failed."""
         return sum(f.failed for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints; a gap that is not a finite number becomes null."""
+        """Return what `--json` prints; a gap that is not finite becomes null."""
         checks = []
         for f in self.findings:
             checks.append(
@@ -61,7 +61,7 @@ class Report:
         return {"passed": self.passed, "failed": self.failed, "checks": checks}
 
     def raise_if_failed(self) -> None:
-        """For scripts: an exception that names the first failure."""
+        """Raise an exception that names the first failure."""
         for f in self.findings:
             if f.failed:
                 raise CheckFailed(f"{f.name}: {_number(f.worst)} > {_bar(f)}", where=f.subject)
@@ -70,7 +70,7 @@ class Report:
         return self.text()
 
     def text(self, style: Style = plain) -> str:
-        """A row for each check, over all subjects; then each failure by itself."""
+        """Return a row for each check over all subjects, then each failure on its own."""
         rows: dict[tuple[str, str], list[Finding]] = {}
         for f in self.findings:
             if f.verdict != "not offered":
@@ -118,7 +118,7 @@ def _row(name: str, findings: list[Finding], style: Style) -> str:
 
 
 def _not_offered(findings: Iterable[Finding], style: Style) -> list[str]:
-    """What could not be asked, by reason: never counted as passed."""
+    """List the checks that were not offered, by reason: never counted as passed."""
     reasons: dict[str, list[str]] = {}
     for f in findings:
         if f.verdict == "not offered":
@@ -155,9 +155,9 @@ def verify(
     vocab_size: int | None = None,
     causal: bool = True,
 ) -> Report:
-    """The certificate of a model of anyone's; without one, of our parts and every preset.
+    """Check a model, ours or anyone's; without one, our parts and every preset.
 
-    `logits=lambda tokens, valid: ...` says how to ask a module whose forward has other habits.
+    `logits=lambda tokens, valid: ...` calls a module whose forward has other arguments.
     """
     if thing is not None:
         subject = subject_of(thing, name=name, logits=logits, vocab_size=vocab_size, causal=causal)

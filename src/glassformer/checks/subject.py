@@ -1,4 +1,4 @@
-"""`Subject`: what verify speaks to. Not our classes, but a name and a few functions.
+"""`Subject`: the model that verify checks: no class of ours, but a name and a few functions.
 
 Only `logits` is required. What a subject does not offer is reported as "not offered", never as
 passed. Our models, live modules of any library and `package.module:factory` become subjects here.
@@ -42,16 +42,16 @@ from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A model under examination.
+    """A model to be checked.
 
-    logits(tokens_BT, valid_BT) gives (B, T, V), or (B, V) where `per_position` is False; valid is
+    logits(tokens_BT, valid_BT) returns (B, T, V), or (B, V) where `per_position` is False; valid is
     True for real tokens, and None means that all are. The rest is optional:
     parameters by name (for gradient flow), names whose gradient is zero by theory, `train` to
     switch the mode, `step` for logits computed one token at a time through a cache, `reload` for
-    the model after a trip through the disk, `double` for the same model in float64, `weights` for
+    the model saved and loaded again, `double` for the same model in float64, `weights` for
     the attention weights by tap name, `reference` for logits of another library's same model.
-    A quantized model of ours stands in `quantized`; `model` and all else are its float twin, whose
-    weights are exactly those that it uses.
+    For a quantized model of ours, `quantized` is that model; `model` and all else are its float
+    twin, whose weights are exactly those that it uses.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Subject:
     model: Model | None = None
 
     def ours(self) -> Model:
-        """The model, where it is one of ours."""
+        """Return the model if it is one of ours; otherwise the check is not offered."""
         if self.model is None:
             raise NotOffered("not one of our models")
         return self.model
@@ -89,7 +89,7 @@ class Subject:
 
 
 def subject_of_model(model: Model, *, name: str) -> Subject:
-    """One of our models; an encoder-decoder is examined on its target side with a fixed source."""
+    """Make a subject of our model; an encoder-decoder is checked with a fixed source."""
     if is_model_quantized(model):
         twin = dequantize_model(copy.deepcopy(model))
         return replace(subject_of_model(twin, name=name), quantized=model)
@@ -142,7 +142,7 @@ def subject_of_model(model: Model, *, name: str) -> Subject:
 
 
 def with_source(spec: ModelSpec, tokens_BT: Tensor, valid_BT: Tensor | None) -> Inputs:
-    """Inputs of one of our models; with an encoder, every row gets the same random source."""
+    """Return inputs of our model; with an encoder, every row gets the same random source."""
     if spec.encoder is None:
         return Inputs(tokens_BT, valid_BT)
     length = min(7, spec.max_seq_len)
@@ -160,7 +160,7 @@ def _weights(model: Model, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def size_of(spec: ModelSpec) -> str:
-    """`d64 L2 h4`, with both depths for an encoder-decoder."""
+    """Return `d64 L2 h4 V99`, with both depths for an encoder-decoder."""
     heads = next(spec.decoder.blocks()).attention.n_heads
     encoder = "" if spec.encoder is None else f"{spec.encoder.n_layers}+"
     return f"d{spec.d_model} L{encoder}{spec.n_layers} h{heads} V{spec.vocab_size}"
@@ -178,7 +178,7 @@ def subject_of_module(
     max_length: int | None = None,
     causal: bool = True,
 ) -> Subject:
-    """Any module. `logits` says how to call it; without it the forward's argument names decide."""
+    """Make a subject of any module, called by `logits` or by its forward's argument names."""
     vocab_size = vocab_size or vocabulary_of(module)
     call = logits or call_by_signature(module)
 
@@ -207,7 +207,7 @@ def subject_of_module(
 
 
 def subject_of_adapter(adapter: BaseAdapter, *, name: str = "") -> Subject:
-    """What an adapter holds, and the module that it was made of as its reference."""
+    """Make a subject of the model in an adapter; the module it was made of is its reference."""
     name = name or adapter.get_architecture_type()
     if isinstance(adapter.model, Model):
         subject = subject_of_model(adapter.model.eval(), name=name)
@@ -222,7 +222,7 @@ def subject_of_adapter(adapter: BaseAdapter, *, name: str = "") -> Subject:
 
 
 def _compared(subject: Subject, reference: nn.Module | None) -> Subject:
-    """With a reference, and its float64 twin beside the subject's own."""
+    """Add a reference to a subject, in float64 too."""
     if reference is None:
         return subject
     again = subject.double
@@ -249,7 +249,7 @@ def subject_of(
     vocab_size: int | None = None,
     causal: bool = True,
 ) -> Subject:
-    """A Subject from a Subject, one of our models, an adapter, or any module."""
+    """Make a subject of a Subject, of what gf.build and gf.load return, or of any module."""
     match thing:
         case Subject():
             return replace(thing, name=name) if name else thing
@@ -268,7 +268,7 @@ def subject_of(
 
 
 def subject_of_factory(reference: str, *, causal: bool = True) -> Subject:
-    """`package.module:factory`, called without arguments; the current folder is searched too."""
+    """Call `package.module:factory`, without arguments; the current folder is searched too."""
     module_name, _, attribute = reference.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")

@@ -1,1 +1,1 @@
-"""The source documents' own names, one module each: their configuration in, their contract out."""
+"""The five source documents' own names, one module each, as thin layers over the library."""

@@ -1,7 +1,7 @@
-"""Source 001's model side: `SwiGLU`, `MultiHeadAttention`, `TransformerBlock`, `LanguageModel`.
+"""The budget language model: `SwiGLU`, `MultiHeadAttention`, `TransformerBlock`, `LanguageModel`.
 
-Pre-norm, SwiGLU, no biases in projections, learned positions, tied head. The whole model lives in
-`language_model`, beside its loss.
+Pre-norm, SwiGLU, no biases in projections, learned positions, tied head. The complete model and its
+loss are in `language_model`.
 """
 
 from typing import cast

@@ -1,6 +1,6 @@
-"""Source 003 by its own names: layers with forward and backward, loss, optimizers, an epoch.
+"""The transformer by hand: layers with forward and backward, loss, optimizers, an epoch.
 
-The layers are `byhand`'s; an epoch and an evaluation are the house's one loop and one measure, run
+The layers are `byhand`'s; an epoch and an evaluation use the common training loop and evaluation,
 on the NumPy engine.
 """
 
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class Trainer:
-    """A by-hand model, its task and its optimizer, and how many epochs it has seen."""
+    """A NumPy model, its task and optimizer, and the number of epochs so far."""
 
     def __init__(self, model: Model, task: Task, train: TrainSpec) -> None:
         self.engine = NumpyEngine(model, train)
@@ -70,7 +70,7 @@ class Trainer:
 
 
 def train_one_epoch(trainer: Trainer) -> float:
-    """Every training example once; the mean loss of the epoch's steps."""
+    """Train on every example once; return the mean loss of the steps."""
     batches = -(-trainer.task.sizes()["train"] // trainer.train.batch_size)
     first = trainer.epochs * batches
     # The schedule is the whole training's: an epoch must not end it, nor start it anew.
@@ -83,5 +83,5 @@ def train_one_epoch(trainer: Trainer) -> float:
 
 
 def evaluate(trainer: Trainer, *, split: str = "val") -> float:
-    """Accuracy on held-out examples; no gradients."""
+    """Return the accuracy on held-out examples."""
     return measure.evaluate(trainer.engine, trainer.task, split=split).accuracy

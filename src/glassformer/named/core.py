@@ -1,4 +1,4 @@
-"""Source 002's core: `MultiHeadAttention`, `MLP`, `LayerNorm`, `TransformerBlock`, `Transformer`.
+"""The model core: `MultiHeadAttention`, `MLP`, `LayerNorm`, `TransformerBlock`, `Transformer`.
 
 Decoder-only, causal. The same seed gives the same weights: parts draw from torch's generator, or
 from one that is passed.
@@ -25,7 +25,7 @@ def _attention(d_model: int, n_heads: int) -> spec.Attention:
 
 
 class MultiHeadAttention(nn.Module):
-    """(B, S, d_model) -> (B, S, d_model); position i sees positions up to i."""
+    """(B, S, d_model) -> (B, S, d_model); position i attends to positions up to i."""
 
     def __init__(
         self, d_model: int, n_heads: int, *, generator: torch.Generator | None = None

@@ -1,4 +1,4 @@
-"""Source 000: `ModelConfig` and `SingleLayerTransformer`, for finite-state machines.
+"""The probe of finite-state machines: `ModelConfig` and `SingleLayerTransformer`.
 
 Embedding -> add positions -> one pre-norm block -> heads, without a final norm. Masks are bool,
 True where a token is valid; PAD neither attends nor is attended to, and its logits are left to the
@@ -25,7 +25,7 @@ from glassformer.spec.presets import fsm_probe
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The source's fields; num_states 0 leaves the state head out."""
+    """The document's fields; num_states 0 leaves the state head out."""
 
     vocab_size: int
     num_classes: int
@@ -57,7 +57,7 @@ class ModelConfig:
             )
 
     def spec(self) -> ModelSpec:
-        """The same model in the house's words."""
+        """Return the same model as a `ModelSpec`."""
         return fsm_probe(
             vocab_size=self.vocab_size,
             num_classes=self.num_classes,
@@ -94,25 +94,25 @@ class SingleLayerTransformer(nn.Module):
         return result
 
     def l1_penalty(self) -> Tensor:
-        """l1_u * sum |U|, to be added to the loss; 0 without the factorized embedding."""
+        """Return l1_u * sum |U|, to be added to the loss; 0 without the factorized embedding."""
         return self.model.penalty()
 
     def output_weight(self) -> tuple[Tensor, ...]:
-        """What the next-token head multiplies by: the embedding's own tensors when tied."""
+        """Return the weight of the next-token head: the embedding's own tensors when tied."""
         if self.config.tie_weights:
             return tuple(self.model.output_embedding().parameters())
         return (cast(Tensor, self.model.heads["next"].weight),)
 
 
 def add_positional(x_btd: Tensor) -> Tensor:
-    """x plus the sinusoidal encoding of its positions; nothing is learned."""
+    """Return x plus the sinusoidal encoding of its positions; nothing is learned."""
     T, D = x_btd.shape[-2:]
     return x_btd + sinusoids(T, D).to(x_btd)
 
 
 @contextmanager
 def capture(model: SingleLayerTransformer) -> Iterator[dict[str, Tensor]]:
-    """Every forward within fills the dict: attention per head, hidden states around the block."""
+    """Within the block, every forward fills the dict: attention per head, hidden states."""
     names = ["blocks.0.attn.weights", "blocks.0.resid_pre", "blocks.0.resid_post"]
     with trace(model.model, read=names) as seen:
         yield seen

@@ -1,8 +1,8 @@
-"""Source 001's `LanguageModel`: (logits, loss), whatever the parts it is made of.
+"""`LanguageModel`: (logits, loss) of a decoder of any spec.
 
-Labels are aligned with the logits, so that shifting is the data's work. The spec says what the
-model is: `presets.budget_lm` is the source's (learned positions, LayerNorm), `presets.modern_lm`
-has rotary positions, RMSNorm and grouped keys and values behind the same face.
+Labels are aligned with the logits: shifting is done by the data. `presets.budget_lm` is the
+document's model (learned positions, LayerNorm); `presets.modern_lm` has rotary positions, RMSNorm
+and grouped keys and values behind the same interface.
 """
 
 from pathlib import Path
@@ -53,11 +53,11 @@ class LanguageModel(nn.Module):
 
 
 def shift_for_lm(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and aligned labels of next-token prediction: ids[:, :-1] and ids[:, 1:]."""
+    """Return inputs and aligned labels of next-token prediction: ids[:, :-1] and ids[:, 1:]."""
     return ids[:, :-1], ids[:, 1:]
 
 
 def run_experiment(config: RunSpec, folder: str | Path) -> dict[str, Any]:
-    """Train a whole run in a folder, and give back its outcome: the house's loop, one call."""
+    """Train a complete run in a folder and return its results."""
     path = Path(folder)
     return result_of(train(config, name=path.name, runs=path.parent))

@@ -1,4 +1,4 @@
-"""Source 004: the encoder-decoder of the 2017 paper, its mask builders and its layers.
+"""The encoder-decoder of the 2017 paper, its mask builders and its layers.
 
 Defaults are the paper's: d_model 512, N 6, heads 8, post-norm, dropout 0.1, embeddings times
 sqrt(d_model). `pre_norm=True` gives the variant that is steadier when deep.
@@ -22,13 +22,13 @@ from glassformer.spec.init import XavierInit
 
 
 def padding_mask(lengths: Tensor, *, max_length: int | None = None) -> Tensor:
-    """(B, S) bool from sequence lengths, True = real token."""
+    """Return (B, S) bool from sequence lengths, True = real token."""
     width = int(lengths.max()) if max_length is None else max_length
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def causal_mask(length: int) -> Tensor:
-    """(T, T) bool, True = may attend: the lower triangle with its diagonal."""
+    """Return (T, T) bool, True = may attend: the lower triangle with its diagonal."""
     return causal_allow(length, length)
 
 

@@ -1,8 +1,8 @@
-"""`Conversation`: questions and answers in turn, within the model's context.
+"""`Conversation`: a chat in turns, within the model's context.
 
-The whole history is kept; what no longer fits is only out of the model's sight, oldest turns first,
-and the caller is told. An answer streams, and a caller that stops asking ends it: what was said
-until then stays in the history.
+The complete history is kept; the oldest turns that no longer fit are left out of the prompt, and
+`Turn.dropped` counts them. An answer streams; a caller that stops iterating ends it, and the part
+generated so far stays in the history.
 """
 
 import json
@@ -24,7 +24,7 @@ SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What became of one question; `dropped` counts the messages that went out of sight for it."""
+    """The result of one turn; `dropped` counts the messages left out of its prompt."""
 
     text: str
     tokens: tuple[int, ...]
@@ -33,10 +33,10 @@ class Turn:
 
 
 class Conversation:
-    """`ask` yields the answer in pieces; afterwards `last` tells how it ended.
+    """A chat with a model: `ask` yields the answer in pieces, `last` is the finished turn.
 
-    `spec` says how answers are drawn; every turn draws with a seed of its own. `options` are the
-    template's switches.
+    `spec` says how answers are sampled; every turn has its own seed. `options` are the template's
+    switches.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Conversation:
         self._turns = 0
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """The answer, in pieces of whole characters; what cannot be asked is refused at once."""
+        """Yield the answer in pieces of complete characters; a bad question is refused at once."""
         if not text.strip():
             raise InputError("an empty question", hint="type something")
         question = {"role": "user", "content": text}
@@ -86,17 +86,17 @@ class Conversation:
             self.last = Turn(answer.text, tuple(answer.tokens), answer.finish or "stopped", dropped)
 
     def reset(self) -> None:
-        """Forget everything but the system's words."""
+        """Forget everything but the system message."""
         self.messages.clear()
         self.last = None
         self._hidden = 0
 
     def instruct(self, text: str | None) -> None:
-        """Other words of the system, from the next turn on; None takes them away."""
+        """Set the system message from the next turn on; None removes it."""
         self.system = text or None
 
     def save(self, path: Path) -> None:
-        """Add the conversation to a JSONL file, as fine-tuning reads it."""
+        """Append the conversation to a JSONL file, as fine-tuning reads it."""
         line = json.dumps({"messages": self._spoken(self.messages)}, ensure_ascii=False)
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -109,7 +109,7 @@ class Conversation:
         return [*first, *messages]
 
     def _fitting(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], int]:
-        """Ids of what the model gets to see, and how many messages it does not."""
+        """Return the ids of the messages that fit, and the number of those left out."""
         longest = self.stepper.max_seq_len
         room = min(self.spec.max_new_tokens, max(1, longest // SHARE))
         hidden = self._hidden

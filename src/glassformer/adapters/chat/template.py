@@ -37,7 +37,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a template may use; `patience` is in seconds of the wall's clock."""
+    """What a template may use; `patience` is in seconds of wall-clock time."""
 
     characters: int = 2_000_000
     seconds: float = 2.0
@@ -46,7 +46,7 @@ class Limits:
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """Templates by name: the `.jinja` files first, then what `tokenizer_config.json` holds."""
+    """Read templates by name: the `.jinja` files first, then those of `tokenizer_config.json`."""
     need_folder(folder)
     found: dict[str, str] = {}
     file = find_sidecar(folder, FILE)
@@ -71,7 +71,7 @@ def read_templates(folder: Path) -> dict[str, str]:
 
 
 def read_chat(folder: Path, *, limits: Limits = Limits()) -> "ChatTemplate":  # noqa: B008  frozen
-    """The folder's templates, with the special tokens that they may name."""
+    """Read the folder's templates, with the special tokens that they may use."""
     sources = read_templates(folder)
     if not sources:
         raise InputError(
@@ -83,7 +83,7 @@ def read_chat(folder: Path, *, limits: Limits = Limits()) -> "ChatTemplate":  # 
 
 
 class ChatTemplate:
-    """`render` gives the text of a conversation; `close` ends the process that does the work."""
+    """Chat templates: `render` returns the text of a conversation, `close` ends the worker."""
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> str:
-        """The conversation as text; with `add_generation_prompt` the model's turn is begun.
+        """Return a conversation as text; `add_generation_prompt` begins the model's turn.
 
         `options` are the template's own switches (`enable_thinking`), `template` picks one of
-        several by name, and `now` is what the template takes for the present.
+        several by name, and `now` is the time that the template sees.
         """
         for place, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -169,7 +169,7 @@ class ChatTemplate:
             reply = worker.stdout.readline(12 * self.limits.characters + 1_000)
         except OSError:  # it has ended
             reply = b""
-        except BaseException:  # an interrupt: the answer still to come belongs to nobody
+        except BaseException:  # an interrupt: the pending answer must not reach the next caller
             self.close()
             raise
         finally:

@@ -18,23 +18,23 @@ MEGABYTE = 1 << 20
 
 
 class TooLong(Exception):
-    """More text than is allowed."""
+    """The output exceeds its limit."""
 
 
 def environment() -> Any:
-    """Jinja as chat templates expect it: their functions, blocks trimmed, loops breakable."""
+    """Return a Jinja environment as chat templates expect it: functions, trimming, loop control."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the model says; it changes no text."""
+        """`{% generation %}` marks the model's own text; it changes nothing."""
 
         tags = {"generation"}  # noqa: RUF012  Jinja's own form
 
         def parse(self, parser: Parser) -> nodes.Node:
-            """The block's body, as it is."""
+            """Return the block's body unchanged."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
@@ -67,13 +67,13 @@ def environment() -> Any:
 
 
 def clock(now: str | None) -> Callable[[str], str]:
-    """`strftime_now`: the time in a template's own format."""
+    """Return `strftime_now`: the time in a template's own format."""
     moment = datetime.now() if now is None else datetime.fromisoformat(now)
     return moment.strftime
 
 
 def bounded(pieces: Iterator[str], *, most: int) -> str:
-    """All pieces, while they are few enough."""
+    """Join all pieces, up to a number of characters."""
     made, length = [], 0
     for piece in pieces:
         length += len(piece)
@@ -84,13 +84,13 @@ def bounded(pieces: Iterator[str], *, most: int) -> str:
 
 
 def answer(template: Any, request: dict[str, Any], *, most: int) -> dict[str, str]:
-    """A request's text."""
+    """Render one request."""
     template.globals["strftime_now"] = clock(request["now"])
     return {"text": bounded(template.generate(request["names"]), most=most)}
 
 
 def guarded(work: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """What the work gives, or what kind of error and its message."""
+    """Return the result of a call, or the kind of error and its message."""
     from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
     from jinja2.exceptions import SecurityError
 
@@ -113,7 +113,7 @@ def guarded(work: Callable[[], dict[str, str]]) -> dict[str, str]:
 
 
 def confine(*, megabytes: int) -> None:
-    """From here on: bounded memory, no file can grow, no core is left behind."""
+    """Limit memory, file size and core dumps of this process."""
     resource.setrlimit(resource.RLIMIT_AS, (megabytes * MEGABYTE, megabytes * MEGABYTE))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -121,7 +121,7 @@ def confine(*, megabytes: int) -> None:
 
 
 def main() -> None:
-    """argv: where Jinja lives, megabytes, characters at most, seconds of processor time."""
+    """Serve requests; argv: path of Jinja, megabytes, most characters, seconds of CPU time."""
     place, megabytes, most, seconds = sys.argv[1:]
     sys.path.append(place)
     made = environment()

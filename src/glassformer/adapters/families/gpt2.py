@@ -66,7 +66,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_gpt2(config: Config) -> ModelSpec:
-    """A file may call its sizes by GPT-2's own names or by the later common ones."""
+    """Read a GPT-2 config; sizes have GPT-2's own names or the later common ones."""
     width = config.whole("n_embd", "hidden_size")
     norm = LayerNorm(eps=config.number("layer_norm_epsilon", default=1e-5))
     inner = config.any("n_inner", default=None)
@@ -107,7 +107,7 @@ def read_gpt2(config: Config) -> ModelSpec:
 
 
 def write_gpt2(spec: ModelSpec) -> dict[str, Any]:
-    """GPT-2's keys, as far as the spec has them."""
+    """Return the config keys of GPT-2 for a spec."""
     block, head = next(spec.decoder.blocks()), spec.heads[0]
     words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
     ffn = dense(block.ffn)

@@ -42,7 +42,7 @@ TABLE = Table(
         ),
         Row(f"{LAYER}self_attn.q_norm.weight", "blocks.{}.attn.q_norm.weight"),
         Row(f"{LAYER}self_attn.k_norm.weight", "blocks.{}.attn.k_norm.weight"),
-        # Its name speaks of what stands before it; it is the norm of the feed-forward.
+        # Named for what precedes it; it is the norm of the feed-forward.
         Row(f"{LAYER}post_attention_layernorm.weight", "blocks.{}.ffn_norm.weight"),
         *(
             Row(f"{LAYER}mlp.{leaf}", f"blocks.{{}}.ffn.{leaf}")
@@ -69,7 +69,7 @@ def read_stack(
     qk_norm: bool = False,
     mlp_bias: bool = False,
 ) -> ModelSpec:
-    """The stack that all of these share; `windows` has one entry a layer, or none at all."""
+    """Read the stack that these families share; `windows` has one entry per layer, or none."""
     config.one_of("hidden_act", {"silu": "silu", "swish": "silu"}, default="silu")
     n_layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
     norm = RMSNorm(eps=config.number("rms_norm_eps", default=1e-6))
@@ -99,13 +99,13 @@ def read_stack(
 
 
 def _kv_heads(config: Config, *, absent: int | None) -> int | None:
-    """null means as many as query heads; a key that is not there, the family's own number."""
+    """Return n_kv_heads: null means as many as query heads, a missing key the family's default."""
     key = "num_key_value_heads"
     return optional_whole(config, key) if config.has(key) else absent
 
 
 def windowed(block: Block, windows: Sequence[int | None]) -> tuple[Layers, ...]:
-    """Runs of equal blocks, one block a window."""
+    """Group layers into runs of equal blocks by their window."""
     return tuple(
         Layers(
             count=len(list(run)),
@@ -116,12 +116,12 @@ def windowed(block: Block, windows: Sequence[int | None]) -> tuple[Layers, ...]:
 
 
 def optional_whole(config: Config, key: str) -> int | None:
-    """A whole number, or None where the key is null or absent."""
+    """Return a whole number, or None if the key is null or absent."""
     return None if config.any(key, default=None) is None else config.whole(key)
 
 
 def read_llama(config: Config) -> ModelSpec:
-    """Both kinds of bias by switches of their own; `attention_bias` includes the output's."""
+    """Read a Llama config: biases have switches; `attention_bias` includes the output's."""
     spec = read_stack(
         config,
         bias="all" if config.flag("attention_bias", default=False) else "none",
@@ -139,7 +139,7 @@ def read_llama(config: Config) -> ModelSpec:
 
 
 def read_mistral(config: Config) -> ModelSpec:
-    """One window for every layer; a file that does not speak of it means 4096."""
+    """Read a Mistral config: one window for every layer, 4096 if the key is missing."""
     window = 4096 if not config.has("sliding_window") else optional_whole(config, "sliding_window")
     return read_stack(
         config,
@@ -154,7 +154,7 @@ def read_mistral(config: Config) -> ModelSpec:
 
 
 def write_stack(spec: ModelSpec) -> dict[str, Any]:
-    """The keys that all of these share, as far as the spec has them: reading again tells."""
+    """Return the config keys that these families share; reading them back must give the spec."""
     block = next(spec.decoder.blocks())
     attention, head = block.attention, spec.heads[0]
     position = spec.position if isinstance(spec.position, Rotary) else Rotary()
@@ -180,7 +180,7 @@ def write_stack(spec: ModelSpec) -> dict[str, Any]:
 
 
 def write_llama(spec: ModelSpec) -> dict[str, Any]:
-    """Llama's keys."""
+    """Return Llama's config keys."""
     block = next(spec.decoder.blocks())
     return write_stack(spec) | {
         "attention_bias": block.attention.bias == "all",
@@ -189,7 +189,7 @@ def write_llama(spec: ModelSpec) -> dict[str, Any]:
 
 
 def write_mistral(spec: ModelSpec) -> dict[str, Any]:
-    """Mistral's keys."""
+    """Return Mistral's config keys."""
     return write_stack(spec) | {"sliding_window": next(spec.decoder.blocks()).attention.window}
 
 

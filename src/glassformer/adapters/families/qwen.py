@@ -18,7 +18,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(config: Config) -> tuple[int | None, ...]:
-    """A window or None for each layer: from `layer_types`, else from `max_window_layers` on."""
+    """Return a window or None per layer, by `layer_types` or from `max_window_layers` on."""
     layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
     used = config.flag("use_sliding_window", default=False)
     there = config.has("sliding_window")
@@ -41,7 +41,7 @@ def read_windows(config: Config) -> tuple[int | None, ...]:
 
 
 def write_windows(spec: ModelSpec) -> dict[str, Any]:
-    """The keys that `read_windows` reads."""
+    """Return the keys that `read_windows` reads."""
     windows = [block.attention.window for block in spec.decoder.blocks()]
     width = next((window for window in windows if window is not None), None)
     sliding = [window is not None for window in windows]
@@ -54,7 +54,7 @@ def write_windows(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_qwen2(config: Config) -> ModelSpec:
-    """Biases on q, k, v, always."""
+    """Read a Qwen2 config: always biases on q, k and v."""
     return read_stack(
         config,
         bias="qkv",
@@ -65,7 +65,7 @@ def read_qwen2(config: Config) -> ModelSpec:
 
 
 def read_qwen3(config: Config) -> ModelSpec:
-    """q/k-norm, always; a head's width stands in the file, or is 128."""
+    """Read a Qwen3 config: always q/k-norm; `head_dim` is given, or 128."""
     return read_stack(
         config,
         bias="all" if config.flag("attention_bias", default=False) else "none",
@@ -77,12 +77,12 @@ def read_qwen3(config: Config) -> ModelSpec:
 
 
 def write_qwen2(spec: ModelSpec) -> dict[str, Any]:
-    """Qwen2's keys."""
+    """Return Qwen2's config keys."""
     return write_stack(spec) | write_windows(spec)
 
 
 def write_qwen3(spec: ModelSpec) -> dict[str, Any]:
-    """Qwen3's keys."""
+    """Return Qwen3's config keys."""
     attention = next(spec.decoder.blocks()).attention
     width = attention.head_width(spec.d_model)
     own = {"attention_bias": attention.bias == "all", "head_dim": width}
@@ -112,7 +112,7 @@ TABLE_1 = Table(
 
 
 def read_qwen1(config: Config) -> ModelSpec:
-    """`seq_length` is the context: scaled attention and rotation begin only beyond it."""
+    """Read a Qwen-1 config: `seq_length` is the context; attention is scaled only beyond it."""
     d_ff = config.whole("intermediate_size")
     if d_ff % 2:
         raise config.bad("intermediate_size", d_ff, "even")
@@ -140,7 +140,7 @@ def read_qwen1(config: Config) -> ModelSpec:
 
 
 def write_qwen1(spec: ModelSpec) -> dict[str, Any]:
-    """Qwen-1's keys."""
+    """Return Qwen-1's config keys."""
     keys = write_stack(spec)
     position = spec.position if isinstance(spec.position, Rotary) else Rotary()
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")

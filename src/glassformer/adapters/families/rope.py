@@ -1,7 +1,7 @@
-"""Rotary positions between configs and specs, in the words of both 4.x and 5.x files.
+"""Rotary positions between configs and specs, with the keys of 4.x and of 5.x files.
 
 4.x has `rope_theta` and `rope_scaling` (with `type` or `rope_type`); 5.x has `rope_parameters`
-alone, theta within. Both are read, and where both stand they must agree; both are written.
+alone, theta within. Both are read, and must agree if both are there; both are written.
 """
 
 from typing import Any, assert_never
@@ -10,12 +10,12 @@ from glassformer.adapters.config import Config
 from glassformer.spec.errors import FileError
 from glassformer.spec.model import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
-THETA = 10_000.0  # what transformers takes where a file says nothing
+THETA = 10_000.0  # the default of transformers
 SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 def read_rotary(config: Config, *, max_seq_len: int) -> Rotary:
-    """The base and scaling that a config describes."""
+    """Read the rotary base and scaling of a config."""
     new = _table(config, "rope_parameters")
     old = _table(config, "rope_scaling")
     theta = config.number("rope_theta", default=None) if config.data.get("rope_theta") else None
@@ -47,7 +47,7 @@ def _table(config: Config, key: str) -> dict[str, Any]:
 
 
 def _named(table: dict[str, Any]) -> dict[str, Any]:
-    """The same table with its type under one name."""
+    """Return the table with its type under one name."""
     rest = {key: value for key, value in table.items() if key not in ("type", "rope_type")}
     return {"rope_type": table.get("rope_type", table.get("type", "default")), **rest}
 
@@ -93,7 +93,7 @@ def _original(found: Config, max_seq_len: int) -> int:
 
 
 def write_rotary(rotary: Rotary) -> dict[str, Any]:
-    """The keys of both generations of files."""
+    """Return the config keys of both generations of files."""
     scaled = _write_scaling(rotary)
     return {
         "rope_theta": rotary.base,

@@ -1,7 +1,7 @@
-"""Folders that other programs open: config, weights under their names, tokenizer, as they expect.
+"""Write a Hugging Face folder: config, weights under Hugging Face's names, tokenizer.
 
-An import goes back byte for byte: its own config and small files as they came, its tensors in the
-files and the order that they had. A folder appears whole or not at all.
+An imported model is written back byte for byte: its own config and small files unchanged, its
+tensors in the files and the order that they came in. The folder appears complete or not at all.
 """
 
 import json
@@ -34,7 +34,7 @@ CODES = {dtype: code for code, dtype in FLOATS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Where it went, as which architecture, and what could not go along."""
+    """What was written: the path, the architecture, and notes on what could not be written."""
 
     folder: Path
     model_type: str
@@ -44,7 +44,7 @@ class Exported:
 def export_hf(
     adapter: NativeAdapter, folder: str | Path, *, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Write a Hugging Face folder; one that exists is never overwritten."""
+    """Write a Hugging Face folder; an existing one is never overwritten."""
     place, spec = Path(folder), adapter.spec
     if place.exists():
         raise InputError(f"{place} exists", hint="choose another name, or remove it first")
@@ -65,7 +65,7 @@ def export_hf(
 
 
 class Tensors:
-    """Tensors by their names there, each made when it is written."""
+    """The tensors by their Hugging Face names, each made when it is written."""
 
     def __init__(self, adapter: NativeAdapter, plan: Plan) -> None:
         self.own = {name: p.detach() for name, p in adapter.model.named_parameters()}
@@ -78,18 +78,18 @@ class Tensors:
         self.dtype = next(iter(self.own.values())).dtype
 
     def entry(self, name: str) -> Any:
-        """What a tensor holds; of a copy, what the one that it repeats holds."""
+        """Return the plan of a tensor; a tied copy has that of the tensor it repeats."""
         return self.plan.entries[self.plan.tied.get(name, name)]
 
     def size(self, name: str) -> int:
-        """In bytes."""
+        """Return the size of a tensor in bytes."""
         numbers = 1
         for extent in self.entry(name).shape:
             numbers *= extent
         return numbers * self.dtype.itemsize
 
     def read(self, name: str) -> Tensor:
-        """As it is written, checked."""
+        """Return a tensor as it is written; refuse NaN and infinity."""
         entry = self.entry(name)
         tensor: Tensor = entry.layout.join([self.own[ours].cpu() for ours in entry.ours])
         if not is_finite(tensor):
@@ -97,7 +97,7 @@ class Tensors:
         return tensor
 
     def chunks(self, names: list[str]) -> Iterator[Any]:
-        """A whole file, tensor after tensor."""
+        """Return the bytes of a safetensors file, tensor by tensor."""
         described = {name: (CODES[self.dtype], self.entry(name).shape) for name in names}
         return tensor_chunks(described, lambda name: array_of(self.read(name)))
 
@@ -105,7 +105,7 @@ class Tensors:
 def _small_files(
     adapter: NativeAdapter, family: Family
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """An import's own files where they still tell the truth, else new ones."""
+    """Return an imported model's own files if they still describe it, else new ones; and notes."""
     kept = {name: data for name, data in adapter.kept.items() if name != LAYOUT}
     dtype = str(next(adapter.model.parameters()).dtype).removeprefix("torch.")
     if kept and _still_true(kept.get("config.json"), family, adapter.spec, dtype):
@@ -126,7 +126,7 @@ def _small_files(
 
 
 def _still_true(data: bytes | None, family: Family, spec: ModelSpec, dtype: str) -> bool:
-    """Whether config.json as it came still describes the model: it may have been changed since."""
+    """Return whether the imported config.json still describes the model."""
     if data is None:
         return False
     try:
@@ -151,7 +151,7 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 def _layout(
     adapter: NativeAdapter, plan: Plan, tensors: Tensors, shard_bytes: int
 ) -> dict[str, list[str]]:
-    """The files of the import, where they hold just these tensors; else as few as may be."""
+    """Return tensor names by file: the import's own files if they fit, else new shards."""
     known = read_layout(adapter.kept)
     if known is not None:
         held = [name for names in known.values() for name in names]

@@ -2,7 +2,7 @@
 
 A model folder is somebody else's data. Names are never taken from a file's content, only regular
 files are opened, and their size is known before a byte is read. A native checkpoint keeps the
-files of the model that it was made of in `origin/`, so that is where the second look goes.
+files of the model that it was imported from in `origin/`, which is searched second.
 """
 
 import json
@@ -19,7 +19,7 @@ SIDECAR_LIMIT = 10_000_000
 
 
 def find_sidecar(folder: Path, name: str) -> Path | None:
-    """The regular file of that name in the folder, or in its `origin/`."""
+    """Return the regular file of that name in the folder, or in its `origin/`."""
     for place in (folder / name, folder / ORIGIN / name):
         if place.is_file():
             return place
@@ -27,7 +27,7 @@ def find_sidecar(folder: Path, name: str) -> Path | None:
 
 
 def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object by its file's name; empty where there is no such file."""
+    """Read a JSON object by its file name; empty if there is no such file."""
     if is_gguf(folder):
         return small_file(folder, name)
     path = find_sidecar(folder, name)
@@ -35,7 +35,7 @@ def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_object(path: Path, *, limit: int) -> dict[str, Any]:
-    """A file that holds one JSON object, with no key twice."""
+    """Read a file that holds one JSON object, with no key twice."""
     text = read_text(path, limit=limit)
     try:
         found = json.loads(text, object_pairs_hook=unique_keys)
@@ -49,7 +49,7 @@ def read_object(path: Path, *, limit: int) -> dict[str, Any]:
 
 
 def read_text(path: Path, *, limit: int) -> str:
-    """A text file of at most `limit` bytes."""
+    """Read a text file of at most `limit` bytes."""
     try:
         size = path.stat().st_size
         if size > limit:
@@ -65,6 +65,6 @@ def read_text(path: Path, *, limit: int) -> str:
 
 
 def need_folder(folder: Path) -> None:
-    """Refuse a path that is no folder."""
+    """Refuse a path that is neither a folder nor a GGUF file."""
     if not folder.is_dir() and not is_gguf(folder):
         raise InputError(f"there is no folder {folder}", hint="give a folder with a model's files")

@@ -22,7 +22,7 @@ PATTERNS = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "*.tiktoken")
 
 
 def resolve(path: str | Path, *, cache: Path | None = None) -> Path:
-    """The folder: `path` itself if it exists, else the snapshot of `org/name` or `org/name@rev`."""
+    """Return `path` itself if it exists, else the snapshot of `org/name` or `org/name@rev`."""
     place = Path(path)
     if place.exists():
         return place
@@ -37,12 +37,12 @@ def resolve(path: str | Path, *, cache: Path | None = None) -> Path:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text could be `org/name`."""
+    """Return whether a text could be `org/name`."""
     return bool(NAME.fullmatch(text)) and ".." not in text and "--" not in text
 
 
 def find_snapshot(name: str, *, cache: Path, revision: str = "main") -> Path:
-    """The folder of one revision: a branch or tag that was fetched, or a commit."""
+    """Return the folder of one revision: a branch or tag that was fetched, or a commit."""
     if not REVISION.fullmatch(revision) or ".." in revision:
         raise InputError(f"{revision[:80]!r} is no revision", hint="a branch, a tag or a commit")
     home = cache / f"models--{name.replace('/', '--')}"
@@ -63,7 +63,7 @@ def find_snapshot(name: str, *, cache: Path, revision: str = "main") -> Path:
 
 
 def download(name: str, *, cache: Path, revision: str = "main") -> Path:
-    """Fetch a model into the cache; whoever calls this has asked first."""
+    """Fetch a model into the cache; the caller has asked the user first."""
     if not is_name(name):
         raise InputError(f"{name[:80]!r} is no model's name", hint="org/name")
     try:

@@ -1,6 +1,7 @@
-"""`ConversionReport`: what became of each tensor of a file, and the error where it does not fit.
+"""Load weights into a model: built without memory, then filled tensor by tensor.
 
-Weights into a model: built without memory, then filled tensor by tensor as they are read.
+`ConversionReport` says what became of each tensor of a file; names and shapes are compared with the
+plan before anything is read, and what does not fit is refused by name.
 """
 
 from collections.abc import Mapping
@@ -22,11 +23,11 @@ SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """Names as the file has them.
+    """What became of the tensors of a file, by their names in the file.
 
-    loaded: became parameters. missing: the config asks for them, no file has them. unexpected: in
-    a file, and no part of the model. ignored: known, and nothing is lost. misshapen: with both
-    shapes. tied: copies of a tensor that the model shares. notes: what else became of the file.
+    loaded: became parameters. missing: needed by the config and in no file. unexpected: in a file
+    and not in the model. ignored: known to carry nothing. misshapen: with both shapes. tied: copies
+    of a tensor that the model shares. notes: anything else about the file.
     """
 
     loaded: tuple[str, ...] = ()
@@ -39,22 +40,22 @@ class ConversionReport:
 
     @property
     def complete(self) -> bool:
-        """Everything that the model needs is there, and nothing else."""
+        """True if the file holds everything that the model needs, and nothing else."""
         return not (self.missing or self.unexpected or self.misshapen)
 
     def raise_if_incomplete(self, *, where: str) -> None:
-        """Strict: a tensor too many is as suspect as one too few."""
+        """Raise unless complete: an unexpected tensor is as suspect as a missing one."""
         if self.complete:
             return
-        hint = "the weights belong to another config, or a file was cut"
+        hint = "the weights belong to another config, or a file is truncated"
         if "lm_head.weight" in self.missing:
-            hint = "a head of its own is asked for; a shared one needs tie_word_embeddings true"
+            hint = "the config wants an untied head; a tied one needs tie_word_embeddings true"
         raise FileError(
             f"the weights do not fit the config: {self.faults()}", where=where, hint=hint
         )
 
     def faults(self) -> str:
-        """The three kinds of misfit in words."""
+        """Return the missing, unexpected and misshapen tensors as text."""
         kinds = {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -76,7 +77,7 @@ def _few(names: tuple[str, ...]) -> str:
 
 
 def compare(plan: Plan, shapes: Mapping[str, Shape]) -> ConversionReport:
-    """What a file's names and shapes are to this plan, before any tensor is read."""
+    """Compare the names and shapes of a file with a plan, before any tensor is read."""
     loaded, unexpected, ignored, misshapen, tied = [], [], [], [], []
     for name, shape in shapes.items():
         full = plan.full_name(name)
@@ -116,10 +117,10 @@ def filled(
     dtype: torch.dtype | None = None,
     device: str = "cpu",
 ) -> tuple[Model, ConversionReport]:
-    """A model of these weights, in eval mode, in their own precision unless another is asked for.
+    """Build a model with these weights, in eval mode and in their precision, or in `dtype`.
 
-    Names and shapes are compared before anything is allocated. A tensor that needs no change is
-    used where it lies, so the peak is the weights themselves and the largest changed tensor.
+    Names and shapes are compared before anything is allocated. A tensor that needs no conversion is
+    mapped from its file, so the peak is the weights plus the largest converted tensor.
     """
     report = compare(plan, weights.shapes)
     report.raise_if_incomplete(where=weights.where)
@@ -136,7 +137,7 @@ def filled(
 
 
 def refill(model: Model, plan: Plan, weights: Weights) -> ConversionReport:
-    """The same into a model that exists: its parameters stay the objects that they are."""
+    """Copy weights into an existing model; its parameters stay the same objects."""
     report = compare(plan, weights.shapes)
     report.raise_if_incomplete(where=weights.where)
     own = dict(model.named_parameters())
@@ -161,7 +162,7 @@ def _set(
     changes: bool,
 ) -> None:
     entry = plan.entries[plan.full_name(name)]
-    # What is changed is copied; a map that is closed again keeps no pages of what was read.
+    # Converted tensors are copied; closing the map afterwards frees the pages that were read.
     tensor = weights.read(name, again=changes)
     for ours, part in entry.split(tensor).items():
         owner, _, leaf = ours.rpartition(".")
@@ -170,13 +171,13 @@ def _set(
 
 
 def _check_copy(model: Model, plan: Plan, weights: Weights, name: str) -> None:
-    """A tied tensor that the file holds a second time must be the same one."""
+    """Require that a tied tensor which the file holds twice has the same values."""
     entry = plan.entries[plan.tied[plan.full_name(name)]]
     own = dict(model.named_parameters())
     copies: dict[str, Tensor] = entry.split(weights.read(name, again=True))
     if not all(torch.equal(copies[ours].to(own[ours]), own[ours]) for ours in entry.ours):
         raise FileError(
-            f"{name} differs from {entry.theirs}, and the config says that they are one",
+            f"{name} differs from {entry.theirs}, and the config says that they are tied",
             where=weights.where,
             hint='if the head was trained by itself, set "tie_word_embeddings": false',
         )

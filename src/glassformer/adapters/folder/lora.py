@@ -1,8 +1,8 @@
 """LoRA on disk, in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Names in the file are those of the Hugging Face model that the spec is written as, so that `peft`
-opens it over the exported base; a spec that has no such counterpart keeps our own names. A setting
-of PEFT that would change what is computed, and that we do not have, is refused by name.
+Names in the file are those of the Hugging Face model that the spec is exported to, so that `peft`
+opens it with the exported base; a spec that matches no family keeps our own names. A setting of
+PEFT that would change the computation, and that we do not support, is refused by name.
 """
 
 import json
@@ -50,7 +50,7 @@ UNUSED: dict[str, tuple[object, ...]] = {
 
 
 def module_names(spec: ModelSpec) -> dict[str, str]:
-    """Our projections' names to those of the Hugging Face model, or to themselves without one."""
+    """Map our projections' names to those of the Hugging Face model, or to themselves."""
     ours = [name for name, p in stored(spec).items() if p.kind == "matrix"]
     try:
         plan = make_plan(TABLE, spec)
@@ -62,7 +62,7 @@ def module_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def peft_files(spec: ModelSpec, lora: LoRA, arrays: Arrays, *, base: str = "") -> dict[str, bytes]:
-    """The two files of an adapter; `base` is told to whoever looks for the model under it."""
+    """Return the two files of an adapter; `base` is recorded as the model that it belongs to."""
     for name, array in arrays.items():
         if not is_finite(array):
             raise InputError(
@@ -94,13 +94,13 @@ def peft_files(spec: ModelSpec, lora: LoRA, arrays: Arrays, *, base: str = "") -
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """`blocks.0.attn.q_proj.lora_A.weight` under the other name of its projection."""
+    """Rename `blocks.0.attn.q_proj.lora_A.weight` by the other name of its projection."""
     projection, leaf, end = name.rsplit(".", 2)
     return f"{names[projection]}.{leaf}.{end}"
 
 
 def _peft_targets(spec: ModelSpec, lora: LoRA, theirs: Mapping[str, str]) -> list[str]:
-    """Last names, where they mean these projections and no others; else whole names."""
+    """Return the leaf names if they mean exactly these projections, else the full names."""
     chosen = {theirs[name] for name in lora_targets(spec, lora)}
     leaves = {name.rpartition(".")[2] for name in chosen}
     meant = {name for name in theirs.values() if name.rpartition(".")[2] in leaves}
@@ -108,7 +108,7 @@ def _peft_targets(spec: ModelSpec, lora: LoRA, theirs: Mapping[str, str]) -> lis
 
 
 def read_peft(folder: Path, spec: ModelSpec) -> tuple[LoRA, dict[str, NDArray[Any]]]:
-    """The adapter of a folder for a model of this spec, and its factors by our names."""
+    """Read the adapter of a folder for a model of this spec: settings, factors by our names."""
     where = str(folder)
     for name in (CONFIG, TENSORS):
         if not (folder / name).is_file():
@@ -155,7 +155,7 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[LoRA, dict[str, NDArray[An
 
 
 def save_adapter(model: Model, lora: LoRA, folder: str | Path, *, base: str = "") -> Path:
-    """Write the corrections that a model carries where `peft` opens them; never over others."""
+    """Write a model's LoRA factors in PEFT's format; an existing folder is never overwritten."""
     place = Path(folder)
     arrays = weights_of(model, rules=lora_manifest(model.spec, lora))
     files = peft_files(model.spec, lora, arrays, base=base)
@@ -168,7 +168,7 @@ def save_adapter(model: Model, lora: LoRA, folder: str | Path, *, base: str = ""
 
 
 def load_adapter(model: Model, folder: str | Path) -> LoRA:
-    """Put an adapter, ours or PEFT's, on a plain model; `nn.lora.merge` folds it in."""
+    """Add an adapter, ours or PEFT's, to a plain model; `nn.lora.merge` folds it in."""
     lora, arrays = read_peft(Path(folder), model.spec)
     apply_lora(model, lora)
     load_weights(model, arrays, where=str(folder), rules=lora_manifest(model.spec, lora))
@@ -179,7 +179,7 @@ def load_adapter(model: Model, folder: str | Path) -> LoRA:
 
 
 def read_tuning(folder: Path) -> Tuning | None:
-    """What a checkpoint corrects, if it holds corrections and not a whole model."""
+    """Read how a checkpoint was tuned, if it holds LoRA factors; None for a complete model."""
     path = folder / TUNING
     if not path.is_file() or not (folder / TENSORS).is_file():
         return None
@@ -201,7 +201,7 @@ def check_base(model: Model, tuning: Tuning, *, where: str) -> None:
 
 
 def tuned(folder: Path, base: Model, tuning: Tuning) -> Model:
-    """The base with a checkpoint's corrections merged into it: a plain model again.
+    """Return the base with a checkpoint's LoRA factors merged into it: a plain model again.
 
     It has the precision in which it was tuned, float32 or float64, whatever the base is stored in.
     """

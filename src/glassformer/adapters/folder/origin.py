@@ -1,7 +1,7 @@
-"""What came with an imported model, kept verbatim: config, tokenizer, chat template, layout.
+"""The files of an imported model, kept verbatim: config, tokenizer, chat template, layout.
 
-A native checkpoint holds it under `origin/`, so that the way back writes the same bytes; nothing
-in there is ever run.
+A native checkpoint holds them under `origin/`, so that an export writes the same bytes; nothing in
+there is ever run.
 """
 
 import json
@@ -38,19 +38,19 @@ LAYOUT = "layout.json"
 
 
 def is_native(folder: Path) -> bool:
-    """Whether this is a checkpoint folder of ours."""
+    """Return whether this is a checkpoint folder of ours."""
     return (folder / MANIFEST).is_file()
 
 
 def origin_of(folder: Path) -> Path | None:
-    """Where an imported model's own files lie: the folder, its `origin/`, or nowhere."""
+    """Return the folder of an imported model's own files: itself, its `origin/`, or None."""
     if not is_native(folder):
         return folder
     return folder / ORIGIN if (folder / ORIGIN / "config.json").is_file() else None
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """spec.json of a checkpoint of ours."""
+    """Read spec.json of a checkpoint of ours."""
     try:
         return from_json(ModelSpec, read_text(folder / SPEC))
     except (InputError, FileNotFoundError) as error:
@@ -58,7 +58,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def read_origin(folder: Path, layout: dict[str, list[str]] | None = None) -> dict[str, bytes]:
-    """The small files by name; `layout` is told for a folder that no checkpoint of ours is."""
+    """Read the small files by name; `layout` records the weight files of a foreign folder."""
     kept = {}
     for name in (*NAMES, LAYOUT):
         path = folder / name
@@ -73,7 +73,7 @@ def read_origin(folder: Path, layout: dict[str, list[str]] | None = None) -> dic
 
 
 def read_layout(kept: dict[str, bytes]) -> dict[str, list[str]] | None:
-    """Which file held which tensors, where an import wrote that down."""
+    """Return the tensor names of each weight file, if the import recorded them."""
     if LAYOUT not in kept:
         return None
     try:
@@ -84,7 +84,7 @@ def read_layout(kept: dict[str, bytes]) -> dict[str, list[str]] | None:
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint or a Hugging Face folder; None where there is none."""
+    """Return the tokenizer of a checkpoint or a Hugging Face folder, or None."""
     if is_native(folder) and (folder / "tokenizer.json").is_file():
         text = (folder / "tokenizer.json").read_bytes()
         try:

@@ -35,27 +35,27 @@ FLOATS = {
 
 
 class Weights(Protocol):
-    """Named tensors, wherever they are."""
+    """Named tensors of a file, a folder or a module."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """By name."""
+        """By tensor name."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """By name."""
+        """By tensor name."""
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The path for error messages."""
 
     def read(self, name: str, *, again: bool = False) -> Tensor:
-        """One tensor; `again` does without what earlier reads left in memory."""
+        """Read one tensor; `again` maps the file anew, so that earlier pages can be freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
-    """The parameters of a live module; what it ties is there once."""
+    """The parameters of a live module; tied ones occur once."""
 
     module: nn.Module
     where: str
@@ -116,19 +116,19 @@ class FileWeights:
 
 
 def check_finite(name: str, tensor: Tensor, *, where: str) -> None:
-    """No NaN, no infinity."""
+    """Refuse NaN and infinity."""
     if not is_finite(tensor):
         raise FileError(f"tensor {name} holds NaN or infinity", where=where)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """The smallest and the largest number tell, and take no memory."""
+    """Return whether all values are finite: min and max show it without extra memory."""
     bounds = tensor.aminmax() if tensor.numel() else ()
     return all(math.isfinite(float(bound)) for bound in bounds)
 
 
 def folder_weights(folder: Path) -> FileWeights:
-    """The weights of a Hugging Face folder: one file, or those that its index names."""
+    """Open the weights of a Hugging Face folder: one file, or those that its index names."""
     single = folder / SINGLE
     if single.is_file():
         files = {SINGLE: inside(folder, SINGLE)}
@@ -164,7 +164,7 @@ def _indexed(folder: Path) -> FileWeights:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """A regular file of this folder; a link may lead to the cache's own store, nowhere else."""
+    """Return a regular file of this folder; a link may lead to the cache's store, nowhere else."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or ".." in name:
         raise FileError(
             f"{str(name)[:80]!r} is no file of the model's folder",
@@ -183,7 +183,7 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def widest(dtypes: Mapping[str, torch.dtype], *, where: str) -> torch.dtype:
-    """The precision that loses nothing of any tensor."""
+    """Return the widest precision among the tensors."""
     found = set(dtypes.values())
     if not found:
         raise FileError("the weight files are empty", where=where)

@@ -1,13 +1,10 @@
-"""Settings between GGUF's metadata and config.json, for the architectures that are read here.
+"""Convert between GGUF's metadata and config.json, and between its tensor names and ours.
 
-Metadata becomes the config of a family, so the same reading and the same refusals apply to it; a
-spec becomes metadata by way of the same config. What a file cannot say as a number it says by its
-tensors: a head of its own, biases, Llama 3's scaling.
-
-llama.cpp's names of our parameters: one more key table.
-
-Its Llama turns neighbouring rows of q and k, ours (and Hugging Face's) a row and the one half a
-head further: those rows are reordered, both ways. Its Qwen turns as ours does.
+Metadata becomes the config of a family, so that it is read and refused in the same way; a spec
+becomes metadata by way of the same config. Some settings show only in the tensors: an untied head,
+biases, Llama 3's scaling. The names are one more key table. llama.cpp's Llama rotates neighbouring
+rows of q and k, ours (and Hugging Face's) rows half a head apart: those rows are reordered, both
+ways. Its Qwen rotates as ours does.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -56,7 +53,7 @@ IDLE = {
 }
 HARMLESS = (f"{SCALING}finetuned", "tensor_data_layout")
 
-#: Llama 3's scaling is stored as the factors that it gives; a key of ours says how they were made.
+#: Llama 3's scaling is stored as its factors; a key of ours records its settings.
 LLAMA3_KEY = "glassformer.rope.llama3"
 LLAMA3 = (1.0, 4.0, 8192.0)  # of every released model; the overall factor is the largest one
 
@@ -72,7 +69,7 @@ def read_settings(
     factors: Sequence[float] | None,
     where: str,
 ) -> tuple[Family, ModelSpec]:
-    """The family and spec of a file; `rows` are the embedding's, `factors` rotary frequencies'."""
+    """Read the family and spec of a file, given embedding rows and rotary frequency factors."""
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise FileError(
@@ -112,7 +109,7 @@ def read_settings(
 
 
 def _whole_model(metadata: Mapping[str, Any], where: str) -> None:
-    """Not a part of one, and not something that only changes another."""
+    """Refuse files that hold part of a model (a shard) or only an adapter."""
     if metadata.get("general.type", "model") != "model":
         raise FileError(f"this is no model but {str(metadata['general.type'])[:40]!r}", where=where)
     parts = metadata.get("split.count", 0)
@@ -151,7 +148,7 @@ def _scaling(found: Config, context: int) -> dict[str, Any] | None:
 def _llama3(
     factors: Sequence[float], stated: Any, theta: float, width: int, where: str
 ) -> dict[str, Any] | None:
-    """The scaling whose factors these are."""
+    """Return the Llama 3 scaling with these frequency factors."""
     if all(factor == 1.0 for factor in factors):
         return None
     try:
@@ -185,7 +182,7 @@ def _llama3(
 
 
 def write_settings(spec: ModelSpec, kind: str) -> dict[str, Any]:
-    """The metadata of a spec as an architecture: whole numbers, numbers, texts, one list."""
+    """Return a spec's metadata for an architecture."""
     config = FAMILIES[kind].config_of(spec)
     width = next(spec.decoder.blocks()).attention.head_width(spec.d_model)
     own: dict[str, Any] = {theirs: config[name] for theirs, name in WHOLE.items()}
@@ -210,7 +207,7 @@ def write_settings(spec: ModelSpec, kind: str) -> dict[str, Any]:
 
 
 def read_again(spec: ModelSpec, kind: str) -> tuple[Plan, ModelSpec]:
-    """The tensors of a spec's file, and the spec that a reader of that file would see."""
+    """Return the plan of a spec's file, and the spec that a reader of the file would get."""
     plan = make_plan(table_of(kind, spec), spec)
     metadata = {
         key: shortest(single(value)) if isinstance(value, float) else value
@@ -227,7 +224,7 @@ def read_again(spec: ModelSpec, kind: str) -> tuple[Plan, ModelSpec]:
 
 
 def factors_of(spec: ModelSpec) -> list[float] | None:
-    """What `rope_freqs.weight` holds; None where the model needs none."""
+    """Return the contents of `rope_freqs.weight`, or None if the model needs none."""
     if not isinstance(spec.position, Rotary) or not isinstance(
         spec.position.scaling, Llama3Scaling
     ):
@@ -237,7 +234,7 @@ def factors_of(spec: ModelSpec) -> list[float] | None:
 
 
 def llama3_factors(rotary: Rotary, width: int) -> list[float]:
-    """By how much each plain frequency is divided."""
+    """Return the divisor of each plain rotary frequency."""
     plain, _ = rotary_frequencies(replace(rotary, scaling=None), width)
     scaled, _ = rotary_frequencies(rotary, width)
     return [single(one / other) for one, other in zip(plain, scaled, strict=True)]
@@ -265,7 +262,7 @@ TURNED = ("attn_q", "attn_k")
 
 
 def table_of(kind: str, spec: ModelSpec) -> Table:
-    """The rows of an architecture; the width of a head decides how Llama's are reordered."""
+    """Return the key table of an architecture; Llama's reordering depends on the head width."""
     width = next(spec.decoder.blocks()).attention.head_width(spec.d_model)
 
     def layout(part: str) -> Layout:

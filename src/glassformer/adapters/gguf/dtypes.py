@@ -1,8 +1,7 @@
-"""How numbers are packed: the `gguf` library's kinds, and numbers into and out of them.
+"""Types of the tensors in a GGUF file, packing and unpacking them, and the file's tensors.
 
-The library is an extra; whoever needs it without having it is told its name.
-
-The tensors of a GGUF file: bounds and kinds checked first, then mapped one at a time.
+Packing is the `gguf` library's, an optional dependency. Bounds and types are checked first; then
+tensors are mapped one at a time.
 """
 
 import math
@@ -32,7 +31,7 @@ LARGEST = {F32: float(np.finfo(np.float32).max), F16: 65504.0, Q8_0: 127 * 65504
 
 
 def library() -> Any:
-    """The `gguf` package."""
+    """Import the `gguf` package, or say how to install it."""
     try:
         import gguf
     except ImportError as error:
@@ -45,7 +44,7 @@ def library() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`block` numbers of a row take `size` bytes."""
+    """A tensor type: `block` numbers of a row take `size` bytes."""
 
     number: int
     name: str
@@ -53,17 +52,17 @@ class Kind:
     size: int
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether the rows of a tensor are whole blocks."""
+        """Return whether the rows of a tensor are complete blocks."""
         return shape[-1] % self.block == 0
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Of a tensor that fits."""
+        """Return the size in bytes of a tensor that fits."""
         return math.prod(shape) // self.block * self.size
 
 
 @cache
 def kind_of(number: int) -> Kind | None:
-    """A kind whose numbers can be had; None for whole numbers and for what nobody unpacks."""
+    """Return a type that can be unpacked; None for integer types and unknown ones."""
     gguf = library()
     try:
         kind = gguf.GGMLQuantizationType(number)
@@ -76,18 +75,18 @@ def kind_of(number: int) -> Kind | None:
 
 
 def unpacked(data: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """The numbers of these bytes: where they lie, or for packed kinds as new float32."""
+    """Return the numbers of these bytes: a view, or new float32 for packed types."""
     if kind.number in FLOATS:
         return torch.from_numpy(data).view(FLOATS[kind.number]).reshape(shape)
     gguf = library()
     rows = data.reshape(-1, shape[-1] // kind.block * kind.size)
-    with np.errstate(all="ignore"):  # NaN and infinity are looked for afterwards
+    with np.errstate(all="ignore"):  # NaN and infinity are checked afterwards
         numbers = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(kind.number))
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32)).reshape(shape)
 
 
 def packed(tensor: Tensor, kind: Kind, *, name: str) -> Iterator[NDArray[Any]]:
-    """The bytes of a tensor, some rows at a time."""
+    """Yield the bytes of a tensor, some rows at a time."""
     gguf = library()
     rows = tensor.reshape(-1, tensor.shape[-1])
     for part in torch.split(rows, max(1, CHUNK // rows.shape[1])):
@@ -103,7 +102,7 @@ def packed(tensor: Tensor, kind: Kind, *, name: str) -> Iterator[NDArray[Any]]:
 
 
 class GGUFWeights:
-    """`Weights` of a file: floats as they are stored, packed kinds as float32."""
+    """The `Weights` of a file: floats as they are stored, packed types as float32."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,7 +121,7 @@ class GGUFWeights:
             size = kind.bytes_of(stored.shape)
             start = self.head.data + stored.offset
             if stored.offset % self.head.alignment or start + size > self.head.size:
-                raise self._bad(name, "lies outside of the file, or between its places")
+                raise self._bad(name, "has an offset outside of the file, or not aligned")
             spans.append((start, start + size, name))
             self.shapes[name] = stored.shape
             self.dtypes[name] = FLOATS.get(stored.kind, torch.float32)
@@ -138,11 +137,11 @@ class GGUFWeights:
 
     @property
     def packed_kinds(self) -> Counter[str]:
-        """How many tensors of each kind are unpacked when they are read."""
+        """The number of tensors of each packed type."""
         return Counter(kind.name for kind in self._kinds.values() if kind.number not in FLOATS)
 
     def read(self, name: str, *, again: bool = False) -> Tensor:
-        """Each has a map of its own, copied when written to, so `again` makes no difference."""
+        """Read one tensor from its own copy-on-write map; `again` makes no difference."""
         kind, shape = self._kinds[name], self.shapes[name]
         size = kind.bytes_of(shape)
         start = self.head.data + self.head.tensors[name].offset

@@ -1,13 +1,10 @@
-"""A tokenizer as GGUF's metadata: pieces, kinds, merges, the name of its way of cutting.
+"""Write a GGUF file: the `gguf` library writes the header, then the tensors follow one by one.
 
-Only what a reader would cut the same way is written: byte-level BPE, cut in a way that has a name.
-Of anything else the reason is given, and the file says that it has no tokenizer.
-
-Writing a GGUF file: the library writes the head, the tensors follow one after the other.
-
-The architecture is the one whose file, read again, gives the same spec. Vectors (norms, biases)
-stay float32 whatever is asked for; nothing is held in memory but the tensor being written. The
-file appears whole or not at all.
+The architecture is the one whose file, read back, gives the same spec. Vectors (norms, biases)
+stay float32 in every dtype; only the tensor being written is in memory, and the file appears
+complete or not at all. A tokenizer is written if a reader would split text the same way:
+byte-level BPE with a pre-tokenizer that GGUF has a name for. Otherwise a note gives the reason, and
+the file says that it has no tokenizer.
 """
 
 import json
@@ -57,7 +54,7 @@ from glassformer.spec.model import ModelSpec
 from glassformer.store.publish import publishing_file
 
 PLAIN = 1
-#: Options of the library's BPE that the format has no word for.
+#: Options of the library's BPE that the format cannot express.
 OFF = (
     "dropout",
     "unk_token",
@@ -71,7 +68,7 @@ OFF = (
 def write_vocabulary(
     tokenizer: Tokenizer | None, *, size: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The metadata, for a model of `size` ids, and what could not go along."""
+    """Return a tokenizer's metadata for a model of `size` ids, and notes on what is missing."""
     without = {f"{PREFIX}model": NONE[0]}
     if tokenizer is None:
         return without, ()
@@ -116,7 +113,7 @@ def write_vocabulary(
 
 
 def write_templates(templates: dict[str, str]) -> dict[str, Any]:
-    """Chat templates, the default one and those with a name."""
+    """Return the metadata of chat templates, the default one and those with a name."""
     named = {name: text for name, text in templates.items() if name != "default"}
     made: dict[str, Any] = {f"{TEMPLATE}.{name}": text for name, text in named.items()}
     if named:
@@ -125,7 +122,7 @@ def write_templates(templates: dict[str, str]) -> dict[str, Any]:
 
 
 def _why_not(data: dict[str, Any], words: str | None, tokenizer: Tokenizer, size: int) -> str:
-    """The reason why a reader of the file would not cut as this tokenizer does; or nothing."""
+    """Return why a reader of the file would tokenize differently; empty if it would not."""
     model, decoder = data["model"], data["decoder"] or {}
     if words is None or decoder.get("type") != "ByteLevel":
         return "it is no byte-level BPE that cuts words in a way that GGUF names"
@@ -140,13 +137,13 @@ def _why_not(data: dict[str, Any], words: str | None, tokenizer: Tokenizer, size
     return ""
 
 
-#: What may be asked for: the kind of matrices, and the format's number for such a file.
+#: Dtypes that can be written: the type of matrices, and the format's number for such a file.
 DTYPES = {"f32": (F32, 0), "f16": (F16, 1), "q8_0": (Q8_0, 7)}
 PACKING_VERSION = 2  # of the format's quantized kinds
 
 
 def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32") -> Exported:
-    """Write a file; one that exists is never overwritten."""
+    """Write a GGUF file; an existing one is never overwritten."""
     one_of("dtype", dtype, DTYPES)
     place, spec = Path(path), adapter.spec
     if place.exists():
@@ -161,7 +158,7 @@ def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32")
     words, notes = write_vocabulary(adapter.get_tokenizer(), size=spec.vocab_size)
     templates = {} if adapter.origin is None else read_templates(adapter.origin)
     if adapter.origin is not None and _sampling(adapter.origin):
-        notes = (*notes, "how answers are drawn (generation_config.json) is not written")
+        notes = (*notes, "sampling settings (generation_config.json) are not written")
     metadata = write_settings(spec, kind) | {
         "general.name": place.stem,
         "general.file_type": number,
@@ -190,7 +187,7 @@ def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32")
 
 
 def architecture_of(spec: ModelSpec, *, first: str = "") -> tuple[str, Plan]:
-    """The architecture that computes a spec, and its tensors; an error with the nearest if none."""
+    """Return the architecture that computes a spec, and its plan; else name the nearest."""
     tried = {}
     for kind in sorted(FAMILIES, key=lambda name: name != first):
         try:
@@ -213,12 +210,12 @@ def architecture_of(spec: ModelSpec, *, first: str = "") -> tuple[str, Plan]:
 
 
 def _sampling(origin: Path) -> bool:
-    """Whether the model's folder suggests more than where texts end."""
+    """Return whether the model's folder has sampling settings."""
     return replace(generation_defaults(origin), eos=()) != GenerationDefaults()
 
 
 def _kind(shape: tuple[int, ...], wanted: int) -> Kind:
-    """Of a tensor: vectors are float32; where blocks do not fit a row, half precision."""
+    """Return the type of a tensor: float32 for vectors, F16 where blocks do not fit a row."""
     found = kind_of(F32 if len(shape) == 1 else wanted)
     if found is not None and not found.fits(shape):
         found = kind_of(F16)

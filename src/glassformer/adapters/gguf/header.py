@@ -1,8 +1,7 @@
-"""The head of a GGUF file: settings and the list of tensors, read within limits, nothing mapped.
+"""The header of a GGUF file: settings and the list of tensors, read within limits, nothing mapped.
 
-Read here and not by the library: its reader believes every count and length that it finds, so a
-file of forty bytes can keep it busy for hours. The tensors' kinds and the library's quantization
-are the affair of `weights`.
+It is not read by the `gguf` library, which trusts every count and length that it finds: a file of
+forty bytes can keep it busy for hours. Types and unpacking of the tensors are in `dtypes`.
 """
 
 import math
@@ -38,7 +37,7 @@ FLOAT, TEXT, ARRAY = 6, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor: the number of its kind, its shape as torch has it, its offset in the data."""
+    """One tensor: the number of its type, its shape in torch's order, its offset in the data."""
 
     kind: int
     shape: tuple[int, ...]
@@ -47,7 +46,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands before the data; `data` is where that begins, `size` the whole file's."""
+    """The header; `data` is the offset of the tensor data, `size` that of the file."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Stored]
@@ -58,12 +57,12 @@ class Head:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a file, and calls itself one of these."""
+    """Return whether this is a file that begins like GGUF."""
     return path.suffix.lower() == SUFFIX and path.is_file()
 
 
 def read_head(path: Path) -> Head:
-    """The head of a file; the last one read is remembered while the file stays as it is."""
+    """Read the header of a file; the last one is cached while the file is unchanged."""
     try:
         status = path.stat()
         return _read_head(path, status.st_size, status.st_mtime_ns)
@@ -81,7 +80,7 @@ def _read_head(path: Path, size: int, _changed: int) -> Head:
 
 
 class _Cursor:
-    """A place in the head that only moves forward, and never beyond its end."""
+    """A position in the header that only moves forward, and never beyond its end."""
 
     def __init__(self, data: mmap.mmap, end: int, where: str) -> None:
         self.data = data
@@ -175,23 +174,23 @@ class _Cursor:
             raise self.bad(f"a text that is not UTF-8: {found[:40]!r}") from error
 
     def bounded(self, what: str, count: int, most: int, *, each: int) -> None:
-        """Refuse a count that is absurd, or more than the file has room for."""
+        """Refuse a count above a limit, or above what the file has room for."""
         if count > most:
             raise self.bad(f"{count:,} {what}, more than the {most:,} that are read")
         self.need(count * each)
 
     def need(self, size: int) -> None:
         if self.at + size > self.end:
-            raise self.bad("the file is cut: its head goes on beyond its end")
+            raise self.bad("the file is truncated: its header extends beyond its end")
 
     def bad(self, what: str, *, hint: str = "") -> FileError:
         return FileError(what, where=f"{self.where}, byte {self.at}", hint=hint)
 
 
 def shortest(number: float) -> float:
-    """The decimal number that people meant: 1e-06, which single precision holds as 9.99999997e-07.
+    """Return the shortest decimal of a float32: 1e-06, which is stored as 9.99999997e-07.
 
-    Written in single precision again it is the same one.
+    Written in single precision again, it gives the same bits.
     """
     if not math.isfinite(number):
         return number

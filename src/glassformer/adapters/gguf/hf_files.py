@@ -1,8 +1,7 @@
-"""What a Hugging Face folder would hold beside its weights, made of a GGUF file's metadata.
+"""The small files of a Hugging Face folder, made from a GGUF file's metadata.
 
-So one reader of tokenizers, chat templates and generation settings serves both, with its limits.
-Tokenizers that are byte-level BPE, and whose way of cutting is known, are read; of others the
-reason why not is given.
+So tokenizers, chat templates and generation settings have one reader, with its limits. Byte-level
+BPE with a known pre-tokenizer is read; for others there is a reason why not.
 """
 
 import json
@@ -31,7 +30,7 @@ ENDS = ("eos_token_id", "eot_token_id")
 
 
 def small_file(path: Path, name: str) -> dict[str, Any]:
-    """One of the files as data; empty where the metadata says nothing of it."""
+    """Return one of the files as data; empty if the metadata has nothing for it."""
     head = read_head(path)
     match name:
         case "tokenizer.json":
@@ -48,7 +47,7 @@ def small_file(path: Path, name: str) -> dict[str, Any]:
 
 
 def kept_files(head: Head) -> dict[str, bytes]:
-    """All of them but config.json, for a checkpoint's `origin/`."""
+    """Return all of them except config.json, for a checkpoint's `origin/`."""
     made: dict[str, dict[str, Any]] = {"generation_config.json": generation_config(head)}
     made["tokenizer_config.json"] = tokenizer_config(head)
     if why_no_tokenizer(head) is None:
@@ -61,7 +60,7 @@ def kept_files(head: Head) -> dict[str, bytes]:
 
 
 def why_no_tokenizer(head: Head) -> str | None:
-    """None where there is one that can be read; empty where the file has none."""
+    """Return why the tokenizer cannot be read: None if it can, empty if there is none."""
     kind = head.metadata.get(f"{PREFIX}model", NONE[0])
     if kind in NONE:
         return ""
@@ -77,7 +76,7 @@ def why_no_tokenizer(head: Head) -> str | None:
 
 
 def tokenizer_json(head: Head) -> dict[str, Any]:
-    """The tokenizer in the words of the `tokenizers` library; marks keep their ids."""
+    """Return the tokenizer as JSON of the `tokenizers` library; special tokens keep their ids."""
     if why_no_tokenizer(head) is not None:
         return {}
     words = WORDS[head.metadata[f"{PREFIX}pre"]]
@@ -129,7 +128,7 @@ def tokenizer_json(head: Head) -> dict[str, Any]:
 
 
 def tokenizer_config(head: Head) -> dict[str, Any]:
-    """The named tokens, and the chat templates."""
+    """Return the named special tokens and the chat templates."""
     made: dict[str, Any] = {}
     if why_no_tokenizer(head) is None:
         tokens, _ = _tokens(head)
@@ -148,7 +147,7 @@ def tokenizer_config(head: Head) -> dict[str, Any]:
 
 
 def generation_config(head: Head) -> dict[str, Any]:
-    """Where texts end: the end of a text, and of a turn where that is another token."""
+    """Return the end-of-sequence ids: the end of a text, and of a turn if it has its own token."""
     ids = [i for i in (_id(head, key) for key in ENDS) if i is not None]
     return {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
 
@@ -180,7 +179,7 @@ def _id(head: Head, key: str) -> int | None:
 
 
 def _begins(head: Head) -> bool:
-    """Whether texts begin with a BOS: as the file says, else as its way of cutting has it."""
+    """Return whether texts begin with BOS: as the file says, or as its pre-tokenizer implies."""
     own = WORDS[head.metadata[f"{PREFIX}pre"]].begins and _id(head, "bos_token_id") is not None
     said = head.metadata.get(f"{PREFIX}add_bos_token", own)
     if not isinstance(said, bool):

@@ -1,4 +1,4 @@
-"""A GGUF file as an adapter: settings to a spec, tensors to a model, the rest as small files."""
+"""Open a GGUF file: settings become a spec, tensors a model, the rest small files."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ from glassformer.spec.errors import FileError
 def open_gguf(
     path: Path, settings: TrainingConfig, *, dtype: torch.dtype | None, device: str
 ) -> NativeAdapter:
-    """The model of a file; what was unpacked or could not be read is in the report's notes."""
+    """Open the model of a file; the report notes what was unpacked or could not be read."""
     weights = GGUFWeights(path)
     head = weights.head
     embedding = weights.shapes.get("token_embd.weight")

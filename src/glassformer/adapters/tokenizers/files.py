@@ -1,8 +1,8 @@
-"""A tokenizer's pieces as folders hold them: `tokenizer.json`, `vocab.json` + `merges.txt`, ranks.
+"""Read a tokenizer's files: `tokenizer.json`, `vocab.json` + `merges.txt`, or tiktoken ranks.
 
 All three become one engine of the `tokenizers` library. Sizes and counts are bounded before the
-library sees anything; how text is cut into words is never guessed: where no file says it, the
-tokenizer's class must be one that is known here.
+library sees anything. Pre-tokenization is never guessed: where no file states it, the tokenizer's
+class must be a known one.
 """
 
 import json
@@ -36,7 +36,7 @@ DEEPEST = 32
 
 
 def read_engine(folder: Path) -> Tokenizer:
-    """The library's tokenizer from whichever files there are; added tokens have their own ids."""
+    """Build the library's tokenizer from the files that exist; added tokens keep their ids."""
     config = read_sidecar(folder, CONFIG)
     try:
         engine = _from_any(folder, config)
@@ -48,7 +48,7 @@ def read_engine(folder: Path) -> Tokenizer:
 
 
 def raise_if_panic(error: BaseException, *, where: str) -> None:
-    """The library's own failures are no exceptions of Python's; here they become ours."""
+    """Turn a panic of the library, which is no `Exception`, into a FileError."""
     if type(error).__module__ == "pyo3_runtime":
         raise FileError(f"the tokenizer fails: {str(error)[:200]}", where=where) from error
 
@@ -116,7 +116,7 @@ def _from_json(text: str, *, where: str) -> Tokenizer:
 
 
 def check_pieces(vocab: dict[str, Any], *, where: str) -> None:
-    """Tokens of bounded length, each with an id of its own."""
+    """Require tokens of bounded length, each with its own id."""
     check_count("tokens", vocab, MOST_TOKENS, where=where)
     ids = vocab.values()
     if not all(type(i) is int and 0 <= i < 2 * MOST_TOKENS for i in ids):
@@ -130,7 +130,7 @@ def check_pieces(vocab: dict[str, Any], *, where: str) -> None:
 
 
 def check_count(name: str, found: Any, most: int, *, where: str) -> None:
-    """Refuse more than anyone needs."""
+    """Refuse a count above the limit."""
     if not isinstance(found, (dict, list)):
         raise FileError(f"the tokenizer's {name} are not a list", where=where)
     if len(found) > most:
@@ -138,7 +138,7 @@ def check_count(name: str, found: Any, most: int, *, where: str) -> None:
 
 
 def _check_part(part: Any, *, where: str, depth: int = 0) -> None:
-    """Patterns, templates and replacements: small, and not nested without end."""
+    """Require small, shallow patterns, templates and replacements."""
     if depth > DEEPEST:
         raise FileError("nested too deeply", where=where)
     if isinstance(part, str) and len(part) > LONGEST_TEXT:
@@ -179,7 +179,7 @@ def _from_merges(folder: Path, config: dict[str, Any]) -> Tokenizer:
             raise FileError(
                 f"how a tokenizer of class {other[:60]!r} cuts text is not known here",
                 where=str(folder),
-                hint=f"Qwen2Tokenizer, GPT2Tokenizer, or a {ENGINE}, which says it itself",
+                hint=f"Qwen2Tokenizer, GPT2Tokenizer, or a {ENGINE}, which states it itself",
             )
 
 
@@ -191,7 +191,7 @@ def _engine(
     prefix_space: bool = False,
     where: str,
 ) -> Tokenizer:
-    """Byte-level BPE, cut as Qwen does or as GPT-2 does."""
+    """Build byte-level BPE with the pre-tokenizer of Qwen or of GPT-2."""
     try:
         engine = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     except Exception as error:  # the library raises Exception itself
@@ -214,7 +214,7 @@ def _engine(
 
 
 def _add_tokens(engine: Tokenizer, folder: Path, config: dict[str, Any]) -> None:
-    """Tokens that other files add to the pieces, each with the id that they give it."""
+    """Add tokens that other files define, each with its id."""
     where = str(folder)
     wanted: dict[int, AddedToken] = {}
     for content, i in read_sidecar(folder, "added_tokens.json").items():
@@ -232,7 +232,7 @@ def _add_tokens(engine: Tokenizer, folder: Path, config: dict[str, Any]) -> None
 
 
 def add_in_order(engine: Tokenizer, tokens: list[AddedToken]) -> None:
-    """Special ones and others, without changing their order."""
+    """Add special and ordinary tokens without changing their order."""
     for token in tokens:
         engine.add_special_tokens([token]) if token.special else engine.add_tokens([token])
 

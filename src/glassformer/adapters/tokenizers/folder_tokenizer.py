@@ -1,4 +1,4 @@
-"""`read_tokenizer(folder)`: the tokenizer that a model's folder brings, as our own protocol.
+"""`read_tokenizer(folder)`: the tokenizer of a model's folder, behind our own protocol.
 
 Ids are the folder's own. A model may have more ids than the tokenizer has tokens (its table is
 padded to a round number): those decode to nothing and are listed in `unnamed`, so that decoding
@@ -24,7 +24,7 @@ NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def read_tokenizer(folder: Path) -> "FolderTokenizer":
-    """From `tokenizer.json`, `vocab.json` + `merges.txt`, or `.tiktoken` ranks, and their sidecars.
+    """Read `tokenizer.json`, `vocab.json` + `merges.txt` or `.tiktoken` ranks, and their sidecars.
 
     `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` and `config.json`
     say which tokens begin, end and pad a text, and how many ids the model has.
@@ -49,25 +49,25 @@ def read_tokenizer(folder: Path) -> "FolderTokenizer":
 
 
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids at which a text ends, all of them."""
+    """Return all ids at which a text ends."""
     if isinstance(tokenizer, FolderTokenizer) and tokenizer.eos_ids:
         return tokenizer.eos_ids
     return () if tokenizer.eos is None else (tokenizer.eos,)
 
 
 def nameless_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that a model's table has and its tokenizer does not: they say nothing."""
+    """Return the ids of a model's table that its tokenizer has no text for."""
     return tokenizer.unnamed if isinstance(tokenizer, FolderTokenizer) else ()
 
 
 def special_names(folder: Path) -> dict[str, str]:
-    """`eos_token` and its kin, by their texts."""
+    """Return the texts of `eos_token`, `bos_token` and the like."""
     found = _names(read_sidecar(folder, "special_tokens_map.json"))
     return found | _names(read_sidecar(folder, CONFIG))
 
 
 def _names(found: dict[str, Any]) -> dict[str, str]:
-    """Texts of the named special tokens; a file writes them plain or as `{"content": …}`."""
+    """Return the texts of named special tokens, written plain or as `{"content": …}`."""
     made = {}
     for name in NAMED:
         value = found.get(name)
@@ -129,7 +129,7 @@ class FolderTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id that has a token."""
+        """The highest id that has a token, plus one."""
         return self._size
 
     @property
@@ -139,7 +139,7 @@ class FolderTokenizer:
 
     @property
     def bos(self) -> int | None:
-        """The id that is put before every text, if one is."""
+        """The id that is put before every text, or None."""
         return self._bos
 
     @property
@@ -150,17 +150,17 @@ class FolderTokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are marks, not text."""
+        """The ids of special tokens."""
         added = self._engine.get_added_tokens_decoder()
         return frozenset(i for i, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; nothing is put before or behind it."""
+        """Return the ids of a text; nothing is added before or after it."""
         utf8(text)
         return self._ids(text, special=False)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
+        """Encode several texts, on all cores."""
         for text in texts:
             utf8(text)
         try:
@@ -179,7 +179,7 @@ class FolderTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens written out; U+FFFD where a character was cut."""
+        """Return the text of ids, special tokens included; U+FFFD for an incomplete character."""
         known = [known_id(i, self.model_ids) for i in ids]
         if not self._bytes or not any(i in self._bytes for i in known):
             text: str = self._engine.decode(known, skip_special_tokens=False)
@@ -187,9 +187,9 @@ class FolderTokenizer:
         return self._with_bytes(known)
 
     def _with_bytes(self, ids: list[int]) -> str:
-        """The library spoils a whole run of byte tokens for one bad byte; here only that byte is.
+        """Decode byte tokens so that a bad byte spoils only itself, not its complete run.
 
-        So the text of a longer sequence begins with the text of a shorter one, up to a cut
+        So the text of a longer sequence begins with the text of a shorter one, up to an incomplete
         character, which streaming relies on.
         """
         tokens: list[str] = []
@@ -209,6 +209,6 @@ class FolderTokenizer:
         return text
 
     def to_json(self) -> str:
-        """The library's own JSON."""
+        """Return the library's own JSON."""
         text: str = self._engine.to_str(pretty=False)
         return text + "\n"

@@ -1,7 +1,7 @@
-"""How byte-level tokenizers cut text into words, by the names that GGUF files use for it.
+"""Pre-tokenizers of byte-level BPE, by the names that GGUF files use for them.
 
-Each is what the `tokenizers` library needs to be told, as its own JSON has it. Only ways of cutting
-that are certain stand here: a name that is missing is never guessed.
+Each is written as the `tokenizers` library's JSON. Only those that are certain are listed: an
+unknown name is never guessed.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def _split(pattern: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """`whole`: a word that is a token is taken as it is, unmerged. `begins`: texts get a BOS."""
+    """A pre-tokenizer. `whole`: a word that is a token stays unmerged. `begins`: texts get BOS."""
 
     cut: dict[str, Any]
     normalizer: dict[str, Any] | None = None
@@ -55,7 +55,7 @@ WORDS = {
 
 
 def name_of(cut: Any, *, normalizer: Any, whole: bool) -> str | None:
-    """The name of a way of cutting; None where it has none here."""
+    """Return the name of a pre-tokenizer, or None."""
     for name, words in WORDS.items():
         same = _plain(words.cut) == _plain(cut) and words.normalizer == normalizer
         if same and words.whole == whole:
@@ -64,7 +64,7 @@ def name_of(cut: Any, *, normalizer: Any, whole: bool) -> str | None:
 
 
 def _plain(part: Any) -> Any:
-    """Without what only moves offsets."""
+    """Return the JSON without settings that only change offsets."""
     if isinstance(part, dict):
         return {key: _plain(value) for key, value in part.items() if key != "trim_offsets"}
     return [_plain(each) for each in part] if isinstance(part, list) else part

@@ -26,7 +26,7 @@ QWEN_1_SPECIALS = (
 
 
 def pieces_of_ranks(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Pieces by id and merges in order, spelled as byte-level BPE spells them."""
+    """Return pieces by id and merges in order, spelled as in byte-level BPE."""
     letters = byte_letters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     vocab = {spelled[token]: rank for token, rank in ranks.items()}
@@ -34,7 +34,7 @@ def pieces_of_ranks(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple
 
 
 def read_ranks(path: Path, *, limit: int) -> dict[bytes, int]:
-    """Lines of a base64 token and its rank; all 256 bytes are among them, ranks have no gap."""
+    """Read lines of a base64 token and its rank; all 256 bytes must occur, ranks without gaps."""
     ranks: dict[bytes, int] = {}
     lines = read_text(path, limit=limit).split("\n")
     if len(lines) > MOST_TOKENS:
@@ -60,7 +60,7 @@ def read_ranks(path: Path, *, limit: int) -> dict[bytes, int]:
 
 
 def merges_of(ranks: dict[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
-    """The pair that made each token: what is left of its bytes when lower ranks are merged."""
+    """Return the pair that made each token: its bytes after merging all lower ranks."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
@@ -77,7 +77,7 @@ def merges_of(ranks: dict[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
 
 
 def byte_letters() -> list[str]:
-    """GPT-2's printable stand-ins for bytes: a visible character for each, in the library's way."""
+    """Return GPT-2's printable character for each byte."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     letters = {byte: chr(byte) for byte in visible}

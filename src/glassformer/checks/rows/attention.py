@@ -27,7 +27,7 @@ from glassformer.spec import model as spec
 
 
 def everything_explicit() -> TapsAt:
-    """Taps that ask for the weights, and so choose the explicit path."""
+    """Return taps that read the weights, which selects the explicit path."""
     return TapsAt(Taps(read="weights"), "")
 
 
@@ -70,7 +70,7 @@ def fused_is_explicit(dtype: torch.dtype) -> Measure:
 
 
 def grouped_heads(dtype: torch.dtype) -> Measure:
-    """Query head n reads key-value head n // (N / K): against one head at a time."""
+    """Query head n attends to key-value head n // (N / K): against one head at a time."""
     B, N, K, T, H = 2, 6, 3, 7, 5
 
     def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

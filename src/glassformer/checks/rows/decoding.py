@@ -1,4 +1,4 @@
-"""Decoding: every way of choosing the likeliest tokens chooses the same, and does no more work."""
+"""Decoding: cached, uncached and fast steps, batches, beams and sampling give the same tokens."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ FEW, MANY = 30, 1_000
 
 
 def _case(subject: Subject) -> tuple[Model, Prompts]:
-    """One of our models that can continue, and prompts of different lengths for it."""
+    """Return a model of ours that decodes, and prompts of different lengths for it."""
     model = subject.ours()
     if "next" not in model.spec.head_names() or not subject.causal:
         raise NotOffered("it cannot continue a sequence")
@@ -49,7 +49,7 @@ def _lean(model: Model, *, compiled: bool = False) -> FastStepper:
 
 
 def _steppers(model: Model) -> dict[str, Stepper]:
-    """Every way of reading a sequence token by token."""
+    """Return every stepper for this model."""
     found: dict[str, Stepper] = {
         "cached": TorchStepper(model),
         "growing cache": TorchStepper(model, cache="growing"),
@@ -90,7 +90,7 @@ def every_way_is_greedy(subject: Subject) -> Measure:
 
 
 def weights_dtype(model: Model) -> type:
-    """NumPy's name for the model's precision."""
+    """Return the NumPy dtype of the model's precision."""
     wide = next(model.parameters()).dtype == torch.float64
     return np.float64 if wide else np.float32
 
@@ -115,7 +115,7 @@ def every_wide_step_is_uncached(subject: Subject) -> Measure:
 def _followed(
     steppers: dict[str, Stepper], witness: Stepper, prompts: Prompts, size: str, dtype: str = ""
 ) -> Measure:
-    """The worst gap of the steppers' logits to the witness's, along its greedy tokens."""
+    """Return the worst gap of the steppers' logits to the uncached ones, along greedy tokens."""
     wanted_BV, past = witness.start(prompts, room=NEW)
     pasts = {}
     worst, where, logits = 0.0, "", {}
@@ -155,7 +155,7 @@ def a_batch_decodes_as_its_rows(subject: Subject) -> Measure:
 
 
 def _padded(prompts: Prompts, side: str) -> Prompts:
-    """The same prompts, given as an array with a mask."""
+    """Return the same prompts as an array with a mask."""
     longest = max(map(len, prompts.tokens))
     tokens_BT = np.zeros((len(prompts), longest), dtype=np.int64)
     valid_BT = np.zeros((len(prompts), longest), dtype=np.bool_)
@@ -181,7 +181,7 @@ def all_kept_is_plain_sampling(subject: Subject) -> Measure:
 
 
 def _drawn(stepper: Stepper, prompts: Prompts, *, seed: int) -> list[list[int]]:
-    """Sampling by its definition: the first token whose cumulative probability exceeds a number."""
+    """Sample by definition: the first token whose cumulative probability exceeds a number."""
     logits_BV, past = stepper.start(prompts, room=NEW)
     made: list[list[int]] = [[] for _ in range(len(prompts))]
     for step in range(NEW):
@@ -231,7 +231,7 @@ def beams_are_brute_force(subject: Subject) -> Measure:
 
 
 def _apart(score: float, wanted: float) -> float:
-    """Absolute below 1; sums of many log-probabilities round with their size."""
+    """Return the gap: absolute below 1, else relative, as large sums round with their size."""
     return abs(score - wanted) / max(1.0, abs(wanted))
 
 

@@ -1,4 +1,4 @@
-"""What must hold for every model, whoever wrote it, checked through the `Subject`.
+"""Invariants of every model, ours or not, checked through the `Subject`.
 
 Each check takes a subject and gives a `Measure`, or raises `NotOffered`. Rows where a model may
 have its own rounding (another batch, another length) have a tolerance; where the arithmetic is the
@@ -19,24 +19,24 @@ LENGTH = 11
 
 
 def tokens_of(subject: Subject, batch: int, length: int, *, seed: int) -> Tensor:
-    """Random tokens within the subject's vocabulary and context."""
+    """Return random tokens within the subject's vocabulary and context."""
     length = min(length, subject.max_length)
     return torch.randint(0, subject.vocab_size, (batch, length), generator=seeded(seed))
 
 
 def other_tokens(subject: Subject, tokens: Tensor) -> Tensor:
-    """A different token in every place."""
+    """Return a different token at every position."""
     shift = torch.randint(1, max(2, subject.vocab_size), tokens.shape, generator=seeded(61))
     return (tokens + shift) % subject.vocab_size
 
 
 def scaled_gap(ours: Tensor, reference: Tensor) -> float:
-    """Absolute, but relative to the largest logit where logits exceed unit scale."""
+    """Return the gap: absolute, or relative to the largest logit if that exceeds 1."""
     return gap(ours, reference) / max(1.0, float(reference.detach().abs().max()))
 
 
 def tolerance_of(logits: Tensor) -> float:
-    """The bar for this precision."""
+    """Return the tolerance for this precision."""
     return TOLERANCE[logits.dtype]
 
 
@@ -83,7 +83,7 @@ def _lengths(tokens: Tensor) -> list[int]:
 
 @torch.no_grad()
 def padding_content(subject: Subject) -> Measure:
-    """What a padded place holds changes no bit of the others, on either side."""
+    """The content of padding changes no bit of the other positions, on either side."""
     tokens, worst = tokens_of(subject, 3, LENGTH, seed=63), 0.0
     for left in (False, True):
         padded, valid = _padded(tokens, _lengths(tokens), left=left)
@@ -132,7 +132,7 @@ def batch_is_singles(subject: Subject) -> Measure:
 
 @torch.no_grad()
 def determinism(subject: Subject) -> Measure:
-    """The same tokens twice, torch's own generator at two places: the same bits."""
+    """The same tokens twice, with torch's generator in two states: the same bits."""
     tokens = tokens_of(subject, 3, LENGTH, seed=66)
     results = []
     with torch.random.fork_rng():
@@ -191,7 +191,7 @@ def gradient_flow(subject: Subject) -> Measure:
 
 @torch.no_grad()
 def reloaded(subject: Subject) -> Measure:
-    """Saved, read back, and asked again: the same bits."""
+    """Saved, loaded and run again: the same bits."""
     if subject.reload is None:
         raise NotOffered("no way to save it")
     tokens = tokens_of(subject, 2, LENGTH, seed=70)
@@ -204,7 +204,7 @@ def reloaded(subject: Subject) -> Measure:
 
 @torch.no_grad()
 def like_reference(subject: Subject) -> Measure:
-    """The same logits as the module it was made of, whole and padded."""
+    """The same logits as the module it was made of, with padding and without."""
     if subject.reference is None:
         raise NotOffered("nothing to compare it with")
     tokens = tokens_of(subject, 3, 64, seed=72)

@@ -1,7 +1,4 @@
-"""PyTorch's own layers beside ours: which of their tensors plays the role of which of ours.
-
-Whole layers and stacks against PyTorch's nn.Transformer family.
-"""
+"""Our layers and stacks against PyTorch's nn.Transformer family, tensor by tensor."""
 
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -29,14 +26,14 @@ from glassformer.spec.presets import seq2seq
 
 
 def linear_pairs(name: str, ours: Linear, reference: nn.Linear) -> Iterator[Pair]:
-    """Weight and bias."""
+    """Pair weight and bias."""
     yield Pair(f"{name}.weight", ours.weight, reference.weight)
     if ours.bias is not None:
         yield Pair(f"{name}.bias", ours.bias, reference.bias)
 
 
 def norm_pairs(name: str, ours: LayerNorm | RMSNorm, reference: nn.LayerNorm) -> Iterator[Pair]:
-    """Gain and shift."""
+    """Pair gain and shift."""
     assert isinstance(ours, LayerNorm)
     yield Pair(f"{name}.weight", ours.weight, reference.weight)
     yield Pair(f"{name}.bias", ours.bias, reference.bias)
@@ -61,7 +58,7 @@ def block_pairs(
     ours: TransformerBlock,
     reference: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer,
 ) -> Iterator[Pair]:
-    """A whole layer; in torch's decoder layer the second norm belongs to cross-attention."""
+    """Pair a complete layer; in torch's decoder layer the second norm is cross-attention's."""
     assert isinstance(ours.ffn, MLP)
     yield from attention_pairs(f"{name}.attn", ours.attn, reference.self_attn)
     yield from norm_pairs(f"{name}.attn_norm", ours.attn_norm, reference.norm1)
@@ -89,7 +86,7 @@ def _worst(measures: Iterable[Measure]) -> Measure:
 
 
 def _settings(placement: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What all of PyTorch's layers are told alike."""
+    """Return the settings that all of PyTorch's layers share."""
     return {
         "dropout": 0.0,
         "batch_first": True,

@@ -1,4 +1,4 @@
-"""The by-hand engine as witness: the same spec and weights in NumPy, gradients derived by hand.
+"""Parity with the NumPy engine: the same spec and weights, gradients derived by hand.
 
 Everything is compared in float64: results and taps, each parameter's gradient against autograd's,
 gradients against central differences, and the weights after some steps of each optimizer.
@@ -45,7 +45,7 @@ POINTS, NUDGE = 4, 1e-3
 
 
 def _twins(subject: Subject) -> tuple[Model, HandModel, Inputs]:
-    """The model in float64, its by-hand twin of the same weights, and a padded batch."""
+    """Return the model in float64, its NumPy twin with the same weights, and a padded batch."""
     own = subject.ours()
     if any(p.dtype not in (torch.float32, torch.float64) for p in own.parameters()):
         raise NotOffered("the by-hand engine has no half precision")
@@ -59,7 +59,7 @@ def _twins(subject: Subject) -> tuple[Model, HandModel, Inputs]:
 
 
 def hand_inputs(hand: HandModel, inputs: Inputs) -> HandInputs:
-    """The same batch as NumPy arrays."""
+    """Return the same batch as NumPy arrays."""
 
     def array(tensor: torch.Tensor | None) -> NDArray[Any] | None:
         return None if tensor is None else tensor.numpy()
@@ -75,7 +75,7 @@ def hand_inputs(hand: HandModel, inputs: Inputs) -> HandInputs:
 
 
 def targets_for(spec: ModelSpec, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Random answers for every head."""
+    """Return random targets for every head."""
     targets = {}
     for i, head in enumerate(spec.head_names()):
         shape = inputs.tokens_BT.shape[:1] if head == "answer" else inputs.tokens_BT.shape
@@ -178,9 +178,9 @@ def gradients_by_differences(subject: Subject) -> Measure:
 def _equal_shares(
     grads: Mapping[str, NDArray[Any]], rng: np.random.Generator
 ) -> tuple[dict[str, NDArray[Any]], float]:
-    """A random direction through some tensors, and its slope: each adds 1, a flat one less.
+    """Return a random direction through some tensors and its slope, to which each adds 1.
 
-    An error of one of them shows in full, however small it is beside the others.
+    So an error in one tensor shows in full, however small its gradient is.
     """
     toward, total = {}, 0.0
     for name, grad in grads.items():

@@ -1,6 +1,6 @@
-"""What is claimed of our own models beyond what any model offers: names, ties, taps, caches.
+"""Checks of our own models: parameter names, ties, taps, caches, compilation, dropout.
 
-Whether dropout acts where the spec says: seen at the taps before and after each place.
+Dropout is observed at the taps before and after each point where the spec puts it.
 """
 
 import copy
@@ -50,7 +50,7 @@ def conforms_to_manifest(subject: Subject) -> Measure:
 
 
 def _is_alias(model: Model, key: str) -> bool:
-    """A key that is a second name of a parameter, as a shared embedding has."""
+    """Return whether a key is a second name of a parameter, as of a shared embedding."""
     tensor = model.state_dict(keep_vars=True)[key]
     return any(tensor is p for p in model.parameters())
 
@@ -97,7 +97,7 @@ def explicit_is_fused(subject: Subject) -> Measure:
 
 @torch.no_grad()
 def attention_pattern(subject: Subject) -> Measure:
-    """Weight falls exactly where the spec allows, asked pair by pair: order, window, padding."""
+    """Attention is non-zero exactly where the spec allows, pair by pair: order, window, padding."""
     model, mistakes = subject.ours(), 0
     tokens = tokens_of(subject, 2, LENGTH, seed=87)
     valid = torch.ones_like(tokens, dtype=torch.bool)
@@ -122,7 +122,7 @@ def attention_pattern(subject: Subject) -> Measure:
 
 
 def _allowed(queries: list[list[bool]], keys: list[list[bool]], attention: Attention) -> Tensor:
-    """Who may attend to whom, asked of each pair; every head has the same answer."""
+    """Return which positions may attend to which, pair by pair, for every head."""
     width = attention.window or math.inf
     rows = [
         [
@@ -269,7 +269,7 @@ PLACES = {
 
 
 def _before_dropout(ffn: FeedForward) -> str:
-    """The last tap of a feed-forward that its dropout leaves alone."""
+    """Return the last tap of a feed-forward before its dropout."""
     match ffn:
         case MLP() | SwiGLU():
             return "ffn.hidden"
@@ -303,7 +303,7 @@ def dropout_places(subject: Subject) -> Measure:
 
 
 def _with_dropout(model: Model, prefix: str, place: str) -> Model:
-    """A copy in training mode whose only dropout is that one."""
+    """Return a copy in training mode with a single dropout."""
     rates = {"decoder": Dropout(), "encoder": Dropout()}
     rates[prefix.removesuffix(".") or "decoder"] = Dropout(**{place: 0.5})
     spec = model.spec

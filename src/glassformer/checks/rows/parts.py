@@ -1,9 +1,8 @@
-"""Norms, feed-forward, embedding and first weights, against PyTorch's own and against formulas.
+"""Norms, feed-forward, embedding, initialisation and positions against PyTorch and formulas.
 
 Each check takes a dtype and gives a `Measure`: results and every gradient. Sizes are distinct
-primes where the claim allows, so that no transposition passes by luck.
-
-Our positions against closed forms: complex numbers for the rotary, the formula for sinusoids.
+primes where the claim allows, so that no transposition passes by luck. Positions are compared with
+closed forms: complex numbers for rotary, the formula for sinusoidal ones.
 """
 
 import cmath

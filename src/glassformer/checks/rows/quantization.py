@@ -1,5 +1,4 @@
-"""Quantization: whole numbers compute what rounded weights compute, there and back, on every
-machine and in any company.
+"""Quantization: integer arithmetic equals rounded weights, on disk, in any batch and backend.
 
 A model that comes quantized is examined as it is; any other one of ours is quantized for the
 occasion, to every scheme that fits some of its layers.
@@ -102,7 +101,7 @@ def dequantizes_exactly(subject: Subject) -> Measure:
 
 
 def rows_stand_alone(subject: Subject) -> Measure:
-    """A row's answer is the same alone and beside rows twenty times as large."""
+    """A row's result is the same alone and in a batch with rows twenty times as large."""
     worst, bar, names = 0.0, EXACT, set()
     for small in _quantized(subject, backend="auto"):
         for _, layer in _distinct(small):
@@ -158,7 +157,7 @@ def backends_agree(subject: Subject) -> Measure:
 
 
 def _distinct(model: Model) -> Iterator[tuple[str, QuantizedWeight]]:
-    """One layer of each shape and scheme."""
+    """Return one layer of each shape and scheme."""
     seen = set()
     for path, layer in quantized_layers(model):
         key = (layer.shape, layer.scheme, layer.lookup)
