@@ -73,7 +73,7 @@ DAMAGE = {
     "blocks that do not fit": (behind("blk.0.ffn_down.weight", "<I", 8, skip=20), "rows of 48"),
     "outside": (behind(UP, "<Q", 2**40, skip=24), "outside of the file"),
     "far outside": (behind(UP, "<Q", 2**64 - 32, skip=24), "outside of the file"),
-    "between places": (behind(UP, "<Q", 4, skip=24), "between its places"),
+    "between places": (behind(UP, "<Q", 4, skip=24), "not aligned"),
     "on another": (behind(UP, "<Q", 0, skip=24), "shares bytes"),
     "cut in its data": (lambda data: data[:-200], "outside of the file"),
     "cut in its head": (lambda data: data[:300], "the file is truncated"),

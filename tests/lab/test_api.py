@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.cli.main import app
 from glassformer.data.build_task import build_task
+from glassformer.data.tokenizers.characters import Bytes
 from glassformer.spec.errors import InputError
 from tests.lab.runs import sample, trained
 
@@ -53,3 +54,43 @@ def test_evaluate_refuses_what_it_cannot_measure(run):
     other = gf.build(replace(gf.preset("digits"), vocab_size=7))
     with pytest.raises(InputError, match="vocabulary of 7"):
         gf.evaluate(other, "digits")
+
+
+def test_train_takes_a_config_file_and_resumes(run, tmp_path):
+    config = run / "config.json"
+    for steps, resume in ((2, False), (4, True)):
+        made = gf.train(config, steps=steps, name="again", runs=tmp_path, resume=resume)
+    assert made.progress.step == 4
+    ours, theirs = gf.load(run), gf.load(tmp_path / "again")
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert one.equal(other)
+    with pytest.raises(InputError, match="a resumed run keeps its spec"):
+        gf.train(config, seed=9, name="again", runs=tmp_path, resume=True)
+
+
+def test_finetune_is_the_recipe_with_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_head": 8, "d_ff": 24, "n_layers": 1}
+    gf.build(gf.preset("qwen", vocab_size=256, **sizes), seed=0, tokenizer=Bytes()).save("base")
+    lines = (json.dumps({"prompt": f"{i}+1=", "completion": f"{i + 1}."}) for i in range(12))
+    Path("sums.jsonl").write_text("\n".join(lines))
+    spelled = ["base=base", "data=sums.jsonl", "lora=4"]
+    by_hand = gf.train("finetune", steps=2, name="by-hand", overrides=spelled)
+    made = gf.finetune("base", "sums.jsonl", lora=4, steps=2)
+    exact = gf.finetune("base", "sums.jsonl", lora=gf.LoRA(rank=4, alpha=8.0), steps=2, name="c")
+    assert made.spec == by_hand.spec == exact.spec
+    assert made.progress.loss == by_hand.progress.loss
+    assert gf.finetune("base", "sums.jsonl", steps=1, name="all").spec.tuning.lora is None
+
+
+def test_lr_find_suggests_what_the_command_suggests(run):
+    found = gf.lr_find(run / "config.json")
+    words = ["lr-find", str(run / "config.json"), "--json"]
+    shown = json.loads(CliRunner().invoke(app, words).stdout)
+    assert shown["lr"] == float(f"{found.suggestion:.1e}")
+
+
+def test_report_is_written_into_the_run(run):
+    path = gf.report(run, verify=False)
+    assert path == run / "report.html"
+    assert path.read_text().startswith("<!doctype html>")

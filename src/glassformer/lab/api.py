@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.load import checkpoint_of, load_model
@@ -257,7 +257,10 @@ def _engine_for(
         )
     if isinstance(task, str):
         task = named_task(task)
-    built = build_task(task) if isinstance(task, get_args(TaskSpec)) else task
+    if isinstance(task, get_args(TaskSpec)):
+        built = build_task(cast(TaskSpec, task))
+    else:
+        built = cast(Task, task)
     bare = load_model(model) if isinstance(model, str | Path) else model_of(model)
     check_fit(bare.spec, built)
     bare = bare.eval() if device is None else bare.eval().to(device)
@@ -265,7 +268,7 @@ def _engine_for(
 
 
 def opened(run: str | Path, *, device: str = "cpu") -> tuple[Engine, Task]:
-    """The checkpoint of a run, ready to be measured, and the task it was trained on."""
+    """Return an engine with the checkpoint of a run, and the task it was trained on."""
     path = str(run)
     folder = RunRef.parse(path).folder
     spec = load_run_spec(RunDirectory(folder))
@@ -281,13 +284,13 @@ def opened(run: str | Path, *, device: str = "cpu") -> tuple[Engine, Task]:
 
 
 def _known_cache(path: str) -> Path | None:
-    """The cache beside a run, if there is one: measuring makes none."""
+    """Return the cache beside a run, if it exists; evaluation creates none."""
     cache = cache_folder(RunRef.parse(path).folder.parent)
     return cache if cache.is_dir() else None
 
 
 def _check_tokens(parts: Parts, folder: Path) -> None:
-    """A text that has changed since gives other tokens, which would mean nothing to the model."""
+    """Refuse a task whose tokenizer is no longer the one that the model was trained with."""
     file = folder / "tokenizer.json"
     ours = parts.files.get(file.name)
     if ours is not None and file.is_file() and file.read_bytes() != ours:
@@ -299,7 +302,7 @@ def _check_tokens(parts: Parts, folder: Path) -> None:
 
 
 def result_of(run: TrainingRun) -> dict[str, Any]:
-    """The outcome of a run in a few numbers."""
+    """Return the results of a run as a few numbers."""
     progress = run.progress
     val = progress.val or {}
     bits = val.get("oracle", {}).get("bits_per_byte")

@@ -86,6 +86,8 @@ def heads_key(n_heads: int, d_head: int) -> str:
 class Stack(nn.Module):
     """One side of an encoder-decoder."""
 
+    blocks: nn.ModuleList
+
     def __init__(self, model: spec.ModelSpec, stack: spec.Stack, *, vocab_size: int) -> None:
         super().__init__()
         add_stack_parts(self, model, stack, vocab_size=vocab_size)

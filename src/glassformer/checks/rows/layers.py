@@ -199,7 +199,7 @@ def _whole(dtype: torch.dtype, placement: str) -> Measure:
     def embedded(tokens: Tensor, side: Stack) -> Tensor:
         assert isinstance(side.embed, TokenEmbedding)
         assert isinstance(side.position, SinusoidalPosition)
-        x = side.embed.weight[tokens] * D**0.5
+        x: Tensor = side.embed.weight[tokens] * D**0.5
         return (x + side.position.table[: tokens.shape[1]]).detach()
 
     def theirs() -> Tensor:
@@ -238,6 +238,7 @@ def _whole_pairs(ours: EncoderDecoder, reference: nn.Transformer) -> list[Pair]:
     pairs: list[Pair] = []
     for side, theirs in ((ours.encoder, reference.encoder), (ours.decoder, reference.decoder)):
         for i, (block, layer) in enumerate(zip(side.blocks, theirs.layers, strict=True)):
+            assert isinstance(block, TransformerBlock)
             pairs += block_pairs(f"blocks.{i}", block, layer)
         if theirs.norm is not None:
             assert isinstance(side.final_norm, LayerNorm)

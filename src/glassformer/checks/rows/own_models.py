@@ -19,6 +19,7 @@ from glassformer.checks.subject import Subject, size_of, with_source
 from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Model
+from glassformer.nn.block import TransformerBlock
 from glassformer.nn.cache import GrowingCache
 from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.heads import TiedHead
@@ -211,6 +212,7 @@ def cross_reads_encoder(subject: Subject) -> Measure:
     model(changed, taps=other)
     worst, memory = 0.0, taps.seen["encoder.final"]
     for i, block in enumerate(model.decoder.blocks):
+        assert isinstance(block, TransformerBlock) and block.cross is not None
         for leaf, projection in (("k", block.cross.k_proj), ("v", block.cross.v_proj)):
             seen = taps.seen[f"decoder.blocks.{i}.cross.{leaf}"]
             worst = max(worst, scaled_gap(seen.transpose(1, 2).flatten(2), projection(memory)))

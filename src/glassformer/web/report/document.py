@@ -32,13 +32,13 @@ SECTIONS: tuple[tuple[str, str, Writer], ...] = (
 
 
 def report(
-    run: str | Path, *, verify: bool = True, told: Callable[[str], None] | None = None
+    run: str | Path, *, verify: bool = True, progress: Callable[[str], None] | None = None
 ) -> Path:
     """Write the report of `RUN`, `RUN@last` or `RUN@120` into the run's folder; return its path.
 
-    Without `verify` the checks are left out. `told` is called with the title of each section.
+    Without `verify` the checks are left out. `progress` is called with each section's title.
     """
-    text = report_html(str(run), certificate=None if verify else Report(()), told=told)
+    text = report_html(str(run), certificate=None if verify else Report(()), progress=progress)
     directory = RunRef.parse(run).directory
     directory.write("report.html", text)
     return directory.folder / "report.html"
