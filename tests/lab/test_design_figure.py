@@ -1,8 +1,8 @@
 """The picture of a design: a PNG whose landscape is the solver's own answers."""
 
-from glassformer.budget.design import design, drift
+from glassformer.budget.design import EXPANSIONS, RATIOS, design, drift, landscape
 from glassformer.budget.question import Budget
-from glassformer.lab.plots.figures import EXPANSIONS, RATIOS, design_figure, landscape
+from glassformer.lab.plots.figures import design_figure
 
 
 def test_the_figure_is_a_png():

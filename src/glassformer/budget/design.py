@@ -14,6 +14,7 @@ from glassformer.budget.answer import Answer, Design
 from glassformer.budget.effort import Effort, Stop
 from glassformer.budget.infeasible import (
     InfeasibleBudget,
+    Undecided,
     certificate,
     counts_around,
     least_tolerance,
@@ -30,6 +31,9 @@ from glassformer.spec.units import parse_share
 EVALUATIONS, BEST_EVALUATIONS = 60_000, 40_000
 #: Evaluations for one design of a landscape.
 LANDSCAPE_EVALUATIONS = 12_000
+#: The wishes of a landscape: embedding ratios and GLU expansions.
+RATIOS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
+EXPANSIONS = (1.5, 2.0, 2.66, 3.0, 3.5, 4.0, 5.0)
 #: Multiples of d_model and d_ff that hardware likes.
 MULTIPLES = (64, 32, 16, 8)
 #: How far the alternatives "exact total", "deepest" and "widest" may be from the wishes.
@@ -197,6 +201,21 @@ def neighbour(
         glu_within=None,
     )
     return best_design(wished, effort=Effort(LANDSCAPE_EVALUATIONS, stop=stop))
+
+
+def landscape(budget: Budget) -> list[list[Design | None]]:
+    """Return the best design for each pair of wishes: a row per expansion, a column per ratio.
+
+    None where a hard limit admits none, or where the search reached its limit.
+    """
+
+    def cell(ratio: float, expansion: float) -> Design | None:
+        try:
+            return neighbour(budget, ratio, expansion)
+        except Undecided:
+            return None
+
+    return [[cell(ratio, expansion) for ratio in RATIOS] for expansion in EXPANSIONS]
 
 
 # --- alternatives -------------------------------------------------------------------------------

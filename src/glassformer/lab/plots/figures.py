@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from glassformer.budget.answer import Answer, Design
-from glassformer.budget.design import drift, neighbour
-from glassformer.budget.infeasible import Undecided
+from glassformer.budget.answer import Answer
+from glassformer.budget.design import EXPANSIONS, RATIOS, drift, landscape
 from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocate
 from glassformer.lab.measure.confusion import READINGS, ROWS, Table, order, shares
@@ -119,25 +118,8 @@ def _clipped(curve: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
     return [rate for rate, _ in kept], [loss for _, loss in kept]
 
 
-RATIOS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
-EXPANSIONS = (1.5, 2.0, 2.66, 3.0, 3.5, 4.0, 5.0)
 #: Colours end at this drift: 5 points of the ratio, or a quarter of the expansion.
 MOST_DRIFT = 5.0
-
-
-def landscape(budget: Budget) -> list[list[Design | None]]:
-    """Return the best design for each pair of wishes: a row per expansion, a column per ratio.
-
-    None where a hard limit admits none, or where the search reached its limit.
-    """
-    return [[_cell(budget, ratio, glu) for ratio in RATIOS] for glu in EXPANSIONS]
-
-
-def _cell(budget: Budget, ratio: float, expansion: float) -> Design | None:
-    try:
-        return neighbour(budget, ratio, expansion)
-    except Undecided:
-        return None
 
 
 def design_figure(answer: Answer) -> bytes:

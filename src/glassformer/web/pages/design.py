@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from glassformer.budget.answer import Answer, Design
-from glassformer.budget.design import ask, drift, neighbour, solve
+from glassformer.budget.design import EXPANSIONS, RATIOS, ask, drift, neighbour, solve
 from glassformer.budget.effort import Effort, SearchStopped
 from glassformer.budget.infeasible import Infeasible, InfeasibleBudget, Undecided, show
 from glassformer.budget.question import WISHES, Budget
 from glassformer.costs.parameter_table import allocation_lines
 from glassformer.lab.budget_report import design_costs, run_of_design, unusual_shape
-from glassformer.lab.plots.figures import EXPANSIONS, MOST_DRIFT, RATIOS
+from glassformer.lab.plots.figures import MOST_DRIFT
 from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.options import options_of
