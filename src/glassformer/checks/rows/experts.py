@@ -1,6 +1,7 @@
 """Mixtures of experts against their definition: routing, grouped experts, the balance loss."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,7 @@ from glassformer.nn.moe import BalanceAt, BalanceLosses, MixtureOfExperts
 from glassformer.nn.taps import Taps
 from glassformer.spec import model as spec
 
-# B batch, T length, D d_model, E experts
+# B batch, T length, D d_model, F d_ff, E experts
 
 NORMALIZED = spec.MoE(n_experts=5, experts_per_token=2, expert=spec.SwiGLU(d_ff=13))
 SHARED = replace(NORMALIZED, normalize=False, shared=spec.SwiGLU(d_ff=11), shared_gate=True)
@@ -41,8 +42,7 @@ def _one_token(part: MixtureOfExperts, ffn: spec.MoE, x_D: Tensor) -> Tensor:
     """The definition, for a single vector."""
     p = torch.exp(part.gate.weight @ x_D)
     p = p / p.sum()
-    order = sorted(range(ffn.n_experts), key=lambda e: (-float(p[e].detach()), e))
-    chosen = order[: ffn.experts_per_token]
+    chosen = _by_probability(p.detach().tolist())[: ffn.experts_per_token]
     weights = [p[e] for e in chosen]
     if ffn.normalize:
         total = torch.stack(weights).sum()
@@ -55,8 +55,16 @@ def _one_token(part: MixtureOfExperts, ffn: spec.MoE, x_D: Tensor) -> Tensor:
 
 
 def _swiglu(expert: nn.Module, x_D: Tensor) -> Tensor:
-    gate = expert.gate_proj.weight @ x_D
-    return expert.down_proj.weight @ (gate / (1 + torch.exp(-gate)) * (expert.up_proj.weight @ x_D))
+    gate_FD, up_FD, down_DF = (
+        expert.get_parameter(f"{name}_proj.weight") for name in ("gate", "up", "down")
+    )
+    gate = gate_FD @ x_D
+    return down_DF @ (gate / (1 + torch.exp(-gate)) * (up_FD @ x_D))
+
+
+def _by_probability(p: Sequence[float]) -> list[int]:
+    """Return expert numbers, likeliest first, the lower number first among equals."""
+    return sorted(range(len(p)), key=lambda e: (-p[e], e))
 
 
 def balance_by_counting(dtype: torch.dtype) -> Measure:
@@ -75,7 +83,7 @@ def balance_by_counting(dtype: torch.dtype) -> Measure:
     found = [_balance(part, each, valid) for each in (x, other)]
     E, tokens = NORMALIZED.n_experts, [t for row, ok in zip(x, valid, strict=True) for t in row[ok]]
     p = [torch.softmax(part.gate.weight.detach() @ token, 0).tolist() for token in tokens]
-    picks = [sorted(range(E), key=lambda e, row=row: (-row[e], e))[:2] for row in p]
+    picks = [_by_probability(row)[:2] for row in p]
     expected = E * sum(
         sum(e in pick for pick in picks) / len(tokens) * sum(row[e] for row in p) / len(tokens)
         for e in range(E)
@@ -126,8 +134,7 @@ def routing_follows_logits(subject: Subject) -> Measure:
         p = torch.softmax(logits.double(), -1)
         bar = TOLERANCE[torch.float64 if logits.dtype == torch.float64 else torch.float32]
         for row_p, row_w in zip(p.flatten(0, 1).tolist(), routing.flatten(0, 1), strict=True):
-            order = sorted(range(ffn.n_experts), key=lambda e, row=row_p: (-row[e], e))
-            chosen = order[: ffn.experts_per_token]
+            chosen = _by_probability(row_p)[: ffn.experts_per_token]
             total = sum(row_p[e] for e in chosen) if ffn.normalize else 1.0
             expected = [row_p[e] / total if e in chosen else 0.0 for e in range(ffn.n_experts)]
             worst = max(worst, gap(row_w.double(), torch.tensor(expected, dtype=torch.float64)))
