@@ -130,7 +130,7 @@ FAULTS = (
     Fault("empty rows not erased", "nn.attention:attend", "out_BNTH.masked_fill(mask.empty, 0.0)", "out_BNTH", EMPTY),
     Fault("empty rows mistaken for full", "nn.mask:close_empty_rows", "~allow.any(", "allow.any(", EMPTY),
     Fault("group order", "nn.attention:per_query_head", "kv_BKSH.repeat_interleave(group, dim=1)", "kv_BKSH.repeat(1, group, 1, 1)", "grouped heads = one head at a time"),
-    Fault("heads split across", "nn.attention:split_heads", "unflatten(-1, (-1, d_head)).transpose(1, 2)", "unflatten(-1, (d_head, -1)).permute(0, 3, 1, 2)", MULTI_HEAD),
+    Fault("heads split across", "nn.attention:split_heads", "return x_BTNH.transpose(1, 2)", "return x_BTD.unflatten(-1, (d_head, -1)).permute(0, 3, 1, 2)", MULTI_HEAD),
     Fault("heads joined without transpose", "nn.attention:join_heads", "x_BNTH.transpose(1, 2).flatten(2)", "x_BNTH.reshape(x_BNTH.shape[0], x_BNTH.shape[2], -1)", MULTI_HEAD),
     Fault("W_O dropped", "nn.attention:MultiHeadAttention.forward", "self.o_proj(join_heads(heads_BNTH))", "join_heads(heads_BNTH)", MULTI_HEAD),
     Fault("keys from the value weights", "nn.attention:MultiHeadAttention.keys_values", "self.k_proj(context_BSD)", "self.v_proj(context_BSD)", MULTI_HEAD),
@@ -164,7 +164,7 @@ FAULTS = (
     Fault("fast step with slopes of other heads", "generation.fast.block:FastAttention._bias", "-self.slopes_N[:, None]", "-self.slopes_N.flip(0)[:, None]", STEPS, "alibi-lm"),
     Fault("sinusoid sin and cos swapped", "nn.position:sinusoids", "angle.sin()", "angle.cos()", SINUSOIDS),
     Fault("sinusoid exponent doubled", "nn.position:sinusoids", "-even / d_model", "-2 * even / d_model", SINUSOIDS),
-    Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", _first_table(self), persistent=False)', "self.table = nn.Parameter(_first_table(self))", SINUSOIDS),
+    Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", self.first(), persistent=False)', "self.table = nn.Parameter(self.first())", SINUSOIDS),
     Fault("table in the checkpoint", "nn.position:RotaryPosition.__init__", "persistent=False", "persistent=True", MANIFEST, "qwen"),
     # norms, feed-forward, blocks
     Fault("LayerNorm eps 1e-6 for 1e-5", "nn.norm:build_norm", "LayerNorm(width, eps=norm.eps)", "LayerNorm(width, eps=1e-6)", "LayerNorm = nn.LayerNorm"),

@@ -72,7 +72,8 @@ def alibi_bias(slopes_N: Array, *, positions_BS: Array, queries: int) -> Array:
     """
     apart_BTS = positions_BS[:, -queries:, None] - positions_BS[:, None, :]
     distance_BTS = np.abs(apart_BTS).astype(slopes_N.dtype)
-    return -slopes_N[:, None, None] * distance_BTS[:, None]
+    bias_BNTS: Array = -slopes_N[:, None, None] * distance_BTS[:, None]
+    return bias_BNTS
 
 
 def _turn(x_BNTH: Array, cos: Array, sin: Array, ws: Workspace | None) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from glassformer.data.batch import Batch
 from glassformer.models.inputs import Inputs, as_inputs
-from glassformer.models.stack import Stack, add_stack_parts, run_stack
+from glassformer.models.stack import Stack, StackParts, add_stack_parts, run_stack
 from glassformer.nn.cache import Cache
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
 from glassformer.nn.heads import TiedHead, read_out
 from glassformer.nn.linear import Linear
+from glassformer.nn.lora import Specified
 from glassformer.nn.moe import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec.errors import InputError, nearest
@@ -28,10 +29,9 @@ from glassformer.spec.model import ModelSpec
 # B batch, T length, D d_model, V logits
 
 
-class Model(nn.Module, ABC):
+class Model(Specified, ABC):
     """`forward` = every head's `logits` of the `hidden` states of checked `inputs`."""
 
-    spec: ModelSpec
     heads: nn.ModuleDict
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -91,9 +91,9 @@ class Model(nn.Module, ABC):
     def project(self, rows: Tensor, head: str) -> Tensor:
         """Hidden vectors (..., D) to a head's logits (..., V), wherever they were read."""
         part = self.heads[head]
-        if isinstance(part, TiedHead):
-            return part(rows, self.output_embedding())
-        return part(rows)
+        logits: Tensor
+        logits = part(rows, self.output_embedding()) if isinstance(part, TiedHead) else part(rows)
+        return logits
 
     def forward(
         self,
@@ -164,7 +164,7 @@ def build_heads(spec: ModelSpec) -> nn.ModuleDict:
     return heads
 
 
-class DecoderLM(Model):
+class DecoderLM(Model, StackParts):
     """embed -> blocks -> final norm -> heads."""
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, assert_never
+from typing import assert_never, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,8 @@ from glassformer.spec.own import OwnPosition
 # B batch, T new length, S length with the past, D d_model
 
 
-class StackParts(Protocol):
-    """The parts that `run_stack` needs, whoever holds them."""
+class StackParts(nn.Module):
+    """The parts that `run_stack` needs: one side of an encoder-decoder, or a decoder with heads."""
 
     embed: TokenEmbedding | FactorizedTokenEmbedding
     position: SinusoidalPosition | LearnedPosition | AddedPosition | None
@@ -41,11 +41,10 @@ class StackParts(Protocol):
     blocks: nn.ModuleList
     final_norm: LayerNorm | RMSNorm | None
     stack: spec.Stack
-    training: bool
 
 
 def add_stack_parts(
-    holder: nn.Module, model: spec.ModelSpec, stack: spec.Stack, *, vocab_size: int
+    holder: StackParts, model: spec.ModelSpec, stack: spec.Stack, *, vocab_size: int
 ) -> None:
     """Register the parts of one stack on a module, under the manifest's names."""
     holder.stack = stack
@@ -83,7 +82,7 @@ def heads_key(n_heads: int, d_head: int) -> str:
     return f"{n_heads}x{d_head}"
 
 
-class Stack(nn.Module):
+class Stack(StackParts):
     """One side of an encoder-decoder."""
 
     blocks: nn.ModuleList
@@ -129,14 +128,17 @@ def run_stack(
     places = positions_of(past, T, valid_BS, segments_BT)
     masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device, parts.alibi)
     memory_mask = _memory_mask(T, memory_BSD, valid_BS, memory_valid_BS)
-    rotations = {width: rotary.at(places) for width, rotary in parts.rotary.items()}
+    rotations = {
+        width: cast(RotaryPosition, rotary).at(places) for width, rotary in parts.rotary.items()
+    }
 
     x_BTD = parts.embed(tokens_BT)
     if parts.position is not None:
         x_BTD = parts.position(x_BTD, places)
     x_BTD = F.dropout(x_BTD, parts.stack.dropout.embedding, parts.training)
     x_BTD = tap(at, "embed", x_BTD)
-    for layer, (module, block) in enumerate(zip(parts.blocks, parts.stack.blocks(), strict=True)):
+    for layer, block in enumerate(parts.stack.blocks()):
+        module = cast(TransformerBlock, parts.blocks[layer])
         run = partial(checkpoint, module, use_reentrant=False) if recompute else module
         x_BTD = run(
             x_BTD,
@@ -210,7 +212,10 @@ class _Masks:
                 segments_k_BS=self.segments_BT,
                 device=self.device,
             )
-            self.made[kind] = replace(mask, bias=self._bias(self.alibi[heads])) if heads else mask
+            if heads:
+                part = cast(ALiBiPosition, self.alibi[heads])
+                mask = replace(mask, bias=self._bias(part))
+            self.made[kind] = mask
         return self.made[kind]
 
     def _bias(self, part: ALiBiPosition) -> Tensor:

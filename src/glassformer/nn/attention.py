@@ -109,7 +109,8 @@ def per_query_head(kv_BKSH: Tensor, q_BNTH: Tensor) -> Tensor:
 
 def split_heads(x_BTD: Tensor, d_head: int) -> Tensor:
     """(B, T, N * H) -> (B, N, T, H), a view."""
-    return x_BTD.unflatten(-1, (-1, d_head)).transpose(1, 2)
+    x_BTNH: Tensor = x_BTD.unflatten(-1, (-1, d_head))  # type: ignore[no-untyped-call]
+    return x_BTNH.transpose(1, 2)
 
 
 def join_heads(x_BNTH: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ factors are named as `lora_manifest` says. B starts at zero: a fresh correction 
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +34,8 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         low_R = self.lora_A(F.dropout(x, self.dropout, self.training))
-        return F.linear(x, self.weight, self.bias) + self.lora_B(low_R) * self.scale
+        low: Tensor = self.lora_B(low_R) * self.scale
+        return F.linear(x, self.weight, self.bias) + low
 
     @torch.no_grad()
     def merged(self) -> Linear:
@@ -53,8 +53,8 @@ class LoRALinear(nn.Module):
         return f"{self.d_in} -> {self.d_out}, scale={self.scale:g}, dropout={self.dropout:g}"
 
 
-class Specified(Protocol):
-    """A torch module that says what it is."""
+class Specified(nn.Module):
+    """A module that a spec describes."""
 
     spec: ModelSpec
 

@@ -122,7 +122,8 @@ class MixtureOfExperts(nn.Module):
             chosen_BTA = used_BTE.sort(dim=-1, descending=True, stable=True).indices[..., :most]
         return routing_BTE.gather(-1, chosen_BTA), chosen_BTA
 
-    @torch.compiler.disable  # the sizes of the groups are data: a compiled graph ends here
+    # The sizes of the groups are data: a compiled graph ends here.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _experts_of(self, rows_MD: Tensor, chosen_MA: Tensor) -> Tensor:
         """What each row's experts give, (M, A, D): one product for the rows of an expert."""
         (M, A), E = chosen_MA.shape, self.n_experts
@@ -138,7 +139,7 @@ class MixtureOfExperts(nn.Module):
         sizes = filled_E.tolist()
         row_P = place_J.new_zeros(sum(sizes))  # what fills a group up is row 0, and never read
         row_P[place_J] = sorted_J // A
-        groups = rows_MD[row_P].split(sizes)
+        groups = torch.split(rows_MD[row_P], sizes)
         out_PD = torch.cat([expert(x) for expert, x in zip(self.experts, groups, strict=True)])
         return out_PD[place_J].view(M, A, -1)
 

@@ -6,8 +6,8 @@ it to float64.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,39 @@ def rotations(rotary: Rotary, length: int, d_head: int, *, dtype: torch.dtype) -
     return table if factor == 1.0 else table * factor
 
 
-class SinusoidalPosition(nn.Module):
-    """x + PE(position). Nothing is learned."""
+class ComputedTable(nn.Module):
+    """A part whose table is computed and not learned; casting keeps the table's precision."""
 
     table: Tensor
+    table_shape: tuple[int, ...]
+
+    def make(self, dtype: torch.dtype) -> Tensor:
+        """The table at the precision that a model of this dtype needs, on the CPU."""
+        raise NotImplementedError
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The table, computed on the CPU so that every device has the same; on meta its shape."""
+        if device.type == "meta":
+            return torch.empty(self.table_shape, dtype=table_dtype(dtype), device=device)
+        return self.make(dtype).to(device)
+
+    def first(self) -> Tensor:
+        """The table on torch's present device, in its present precision."""
+        return self.on(torch.empty(0).device, torch.get_default_dtype())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Let torch move and cast the module, then put the table back at full precision.
+
+        The buffer says on which device, and whether the cast was to float64; its values may be
+        rounded.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.table = self.on(self.table.device, self.table.dtype)
+        return self
+
+
+class SinusoidalPosition(ComputedTable):
+    """x + PE(position). Nothing is learned."""
 
     def __init__(self, max_seq_len: int, d_model: int, *, base: float) -> None:
         super().__init__()
@@ -57,7 +86,7 @@ class SinusoidalPosition(nn.Module):
         self.d_model = d_model
         self.base = base
         self.table_shape = (max_seq_len, d_model)
-        self.register_buffer("table", _first_table(self), persistent=False)
+        self.register_buffer("table", self.first(), persistent=False)
 
     def make(self, dtype: torch.dtype) -> Tensor:
         """The table at the precision that a model of this dtype needs."""
@@ -66,9 +95,6 @@ class SinusoidalPosition(nn.Module):
 
     def forward(self, x_BTD: Tensor, positions: Tensor | slice) -> Tensor:
         return x_BTD + self.table[positions].to(x_BTD.dtype)
-
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        return _apply_and_remake(self, super()._apply, fn, recurse)
 
 
 class LearnedPosition(nn.Module):
@@ -154,10 +180,8 @@ def _own_class(own: OwnPosition) -> type[AddedPosition]:
     return kind
 
 
-class RotaryPosition(nn.Module):
+class RotaryPosition(ComputedTable):
     """Holds cos and sin; `at` gives the rows of the asked positions, `rotate` applies them."""
-
-    table: Tensor
 
     def __init__(self, rotary: Rotary, max_seq_len: int, d_head: int) -> None:
         super().__init__()
@@ -165,7 +189,7 @@ class RotaryPosition(nn.Module):
         self.max_seq_len = max_seq_len
         self.d_head = d_head
         self.table_shape = (2, max_seq_len, d_head // 2)
-        self.register_buffer("table", _first_table(self), persistent=False)
+        self.register_buffer("table", self.first(), persistent=False)
 
     def make(self, dtype: torch.dtype) -> Tensor:
         """The table at the precision that a model of this dtype needs."""
@@ -176,14 +200,9 @@ class RotaryPosition(nn.Module):
         cos, sin = self.table[:, positions]
         return (cos, sin) if cos.ndim == 2 else (cos[:, None], sin[:, None])
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        return _apply_and_remake(self, super()._apply, fn, recurse)
 
-
-class ALiBiPosition(nn.Module):
+class ALiBiPosition(ComputedTable):
     """Holds the slope of each head; `bias` is -slope * |distance| between queries and keys."""
-
-    table: Tensor
 
     def __init__(self, alibi: ALiBi, n_heads: int, d_head: int) -> None:
         super().__init__()
@@ -191,7 +210,7 @@ class ALiBiPosition(nn.Module):
         self.n_heads = n_heads
         self.d_head = d_head
         self.table_shape = (n_heads,)
-        self.register_buffer("table", _first_table(self), persistent=False)
+        self.register_buffer("table", self.first(), persistent=False)
 
     def make(self, dtype: torch.dtype) -> Tensor:
         """The slopes at the precision that a model of this dtype needs."""
@@ -205,9 +224,6 @@ class ALiBiPosition(nn.Module):
         bias_NTS = -self.table[:, None, None] * distance_1TS
         return bias_NTS if bias_NTS.ndim == 4 else bias_NTS[None]
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        return _apply_and_remake(self, super()._apply, fn, recurse)
-
 
 def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + H/2]): the half-split layout of Llama and Qwen checkpoints."""
@@ -219,27 +235,5 @@ def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def make_tables(module: nn.Module, device: torch.device | str) -> None:
     """Give every table of a module that was built on meta its values, on this device."""
     for part in module.modules():
-        if isinstance(part, (SinusoidalPosition, RotaryPosition, ALiBiPosition)):
-            part.table = _table_on(part, part.table.dtype, torch.device(device))
-
-
-def _first_table(part):  # type: ignore[no-untyped-def]
-    """On torch's present device, in its present precision."""
-    return _table_on(part, torch.get_default_dtype(), torch.empty(0).device)
-
-
-def _table_on(part, dtype, device):  # type: ignore[no-untyped-def]
-    """The table, computed on the CPU so that every device has the same; on meta its shape alone."""
-    if device.type == "meta":
-        return torch.empty(part.table_shape, dtype=table_dtype(dtype), device=device)
-    return part.make(dtype).to(device)
-
-
-def _apply_and_remake(part, apply, fn, recurse):  # type: ignore[no-untyped-def]
-    """Let torch move and cast the module, then put the table back at full precision.
-
-    The buffer tells the device and whether the cast was to float64; its values may be rounded.
-    """
-    apply(fn, recurse)
-    part.table = _table_on(part, part.table.dtype, part.table.device)
-    return part
+        if isinstance(part, ComputedTable):
+            part.table = part.on(torch.device(device), part.table.dtype)

@@ -41,7 +41,8 @@ def spec(cls: type[T]) -> type[T]:
 
 def check_variants(node: object) -> None:
     """Refuse a field that holds a class which its type does not name."""
-    for name, members in _variant_fields(type(node)):
+    cls: type = type(node)
+    for name, members in _variant_fields(cls):
         value = getattr(node, name)
         for one in value if isinstance(value, tuple) else (value,):
             if type(one) not in members:
@@ -58,7 +59,8 @@ def check_member(name: str, value: object, union: Any) -> None:
 def check_tree(node: object) -> None:
     """`check_variants` for a spec and everything below it: the door of whatever consumes specs."""
     check_variants(node)
-    for name, _ in _variant_fields(type(node)):
+    cls: type = type(node)
+    for name, _ in _variant_fields(cls):
         value = getattr(node, name)
         for one in value if isinstance(value, tuple) else (value,):
             check_tree(one)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,8 @@ from glassformer.data.batch import Batch
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
-Arrays = dict[str, NDArray]
+Array = NDArray[Any]
+Arrays = dict[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,13 @@ class Engine(Protocol):
     def weights(self) -> Arrays:
         """Copies of the parameters by manifest name."""
 
-    def load_weights(self, arrays: Mapping[str, NDArray]) -> None:
+    def load_weights(self, arrays: Mapping[str, Array]) -> None:
         """Put parameters back."""
 
     def state(self) -> Arrays:
         """The optimizer's arrays, `kind.parameter` each, and its step count."""
 
-    def load_state(self, arrays: Mapping[str, NDArray]) -> None:
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
         """The inverse of `state`."""
 
 
@@ -115,10 +116,11 @@ def _check_targets(batch: Batch, head: str, classes: int) -> None:
         )
     target = batch.targets[head]
     outside = (target < 0) | (target >= classes)
-    wrong = np.argwhere(outside & (loss_weights(batch, head) > 0)) if outside.any() else ()
-    if len(wrong):
+    if not outside.any():
+        return
+    for wrong in np.argwhere(outside & (loss_weights(batch, head) > 0))[:1]:
         raise InputError(
-            f"target {target[tuple(wrong[0])]} is not one of {classes} classes",
-            where=f"targets['{head}']{wrong[0].tolist()}",
+            f"target {target[tuple(wrong)]} is not one of {classes} classes",
+            where=f"targets['{head}']{wrong.tolist()}",
             hint="give it weight 0, or a target in the range",
         )

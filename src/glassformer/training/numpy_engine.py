@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
 from glassformer.byhand import optim
 from glassformer.byhand.inputs import Inputs
@@ -17,7 +16,14 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
-from glassformer.training.engine import Arrays, StepResult, balance_shares, loss_weights, totals
+from glassformer.training.engine import (
+    Array,
+    Arrays,
+    StepResult,
+    balance_shares,
+    loss_weights,
+    totals,
+)
 
 
 class NumpyEngine:
@@ -123,7 +129,7 @@ class NumpyEngine:
     def weights(self) -> Arrays:
         return {name: array.copy() for name, array in self.model.params.items()}
 
-    def load_weights(self, arrays: Mapping[str, NDArray]) -> None:
+    def load_weights(self, arrays: Mapping[str, Array]) -> None:
         self.model.storage.load(arrays)
 
     def state(self) -> Arrays:
@@ -132,7 +138,7 @@ class NumpyEngine:
             arrays[f"{kind}.{name}"] = view.copy()
         return arrays
 
-    def load_state(self, arrays: Mapping[str, NDArray]) -> None:
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
         held = {}
         for key, array in arrays.items():
             kind, _, name = key.partition(".")

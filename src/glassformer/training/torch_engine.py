@@ -8,7 +8,6 @@ from typing import assert_never
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.data.batch import Batch
@@ -24,7 +23,14 @@ from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.own_code import open_part, running
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
-from glassformer.training.engine import Arrays, StepResult, balance_shares, loss_weights, totals
+from glassformer.training.engine import (
+    Array,
+    Arrays,
+    StepResult,
+    balance_shares,
+    loss_weights,
+    totals,
+)
 from glassformer.training.losses import head_loss
 
 
@@ -83,19 +89,19 @@ class TorchEngine:
                 part = part + self.model.penalty() / len(batches)
                 loss = loss + part.detach()
                 if found is not None:
-                    plain, term = found.weighted(shares[i])
-                    balance, balance_term = balance + plain.detach(), balance_term + term.detach()
+                    mean, term = found.weighted(shares[i])
+                    balance, balance_term = balance + mean.detach(), balance_term + term.detach()
                     part = part + term
-                part.backward()
+                torch.autograd.backward(part)
                 nll = {head: nll[head] + sums[head] for head in nll}
         self.model.eval()
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         scalars = [loss, norm, balance, balance_term, *nll.values()]
-        total, size, mean_balance, term, *means = torch.stack(
+        total, size, balanced, added, *means = torch.stack(
             [number.double() for number in scalars]
         ).tolist()
-        applied = math.isfinite(total + term) and math.isfinite(size)
+        applied = math.isfinite(total + added) and math.isfinite(size)
         if applied:
             if self.train.clip:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.train.clip, norm)
@@ -104,7 +110,7 @@ class TorchEngine:
             head: mean / (counts[head] or 1.0) for head, mean in zip(counts, means, strict=True)
         }
         tokens = sum(int(batch.valid.sum()) for batch in batches)
-        routed = (mean_balance, term) if self.routed else (None, 0.0)
+        routed = (balanced, added) if self.routed else (None, 0.0)
         return StepResult(total, plain, size, tokens, applied, *routed)
 
     def _loss(
@@ -151,7 +157,7 @@ class TorchEngine:
     def weights(self) -> Arrays:
         return weights_of(self.model, rules=self.rules)
 
-    def load_weights(self, arrays: Mapping[str, NDArray]) -> None:
+    def load_weights(self, arrays: Mapping[str, Array]) -> None:
         load_weights(self.model, arrays, rules=self.rules)
 
     def state(self) -> Arrays:
@@ -169,7 +175,7 @@ class TorchEngine:
                         arrays[f"{kind}.{name}"] = value.detach().cpu().numpy().copy()
         return arrays
 
-    def load_state(self, arrays: Mapping[str, NDArray]) -> None:
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
         self.steps = int(arrays["steps"])
         own = dict(self.model.named_parameters())
         for optimizer, _ in self.optimizers:
@@ -177,12 +183,12 @@ class TorchEngine:
             for key, array in arrays.items():
                 kind, _, name = key.partition(".")
                 if name in own and own[name] in held:
-                    value = torch.from_numpy(np.array(array))
-                    # A step count stays where torch keeps it; moments live beside their parameter.
-                    at_home = value if kind == "step" and not _fused(optimizer) else None
-                    parameter = own[name]
-                    moved = value.to(parameter.device) if at_home is None else at_home
-                    optimizer.state.setdefault(parameter, {})[kind] = moved
+                    value, parameter = torch.from_numpy(np.array(array)), own[name]
+                    # Without fused kernels torch keeps step counts on the CPU, and moments beside
+                    # their parameter.
+                    if kind != "step" or _fused(optimizer):
+                        value = value.to(parameter.device)
+                    optimizer.state.setdefault(parameter, {})[kind] = value
 
     @contextlib.contextmanager
     def _dropout_from(self, seed: int) -> Iterator[None]:
@@ -253,7 +259,7 @@ def _own_optimizer(
 
 
 def _adamw(
-    named: Mapping[str, Tensor], rules: Mapping[str, object], adam: AdamW | Muon, lr: float
+    named: Mapping[str, Tensor], rules: Mapping[str, Parameter], adam: AdamW | Muon, lr: float
 ) -> torch.optim.AdamW:
     decayed = [p for name, p in named.items() if rules[name].decay]
     rest = [p for name, p in named.items() if not rules[name].decay]
