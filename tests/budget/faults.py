@@ -69,7 +69,7 @@ FAULTS = (
     Fault("source as long as the target", "costs.flops:flops", "2 * (source - rows) * of_source", "0", "flops"),
     Fault("Adam with one moment", "costs.memory:optimizer_bytes", "return FLOAT * sum(2 * p.size + 1 for p in own)", "return FLOAT * sum(p.size + 1 for p in own)", "optimizers"),
     Fault("Muon with two moments", "costs.memory:optimizer_bytes", "p.size if p.kind", "2 * p.size if p.kind", "optimizers"),
-    Fault("SwiGLU keeps three", "costs.memory:_block", "yield 4 * wide", "yield 3 * wide", "activations"),
+    Fault("SwiGLU keeps three", "costs.memory:_ffn", "yield 4 * wide", "yield 3 * wide", "activations"),
     Fault("RMSNorm keeps what LayerNorm does", "costs.memory:_norm", "FLOAT * rows * (1 + width)", "FLOAT * rows * 2", "activations"),
     Fault("log-softmax forgotten", "costs.memory:_head", "FLOAT * rows * width + LONG * rows", "LONG * rows", "activations"),
     Fault("the rotated result is not joined", "costs.memory:_attention", "turned or isinstance", "False and isinstance", "activations"),

@@ -177,10 +177,10 @@ FAULTS = (
     Fault("residual dropped", FORWARD, "x + feed(self.ffn_norm(x))", "feed(self.ffn_norm(x))", ENCODER),
     Fault("norms exchanged", FORWARD, "x + read(self.cross_norm(x))", "x + read(self.ffn_norm(x))", DECODER),
     Fault("K and V from the decoder", FORWARD, "context_BSD=memory_BSD", "context_BSD=x", "cross-attention reads the encoder in every layer", "seq2seq"),
-    Fault("gradient cut", FORWARD, "self.ffn(x, taps", "self.ffn(x.detach(), taps", ENCODER),
+    Fault("gradient cut", FORWARD, "return self.drop(self.ffn(x, taps=under(taps, \"ffn.\")))", "return self.drop(self.ffn(x.detach(), taps=under(taps, \"ffn.\")))", ENCODER),
     Fault("feed-forward detached", FORWARD, 'self.ffn(x, taps=under(taps, "ffn."))', 'self.ffn(x, taps=under(taps, "ffn.")).detach()', GRADIENTS, "core"),
     Fault("final norm forgotten", "models.stack:run_stack", "if parts.final_norm is not None", "if False", WHOLE),
-    Fault("memory of the encoder's embedding", "models.model:EncoderDecoder.hidden", "self.encode(inputs, taps=taps, recompute=recompute)", "self.encoder.embed(inputs.source_BS)", WHOLE),
+    Fault("memory of the encoder's embedding", "models.model:EncoderDecoder.hidden", "self.encode(inputs, taps=taps, recompute=recompute, balance=balance)", "self.encoder.embed(inputs.source_BS)", WHOLE),
     # embeddings and heads
     Fault("sqrt(d_model) missing", "nn.embedding:TokenEmbedding.forward", "x_BTD * self.scale", "x_BTD", WHOLE),
     Fault("tied head from one factor", "nn.embedding:FactorizedTokenEmbedding.as_linear", "F.linear(F.linear(x_BTD, self.v), self.u)", "F.linear(F.linear(x_BTD, self.v.detach()), self.u.sign())", "factorized embedding = U @ V"),

@@ -26,9 +26,9 @@ FAULTS = (
     Fault("penalty once a batch", STEP, "self.model.penalty() / len(batches)", "self.model.penalty()", "penalty, torch"),
     Fault("penalty once a batch, by hand", BY_HAND, "scale=1.0 / many", "scale=1.0", "penalty, numpy"),
     # steps
-    Fault("no look before the step", STEP, FINITE.format("total"), "applied = True", "not finite, torch"),
-    Fault("no look before the step, by hand", BY_HAND, FINITE.format("loss"), "applied = True", "not finite, numpy"),
-    Fault("only the loss is looked at", STEP, FINITE.format("total"), "applied = math.isfinite(total)", "gradient too large, torch"),
+    Fault("no look before the step", STEP, FINITE.format("total + added"), "applied = True", "not finite, torch"),
+    Fault("no look before the step, by hand", BY_HAND, FINITE.format("loss + balance_term"), "applied = True", "not finite, numpy"),
+    Fault("only the loss is looked at", STEP, FINITE.format("total + added"), "applied = math.isfinite(total)", "gradient too large, torch"),
     Fault("decay on biases", "training.torch_engine:_adamw", '"params": rest, "weight_decay": 0.0', '"params": rest, "weight_decay": adam.weight_decay', "decay"),
     Fault("no decay at all", "training.torch_engine:_adamw", '"params": decayed, "weight_decay": adam.weight_decay', '"params": decayed, "weight_decay": 0.0', "engines, AdamW"),
     Fault("clipping forgotten", BY_HAND, "if self.train.clip:", "if False:", "engines, clipping"),
@@ -56,7 +56,7 @@ FAULTS = (
     Fault("two writers", f"{RUNDIR}.locked", "self._take_lock(file)", "pass", "lock"),
     Fault("the best one is pruned", f"{RUNDIR}.prune", 'self.pointed("best")', "None", "pruning"),
     Fault("bad steps counted for ever", WATCH, "progress.unapplied = 0", "pass", "bad steps"),
-    Fault("spikes below the mean", WATCH, "record.loss > mean + SPIKE * spread", "abs(record.loss - mean) > SPIKE * spread", "spikes"),
+    Fault("spikes below the mean", WATCH, "record.objective > mean + SPIKE * spread", "abs(record.objective - mean) > SPIKE * spread", "spikes"),
     Fault("spikes before the window is full", WATCH, "if len(recent) == WINDOW:", "if len(recent) > 2:", "spikes"),
     # evaluation
     Fault("PAD counted in accuracy", ADD, "sums[1] += float((right * weights).sum())", "sums[1] += float(right.sum())", "evaluation"),
