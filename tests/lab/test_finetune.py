@@ -311,7 +311,7 @@ def test_the_by_hand_engine_tunes_all_of_it_to_the_same_numbers(tmp_path):
     for one, other in zip(ours, theirs, strict=True):
         if "loss" in one:
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    with pytest.raises(InputError, match="LoRA is torch's alone"):
+    with pytest.raises(InputError, match="the NumPy engine has no LoRA"):
         own_spec(tmp_path, "engine=numpy", "lora=2")
 
 

@@ -86,9 +86,9 @@ def test_bad_optimizers_are_refused(make):
     ("change", "message"),
     [
         (["engine=jax"], "engine"),
-        (["engine=numpy", "train.precision=bf16"], "half precision is torch's alone"),
-        (["engine=numpy", "train.compile=true"], "compile and Muon are torch's alone"),
-        (["engine=numpy", "train.optimizer=Muon"], "compile and Muon are torch's alone"),
+        (["engine=numpy", "train.precision=bf16"], "the NumPy engine has no half precision"),
+        (["engine=numpy", "train.compile=true"], "neither compile nor Muon"),
+        (["engine=numpy", "train.optimizer=Muon"], "neither compile nor Muon"),
         (['train.head_weights=[{"head": "nxt", "weight": 1.0}]'], "nxt"),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_later_override_wins_and_the_old_spec_stays():
         ("decoder.layers.0.block.attention.n_heads=5x", "'5x' is not a whole number"),
         ("vocab_size", "write path=value"),
         ("=3", "write path=value"),
-        ("vocab_size.deeper=3", "nothing lies below"),
+        ("vocab_size.deeper=3", "has no fields"),
         ("decoder.dropout=1.5", "outside [0, 1)"),
         ("decoder.dropout=NaN", "outside [0, 1)"),
         ("d_model=" + "9" * 5_000, "is not a whole number"),

@@ -1,1 +1,1 @@
-"""What a transformer is, described with the standard library alone."""
+"""Descriptions of models, tasks and runs as frozen values, with the standard library alone."""

@@ -1,10 +1,7 @@
-"""What a block is made of: norm, attention, feed-forward, and where the norm stands.
+"""The parts of a model: norms, attention, feed-forwards, blocks, stacks, heads, embeddings.
 
-Blocks on top of each other: runs of equal ones, so that layers may differ.
-
-What is read off the last hidden states: a head for each kind of answer.
-
-How a token becomes d_model numbers.
+A stack is runs of equal blocks, so that layers may differ. A head reads the last hidden states, one
+head for each kind of prediction. An embedding turns a token into d_model numbers.
 """
 
 from collections.abc import Iterator
@@ -154,7 +151,7 @@ FeedForward = MLP | SwiGLU | MoE
 
 @spec
 class Block:
-    """Self-attention, cross-attention if any, feed-forward; `placement` says where the norm stands.
+    """Self-attention, cross-attention if any, feed-forward; `placement` is where the norms are.
 
     post: x = norm(x + part(x)), the 2017 paper. pre: x = x + part(norm(x)), steadier when deep.
     """
@@ -187,7 +184,7 @@ class Layers:
 
 @spec
 class Dropout:
-    """Rates by place: after the embedding, on attention weights, after a sublayer, in the ffn."""
+    """Dropout rates: after the embedding, on attention weights, after a sublayer, in the ffn."""
 
     embedding: float = 0.0
     attention: float = 0.0
@@ -195,12 +192,12 @@ class Dropout:
     ffn: float = 0.0
 
     def __post_init__(self) -> None:
-        for place in ("embedding", "attention", "residual", "ffn"):
-            probability(f"dropout.{place}", getattr(self, place))
+        for name in ("embedding", "attention", "residual", "ffn"):
+            probability(f"dropout.{name}", getattr(self, name))
 
     @classmethod
     def from_number(cls, rate: float) -> "Dropout":
-        """The same rate in every place."""
+        """Use one rate everywhere."""
         return cls(embedding=rate, attention=rate, residual=rate, ffn=rate)
 
 
@@ -218,11 +215,11 @@ class Stack:
 
     @property
     def n_layers(self) -> int:
-        """Blocks in all runs together."""
+        """The number of blocks in all runs."""
         return sum(run.count for run in self.layers)
 
     def blocks(self) -> Iterator[Block]:
-        """Each block once, from the first layer to the last."""
+        """Yield every block from the first layer to the last."""
         for run in self.layers:
             for _ in range(run.count):
                 yield run.block
@@ -287,7 +284,7 @@ class StateHead:
 
 @spec
 class AnswerHead:
-    """Logits of one answer for a whole sequence: at its last or first token, or their mean."""
+    """Logits of one answer for a sequence: read at its last or first token, or their mean."""
 
     readout: Readout = "last"
     bias: bool = True

@@ -57,7 +57,7 @@ def check_member(name: str, value: object, union: Any) -> None:
 
 
 def check_tree(node: object) -> None:
-    """`check_variants` for a spec and everything below it: the door of whatever consumes specs."""
+    """Check a spec and everything below it; every consumer of specs calls this first."""
     check_variants(node)
     cls: type = type(node)
     for name, _ in _variant_fields(cls):
@@ -103,7 +103,7 @@ def _members(hint: Any) -> Iterator[type]:
 
 
 def at_least(name: str, value: int, least: int = 1) -> None:
-    """Require a whole number that is not below `least`."""
+    """Require a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{name} {value!r} is not a whole number", hint=f"use {least} or more")
     if value < least:
@@ -124,7 +124,7 @@ def divides(name: str, value: int, by_name: str, by: int) -> None:
 
 
 def one_of(name: str, value: str, choices: Iterable[str]) -> None:
-    """Require one of some words: a misspelt one must not mean the other choice."""
+    """Require one of the choices: a misspelt word must not mean the other one."""
     known = sorted(choices)
     if value not in known:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Errors that people read: what happened, where, and what to do about it.
+"""Errors for users: what happened, where, and what to do about it.
 
 Each class carries the exit code that the command line returns for it, so that a script can tell a
 failed check from a bad file without reading the message.
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class GlassError(Exception):
-    """What went wrong, where it was found, and a hint of what to do; at most three lines."""
+    """An error for users: what went wrong, where, and a hint of what to do; at most three lines."""
 
     exit_code = 2
 
@@ -29,7 +29,7 @@ class GlassError(Exception):
 
 
 class CheckFailed(GlassError):
-    """A check that the caller asked for did not hold."""
+    """A check that the caller requested did not hold."""
 
     exit_code = 1
 
@@ -45,19 +45,19 @@ class FileError(GlassError):
 
 
 class DivergedError(GlassError):
-    """Training left the finite numbers."""
+    """Training diverged: the loss or a gradient is no longer finite."""
 
     exit_code = 4
 
 
 class MachineError(GlassError):
-    """The machine could not do it: memory, disk, a lock held by someone else, a missing library."""
+    """The machine cannot do it: memory, disk, a lock held by another process, a missing library."""
 
     exit_code = 5
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'd_model'?`, or the list of what there is."""
+    """Return `did you mean 'd_model'?`, or the list of known names."""
     choices = sorted(known)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     if close:

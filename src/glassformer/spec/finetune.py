@@ -1,7 +1,7 @@
 """Fine-tuning as a value: the model to start from, and which of its parameters train.
 
-`LoRA` says which projections get a low-rank correction; `lora_manifest` gives the correction's
-parameters, by the same names and rules that `manifest` has for the rest of the model.
+`LoRA` names the projections that get a low-rank correction; `lora_manifest` lists the correction's
+parameters, with the same names and rules that `manifest` has for the rest of the model.
 """
 
 import math
@@ -18,10 +18,10 @@ from glassformer.spec.model import ModelSpec
 
 @spec
 class LoRA:
-    """W x + (alpha / rank) B A dropout(x), W frozen. Source: Hu and others, 2021.
+    """W x + (alpha / rank) B A dropout(x), W frozen (Hu and others, 2021).
 
     A target is a projection's own name (`q_proj`), a role of the manifest (`attention`,
-    `cross_attention`, `ffn`, `head`), or one projection's whole name (`blocks.0.attn.q_proj`).
+    `cross_attention`, `ffn`, `head`), or one projection's full name (`blocks.0.attn.q_proj`).
     """
 
     rank: int = 8
@@ -41,7 +41,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What the product of the two factors is multiplied by."""
+        """The factor on the product of the two matrices."""
         return self.alpha / self.rank
 
 
@@ -49,7 +49,7 @@ class LoRA:
 class Tuning:
     """Start from `base`, a run, a checkpoint or a Hugging Face folder; without LoRA, all trains.
 
-    `sha256` is the hash of the base's weights, so that a run never goes on from another base.
+    `sha256` is the hash of the base's weights, so that a run is never resumed from another base.
     """
 
     base: str
@@ -62,7 +62,7 @@ class Tuning:
 
 
 def lora_targets(model: ModelSpec, lora: LoRA) -> dict[str, Parameter]:
-    """The weights that LoRA corrects, by the name of their projection (`blocks.0.attn.q_proj`)."""
+    """Return the weights that LoRA corrects, by projection (`blocks.0.attn.q_proj`)."""
     projections = {
         name.removesuffix(".weight"): parameter
         for name, parameter in stored(model).items()
@@ -91,7 +91,7 @@ def lora_targets(model: ModelSpec, lora: LoRA) -> dict[str, Parameter]:
 
 
 def lora_manifest(model: ModelSpec, lora: LoRA) -> dict[str, Parameter]:
-    """The factors by name: A (R, in) uniform within 1 / sqrt(in), B (out, R) zero at the start."""
+    """Return the factors by name: A (R, in) uniform in 1 / sqrt(in), B (out, R) initially zero."""
     factors: dict[str, Parameter] = {}
     for name, weight in lora_targets(model, lora).items():
         d_out, d_in = weight.shape
@@ -99,6 +99,6 @@ def lora_manifest(model: ModelSpec, lora: LoRA) -> dict[str, Parameter]:
             ("lora_A", (lora.rank, d_in), Uniform(bound=1 / math.sqrt(d_in))),
             ("lora_B", (d_out, lora.rank), Constant(value=0.0)),
         ):
-            whole = f"{name}.{leaf}.weight"
-            factors[whole] = replace(weight, name=whole, shape=shape, init=init)
+            full = f"{name}.{leaf}.weight"
+            factors[full] = replace(weight, name=full, shape=shape, init=init)
     return factors

@@ -1,8 +1,7 @@
 """Initialisation as data: a policy in the spec, and from it one rule for each tensor.
 
-The policy is what the sources name (Xavier, normal 0.02, Xavier/He); `manifest` turns it into
-`Uniform`, `Gaussian` or `Constant` for each parameter, so that every engine draws from the same
-rule.
+`manifest` turns the policy (Xavier, normal, He) into `Uniform`, `Gaussian` or `Constant` for each
+parameter, so that every engine samples from the same rule.
 """
 
 import math
@@ -36,7 +35,7 @@ Rule = Constant | Uniform | Gaussian
 
 @spec
 class XavierInit:
-    """Uniform in +-sqrt(6 / (fan_in + fan_out)) for every matrix and table (source 000, Glorot)."""
+    """Uniform in +-sqrt(6 / (fan_in + fan_out)) for every matrix and table (Glorot, 2010)."""
 
     def matrix(self, shape: tuple[int, ...], *, feeds_relu: bool, residual_depth: int) -> Rule:
         """Rule of a weight matrix (out, in)."""
@@ -49,7 +48,7 @@ class XavierInit:
 
 @spec
 class NormalInit:
-    """Normal with one std everywhere (source 001: 0.02).
+    """Normal with one std everywhere.
 
     `scale_residual` divides the std of the projections that write into the residual stream by
     sqrt(number of such projections), as GPT-2 does.
@@ -73,9 +72,7 @@ class NormalInit:
 
 @spec
 class HeInit:
-    """He normal before a ReLU, Xavier uniform elsewhere, tables normal with std 1/sqrt(width)
-    (source 003).
-    """
+    """He normal before a ReLU, Xavier uniform elsewhere, tables normal with std 1/sqrt(width)."""
 
     def matrix(self, shape: tuple[int, ...], *, feeds_relu: bool, residual_depth: int) -> Rule:
         """Rule of a weight matrix (out, in)."""

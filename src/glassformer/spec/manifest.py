@@ -1,12 +1,9 @@
-"""Names, shapes, roles and first values of each part's parameters.
+"""The manifest: names, shapes, roles and initial rules of every parameter, from the spec alone.
 
-These functions can be called on their own, to count or to build a part; `manifest` joins them.
-
-Names, shapes and roles of every parameter, from the spec alone.
-
-The one place where they are defined, with `parameters`, which knows the parts. It serves counting,
-initialisation, decay groups, both engines' allocation, checkpoints, conversion and the list of
-gradients that are zero by theory; nobody else parses names.
+This is the only place where they are defined. It serves counting, initialisation, decay groups,
+both engines' allocation, checkpoints, conversion and the list of gradients that are zero by theory;
+no other code parses names. The functions for single parts can be called on their own, to count or
+to build a part; `manifest` joins them.
 """
 
 import math
@@ -86,12 +83,12 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Entries of the tensor."""
+        """The number of entries."""
         return math.prod(self.shape)
 
 
 def embedding_parameters(model: ModelSpec, prefix: str, vocab: int) -> Iterator[Parameter]:
-    """The token table, or its two factors."""
+    """Yield the token table, or its two factors."""
     match model.embedding:
         case FactorizedEmbedding(rank=rank):
             shapes = {"u": (vocab, rank), "v": (rank, model.d_model)}
@@ -121,7 +118,7 @@ def is_factorized(embedding: Embedding) -> bool:
 
 
 def position_parameters(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
-    """The learned table of positions, if there is one."""
+    """Yield the learned table of positions, if there is one."""
     match model.position:
         case Learned():
             shape = (model.max_seq_len, model.d_model)
@@ -161,7 +158,7 @@ def turns_keys(position: Position) -> bool:
 def norm_parameters(
     norm: Norm, prefix: str, width: int, *, role: Role = "norm"
 ) -> Iterator[Parameter]:
-    """The gain, and LayerNorm's shift."""
+    """Yield the gain, and LayerNorm's bias."""
     one, zero = Constant(value=1.0), Constant(value=0.0)
     yield Parameter(name=f"{prefix}weight", shape=(width,), role=role, kind="gain", init=one)
     match norm:
@@ -184,7 +181,7 @@ def linear_parameters(
     residual_depth: int = 0,
     bias_is_idle: str = "",
 ) -> Iterator[Parameter]:
-    """A weight (out, in) and its bias, if there is one."""
+    """Yield a weight (out, in) and its bias, if there is one."""
     rule = init.matrix(shape, feeds_relu=feeds_relu, residual_depth=residual_depth)
     yield Parameter(
         name=f"{prefix}weight", shape=shape, role=role, kind="matrix", init=rule, decay=True
@@ -210,7 +207,7 @@ def attention_parameters(
     rotated: bool = False,
     residual_depth: int = 0,
 ) -> Iterator[Parameter]:
-    """q, k, v, o projections and q/k-norm. `rotated`: positions turn keys after their bias."""
+    """Yield q, k, v, o projections and q/k-norm; `rotated`: keys are rotated after their bias."""
     d_head = attention.head_width(d_model)
     q_width, kv_width = attention.n_heads * d_head, attention.kv_heads * d_head
     idle = "" if rotated or attention.qk_norm else KEY_BIAS_IS_IDLE
@@ -328,7 +325,7 @@ def block_parameters(
     rotated: bool = False,
     residual_depth: int = 0,
 ) -> Iterator[Parameter]:
-    """One block: each sublayer's norm, then the sublayer."""
+    """Yield the parameters of a block: each sublayer's norm, then the sublayer."""
     yield from norm_parameters(block.norm, f"{prefix}attn_norm.", d_model)
     yield from attention_parameters(
         block.attention,
@@ -381,7 +378,7 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
 
 
 def _target_embedding(model: ModelSpec) -> str:
-    """Prefix of the parameters that own the target side's table."""
+    """The prefix of the parameters that own the target side's table."""
     if model.encoder is None:
         return "embed."
     return "encoder.embed." if model.share_embedding else "decoder.embed."
@@ -423,7 +420,7 @@ def _head_parameters(model: ModelSpec) -> Iterator[Parameter]:
 
 
 def manifest(model: ModelSpec) -> tuple[Parameter, ...]:
-    """Every parameter in the order in which the model holds them, tied ones marked."""
+    """List every parameter in the order in which the model holds them, tied ones marked."""
     check_tree(model)
     parameters: list[Parameter] = []
     for prefix, stack in model.stacks().items():
@@ -433,7 +430,7 @@ def manifest(model: ModelSpec) -> tuple[Parameter, ...]:
 
 
 def stored(model: ModelSpec) -> dict[str, Parameter]:
-    """The parameters that own their storage, by name: what a checkpoint holds."""
+    """Return the parameters that own their storage, by name: those that a checkpoint holds."""
     return {p.name: p for p in manifest(model) if p.tied_to is None}
 
 
@@ -457,7 +454,7 @@ def count_parameters(model: "ModelSpec | HasParameters") -> int:
 
 
 def active(block: Block, parameter: Parameter) -> bool:
-    """Whether a token in this block uses the parameter; the first experts stand for the chosen."""
+    """True if a token in this block uses the parameter; the first experts stand for the chosen."""
     match block.ffn:
         case MLP() | SwiGLU():
             return True

@@ -1,8 +1,8 @@
-"""What a transformer is: a frozen tree of small types.
+"""`ModelSpec`: a transformer described as a frozen tree of small types.
 
 Variants are types, not flags, so that a rotary base cannot be set on a sinusoidal model. Each class
-checks the rules that it owns; `ModelSpec` checks those between parts. Whoever writes or reads a
-spec imports all of its types from here.
+checks its own rules; `ModelSpec` checks those between parts. All types of a model's spec can be
+imported from here.
 """
 
 from typing import assert_never
@@ -91,7 +91,7 @@ __all__ = [
 
 @spec
 class ModelSpec:
-    """A whole transformer: sizes, embedding, position, one or two stacks, heads, initialisation.
+    """A complete transformer: sizes, embedding, position, one or two stacks, heads, initialisation.
 
     With an encoder, `source_vocab_size` (None: the same as vocab_size) and `share_embedding` (one
     table for source and target) describe the source side.
@@ -121,7 +121,7 @@ class ModelSpec:
     def _check_heads(self) -> None:
         names = self.head_names()
         if not names:
-            raise InputError("a model without heads answers nothing", hint="heads=(NextHead(),)")
+            raise InputError("a model needs at least one head", hint="heads=(NextHead(),)")
         if len(set(names)) < len(names):
             raise InputError(f"two heads share a name: {', '.join(names)}")
         causal = all(run.block.attention.causal for run in self.decoder.layers)
@@ -197,11 +197,11 @@ class ModelSpec:
         }
 
     def head_names(self) -> tuple[str, ...]:
-        """next, class, state, answer: those that this model has, in order."""
+        """The names of this model's heads, in order: of next, class, state, answer."""
         return tuple(head_name(head) for head in self.heads)
 
     def head(self, name: str) -> Head:
-        """The head of that name."""
+        """Return the head of that name."""
         for head in self.heads:
             if head_name(head) == name:
                 return head
@@ -210,7 +210,7 @@ class ModelSpec:
         )
 
     def head_size(self, name: str) -> int:
-        """How many logits that head gives."""
+        """The number of logits of that head."""
         head = self.head(name)
         match head:
             case ClassHead():

@@ -18,7 +18,7 @@ from glassformer.spec.own import OwnPosition
 
 @spec
 class NoPosition:
-    """Order is seen through the causal mask alone."""
+    """No position encoding: only the causal mask tells the order."""
 
 
 @spec
@@ -91,7 +91,7 @@ class YarnScaling:
 
 @spec
 class Rotary:
-    """Queries and keys turned by an angle that grows with position, in half-split pairs."""
+    """Queries and keys rotated by an angle that grows with position, in half-split pairs."""
 
     base: float = 10_000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
@@ -99,7 +99,7 @@ class Rotary:
     def __post_init__(self) -> None:
         if not 1.0 < self.base < float("inf"):
             raise InputError(
-                f"base {self.base} is not above 1, so every pair would turn alike",
+                f"base {self.base} is not above 1, so every pair would rotate by the same angle",
                 hint="10000 is the usual base",
             )
 
@@ -138,7 +138,7 @@ def alibi_slopes(alibi: ALiBi, n_heads: int, d_head: int) -> list[float]:
 
 
 def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]:
-    """Angle per position of each of d_head / 2 pairs, and the factor on cos and sin."""
+    """Return the angle per position of each of d_head / 2 pairs, and the factor on cos and sin."""
     powers = [rotary.base ** single(2 * i / d_head) for i in range(d_head // 2)]
     plain = [single(1.0 / single(power)) for power in powers]
     match rotary.scaling:
@@ -156,7 +156,7 @@ def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]
 
 
 def single(number: float) -> float:
-    """The nearest single-precision number; what is too large for one stays as it is."""
+    """Round to the nearest single-precision number; a number too large for one is returned."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", number))[0])
     except OverflowError:
@@ -179,13 +179,13 @@ def _yarn(
     plain: list[float], scaling: YarnScaling, base: float, d_head: int
 ) -> tuple[list[float], float]:
     def pair_that_turns(times: float) -> float:
-        """Index of the pair that makes so many full turns over the original context."""
+        """The index of the pair that makes this many full turns over the original context."""
         context = scaling.original_max_seq_len / (times * 2 * math.pi)
         return d_head * math.log(context) / (2 * math.log(base))
 
     low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(scaling.beta_slow)), d_head - 1)
-    width = max(high - low, 0.001)  # the two ends may meet on narrow heads
+    width = max(high - low, 0.001)  # both ends may be equal on narrow heads
     scaled = []
     for i, frequency in enumerate(plain):
         divided_share = min(max((i - low) / width, 0.0), 1.0)

@@ -1,9 +1,7 @@
-"""Source 001's language model as a spec, and the same size of model in today's parts.
+"""Presets: well-known kinds of transformer as functions that return a spec.
 
-The five source documents as specs: functions returning values.
-
-Sizes that a source leaves open are arguments with small defaults; what it fixes (norm placement,
-biases, positions, initialisation) is written here once.
+Sizes are arguments with small defaults; what makes the kind (norm placement, biases, positions,
+initialisation) is fixed here.
 """
 
 import inspect
@@ -54,10 +52,10 @@ def budget_lm(
     dropout: float = 0.0,
     scale_residual: bool = False,
 ) -> ModelSpec:
-    """Source 001: pre-norm, SwiGLU, no biases, learned positions, tied head, normal 0.02.
+    """A language model for parameter budgets: pre-norm SwiGLU, no biases, learned positions, tied.
 
-    `scale_residual` starts the projections that write into the residual stream smaller, by the
-    square root of their number, as GPT-2 does; the source does not.
+    `scale_residual` divides the initial std of the projections that write into the residual stream
+    by the square root of their number, as GPT-2 does.
     """
     block = Block(attention=Attention(n_heads=n_heads), ffn=SwiGLU(d_ff=d_ff), norm=LayerNorm())
     return ModelSpec(
@@ -87,7 +85,7 @@ def modern_lm(
     tied: bool = True,
     dropout: float = 0.0,
 ) -> ModelSpec:
-    """Source 001's model in today's parts: rotary positions, RMSNorm, grouped keys and values."""
+    """The budget model in today's parts: rotary positions, RMSNorm, grouped keys and values."""
     block = Block(
         attention=Attention(n_heads=n_heads, n_kv_heads=n_kv_heads),
         ffn=SwiGLU(d_ff=d_ff),
@@ -153,7 +151,7 @@ def digits(
     d_ff: int = 256,
     max_seq_len: int = 64,
 ) -> ModelSpec:
-    """Source 003: post-norm, ReLU, sinusoids, one answer read at the last valid position."""
+    """A small post-norm model with ReLU and sinusoids that reads one answer at the last token."""
     block = Block(
         attention=Attention(n_heads=n_heads, bias="all", causal=False),
         ffn=MLP(d_ff=d_ff, activation="relu"),
@@ -187,7 +185,7 @@ def fsm_probe(
     l1: float = 0.0,
     sinusoidal: bool = True,
 ) -> ModelSpec:
-    """Source 000: one pre-norm block, no final norm, three heads, U @ V embedding if asked."""
+    """One pre-norm block without final norm, three heads; with `rank` a factorized embedding."""
     block = Block(
         attention=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
     )
@@ -222,7 +220,7 @@ def core(
     max_seq_len: int = 256,
     dropout: float = 0.0,
 ) -> ModelSpec:
-    """Source 002's own transformer: decoder-only, pre-norm, GELU, learned positions."""
+    """A decoder like GPT-2: pre-norm, GELU, learned positions; its head has weights of its own."""
     block = Block(
         attention=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
     )
@@ -254,7 +252,7 @@ def qwen(
     window: int | None = None,
     qk_norm: bool = True,
 ) -> ModelSpec:
-    """Source 002's adapters: Qwen3 by default, Qwen2's biases with qk_norm=False."""
+    """A small Qwen: Qwen3 by default, Qwen2's biases with qk_norm=False."""
     attention = Attention(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -353,7 +351,7 @@ def seq2seq(
     activation: str = "relu",
     scaled: bool = True,
 ) -> ModelSpec:
-    """Source 004: the 2017 encoder-decoder; the pre_norm variant is steadier when deep."""
+    """The 2017 encoder-decoder; `pre_norm` trains more stably when deep."""
     if activation not in ("relu", "gelu"):
         raise InputError(
             f"unknown activation '{activation}'", hint=nearest(activation, ("relu", "gelu"))
@@ -373,7 +371,7 @@ def seq2seq(
         norm=LayerNorm(),
         placement="pre" if pre_norm else "post",
     )
-    places = Dropout(embedding=dropout, attention=dropout, residual=dropout, ffn=dropout)
+    rates = Dropout(embedding=dropout, attention=dropout, residual=dropout, ffn=dropout)
     final = LayerNorm() if pre_norm else None
     return ModelSpec(
         vocab_size=vocab_size,
@@ -383,10 +381,10 @@ def seq2seq(
         embedding=ScaledEmbedding() if scaled else PlainEmbedding(),
         position=Sinusoidal(),
         encoder=Stack(
-            layers=(Layers(count=n_layers, block=encoder),), final_norm=final, dropout=places
+            layers=(Layers(count=n_layers, block=encoder),), final_norm=final, dropout=rates
         ),
         decoder=Stack(
-            layers=(Layers(count=n_layers, block=decoder),), final_norm=final, dropout=places
+            layers=(Layers(count=n_layers, block=decoder),), final_norm=final, dropout=rates
         ),
         heads=(NextHead(tied=False, bias=True),),
         init=XavierInit(),

@@ -1,4 +1,4 @@
-"""Specs to and from plain data, strictly, and dotted overrides.
+"""Convert specs to and from plain data, strictly, and apply dotted overrides.
 
 Reading is driven by the types of the spec classes: an unknown key, a wrong type or a missing value
 is an error that names the path; all problems of one document are reported together.
@@ -19,7 +19,7 @@ _BAD = object()  # stands for a value that could not be read; the reason is in t
 
 
 def to_dict(node: Any) -> dict[str, Any]:
-    """Plain data for JSON. A node whose field admits several types carries its `kind`."""
+    """Return plain data for JSON. A node whose field allows several types carries its `kind`."""
     hints = get_type_hints(type(node))
     return {
         field.name: _write(getattr(node, field.name), hints[field.name])
@@ -52,12 +52,12 @@ def _several(problems: list[str]) -> str:
 
 
 def to_json(node: Any) -> str:
-    """The text of `spec.json`."""
+    """Return the text of `spec.json`."""
     return json.dumps(to_dict(node), indent=2, allow_nan=False) + "\n"
 
 
 def from_json(cls: type[T], text: str) -> T:
-    """The inverse of `to_json`."""
+    """Build a spec from the text that `to_json` makes."""
     try:
         data = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
@@ -82,7 +82,7 @@ def json_numbers(value: Any, *, not_finite: Literal["text", "null"] = "text") ->
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: a key that occurs twice is refused, not overwritten."""
+    """Make a dict of pairs for `json.loads`, which refuses a key that occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("a key occurs twice")
@@ -139,7 +139,7 @@ def _assign(data: Any, keys: list[str], value: Any, path: str) -> None:
         index: Any = int(key)
     else:
         if not isinstance(data, dict):
-            raise InputError(f"{path}: nothing lies below '{data}'")
+            raise InputError(f"{path}: '{data}' has no fields")
         if key not in data and not _is_open(path, keys):
             raise InputError(f"{path}: unknown key '{key}'", hint=nearest(key, data))
         index = key
@@ -150,7 +150,7 @@ def _assign(data: Any, keys: list[str], value: Any, path: str) -> None:
 
 
 def _is_open(path: str, keys: list[str]) -> bool:
-    """Whether a key may be new: below `options` stand those of a user's own part."""
+    """True if a key may be new: the options of a user's own part are not known here."""
     return path.split(".")[: -len(keys)][-1:] == ["options"]
 
 

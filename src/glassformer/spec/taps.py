@@ -38,7 +38,7 @@ def ffn_taps(ffn: FeedForward) -> dict[str, str]:
 
 
 def tap_shapes(model: ModelSpec) -> dict[str, str]:
-    """Every tap of this model with its shape in letters, in the order of the computation."""
+    """Return every tap of this model with its shape in letters, in the order of the computation."""
     check_tree(model)
     return dict(_taps(model))
 

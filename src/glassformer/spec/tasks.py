@@ -1,4 +1,4 @@
-"""What a model is trained on: tasks as values. `data` makes the examples that they describe."""
+"""Tasks as values: what a model is trained on. `data` builds the examples that they describe."""
 
 from typing import Literal, get_args
 
@@ -20,7 +20,7 @@ def _lengths(shortest: int, longest: int, *, least: int = 1) -> None:
 
 @spec
 class DigitsTask:
-    """Source 003: an operation and digits in, one digit out; SUM is modulo 10."""
+    """An operation and digits in, one digit out; SUM is modulo 10."""
 
     min_length: int = 2
     max_length: int = 6
@@ -46,9 +46,9 @@ Rearrangement = Literal["copy", "reverse", "sort"]
 
 @spec
 class SequenceTask:
-    """Source 004: symbols in, the same symbols copied, reversed or sorted out.
+    """Symbols in, the same symbols copied, reversed or sorted out.
 
-    `vocab_size` counts PAD, BOS and EOS too. `longer` further lengths form the split that asks for
+    `vocab_size` counts PAD, BOS and EOS too. `longer` further lengths form the split that tests
     generalisation.
     """
 
@@ -70,11 +70,11 @@ class SequenceTask:
 
 @spec
 class FsmTask:
-    """Source 000: walks of a finite-state machine, with the state and class at each position.
+    """Walks of a finite-state machine, with the state and class at each position.
 
-    `machine` is `parity`, `mod-K`, `brackets-D`, `random-N` (N states, `symbols` symbols, drawn by
-    `machine_seed`), `partial-N` (the same, but not every symbol is legal in every state) or
-    `regex:PATTERN`. `order` "uniform" makes every legal symbol equally likely; "weighted" draws
+    `machine` is `parity`, `mod-K`, `brackets-D`, `random-N` (N states, `symbols` symbols, sampled
+    with `machine_seed`), `partial-N` (the same, but not every symbol is legal in every state) or
+    `regex:PATTERN`. `order` "uniform" makes every legal symbol equally likely; "weighted" samples
     weights for each state. Walks are cut after `max_length` symbols, and `longer` ones later.
     """
 
@@ -100,7 +100,7 @@ class FsmTask:
 class TextTask:
     """Next-token prediction over the text of a file or folder; no path: Python's own manuals.
 
-    `vocab_size` is BPE's; characters and bytes have as many as there are. `tokenizer` may be a
+    `vocab_size` is that of BPE; characters and bytes have a size of their own. `tokenizer` may be a
     user's own.
     """
 
@@ -128,8 +128,8 @@ LANGUAGES = ("de", "en", "es", "fr")
 class TranslationTask:
     """Numbers and dates between figures and the words of two languages, every way round.
 
-    Numbers run from 1 to `digits` places, dates over whole years; half of the `examples` are of
-    each kind, and no number or date is asked twice. `pieces` is the vocabulary's size.
+    Numbers have 1 to `digits` digits, dates cover complete years; half of the `examples` are of
+    each kind, and no number or date occurs twice. `pieces` is the vocabulary's size.
     """
 
     languages: tuple[str, ...] = ("en", "de")
@@ -161,12 +161,12 @@ class TranslationTask:
 
 @spec
 class FinetuneTask:
-    """Chats, prompts with completions, or plain text, in the words of the model that is tuned.
+    """Chats, prompts with completions, or plain text, in the tokens of the model that is tuned.
 
     `path`: JSON lines with `messages`, `prompt` and `completion`, or `text`; other files are text.
     An example has at most `length` positions: an answer is cut there, and the cut is reported; text
     goes on in the next example. `packing` puts several into one row, which do not see each other.
-    `answers_only`: what the user said is read, but not learned.
+    `answers_only`: the user's turns are read, but not trained on.
     """
 
     path: str

@@ -1,6 +1,6 @@
-"""Learning rates as pure functions of the step, the same for every engine.
+"""Training as a value: schedules, optimizers, `TrainSpec`, and `RunSpec`, a complete run.
 
-How a model is trained, and a whole run: model, task and training in one value.
+Learning rates are pure functions of the step, the same for every engine.
 """
 
 import math
@@ -24,7 +24,7 @@ class ConstantSchedule:
         at_least("warmup", self.warmup, 0)
 
     def share(self, step: int, steps: int) -> float:
-        """The rate at this step (from 0) as a share of the full one."""
+        """The rate at this step (from 0) as a fraction of the full rate."""
         return _warm(step, self.warmup)
 
 
@@ -55,7 +55,7 @@ class CosineSchedule:
             raise InputError(f"floor {self.floor} is outside [0, 1]", hint="a share of the rate")
 
     def share(self, step: int, steps: int) -> float:
-        """The rate at this step (from 0) as a share of the full one."""
+        """The rate at this step (from 0) as a fraction of the full rate."""
         if step < self.warmup:
             return _warm(step, self.warmup)
         way = (step - self.warmup) / max(1, steps - 1 - self.warmup)
@@ -83,7 +83,7 @@ def _decay(weight_decay: float) -> None:
 
 @spec
 class SGD:
-    """p -= lr * g, with momentum if asked."""
+    """p -= lr * g, with momentum if it is above 0."""
 
     momentum: float = 0.0
 
@@ -93,7 +93,7 @@ class SGD:
 
 @spec
 class AdamW:
-    """Adam with decoupled decay on what the manifest marks; weight_decay 0 is plain Adam."""
+    """Adam with decoupled decay of the parameters that the manifest marks; 0 is plain Adam."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -110,7 +110,7 @@ class AdamW:
 class Muon:
     """Orthogonalised momentum on the matrices of the blocks, AdamW on everything else.
 
-    Source: Jordan and others, 2024. `lr_matrix` is the rate of the matrices, on the same schedule.
+    Jordan and others, 2024. `lr_matrix` is the rate of the matrices, on the same schedule.
     """
 
     lr_matrix: float = 0.02
@@ -133,7 +133,7 @@ Optimizer = SGD | AdamW | Muon | OwnOptimizer
 
 @spec
 class HeadWeight:
-    """How much a head's loss counts."""
+    """The weight of one head's loss in the total."""
 
     head: str
     weight: float
@@ -148,9 +148,9 @@ class HeadWeight:
 
 @spec
 class TrainSpec:
-    """Steps, batches, optimizer, schedule, precision, and when to look and to save.
+    """Steps, batches, optimizer, schedule, precision, and when to evaluate and to save.
 
-    A step takes `accumulate` batches and weighs every token alike. `clip` 0 turns clipping off;
+    A step takes `accumulate` batches and weights every token equally. `clip` 0 turns clipping off;
     `patience` 0 never stops early, else counts evaluations without a better validation loss.
     `gradient_checkpointing` keeps each block's input only, and computes the rest once more in the
     backward: the same bits, in more time and less memory. `probes` are the validation examples
@@ -198,11 +198,11 @@ class TrainSpec:
             raise InputError(f"clip {self.clip} is negative", hint="0 turns clipping off")
 
     def head_weight(self, head: str) -> float:
-        """1 unless said otherwise."""
+        """The weight of this head's loss, 1 by default."""
         return next((h.weight for h in self.head_weights if h.head == head), 1.0)
 
     def learning_rate(self, step: int) -> float:
-        """The rate of this step, from 0."""
+        """The learning rate of a step, counted from 0."""
         return self.lr * self.schedule.share(step, self.steps)
 
 
@@ -222,16 +222,22 @@ class RunSpec:
             self.model.head(weight.head)
         if self.engine == "numpy":
             if self.train.precision == "bf16":
-                raise InputError("half precision is torch's alone", hint="train.precision=float32")
+                raise InputError(
+                    "the NumPy engine has no half precision", hint="train.precision=float32"
+                )
             if self.train.compile or isinstance(self.train.optimizer, Muon):
-                raise InputError("compile and Muon are torch's alone", hint="engine=torch")
+                raise InputError(
+                    "the NumPy engine has neither compile nor Muon", hint="engine=torch"
+                )
             if isinstance(self.train.optimizer, OwnOptimizer):
                 raise InputError(
                     f"{self.train.optimizer.source} is an optimizer of torch", hint="engine=torch"
                 )
             if self.train.gradient_checkpointing:
-                raise InputError("gradient checkpointing is torch's alone", hint="engine=torch")
+                raise InputError(
+                    "the NumPy engine has no gradient checkpointing", hint="engine=torch"
+                )
             if self.tuning is not None and self.tuning.lora is not None:
-                raise InputError("LoRA is torch's alone", hint="engine=torch, or no lora")
+                raise InputError("the NumPy engine has no LoRA", hint="engine=torch, or no lora")
         if isinstance(self.task, FinetuneTask) and self.tuning is None:
             raise InputError("fine-tuning needs a base", hint="base=MODEL")

@@ -1,4 +1,4 @@
-"""Numbers as people write them: `10M`, `350k`, `0.5%`; and numbers as they like to read them."""
+"""Parse numbers as people write them (`10M`, `350k`, `0.5%`), and format bytes, FLOPs, seconds."""
 
 from decimal import Decimal, InvalidOperation
 
@@ -10,7 +10,7 @@ LARGEST = 10**15
 
 
 def parse_count(name: str, value: int | float | str) -> int:
-    """A whole number from `10M`, `350k`, `1.5G`, `16_000`, `1e7`, or from a number."""
+    """Parse a whole number from `10M`, `350k`, `1.5G`, `16_000`, `1e7`, or from a number."""
     hint = "write it like 350k, 10M, 1.5G or 16000"
     text = str(value).strip().lower()
     factor = SUFFIXES.get(text[-1:], 1)
@@ -25,7 +25,7 @@ def parse_count(name: str, value: int | float | str) -> int:
 
 
 def parse_share(name: str, value: float | str) -> float:
-    """A share from `0.35`, `35%`, or from a number."""
+    """Parse a fraction from `0.35`, `35%`, or from a number."""
     hint = "write it like 0.35 or 35%"
     text = str(value).strip()
     percent = text.endswith("%")
@@ -36,7 +36,7 @@ def parse_share(name: str, value: float | str) -> float:
 
 
 def plain_digits(text: str) -> int | None:
-    """`0`, `7` or `000120` as a number; None for all else, also for digits such as `²` and `٣`."""
+    """Parse `0`, `7` or `000120`; None for everything else, also for digits such as `²` and `٣`."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
@@ -51,17 +51,17 @@ def _decimal(name: str, text: str, *, shown: object, hint: str) -> Decimal:
 
 
 def format_bytes(count: float) -> str:
-    """`38.2 MB`: powers of ten, three digits."""
+    """Format a size as `38.2 MB`: powers of ten, three digits."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def format_flops(count: float) -> str:
-    """`21.4 MFLOP`."""
+    """Format a count as `21.4 MFLOP`."""
     return _scaled(count, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
 def format_seconds(seconds: float) -> str:
-    """`1.2 s`, `38 ms`, `640 us`."""
+    """Format a duration as `1.2 s`, `38 ms` or `640 us`."""
     if seconds >= 1:
         return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
     if seconds >= 1e-3:

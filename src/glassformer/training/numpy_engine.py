@@ -35,7 +35,7 @@ class NumpyEngine:
         self.train = train
         check_tree(train)
         if train.gradient_checkpointing:
-            raise InputError("gradient checkpointing is torch's alone", hint="engine=torch")
+            raise InputError("the NumPy engine has no gradient checkpointing", hint="engine=torch")
         match train.optimizer:
             case SGD(momentum=momentum):
                 self.optimizer: optim.SGD | optim.AdamW = optim.SGD(
