@@ -24,6 +24,7 @@ from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.loop import check_something_left, check_tokens
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper
+from glassformer.nn.precision import as_float
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.errors import DivergedError
 
@@ -233,7 +234,7 @@ def _search(
 
 def _logprobs(logits_RV: Tensor, spec: BeamSpec, made: int) -> Tensor:
     """The model's log-probabilities, -inf for what may not come."""
-    wide_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    wide_RV = as_float(logits_RV)
     logprobs_RV = wide_RV.log_softmax(-1)
     if bool(logprobs_RV.isnan().any()):
         raise DivergedError(

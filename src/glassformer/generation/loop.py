@@ -18,6 +18,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import NOTHING, make_sampler
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.text_stream import TextStream
+from glassformer.nn.precision import as_float
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 
@@ -266,7 +267,7 @@ def _likeliest(logits_BV: Tensor, count: int) -> list[tuple[tuple[int, float], .
 
 
 def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
-    wide_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+    wide_BV = as_float(logits_BV)
     return wide_BV.gather(1, tokens_B[:, None])[:, 0] - wide_BV.logsumexp(-1)
 
 

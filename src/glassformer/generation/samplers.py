@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from glassformer.nn.precision import as_float
 from glassformer.spec.decoding import GREEDY, DecodeSpec
 
 # B batch, V vocab
@@ -173,7 +174,7 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
         untouched = spec.repetition_penalty == 1.0 and not spec.forbidden and allow_BV is None
         if spec.greedy and untouched and step + 1 >= spec.min_new_tokens:
             return _likeliest(logits_BV)
-        x_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+        x_BV = as_float(logits_BV)
         if spec.repetition_penalty != 1.0 and seen_BV is not None:
             x_BV = penalise_repetition(x_BV, seen_BV, spec.repetition_penalty)
         x_BV = forbid(x_BV, spec.forbidden)

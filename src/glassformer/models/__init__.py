@@ -1,1 +1,1 @@
-"""Whole models: a body and heads, built from a spec."""
+"""Complete models: a body and heads, built from a spec."""

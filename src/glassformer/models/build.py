@@ -1,4 +1,4 @@
-"""`build(spec)`: the one place where models are made."""
+"""`build(spec)`: the only place where models are constructed."""
 
 import torch
 
@@ -15,16 +15,16 @@ def build(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> DecoderLM | EncoderDecoder:
-    """A model with weights drawn by the spec's rules, in eval mode.
+    """Build a model with weights sampled by the spec's rules, in eval mode.
 
-    Without a generator torch's own is used. On the device "meta" nothing is allocated or drawn.
+    Without a generator torch's own is used. On the device "meta" nothing is allocated or sampled.
     """
     check_tree(spec)
     target = torch.device(device or "cpu")
     with torch.device("meta" if target.type == "meta" else "cpu"):
         model = DecoderLM(spec) if spec.encoder is None else EncoderDecoder(spec)
     if target.type != "meta":
-        # Drawn on the CPU, so that a seed means the same weights on every device.
+        # Sampled on the CPU, so that a seed gives the same weights on every device.
         initialise(model, manifest(spec), generator=generator)
         model.to(target)
     return model.eval()

@@ -1,6 +1,6 @@
-"""The border between data and model: arrays in, checked tensors out.
+"""Model inputs: arrays in, checked tensors out.
 
-What passes here is inside the vocabulary, no longer than the model's context, and has masks of the
+Checked inputs are inside the vocabulary, no longer than the model's context, and have masks of the
 right shape and dtype; the model itself checks nothing again.
 """
 
@@ -19,7 +19,7 @@ from glassformer.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tensors that a model reads. `None` for a mask means that every place is a real token."""
+    """Tensors that a model reads. `None` for a mask means that every token is real."""
 
     tokens_BT: Tensor
     valid_BT: Tensor | None = None
@@ -90,7 +90,7 @@ def _tensor(array: "Tensor | np.ndarray") -> Tensor:
 def _check_side(
     name: str, tokens: Tensor, valid: Tensor | None, vocab: int, spec: ModelSpec, past: int = 0
 ) -> Tensor | None:
-    """Check ids and mask; a mask that says nothing becomes None."""
+    """Check ids and mask; a mask that is True everywhere becomes None."""
     fractional = tokens.is_floating_point() or tokens.is_complex()
     if tokens.ndim != 2 or fractional or tokens.dtype == torch.bool:
         raise InputError(
@@ -109,10 +109,10 @@ def _check_side(
             hint="shorten the sequence, or build the model with a larger max_seq_len",
         )
     if valid is not None:
-        _check_mask_shape(f"{name}' mask", valid, tokens)
+        _check_mask_shape(f"the mask of {name}", valid, tokens)
         if valid.dtype != torch.bool:
             raise InputError(
-                f"{name}' mask has dtype {valid.dtype}", hint="bool, True = real token"
+                f"the mask of {name} has dtype {valid.dtype}", hint="bool, True = real token"
             )
         if bool(valid.all()):
             valid = None
@@ -121,7 +121,7 @@ def _check_side(
 
 
 def _check_ids(name: str, tokens: Tensor, vocab: int) -> None:
-    """Every id must be in the table, padded ones too: they are looked up before they are masked."""
+    """Require every id to be in the table, padded ones too: lookup comes before masking."""
     low, high = (int(bound) for bound in tokens.aminmax())
     if low >= 0 and high < vocab:
         return

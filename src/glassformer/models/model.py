@@ -1,8 +1,7 @@
-"""What every model is: a body that makes hidden states, and heads that read them.
+"""Models: a body that computes hidden states, and heads that read them.
 
-`DecoderLM`: one stack and heads. Budget LM, FSM probe, digits and Qwen are specs of it.
-
-`EncoderDecoder`: decode(encode(source)). The encoder's output goes to every decoder layer.
+`DecoderLM` is one stack and heads; GPT-2, Llama, Qwen and the FSM probe are specs of it.
+`EncoderDecoder` is decode(encode(source)); the encoder's output goes to every decoder layer.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +29,7 @@ from glassformer.spec.model import ModelSpec
 
 
 class Model(Specified, ABC):
-    """`forward` = every head's `logits` of the `hidden` states of checked `inputs`."""
+    """A body and heads: `forward` is every head's `logits` of the `hidden` states of `inputs`."""
 
     heads: nn.ModuleDict
 
@@ -49,7 +48,7 @@ class Model(Specified, ABC):
         recompute: bool = False,
         balance: BalanceLosses | None = None,
     ) -> Tensor:
-        """The body: hidden states (B, T, D) after the final norm.
+        """Run the body: return hidden states (B, T, D) after the final norm.
 
         `recompute` saves memory in training: the backward runs each block again. `balance`
         collects the load-balancing losses of mixtures of experts.
@@ -57,12 +56,12 @@ class Model(Specified, ABC):
 
     @abstractmethod
     def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
-        """The table that a tied head shares."""
+        """Return the embedding that a tied head shares."""
 
     def inputs(
         self, batch: "Batch | Inputs | Tensor | np.ndarray", *, cache: Cache | None = None
     ) -> Inputs:
-        """The border: checked tensors on the model's device."""
+        """Return checked tensors on the model's device."""
         device = next(self.parameters()).device
         past = 0 if cache is None else cache.length
         return as_inputs(batch, self.spec, device=device, past=past)
@@ -75,7 +74,7 @@ class Model(Specified, ABC):
         valid_BT: Tensor | None = None,
         positions: Tensor | slice | None = None,
     ) -> Tensor:
-        """One head's logits, at some positions if asked: (B, T, V), or (B, V) for an answer.
+        """Return a head's logits, optionally at some positions: (B, T, V), or (B, V) of an answer.
 
         `valid_BT` tells an answer head where a padded sequence ends.
         """
@@ -89,7 +88,7 @@ class Model(Specified, ABC):
         return self.project(hidden_BTD, head)
 
     def project(self, rows: Tensor, head: str) -> Tensor:
-        """Hidden vectors (..., D) to a head's logits (..., V), wherever they were read."""
+        """Project hidden vectors (..., D) to a head's logits (..., V)."""
         part = self.heads[head]
         logits: Tensor
         logits = part(rows, self.output_embedding()) if isinstance(part, TiedHead) else part(rows)
@@ -102,7 +101,7 @@ class Model(Specified, ABC):
         cache: Cache | None = None,
         taps: Taps | None = None,
     ) -> dict[str, Tensor]:
-        """Logits by head."""
+        """Return logits by head."""
         taps = self.scoped_taps if taps is None else taps
         if taps is not None:
             taps.check(self.spec)
@@ -117,16 +116,16 @@ class Model(Specified, ABC):
         return answers
 
     def _check_continuation(self) -> None:
-        """An answer over the whole sequence cannot be read from its new tokens alone."""
+        """Refuse a cache where an answer needs the complete sequence, not only its new tokens."""
         for head in self.spec.heads:
             if head.readout not in (None, "last"):
                 raise InputError(
                     f"an answer read at '{head.readout}' cannot be continued from a cache",
-                    hint="give the whole sequence at once",
+                    hint="give the complete sequence at once",
                 )
 
     def penalty(self) -> Tensor:
-        """What the spec adds to every loss: the L1 term of a factorized embedding, else 0."""
+        """Return the regulariser that the spec adds to every loss: the L1 term of U, or 0."""
         terms = [
             part.penalty() for part in self.modules() if isinstance(part, FactorizedTokenEmbedding)
         ]
@@ -153,7 +152,7 @@ def model_of(thing: Model | Holder) -> Model:
 
 
 def build_heads(spec: ModelSpec) -> nn.ModuleDict:
-    """The modules of the spec's heads, by name."""
+    """Build the modules of the spec's heads, by name."""
     heads = nn.ModuleDict()
     for head, name in zip(spec.heads, spec.head_names(), strict=True):
         size = spec.head_size(name)
@@ -200,7 +199,7 @@ class DecoderLM(Model, StackParts):
 
 
 class EncoderDecoder(Model):
-    """The 2017 transformer: every decoder layer reads the end of the encoder."""
+    """The 2017 transformer: every decoder layer reads the encoder's output."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -219,7 +218,7 @@ class EncoderDecoder(Model):
         recompute: bool = False,
         balance: BalanceLosses | None = None,
     ) -> Tensor:
-        """The memory (B, S, D) that every decoder layer reads."""
+        """Return the memory (B, S, D) that every decoder layer reads."""
         assert inputs.source_BS is not None
         return run_stack(
             self.encoder,
@@ -241,7 +240,7 @@ class EncoderDecoder(Model):
         recompute: bool = False,
         balance: BalanceLosses | None = None,
     ) -> Tensor:
-        """Hidden states (B, T, D) of the target tokens; with a cache, of the new ones."""
+        """Return hidden states (B, T, D) of the target tokens; with a cache, of the new ones."""
         return run_stack(
             self.decoder,
             inputs.tokens_BT,

@@ -1,4 +1,4 @@
-"""Embedding, position, blocks, final norm: the way of a sequence through one stack."""
+"""One stack: embedding, position, blocks, final norm."""
 
 from dataclasses import replace
 from functools import partial
@@ -106,9 +106,9 @@ def run_stack(
     recompute: bool = False,
     balance: BalanceLosses | None = None,
 ) -> Tensor:
-    """Hidden states (B, T, D) of the new tokens; with a cache, the past is read and extended.
+    """Return hidden states (B, T, D) of the new tokens; a cache is read and extended.
 
-    With `recompute`, the backward runs each block again instead of keeping what is inside it.
+    With `recompute`, the backward runs each block again instead of keeping its activations.
     `balance` collects the load-balancing losses of mixtures of experts.
     """
     assert not recompute or (cache is None and taps is None), "a block run twice writes twice"
@@ -120,9 +120,9 @@ def run_stack(
             raise InputError("packed segments cannot be continued from a cache")
         if past and not all(block.attention.causal for block in parts.stack.blocks()):
             raise InputError(
-                "a cache cannot continue attention that is not causal: the past would have to see "
-                "the new tokens",
-                hint="give the whole sequence at once, without a cache",
+                "a cache cannot continue attention that is not causal: the past would have to "
+                "attend to the new tokens",
+                hint="give the complete sequence at once, without a cache",
             )
         valid_BS = joined_valid(cache.valid_BS, past, valid_BT, T)
     places = positions_of(past, T, valid_BS, segments_BT)
@@ -162,7 +162,7 @@ def run_stack(
 def positions_of(
     past: int, length: int, valid_BS: Tensor | None, segments_BT: Tensor | None
 ) -> Tensor | slice:
-    """Where each new token stands, counting real tokens only, from 0 in every segment."""
+    """Return the position of each new token, counting real tokens only, from 0 in every segment."""
     if valid_BS is None and segments_BT is None:
         return slice(past, past + length)
     if valid_BS is None:

@@ -1,4 +1,4 @@
-"""Weights between a model and plain arrays, checked against the manifest."""
+"""Copy weights between a model and plain arrays, checked against the manifest."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _RAW = {1: torch.uint8, 2: torch.uint16}
 
 
 def weights_of(model: Model, *, rules: Rules | None = None) -> dict[str, np.ndarray]:
-    """Every parameter that owns its storage, by manifest name, as NumPy arrays (copies).
+    """Return every parameter that owns its storage, by manifest name, as NumPy arrays (copies).
 
     With `rules`, the parameters that they name. Without, a model that carries LoRA is refused: its
     weights alone are not the model.
@@ -42,7 +42,7 @@ def weights_of(model: Model, *, rules: Rules | None = None) -> dict[str, np.ndar
 
 
 def weights_hash(model: Model) -> str:
-    """SHA-256 of all weights as they are stored: names, types, shapes and values."""
+    """Return the SHA-256 of all weights as they are stored: names, types, shapes and values."""
     own, total = dict(model.named_parameters()), hashlib.sha256()
     for name in sorted(stored(model.spec)):
         array = array_of(own[name].detach())
@@ -70,13 +70,13 @@ def load_weights(
 
 
 def dtype_of(arrays: Mapping[str, np.ndarray]) -> torch.dtype:
-    """The precision that a model of these arrays has: the widest of them."""
+    """Return the precision of a model with these arrays: the widest of them."""
     found = {tensor_of(array[:0] if array.ndim else array).dtype for array in arrays.values()}
     return max(found, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """A copy as NumPy holds it."""
+    """Copy a tensor to NumPy."""
     tensor = tensor.cpu().contiguous()
     opaque = OPAQUE.get(str(tensor.dtype).removeprefix("torch."))
     if opaque is not None:
@@ -85,7 +85,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """A copy as torch holds it."""
+    """Copy an array to torch."""
     if array.dtype.names is not None:
         raw = torch.from_numpy(array.view(f"u{array.dtype.itemsize}").copy())
         return raw.view(getattr(torch, array.dtype.names[0]))

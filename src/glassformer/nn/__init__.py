@@ -1,1 +1,1 @@
-"""The parts of a transformer in plain PyTorch: small modules that take numbers, not specs."""
+"""The parts of a transformer in plain PyTorch: small modules, each built from a part of a spec."""

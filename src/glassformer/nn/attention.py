@@ -1,4 +1,4 @@
-"""The one attention: self or cross, grouped, cached, fused or explicit.
+"""Multi-head attention: self or cross, grouped, cached, fused or explicit.
 
 `attend` is softmax(q k^T / sqrt(H) + bias) v. It uses PyTorch's fused kernel unless the scores or
 the weights are to be read or replaced, which only the explicit path has; a parity check holds the
@@ -45,8 +45,9 @@ def _attend_fused(
 ) -> Tensor:
     T, H = q_BNTH.shape[2:]
     if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32 and T > 1:
-        # The kernels that take float32 want a key for every query head, and heads of a certain
-        # multiple; else all T x S weights are made and kept. Zeros beside a head change nothing.
+        # The fused float32 kernels need a key for every query head, and heads of a certain
+        # multiple; otherwise all T x S weights are materialised. Padding a head with zeros
+        # changes nothing.
         k_BKSH, v_BKSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
         if missing := -H % GPU_HEAD_MULTIPLE:
             q_BNTH, k_BKSH, v_BKSH = (F.pad(x, (0, missing)) for x in (q_BNTH, k_BKSH, v_BKSH))
@@ -102,7 +103,7 @@ def _masked_scores(q_BNTH: Tensor, k_BNSH: Tensor, added: Tensor) -> Tensor:
 
 
 def per_query_head(kv_BKSH: Tensor, q_BNTH: Tensor) -> Tensor:
-    """Each key-value head once for every query head of its group."""
+    """Repeat each key-value head for every query head of its group."""
     group = q_BNTH.shape[1] // kv_BKSH.shape[1]
     return kv_BKSH if group == 1 else kv_BKSH.repeat_interleave(group, dim=1)
 
@@ -168,7 +169,7 @@ class MultiHeadAttention(nn.Module):
         return tap(taps, "out", self.o_proj(join_heads(heads_BNTH)))
 
     def queries(self, x_BTD: Tensor, *, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """q_BNTH, normed and turned."""
+        """Return q_BNTH, normalised and rotated."""
         q_BNTH = split_heads(self.q_proj(x_BTD), self.d_head)
         if self.q_norm is not None:
             q_BNTH = self.q_norm(q_BNTH)
@@ -177,7 +178,7 @@ class MultiHeadAttention(nn.Module):
     def keys_values(
         self, context_BSD: Tensor, *, rotation: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """k_BKSH, normed and turned, and v_BKSH."""
+        """Return k_BKSH, normalised and rotated, and v_BKSH."""
         k_BKSH = split_heads(self.k_proj(context_BSD), self.d_head)
         if self.k_norm is not None:
             k_BKSH = self.k_norm(k_BKSH)

@@ -1,4 +1,4 @@
-"""A block: its residual lines, with the norm before or after."""
+"""A transformer block: its residual lines, with the norm before or after each part."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,5 +89,5 @@ class TransformerBlock(nn.Module):
         return tap(taps, "resid_post", self.ffn_norm(x + feed(x)))
 
     def drop(self, x_BTD: Tensor) -> Tensor:
-        """Dropout of a sublayer's result, before it joins the residual."""
+        """Apply dropout to a sublayer's output, before it is added to the residual stream."""
         return F.dropout(x_BTD, self.residual_dropout, self.training)

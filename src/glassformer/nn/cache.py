@@ -1,8 +1,8 @@
-"""Keys and values of the past, passed into a forward and never parked on a module.
+"""Key-value caches, passed into a forward and never stored on a module.
 
-Two kinds with one interface: `GrowingCache` concatenates, `FixedCache` writes into memory taken
-once. Both remember which places are real tokens, so that prompts of different lengths can share a
-batch, and both can be reordered for beams. Cross-attention keys are computed once and kept.
+Two kinds with one interface: `GrowingCache` concatenates, `FixedCache` writes into memory that is
+allocated once. Both record which positions are real tokens, so that prompts of different lengths
+can share a batch, and both can be reordered for beams. Cross-attention keys are computed once.
 """
 
 from typing import Protocol
@@ -16,26 +16,26 @@ from glassformer.spec.errors import InputError
 
 
 class Cache(Protocol):
-    """What attention and the stack ask of a cache."""
+    """The interface of a cache, as attention and the stack use it."""
 
     length: int
     valid_BS: Tensor | None
     cross: dict[int, tuple[Tensor, Tensor]]
 
     def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one layer's new keys and values; give back all of that layer so far."""
+        """Add one layer's new keys and values; return all of that layer so far."""
 
     def advance(self, count: int, valid_BT: Tensor | None) -> None:
-        """After every layer was extended: the new places belong to the past."""
+        """Count the new positions as past; called after every layer was extended."""
 
     def reorder(self, rows_B: Tensor) -> None:
-        """Row b becomes what row rows_B[b] was; rows may repeat."""
+        """Make row b what row rows_B[b] was; rows may repeat."""
 
 
 def joined_valid(
     past_BS: Tensor | None, length: int, new_BT: Tensor | None, count: int
 ) -> Tensor | None:
-    """Validity of past and new places together; None while every place is real."""
+    """Join the validity of past and new positions; None while every position is real."""
     if past_BS is None and new_BT is None:
         return None
     some = past_BS if new_BT is None else new_BT
@@ -48,16 +48,16 @@ def joined_valid(
 
 
 def _check_rows(past: Tensor, new: Tensor) -> None:
-    """A batch of another size would be broadcast into the past, and answer something."""
+    """Refuse a batch of another size, which would be broadcast into the past."""
     if len(past) != len(new):
         raise InputError(
             f"the cache holds {len(past)} sequences, and {len(new)} were given",
-            hint="reorder the cache to as many rows, or start a new one",
+            hint="reorder the cache to this number of rows, or start a new one",
         )
 
 
 class GrowingCache:
-    """Concatenates: no limit but memory, one copy of the past a step."""
+    """A cache that concatenates: limited by memory alone, one copy of the past per step."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -78,7 +78,7 @@ class GrowingCache:
         self.length += count
 
     def cut(self, length: int) -> None:
-        """Forget everything from this place on."""
+        """Drop everything from this position on."""
         for layer, (k, v) in self._layers.items():
             self._layers[layer] = (k[:, :, :length], v[:, :, :length])
         self.valid_BS = None if self.valid_BS is None else self.valid_BS[:, :length]
@@ -93,7 +93,7 @@ class GrowingCache:
 
 
 class FixedCache:
-    """Writes in place into memory for `max_length` positions, taken at the first use of a layer."""
+    """A cache that writes in place; each layer's memory is allocated at its first use."""
 
     def __init__(self, max_length: int) -> None:
         self.length = 0

@@ -1,4 +1,4 @@
-"""Tokens to vectors: plain, scaled by sqrt(d_model), or factorized as U[token] @ V.
+"""Token embeddings: plain, scaled by sqrt(d_model), or factorized as U[token] @ V.
 
 `as_linear` uses the same weights as an output projection; a tied head calls it.
 """
@@ -16,7 +16,7 @@ from glassformer.spec import model as spec
 
 
 class TokenEmbedding(nn.Module):
-    """weight[token], times sqrt(d_model) where the spec asks for the 2017 paper's scale."""
+    """weight[token], times sqrt(d_model) if the spec has the 2017 paper's scale."""
 
     def __init__(self, vocab_size: int, d_model: int, *, scaled: bool = False) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class TokenEmbedding(nn.Module):
         return x_BTD if self.scale is None else x_BTD * self.scale
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
-        """Logits x @ weight^T; the scale belongs to the input side only."""
+        """Return logits x @ weight^T; the scale applies to the input side only."""
         return F.linear(x_BTD, self.weight)
 
 
@@ -48,7 +48,7 @@ class FactorizedTokenEmbedding(nn.Module):
         return F.embedding(tokens_BT, self.u) @ self.v
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
-        """Logits x @ V^T @ U^T: both factors are shared, and no (vocab, d_model) table is made."""
+        """Return logits x @ V^T @ U^T, without a (vocab, d_model) table."""
         return F.linear(F.linear(x_BTD, self.v), self.u)
 
     def penalty(self) -> Tensor:
@@ -59,7 +59,7 @@ class FactorizedTokenEmbedding(nn.Module):
 def build_embedding(
     embedding: spec.Embedding, vocab_size: int, d_model: int
 ) -> TokenEmbedding | FactorizedTokenEmbedding:
-    """The module that an embedding's spec describes."""
+    """Build the module that an embedding's spec describes."""
     match embedding:
         case spec.PlainEmbedding():
             return TokenEmbedding(vocab_size, d_model)

@@ -17,7 +17,7 @@ from glassformer.spec.errors import InputError
 def activate(x_BTF: Tensor, activation: str) -> Tensor:
     """ReLU, exact GELU, GELU by tanh, or SiLU of a fresh tensor.
 
-    In place where no gradient will ask for the input again: it is the widest array of a layer.
+    In place where no backward needs the input: it is the widest array of a layer.
     """
     spare = not torch.is_grad_enabled()
     match activation:
@@ -66,7 +66,7 @@ class SwiGLU(nn.Module):
 
 
 def build_ffn(ffn: spec.MLP | spec.SwiGLU, d_model: int, *, dropout: float = 0.0) -> MLP | SwiGLU:
-    """The module of a feed-forward that every token passes through; `moe` has the others."""
+    """Build a feed-forward that every token passes through; `moe` has the others."""
     match ffn:
         case spec.MLP():
             return MLP(ffn, d_model, dropout=dropout)

@@ -1,4 +1,4 @@
-"""From hidden states to logits: a projection of its own, or the embedding used backwards."""
+"""Heads: hidden states to logits, by a projection of their own or by the transposed embedding."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from glassformer.spec.errors import InputError
 
 
 class TiedHead(nn.Module):
-    """embed.as_linear(x) + bias. The embedding is handed in, so there is one storage."""
+    """embed.as_linear(x) + bias. The embedding is an argument, so the weights are stored once."""
 
     def __init__(self, size: int, *, bias: bool) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class TiedHead(nn.Module):
 
 
 def read_out(x_BTD: Tensor, valid_BT: Tensor | None, *, readout: str) -> Tensor:
-    """One vector a sequence: at the last or first valid position, or the mean over valid ones."""
+    """Return one vector per sequence: at the last or first valid position, or their mean."""
     if valid_BT is None:
         valid_BT = torch.ones(x_BTD.shape[:2], dtype=torch.bool, device=x_BTD.device)
     match readout:
@@ -31,9 +31,9 @@ def read_out(x_BTD: Tensor, valid_BT: Tensor | None, *, readout: str) -> Tensor:
             return (x_BTD * share_BT.unsqueeze(-1)).sum(1)
         case "last":
             T = valid_BT.shape[1]
-            place_B = T - 1 - valid_BT.flip(1).int().argmax(1)
+            index_B = T - 1 - valid_BT.flip(1).int().argmax(1)
         case "first":
-            place_B = valid_BT.int().argmax(1)
+            index_B = valid_BT.int().argmax(1)
         case _:
             raise InputError(f"unknown readout '{readout}'", hint="last, first or mean")
-    return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), place_B]
+    return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), index_B]

@@ -1,4 +1,4 @@
-"""Fill parameters by the rules of the manifest, from a generator that the caller passes."""
+"""Initialise parameters by the rules of the manifest, from a generator that the caller passes."""
 
 from collections.abc import Iterable
 from typing import TypeVar, assert_never
@@ -15,7 +15,7 @@ Part = TypeVar("Part", bound=nn.Module)
 def initialised(
     part: Part, rules: Iterable[Parameter], *, generator: torch.Generator | None = None
 ) -> Part:
-    """A part on its own, filled by the manifest's rules for it."""
+    """Initialise a single part by the manifest's rules for it, and return it."""
     initialise(part, tuple(rules), generator=generator)
     return part
 
@@ -27,10 +27,10 @@ def initialise(
     *,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Fill each named parameter in the manifest's order; without a generator, torch's own is used.
+    """Initialise each named parameter in the manifest's order; the default is torch's generator.
 
     The order and the rules come from the spec, so that the same seed gives the same weights however
-    the module was put together.
+    the module was assembled.
     """
     own = dict(module.named_parameters())
     for parameter in parameters:

@@ -1,5 +1,5 @@
-"""`Linear`: the only matrix product with weights in the house, so that counting, quantization and
-low-rank adapters find all of them."""
+"""`Linear`: the only product with a weight matrix in the package, so that counting, quantization
+and low-rank adapters find all of them."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, weight (out, in). Values come from `init.initialise`, never from here."""
+    """y = x W^T + b, weight (out, in). Values come from `init.initialise`."""
 
     def __init__(self, d_in: int, d_out: int, *, bias: bool) -> None:
         super().__init__()

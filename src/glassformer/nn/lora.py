@@ -1,4 +1,4 @@
-"""Low-rank corrections of linear layers: put on, merged into the weights, taken off again.
+"""LoRA: low-rank corrections of linear layers, added, merged into the weights, unmerged.
 
 A corrected layer keeps the names of its own weight and bias, so the manifest still finds them; its
 factors are named as `lora_manifest` says. B starts at zero: a fresh correction changes nothing.
@@ -39,7 +39,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Linear:
-        """A plain layer of weight W + (alpha / R) B A, summed in float32 or better."""
+        """Return a plain layer of weight W + (alpha / R) B A, summed in float32 or better."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         product = self.lora_B.weight.to(wide) @ self.lora_A.weight.to(wide)
         with torch.device("meta"):
@@ -62,9 +62,9 @@ class Specified(nn.Module):
 def apply_lora(
     model: Specified, lora: LoRA, *, generator: torch.Generator | None = None
 ) -> dict[str, LoRALinear]:
-    """Freeze the model, put a correction on every target, and give the corrected layers by name."""
+    """Freeze the model, add a correction to every target, and return these layers by name."""
     if corrected_layers(model):
-        raise InputError("the model carries LoRA already", hint="merge(model) first")
+        raise InputError("the model has LoRA layers already", hint="merge(model) first")
     targets = lora_targets(model.spec, lora)
     model.requires_grad_(False)
     layers = {}
@@ -80,7 +80,7 @@ def apply_lora(
         _replace(model, name, layer)
     rules = tuple(lora_manifest(model.spec, lora).values())
     if not any(layer.weight.is_meta for layer in layers.values()):
-        # Drawn on the CPU, so that a seed means the same correction on every device.
+        # Sampled on the CPU, so that a seed gives the same correction on every device.
         initialise(model, rules, generator=generator)
     for layer in layers.values():
         layer.to(layer.weight.device)
@@ -88,12 +88,12 @@ def apply_lora(
 
 
 def corrected_layers(model: Specified) -> dict[str, LoRALinear]:
-    """The layers that carry a correction, by name."""
+    """Return the layers that have a correction, by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
 
 
 def lora_parameters(model: Specified) -> dict[str, nn.Parameter]:
-    """The factors by the manifest's names: all that trains."""
+    """Return the factors by the manifest's names: the only parameters that train."""
     return {
         f"{name}.{leaf}.weight": getattr(layer, leaf).weight
         for name, layer in corrected_layers(model).items()
@@ -102,28 +102,28 @@ def lora_parameters(model: Specified) -> dict[str, nn.Parameter]:
 
 
 def merge(model: Specified) -> dict[str, LoRALinear]:
-    """Replace every corrected layer by a plain one of the summed weights; `unmerge` takes it back.
+    """Replace every corrected layer by a plain one with the summed weights; `unmerge` undoes it.
 
-    What is given back holds the weights from before: keep it to unmerge bit for bit, or drop it.
+    The returned layers hold the old weights: keep them to unmerge bit for bit, or drop them.
     """
     layers = corrected_layers(model)
     if not layers:
-        raise InputError("the model carries no LoRA to merge")
+        raise InputError("the model has no LoRA layers to merge")
     for name, layer in layers.items():
         _replace(model, name, layer.merged())
     return layers
 
 
 def unmerge(model: Specified, layers: Mapping[str, LoRALinear]) -> None:
-    """Put the corrected layers that `merge` took out back in their places."""
+    """Put back the corrected layers that `merge` replaced."""
     for name, layer in layers.items():
         _replace(model, name, layer)
 
 
 def _replace(model: Specified, name: str, layer: nn.Module) -> None:
     owner, _, leaf = name.rpartition(".")
-    place = model.get_submodule(owner)
-    if isinstance(place, nn.ModuleDict):
-        place[leaf] = layer
+    module = model.get_submodule(owner)
+    if isinstance(module, nn.ModuleDict):
+        module[leaf] = layer
     else:
-        setattr(place, leaf, layer)
+        setattr(module, leaf, layer)

@@ -18,7 +18,7 @@ from glassformer.spec.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What attention adds to its scores: -inf where it may not attend, and a bias by distance.
+    """An attention mask: -inf for scores where attention is not allowed, and a bias by distance.
 
     allow: (T, S), (B, 1, T, S) or (B, N, T, S), True = may attend; None = everything, or the
     triangle if causal. empty: (B, 1 or N, T, 1), True where a row may attend to nothing, and its
@@ -34,11 +34,11 @@ class Mask:
     )
 
     def explicit(self, length: int, device: torch.device) -> Tensor | None:
-        """The permission as a tensor, the plain triangle included."""
+        """Return the mask as a bool tensor, the plain triangle included."""
         return causal_allow(length, length, device=device) if self.causal else self.allow
 
     def added(self, q_BNTH: Tensor) -> Tensor:
-        """The bias (0 without one), -inf where not allowed; once for all layers that share it."""
+        """Return what is added to scores: the bias or 0, -inf where attention is not allowed."""
         T, kind = q_BNTH.shape[2], (q_BNTH.shape[2], q_BNTH.dtype, q_BNTH.device)
         if kind not in self.made:
             if self.causal:
@@ -54,7 +54,7 @@ class Mask:
 def causal_allow(
     queries: int, keys: int, *, window: int | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """(T, S): the last query stands at the last key; a query sees itself and what came before."""
+    """Return (T, S): a query attends to itself and before; the last query is the last key."""
     q_T1 = torch.arange(keys - queries, keys, device=device)[:, None]
     k_1S = torch.arange(keys, device=device)
     allow = k_1S <= q_T1
@@ -64,14 +64,14 @@ def causal_allow(
 def window_allow(
     queries: int, keys: int, *, window: int, device: torch.device | None = None
 ) -> Tensor:
-    """(T, S): within `window` on both sides, for attention that is not causal."""
+    """Return (T, S): within `window` on both sides, for attention that is not causal."""
     q_T1 = torch.arange(keys - queries, keys, device=device)[:, None]
     k_1S = torch.arange(keys, device=device)
     return (q_T1 - k_1S).abs() < window
 
 
 def padding_allow(valid_q_BT: Tensor, valid_k_BS: Tensor) -> Tensor:
-    """(B, 1, T, S): a padded place neither attends nor is attended to."""
+    """Return (B, 1, T, S): a padded position neither attends nor is attended to."""
     return valid_q_BT[:, None, :, None] & valid_k_BS[:, None, None, :]
 
 
@@ -87,7 +87,7 @@ def build_mask(
     segments_k_BS: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Mask:
-    """Join what the arguments say. The fused kernel's own triangle is used where it is enough."""
+    """Combine order, window, padding and segments; the kernel's own triangle where it is enough."""
     plain = valid_q_BT is None and valid_k_BS is None and segments_q_BT is None
     if plain and (window is None or window >= keys):
         if not causal or queries == 1:
@@ -101,7 +101,7 @@ def build_mask(
     if plain:
         return Mask(allow=allow)
     if window is not None and valid_k_BS is not None:
-        # Counted in real tokens: padding that a cache keeps in the middle uses up no window.
+        # Counted in real tokens: padding between cached tokens does not use up the window.
         place_BS = valid_k_BS.cumsum(1)
         apart_BTS = place_BS[:, -queries:, None] - place_BS[:, None, :]
         allow = _both(allow, (apart_BTS.abs() < window)[:, None])
@@ -123,7 +123,7 @@ def close_empty_rows(allow: Tensor) -> Mask:
 
 
 def mask_from_allow(allow: Tensor) -> Mask:
-    """A `Mask` from somebody's own permission tensor (T, S), (B, T, S) or (B, N, T, S)."""
+    """Make a `Mask` from a bool tensor (T, S), (B, T, S) or (B, N, T, S)."""
     if allow.dtype != torch.bool:
         raise InputError(f"a mask of dtype {allow.dtype}", hint="bool, True = may attend")
     return close_empty_rows(allow[:, None] if allow.ndim == 3 else allow)

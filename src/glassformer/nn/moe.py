@@ -1,4 +1,4 @@
-"""A mixture of experts: a router chooses a few feed-forwards for each token, and weighs them.
+"""A mixture of experts: a router chooses a few feed-forwards for each token, and weights them.
 
 Tokens are grouped by expert, so that each expert is one product over its tokens; no token is
 dropped. `BalanceLosses` is passed into a forward like a cache, and collects the routers' losses.
@@ -24,7 +24,7 @@ from glassformer.spec.execution import GROUP_ROWS
 class BalanceLosses:
     """The load-balancing loss of every mixture in one forward, by the name of its layer.
 
-    `coefficients` has what the spec says each is multiplied by. A layer that is run again for its
+    `coefficients` are the factors that the spec has for them. A layer that is run again for its
     backward writes the same entry again.
     """
 
@@ -37,9 +37,9 @@ class BalanceLosses:
         self.coefficients[layer] = coefficient
 
     def weighted(self, shares: Mapping[str, float] | None = None) -> tuple[Tensor, Tensor]:
-        """The mean over layers, and what it adds to the objective: that of coefficient * loss.
+        """Return the mean loss over layers, and the mean of coefficient * loss, for the objective.
 
-        `shares` says how much this batch counts among those of a step, by layer.
+        `shares` are this batch's shares of the tokens of a step, by layer.
         """
         plain = [
             loss * (1.0 if shares is None else shares[layer]) for layer, loss in self.losses.items()
@@ -52,7 +52,7 @@ class BalanceLosses:
 
 @dataclass(frozen=True, slots=True)
 class BalanceAt:
-    """Where one layer records its loss, and which of its tokens are real (None: all)."""
+    """The recorder of one layer's loss, and which of its tokens are real (None: all)."""
 
     losses: BalanceLosses
     layer: str
@@ -101,7 +101,7 @@ class MixtureOfExperts(nn.Module):
         return tap(taps, "out", out_BTD)
 
     def shared(self, x_BTD: Tensor) -> Tensor | None:
-        """What the shared expert adds, behind its gate; None without one."""
+        """Return the gated output of the shared expert; None without one."""
         if self.shared_expert is None:
             return None
         out_BTD: Tensor = self.shared_expert(x_BTD)
@@ -112,7 +112,7 @@ class MixtureOfExperts(nn.Module):
     def _tapped(
         self, taps: TapsAt, weights_BTA: Tensor, chosen_BTA: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Show the weights of all experts; an edit of them also changes who is chosen."""
+        """Tap the weights of all experts; an edit of them also changes which are chosen."""
         shape = (*chosen_BTA.shape[:-1], self.n_experts)
         plain_BTE = weights_BTA.new_zeros(shape).scatter(-1, chosen_BTA, weights_BTA)
         routing_BTE = taps.visit("routing", plain_BTE)
@@ -125,7 +125,7 @@ class MixtureOfExperts(nn.Module):
     # The sizes of the groups are data: a compiled graph ends here.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _experts_of(self, rows_MD: Tensor, chosen_MA: Tensor) -> Tensor:
-        """What each row's experts give, (M, A, D): one product for the rows of an expert."""
+        """Return each row's expert outputs (M, A, D): one product for the rows of an expert."""
         (M, A), E = chosen_MA.shape, self.n_experts
         experts_J = chosen_MA.flatten()  # J = M * A pairs of a row and an expert
         order_J = experts_J.argsort(stable=True)
@@ -137,7 +137,7 @@ class MixtureOfExperts(nn.Module):
         sorted_J = torch.arange(M * A, device=rows_MD.device)
         place_J[order_J] = sorted_J + shift_E[experts_J[order_J]]
         sizes = filled_E.tolist()
-        row_P = place_J.new_zeros(sum(sizes))  # what fills a group up is row 0, and never read
+        row_P = place_J.new_zeros(sum(sizes))  # padding is row 0, its result is never read
         row_P[place_J] = sorted_J // A
         groups = torch.split(rows_MD[row_P], sizes)
         out_PD = torch.cat([expert(x) for expert, x in zip(self.experts, groups, strict=True)])
@@ -147,7 +147,7 @@ class MixtureOfExperts(nn.Module):
 def build_feed_forward(
     ffn: spec.FeedForward, d_model: int, *, dropout: float = 0.0
 ) -> MLP | SwiGLU | MixtureOfExperts:
-    """The module that a feed-forward's spec describes."""
+    """Build the module that a feed-forward's spec describes."""
     match ffn:
         case spec.MLP() | spec.SwiGLU():
             return build_ffn(ffn, d_model, dropout=dropout)
@@ -158,7 +158,7 @@ def build_feed_forward(
 
 
 def route(logits_E: Tensor, *, chosen: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights and indices of the chosen experts, largest first, and the probabilities of all.
+    """Return weights and indices of the chosen experts, largest first, and all probabilities.
 
     Of equal logits the lowest index wins. Probabilities are float32 or better.
     """

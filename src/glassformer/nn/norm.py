@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.nn.precision import as_float
 from glassformer.spec import model as spec
 
 
@@ -37,7 +38,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = as_float(x)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
@@ -46,7 +47,7 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(norm: spec.Norm, width: int) -> LayerNorm | RMSNorm:
-    """The module that a norm's spec describes."""
+    """Build the module that a norm's spec describes."""
     match norm:
         case spec.LayerNorm():
             return LayerNorm(width, eps=norm.eps)

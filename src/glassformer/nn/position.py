@@ -22,15 +22,15 @@ from glassformer.spec.position import alibi_slopes, rotary_frequencies
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for a float64 model, else float32."""
+    """Return float64 for a float64 model, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sinusoids(length: int, d_model: int, *, base: float = 10_000.0) -> Tensor:
-    """The (length, d_model) table in float64: even columns sin, odd ones cos of the same angle."""
-    place = torch.arange(length, dtype=torch.float64, device="cpu")[:, None]
+    """Return the (length, d_model) table in float64: sin in even columns, cos in odd ones."""
+    position = torch.arange(length, dtype=torch.float64, device="cpu")[:, None]
     even = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu")
-    angle = place * base ** (-even / d_model)
+    angle = position * base ** (-even / d_model)
     table = torch.empty(length, d_model, dtype=torch.float64, device="cpu")
     table[:, 0::2] = angle.sin()
     table[:, 1::2] = angle.cos()[:, : d_model // 2]
@@ -38,10 +38,10 @@ def sinusoids(length: int, d_model: int, *, base: float = 10_000.0) -> Tensor:
 
 
 def rotations(rotary: Rotary, length: int, d_head: int, *, dtype: torch.dtype) -> Tensor:
-    """cos and sin of every position and pair: (2, length, d_head / 2)."""
+    """Return cos and sin of every position and pair: (2, length, d_head / 2)."""
     frequencies, factor = rotary_frequencies(rotary, d_head)
-    place = torch.arange(length, dtype=dtype, device="cpu")[:, None]
-    angle = place * torch.tensor(frequencies, dtype=dtype, device="cpu")
+    position = torch.arange(length, dtype=dtype, device="cpu")[:, None]
+    angle = position * torch.tensor(frequencies, dtype=dtype, device="cpu")
     table = torch.stack((angle.cos(), angle.sin()))
     return table if factor == 1.0 else table * factor
 
@@ -181,7 +181,7 @@ def _own_class(own: OwnPosition) -> type[AddedPosition]:
 
 
 class RotaryPosition(ComputedTable):
-    """Holds cos and sin; `at` gives the rows of the asked positions, `rotate` applies them."""
+    """A table of cos and sin; `at` returns the rows of some positions, `rotate` applies them."""
 
     def __init__(self, rotary: Rotary, max_seq_len: int, d_head: int) -> None:
         super().__init__()
@@ -196,13 +196,13 @@ class RotaryPosition(ComputedTable):
         return rotations(self.rotary, self.max_seq_len, self.d_head, dtype=table_dtype(dtype))
 
     def at(self, positions: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """cos and sin, (T, H/2), or (B, 1, T, H/2) when rows of the batch stand elsewhere."""
+        """Return cos and sin, (T, H/2), or (B, 1, T, H/2) where positions differ by row."""
         cos, sin = self.table[:, positions]
         return (cos, sin) if cos.ndim == 2 else (cos[:, None], sin[:, None])
 
 
 class ALiBiPosition(ComputedTable):
-    """Holds the slope of each head; `bias` is -slope * |distance| between queries and keys."""
+    """The slope of each head; `bias` is -slope * |distance| between queries and keys."""
 
     def __init__(self, alibi: ALiBi, n_heads: int, d_head: int) -> None:
         super().__init__()
@@ -226,14 +226,14 @@ class ALiBiPosition(ComputedTable):
 
 
 def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + H/2]): the half-split layout of Llama and Qwen checkpoints."""
+    """Rotate each pair (x[i], x[i + H/2]): the half-split layout of Llama and Qwen."""
     cos, sin = cos.to(x_BNTH.dtype), sin.to(x_BNTH.dtype)
     first, second = x_BNTH.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def make_tables(module: nn.Module, device: torch.device | str) -> None:
-    """Give every table of a module that was built on meta its values, on this device."""
+    """Compute every table of a module that was built on meta, on this device."""
     for part in module.modules():
         if isinstance(part, ComputedTable):
             part.table = part.on(torch.device(device), part.table.dtype)

@@ -1,4 +1,4 @@
-"""Taps: activations read, replaced, or followed backwards, by name.
+"""Taps: read or replace activations by name, or read their gradients.
 
 A `Taps` is passed into a forward like a cache. Without one nothing is registered and nothing is
 computed: each tap in the code is one `is None` test.
@@ -21,10 +21,10 @@ Edit = Tensor | Callable[[Tensor], Tensor]
 
 
 class Taps:
-    """What to read (patterns), what to replace (tensors or functions), and what was seen.
+    """Activations to read (patterns) and to replace (tensors or functions), and those read.
 
-    `seen` is a plain dict by full name. With `gradients`, what was read keeps its gradient:
-    after a backward, `taps.gradients()` gives it by the same names.
+    `seen` is a plain dict by full name. With `gradients`, activations that were read keep their
+    gradient: after a backward, `taps.gradients()` returns it by the same names.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Taps:
         self.reads = _matching(self.patterns)
 
     def wants(self, name: str) -> bool:
-        """Whether anything is to be done at this tap."""
+        """True if this tap is read or edited."""
         return name in self.edits or self.reads(name)
 
     def visit(self, name: str, x: Tensor) -> Tensor:
-        """Replace and record x at this tap, and give back what the model goes on with."""
+        """Replace and record x at this tap, and return what the model continues with."""
         if name in self.edits:
             x = _replaced(name, x, self.edits[name])
         if self.reads(name):
@@ -55,7 +55,7 @@ class Taps:
         return x
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of what was read, where the last backward reached it."""
+        """Return the gradients of what was read, where the last backward reached it."""
         kept = {name: x for name, x in self.seen.items() if x.retains_grad or x.is_leaf}
         return {name: x.grad for name, x in kept.items() if x.grad is not None}
 
@@ -66,7 +66,7 @@ class Taps:
 
 @lru_cache
 def _check(spec: ModelSpec, patterns: tuple[str, ...], edits: tuple[str, ...]) -> None:
-    """Remembered, like what matches: one forward after the other asks for the same."""
+    """Check patterns and edits; cached, because every forward has the same ones."""
     known = tap_shapes(spec)
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
@@ -78,7 +78,7 @@ def _check(spec: ModelSpec, patterns: tuple[str, ...], edits: tuple[str, ...]) -
 
 @lru_cache
 def _matching(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a name matches; remembered, as every forward asks for the same names."""
+    """Return a test for names that match; cached, because every forward has the same names."""
     either = re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
     return cache(lambda name: either.match(name) is not None)
 
@@ -93,37 +93,37 @@ def _replaced(name: str, x: Tensor, edit: Edit) -> Tensor:
 
 
 class TapsAt:
-    """A `Taps` seen from one place of the model: names are relative to a prefix."""
+    """A `Taps` at one part of the model: names are relative to a prefix."""
 
     def __init__(self, taps: Taps, prefix: str) -> None:
         self.taps = taps
         self.prefix = prefix
 
     def wants(self, leaf: str) -> bool:
-        """Whether anything is to be done at this leaf."""
+        """True if this leaf is read or edited."""
         return self.taps.wants(self.prefix + leaf)
 
     def visit(self, leaf: str, x: Tensor) -> Tensor:
-        """`Taps.visit` under the prefix."""
+        """Call `Taps.visit` under the prefix."""
         return self.taps.visit(self.prefix + leaf, x)
 
     def under(self, prefix: str) -> "TapsAt":
-        """One level further in."""
+        """Return these taps one level deeper."""
         return TapsAt(self.taps, self.prefix + prefix)
 
 
 def tap(taps: TapsAt | None, leaf: str, x: Tensor) -> Tensor:
-    """x itself, unless somebody asked for it."""
+    """Return x, replaced and recorded if the tap is edited or read."""
     return x if taps is None else taps.visit(leaf, x)
 
 
 def under(taps: TapsAt | None, prefix: str) -> TapsAt | None:
-    """The same taps one level further in."""
+    """Return the same taps one level deeper."""
     return None if taps is None else taps.under(prefix)
 
 
 class Traceable(Protocol):
-    """A model that can be traced: it looks at `scoped_taps` when no taps are passed."""
+    """A model that can be traced: it uses `scoped_taps` when no taps are passed."""
 
     spec: ModelSpec
     scoped_taps: Taps | None
@@ -137,7 +137,7 @@ def trace(
     edit: Mapping[str, Edit] | None = None,
     gradients: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Within the block, every call of `model` fills the dict by tap name.
+    """Read or edit taps of every call of `model` within the block; yield the dict of those read.
 
     with trace(model, read="blocks.*.attn.weights") as seen:
         model(tokens)

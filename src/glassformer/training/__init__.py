@@ -1,1 +1,1 @@
-"""Training: losses, engines, and one loop that yields a record a step."""
+"""Training: losses, engines, and one loop that yields a record per step."""

@@ -1,4 +1,4 @@
-"""What the loop asks of an engine, whichever computes."""
+"""The interface of a training engine, and what all engines share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Arrays = dict[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One update: loss as differentiated, plain loss by head (means a token), norm before clipping.
+    """One update: loss as differentiated, mean loss per token by head, gradient norm unclipped.
 
     `applied` is False where the loss or a gradient was not finite: then nothing was changed.
     `balance` is the load-balancing loss of a model with experts, mean over its layers, and
@@ -34,36 +34,36 @@ class StepResult:
 
     @property
     def objective(self) -> float:
-        """What was differentiated: the loss and the load-balancing term."""
+        """The number that was differentiated: the loss and the load-balancing term."""
         return self.loss + self.balance_term
 
 
 class Engine(Protocol):
-    """A model with its optimizer; `weights` and `state` hold all that decides the future."""
+    """A model with its optimizer; `weights` and `state` determine every later step."""
 
     spec: ModelSpec
 
     def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
-        """One update from some batches, every token weighing alike; dropout drawn from `seed`."""
+        """Make one update from some batches, every token weighted equally; dropout from `seed`."""
 
     def logits(self, batch: Batch) -> Arrays:
-        """Logits by head, without dropout."""
+        """Return logits by head, without dropout."""
 
     def weights(self) -> Arrays:
-        """Copies of the parameters by manifest name."""
+        """Return copies of the parameters by manifest name."""
 
     def load_weights(self, arrays: Mapping[str, Array]) -> None:
-        """Put parameters back."""
+        """Load parameters by manifest name."""
 
     def state(self) -> Arrays:
-        """The optimizer's arrays, `kind.parameter` each, and its step count."""
+        """Return the optimizer's arrays, named `kind.parameter`, and its step count."""
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
-        """The inverse of `state`."""
+        """Load what `state` returned."""
 
 
 def loss_weights(batch: Batch, head: str) -> NDArray[np.float32]:
-    """How much each target of a head counts: as the batch says, else 1 at every real token."""
+    """Return the weight of each target of a head: the batch's, or 1 at every real token."""
     target = batch.targets[head]
     if batch.weights is not None and batch.weights.shape == target.shape:
         return np.asarray(batch.weights, dtype=np.float32)
@@ -73,7 +73,7 @@ def loss_weights(batch: Batch, head: str) -> NDArray[np.float32]:
 
 
 def totals(batches: Sequence[Batch], spec: ModelSpec) -> dict[str, float]:
-    """Summed weights of each head's targets over all batches of a step; what counts is checked."""
+    """Sum the weights of each head's targets over the batches of a step; check the targets."""
     if not batches:
         raise InputError("a step without a batch", hint="give at least one")
     heads = [head for head in spec.head_names() if head in batches[0].targets]
@@ -92,7 +92,7 @@ def totals(batches: Sequence[Batch], spec: ModelSpec) -> dict[str, float]:
 
 
 def balance_shares(batches: Sequence[Batch], spec: ModelSpec) -> list[dict[str, float]]:
-    """How much each batch's load-balancing losses count, by layer: its share of real tokens.
+    """Return the weight of each batch's load-balancing losses, by layer: its real tokens' share.
 
     An encoder's layers count the tokens of the source.
     """
@@ -109,7 +109,7 @@ def balance_shares(batches: Sequence[Batch], spec: ModelSpec) -> list[dict[str, 
 
 
 def _check_targets(batch: Batch, head: str, classes: int) -> None:
-    """A target that counts is one of the head's answers: torch would pass over -100 in silence."""
+    """Require weighted targets to be classes of the head: torch would silently ignore -100."""
     if head not in batch.targets:
         raise InputError(
             f"a batch of the step has no targets for head '{head}', which the first one has"

@@ -1,4 +1,4 @@
-"""The one loop: a generator that yields a record a step. Callers log, look, save and stop."""
+"""The training loop: a generator that yields a record per step; callers log, save and stop."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from glassformer.training.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did. `step` counts from 1; `nll` is each head's plain loss.
+    """The result of one step. `step` counts from 1; `nll` is each head's plain loss.
 
     `loss` is what was differentiated, without the load-balancing term of a model with experts:
     `balance` is that loss, `objective` all of it.
@@ -33,20 +33,20 @@ class StepRecord:
 
     @property
     def objective(self) -> float:
-        """What was differentiated: the loss and the load-balancing term."""
+        """The number that was differentiated: the loss and the load-balancing term."""
         return self.loss + self.balance_term
 
     @property
     def first_loss(self) -> float:
-        """Of several heads the first one's plain loss, which is what an evaluation calls `loss`."""
+        """The loss that an evaluation calls `loss`: with several heads, the first one's."""
         return self.loss if len(self.nll) == 1 else next(iter(self.nll.values()))
 
 
 def fit(engine: Engine, task: Task, train: TrainSpec, *, start: int = 0) -> Iterator[StepRecord]:
-    """Train from step `start` (0 is the beginning) to the last, one record each.
+    """Train from step `start` to the last, yielding one record each.
 
     The batches, the rate and the dropout of a step are functions of its number and the seed alone:
-    going on from a saved step is the same as never having stopped.
+    resuming from a saved step is the same as never having stopped.
     """
     sampler = Sampler(
         task.sizes()["train"],
@@ -75,5 +75,5 @@ def fit(engine: Engine, task: Task, train: TrainSpec, *, start: int = 0) -> Iter
 
 
 def step_seed(seed: int, step: int) -> int:
-    """A seed of its own for each step, the same on every machine."""
+    """Return a seed for each step, the same on every machine."""
     return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])

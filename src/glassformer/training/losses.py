@@ -1,7 +1,7 @@
-"""Losses on hidden states and a head: masked, smoothed, weighted by token, in pieces if large.
+"""Losses on hidden states and a head: masked, smoothed, weighted by token, in chunks if large.
 
 Only the rows that count are projected to logits. Sums are returned, not means, so that batches can
-be joined without weighing a short one like a long one.
+be combined with every token weighted equally.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from glassformer.models.model import Model
 from glassformer.nn.heads import read_out
+from glassformer.nn.precision import as_float
 from glassformer.spec.execution import PIECE
 
 # B batch, T length, D d_model, M rows that count, V logits
@@ -35,7 +36,7 @@ def head_loss(
     valid_BT: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> LossSums:
-    """One head's weighted sums; targets and weights are (B, T), or (B,) for an answer."""
+    """Return one head's weighted sums; targets and weights are (B, T), or (B,) for an answer."""
     kind = model.spec.head(head)
     if kind.readout is not None:
         rows = read_out(hidden_BTD, valid_BT, readout=kind.readout)
@@ -66,8 +67,7 @@ def _sums(
     model: Model, rows_MD: Tensor, head: str, targets_M: Tensor, weights_M: Tensor, smoothing: float
 ) -> LossSums:
     logits_MV = model.project(rows_MD, head)
-    if logits_MV.dtype != torch.float64:
-        logits_MV = logits_MV.float()  # half precision would round the loss itself
+    logits_MV = as_float(logits_MV)  # half precision would round the loss itself
     if not smoothing:
         nll = (F.cross_entropy(logits_MV, targets_M, reduction="none") * weights_M).sum()
         return LossSums(nll, nll.detach())

@@ -1,6 +1,6 @@
-"""A range test: the rate grows step by step, and the loss tells which rates train and which break.
+"""A learning-rate range test: the rate grows each step until the loss diverges.
 
-Run on an engine made for the purpose; the caller's model is never touched.
+It trains an engine that the caller makes for this purpose.
 """
 
 import math
@@ -22,7 +22,7 @@ BROKEN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class RateRange:
-    """The suggested rate, the range in which the loss fell steadily, and the curve (rate, loss)."""
+    """The suggested rate, the range in which the loss fell, and the curve (rate, loss)."""
 
     suggestion: float
     low: float
@@ -39,10 +39,10 @@ def find_rate(
     highest: float = 1.0,
     steps: int = 150,
 ) -> RateRange:
-    """Train while the rate grows from `lowest` to `highest`, until the loss breaks.
+    """Train while the rate grows from `lowest` to `highest`, until the loss diverges.
 
-    The suggestion is where the smoothed loss falls fastest by the logarithm of the rate; the range
-    ends where the loss is lowest, a third below the rate at which it turns.
+    The suggestion is where the smoothed loss falls fastest by the logarithm of the rate. The range
+    ends at a third of the rate at which the loss is lowest.
     """
     if not 0 < lowest < highest or steps <= 2 * BURN_IN:
         raise InputError(
@@ -76,11 +76,11 @@ def _read(curve: list[tuple[float, float]]) -> RateRange:
     usable = curve[BURN_IN:]
     if len(usable) < 3:
         raise InputError(
-            "the loss broke before the range test could begin", hint="start from a lower rate"
+            "the loss diverged before the range test could begin", hint="start from a lower rate"
         )
     lowest = min(range(len(usable)), key=lambda i: usable[i][1])
     if lowest == 0:
-        raise InputError("the loss never fell, so no rate can be told", hint="try a lower range")
+        raise InputError("the loss never fell: no rate to suggest", hint="try a lower range")
     slopes = [
         (usable[i + 1][1] - usable[i - 1][1]) / math.log(usable[i + 1][0] / usable[i - 1][0])
         for i in range(1, len(usable) - 1)

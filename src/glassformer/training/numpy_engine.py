@@ -58,12 +58,12 @@ class NumpyEngine:
 
     @classmethod
     def fresh(cls, spec: ModelSpec, train: TrainSpec) -> "NumpyEngine":
-        """A new model, drawn from the training's seed."""
+        """Make a new model, initialised from the training's seed."""
         dtype = np.float64 if train.precision == "float64" else np.float32
         return cls(Model(spec, rng=np.random.default_rng(train.seed), dtype=dtype), train)
 
     def inputs(self, batch: Batch) -> Inputs:
-        """Checked arrays; a mask that says nothing is dropped, as the torch side does."""
+        """Return checked arrays; a mask that is True everywhere is dropped, as in torch."""
         source = batch.source
         return self.model.inputs(
             batch.tokens,

@@ -15,6 +15,7 @@ from glassformer.models.build import build
 from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
 from glassformer.nn.moe import BalanceLosses
+from glassformer.nn.precision import as_float
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA, lora_manifest
@@ -35,8 +36,8 @@ from glassformer.training.losses import head_loss
 
 
 class TorchEngine:
-    """A built model with its optimizers. With `lora`, the corrections that it carries train, and
-    `weights` and `load_weights` mean them; the rest of the model stands still.
+    """A built model with its optimizers. With `lora`, only the corrections train, and `weights` and
+    `load_weights` are about them.
     """
 
     def __init__(self, model: Model, train: TrainSpec, *, lora: LoRA | None = None) -> None:
@@ -67,7 +68,7 @@ class TorchEngine:
 
     @classmethod
     def fresh(cls, spec: ModelSpec, train: TrainSpec, *, device: str = "cpu") -> "TorchEngine":
-        """A new model, drawn from the training's seed."""
+        """Make a new model, initialised from the training's seed."""
         model = build(spec, generator=torch.Generator().manual_seed(train.seed), device=device)
         if train.precision == "float64":
             model.double()
@@ -116,7 +117,7 @@ class TorchEngine:
     def _loss(
         self, batch: Batch, counts: Mapping[str, float], balance: BalanceLosses | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This batch's share of the step's loss, and each head's summed plain loss.
+        """Return this batch's share of the step's loss, and each head's summed plain loss.
 
         `balance` collects the load-balancing losses of a model with experts.
         """
@@ -149,10 +150,7 @@ class TorchEngine:
     def logits(self, batch: Batch) -> Arrays:
         with self._precision():
             answers = self.model(batch)
-        return {
-            head: (logits if logits.dtype == torch.float64 else logits.float()).cpu().numpy()
-            for head, logits in answers.items()
-        }
+        return {head: as_float(logits).cpu().numpy() for head, logits in answers.items()}
 
     def weights(self) -> Arrays:
         return weights_of(self.model, rules=self.rules)
@@ -192,7 +190,7 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def _dropout_from(self, seed: int) -> Iterator[None]:
-        """Dropout is a function of the step's seed; torch's own generator is left where it was."""
+        """Seed dropout for this step; torch's own generator is restored afterwards."""
         if not self.random:
             yield
             return
@@ -210,7 +208,7 @@ class TorchEngine:
 def build_optimizers(
     model: Model, train: TrainSpec, rules: Mapping[str, Parameter]
 ) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Optimizers with their rates as shares of the run's; decay only where the manifest says."""
+    """Build optimizers, with their rates relative to the run's; decay follows the manifest."""
     check_tree(train)
     own = dict(model.named_parameters())
     named = {name: p for name, p in own.items() if p.requires_grad and name in rules}
@@ -242,7 +240,7 @@ def build_optimizers(
 def _own_optimizer(
     named: Mapping[str, Tensor], rules: Mapping[str, Parameter], own: OwnOptimizer, lr: float
 ) -> torch.optim.Optimizer:
-    """A user's optimizer, on two groups: `weight_decay` is 0 where the manifest marks no decay."""
+    """Build a user's optimizer, on two groups: `weight_decay` is 0 where there is no decay."""
     kind = open_part(own)
     if not issubclass(kind, torch.optim.Optimizer):
         raise InputError(f"{own.source} is no optimizer", hint="subclass torch.optim.Optimizer")
