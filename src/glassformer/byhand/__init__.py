@@ -1,1 +1,1 @@
-"""The same specs in NumPy, every gradient derived by hand: the witness for the other engines."""
+"""The same specs in NumPy, with every gradient derived by hand: a check of the torch engine."""

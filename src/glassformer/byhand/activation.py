@@ -1,4 +1,4 @@
-"""The error function, ours: one rational map and one polynomial for the whole axis.
+"""Activations, dropout, and the error function: one rational map and one polynomial.
 
 erfc(z) = exp(-z^2) P(s) with s = (2 - z) / (2 + z), for z >= 0. The map folds [0, inf) onto
 (-1, 1], where exp(z^2) erfc(z) is smooth; P was fitted with weight exp(-z^2), and
@@ -53,7 +53,7 @@ SINGLE = (
 
 
 def coefficients(dtype: "np.dtype[Any]") -> tuple[float, ...]:
-    """P for this precision."""
+    """Return the coefficients of P for this precision."""
     return DOUBLE if dtype == np.float64 else SINGLE
 
 
@@ -62,7 +62,7 @@ def erfc_parts(
 ) -> None:
     """Fill factor * erfc(z) and bell = exp(-z^2), z^2 = square * size^2, size >= 0.
 
-    size itself is overwritten. Constants are folded into passes that are made anyway.
+    size itself is overwritten. Constants are folded into existing passes over the array.
     """
     unit = math.sqrt(square)
     np.multiply(size, size, out=bell)
@@ -110,13 +110,13 @@ def relu_forward(x: Array, *, out: Array | None = None) -> tuple[Array, Array]:
 
 
 def relu_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
-    """Gradient where the result was above zero."""
+    """Return the gradient where the output was above zero."""
     # forward: out = max(x, 0)   =>   dx = dout where out > 0, else 0
     return np.multiply(dout, cache > 0, out=dx)
 
 
 def slope_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
-    """Backward of every activation whose cache is its slope."""
+    """Multiply by the slope: the backward of every activation whose cache is its slope."""
     # forward: out = f(x)   =>   dx = dout * f'(x)
     return np.multiply(dout, cache, out=dx)
 
@@ -124,7 +124,7 @@ def slope_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Arr
 def gelu_forward(
     x: Array, *, out: Array | None = None, ws: Workspace | None = None
 ) -> tuple[Array, Array]:
-    """x times the probability that a standard normal lies below x; gives the slope as cache.
+    """x times the probability that a standard normal is below x; the slope is the cache.
 
     With tail = erfc(|x| / sqrt(2)) / 2 that probability is 1 - tail for x > 0 and tail below: in
     both cases |step - tail|, where step is 1 above zero and 0 elsewhere.
@@ -147,7 +147,7 @@ def gelu_forward(
 def gelu_tanh_forward(
     x: Array, *, out: Array | None = None, ws: Workspace | None = None
 ) -> tuple[Array, Array]:
-    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); gives the slope as cache."""
+    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); the slope is the cache."""
     out, slope = _out_and_slope(x, out, ws)
     for x_P, out_P, slope_P, (square_P, tanh_P) in _pieces(x, out, slope, 2, ws):
         np.multiply(x_P, x_P, out=square_P)
@@ -194,7 +194,7 @@ def dropout_forward(x: Array, *, keep: Array, out: Array | None = None) -> tuple
 
 
 def dropout_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
-    """The same mask again."""
+    """Apply the same mask to the gradient."""
     # forward: out = x * keep   =>   dx = dout * keep
     return np.multiply(dout, cache, out=dx)
 
@@ -210,7 +210,7 @@ def _out_and_slope(x: Array, out: Array | None, ws: Workspace | None) -> tuple[A
 def _pieces(
     x: Array, out: Array, slope: Array, scratch: int, ws: Workspace | None
 ) -> Iterator[tuple[Array, Array, Array, list[Array]]]:
-    """Pieces of x, out and slope with scratch arrays; x may be out, or a part of a wider array."""
+    """Yield pieces of x, out and slope with scratch arrays; x may be out, or part of an array."""
     mark = 0 if ws is None else ws.mark()
     columns = x.shape[-1]
     x_RC, out_RC, slope_RC = (a.reshape(-1, columns) for a in (x, out, slope))

@@ -1,6 +1,6 @@
 """Multi-head attention: projections, q/k-norm, rotation, heads, output projection; and back.
 
-q, k and v of self-attention come from one product: their weights lie one after the other in the
+q, k and v of self-attention come from one product: their weights are contiguous in the
 model's storage, so the joined matrix `qkv_proj.weight` is a view, and so is its gradient (and the
 joined bias, where all three have one).
 """
@@ -29,10 +29,10 @@ JOINED = "qkv_proj"
 
 
 class Past(Protocol):
-    """Keys and values of earlier positions of one layer."""
+    """Cached keys and values of one layer."""
 
     def extend(self, k_BKTH: Array, v_BKTH: Array) -> tuple[Array, Array]:
-        """Add the new ones; all of them so far."""
+        """Append the new ones; return all of them so far."""
 
 
 class Projection(NamedTuple):
@@ -44,7 +44,7 @@ class Projection(NamedTuple):
 
 
 class HeadsCache(NamedTuple):
-    """What backward needs of one multi-head attention."""
+    """The cache of one multi-head attention for its backward."""
 
     attention: spec.Attention
     projections: tuple[Projection, ...]
@@ -74,8 +74,8 @@ def multi_head_forward(
 ) -> tuple[Array, HeadsCache]:
     """o(attend(q(x), k(context), v(context))); context is x for self-attention.
 
-    `ready` are keys and values of a context that were made before; `past` adds the new ones to
-    earlier ones. `rotation` is cos and sin for rotate_forward; `bias` is added to the scores.
+    `ready` are keys and values of a context that were computed before; `past` appends the new ones
+    to earlier ones. `rotation` is cos and sin for rotate_forward; `bias` is added to the scores.
     """
     norms: dict[str, NormCache] = {}
     if context_BSD is None and ready is None:
@@ -119,7 +119,7 @@ def multi_head_forward(
 def multi_head_backward(
     dout_BTD: Array, cache: HeadsCache, *, grads: dict[str, Array], trip: Trip
 ) -> tuple[Array, Array | None]:
-    """dx and, of cross-attention, dcontext; the parameters' gradients go to `grads`."""
+    """Return dx and, for cross-attention, dcontext; parameter gradients go to `grads`."""
     at, ws = cache.at, trip.ws
     trip.tap_grad(f"{at}out", dout_BTD)
     dheads = linear_grads(
@@ -158,7 +158,7 @@ def multi_head_backward(
 def keys_values(
     context_BSD: Array, *, attention: spec.Attention, params: dict[str, Array], trip: Trip
 ) -> tuple[Array, Array]:
-    """k and v of a context that many queries will read, as `ready` for multi_head_forward."""
+    """Compute k and v of a context once for many queries, as `ready` for multi_head_forward."""
     made, _ = _project(context_BSD, "kv", attention, params, trip)
     heads = _finish_heads(made, attention, params, trip, None, {})
     return heads["k"], heads["v"]
@@ -172,7 +172,7 @@ def _finish_heads(
     rotation: tuple[Array, Array] | None,
     norms: dict[str, NormCache],
 ) -> dict[str, Array]:
-    """Projections split into heads; q and k normed and turned, in place. Fills `norms`."""
+    """Split projections into heads; normalise and rotate q and k in place. Fills `norms`."""
     heads: dict[str, Array] = {}
     width = params["q_proj.weight"].shape[0] // attention.n_heads
     for letter, flat in made.items():
@@ -189,7 +189,7 @@ def _finish_heads(
 
 
 def _columns(letters: str, attention: spec.Attention, d_head: int) -> dict[str, slice]:
-    """Where each letter stands in the joined projection of these letters."""
+    """Return the columns of each letter in the joined projection of these letters."""
     columns, start = {}, 0
     for letter in letters:
         heads = attention.n_heads if letter == "q" else attention.kv_heads
@@ -201,18 +201,18 @@ def _columns(letters: str, attention: spec.Attention, d_head: int) -> dict[str, 
 def _joined(
     arrays: dict[str, Array], leaf: str, letters: str, attention: spec.Attention, d_model: int
 ) -> Array | None:
-    """The stretch of the joined weight or bias that belongs to these letters, if there is one."""
-    whole = arrays.get(f"{JOINED}.{leaf}")
-    if whole is None:
+    """Return the slice of the joined weight or bias for these letters, if there is one."""
+    joined = arrays.get(f"{JOINED}.{leaf}")
+    if joined is None:
         return None
     every = _columns("qkv", attention, attention.head_width(d_model))
-    return whole[every[letters[0]].start : every[letters[-1]].stop]
+    return joined[every[letters[0]].start : every[letters[-1]].stop]
 
 
 def _project(
     x_BTD: Array, letters: str, attention: spec.Attention, params: dict[str, Array], trip: Trip
 ) -> tuple[dict[str, Array], Projection]:
-    """x through the projections of these letters, in one product."""
+    """Project x by these letters, in one product."""
     columns = _columns(letters, attention, attention.head_width(x_BTD.shape[-1]))
     weight_ED = _joined(params, "weight", letters, attention, x_BTD.shape[-1])
     if weight_ED is None:
@@ -235,7 +235,7 @@ def _project_backward(
     grads: dict[str, Array],
     trip: Trip,
 ) -> Array:
-    """dx of one joined projection."""
+    """Return dx of one joined projection."""
     columns, weight_ED = projection.columns, projection.linear.weight_OI
     letters, d_model = "".join(columns), weight_ED.shape[1]
     dweight_ED = _joined(grads, "weight", letters, attention, d_model)

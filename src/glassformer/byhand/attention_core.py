@@ -1,9 +1,7 @@
-"""Softmax over the last axis, plain and with a mask, and its Jacobian.
+"""Attention: softmax(q k^T / sqrt(H) + bias) v and its gradients, for grouped heads, with a mask.
 
-softmax(q k^T / sqrt(H)) v and its gradients, for grouped heads, with a mask.
-
-Query heads of one group share their keys, so their rows are laid under one another: K products of
-(G x T) rows each, and the sum over the group that backward needs happens inside the product.
+Query heads of one group share their keys, so their rows are stacked: K products of (G x T) rows
+each, and the sum over the group that backward needs happens inside the product.
 """
 
 import math
@@ -30,7 +28,7 @@ def softmax_forward(x: Array, *, out: Array | None = None) -> tuple[Array, Array
 
 
 def softmax_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
-    """The Jacobian diag(p) - p p^T times dout, without ever writing the matrix down."""
+    """Multiply dout by the Jacobian diag(p) - p p^T, without forming the matrix."""
     # forward: p = exp(x) / sum exp(x)   =>   dp_i/dx_j = p_i (1[i=j] - p_j)
     #                                    =>   dx_j = p_j (dout_j - sum_i dout_i p_i)
     dot = np.vecdot(dout, cache)[..., None]
@@ -43,8 +41,8 @@ def masked_softmax(scores_BNTS: Array, *, allow_BNTS: Array | None = None) -> Ar
     """Softmax in place over what `allow` (1 = may attend, 0 = not) lets through.
 
     A row that may attend to nothing becomes zeros, and `softmax_backward` of it gives zeros.
-    Calm scores are not shifted: softmax ignores a constant, and finding each row's largest is the
-    dearest part of the work. Which way was taken can differ by rounding only.
+    Moderate scores are not shifted: softmax ignores a constant, and finding each row's maximum is
+    the most expensive part. Shifted and unshifted results differ by rounding only.
     """
     x = scores_BNTS
     if not (x.min() > -CALM and x.max() < CALM):
@@ -90,10 +88,10 @@ def attend_forward(
     dropout: float = 0.0,
     at: str = "",
 ) -> tuple[Array, AttendCache]:
-    """heads_BTNH, in the order in which the output projection reads them.
+    """Return heads_BTNH, in the order in which the output projection reads them.
 
     allow: 1 = may attend, 0 = not, broadcasting to (B, N, T, S), in the model's dtype. bias: added
-    to the scores, broadcasting alike.
+    to the scores, broadcasting likewise.
     """
     B, N, T, H = q_BNTH.shape
     K, S = k_BKSH.shape[1:3]
@@ -125,7 +123,7 @@ def attend_backward(
     dk_BKSH: Array | None = None,
     dv_BKSH: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """dq, dk, dv, written into the arrays given."""
+    """Return dq, dk, dv, written into the given arrays."""
     q_BKMH, k_BKSH, v_BKSH, weights, keep, at = cache
     B, N, T, S = weights.shape
     K, M, H = q_BKMH.shape[1:]
@@ -162,7 +160,7 @@ def attend_backward(
 
 
 def _fold(x_BNTH: Array, kv_heads: int, ws: Workspace) -> Array:
-    """The rows of a group under one another: (B, K, M, H); a view where each group is one head."""
+    """Stack the rows of a group: (B, K, M, H); a view where each group is one head."""
     B, N, T, H = x_BNTH.shape
     if kv_heads == N:
         return x_BNTH
@@ -177,7 +175,7 @@ def _product_with_transposed(
     """scale * a @ b.T.
 
     OpenBLAS is slower at small products with a transposed right side than at copying it first; the
-    copy applies the scale on the way. A few rows (decoding) would not pay for the copy.
+    copy applies the scale on the way. For a few rows (decoding) the copy would cost more.
     """
     if a_BKMH.shape[2] < FEW_ROWS:
         np.matmul(a_BKMH, b_BKSH.swapaxes(-1, -2), out=out_BKMS)
@@ -191,7 +189,7 @@ def _product_with_transposed(
 
 
 def _unfold_product(a_BKMS: Array, b_BKSH: Array, out_BNTH: Array, ws: Workspace) -> None:
-    """a @ b, written to each head's own place."""
+    """Write a @ b to each head's own rows."""
     B, K, M, _ = a_BKMS.shape
     if out_BNTH.shape[1] == K:
         np.matmul(a_BKMS, b_BKSH, out=out_BNTH)

@@ -1,4 +1,4 @@
-"""A block: its residual lines, with the norm before or after, forward and back.
+"""A transformer block: its residual lines, with the norm before or after, and their backward.
 
 pre: x = x + part(norm(x)).  post: x = norm(x + part(x)).  Parts: attention, cross-attention, ffn.
 """
@@ -44,7 +44,7 @@ class BlockArrays:
 
 @dataclass(slots=True)
 class Setting:
-    """What surrounds a block: mask, bias of scores, rotations, the encoder's memory, the past."""
+    """A block's other inputs: mask, bias of scores, rotations, the encoder's memory, the past."""
 
     allow: Array | None = None
     bias: Array | None = None
@@ -66,7 +66,7 @@ class PartCache(NamedTuple):
 
 
 class BlockCache(NamedTuple):
-    """What backward needs of a block."""
+    """The cache of a block for its backward."""
 
     block: spec.Block
     lines: list[PartCache]
@@ -89,7 +89,7 @@ def block_forward(
     dropout: spec.Dropout,
     at: str = "",
 ) -> tuple[Array, BlockCache]:
-    """The residual stream after this block. In a pre-norm block x is updated in place."""
+    """Return the residual stream after this block. A pre-norm block updates x in place."""
     ws, lines = trip.ws, []
     trip.tap(f"{at}resid_pre", x_BTD)
     for name in ("attn", "ffn") if block.cross is None else ("attn", "cross", "ffn"):
@@ -122,7 +122,7 @@ def block_backward(
     dmemory_BSD: Array | None = None,
     dbalance: float = 0.0,
 ) -> Array:
-    """The gradient of the residual stream before this block, in place; dmemory is added to.
+    """Return the gradient of the residual stream before this block, in place; add to dmemory.
 
     `dbalance` is the slope of the objective in this block's load-balancing loss.
     """

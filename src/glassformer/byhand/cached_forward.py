@@ -1,6 +1,6 @@
-"""The cached forward: `start` reads a prompt, `step` adds one token a row, `reorder` serves beams.
+"""The cached forward: `start` reads prompts, `step` adds a token per row, `reorder` is for beams.
 
-Keys and values of the past live in a state that the caller holds, never on the model. Rows of a
+Keys and values of the past are in a state that the caller holds, never on the model. Rows of a
 batch may have prompts of different lengths, padded on either side.
 """
 
@@ -28,7 +28,7 @@ class LayerPast:
         self._v: Array | None = None
 
     def extend(self, k_BKTH: Array, v_BKTH: Array) -> tuple[Array, Array]:
-        """Add the new ones; views of all so far."""
+        """Append the new ones; return views of all so far."""
         end = self.length + k_BKTH.shape[2]
         self._k = self._with_room(self._k, k_BKTH, end)
         self._v = self._with_room(self._v, v_BKTH, end)
@@ -38,7 +38,7 @@ class LayerPast:
         return self._k[:, :, :end], self._v[:, :, :end]
 
     def reorder(self, rows_B: Array) -> None:
-        """Row b becomes what row rows_B[b] was."""
+        """Make row b what row rows_B[b] was."""
         assert self._k is not None and self._v is not None
         self._k, self._v = self._k[rows_B], self._v[rows_B]
 
@@ -54,7 +54,7 @@ class LayerPast:
 
 @dataclass(slots=True)
 class DecodeState:
-    """The past of every layer, which of its places are real, and the memory of an encoder."""
+    """The past of every layer, which of its positions are real, and the memory of an encoder."""
 
     pasts: list[LayerPast]
     ws: Workspace
@@ -65,7 +65,7 @@ class DecodeState:
     ready: list[tuple[Array, Array]] = field(default_factory=list)
 
     def reorder(self, rows_B: Array) -> None:
-        """Row b becomes what row rows_B[b] was; rows may repeat."""
+        """Make row b what row rows_B[b] was; rows may repeat."""
         for past in self.pasts:
             past.reorder(rows_B)
         self.ready = [(k[rows_B], v[rows_B]) for k, v in self.ready]
@@ -84,7 +84,7 @@ def start(
     source_tokens_BS: Array | None = None,
     source_valid_BS: Array | None = None,
 ) -> tuple[Array, DecodeState]:
-    """Read the prompts: next-token logits (B, V) after each row's last real token; the state."""
+    """Read the prompts; return logits (B, V) after each row's last real token, and the state."""
     inputs = model.inputs(
         tokens_BT,
         valid_BT=valid_BT,
@@ -117,13 +117,13 @@ def start(
 
 
 def step(model: Model, tokens_B: Array, *, state: DecodeState) -> Array:
-    """One more token for each row: next-token logits (B, V)."""
+    """Add one token to each row; return next-token logits (B, V)."""
     side = check_side(np.asarray(tokens_B)[:, None], model=model.spec, past=state.length)
     return model.logits(_advance(model, side, state)[:, -1])
 
 
 def _advance(model: Model, side: Side, state: DecodeState) -> Array:
-    """Hidden states of the new tokens; their keys and values join the past."""
+    """Return hidden states of the new tokens; append their keys and values to the past."""
     B, T = side.tokens_BT.shape
     state.valid_BS = _joined(state.valid_BS, state.length, side.valid_BT, (B, T))
     state.ws.reset()
@@ -145,7 +145,7 @@ def _advance(model: Model, side: Side, state: DecodeState) -> Array:
 def _joined(
     past_BS: Array | None, length: int, new_BT: Array | None, shape: tuple[int, int]
 ) -> Array | None:
-    """Validity of past and new places together; None while every place is real."""
+    """Join the validity of past and new positions; None while every position is real."""
     if past_BS is None and new_BT is None:
         return None
     parts: list[Any] = [

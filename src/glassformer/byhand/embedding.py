@@ -9,7 +9,7 @@ from glassformer.byhand.linear import LinearCache, linear_products
 from glassformer.byhand.pass_context import Array, Workspace, room
 from glassformer.spec import model as spec
 
-# B batch, T length, D d_model, V rows of the table, R rank, M = B x T places
+# B batch, T length, D d_model, V rows of the table, R rank, M = B x T positions
 
 #: Up to this many rows a table's gradient is one product with a matrix of zeros and ones.
 FEW_ROWS = 128
@@ -80,7 +80,7 @@ def factorized_backward(
 
 
 def tied_forward(x: Array, *, table_VD: Array, ws: Workspace | None = None) -> tuple[Array, Array]:
-    """Logits of a tied head: x @ table^T, the table unscaled; x is the cache."""
+    """Return logits of a tied head: x @ table^T, the table unscaled; x is the cache."""
     out = room(ws, (*x.shape[:-1], len(table_VD)), x.dtype)
     np.matmul(x.reshape(-1, x.shape[-1]), table_VD.T, out=out.reshape(-1, len(table_VD)))
     return out, x
@@ -95,7 +95,7 @@ def l1_penalty(u_VR: Array, *, l1: float, du_VR: Array | None = None) -> float:
 
 
 def embedding_scale(embedding: spec.Embedding, d_model: int) -> float:
-    """sqrt(d_model) for the 2017 paper's embedding, else 1."""
+    """Return sqrt(d_model) for the 2017 paper's embedding, else 1."""
     match embedding:
         case spec.ScaledEmbedding():
             return math.sqrt(d_model)

@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: down(act(up(x))), and SwiGLU's down(silu(gate(x)) * up(x))."""
+"""The feed-forward part of a block: down(act(up(x))), and SwiGLU's down(silu(gate(x)) * up(x))."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ JOINED = "gate_up_proj"
 
 
 class FeedCache(NamedTuple):
-    """What backward needs of down(dropout(act(up(x))))."""
+    """The cache of down(dropout(act(up(x)))) for its backward."""
 
     into: LinearCache
     act: Array
@@ -42,7 +42,7 @@ class FeedCache(NamedTuple):
 
 
 class SwiGLUCache(NamedTuple):
-    """What backward needs of down(dropout(silu(gate(x)) * up(x)))."""
+    """The cache of down(dropout(silu(gate(x)) * up(x))) for its backward."""
 
     into: LinearCache
     opened: Array
@@ -92,7 +92,7 @@ def feed_forward(
 def feed_backward(
     dout_BTD: Array, cache: FeedCache, *, grads: dict[str, Array], trip: Trip
 ) -> Array:
-    """dx: back through down, dropout, activation, up."""
+    """Return dx: backward through down, dropout, activation, up."""
     trip.tap_grad(f"{cache.at}out", dout_BTD)
     dhidden = linear_grads(
         dout_BTD, cache.down, grads=grads, name="down_proj", biased=cache.biased, ws=trip.ws
@@ -143,7 +143,7 @@ def swiglu_forward(
 def swiglu_backward(
     dout_BTD: Array, cache: SwiGLUCache, *, grads: dict[str, Array], trip: Trip
 ) -> Array:
-    """dx: back through down, dropout, the product, silu, and the joined projection."""
+    """Return dx: backward through down, dropout, the product, silu, and the joined projection."""
     ws = trip.ws
     trip.tap_grad(f"{cache.at}out", dout_BTD)
     dhidden = linear_grads(

@@ -1,4 +1,4 @@
-"""Numerical gradients: what a hand-derived backward is checked against, and kept as a tool.
+"""Numerical gradients, to check a hand-derived backward against.
 
 Central differences of a loss in float64: every entry of small arrays, random directions of models.
 """
@@ -17,7 +17,7 @@ FLOOR = 1e-4
 
 
 class DirectionCheck(NamedTuple):
-    """One parameter along one random direction; `error` is relative, to FLOOR at the least."""
+    """One parameter along one random direction; `error` is relative to at least FLOOR."""
 
     name: str
     analytic: float
@@ -26,7 +26,7 @@ class DirectionCheck(NamedTuple):
 
 
 def relative_error(found: Array | float, expected: Array | float, *, floor: float = 0.0) -> float:
-    """Largest difference over the largest magnitude of either (or `floor`); 0 where both vanish."""
+    """Return the largest difference over the largest magnitude (or `floor`); 0 if both are 0."""
     a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     if a.shape != b.shape:
         raise InputError(f"shapes {a.shape} and {b.shape} cannot be compared")
@@ -38,7 +38,7 @@ def relative_error(found: Array | float, expected: Array | float, *, floor: floa
 
 
 def numerical_gradient(loss: Callable[[], float], x: Array, *, epsilon: float = 1e-6) -> Array:
-    """d loss / d x by central differences, entry by entry; x is changed and put back."""
+    """Return d loss / d x by central differences, entry by entry; x is changed and restored."""
     if x.dtype != np.float64:
         raise InputError(f"central differences in {x.dtype} say nothing", hint="use float64")
     gradient = np.empty_like(x)
@@ -62,7 +62,7 @@ def check_directions(
     epsilon: float = 3e-5,
     directions: int = 2,
 ) -> list[DirectionCheck]:
-    """The slope of the loss along random directions of each parameter against its gradient."""
+    """Compare the slope of the loss along random directions of each parameter with its gradient."""
     found = []
     for name, param in params.items():
         if param.dtype != np.float64:
@@ -84,7 +84,7 @@ def slope_along(
     *,
     epsilon: float,
 ) -> float:
-    """The slope of the loss where these parameters move together; they are put back."""
+    """Return the slope of the loss where these parameters move together; they are restored."""
     kept, slope = {name: params[name].copy() for name in toward}, 0.0
     # f' = (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h: the error is of order h^4, which sharply
     # bent places need (a norm over small numbers)

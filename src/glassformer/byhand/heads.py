@@ -1,4 +1,4 @@
-"""From hidden states to logits and back: projections, the tied table, and the answer's readout."""
+"""Heads: projections of hidden states, the tied table, the answer's readout; and their backward."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from glassformer.spec import model as spec
 def readout_forward(
     hidden_BTD: Array, *, valid_BT: Array | None, readout: str
 ) -> tuple[Array, Array]:
-    """One vector a sequence, as a share of each position: share_BT is the cache.
+    """Return one vector per sequence, a weighted sum over positions: share_BT is the cache.
 
     last and first have one share of 1; mean has 1 / count at every real token.
     """
@@ -55,7 +55,7 @@ def head_forward(
     valid_BT: Array | None = None,
     ws: Workspace | None = None,
 ) -> tuple[Array, HeadCache]:
-    """Logits. `params`: weight (its own, or the tied table) or the tied factors u and v; bias."""
+    """Return logits. `params`: weight (own or tied table), or the tied factors u and v; bias."""
     x, share, middle = hidden_BTD, None, None
     if head.readout is not None:
         x, share = readout_forward(hidden_BTD, valid_BT=valid_BT, readout=head.readout)

@@ -1,6 +1,6 @@
-"""The border: arrays in, checked arrays out; positions and permissions that follow from them.
+"""Model inputs: arrays in, checked arrays out; the positions and masks that follow from them.
 
-One convention: True = real token, True = may attend. Nothing behind this border checks again.
+One convention: True = real token, True = may attend. The model itself checks nothing again.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from glassformer.spec.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One sequence side of a batch; `valid` None means that every place is a real token."""
+    """One sequence side of a batch; `valid` None means that every token is real."""
 
     tokens_BT: Array
     valid_BT: Array | None = None
@@ -40,7 +40,7 @@ def check_inputs(
     source_tokens_BS: Array | None = None,
     source_valid_BS: Array | None = None,
 ) -> Inputs:
-    """Both sides checked; a source where the model has an encoder, and only there."""
+    """Check both sides; a source is required if the model has an encoder, else refused."""
     target = check_side(tokens_BT, model=model, valid_BT=valid_BT, segments_BT=segments_BT)
     if model.encoder is None:
         if source_tokens_BS is not None:
@@ -65,7 +65,7 @@ def check_side(
     past: int = 0,
     name: str = "tokens",
 ) -> Side:
-    """Check ids, length and masks; a mask that says nothing becomes None."""
+    """Check ids, length and masks; a mask that is True everywhere becomes None."""
     tokens_BT = np.asarray(tokens_BT)
     if tokens_BT.ndim != 2 or not np.issubdtype(tokens_BT.dtype, np.integer):
         raise InputError(
@@ -93,15 +93,15 @@ def check_side(
         )
     if valid_BT is not None:
         valid_BT = np.asarray(valid_BT)
-        _check_shape(f"{name}' mask", valid_BT, tokens_BT)
+        _check_shape(f"the mask of {name}", valid_BT, tokens_BT)
         if valid_BT.dtype != np.bool_:
             raise InputError(
-                f"{name}' mask has dtype {valid_BT.dtype}", hint="bool, True = real token"
+                f"the mask of {name} has dtype {valid_BT.dtype}", hint="bool, True = real token"
             )
         valid_BT = None if valid_BT.all() else valid_BT
     if segments_BT is not None:
         segments_BT = np.asarray(segments_BT)
-        _check_shape(f"{name}' segments", segments_BT, tokens_BT)
+        _check_shape(f"segments of {name}", segments_BT, tokens_BT)
     return Side(tokens_BT, valid_BT, segments_BT)
 
 
@@ -116,7 +116,7 @@ def _check_shape(name: str, array: Array, tokens_BT: Array) -> None:
 def positions_of(
     length: int, *, past: int = 0, valid_BS: Array | None = None, segments_BT: Array | None = None
 ) -> "Array | slice":
-    """Where each new token stands, counting real tokens only, from 0 in every segment."""
+    """Return the position of each new token, counting real tokens only, from 0 in every segment."""
     if valid_BS is None and segments_BT is None:
         return slice(past, past + length)
     if valid_BS is None:
@@ -143,9 +143,9 @@ def allow_of(
     valid_k_BS: Array | None = None,
     segments_BT: Array | None = None,
 ) -> Array | None:
-    """1 = may attend, 0 = not, (1 or B, 1, T, S); None where everything may.
+    """Return the mask (1 or B, 1, T, S), 1 = may attend, 0 = not; None if everything may.
 
-    The last query stands at the last key.
+    The last query is at the position of the last key.
     """
     allow: Array | None = None
     if attention.causal or attention.window is not None:
@@ -156,7 +156,7 @@ def allow_of(
         allow = None if order_TS.all() else order_TS[None]
     pairs = [allow] if allow is not None else []
     if attention.window is not None and valid_k_BS is not None:
-        # Counted in real tokens: padding in the middle uses up no window.
+        # Counted in real tokens: padding in between does not use up the window.
         place_BS = np.cumsum(valid_k_BS, axis=1)
         apart_BTS = place_BS[:, keys - queries :, None] - place_BS[:, None, :]
         pairs.append(np.abs(apart_BTS) < attention.window)

@@ -1,9 +1,9 @@
-"""The layers of source 003 by their names: objects that remember their cache, thin over the pairs.
+"""Layers as objects that keep their cache, thin wrappers of the forward and backward functions.
 
 Each has `params` and `grads` under manifest leaf names, `forward` and `backward`. The model
-itself (`model.py`) uses the pairs; these are for reading, and for trying one part alone.
+itself (`model.py`) uses the functions; these are for reading, and for trying one part alone.
 
-The larger layers of source 003 by their names: attention, feed-forward, block, whole model.
+The larger ones: attention, feed-forward, block, complete model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def draw(parameters: Sequence[Parameter], *, rng: np.random.Generator) -> dict[str, Array]:
-    """Arrays in float64 by the manifest's rules."""
+    """Sample arrays in float64 by the manifest's rules."""
     arrays = {parameter.name: np.empty(parameter.shape) for parameter in parameters}
     for parameter in parameters:
         fill(arrays[parameter.name], rule=parameter.init, rng=rng)
@@ -55,14 +55,14 @@ def draw(parameters: Sequence[Parameter], *, rng: np.random.Generator) -> dict[s
 
 
 class Layer:
-    """Parameters and gradients by name; `slots` hands them to an optimizer."""
+    """Parameters and gradients by name; `slots` are for an optimizer."""
 
     def __init__(self) -> None:
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] = {}
 
     def slots(self) -> list[Slot]:
-        """For `Adam(layer.slots())`, after the first backward; matrices decay, vectors do not."""
+        """Return slots for `Adam(layer.slots())`, after the first backward; only matrices decay."""
         return [Slot(p, self.grads[name], p.ndim == 2) for name, p in self.params.items()]
 
 
@@ -213,7 +213,7 @@ class CrossEntropyLoss:
 
 
 def remembered(cache: T | None) -> T:
-    """The cache, or an error that says what is missing."""
+    """Return the cache, or raise an error that names what is missing."""
     if cache is None:
         raise InputError("backward without a forward before it", hint="call forward first")
     return cache
@@ -223,7 +223,7 @@ def remembered(cache: T | None) -> T:
 
 
 def permission(mask: Array | None) -> Array | None:
-    """A mask (T, S), (B, T, S) or (B, N, T, S), True = may attend, as the pairs want it."""
+    """A mask (T, S), (B, T, S) or (B, N, T, S), True = may attend, in the form of the functions."""
     if mask is None:
         return None
     allow = np.asarray(mask, np.float64)
@@ -287,7 +287,7 @@ class FeedForward(Layer):
 
 
 class TransformerBlock(Layer):
-    """Attention, add & norm, feed-forward, add & norm: post-norm, as the source has it."""
+    """Attention, add & norm, feed-forward, add & norm: post-norm, as in 2017."""
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int, *, rng: np.random.Generator) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class TransformerBlock(Layer):
 
 
 class Transformer:
-    """A `Model` of the source's spec: embedding, sinusoids, blocks, one answer (B, V)."""
+    """A `Model` of the digits preset: embedding, sinusoids, blocks, one answer (B, V)."""
 
     def __init__(self, model: spec.ModelSpec, *, rng: np.random.Generator) -> None:
         self.model = Model(model, rng=rng)

@@ -10,7 +10,7 @@ from glassformer.byhand.pass_context import Array, Workspace, room
 
 
 class LinearCache(NamedTuple):
-    """What backward needs: the input's rows and the weight."""
+    """The input's rows and the weight, for backward."""
 
     x_RI: Array
     weight_OI: Array
@@ -44,7 +44,7 @@ def linear_backward(
     dbias_O: Array | None = None,
     ws: Workspace | None = None,
 ) -> tuple[Array, Array, Array]:
-    """dx, dweight, dbias; written into the arrays given, else into new ones."""
+    """Return dx, dweight, dbias, written into the given arrays or new ones."""
     dx, dweight_OI = linear_products(dout, cache, dx=dx, dweight_OI=dweight_OI, ws=ws)
     return dx, dweight_OI, sum_rows(dout.reshape(-1, dout.shape[-1]), out=dbias_O)
 
@@ -57,7 +57,7 @@ def linear_products(
     dweight_OI: Array | None = None,
     ws: Workspace | None = None,
 ) -> tuple[Array, Array]:
-    """dx and dweight: all there is without a bias."""
+    """Return dx and dweight."""
     x_RI, weight_OI = cache
     dout_RO = dout.reshape(-1, dout.shape[-1])
     if dx is None:
@@ -76,7 +76,7 @@ def linear_grads(
     biased: bool,
     ws: Workspace | None = None,
 ) -> Array:
-    """dx; the parameters' gradients go to `grads` under `name`."""
+    """Return dx; parameter gradients go to `grads` under `name`."""
     weight, bias = f"{name}.weight", f"{name}.bias"
     dx, grads[weight] = linear_products(dout, cache, dweight_OI=grads.get(weight), ws=ws)
     if biased:
@@ -90,7 +90,7 @@ def sum_rows(x_RO: Array, *, out: Array | None = None) -> Array:
 
 
 def dot_rows(x: Array, vector_D: Array) -> Array:
-    """x . vector over the last axis; one matrix-vector product where the rows lie side by side."""
+    """x . vector over the last axis; one matrix-vector product where the rows are contiguous."""
     out: Array
     if x.flags.c_contiguous:
         out = np.matmul(x.reshape(-1, x.shape[-1]), vector_D)

@@ -1,7 +1,4 @@
-"""Cross-entropy over what counts: weighted, label-smoothed, and safe where a probability is 0.
-
-What a training step makes small: each head's cross-entropy, and the spec's penalty.
-"""
+"""Losses: weighted, label-smoothed cross-entropy of each head, and the spec's penalty."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,7 +16,7 @@ from glassformer.spec.errors import InputError
 
 
 class LossCache(NamedTuple):
-    """Probabilities, targets (0 where nothing counts), each row's share of the mean, smoothing.
+    """Probabilities, targets (0 where the weight is 0), each row's share of the mean, smoothing.
 
     `nll` is the loss without smoothing.
     """
@@ -41,7 +38,7 @@ def cross_entropy_forward(
 ) -> tuple[float, LossCache]:
     """Mean of -log p[target] over rows, weighted; a row of weight 0 may hold any target.
 
-    log p = x - max - log(sum exp(x - max)): never the logarithm of 0. If nothing counts, it is 0.
+    log p = x - max - log(sum exp(x - max)): never log(0). Without weights above 0 it is 0.
     """
     classes = logits.shape[-1]
     logits_MC = logits.reshape(-1, classes)
@@ -63,7 +60,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(dloss: float, cache: LossCache) -> Array:
-    """dlogits (M, C), in place of the probabilities: the cache is spent."""
+    """Return dlogits (M, C), written over the probabilities: the cache cannot be used again."""
     dlogits_MC, targets_M, share_M, smoothing, _ = cache
     # forward: loss = sum_m share_m (log sum_c exp(x_c) - sum_c q_c x_c)
     #   =>   dx = share * (p - q) * dloss
@@ -107,7 +104,7 @@ def _rows_that_count(
 
 
 class Losses(NamedTuple):
-    """What was differentiated, each head's part of it and plain loss, the penalty, the logits.
+    """The total that was differentiated, each head's part and plain loss, the penalty, the logits.
 
     `balances` are the load-balancing losses of mixtures of experts by layer, and `balance` what
     they add to the total.
@@ -125,9 +122,9 @@ class Losses(NamedTuple):
 def balance_slopes(
     model: spec.ModelSpec, *, shares: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """What each mixture's load-balancing loss is multiplied by: the objective has their mean.
+    """Return the factor of each mixture's load-balancing loss: the objective has their mean.
 
-    `shares` says how much this batch counts among those of a step, by layer.
+    `shares` are this batch's shares of the tokens of a step, by layer.
     """
     layers = model.mixtures()
     return {
@@ -146,7 +143,7 @@ def head_losses(
     label_smoothing: float,
     ws: Workspace | None = None,
 ) -> dict[str, tuple[float, LossCache]]:
-    """The cross-entropy of each head that has targets, and what its backward needs."""
+    """Return the cross-entropy of each head that has targets, and its cache."""
     found = {}
     for name, given in targets.items():
         target = np.asarray(given)
@@ -166,7 +163,7 @@ def total_loss(
     balances: Mapping[str, float],
     balance_slopes: Mapping[str, float],
 ) -> Losses:
-    """Weighted sum over heads (1 where no weight is given), the penalty, load balancing."""
+    """Return the weighted sum over heads (1 by default), the penalty and load balancing."""
     by_head = {name: loss for name, (loss, _) in losses.items()}
     nll = {name: cache.nll for name, (_, cache) in losses.items()}
     total = penalty + sum(head_weights.get(name, 1.0) * loss for name, loss in by_head.items())
@@ -182,7 +179,7 @@ def counted_rows(
     weights: Array | Mapping[str, Array] | None,
     valid_BT: Array | None,
 ) -> Array | None:
-    """Weights of this head's rows: as given, else 1 wherever a token is real; None means all 1."""
+    """Return the weights of a head's rows: as given, else 1 for real tokens; None means all 1."""
     model.head(head)
     given = weights.get(head) if isinstance(weights, Mapping) else weights
     if given is None:
@@ -202,7 +199,7 @@ def penalty(
     grads: Mapping[str, Array] | None = None,
     scale: float = 1.0,
 ) -> float:
-    """The L1 term of each factorized table; its slope, times `scale`, is added to grads."""
+    """Return the L1 term of each factorized table; add its slope, times `scale`, to grads."""
     match model.embedding:
         case spec.FactorizedEmbedding(l1=l1):
             total = 0.0

@@ -1,7 +1,7 @@
 """`Model`: any `ModelSpec` in NumPy. A body and heads, a loss, and the gradient of every parameter.
 
-Results of `forward` and `hidden` are the caller's. What `record` and `loss_and_grads` give back
-lies in the model's workspace and lives until the next call of either.
+Results of `forward` and `hidden` belong to the caller. What `record` and `loss_and_grads` return
+is in the model's workspace and valid until the next call of either.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from glassformer.spec.errors import InputError
 
 
 class Tape(NamedTuple):
-    """What `backward` needs of a recorded pass."""
+    """The caches of a recorded pass for `backward`."""
 
     trip: Trip
     inputs: Inputs
@@ -114,7 +114,7 @@ class Model:
         source_tokens_BS: Array | None = None,
         source_valid_BS: Array | None = None,
     ) -> Inputs:
-        """The border: checked arrays."""
+        """Return checked arrays."""
         return check_inputs(
             tokens_BT,
             model=self.spec,
@@ -134,7 +134,7 @@ class Model:
         source_valid_BS: Array | None = None,
         taps: dict[str, Array] | None = None,
     ) -> dict[str, Array]:
-        """Logits by head; `taps` is filled by tap name."""
+        """Return logits by head; `taps` is filled by tap name."""
         inputs = self.inputs(
             tokens_BT,
             valid_BT=valid_BT,
@@ -145,18 +145,18 @@ class Model:
         return self._run(inputs, Trip(Workspace(self.dtype), taps=taps))[0]
 
     def hidden(self, inputs: Inputs) -> Array:
-        """The body alone: hidden states (B, T, D) after the final norm."""
+        """Return the hidden states (B, T, D) after the final norm."""
         return self._body(inputs, Trip(Workspace(self.dtype)))[0]
 
     def logits(
         self, hidden_BTD: Array, *, head: str = "next", valid_BT: Array | None = None
     ) -> Array:
-        """One head's logits, (..., V) as the hidden states, or (B, V) for an answer."""
+        """Return one head's logits, (..., V) as the hidden states, or (B, V) for an answer."""
         kind, params = self.spec.head(head), self._heads[head][1]
         return head_forward(hidden_BTD, head=kind, params=params, valid_BT=valid_BT)[0]
 
     def stack(self, prefix: str) -> StackParts:
-        """One stack's arrays, by the prefix of its names."""
+        """Return one stack's arrays, by the prefix of its names."""
         return self._stacks[prefix]
 
     def record(
@@ -166,7 +166,7 @@ class Model:
         rng: np.random.Generator | None = None,
         taps: dict[str, Array] | None = None,
     ) -> tuple[dict[str, Array], Tape]:
-        """Logits by head, and what `backward` needs; with `rng`, dropout is on."""
+        """Return logits by head, and the tape for `backward`; with `rng`, dropout is on."""
         self.workspace.reset()
         logits, tape = self._run(inputs, Trip(self.workspace, taps=taps, rng=rng))
         self.cached_bytes = self.workspace.taken_bytes
@@ -214,7 +214,7 @@ class Model:
         tap_grads: dict[str, Array] | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Fill `grads` from the gradients of the logits; `accumulate` adds to what is there.
+        """Fill `grads` from the gradients of the logits; `accumulate` adds to existing gradients.
 
         `dbalance` has the slope of the objective in each layer's load-balancing loss.
         """
@@ -259,7 +259,7 @@ class Model:
             self.grad_vector += self._before
 
     def _zero_shared(self) -> None:
-        """Tables and heads add to their gradients, because they are used in several places."""
+        """Zero the gradients of tables and heads, which several parts add to."""
         for parts in self._stacks.values():
             for name, grad in parts.own_grads.items():
                 if name.startswith(("embed.", "position.")):
@@ -285,9 +285,9 @@ class Model:
         scale: float = 1.0,
         balance_shares: Mapping[str, float] | None = None,
     ) -> Losses:
-        """A step but for its update. `scale` multiplies the gradients, not the numbers returned.
+        """Return the losses and fill `grads`. `scale` multiplies the gradients, not the losses.
 
-        `balance_shares` says by layer how much this batch's load-balancing losses count (1 each).
+        `balance_shares` are the weights of this batch's load-balancing losses by layer (1 each).
         """
         logits, tape = self.record(inputs, rng=rng, taps=taps)
         losses = head_losses(
@@ -329,7 +329,7 @@ class Model:
         head_weights: Mapping[str, float] | None = None,
         label_smoothing: float = 0.0,
     ) -> Losses:
-        """The same numbers without gradients or dropout."""
+        """Return the same losses without gradients or dropout."""
         logits, tape = self._run(inputs, Trip(Workspace(self.dtype)))
         losses = head_losses(
             logits,

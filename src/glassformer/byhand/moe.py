@@ -27,7 +27,7 @@ Experts = dict[str, dict[str, Array]]
 
 
 class Group(NamedTuple):
-    """The rows that chose one expert, which of their choices it was, and what it gave them."""
+    """The rows that chose one expert, which of their choices it was, and its output."""
 
     rows_J: Array
     choice_J: Array
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 class SharedCache(NamedTuple):
-    """What backward needs of gate * shared_expert(x); without a gate it is 1."""
+    """The cache of gate * shared_expert(x) for its backward; without a gate it is 1."""
 
     inside: FeedCache | SwiGLUCache
     out_MD: Array
@@ -45,7 +45,7 @@ class SharedCache(NamedTuple):
 
 
 class MoECache(NamedTuple):
-    """What backward needs of a mixture; `loss` is its load-balancing loss."""
+    """The cache of a mixture for its backward; `loss` is its load-balancing loss."""
 
     ffn: spec.MoE
     into_router: LinearCache
@@ -63,7 +63,7 @@ class MoECache(NamedTuple):
 
 
 def expert_arrays(ffn_arrays: Mapping[str, Array]) -> Experts:
-    """Arrays of a feed-forward's experts, each by leaf name."""
+    """Return the arrays of a feed-forward's experts, each by leaf name."""
     experts: Experts = {}
     for name, array in ffn_arrays.items():
         owner, _, leaf = name.rpartition(".")
@@ -148,7 +148,7 @@ def moe_backward(
     trip: Trip,
     dloss: float = 0.0,
 ) -> Array:
-    """dx; `dloss` is the slope of the objective in this layer's load-balancing loss."""
+    """Return dx; `dloss` is the slope of the objective in this layer's load-balancing loss."""
     ws, lead, ffn = trip.ws, dout_BTD.shape[:-1], cache.ffn
     inside = Trip(ws)
     trip.tap_grad(f"{cache.at}out", dout_BTD)
@@ -196,7 +196,7 @@ def moe_backward(
 
 
 def balance_loss(p_ME: Array, chosen_MA: Array, *, real_M: Array) -> tuple[Array, float]:
-    """f_E, the share of real rows that choose each expert, and E sum_e f_e P_e."""
+    """Return f_E, the share of real rows that choose each expert, and E sum_e f_e P_e."""
     E, tokens = p_ME.shape[1], max(1, int(real_M.sum()))
     f_E = np.bincount(chosen_MA[real_M].reshape(-1), minlength=E) / tokens
     P_E = p_ME[real_M].sum(0) / tokens
@@ -204,7 +204,7 @@ def balance_loss(p_ME: Array, chosen_MA: Array, *, real_M: Array) -> tuple[Array
 
 
 def _scattered(values_MA: Array, chosen_MA: Array, like_ME: Array) -> Array:
-    """The values in the columns of the experts they belong to, 0 elsewhere."""
+    """Put the values in the columns of their experts, 0 elsewhere."""
     out_ME = np.zeros_like(like_ME)
     np.put_along_axis(out_ME, chosen_MA, values_MA, -1)
     return out_ME

@@ -52,7 +52,7 @@ def layer_norm_backward(
     dbias_D: Array | None = None,
     ws: Workspace | None = None,
 ) -> tuple[Array, Array, Array]:
-    """dx, dweight, dbias; dx may be dout itself."""
+    """Return dx, dweight, dbias; dx may be dout itself."""
     unit, rstd, weight_D = cache
     width = unit.shape[-1]
     mark = 0 if ws is None else ws.mark()
@@ -105,7 +105,7 @@ def rms_norm_backward(
     dweight_D: Array | None = None,
     ws: Workspace | None = None,
 ) -> tuple[Array, Array]:
-    """dx, dweight; dx may be dout itself."""
+    """Return dx, dweight; dx may be dout itself."""
     unit, rstd, weight_D = cache
     width = unit.shape[-1]
     mark = 0 if ws is None else ws.mark()
@@ -136,7 +136,7 @@ def norm_forward(
     out: Array | None = None,
     ws: Workspace | None = None,
 ) -> tuple[Array, NormCache]:
-    """Whichever norm the spec names, with its parameters under `name`."""
+    """Apply the norm that the spec describes, with its parameters under `name`."""
     weight_D = params[f"{name}.weight"]
     match norm:
         case spec.RMSNorm(eps=eps):
@@ -171,7 +171,7 @@ def norm_backward(
     dx: Array | None = None,
     ws: Workspace | None = None,
 ) -> Array:
-    """dx; the parameters' gradients go to `grads` under `name`."""
+    """Return dx; parameter gradients go to `grads` under `name`."""
     weight, bias = f"{name}.weight", f"{name}.bias"
     if not biased:
         dx, grads[weight] = rms_norm_backward(
@@ -185,5 +185,5 @@ def norm_backward(
 
 
 def _mean(x: Array) -> Array:
-    """Mean over the last axis, as a product with 1/D."""
+    """Return the mean over the last axis, as a product with 1/D."""
     return dot_rows(x, np.full(x.shape[-1], 1.0 / x.shape[-1], x.dtype))

@@ -1,7 +1,7 @@
 """SGD, Adam and AdamW, in place and in a few vector operations, with torch.optim's numbers.
 
-A model's parameters are one vector, so an update does not care how many tensors there are. Long
-vectors are updated in pieces that stay in the cache.
+A model's parameters are one vector, so the cost of an update does not depend on the number of
+tensors. Long vectors are updated in pieces that stay in the cache.
 """
 
 import math
@@ -22,7 +22,7 @@ PIECE = 64 * 1024
 
 
 class Slot(NamedTuple):
-    """A stretch of numbers to train, its gradient, and whether weight decay touches it."""
+    """A slice of parameters, its gradient, and whether weight decay applies to it."""
 
     param: Array
     grad: Array
@@ -30,13 +30,13 @@ class Slot(NamedTuple):
 
 
 def slots_of(model: Model) -> list[Slot]:
-    """A model's vector in two stretches: what decays, and what does not."""
+    """Split a model's vector in two slots: with and without weight decay."""
     cut, vector, grad = model.storage.n_decayed, model.storage.vector, model.grad_vector
     return [Slot(vector[:cut], grad[:cut], True), Slot(vector[cut:], grad[cut:], False)]
 
 
 class Optimizer(ABC):
-    """Holds the slots, and a state array for each kind and slot; `step` updates in place."""
+    """An optimizer: slots, and a state array for each kind and slot; `step` updates in place."""
 
     kinds: tuple[str, ...]
 
@@ -54,7 +54,7 @@ class Optimizer(ABC):
         self._work, self._more = np.empty(longest, dtype), np.empty(longest, dtype)
 
     def step(self, *, lr: float | None = None) -> None:
-        """One update; a schedule passes the step's lr."""
+        """Make one update; a schedule passes the step's lr."""
         self.steps += 1
         lr = self.lr if lr is None else lr
         for slot, *state in zip(self.slots, *self.state.values(), strict=True):
@@ -72,7 +72,7 @@ class Optimizer(ABC):
         """Update one piece."""
 
     def named_state(self) -> Iterator[tuple[str, str, Array]]:
-        """(kind, parameter name, view) of a model's state: what a checkpoint holds."""
+        """Yield (kind, parameter name, view) of a model's state, for a checkpoint."""
         if self.model is None:
             raise InputError("only the optimizer of a model has names for its state")
         storage = self.model.storage
@@ -83,7 +83,7 @@ class Optimizer(ABC):
                 yield kind, name, held[: parameter.size].reshape(parameter.shape)
 
     def load_state(self, arrays: Mapping[tuple[str, str], Array], *, steps: int) -> None:
-        """The inverse of `named_state`."""
+        """Load what `named_state` yielded."""
         for kind, name, view in self.named_state():
             np.copyto(view, arrays[kind, name])
         self.steps = steps
@@ -188,12 +188,12 @@ class AdamW(Adam):
 
 
 def global_norm(grads: Array) -> float:
-    """The length of the gradient as one vector."""
+    """Return the norm of the gradient as one vector."""
     return float(np.sqrt(np.dot(grads, grads)))
 
 
 def clip_global_norm(grads: Array, *, max_norm: float) -> float:
-    """Shrink the gradient vector in place to max_norm if it is longer; gives the length before."""
+    """Shrink the gradient vector in place to max_norm if it is longer; return its norm before."""
     norm = global_norm(grads)
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0:

@@ -1,11 +1,8 @@
-"""Memory that is taken once and used again: the buffers of a step, in the order of the step.
+"""The context of one pass through the model: reusable memory, taps to fill, the rng of dropout.
 
-A step asks for the same arrays in the same order every time, so the n-th request of this step gets
-the n-th buffer of the last one. After the first step nothing is allocated.
-
-What one pass through the model carries: memory, taps to fill, and the source of dropout.
-
-Taps are passed in, like caches. Without a dict nothing is copied and nothing is computed.
+A step requests the same arrays in the same order every time, so the n-th request of this step gets
+the n-th buffer of the last one: after the first step nothing is allocated. Taps are passed in, like
+caches; without a dict nothing is copied and nothing is computed.
 """
 
 import math
@@ -21,8 +18,8 @@ Array = NDArray[Any]
 class Workspace:
     """Buffers of one dtype, handed out in order; `release` goes back to a `mark`.
 
-    What was taken after a mark may be overwritten once it is released, and everything once the
-    workspace is reset: results that must live longer are copied by whoever wants them.
+    Buffers taken after a mark may be overwritten once it is released, and all of them once the
+    workspace is reset: results that must live longer are copied by the caller.
     """
 
     def __init__(self, dtype: "np.dtype[Any] | type[Any]") -> None:
@@ -32,27 +29,27 @@ class Workspace:
         self._next = 0
 
     def take(self, shape: tuple[int, ...]) -> Array:
-        """The next buffer, shaped; its contents are whatever was there."""
-        place = self._next
-        self._next = place + 1
-        if place == len(self._flat):
+        """Return the next buffer in this shape; its contents are undefined."""
+        index = self._next
+        self._next = index + 1
+        if index == len(self._flat):
             self._flat.append(np.empty(math.prod(shape), self.dtype))
-            self._view.append(self._flat[place].reshape(shape))
-        elif self._view[place].shape != shape:
+            self._view.append(self._flat[index].reshape(shape))
+        elif self._view[index].shape != shape:
             size = math.prod(shape)
-            if self._flat[place].size < size:
-                # both references go first, so that old and new never stand side by side
-                self._view[place] = self._flat[place] = np.empty(0, self.dtype)
-                self._flat[place] = np.empty(size, self.dtype)
-            self._view[place] = self._flat[place][:size].reshape(shape)
-        return self._view[place]
+            if self._flat[index].size < size:
+                # both references go first, so that old and new are never allocated at once
+                self._view[index] = self._flat[index] = np.empty(0, self.dtype)
+                self._flat[index] = np.empty(size, self.dtype)
+            self._view[index] = self._flat[index][:size].reshape(shape)
+        return self._view[index]
 
     def mark(self) -> int:
-        """A point to go back to."""
+        """Return a point to release to."""
         return self._next
 
     def release(self, mark: int) -> None:
-        """Everything taken since the mark may be used again."""
+        """Free everything taken since the mark."""
         self._next = mark
 
     def reset(self) -> None:
@@ -66,19 +63,19 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in all."""
+        """Bytes of all buffers."""
         return sum(flat.nbytes for flat in self._flat)
 
 
 def room(ws: Workspace | None, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Array:
-    """A buffer from the workspace, or a fresh array where there is none."""
+    """Return a buffer from the workspace, or a new array without one."""
     return np.empty(shape, dtype) if ws is None else ws.take(shape)
 
 
 def slot(
     grads: dict[str, Array], name: str, shape: tuple[int, ...], dtype: "np.dtype[Any]"
 ) -> Array:
-    """Where a gradient is to be written: the array that waits under that name, or a new one."""
+    """Return the array of that name for a gradient to be written to, or a new one."""
     if name not in grads:
         grads[name] = np.empty(shape, dtype)
     return grads[name]
@@ -94,17 +91,17 @@ class Trip:
     rng: np.random.Generator | None = None
 
     def tap(self, name: str, x: Array) -> None:
-        """Keep a copy of x, if somebody asked."""
+        """Copy x, if taps are read."""
         if self.taps is not None:
             self.taps[name] = np.array(x)
 
     def tap_grad(self, name: str, dx: Array) -> None:
-        """Keep a copy of the gradient at that tap, if somebody asked."""
+        """Copy the gradient at that tap, if they are read."""
         if self.tap_grads is not None:
             self.tap_grads[name] = np.array(dx)
 
     def keep(self, shape: tuple[int, ...], rate: float) -> Array | None:
-        """A mask of 0 and 1 / (1 - rate), or None where nothing is dropped."""
+        """Return a dropout mask of 0 and 1 / (1 - rate), or None where nothing is dropped."""
         if self.rng is None or rate == 0.0:
             return None
         mask = self.ws.take(shape)

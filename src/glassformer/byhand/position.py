@@ -15,7 +15,7 @@ from glassformer.spec.position import rotary_frequencies
 
 
 def sinusoids(length: int, *, d_model: int, base: float = 10_000.0) -> Array:
-    """(length, d_model) in float64: even columns sin, odd columns cos of the same angle."""
+    """Return (length, d_model) in float64: sin in even columns, cos in odd ones."""
     even = np.arange(0, d_model, 2)
     angle = np.arange(length)[:, None] * base ** (-even / d_model)
     table = np.empty((length, d_model))
@@ -31,7 +31,7 @@ def sinusoidal_forward(x_BTD: Array, *, table_SD: Array, positions: "Array | sli
 
 
 def sinusoidal_backward(dout_BTD: Array) -> Array:
-    """dx."""
+    """Return dx."""
     # forward: out = x + constant   =>   dx = dout
     return dout_BTD
 
@@ -39,7 +39,7 @@ def sinusoidal_backward(dout_BTD: Array) -> Array:
 def rotations(
     rotary: Rotary, *, length: int, d_head: int, dtype: "np.dtype[Any]"
 ) -> tuple[Array, Array]:
-    """cos and sin (length, d_head / 2), each times the scaling's attention factor."""
+    """Return cos and sin (length, d_head / 2), each times the scaling's attention factor."""
     frequencies, factor = rotary_frequencies(rotary, d_head)
     angle = np.arange(length, dtype=dtype)[:, None] * np.asarray(frequencies, dtype)
     return (np.cos(angle) * factor).astype(dtype), (np.sin(angle) * factor).astype(dtype)
@@ -48,7 +48,7 @@ def rotations(
 def rotate_forward(
     x_BNTH: Array, *, cos: Array, sin: Array, ws: Workspace | None = None
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Turn each pair (x[i], x[i + H/2]) in place; cos and sin (T, H/2) or (B, 1, T, H/2)."""
+    """Rotate each pair (x[i], x[i + H/2]) in place; cos and sin (T, H/2) or (B, 1, T, H/2)."""
     # out1 = x1 cos - x2 sin,  out2 = x2 cos + x1 sin
     _turn(x_BNTH, cos, sin, ws)
     return x_BNTH, (cos, sin)
@@ -57,7 +57,7 @@ def rotate_forward(
 def rotate_backward(
     dout_BNTH: Array, cache: tuple[Array, Array], *, ws: Workspace | None = None
 ) -> Array:
-    """dx, in place: the transpose of a rotation turns the other way."""
+    """Return dx, in place: the transpose of a rotation rotates the other way."""
     cos, sin = cache
     # forward: out1 = x1 cos - x2 sin,  out2 = x2 cos + x1 sin
     #   =>   dx1 = dout1 cos + dout2 sin,  dx2 = dout2 cos - dout1 sin
@@ -66,9 +66,9 @@ def rotate_backward(
 
 
 def alibi_bias(slopes_N: Array, *, positions_BS: Array, queries: int) -> Array:
-    """ALiBi's bias -slope * |i - j|, (B, N, T, S); the queries are the last positions.
+    """Return ALiBi's bias -slope * |i - j|, (B, N, T, S); the queries are the last positions.
 
-    It is added to scores and depends on nothing that is learned: backward passes it by.
+    It is a constant that is added to scores, so backward does not involve it.
     """
     apart_BTS = positions_BS[:, -queries:, None] - positions_BS[:, None, :]
     distance_BTS = np.abs(apart_BTS).astype(slopes_N.dtype)

@@ -1,4 +1,4 @@
-"""Embedding, position, blocks, final norm: the way of a sequence through one stack, and back."""
+"""One stack: embedding, position, blocks, final norm; and its backward."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class StackParts:
 
 
 class StackCache(NamedTuple):
-    """What backward needs of a stack."""
+    """The cache of a stack for its backward."""
 
     embed: tuple[Array, float] | FactorCache
     positions: "Array | slice"
@@ -62,7 +62,7 @@ def stack_parts(
     storage: Storage,
     grads: tuple[Array, dict[str, Array]],
 ) -> StackParts:
-    """Look up every view once."""
+    """Look up every view of a stack once."""
     dtype, vector = storage.vector.dtype, storage.vector
     blocks = []
     for layer, block in enumerate(stack.blocks()):
@@ -109,10 +109,10 @@ def stack_forward(
     pasts: Sequence[Past] | None = None,
     ready: Sequence[tuple[Array, Array]] | None = None,
 ) -> tuple[Array, StackCache]:
-    """Hidden states (B, T, D) after the final norm.
+    """Return hidden states (B, T, D) after the final norm.
 
-    With `pasts` (one a layer), `valid_BS` covers the past's places and the new ones; `ready` are
-    the memory's keys and values of each layer, made before.
+    With `pasts` (one per layer), `valid_BS` covers the past positions and the new ones; `ready` are
+    the memory's keys and values of each layer, computed before.
     """
     valid_BS = side.valid_BT if pasts is None else valid_BS
     T = side.tokens_BT.shape[1]
@@ -163,7 +163,7 @@ def stack_backward(
     dmemory_BSD: Array | None = None,
     dbalance: Mapping[str, float] | None = None,
 ) -> None:
-    """Gradients of every parameter of the stack; d_BTD is used up, dmemory added to.
+    """Fill the gradients of every parameter of the stack; d_BTD is overwritten, dmemory added to.
 
     `dbalance` has the slope of the objective in each layer's load-balancing loss.
     """
@@ -234,13 +234,13 @@ def _embed(
 
 
 def _rows(table: tuple[Array, Array], positions: "Array | slice") -> tuple[Array, Array]:
-    """cos and sin at these positions: (T, H/2), or (B, 1, T, H/2) where rows stand elsewhere."""
+    """Return cos and sin at these positions: (T, H/2), or (B, 1, T, H/2) if they differ by row."""
     cos, sin = table[0][positions], table[1][positions]
     return (cos, sin) if isinstance(positions, slice) else (cos[:, None], sin[:, None])
 
 
 class _Allows:
-    """The permissions of one pass, made once for each kind of attention among the layers."""
+    """The masks of one pass, made once for each kind of attention among the layers."""
 
     def __init__(
         self, side: Side, past: int, valid_BS: Array | None, dtype: "np.dtype[Any]"
@@ -264,7 +264,7 @@ class _Allows:
         return self.made[kind]
 
     def bias(self, slopes_N: Array) -> Array:
-        """ALiBi's bias, (1 or B, N, T, S): the queries are the last of the positions."""
+        """Return ALiBi's bias, (1 or B, N, T, S): the queries are the last positions."""
         keys = self.past + self.queries
         places = positions_of(keys, valid_BS=self.valid_BS, segments_BT=self.segments_BT)
         places_BS = np.arange(keys)[None] if isinstance(places, slice) else places

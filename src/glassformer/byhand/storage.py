@@ -1,6 +1,6 @@
 """All parameters in one vector, all gradients in another, and names that are views into both.
 
-Parameters with weight decay stand first, so that an optimizer updates everything in a few
+Parameters with weight decay come first, so that an optimizer updates everything in a few
 vector operations. q, k and v of one attention are neighbours, so their joined matrix is a view too.
 """
 
@@ -48,12 +48,12 @@ class Storage:
         return views
 
     def twin(self) -> tuple[Array, dict[str, Array]]:
-        """A vector of zeros of the same layout, and its views: gradients, moments."""
+        """Return a vector of zeros of the same layout, and its views: for gradients or moments."""
         vector = np.zeros_like(self.vector)
         return vector, self._views(vector)
 
     def draw(self, rng: np.random.Generator) -> None:
-        """Fill by the manifest's rules, in the manifest's order."""
+        """Initialise by the manifest's rules, in the manifest's order."""
         for name, parameter in self.owners.items():
             fill(self.views[name], rule=parameter.init, rng=rng)
 
@@ -74,11 +74,11 @@ class Storage:
             np.copyto(view, arrays[name], casting="same_kind")
 
     def below(self, views: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-        """The arrays below a prefix, by the rest of their names; a tied one is its owner's."""
+        """Return the arrays below a prefix, by the rest of their names; tied ones are shared."""
         return under({name: views[owner] for name, owner in self.owner_of.items()}, prefix)
 
     def block(self, vector: Array, views: dict[str, Array], prefix: str) -> BlockArrays:
-        """The arrays of one block by part, with the joined matrices."""
+        """Return the arrays of one block by part, with the joined matrices."""
         arrays = BlockArrays()
         for part, into in (("attn.", arrays.attn), ("cross.", arrays.cross), ("ffn.", arrays.ffn)):
             into |= under(views, prefix + part)
@@ -115,7 +115,7 @@ class Storage:
 
 
 def fill(array: Array, *, rule: Rule, rng: np.random.Generator) -> None:
-    """Draw an array by a rule of the manifest."""
+    """Sample an array by a rule of the manifest."""
     match rule:
         case Constant(value=value):
             array.fill(value)
@@ -128,7 +128,7 @@ def fill(array: Array, *, rule: Rule, rng: np.random.Generator) -> None:
 
 
 def under(views: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """The arrays below a prefix, by the rest of their names."""
+    """Return the arrays below a prefix, by the rest of their names."""
     return {
         name.removeprefix(prefix): view for name, view in views.items() if name.startswith(prefix)
     }
