@@ -110,7 +110,7 @@ def per_query_head(kv_BKSH: Tensor, q_BNTH: Tensor) -> Tensor:
 
 def split_heads(x_BTD: Tensor, d_head: int) -> Tensor:
     """(B, T, N * H) -> (B, N, T, H), a view."""
-    x_BTNH: Tensor = x_BTD.unflatten(-1, (-1, d_head))  # type: ignore[no-untyped-call]
+    x_BTNH: Tensor = x_BTD.unflatten(-1, (-1, d_head))
     return x_BTNH.transpose(1, 2)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 import torch
@@ -210,8 +210,8 @@ def build_optimizers(
 ) -> list[tuple[torch.optim.Optimizer, float]]:
     """Build optimizers, with their rates relative to the run's; decay follows the manifest."""
     check_tree(train)
-    own = dict(model.named_parameters())
-    named = {name: p for name, p in own.items() if p.requires_grad and name in rules}
+    every = model.named_parameters()
+    named = {name: p for name, p in every if p.requires_grad and name in rules}
     match train.optimizer:
         case SGD(momentum=momentum):
             return [(torch.optim.SGD(named.values(), lr=train.lr, momentum=momentum), 1.0)]
@@ -241,7 +241,7 @@ def _own_optimizer(
     named: Mapping[str, Tensor], rules: Mapping[str, Parameter], own: OwnOptimizer, lr: float
 ) -> torch.optim.Optimizer:
     """Build a user's optimizer, on two groups: `weight_decay` is 0 where there is no decay."""
-    kind = open_part(own)
+    kind: Any = open_part(own)
     if not issubclass(kind, torch.optim.Optimizer):
         raise InputError(f"{own.source} is no optimizer", hint="subclass torch.optim.Optimizer")
     options = dict(own.options)
