@@ -48,7 +48,7 @@ from glassformer.byhand.norm import (
     rms_norm_backward,
     rms_norm_forward,
 )
-from glassformer.byhand.pass_context import Trip, Workspace
+from glassformer.byhand.pass_context import PassContext, Workspace
 from glassformer.byhand.position import (
     alibi_bias,
     rotate_backward,
@@ -105,8 +105,8 @@ def normal(**shapes: tuple[int, ...]) -> Callable[[], Arrays]:
     }
 
 
-def trip() -> Trip:
-    return Trip(Workspace(np.float64))
+def pass_context() -> PassContext:
+    return PassContext(Workspace(np.float64))
 
 
 def simple(forward: Any, backward: Any) -> Callable[[Arrays, Array | None], tuple[Array, Arrays]]:
@@ -194,12 +194,18 @@ def rms_norm(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
 
 def attend(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
     heads, cache = attend_forward(
-        a["q"], k_BKSH=a["k"], v_BKSH=a["v"], trip=trip(), allow=ALLOW.astype(np.float64)
+        a["q"],
+        k_BKSH=a["k"],
+        v_BKSH=a["v"],
+        pass_context=pass_context(),
+        allow=ALLOW.astype(np.float64),
     )
     out = heads.transpose(0, 2, 1, 3)
     if dout is None:
         return out, {}
-    return out, dict(zip("qkv", attend_backward(dout, cache, trip=trip()), strict=True))
+    return out, dict(
+        zip("qkv", attend_backward(dout, cache, pass_context=pass_context()), strict=True)
+    )
 
 
 def biased_attend(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
@@ -207,14 +213,16 @@ def biased_attend(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
         a["q"],
         k_BKSH=a["k"],
         v_BKSH=a["v"],
-        trip=trip(),
+        pass_context=pass_context(),
         allow=ALLOW.astype(np.float64),
         bias=alibi_bias(SLOPES, positions_BS=KEY_PLACES, queries=T),
     )
     out = heads.transpose(0, 2, 1, 3)
     if dout is None:
         return out, {}
-    return out, dict(zip("qkv", attend_backward(dout, cache, trip=trip()), strict=True))
+    return out, dict(
+        zip("qkv", attend_backward(dout, cache, pass_context=pass_context()), strict=True)
+    )
 
 
 def torch_bias() -> Tensor:
@@ -245,13 +253,13 @@ CROSS = spec.Attention(n_heads=2, d_head=H, bias="all", qk_norm=spec.RMSNorm(), 
 
 def multi_head(attention: spec.Attention, *, turned: bool, context: bool) -> Any:
     def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        carried = trip()
+        carried = pass_context()
         params = {name: x for name, x in a.items() if name not in ("x", "context")}
         out, cache = multi_head_forward(
             a["x"],
             attention=attention,
             params=params,
-            trip=carried,
+            pass_context=carried,
             context_BSD=a.get("context"),
             rotation=(COS, SIN) if turned else None,
             allow=(ALLOW if context else SELF_ALLOW).astype(np.float64),
@@ -259,7 +267,7 @@ def multi_head(attention: spec.Attention, *, turned: bool, context: bool) -> Any
         if dout is None:
             return out, {}
         grads: Arrays = {}
-        dx, dcontext = multi_head_backward(dout, cache, grads=grads, trip=carried)
+        dx, dcontext = multi_head_backward(dout, cache, grads=grads, pass_context=carried)
         grads["x"] = dx
         if dcontext is not None:
             grads["context"] = dcontext
@@ -300,16 +308,16 @@ GATED = spec.SwiGLU(d_ff=F_, bias=True)
 
 def feed(ffn: spec.MLP | spec.SwiGLU) -> Any:
     def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        carried, params = trip(), {name: x for name, x in a.items() if name != "x"}
+        carried, params = pass_context(), {name: x for name, x in a.items() if name != "x"}
         grads: Arrays = {}
         if isinstance(ffn, spec.SwiGLU):
-            out, gated = swiglu_forward(a["x"], params=params, trip=carried)
+            out, gated = swiglu_forward(a["x"], params=params, pass_context=carried)
             if dout is not None:
-                grads["x"] = swiglu_backward(dout, gated, grads=grads, trip=carried)
+                grads["x"] = swiglu_backward(dout, gated, grads=grads, pass_context=carried)
             return out, grads
-        out, cache = feed_forward(a["x"], ffn=ffn, params=params, trip=carried)
+        out, cache = feed_forward(a["x"], ffn=ffn, params=params, pass_context=carried)
         if dout is not None:
-            grads["x"] = feed_backward(dout, cache, grads=grads, trip=carried)
+            grads["x"] = feed_backward(dout, cache, grads=grads, pass_context=carried)
         return out, grads
 
     return run
@@ -400,7 +408,7 @@ def block_of(placement: Any) -> spec.Block:
 
 def block(placement: str) -> Any:
     def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        carried = trip()
+        carried = pass_context()
         params = BlockArrays(
             attn=under(a, "attn."),
             ffn=under(a, "ffn."),
@@ -411,14 +419,14 @@ def block(placement: str) -> Any:
             a["x"].copy(),
             block=block_of(placement),
             params=params,
-            trip=carried,
+            pass_context=carried,
             setting=setting,
             dropout=spec.Dropout(),
         )
         if dout is None:
             return out, {}
         grads = BlockArrays()
-        dx = block_backward(dout.copy(), cache, grads=grads, trip=carried)
+        dx = block_backward(dout.copy(), cache, grads=grads, pass_context=carried)
         found = {"x": dx} | grads.norms
         for prefix, part in (("attn.", grads.attn), ("ffn.", grads.ffn)):
             found |= {f"{prefix}{name}": grad for name, grad in part.items()}

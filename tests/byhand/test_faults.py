@@ -267,8 +267,8 @@ FAULTS = [
     fault(
         "residual path cut (post)",
         "block:block_backward",
-        "d_BTD += _part_backward(dout, part, name, grads, trip, dmemory_BSD, dbalance)",
-        "d_BTD[...] = _part_backward(dout, part, name, grads, trip, dmemory_BSD, dbalance)",
+        "d_BTD += _part_backward(dout, part, name, grads, pass_context, dmemory_BSD, dbalance)",
+        "d_BTD[...] = _part_backward(dout, part, name, grads, pass_context, dmemory_BSD, dbalance)",
         "part block, post",
     ),
     fault(

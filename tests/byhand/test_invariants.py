@@ -22,7 +22,7 @@ from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forwar
 from glassformer.byhand.model import Model
 from glassformer.byhand.moe import expert_arrays, moe_forward
 from glassformer.byhand.norm import layer_norm_backward, layer_norm_forward, rms_norm_forward
-from glassformer.byhand.pass_context import Trip, Workspace
+from glassformer.byhand.pass_context import PassContext, Workspace
 from glassformer.byhand.position import rotate_forward, rotations, sinusoids
 from glassformer.nn.mask import build_mask
 from glassformer.spec import model as spec
@@ -33,8 +33,8 @@ rng = np.random.default_rng(3)
 DOUBLE = np.dtype(np.float64)
 
 
-def trip() -> Trip:
-    return Trip(Workspace(np.float64))
+def pass_context() -> PassContext:
+    return PassContext(Workspace(np.float64))
 
 
 def test_linear_is_linear() -> None:
@@ -129,21 +129,25 @@ def test_the_calm_way_of_softmax_is_the_shifted_way() -> None:
 
 def test_attention_weights_sum_to_one_and_empty_rows_give_zeros() -> None:
     q, k, v = (rng.standard_normal((B, n, s, H)) for n, s in ((N, T), (K, S), (K, S)))
-    out, cache = attend_forward(q, k_BKSH=k, v_BKSH=v, trip=trip(), allow=ALLOW.astype(np.float64))
+    out, cache = attend_forward(
+        q, k_BKSH=k, v_BKSH=v, pass_context=pass_context(), allow=ALLOW.astype(np.float64)
+    )
     total = cache.weights_BNTS.sum(-1)
     np.testing.assert_allclose(total, np.broadcast_to(ALLOW.any(-1), total.shape))
     assert not cache.weights_BNTS[~np.broadcast_to(ALLOW, (B, N, T, S))].any()
     assert not out[1, 2].any()
-    dq, _, _ = attend_backward(np.ones((B, N, T, H)), cache, trip=trip())
+    dq, _, _ = attend_backward(np.ones((B, N, T, H)), cache, pass_context=pass_context())
     assert not dq[1, :, 2].any()
     assert dq[1, :, 3].any()
 
 
 def test_grouped_heads_are_repeated_heads() -> None:
     q, k, v = (rng.standard_normal((B, n, s, H)) for n, s in ((N, T), (K, S), (K, S)))
-    grouped = attend_forward(q, k_BKSH=k, v_BKSH=v, trip=trip())[0]
+    grouped = attend_forward(q, k_BKSH=k, v_BKSH=v, pass_context=pass_context())[0]
     k, v = (np.repeat(x, N // K, axis=1) for x in (k, v))
-    np.testing.assert_allclose(attend_forward(q, k_BKSH=k, v_BKSH=v, trip=trip())[0], grouped)
+    np.testing.assert_allclose(
+        attend_forward(q, k_BKSH=k, v_BKSH=v, pass_context=pass_context())[0], grouped
+    )
 
 
 def test_joined_projections_are_the_separate_ones() -> None:
@@ -151,20 +155,24 @@ def test_joined_projections_are_the_separate_ones() -> None:
     params = part.arrays()
     x = params.pop("x")
     attention = spec.Attention(n_heads=N, n_kv_heads=K, d_head=H, bias="no_key", causal=False)
-    apart, _ = multi_head_forward(x, attention=attention, params=params, trip=trip())
+    apart, _ = multi_head_forward(
+        x, attention=attention, params=params, pass_context=pass_context()
+    )
     joined = np.concatenate([params[f"{letter}_proj.weight"] for letter in "qkv"])
     together = params | {"qkv_proj.weight": joined}
-    again, _ = multi_head_forward(x, attention=attention, params=together, trip=trip())
+    again, _ = multi_head_forward(
+        x, attention=attention, params=together, pass_context=pass_context()
+    )
     np.testing.assert_array_equal(apart, again)
 
 
 def test_dropout_keeps_the_mean_and_is_off_without_a_generator() -> None:
-    carried = Trip(Workspace(np.float32), rng=np.random.default_rng(0))
+    carried = PassContext(Workspace(np.float32), rng=np.random.default_rng(0))
     keep = carried.keep((997, 101), 0.3)
     assert keep is not None
     assert set(np.unique(keep)) == {np.float32(0), np.float32(1 / 0.7)}
     assert abs(keep.mean() - 1) < 0.01
-    assert Trip(Workspace(np.float32)).keep((2, 2), 0.3) is None
+    assert PassContext(Workspace(np.float32)).keep((2, 2), 0.3) is None
     assert carried.keep((2, 2), 0.0) is None
 
 

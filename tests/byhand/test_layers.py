@@ -22,7 +22,7 @@ from glassformer.byhand.layers import (
     scaled_dot_product_attention,
 )
 from glassformer.byhand.optim import SGD, Adam
-from glassformer.byhand.pass_context import Trip, Workspace
+from glassformer.byhand.pass_context import PassContext, Workspace
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import digits
 
@@ -84,7 +84,9 @@ def test_attention_function() -> None:
     assert out.shape == (B, 3, T, 4)
     np.testing.assert_allclose(weights.sum(-1), 1)
     np.testing.assert_allclose(out, weights @ v)
-    grads = attend_backward(np.ones_like(out), cache, trip=Trip(Workspace(np.float64)))
+    grads = attend_backward(
+        np.ones_like(out), cache, pass_context=PassContext(Workspace(np.float64))
+    )
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 

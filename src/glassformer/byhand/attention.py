@@ -18,7 +18,7 @@ from glassformer.byhand.linear import (
     sum_rows,
 )
 from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
-from glassformer.byhand.pass_context import Array, Trip
+from glassformer.byhand.pass_context import Array, PassContext
 from glassformer.byhand.position import rotate_backward, rotate_forward
 from glassformer.spec import model as spec
 
@@ -62,7 +62,7 @@ def multi_head_forward(
     *,
     attention: spec.Attention,
     params: dict[str, Array],
-    trip: Trip,
+    pass_context: PassContext,
     context_BSD: Array | None = None,
     ready: tuple[Array, Array] | None = None,
     rotation: tuple[Array, Array] | None = None,
@@ -79,25 +79,25 @@ def multi_head_forward(
     """
     norms: dict[str, NormCache] = {}
     if context_BSD is None and ready is None:
-        made, projection = _project(x_BTD, "qkv", attention, params, trip)
+        made, projection = _project(x_BTD, "qkv", attention, params, pass_context)
         projections: tuple[Projection, ...] = (projection,)
     else:
-        made, projection = _project(x_BTD, "q", attention, params, trip)
+        made, projection = _project(x_BTD, "q", attention, params, pass_context)
         projections = (projection,)
         if context_BSD is not None and ready is None:
-            kv, of_kv = _project(context_BSD, "kv", attention, params, trip)
+            kv, of_kv = _project(context_BSD, "kv", attention, params, pass_context)
             made, projections = made | kv, (projection, of_kv)
-    heads = _finish_heads(made, attention, params, trip, rotation, norms)
+    heads = _finish_heads(made, attention, params, pass_context, rotation, norms)
     k_BKSH, v_BKSH = ready if ready is not None else (heads["k"], heads["v"])
     if past is not None:
         k_BKSH, v_BKSH = past.extend(k_BKSH, v_BKSH)
     for letter, tapped in (("q", heads["q"]), ("k", k_BKSH), ("v", v_BKSH)):
-        trip.tap(f"{at}{letter}", tapped)
+        pass_context.tap(f"{at}{letter}", tapped)
     heads_BTNH, attend = attend_forward(
         heads["q"],
         k_BKSH=k_BKSH,
         v_BKSH=v_BKSH,
-        trip=trip,
+        pass_context=pass_context,
         allow=allow,
         bias=bias,
         dropout=dropout,
@@ -107,9 +107,9 @@ def multi_head_forward(
         heads_BTNH.reshape(*x_BTD.shape[:2], -1),
         weight_OI=params["o_proj.weight"],
         bias_O=params.get("o_proj.bias"),
-        ws=trip.ws,
+        ws=pass_context.ws,
     )
-    trip.tap(f"{at}out", out_BTD)
+    pass_context.tap(f"{at}out", out_BTD)
     biased = "o_proj.bias" in params
     return out_BTD, HeadsCache(
         attention, projections, norms, rotation, attend, output, biased, heads_BTNH.shape, at
@@ -117,11 +117,11 @@ def multi_head_forward(
 
 
 def multi_head_backward(
-    dout_BTD: Array, cache: HeadsCache, *, grads: dict[str, Array], trip: Trip
+    dout_BTD: Array, cache: HeadsCache, *, grads: dict[str, Array], pass_context: PassContext
 ) -> tuple[Array, Array | None]:
     """Return dx and, for cross-attention, dcontext; parameter gradients go to `grads`."""
-    at, ws = cache.at, trip.ws
-    trip.tap_grad(f"{at}out", dout_BTD)
+    at, ws = cache.at, pass_context.ws
+    pass_context.tap_grad(f"{at}out", dout_BTD)
     dheads = linear_grads(
         dout_BTD, cache.output, grads=grads, name="o_proj", biased=cache.biased, ws=ws
     )
@@ -137,7 +137,9 @@ def multi_head_backward(
             split[letter] = part.reshape(*part.shape[:2], -1, d_head)
     dq, dk, dv = (split[letter].transpose(0, 2, 1, 3) for letter in "qkv")
     dheads_BNTH = dheads.reshape(cache.shape).transpose(0, 2, 1, 3)
-    attend_backward(dheads_BNTH, cache.attend, trip=trip, dq_BNTH=dq, dk_BKSH=dk, dv_BKSH=dv)
+    attend_backward(
+        dheads_BNTH, cache.attend, pass_context=pass_context, dq_BNTH=dq, dk_BKSH=dk, dv_BKSH=dv
+    )
     if cache.rotation is not None:
         for letter in "qk":
             rotate_backward(split[letter].transpose(0, 2, 1, 3), cache.rotation, ws=ws)
@@ -149,18 +151,22 @@ def multi_head_backward(
             split[letter], norm, grads=grads, name=name, biased=biased, dx=split[letter], ws=ws
         )
     dinto = [
-        _project_backward(d_BTE, projection, cache.attention, grads, trip)
+        _project_backward(d_BTE, projection, cache.attention, grads, pass_context)
         for d_BTE, projection in zip(dflat, cache.projections, strict=True)
     ]
     return dinto[0], dinto[1] if len(dinto) == 2 else None
 
 
 def keys_values(
-    context_BSD: Array, *, attention: spec.Attention, params: dict[str, Array], trip: Trip
+    context_BSD: Array,
+    *,
+    attention: spec.Attention,
+    params: dict[str, Array],
+    pass_context: PassContext,
 ) -> tuple[Array, Array]:
     """Compute k and v of a context once for many queries, as `ready` for multi_head_forward."""
-    made, _ = _project(context_BSD, "kv", attention, params, trip)
-    heads = _finish_heads(made, attention, params, trip, None, {})
+    made, _ = _project(context_BSD, "kv", attention, params, pass_context)
+    heads = _finish_heads(made, attention, params, pass_context, None, {})
     return heads["k"], heads["v"]
 
 
@@ -168,7 +174,7 @@ def _finish_heads(
     made: dict[str, Array],
     attention: spec.Attention,
     params: dict[str, Array],
-    trip: Trip,
+    pass_context: PassContext,
     rotation: tuple[Array, Array] | None,
     norms: dict[str, NormCache],
 ) -> dict[str, Array]:
@@ -180,11 +186,11 @@ def _finish_heads(
         if attention.qk_norm is not None and letter != "v":
             norm, name = attention.qk_norm, f"{letter}_norm"
             _, norms[letter] = norm_forward(
-                split_BTNH, norm=norm, params=params, name=name, out=split_BTNH, ws=trip.ws
+                split_BTNH, norm=norm, params=params, name=name, out=split_BTNH, ws=pass_context.ws
             )
         heads[letter] = split_BTNH.transpose(0, 2, 1, 3)
         if rotation is not None and letter != "v":
-            rotate_forward(heads[letter], cos=rotation[0], sin=rotation[1], ws=trip.ws)
+            rotate_forward(heads[letter], cos=rotation[0], sin=rotation[1], ws=pass_context.ws)
     return heads
 
 
@@ -210,7 +216,11 @@ def _joined(
 
 
 def _project(
-    x_BTD: Array, letters: str, attention: spec.Attention, params: dict[str, Array], trip: Trip
+    x_BTD: Array,
+    letters: str,
+    attention: spec.Attention,
+    params: dict[str, Array],
+    pass_context: PassContext,
 ) -> tuple[dict[str, Array], Projection]:
     """Project x by these letters, in one product."""
     columns = _columns(letters, attention, attention.head_width(x_BTD.shape[-1]))
@@ -218,7 +228,7 @@ def _project(
     if weight_ED is None:
         weight_ED = np.concatenate([params[f"{letter}_proj.weight"] for letter in letters])
     bias_E = _joined(params, "bias", letters, attention, x_BTD.shape[-1])
-    out_BTE, linear = linear_forward(x_BTD, weight_OI=weight_ED, bias_O=bias_E, ws=trip.ws)
+    out_BTE, linear = linear_forward(x_BTD, weight_OI=weight_ED, bias_O=bias_E, ws=pass_context.ws)
     parts = {letter: out_BTE[..., at] for letter, at in columns.items()}
     biased = "".join(letter for letter in letters if f"{letter}_proj.bias" in params)
     if bias_E is None:
@@ -233,7 +243,7 @@ def _project_backward(
     projection: Projection,
     attention: spec.Attention,
     grads: dict[str, Array],
-    trip: Trip,
+    pass_context: PassContext,
 ) -> Array:
     """Return dx of one joined projection."""
     columns, weight_ED = projection.columns, projection.linear.weight_OI
@@ -243,7 +253,7 @@ def _project_backward(
         dweight_ED = np.empty_like(weight_ED)
         grads |= {f"{letter}_proj.weight": dweight_ED[at] for letter, at in columns.items()}
     # forward: part = x @ W.T + bias, joined for all letters   =>   one product each for dx and dW
-    dx, _ = linear_products(dout_BTE, projection.linear, dweight_OI=dweight_ED, ws=trip.ws)
+    dx, _ = linear_products(dout_BTE, projection.linear, dweight_OI=dweight_ED, ws=pass_context.ws)
     dout_RE = dout_BTE.reshape(-1, dout_BTE.shape[-1])
     dbias_E = _joined(grads, "bias", letters, attention, d_model)
     if dbias_E is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from glassformer.byhand.linear import dot_rows
-from glassformer.byhand.pass_context import Array, Trip, Workspace
+from glassformer.byhand.pass_context import Array, PassContext, Workspace
 
 # B batch, T query length, S key length, N query heads
 
@@ -82,7 +82,7 @@ def attend_forward(
     *,
     k_BKSH: Array,
     v_BKSH: Array,
-    trip: Trip,
+    pass_context: PassContext,
     allow: Array | None = None,
     bias: Array | None = None,
     dropout: float = 0.0,
@@ -95,7 +95,7 @@ def attend_forward(
     """
     B, N, T, H = q_BNTH.shape
     K, S = k_BKSH.shape[1:3]
-    ws, M = trip.ws, N // K * T
+    ws, M = pass_context.ws, N // K * T
     q_BKMH = _fold(q_BNTH, K, ws)
     scores = ws.take((B, N, T, S))
     _product_with_transposed(
@@ -103,14 +103,14 @@ def attend_forward(
     )
     if bias is not None:
         scores += bias
-    trip.tap(f"{at}scores", scores)
+    pass_context.tap(f"{at}scores", scores)
     weights = masked_softmax(scores, allow_BNTS=allow)
-    trip.tap(f"{at}weights", weights)
-    keep = trip.keep(weights.shape, dropout)
+    pass_context.tap(f"{at}weights", weights)
+    keep = pass_context.keep(weights.shape, dropout)
     used = weights if keep is None else np.multiply(weights, keep, out=ws.take(weights.shape))
     heads_BTNH = ws.take((B, T, N, H))
     _unfold_product(used.reshape(B, K, M, S), v_BKSH, heads_BTNH.transpose(0, 2, 1, 3), ws)
-    trip.tap(f"{at}heads", heads_BTNH.transpose(0, 2, 1, 3))
+    pass_context.tap(f"{at}heads", heads_BTNH.transpose(0, 2, 1, 3))
     return heads_BTNH, AttendCache(q_BKMH, k_BKSH, v_BKSH, weights, keep, at)
 
 
@@ -118,7 +118,7 @@ def attend_backward(
     dheads_BNTH: Array,
     cache: AttendCache,
     *,
-    trip: Trip,
+    pass_context: PassContext,
     dq_BNTH: Array | None = None,
     dk_BKSH: Array | None = None,
     dv_BKSH: Array | None = None,
@@ -127,9 +127,9 @@ def attend_backward(
     q_BKMH, k_BKSH, v_BKSH, weights, keep, at = cache
     B, N, T, S = weights.shape
     K, M, H = q_BKMH.shape[1:]
-    ws = trip.ws
+    ws = pass_context.ws
     mark = ws.mark()
-    trip.tap_grad(f"{at}heads", dheads_BNTH)
+    pass_context.tap_grad(f"{at}heads", dheads_BNTH)
     dq_BNTH = np.empty((B, N, T, H), weights.dtype) if dq_BNTH is None else dq_BNTH
     dheads_BKMH = _fold(dheads_BNTH, K, ws)
     # forward: heads = (weights * keep) @ v
@@ -141,20 +141,20 @@ def attend_backward(
         dweights *= keep
         used = np.multiply(weights, keep, out=ws.take(weights.shape))
     dv_BKSH = np.matmul(used.reshape(B, K, M, S).swapaxes(-1, -2), dheads_BKMH, out=dv_BKSH)
-    if trip.tap_grads is not None:  # a row that may attend to nothing hands nothing back
-        trip.tap_grad(f"{at}weights", dweights * weights.any(axis=-1, keepdims=True))
-    trip.tap_grad(f"{at}v", dv_BKSH)
+    if pass_context.tap_grads is not None:  # a row that may attend to nothing hands nothing back
+        pass_context.tap_grad(f"{at}weights", dweights * weights.any(axis=-1, keepdims=True))
+    pass_context.tap_grad(f"{at}v", dv_BKSH)
     # forward: weights = softmax(scores) where allowed, 0 elsewhere; a weight of 0 passes nothing on
     dscores = softmax_backward(dweights, weights, dx=dweights)
-    trip.tap_grad(f"{at}scores", dscores)
+    pass_context.tap_grad(f"{at}scores", dscores)
     # forward: scores = q @ k.T / sqrt(H) + bias, the bias a constant
     #   =>   dq = dscores @ k / sqrt(H),  dk = dscores.T @ q / sqrt(H)
     dscores *= 1.0 / math.sqrt(H)
     dscores_BKMS = dscores.reshape(B, K, M, S)
     _unfold_product(dscores_BKMS, k_BKSH, dq_BNTH, ws)
     dk_BKSH = np.matmul(dscores_BKMS.swapaxes(-1, -2), q_BKMH, out=dk_BKSH)
-    trip.tap_grad(f"{at}q", dq_BNTH)
-    trip.tap_grad(f"{at}k", dk_BKSH)
+    pass_context.tap_grad(f"{at}q", dq_BNTH)
+    pass_context.tap_grad(f"{at}k", dk_BKSH)
     ws.release(mark)
     return dq_BNTH, dk_BKSH, dv_BKSH
 

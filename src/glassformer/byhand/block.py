@@ -19,7 +19,7 @@ from glassformer.byhand.ffn import (
 )
 from glassformer.byhand.moe import Experts, MoECache, moe_backward, moe_forward
 from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
-from glassformer.byhand.pass_context import Array, Trip
+from glassformer.byhand.pass_context import Array, PassContext
 from glassformer.spec import model as spec
 
 # B batch, T query length, S key length, D d_model
@@ -84,31 +84,35 @@ def block_forward(
     *,
     block: spec.Block,
     params: BlockArrays,
-    trip: Trip,
+    pass_context: PassContext,
     setting: Setting,
     dropout: spec.Dropout,
     at: str = "",
 ) -> tuple[Array, BlockCache]:
     """Return the residual stream after this block. A pre-norm block updates x in place."""
-    ws, lines = trip.ws, []
-    trip.tap(f"{at}resid_pre", x_BTD)
+    ws, lines = pass_context.ws, []
+    pass_context.tap(f"{at}resid_pre", x_BTD)
     for name in ("attn", "ffn") if block.cross is None else ("attn", "cross", "ffn"):
         norm_name = f"{name}_norm"
         if block.placement == "pre":
             normed, norm = norm_forward(
                 x_BTD, norm=block.norm, params=params.norms, name=norm_name, ws=ws
             )
-            out, part = _part_forward(normed, name, block, params, trip, setting, dropout, at)
-            keep = _drop(out, trip, dropout.residual)
+            out, part = _part_forward(
+                normed, name, block, params, pass_context, setting, dropout, at
+            )
+            keep = _drop(out, pass_context, dropout.residual)
             x_BTD += out
         else:
-            out, part = _part_forward(x_BTD, name, block, params, trip, setting, dropout, at)
-            keep = _drop(out, trip, dropout.residual)
+            out, part = _part_forward(
+                x_BTD, name, block, params, pass_context, setting, dropout, at
+            )
+            keep = _drop(out, pass_context, dropout.residual)
             out += x_BTD
             x_BTD, norm = norm_forward(
                 out, norm=block.norm, params=params.norms, name=norm_name, unit=out, ws=ws
             )
-        trip.tap(f"{at}{RESIDUAL_TAPS[name]}", x_BTD)
+        pass_context.tap(f"{at}{RESIDUAL_TAPS[name]}", x_BTD)
         lines.append(PartCache(name, norm, keep, part))
     return x_BTD, BlockCache(block, lines, at)
 
@@ -118,7 +122,7 @@ def block_backward(
     cache: BlockCache,
     *,
     grads: BlockArrays,
-    trip: Trip,
+    pass_context: PassContext,
     dmemory_BSD: Array | None = None,
     dbalance: float = 0.0,
 ) -> Array:
@@ -126,16 +130,16 @@ def block_backward(
 
     `dbalance` is the slope of the objective in this block's load-balancing loss.
     """
-    ws, block = trip.ws, cache.block
+    ws, block = pass_context.ws, cache.block
     biased = has_shift(block.norm)
     for name, norm, keep, part in reversed(cache.lines):
         mark = ws.mark()
         norm_name = f"{name}_norm"
-        trip.tap_grad(f"{cache.at}{RESIDUAL_TAPS[name]}", d_BTD)
+        pass_context.tap_grad(f"{cache.at}{RESIDUAL_TAPS[name]}", d_BTD)
         if block.placement == "pre":
             # forward: x' = x + keep * part(norm(x))   =>   dx = dx' + norm'(part'(keep * dx'))
             dout = d_BTD if keep is None else np.multiply(d_BTD, keep, out=ws.take(d_BTD.shape))
-            dnormed = _part_backward(dout, part, name, grads, trip, dmemory_BSD, dbalance)
+            dnormed = _part_backward(dout, part, name, grads, pass_context, dmemory_BSD, dbalance)
             norm_backward(
                 dnormed, norm, grads=grads.norms, name=norm_name, biased=biased, dx=dnormed, ws=ws
             )
@@ -147,14 +151,14 @@ def block_backward(
                 d_BTD, norm, grads=grads.norms, name=norm_name, biased=biased, dx=d_BTD, ws=ws
             )
             dout = d_BTD if keep is None else np.multiply(d_BTD, keep, out=ws.take(d_BTD.shape))
-            d_BTD += _part_backward(dout, part, name, grads, trip, dmemory_BSD, dbalance)
+            d_BTD += _part_backward(dout, part, name, grads, pass_context, dmemory_BSD, dbalance)
         ws.release(mark)
-    trip.tap_grad(f"{cache.at}resid_pre", d_BTD)
+    pass_context.tap_grad(f"{cache.at}resid_pre", d_BTD)
     return d_BTD
 
 
-def _drop(out_BTD: Array, trip: Trip, rate: float) -> Array | None:
-    keep = trip.keep(out_BTD.shape, rate)
+def _drop(out_BTD: Array, pass_context: PassContext, rate: float) -> Array | None:
+    keep = pass_context.keep(out_BTD.shape, rate)
     if keep is not None:
         out_BTD *= keep
     return keep
@@ -165,7 +169,7 @@ def _part_forward(
     name: str,
     block: spec.Block,
     params: BlockArrays,
-    trip: Trip,
+    pass_context: PassContext,
     setting: Setting,
     dropout: spec.Dropout,
     at: str,
@@ -175,7 +179,7 @@ def _part_forward(
             x_BTD,
             attention=block.attention,
             params=params.attn,
-            trip=trip,
+            pass_context=pass_context,
             rotation=setting.rotation,
             allow=setting.allow,
             bias=setting.bias,
@@ -189,7 +193,7 @@ def _part_forward(
             x_BTD,
             attention=block.cross,
             params=params.cross,
-            trip=trip,
+            pass_context=pass_context,
             context_BSD=setting.memory_BSD,
             ready=setting.memory_ready,
             allow=setting.memory_allow,
@@ -199,11 +203,20 @@ def _part_forward(
     match block.ffn:
         case spec.SwiGLU():
             return swiglu_forward(
-                x_BTD, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
+                x_BTD,
+                params=params.ffn,
+                pass_context=pass_context,
+                dropout=dropout.ffn,
+                at=f"{at}ffn.",
             )
         case spec.MLP() as ffn:
             return feed_forward(
-                x_BTD, ffn=ffn, params=params.ffn, trip=trip, dropout=dropout.ffn, at=f"{at}ffn."
+                x_BTD,
+                ffn=ffn,
+                params=params.ffn,
+                pass_context=pass_context,
+                dropout=dropout.ffn,
+                at=f"{at}ffn.",
             )
         case spec.MoE():
             return moe_forward(
@@ -211,7 +224,7 @@ def _part_forward(
                 ffn=block.ffn,
                 params=params.ffn,
                 experts=params.experts,
-                trip=trip,
+                pass_context=pass_context,
                 valid_BT=setting.valid_BT,
                 dropout=dropout.ffn,
                 at=f"{at}ffn.",
@@ -225,27 +238,29 @@ def _part_backward(
     part: HeadsCache | FeedCache | SwiGLUCache | MoECache,
     name: str,
     grads: BlockArrays,
-    trip: Trip,
+    pass_context: PassContext,
     dmemory_BSD: Array | None,
     dbalance: float,
 ) -> Array:
     match part:
         case FeedCache():
-            return feed_backward(dout_BTD, part, grads=grads.ffn, trip=trip)
+            return feed_backward(dout_BTD, part, grads=grads.ffn, pass_context=pass_context)
         case SwiGLUCache():
-            return swiglu_backward(dout_BTD, part, grads=grads.ffn, trip=trip)
+            return swiglu_backward(dout_BTD, part, grads=grads.ffn, pass_context=pass_context)
         case MoECache():
             return moe_backward(
                 dout_BTD,
                 part,
                 grads=grads.ffn,
                 experts=grads.experts,
-                trip=trip,
+                pass_context=pass_context,
                 dloss=dbalance,
             )
         case HeadsCache():
             mine = grads.attn if name == "attn" else grads.cross
-            dx, dcontext = multi_head_backward(dout_BTD, part, grads=mine, trip=trip)
+            dx, dcontext = multi_head_backward(
+                dout_BTD, part, grads=mine, pass_context=pass_context
+            )
             if dcontext is not None and dmemory_BSD is not None:
                 # every decoder layer reads the same memory, so its gradients add up
                 dmemory_BSD += dcontext

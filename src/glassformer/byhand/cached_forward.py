@@ -12,7 +12,7 @@ import numpy as np
 from glassformer.byhand.attention import keys_values
 from glassformer.byhand.inputs import Side, check_side
 from glassformer.byhand.model import Model
-from glassformer.byhand.pass_context import Array, Trip, Workspace
+from glassformer.byhand.pass_context import Array, PassContext, Workspace
 from glassformer.byhand.stack import stack_forward
 from glassformer.spec.errors import InputError
 
@@ -99,13 +99,16 @@ def start(
     state = DecodeState([LayerPast() for _ in range(model.spec.n_layers)], Workspace(model.dtype))
     if inputs.source is not None:
         parts = model.stack("encoder.")
-        trip = Trip(Workspace(model.dtype))
-        state.memory_BSD, _ = stack_forward(inputs.source, parts=parts, trip=trip)
+        pass_context = PassContext(Workspace(model.dtype))
+        state.memory_BSD, _ = stack_forward(inputs.source, parts=parts, pass_context=pass_context)
         state.memory_valid_BS = inputs.source.valid_BT
         for block, params, _ in model.stack("decoder.").blocks:
             assert block.cross is not None
             ready = keys_values(
-                state.memory_BSD, attention=block.cross, params=params.cross, trip=trip
+                state.memory_BSD,
+                attention=block.cross,
+                params=params.cross,
+                pass_context=pass_context,
             )
             state.ready.append(ready)
     hidden_BTD = _advance(model, inputs.target, state)
@@ -130,7 +133,7 @@ def _advance(model: Model, side: Side, state: DecodeState) -> Array:
     hidden_BTD, _ = stack_forward(
         side,
         parts=model.stack("" if state.memory_BSD is None else "decoder."),
-        trip=Trip(state.ws),
+        pass_context=PassContext(state.ws),
         memory_BSD=state.memory_BSD,
         memory_valid_BS=state.memory_valid_BS,
         past=state.length,

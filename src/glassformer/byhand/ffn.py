@@ -21,7 +21,7 @@ from glassformer.byhand.linear import (
     linear_products,
     sum_rows,
 )
-from glassformer.byhand.pass_context import Array, Trip
+from glassformer.byhand.pass_context import Array, PassContext
 from glassformer.spec import model as spec
 
 # B batch, T length, D d_model, F d_ff, W = 2F, gate and up side by side
@@ -59,51 +59,51 @@ def feed_forward(
     *,
     ffn: spec.MLP,
     params: dict[str, Array],
-    trip: Trip,
+    pass_context: PassContext,
     dropout: float = 0.0,
     at: str = "",
 ) -> tuple[Array, FeedCache]:
     """down(dropout(act(up(x))))."""
     bias = params.get("up_proj.bias")
     up_BTF, into = linear_forward(
-        x_BTD, weight_OI=params["up_proj.weight"], bias_O=bias, ws=trip.ws
+        x_BTD, weight_OI=params["up_proj.weight"], bias_O=bias, ws=pass_context.ws
     )
     match ffn.activation:
         case "relu":
             hidden, act = relu_forward(up_BTF, out=up_BTF)
         case "gelu":
-            hidden, act = gelu_forward(up_BTF, out=up_BTF, ws=trip.ws)
+            hidden, act = gelu_forward(up_BTF, out=up_BTF, ws=pass_context.ws)
         case "gelu_tanh":
-            hidden, act = gelu_tanh_forward(up_BTF, out=up_BTF, ws=trip.ws)
-    trip.tap(f"{at}hidden", hidden)
-    keep = trip.keep(hidden.shape, dropout)
+            hidden, act = gelu_tanh_forward(up_BTF, out=up_BTF, ws=pass_context.ws)
+    pass_context.tap(f"{at}hidden", hidden)
+    keep = pass_context.keep(hidden.shape, dropout)
     if keep is not None:
-        hidden, _ = dropout_forward(hidden, keep=keep, out=trip.ws.take(hidden.shape))
+        hidden, _ = dropout_forward(hidden, keep=keep, out=pass_context.ws.take(hidden.shape))
     out_BTD, down = linear_forward(
         hidden,
         weight_OI=params["down_proj.weight"],
         bias_O=params.get("down_proj.bias"),
-        ws=trip.ws,
+        ws=pass_context.ws,
     )
-    trip.tap(f"{at}out", out_BTD)
+    pass_context.tap(f"{at}out", out_BTD)
     return out_BTD, FeedCache(into, act, keep, down, ffn.activation, bias is not None, at)
 
 
 def feed_backward(
-    dout_BTD: Array, cache: FeedCache, *, grads: dict[str, Array], trip: Trip
+    dout_BTD: Array, cache: FeedCache, *, grads: dict[str, Array], pass_context: PassContext
 ) -> Array:
     """Return dx: backward through down, dropout, activation, up."""
-    trip.tap_grad(f"{cache.at}out", dout_BTD)
+    pass_context.tap_grad(f"{cache.at}out", dout_BTD)
     dhidden = linear_grads(
-        dout_BTD, cache.down, grads=grads, name="down_proj", biased=cache.biased, ws=trip.ws
+        dout_BTD, cache.down, grads=grads, name="down_proj", biased=cache.biased, ws=pass_context.ws
     )
     if cache.keep is not None:
         dropout_backward(dhidden, cache.keep, dx=dhidden)
-    trip.tap_grad(f"{cache.at}hidden", dhidden)
+    pass_context.tap_grad(f"{cache.at}hidden", dhidden)
     backward = relu_backward if cache.activation == "relu" else slope_backward
     backward(dhidden, cache.act, dx=dhidden)
     return linear_grads(
-        dhidden, cache.into, grads=grads, name="up_proj", biased=cache.biased, ws=trip.ws
+        dhidden, cache.into, grads=grads, name="up_proj", biased=cache.biased, ws=pass_context.ws
     )
 
 
@@ -111,12 +111,12 @@ def swiglu_forward(
     x_BTD: Array,
     *,
     params: dict[str, Array],
-    trip: Trip,
+    pass_context: PassContext,
     dropout: float = 0.0,
     at: str = "",
 ) -> tuple[Array, SwiGLUCache]:
     """down(dropout(silu(gate(x)) * up(x))); gate and up are one product."""
-    ws = trip.ws
+    ws = pass_context.ws
     weight_WD, bias_W = params.get(f"{JOINED}.weight"), params.get(f"{JOINED}.bias")
     if weight_WD is None:
         weight_WD = np.concatenate([params["gate_proj.weight"], params["up_proj.weight"]])
@@ -129,29 +129,29 @@ def swiglu_forward(
         up += params["up_proj.bias"]
     opened, slope = silu_forward(gate, ws=ws)
     hidden = np.multiply(opened, up, out=ws.take(opened.shape))
-    trip.tap(f"{at}hidden", hidden)
-    keep = trip.keep(hidden.shape, dropout)
+    pass_context.tap(f"{at}hidden", hidden)
+    keep = pass_context.keep(hidden.shape, dropout)
     if keep is not None:
         hidden, _ = dropout_forward(hidden, keep=keep, out=hidden)
     out_BTD, down = linear_forward(
         hidden, weight_OI=params["down_proj.weight"], bias_O=params.get("down_proj.bias"), ws=ws
     )
-    trip.tap(f"{at}out", out_BTD)
+    pass_context.tap(f"{at}out", out_BTD)
     return out_BTD, SwiGLUCache(into, opened, slope, up, keep, down, biased, at)
 
 
 def swiglu_backward(
-    dout_BTD: Array, cache: SwiGLUCache, *, grads: dict[str, Array], trip: Trip
+    dout_BTD: Array, cache: SwiGLUCache, *, grads: dict[str, Array], pass_context: PassContext
 ) -> Array:
     """Return dx: backward through down, dropout, the product, silu, and the joined projection."""
-    ws = trip.ws
-    trip.tap_grad(f"{cache.at}out", dout_BTD)
+    ws = pass_context.ws
+    pass_context.tap_grad(f"{cache.at}out", dout_BTD)
     dhidden = linear_grads(
         dout_BTD, cache.down, grads=grads, name="down_proj", biased=cache.biased, ws=ws
     )
     if cache.keep is not None:
         dropout_backward(dhidden, cache.keep, dx=dhidden)
-    trip.tap_grad(f"{cache.at}hidden", dhidden)
+    pass_context.tap_grad(f"{cache.at}hidden", dhidden)
     width = dhidden.shape[-1]
     dboth = ws.take((*dhidden.shape[:-1], 2 * width))
     # forward: hidden = silu(gate) * up

@@ -27,7 +27,7 @@ from glassformer.byhand.loss import LossCache, cross_entropy_backward, cross_ent
 from glassformer.byhand.model import Model, Tape
 from glassformer.byhand.norm import NormCache, layer_norm_backward, layer_norm_forward
 from glassformer.byhand.optim import Slot
-from glassformer.byhand.pass_context import Array, Trip, Workspace
+from glassformer.byhand.pass_context import Array, PassContext, Workspace
 from glassformer.byhand.position import sinusoidal_backward, sinusoids
 from glassformer.byhand.storage import fill, under
 from glassformer.spec import model as spec
@@ -185,8 +185,10 @@ def scaled_dot_product_attention(
     mask: True = may attend; a row without any gives zeros.
     """
     allow = None if mask is None else np.asarray(mask, q_BNTH.dtype)
-    trip = Trip(Workspace(q_BNTH.dtype))
-    heads_BTNH, cache = attend_forward(q_BNTH, k_BKSH=k_BNSH, v_BKSH=v_BNSH, trip=trip, allow=allow)
+    pass_context = PassContext(Workspace(q_BNTH.dtype))
+    heads_BTNH, cache = attend_forward(
+        q_BNTH, k_BKSH=k_BNSH, v_BKSH=v_BNSH, pass_context=pass_context, allow=allow
+    )
     return heads_BTNH.transpose(0, 2, 1, 3), cache.weights_BNTS, cache
 
 
@@ -244,17 +246,17 @@ class MultiHeadAttention(Layer):
         self.params = draw(tuple(rules), rng=rng)
         self.weights_BNTS: Array | None = None
         self._cache: HeadsCache | None = None
-        self._trip = Trip(Workspace(np.float64))
+        self._trip = PassContext(Workspace(np.float64))
 
     def forward(
         self, x_BTD: Array, *, mask: Array | None = None, context_BSD: Array | None = None
     ) -> Array:
-        self._trip = Trip(Workspace(x_BTD.dtype))
+        self._trip = PassContext(Workspace(x_BTD.dtype))
         out_BTD, self._cache = multi_head_forward(
             x_BTD,
             attention=self.attention,
             params=self.params,
-            trip=self._trip,
+            pass_context=self._trip,
             context_BSD=context_BSD,
             allow=permission(mask),
         )
@@ -264,7 +266,7 @@ class MultiHeadAttention(Layer):
     def backward(self, dout_BTD: Array) -> tuple[Array, Array | None]:
         """dx, and dcontext if there was one."""
         cache = remembered(self._cache)
-        return multi_head_backward(dout_BTD, cache, grads=self.grads, trip=self._trip)
+        return multi_head_backward(dout_BTD, cache, grads=self.grads, pass_context=self._trip)
 
 
 class FeedForward(Layer):
@@ -275,15 +277,19 @@ class FeedForward(Layer):
         self.ffn = spec.MLP(d_ff=d_ff, activation="relu")
         self.params = draw(tuple(ffn_parameters(self.ffn, "", d_model, init=HeInit())), rng=rng)
         self._cache: FeedCache | None = None
-        self._trip = Trip(Workspace(np.float64))
+        self._trip = PassContext(Workspace(np.float64))
 
     def forward(self, x_BTD: Array) -> Array:
-        self._trip = Trip(Workspace(x_BTD.dtype))
-        out, self._cache = feed_forward(x_BTD, ffn=self.ffn, params=self.params, trip=self._trip)
+        self._trip = PassContext(Workspace(x_BTD.dtype))
+        out, self._cache = feed_forward(
+            x_BTD, ffn=self.ffn, params=self.params, pass_context=self._trip
+        )
         return out
 
     def backward(self, dout_BTD: Array) -> Array:
-        return feed_backward(dout_BTD, remembered(self._cache), grads=self.grads, trip=self._trip)
+        return feed_backward(
+            dout_BTD, remembered(self._cache), grads=self.grads, pass_context=self._trip
+        )
 
 
 class TransformerBlock(Layer):
@@ -299,10 +305,10 @@ class TransformerBlock(Layer):
         )
         self.params = draw(tuple(block_parameters(self.block, "", d_model, init=HeInit())), rng=rng)
         self._cache: BlockCache | None = None
-        self._trip = Trip(Workspace(np.float64))
+        self._trip = PassContext(Workspace(np.float64))
 
     def forward(self, x_BTD: Array, *, mask: Array | None = None) -> Array:
-        self._trip = Trip(Workspace(x_BTD.dtype))
+        self._trip = PassContext(Workspace(x_BTD.dtype))
         out, self._cache = block_forward(
             x_BTD,
             block=self.block,
@@ -311,7 +317,7 @@ class TransformerBlock(Layer):
                 ffn=under(self.params, "ffn."),
                 norms={name: array for name, array in self.params.items() if "_norm." in name},
             ),
-            trip=self._trip,
+            pass_context=self._trip,
             setting=Setting(allow=permission(mask)),
             dropout=spec.Dropout(),
         )
@@ -320,7 +326,7 @@ class TransformerBlock(Layer):
     def backward(self, dout_BTD: Array) -> Array:
         arrays = BlockArrays()
         d_BTD = np.array(dout_BTD)
-        block_backward(d_BTD, remembered(self._cache), grads=arrays, trip=self._trip)
+        block_backward(d_BTD, remembered(self._cache), grads=arrays, pass_context=self._trip)
         for prefix, part in (("attn.", arrays.attn), ("ffn.", arrays.ffn), ("", arrays.norms)):
             self.grads |= {f"{prefix}{name}": grad for name, grad in part.items()}
         return d_BTD

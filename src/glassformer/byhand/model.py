@@ -19,7 +19,7 @@ from glassformer.byhand.loss import (
     penalty,
     total_loss,
 )
-from glassformer.byhand.pass_context import Array, Trip, Workspace
+from glassformer.byhand.pass_context import Array, PassContext, Workspace
 from glassformer.byhand.stack import (
     StackCache,
     StackParts,
@@ -37,7 +37,7 @@ from glassformer.spec.errors import InputError
 class Tape(NamedTuple):
     """The caches of a recorded pass for `backward`."""
 
-    trip: Trip
+    pass_context: PassContext
     inputs: Inputs
     stacks: dict[str, StackCache]
     heads: dict[str, HeadCache]
@@ -142,11 +142,11 @@ class Model:
             source_tokens_BS=source_tokens_BS,
             source_valid_BS=source_valid_BS,
         )
-        return self._run(inputs, Trip(Workspace(self.dtype), taps=taps))[0]
+        return self._run(inputs, PassContext(Workspace(self.dtype), taps=taps))[0]
 
     def hidden(self, inputs: Inputs) -> Array:
         """Return the hidden states (B, T, D) after the final norm."""
-        return self._body(inputs, Trip(Workspace(self.dtype)))[0]
+        return self._body(inputs, PassContext(Workspace(self.dtype)))[0]
 
     def logits(
         self, hidden_BTD: Array, *, head: str = "next", valid_BT: Array | None = None
@@ -168,36 +168,36 @@ class Model:
     ) -> tuple[dict[str, Array], Tape]:
         """Return logits by head, and the tape for `backward`; with `rng`, dropout is on."""
         self.workspace.reset()
-        logits, tape = self._run(inputs, Trip(self.workspace, taps=taps, rng=rng))
+        logits, tape = self._run(inputs, PassContext(self.workspace, taps=taps, rng=rng))
         self.cached_bytes = self.workspace.taken_bytes
         self._recorded = tape
         return logits, tape
 
-    def _run(self, inputs: Inputs, trip: Trip) -> tuple[dict[str, Array], Tape]:
-        hidden_BTD, memory_BSD, stacks = self._body(inputs, trip)
+    def _run(self, inputs: Inputs, pass_context: PassContext) -> tuple[dict[str, Array], Tape]:
+        hidden_BTD, memory_BSD, stacks = self._body(inputs, pass_context)
         logits, heads, valid_BT = {}, {}, inputs.target.valid_BT
         for name, (head, params, _) in self._heads.items():
             logits[name], heads[name] = head_forward(
-                hidden_BTD, head=head, params=params, valid_BT=valid_BT, ws=trip.ws
+                hidden_BTD, head=head, params=params, valid_BT=valid_BT, ws=pass_context.ws
             )
-            trip.tap(f"logits.{name}", logits[name])
-        return logits, Tape(trip, inputs, stacks, heads, hidden_BTD, memory_BSD)
+            pass_context.tap(f"logits.{name}", logits[name])
+        return logits, Tape(pass_context, inputs, stacks, heads, hidden_BTD, memory_BSD)
 
     def _body(
-        self, inputs: Inputs, trip: Trip
+        self, inputs: Inputs, pass_context: PassContext
     ) -> tuple[Array, Array | None, dict[str, StackCache]]:
         stacks: dict[str, StackCache] = {}
         memory_BSD = memory_valid_BS = None
         if inputs.source is not None:
             memory_BSD, stacks["encoder."] = stack_forward(
-                inputs.source, parts=self._stacks["encoder."], trip=trip
+                inputs.source, parts=self._stacks["encoder."], pass_context=pass_context
             )
             memory_valid_BS = inputs.source.valid_BT
         last = "" if inputs.source is None else "decoder."
         hidden_BTD, stacks[last] = stack_forward(
             inputs.target,
             parts=self._stacks[last],
-            trip=trip,
+            pass_context=pass_context,
             memory_BSD=memory_BSD,
             memory_valid_BS=memory_valid_BS,
         )
@@ -223,8 +223,8 @@ class Model:
                 "a later pass has overwritten what this tape recorded",
                 hint="call backward before the next record or loss_and_grads",
             )
-        trip, ws = tape.trip, tape.trip.ws
-        trip.tap_grads = tap_grads
+        pass_context, ws = tape.pass_context, tape.pass_context.ws
+        pass_context.tap_grads = tap_grads
         if accumulate:
             if self._before is None:
                 self._before = np.empty_like(self.grad_vector)
@@ -234,7 +234,7 @@ class Model:
         d_BTD.fill(0.0)
         for name, dlogit in dlogits.items():
             mark = ws.mark()
-            trip.tap_grad(f"logits.{name}", dlogit)
+            pass_context.tap_grad(f"logits.{name}", dlogit)
             _, params, grads = self._heads[name]
             head_backward(
                 dlogit, tape.heads[name], params=params, grads=grads, dhidden_BTD=d_BTD, ws=ws
@@ -251,7 +251,7 @@ class Model:
                 d,
                 cache,
                 parts=self._stacks[prefix],
-                trip=trip,
+                pass_context=pass_context,
                 dmemory_BSD=dmemory,
                 dbalance=dbalance,
             )
@@ -330,7 +330,7 @@ class Model:
         label_smoothing: float = 0.0,
     ) -> Losses:
         """Return the same losses without gradients or dropout."""
-        logits, tape = self._run(inputs, Trip(Workspace(self.dtype)))
+        logits, tape = self._run(inputs, PassContext(Workspace(self.dtype)))
         losses = head_losses(
             logits,
             targets=targets,

@@ -15,7 +15,7 @@ from glassformer.byhand.ffn import (
     swiglu_forward,
 )
 from glassformer.byhand.linear import LinearCache, linear_forward, linear_grads
-from glassformer.byhand.pass_context import Array, Trip, slot
+from glassformer.byhand.pass_context import Array, PassContext, slot
 from glassformer.spec import model as spec
 
 # B batch, T length, D d_model, E experts, A experts of a token, M rows (batch x length),
@@ -79,16 +79,16 @@ def moe_forward(
     ffn: spec.MoE,
     params: Mapping[str, Array],
     experts: Experts,
-    trip: Trip,
+    pass_context: PassContext,
     valid_BT: Array | None = None,
     dropout: float = 0.0,
     at: str = "",
 ) -> tuple[Array, MoECache]:
     """sum_e w_e expert_e(x) + gate * shared_expert(x)."""
-    ws, lead = trip.ws, x_BTD.shape[:-1]
+    ws, lead = pass_context.ws, x_BTD.shape[:-1]
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     logits_ME, into_router = linear_forward(x_MD, weight_OI=params["gate.weight"], ws=ws)
-    trip.tap(f"{at}router", logits_ME.reshape(*lead, -1))
+    pass_context.tap(f"{at}router", logits_ME.reshape(*lead, -1))
     p_ME, _ = softmax_forward(logits_ME)
     # stable: of equal logits the lowest index is chosen
     chosen_MA = np.argsort(-logits_ME, axis=-1, kind="stable")[:, : ffn.experts_per_token]
@@ -97,8 +97,8 @@ def moe_forward(
     if ffn.normalize:
         total_M1 = weights_MA.sum(-1, keepdims=True)
         weights_MA = weights_MA / total_M1
-    trip.tap(f"{at}routing", _scattered(weights_MA, chosen_MA, p_ME).reshape(*lead, -1))
-    inside = Trip(ws, rng=trip.rng)  # an expert's own activations have no tap
+    pass_context.tap(f"{at}routing", _scattered(weights_MA, chosen_MA, p_ME).reshape(*lead, -1))
+    inside = PassContext(ws, rng=pass_context.rng)  # an expert's own activations have no tap
     out_BTD = ws.take(x_BTD.shape)
     out_MD = out_BTD.reshape(x_MD.shape)
     out_MD.fill(0.0)
@@ -117,9 +117,9 @@ def moe_forward(
     if ffn.shared is not None:
         shared = _shared_forward(x_MD, ffn.shared, params, experts, inside, dropout)
         added = shared.out_MD if shared.gate_M1 is None else shared.gate_M1 * shared.out_MD
-        trip.tap(f"{at}shared", added.reshape(x_BTD.shape))
+        pass_context.tap(f"{at}shared", added.reshape(x_BTD.shape))
         out_MD += added
-    trip.tap(f"{at}out", out_BTD)
+    pass_context.tap(f"{at}out", out_BTD)
     real_M = np.ones(len(x_MD), bool) if valid_BT is None else valid_BT.reshape(-1)
     share_E, loss = balance_loss(p_ME, chosen_MA, real_M=real_M)
     return out_BTD, MoECache(
@@ -145,19 +145,19 @@ def moe_backward(
     *,
     grads: dict[str, Array],
     experts: Experts,
-    trip: Trip,
+    pass_context: PassContext,
     dloss: float = 0.0,
 ) -> Array:
     """Return dx; `dloss` is the slope of the objective in this layer's load-balancing loss."""
-    ws, lead, ffn = trip.ws, dout_BTD.shape[:-1], cache.ffn
-    inside = Trip(ws)
-    trip.tap_grad(f"{cache.at}out", dout_BTD)
+    ws, lead, ffn = pass_context.ws, dout_BTD.shape[:-1], cache.ffn
+    inside = PassContext(ws)
+    pass_context.tap_grad(f"{cache.at}out", dout_BTD)
     dout_MD = dout_BTD.reshape(-1, dout_BTD.shape[-1])
     dx_BTD = ws.take(dout_BTD.shape)
     dx_MD = dx_BTD.reshape(dout_MD.shape)
     dx_MD.fill(0.0)
     if cache.shared is not None:
-        trip.tap_grad(f"{cache.at}shared", dout_BTD)
+        pass_context.tap_grad(f"{cache.at}shared", dout_BTD)
         dx_MD += _shared_backward(dout_MD, cache.shared, grads, experts, inside)
     dweights_MA = np.zeros_like(cache.weights_MA)
     for expert, group in enumerate(cache.groups):
@@ -175,7 +175,7 @@ def moe_backward(
         dout_JD *= cache.weights_MA[rows_J, choice_J, None]
         dx_MD[rows_J] += _expert_backward(dout_JD, part, own, inside)
     scattered = _scattered(dweights_MA, cache.chosen_MA, cache.p_ME)
-    trip.tap_grad(f"{cache.at}routing", scattered.reshape(*lead, -1))
+    pass_context.tap_grad(f"{cache.at}routing", scattered.reshape(*lead, -1))
     dp_MA = dweights_MA
     if cache.total_M1 is not None:
         # forward: w_a = p_a / s,  s = sum over the chosen of p
@@ -188,7 +188,7 @@ def moe_backward(
     tokens = max(1, int(cache.real_M.sum()))
     dp_ME[cache.real_M] += dloss * ffn.n_experts / tokens * cache.share_E
     dlogits_ME = softmax_backward(dp_ME, cache.p_ME)
-    trip.tap_grad(f"{cache.at}router", dlogits_ME.reshape(*lead, -1))
+    pass_context.tap_grad(f"{cache.at}router", dlogits_ME.reshape(*lead, -1))
     dx_MD += linear_grads(
         dlogits_ME, cache.into_router, grads=grads, name="gate", biased=False, ws=ws
     )
@@ -215,29 +215,33 @@ def _shared_forward(
     ffn: spec.MLP | spec.SwiGLU,
     params: Mapping[str, Array],
     experts: Experts,
-    trip: Trip,
+    pass_context: PassContext,
     dropout: float,
 ) -> SharedCache:
-    out_MD, inside = _expert_forward(x_MD, ffn, experts[SHARED], trip, dropout)
+    out_MD, inside = _expert_forward(x_MD, ffn, experts[SHARED], pass_context, dropout)
     weight = params.get("shared_expert_gate.weight")
     if weight is None:
         return SharedCache(inside, out_MD, None, None)
-    logit_M1, into_gate = linear_forward(x_MD, weight_OI=weight, ws=trip.ws)
+    logit_M1, into_gate = linear_forward(x_MD, weight_OI=weight, ws=pass_context.ws)
     gate_M1 = 0.5 * (1.0 + np.tanh(0.5 * logit_M1))  # sigmoid, which cannot overflow
     return SharedCache(inside, out_MD, gate_M1, into_gate)
 
 
 def _shared_backward(
-    dout_MD: Array, cache: SharedCache, grads: dict[str, Array], experts: Experts, trip: Trip
+    dout_MD: Array,
+    cache: SharedCache,
+    grads: dict[str, Array],
+    experts: Experts,
+    pass_context: PassContext,
 ) -> Array:
     own = experts.setdefault(SHARED, {})
     if cache.gate_M1 is None or cache.into_gate is None:
-        return _expert_backward(dout_MD.copy(), cache.inside, own, trip)
+        return _expert_backward(dout_MD.copy(), cache.inside, own, pass_context)
     # forward: out = g * shared(x),  g = sigmoid(x . u)
     #   =>   dshared = g * dout,  dlogit = (dout . shared(x)) g (1 - g)
     gate_M1 = cache.gate_M1
     dgate_M1 = (dout_MD * cache.out_MD).sum(-1, keepdims=True)
-    dx_MD = _expert_backward(gate_M1 * dout_MD, cache.inside, own, trip)
+    dx_MD = _expert_backward(gate_M1 * dout_MD, cache.inside, own, pass_context)
     dlogit_M1 = dgate_M1 * gate_M1 * (1.0 - gate_M1)
     dx_MD += linear_grads(
         dlogit_M1,
@@ -245,7 +249,7 @@ def _shared_backward(
         grads=grads,
         name="shared_expert_gate",
         biased=False,
-        ws=trip.ws,
+        ws=pass_context.ws,
     )
     return dx_MD
 
@@ -254,25 +258,30 @@ def _expert_forward(
     x_JD: Array,
     ffn: spec.MLP | spec.SwiGLU,
     params: dict[str, Array],
-    trip: Trip,
+    pass_context: PassContext,
     dropout: float,
 ) -> tuple[Array, FeedCache | SwiGLUCache]:
     match ffn:
         case spec.MLP():
-            return feed_forward(x_JD, ffn=ffn, params=params, trip=trip, dropout=dropout)
+            return feed_forward(
+                x_JD, ffn=ffn, params=params, pass_context=pass_context, dropout=dropout
+            )
         case spec.SwiGLU():
-            return swiglu_forward(x_JD, params=params, trip=trip, dropout=dropout)
+            return swiglu_forward(x_JD, params=params, pass_context=pass_context, dropout=dropout)
         case _ as unreachable:
             assert_never(unreachable)
 
 
 def _expert_backward(
-    dout_JD: Array, cache: FeedCache | SwiGLUCache, grads: dict[str, Array], trip: Trip
+    dout_JD: Array,
+    cache: FeedCache | SwiGLUCache,
+    grads: dict[str, Array],
+    pass_context: PassContext,
 ) -> Array:
     match cache:
         case FeedCache():
-            return feed_backward(dout_JD, cache, grads=grads, trip=trip)
+            return feed_backward(dout_JD, cache, grads=grads, pass_context=pass_context)
         case SwiGLUCache():
-            return swiglu_backward(dout_JD, cache, grads=grads, trip=trip)
+            return swiglu_backward(dout_JD, cache, grads=grads, pass_context=pass_context)
         case _ as unreachable:
             assert_never(unreachable)

@@ -82,7 +82,7 @@ def slot(
 
 
 @dataclass(slots=True)
-class Trip:
+class PassContext:
     """`taps` and `tap_grads` are filled by tap name; without `rng` nothing is dropped."""
 
     ws: Workspace

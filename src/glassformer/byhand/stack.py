@@ -18,7 +18,7 @@ from glassformer.byhand.embedding import (
 )
 from glassformer.byhand.inputs import Side, allow_of, positions_of
 from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
-from glassformer.byhand.pass_context import Array, Trip
+from glassformer.byhand.pass_context import Array, PassContext
 from glassformer.byhand.position import alibi_bias, rotations, sinusoidal_forward, sinusoids
 from glassformer.byhand.storage import Storage
 from glassformer.spec import model as spec
@@ -101,7 +101,7 @@ def stack_forward(
     side: Side,
     *,
     parts: StackParts,
-    trip: Trip,
+    pass_context: PassContext,
     memory_BSD: Array | None = None,
     memory_valid_BS: Array | None = None,
     past: int = 0,
@@ -117,7 +117,7 @@ def stack_forward(
     valid_BS = side.valid_BT if pasts is None else valid_BS
     T = side.tokens_BT.shape[1]
     positions = positions_of(T, past=past, valid_BS=valid_BS, segments_BT=side.segments_BT)
-    x_BTD, embed, keep = _embed(side, positions, parts, trip)
+    x_BTD, embed, keep = _embed(side, positions, parts, pass_context)
     allows = _Allows(side, past, valid_BS, x_BTD.dtype)
     memory_allow = allows.of_memory(memory_BSD, memory_valid_BS)
     turned = {width: _rows(table, positions) for width, table in parts.rotary.items()}
@@ -139,7 +139,7 @@ def stack_forward(
             x_BTD,
             block=block,
             params=params,
-            trip=trip,
+            pass_context=pass_context,
             setting=setting,
             dropout=parts.stack.dropout,
             at=f"{parts.prefix}blocks.{layer}.",
@@ -148,9 +148,13 @@ def stack_forward(
     final = None
     if parts.stack.final_norm is not None:
         x_BTD, final = norm_forward(
-            x_BTD, norm=parts.stack.final_norm, params=parts.own, name="final_norm", ws=trip.ws
+            x_BTD,
+            norm=parts.stack.final_norm,
+            params=parts.own,
+            name="final_norm",
+            ws=pass_context.ws,
         )
-    trip.tap(f"{parts.prefix}final", x_BTD)
+    pass_context.tap(f"{parts.prefix}final", x_BTD)
     return x_BTD, StackCache(embed, positions, keep, caches, final)
 
 
@@ -159,7 +163,7 @@ def stack_backward(
     cache: StackCache,
     *,
     parts: StackParts,
-    trip: Trip,
+    pass_context: PassContext,
     dmemory_BSD: Array | None = None,
     dbalance: Mapping[str, float] | None = None,
 ) -> None:
@@ -167,7 +171,7 @@ def stack_backward(
 
     `dbalance` has the slope of the objective in each layer's load-balancing loss.
     """
-    trip.tap_grad(f"{parts.prefix}final", d_BTD)
+    pass_context.tap_grad(f"{parts.prefix}final", d_BTD)
     if cache.final is not None:
         assert parts.stack.final_norm is not None
         biased = has_shift(parts.stack.final_norm)
@@ -178,18 +182,18 @@ def stack_backward(
             name="final_norm",
             biased=biased,
             dx=d_BTD,
-            ws=trip.ws,
+            ws=pass_context.ws,
         )
     for (_, _, grads), block in zip(reversed(parts.blocks), reversed(cache.blocks), strict=True):
         block_backward(
             d_BTD,
             block,
             grads=grads,
-            trip=trip,
+            pass_context=pass_context,
             dmemory_BSD=dmemory_BSD,
             dbalance=(dbalance or {}).get(block.at.removesuffix("."), 0.0),
         )
-    trip.tap_grad(f"{parts.prefix}embed", d_BTD)
+    pass_context.tap_grad(f"{parts.prefix}embed", d_BTD)
     if cache.keep is not None:
         d_BTD *= cache.keep
     # forward: x = embed[token] + position.weight[place]   =>   both tables accumulate d
@@ -209,9 +213,9 @@ def stack_backward(
 
 
 def _embed(
-    side: Side, positions: "Array | slice", parts: StackParts, trip: Trip
+    side: Side, positions: "Array | slice", parts: StackParts, pass_context: PassContext
 ) -> tuple[Array, tuple[Array, float] | FactorCache, Array | None]:
-    own, ws = parts.own, trip.ws
+    own, ws = parts.own, pass_context.ws
     cache: tuple[Array, float] | FactorCache
     if "embed.u" in own:
         x_BTD, cache = factorized_forward(
@@ -226,10 +230,10 @@ def _embed(
         x_BTD = sinusoidal_forward(x_BTD, table_SD=parts.sinusoids_SD, positions=positions)
     elif "position.weight" in own:
         x_BTD += own["position.weight"][positions]
-    keep = trip.keep(x_BTD.shape, parts.stack.dropout.embedding)
+    keep = pass_context.keep(x_BTD.shape, parts.stack.dropout.embedding)
     if keep is not None:
         x_BTD *= keep
-    trip.tap(f"{parts.prefix}embed", x_BTD)
+    pass_context.tap(f"{parts.prefix}embed", x_BTD)
     return x_BTD, cache, keep
 
 
