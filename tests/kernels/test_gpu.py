@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from glassformer.spec.position import ALiBi, alibi_slopes
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # I inputs, O outputs, B rows, N query heads, K key-value heads, H d_head, S places
@@ -61,8 +63,9 @@ def test_a_gate_of_many_rows():
 @pytest.mark.parametrize("end", [1, 64, 65, 301])
 @pytest.mark.parametrize("window", [None, 7, 100])
 @pytest.mark.parametrize("extra", [False, True])
-def test_one_query_looks_back(batch, end, window, extra):
-    """With `extra`: padding on the left, rotation and a norm of the heads."""
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_query_looks_back(batch, end, window, extra, biased):
+    """With `extra`: padding on the left, rotation and a norm; `biased`: ALiBi's slopes."""
     from glassformer.kernels import triton_decode
 
     N, K, H, S = 6, 2, 24, 320
@@ -93,6 +96,9 @@ def test_one_query_looks_back(batch, end, window, extra):
     score = torch.einsum(
         "bkgh,bksh->bkgs", turned[:, :N].view(batch, K, N // K, H), given[:, :K]
     ) / (H**0.5)
+    slopes = torch.tensor(alibi_slopes(ALiBi(), N, H), device="cuda") if biased else None
+    if slopes is not None:
+        score = score - slopes.double().view(K, -1, 1) * (end - 1 - column)
     score = score.masked_fill(~seen, -torch.inf)
     score = score if mask is None else score + mask[:, None, None].double()
     want = torch.einsum("bkgs,bksh->bkgh", score.softmax(-1), given[:, K:]).reshape(batch, N * H)
@@ -107,6 +113,7 @@ def test_one_query_looks_back(batch, end, window, extra):
         eps=1e-6,
         window=window,
         mask_BS=mask,
+        slopes_N=slopes,
     )
     assert (shown - want).abs().max() < 1e-5
     assert (kv - given).abs().max() < 1e-5
