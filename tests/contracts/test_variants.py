@@ -21,6 +21,7 @@ import torch
 import glassformer
 from glassformer.adapters.match_family import counterpart
 from glassformer.byhand.model import Model as HandModel
+from glassformer.costs import memory
 from glassformer.costs.flops import flops
 from glassformer.costs.memory import activations, optimizer_bytes
 from glassformer.costs.timing import Rates, step_time
@@ -74,8 +75,10 @@ from glassformer.spec.train import Muon, Optimizer, RunSpec, Schedule, TrainSpec
 from glassformer.store.quantized import load_quantized, save_quantized
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import build_optimizers
+from tests.checks.faults import Fault, planted
 
 D_MODEL, VOCAB, LENGTH = 32, 23, 11
+NEVER = "assert_never(unreachable)"
 
 
 @spec
@@ -318,11 +321,49 @@ def test_a_dispatch_is_closed_without_the_check_at_the_door(
     union: str, place: str, consumer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = probed(union, place)
+    open_the_doors(monkeypatch)
+    with pytest.raises(AssertionError, match="ProbeVariant"):
+        CONSUMERS[consumer](model)
+
+
+def open_the_doors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the checks with which consumers begin."""
     for module in (checks, *consumers_modules()):
         monkeypatch.setattr(module, "check_tree", lambda node: None)
     monkeypatch.setattr(checks, "check_variants", lambda node: None)
+
+
+#: Dispatches that are left open, and the cell of the table that must turn red. "torch parts" is a
+#: build on meta, where nothing but the modules is made.
+OPENED = [
+    Fault("torch", "models.stack:add_stack_parts", NEVER, "pass", "position/torch parts"),
+    Fault(
+        "torch norm",
+        "nn.norm:build_norm",
+        NEVER,
+        "return LayerNorm(width, eps=1)",
+        "norm/torch parts",
+    ),
+    Fault("taps", "spec.taps:ffn_taps", NEVER, "return FFN_TAPS", "feed-forward/taps"),
+    Fault("fast step", "generation.fast.block:_places", NEVER, "return None", "position/fast step"),
+    Fault("memory", "costs.memory:_masks", NEVER, "pass", "position/masks"),
+]
+CELLS: dict[str, Callable[[ModelSpec], object]] = CONSUMERS | {
+    "torch parts": lambda model: build(model, device="meta"),
+    "masks": lambda model: list(memory._masks(model, model.decoder, LENGTH)),
+}
+
+
+@pytest.mark.parametrize("fault", OPENED, ids=lambda fault: fault.name)
+def test_an_open_dispatch_is_noticed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are tested: without its `assert_never` a dispatch computes the probe as another."""
+    union, _, cell = fault.caught_by.partition("/")
+    place = next(iter(MODEL_UNIONS[union][1]))
+    open_the_doors(monkeypatch)
     with pytest.raises(AssertionError, match="ProbeVariant"):
-        CONSUMERS[consumer](model)
+        CELLS[cell](probed(union, place))
+    with planted(fault):
+        CELLS[cell](probed(union, place))
 
 
 def consumers_modules() -> list[Any]:
