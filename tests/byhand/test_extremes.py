@@ -164,17 +164,17 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "a mask of another shape",
         {"tokens_BT": np.zeros((1, 3), int), "valid_BT": np.ones((1, 2), bool)},
-        "mask has shape",
+        "the mask of tokens has shape",
     ),
     (
         "a mask of numbers",
         {"tokens_BT": np.zeros((1, 3), int), "valid_BT": np.ones((1, 3))},
-        "mask has dtype float64",
+        "the mask of tokens has dtype float64",
     ),
     (
         "segments of another shape",
         {"tokens_BT": np.zeros((1, 3), int), "segments_BT": np.ones((1, 2), int)},
-        "segments has shape",
+        "segments of tokens has shape",
     ),
     (
         "a source for a decoder",

@@ -100,7 +100,7 @@ CASES = {
         ["d_head 5", "odd", "is 6"],
     ),
     "no layers": (lambda: Stack(layers=()), ["no layers", "at least one"]),
-    "no heads": (lambda: tiny(heads=()), ["without heads", "NextHead"]),
+    "no heads": (lambda: tiny(heads=()), ["at least one head", "NextHead"]),
     "two heads of a name": (lambda: tiny(heads=(NextHead(), NextHead())), ["next, next"]),
     "next head sees all": (lambda: tiny(attention={"causal": False}), ["bidirectional", "causal"]),
     "causal cross": (lambda: block(cross=CAUSAL), ["cross-attention", "cross.causal=false"]),
