@@ -346,14 +346,14 @@ def moe(ffn: spec.MoE, *, loss: bool = False) -> Any:
     """The mixture's output, or its load-balancing loss."""
 
     def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        carried = trip()
+        carried = pass_context()
         params = {name: x for name, x in a.items() if name != "x"}
         out, cache = moe_forward(
             a["x"],
             ffn=ffn,
             params=params,
             experts=expert_arrays(params),
-            trip=carried,
+            pass_context=carried,
             valid_BT=VALID,
         )
         result = np.array(cache.loss) if loss else out
@@ -366,7 +366,7 @@ def moe(ffn: spec.MoE, *, loss: bool = False) -> Any:
             cache,
             grads=grads,
             experts=experts,
-            trip=carried,
+            pass_context=carried,
             dloss=float(dout) if loss else 0.0,
         )
         for owner, own in experts.items():

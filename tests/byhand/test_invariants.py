@@ -260,9 +260,11 @@ def test_equal_router_logits_choose_the_lowest_index() -> None:
     arrays["gate.weight"][...] = 0.0
     arrays["gate.weight"][0] = -1e3 * arrays["x"].reshape(-1, D).mean(0)  # often below, never equal
     params = {name: x for name, x in arrays.items() if name != "x"}
-    context = trip()
+    context = pass_context()
     context.taps = {}
-    moe_forward(arrays["x"], ffn=ROUTED, params=params, experts=expert_arrays(params), trip=context)
+    moe_forward(
+        arrays["x"], ffn=ROUTED, params=params, experts=expert_arrays(params), pass_context=context
+    )
     logits, routing = context.taps["router"], context.taps["routing"]
     below = logits[..., 0] < 0
     assert below.any() and not below.all()
