@@ -49,7 +49,7 @@ def _one_token(part: MixtureOfExperts, ffn: spec.MoE, x_D: Tensor) -> Tensor:
         weights = [weight / total for weight in weights]
     terms = [w * _swiglu(part.experts[e], x_D) for w, e in zip(weights, chosen, strict=True)]
     if part.shared_expert is not None and part.shared_expert_gate is not None:
-        gate = 1 / (1 + torch.exp(-(part.shared_expert_gate.weight @ x_D)))
+        gate = 1 / (1 + torch.exp(-(part.shared_expert_gate.get_parameter("weight") @ x_D)))
         terms.append(gate * _swiglu(part.shared_expert, x_D))
     return torch.stack(terms).sum(0)
 

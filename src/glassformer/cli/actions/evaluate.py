@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glassformer.adapters.load import load
+from glassformer.adapters.load import load_native
 from glassformer.adapters.native import NativeAdapter
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_run
@@ -78,8 +78,7 @@ def harness(path: str, asked: Asked) -> Outcome:
         os.environ.setdefault(name, "1")
     from glassformer.lab.measure.lm_eval import run_harness
 
-    adapter = load(path, device=asked.device)
-    assert isinstance(adapter, NativeAdapter)
+    adapter = load_native(path, device=asked.device)
     with _threads(adapter, asked):
         data = run_harness(adapter, asked.tasks, tasks_dir=asked.tasks_dir, limit=asked.limit)
     lines = []
@@ -92,8 +91,7 @@ def harness(path: str, asked: Asked) -> Outcome:
 def small(path: str, asked: Asked) -> Outcome:
     """SmallBench; a run keeps the result in its eval folder."""
     asked.refuse("smallbench", "tasks_dir", "limit")
-    adapter = load(path, device=asked.device)
-    assert isinstance(adapter, NativeAdapter)
+    adapter = load_native(path, device=asked.device)
     folder = RunRef.parse(path).folder
     examinee = examinee_of(adapter.model, adapter.tokenizer, name=folder.name)
     with _threads(adapter, asked):
