@@ -20,7 +20,7 @@ _RAW = {1: torch.uint8, 2: torch.uint16}
 def weights_of(model: Model, *, rules: Rules | None = None) -> dict[str, np.ndarray]:
     """Return every parameter that owns its storage, by manifest name, as NumPy arrays (copies).
 
-    With `rules`, the parameters that they name. Without, a model that carries LoRA is refused: its
+    With `rules`, the parameters that they name. Without, a model with LoRA layers is refused: its
     weights alone are not the model.
     """
     own = dict(model.named_parameters())
