@@ -1,7 +1,9 @@
 """Small real cases of what the recipes learn; `python -m bench learning` has the whole ones."""
 
 import argparse
+import json
 import math
+import shutil
 import types
 
 import numpy as np
@@ -12,6 +14,7 @@ from glassformer.lab.measure.evaluate import evaluate
 from glassformer.lab.measure.exact_match import decode_split
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import Evaluated, TrainingRun
+from glassformer.nn.taps import Taps
 from glassformer.training.fit import StepRecord
 
 
@@ -138,3 +141,42 @@ def test_a_language_model_learns_a_text_and_its_tokens_are_cheaper_than_by_count
     assert found.loss < 0.8 * unigram
     width = run.facts["bytes_per_token"]["val"]
     assert found.oracle["bits_per_byte"] == pytest.approx(found.loss / math.log(2) / width)
+
+
+def test_a_mixture_of_experts_learns_text(tmp_path):
+    """The held-out loss falls, the objective has the balance loss beside it, no expert is idle."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    shutil.copy(types.__file__, folder / "types.txt")
+    run = TrainingRun(
+        recipe(
+            "lm-moe",
+            [
+                f"task.path={folder}",
+                "task.vocab_size=300",
+                "task.length=32",
+                "model.decoder.layers.count=2",
+                "train.steps=60",
+                "train.batch_size=8",
+                "train.schedule.warmup=5",
+                "train.evaluate_every=60",
+                "train.checkpoint_every=60",
+            ],
+        ),
+        tmp_path / "run",
+    )
+    run.prepare()
+    before = evaluate(run.engine, run.task).loss
+    records = [event for event in run.events() if isinstance(event, StepRecord)]
+    assert before == pytest.approx(math.log(300), abs=0.2)
+    assert evaluate(run.engine, run.task).loss < before - 1.0
+    assert all(record.objective > record.loss for record in records)
+    assert 2.0 <= records[-1].balance < 2.5
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [list(json.loads(line))[:4] for line in lines[:2]] == [
+        ["step", "loss", "objective", "balance"]
+    ] * 2
+    taps = Taps(read="*.ffn.routing")
+    run.engine.model.hidden(run.engine.model.inputs(run.task.batch("val", np.arange(8))), taps=taps)
+    for routing_BTE in taps.seen.values():
+        assert (routing_BTE != 0).any(1).any(0).all()
