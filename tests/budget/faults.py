@@ -18,7 +18,7 @@ FAULTS = (
     Fault("d_ff one too narrow", "budget.regions:ffns", "_ceil_div(allowed.low - fixed, slope)", "(allowed.low - fixed) // slope", "answers"),
     Fault("multiple of d_ff ignored", "budget.regions:ffns", "_ceil_div(least, step) * step", "least", "limits"),
     Fault("deepest model left out", LIMITS + "depths", "range(least, most + 1)", "range(least, most)", "answers"),
-    Fault("max_layers ignored", LIMITS + "depths", "min(most, self.budget.max_layers)", "most", "answers"),
+    Fault("max_layers ignored", LIMITS + "depths", "min(most, self.budget.max_layers)", "most", "halves"),
     Fault("the least aspect ignored", LIMITS + "depths", "least = max(least, _ceil_div(small.d_model * under, over))", "pass", "answers"),
     Fault("aspect upside down", LIMITS + "depths", "large.d_model * under // over", "large.d_model * over // under", "answers"),
     Fault("ratio's limit on one side", LIMITS + "allowed", "high = min(high, large.covered * under // over)", "pass", "limits"),
@@ -38,7 +38,7 @@ FAULTS = (
     Fault("higher ranks left out", REGIONS + "_by_rank", "yield from self.cut(above, large, depths=depths, one_width=region.one_width)", "pass", "ranked"),
     Fault("a rank of another remainder", REGIONS + "_by_count", "small.rank + more", "small.rank + more + 1", "ranked"),
     Fault("the least drift too large", KEY + "_glu_drift", "0.0) / GLU_UNIT", "0.0) * 99", "answers"),
-    Fault("a bound that is none", KEY + "bound", "ratio = max(0.0, away / RATIO_UNIT)", "ratio = max(0.0, away / RATIO_UNIT) + 1.0", "answers"),
+    Fault("a bound that is none", KEY + "bound", "ratio = max(0.0, away / RATIO_UNIT)", "ratio = max(0.0, away / RATIO_UNIT) + 1.0", "halves"),
     Fault("drifts that no count has together", KEY + "_both_drifts", "least = min(least, drift)", "least = drift + 1.0", "answers"),
     Fault("the nearest depth alone", SEARCH + "_around", "(below, below + 1)", "(below,)", "nearest"),
     # refusals
