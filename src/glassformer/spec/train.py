@@ -10,6 +10,7 @@ from glassformer.spec.checks import at_least, one_of, positive, probability, spe
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import Tuning
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.options import check_options, option
 from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.tasks import FinetuneTask, Task
 
@@ -148,54 +149,63 @@ class HeadWeight:
 
 @spec
 class TrainSpec:
-    """Steps, batches, optimizer, schedule, precision, and when to evaluate and to save.
+    """Steps, batches, optimizer, schedule, precision, and when to evaluate and to save."""
 
-    A step takes `accumulate` batches and weights every token equally. `clip` 0 turns clipping off;
-    `patience` 0 never stops early, else counts evaluations without a better validation loss.
-    `gradient_checkpointing` keeps each block's input only, and computes the rest once more in the
-    backward: the same bits, in more time and less memory. `probes` are the validation examples
-    whose attention is kept at each evaluation, 0 for none; nothing that is learned depends on them.
-    """
-
-    steps: int = 1_000
-    batch_size: int = 64
-    accumulate: int = 1
-    lr: float = 1e-3
-    optimizer: Optimizer = AdamW()
-    schedule: Schedule = CosineSchedule(warmup=50)
-    clip: float = 1.0
-    label_smoothing: float = 0.0
+    steps: int = option(1_000, help="Number of optimizer steps.", at_least=1)
+    batch_size: int = option(64, help="Number of examples in a batch.", at_least=1)
+    accumulate: int = option(
+        1, help="Batches per step; every token of them has the same weight.", at_least=1
+    )
+    lr: float = option(1e-3, help="Learning rate at the schedule's peak.", above=0)
+    optimizer: Optimizer = option(
+        AdamW(), help="SGD, AdamW, Muon, or one of your own: my_lion.py:Lion."
+    )
+    schedule: Schedule = option(
+        CosineSchedule(warmup=50),
+        help="ConstantSchedule, InverseSqrtSchedule or CosineSchedule, with a warmup.",
+    )
+    clip: float = option(
+        1.0, help="Largest norm of the gradient; 0 turns clipping off.", at_least=0, off=0
+    )
+    label_smoothing: float = option(
+        0.0, help="Share of the target's probability spread over all tokens.", at_least=0, below=1
+    )
     head_weights: tuple[HeadWeight, ...] = ()
-    seed: int = 0
-    precision: Literal["float32", "float64", "bf16"] = "float32"
-    compile: bool = False
-    gradient_checkpointing: bool = False
-    evaluate_every: int = 100
-    evaluate_examples: int = 1_000
-    checkpoint_every: int = 100
-    keep: int = 2
-    patience: int = 0
-    probes: int = 8
+    seed: int = option(0, help="Seed of first weights, order of examples, and dropout.", at_least=0)
+    precision: Literal["float32", "float64", "bf16"] = option(
+        "float32", help="Number format; bf16 keeps the weights in float32."
+    )
+    compile: bool = option(False, help="Compile the model with torch.compile.")
+    gradient_checkpointing: bool = option(
+        False,
+        help="Keep only each block's input and recompute the rest in the backward: the same "
+        "bits, more time, less memory.",
+    )
+    evaluate_every: int = option(100, help="Steps between evaluations.", at_least=1)
+    evaluate_examples: int = option(1_000, help="Examples of an evaluation.", at_least=1)
+    checkpoint_every: int = option(100, help="Steps between checkpoints.", at_least=1)
+    keep: int = option(2, help="Checkpoints that are kept, besides the best.", at_least=2)
+    patience: int = option(
+        0,
+        help="Evaluations without a better validation loss before the run stops; 0 never stops.",
+        at_least=0,
+        off=0,
+    )
+    probes: int = option(
+        8,
+        help="Validation examples whose attention is kept at each evaluation.",
+        at_least=0,
+        at_most=8,
+        hint="0 keeps none, 8 are the most",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "evaluate_every", "checkpoint_every"):
-            at_least(name, getattr(self, name))
-        at_least("evaluate_examples", self.evaluate_examples)
-        at_least("keep", self.keep, 2)
-        at_least("patience", self.patience, 0)
-        at_least("seed", self.seed, 0)
+        check_options(self)
         if self.seed >= 1 << 64:
             raise InputError(f"seed {self.seed} has more than 64 bits", hint="a smaller one")
         weighed = [weight.head for weight in self.head_weights]
         if len(set(weighed)) < len(weighed):
             raise InputError("head_weights names a head twice", hint="one weight each")
-        if not 0 <= self.probes <= 8:
-            raise InputError(f"probes {self.probes} is not between 0 and 8", hint="0 keeps none")
-        positive("lr", self.lr)
-        probability("label_smoothing", self.label_smoothing)
-        one_of("precision", self.precision, ("float32", "float64", "bf16"))
-        if not 0.0 <= self.clip < float("inf"):
-            raise InputError(f"clip {self.clip} is negative", hint="0 turns clipping off")
 
     def head_weight(self, head: str) -> float:
         """The weight of this head's loss, 1 by default."""
