@@ -14,7 +14,7 @@ from glassformer.lab.runs.provenance import DATA
 from glassformer.spec.errors import FileError, GlassError, InputError
 from glassformer.spec.quantization import QuantSpec
 from glassformer.web.app.query import Query
-from glassformer.web.app.workspace import Lab
+from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import errors, inspect
 from glassformer.web.report.document import report_html
 
@@ -68,8 +68,8 @@ def test_a_received_run_shows_nothing_of_a_file_that_it_only_names(runs, record,
     assert not (tmp_path / "small").exists()
     report = report_html(str(run), certificate=Report(()))
     assert "hunter2" not in report
-    assert "Not there: the " in report, "and it says why"
-    lab = Lab(run.parent)
+    assert "Not available: the " in report, "and it says why"
+    lab = Workspace(run.parent)
     about = inspect.about(Query(path={"id": "sent"}), lab)
     assert about["examples"] == []
     assert "data" in about["note"]
@@ -90,7 +90,7 @@ def test_a_task_that_another_run_has_opened_is_checked_for_each(runs):
     known = json.loads((runs / "sent" / "run.json").read_text())
     known["data"]["sha256"] = "0" * 64
     (runs / "sent" / "run.json").write_text(json.dumps(known))
-    lab = Lab(runs)
+    lab = Workspace(runs)
     assert inspect.about(Query(path={"id": "mine"}), lab)["examples"]
     assert inspect.about(Query(path={"id": "sent"}), lab)["examples"] == []
 
