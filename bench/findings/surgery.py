@@ -8,6 +8,7 @@ their tap, which undoes the division. norm: every norm of a block is an identity
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.nn.block import TransformerBlock
-from glassformer.nn.cache import Cache
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.taps import tap_shapes
@@ -90,15 +90,8 @@ def always_edited(model: Model, edits: Mapping[str, Edit]) -> None:
     taps.check(model.spec)
     plain = model.hidden
 
-    def hidden(
-        inputs: Inputs,
-        *,
-        cache: Cache | None = None,
-        taps: Taps | None = None,
-        recompute: bool = False,
-    ) -> Tensor:
-        chosen = edited if taps is None else taps
-        return plain(inputs, cache=cache, taps=chosen, recompute=recompute)
+    def hidden(inputs: Inputs, *, taps: Taps | None = None, **options: Any) -> Tensor:
+        return plain(inputs, taps=edited if taps is None else taps, **options)
 
     edited = taps
     model.hidden = hidden  # type: ignore[method-assign]

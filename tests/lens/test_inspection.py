@@ -12,6 +12,7 @@ import glassformer as gf
 from glassformer.data.batch import Batch, Source
 from glassformer.lens.capture import MOST_MAPS
 from glassformer.lens.inspection import inspect
+from glassformer.lens.measure.patching import patch_activations
 from glassformer.lens.measure.predictions import KEPT
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import Dropout, LayerNorm
@@ -264,9 +265,7 @@ def test_a_loaded_model_is_inspected_like_the_model_inside_it():
     held = SimpleNamespace(model=model)
     assert torch.equal(inspect(held, ids).tensor, inspect(model, ids).tensor)
     clean, corrupt = token_ids(T), token_ids(T, seed=5)
-    bare, inside = (
-        gf.patch_activations(one, clean, corrupt, answers=(3, 8)) for one in (model, held)
-    )
+    bare, inside = (patch_activations(one, clean, corrupt, answers=(3, 8)) for one in (model, held))
     assert torch.equal(bare.tensor, inside.tensor)
     with pytest.raises(InputError, match="another library's module and has no taps"):
         inspect(SimpleNamespace(model=torch.nn.Linear(2, 2)), ids)

@@ -359,7 +359,7 @@ class Ablation(Displayable):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What another model predicts at one position.
+    """Another model's predictions at one position.
 
     `shares` are its probabilities of the ids given, `loss` is at that position (NaN without a
     target), `mean_loss` over all positions, `top` its likeliest prediction, `kl` is

@@ -22,8 +22,7 @@ import uvicorn
 
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError, MachineError
-from glassformer.web.app.connection import Connection
-from glassformer.web.app.server import create_app
+from glassformer.web.app.server import Connection, create_app
 
 
 def serve(place: Path, *, port: int, host: str, allow_remote: bool, open_browser: bool) -> None:
@@ -82,7 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, *, allow_remote: bool) -> None:
-    """Another address than loopback must be asked for twice; asking for nothing is a mistake."""
+    """Refuse an address other than loopback unless it is also allowed explicitly."""
     if is_loopback(host) and allow_remote:
         raise InputError(
             f"--allow-remote, but {host} is reached from this machine only",

@@ -1,1 +1,1 @@
-"""What is computed from a pass: one file per measure."""
+"""Measures of a pass, one per file."""

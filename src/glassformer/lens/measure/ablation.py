@@ -36,7 +36,7 @@ class Ranking(Displayable):
 
     @property
     def effects(self) -> tuple[float, ...]:
-        """What the heads are ranked by, in the order of `heads`: largest size first."""
+        """The effects by which heads are ranked, in the order of `heads`: largest size first."""
         pairs = zip(self.loss_changes, self.kls, strict=True)
         return tuple(kl if change is None else change for change, kl in pairs)
 

@@ -82,7 +82,7 @@ class Readout:
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What is kept of R rows of distributions: all on the CPU, first dimensions (R, T).
+    """Summaries of R rows of distributions: all on the CPU, first dimensions (R, T).
 
     Entropy and divergence are NaN on padding, losses wherever there is no target.
     """

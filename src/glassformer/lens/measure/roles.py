@@ -46,7 +46,7 @@ class Score(NamedTuple):
 
     @property
     def lift(self) -> float:
-        """How far the score is from chance (0) to 1; negative below chance."""
+        """The distance from chance (0) to a score of 1 (1); negative below chance."""
         return (self.score - self.chance) / (1 - self.chance) if self.chance < 1 else NAN
 
 

@@ -1,1 +1,1 @@
-"""How results are displayed: characters, SVG, HTML, matplotlib, files."""
+"""Display of results: characters, SVG, HTML, matplotlib, files."""

@@ -1,4 +1,4 @@
-"""What a run folder holds, for the page: its record, status, sparkline, settings and curves.
+"""Reading of run folders for the page: record, status, sparkline, settings and curves.
 
 A run folder may come from a stranger, so everything in it is checked for its type and size before
 it is passed on. Listing a run opens three files and reads a bounded number of bytes. Curves are

@@ -5,6 +5,7 @@ know nothing of HTTP. An iterator runs in one thread from its first line to its 
 belong to a thread); when the client disconnects it is closed.
 """
 
+import asyncio
 import sys
 import threading
 import traceback
@@ -20,9 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Path_
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from glassformer.spec.errors import GlassError
-from glassformer.web.app.guard import LOOPBACK, Guard, refuse
+from glassformer.spec.errors import GlassError, InputError
+from glassformer.web.app import limits
+from glassformer.web.app.guard import HEADERS, LOOPBACK, Guard, refuse
 from glassformer.web.app.query import (
     Answer,
     Busy,
@@ -203,6 +206,47 @@ class _Lines(Response):
         body = to_json(value) + b"\n"
         message = {"type": "http.response.body", "body": body, "more_body": True}
         anyio.from_thread.run(send, message)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection with a timer: closed if no complete request arrives in time.
+
+    uvicorn limits how long a connection may stay idle after a response, not how long a request may
+    take to arrive; enough connections with half a request each would use up all file descriptors.
+    The body has a limit of its own, in the guard.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the timer."""
+        super().connection_made(transport)
+        self._seen: Any = None
+        self._clock = self._later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._clock.cancel()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, which the guard never sees, with the guard's headers."""
+        body = to_json(problem(InputError("this is not HTTP")))
+        ends = {"content-type": "application/json", "content-length": len(body)}
+        named = {**HEADERS, **ends, "connection": "close"}
+        lines = ["HTTP/1.1 400 Bad Request", *(f"{name}: {text}" for name, text in named.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
+        self.transport.close()
+
+    def _later(self) -> asyncio.TimerHandle:
+        return self.loop.call_later(limits.HEAD_SECONDS, self._check)
+
+    def _check(self) -> None:
+        """Close the connection if no new request came since the last check and none is in work."""
+        answered = self.cycle is None or self.cycle.response_complete
+        if answered and self.cycle is self._seen:
+            self.transport.close()
+            return
+        self._seen = self.cycle
+        self._clock = self._later()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

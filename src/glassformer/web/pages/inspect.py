@@ -51,7 +51,7 @@ OPENING = 64
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """What is inspected: a text with its target, or one row of a task, which has both."""
+    """An input to inspect: a text with its target, or one row of a task, which has both."""
 
     text: str
     target: str | None

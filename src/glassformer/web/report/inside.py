@@ -124,7 +124,7 @@ def spread(files: Mapping[int, Path], *, most: int) -> dict[int, Path]:
 
 
 def lens(run: Subject) -> Iterator[str]:
-    """What the model would predict after each half-layer, and its KL from the final prediction."""
+    """Show what the model would predict after each half-layer, and its KL from the end."""
     seen = final_inspection(run)
     readout = seen.lens.position(None)
     first = max(0, len(seen.words) - COLUMNS)
@@ -155,7 +155,7 @@ def lens(run: Subject) -> Iterator[str]:
 
 
 def roles(run: Subject) -> Iterator[str]:
-    """What each head attends to, as far as simple roles describe it."""
+    """Score each head against simple roles."""
     final_inspection(run)  # refuses a model without taps
     rows = np.arange(min(SCORED, run.task.sizes()["val"]), dtype=np.int64)
     batch = truncate(run.task.batch("val", rows), TOKENS)

@@ -139,7 +139,7 @@ def _score(name: str, value: Any) -> str:
 
 
 def trained(run: Subject) -> Iterator[str]:
-    """What was trained: the model, the task, the settings, the versions."""
+    """Describe what was trained: the model, the task, the settings, the versions."""
     spec, record = run.spec, run.record
     model, train = spec.model, spec.train
     made = run.part("fingerprint")
