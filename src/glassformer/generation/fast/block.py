@@ -1,18 +1,14 @@
-"""Attention of one new token over keys and values that lie in place.
+"""One decoding step without what a step does not need: no modules, no copies of the past.
 
-A single query sees everything before it: there is no causal mask, a window is a slice, and only
-padding needs a mask, which was made when the prompt was read. Grouped heads are rows of one
-product, nothing is repeated.
-
-One decoding step without what a step does not need: no modules, masks, or copies of the past.
-
-The weights are derived forms of a model's: query, key and value as one product, gate and up as one,
-each in the fastest layout.
+The weights are derived from the model's: query, key and value as one product, gate and up as one,
+each in the fastest layout. A single query attends to everything before it: there is no causal mask,
+a window is a slice, and only padding needs a mask, which was made when the prompt was read. Grouped
+heads are rows of one product, nothing is repeated.
 """
 
 import math
 from collections.abc import Callable
-from typing import assert_never
+from typing import assert_never, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +18,7 @@ from glassformer.generation.fast.moe import FastFeedForward, FastMixtureOfExpert
 from glassformer.generation.fast.projection import (
     HeadNorms,
     Maker,
-    OwnProduct,
+    OwnTable,
     Projection,
     make_norm,
 )
@@ -49,7 +45,7 @@ from glassformer.spec.own import OwnPosition
 
 
 class FastAttention:
-    """Self-attention of one new token: q, k and v by one product, written and read in place."""
+    """Self-attention of one new token: q, k and v by one product, the cache written in place."""
 
     def __init__(
         self,
@@ -83,16 +79,16 @@ class FastAttention:
         positions_B: Tensor | None,
         mask_B11S: Tensor | None,
     ) -> Tensor:
-        """What the heads read, (B, N * H); position end - 1 of the cache is written.
+        """Return the heads' outputs (B, N * H); write position end - 1 of the cache.
 
-        As a number, `end` is a slice of the cache; as a tensor it is a mask over all of it, which
-        reads more but has one shape for every step, as a compiled or recorded step needs. Our GPU
-        kernel reads the number itself, from memory, and no more than it says.
+        If `end` is a number, the cache is sliced; if it is a tensor, the complete cache is masked,
+        which reads more but has one shape for every step, as a compiled or recorded step needs. Our
+        GPU kernel reads the number from memory, and only that much of the cache.
         """
         B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
         qkv_BXH = self.qkv(x_BD).view(B, N + 2 * K, self.d_head)
         if self.gpu is not None and isinstance(end, Tensor):
-            return self.gpu.attend(
+            heads: Tensor = self.gpu.attend(
                 qkv_BXH,
                 kv_BXSH,
                 end,
@@ -105,6 +101,7 @@ class FastAttention:
                 mask_BS=None if mask_B11S is None else mask_B11S[:, 0, 0],
                 slopes_N=self.slopes_N,
             )
+            return heads
         turned_BXH = qkv_BXH[:, : N + K]
         if self.norms is not None:
             turned_BXH = turned_BXH.copy_(self.norms(turned_BXH))
@@ -141,7 +138,7 @@ class FastAttention:
         return bias_NS.view(1, self.n_kv_heads, -1, columns).to(dtype)
 
     def _until(self, end_1: Tensor, kv_BXSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
-        """To be added to scores over the whole cache: -inf from `end` on and before a window."""
+        """Return a mask to add to scores over the complete cache: -inf from `end` on, before a window."""
         column_S = torch.arange(kv_BXSH.shape[2], device=kv_BXSH.device)
         seen_S = column_S < end_1
         if self.window is not None:
@@ -151,7 +148,7 @@ class FastAttention:
 
 
 class FastCrossAttention:
-    """Cross-attention of one new token: keys and values are those of the prompt's forward."""
+    """Cross-attention of one new token; keys and values were computed with the prompt."""
 
     def __init__(
         self,
@@ -168,7 +165,7 @@ class FastCrossAttention:
         self.norm = None if part.q_norm is None else make_norm(part.q_norm)
 
     def heads(self, x_BD: Tensor, kv: tuple[Tensor, Tensor], *, mask_B11S: Tensor | None) -> Tensor:
-        """What the heads read, (B, N * H)."""
+        """Return the heads' outputs (B, N * H)."""
         B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
         q_BNH = self.query(x_BD).view(B, N, self.d_head)
         q_BNH = q_BNH if self.norm is None else self.norm(q_BNH)
@@ -182,9 +179,9 @@ class FastCrossAttention:
 
 
 class FastBlock:
-    """The three residual lines of a block, for one new token a row.
+    """The three residual lines of a block, for one new token per row.
 
-    Norms before a part belong to the part's first product; those after it stand here.
+    A norm before a part belongs to the part's first product; a norm after it is applied here.
     """
 
     def __init__(self, part: TransformerBlock, block: spec.Block, make: Maker) -> None:
@@ -195,7 +192,8 @@ class FastBlock:
         self.feed = _make_feed(part.ffn, make, norm=part.ffn_norm if pre else None)
         self.attn_norm = _same if pre else make_norm(part.attn_norm)
         self.ffn_norm = _same if pre else make_norm(part.ffn_norm)
-        self.cross, self.cross_norm = None, _same
+        self.cross: FastCrossAttention | None = None
+        self.cross_norm: Callable[[Tensor], Tensor] = _same
         if part.cross is not None and part.cross_norm is not None and block.cross is not None:
             self.cross = FastCrossAttention(
                 part.cross, block.cross, make, norm=part.cross_norm if pre else None
@@ -243,18 +241,19 @@ def _same(x_BD: Tensor) -> Tensor:
 
 
 class FastModel:
-    """A whole decoder as one function of the new tokens; see `step`."""
+    """A complete decoder as one function of the new tokens; see `step`."""
 
     def __init__(self, model: Model, *, make: Maker) -> None:
-        parts: StackParts = model.decoder if isinstance(model, EncoderDecoder) else model
+        parts = cast(StackParts, model.decoder if isinstance(model, EncoderDecoder) else model)
         self.embed = parts.embed
         self.blocks = [
-            FastBlock(part, block, make)
+            FastBlock(cast(TransformerBlock, part), block, make)
             for part, block in zip(parts.blocks, parts.stack.blocks(), strict=True)
         ]
         dtype = next(model.parameters()).dtype
-        self.positions_SD = _places(model.spec, parts.position, dtype)
-        self.turns = {int(w): _both_halves(r, dtype) for w, r in parts.rotary.items()}
+        self.positions_SD = _position_table(model.spec, parts.position, dtype)
+        rotary = ((int(w), cast(RotaryPosition, r)) for w, r in parts.rotary.items())
+        self.turns = {width: _both_halves(part, dtype) for width, part in rotary}
         for block in self.blocks:
             block.attention.table = self.turns.get(block.attention.d_head)
             block.attention.slopes_N = _slopes(parts, block.attention)
@@ -271,9 +270,9 @@ class FastModel:
         crosses: list[tuple[Tensor, Tensor]],
         cross_mask_B11S: Tensor | None,
     ) -> Tensor:
-        """Logits (B, V) after one more token; it becomes position end - 1 of the cache.
+        """Return logits (B, V) after one more token, which becomes position end - 1 of the cache.
 
-        `positions_B` says where rows stand if not all at end - 1, as padded ones do.
+        `positions_B` are the positions of the rows if not all are at end - 1, as with padding.
         """
         at = end - 1 if positions_B is None else positions_B
         x_BD = self._embedded(tokens_B, at)
@@ -311,7 +310,7 @@ class FastModel:
         return x_BD if scale == 1.0 else x_BD * scale
 
 
-def _places(
+def _position_table(
     model: spec.ModelSpec,
     part: SinusoidalPosition | LearnedPosition | AddedPosition | None,
     dtype: torch.dtype,
@@ -337,7 +336,8 @@ def _slopes(parts: StackParts, attention: FastAttention) -> Tensor | None:
     """ALiBi's slope of each head of a layer, if the model has such positions."""
     if not parts.alibi:
         return None
-    return parts.alibi[heads_key(attention.n_heads, attention.d_head)].table
+    part = parts.alibi[heads_key(attention.n_heads, attention.d_head)]
+    return cast(Tensor, part.table)
 
 
 def _both_halves(part: RotaryPosition, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -356,8 +356,9 @@ def _make_head(
     embed = model.output_embedding()
     if type(embed) is TokenEmbedding:
         return make.projection(embed.weight.detach(), bias, norm=norm)
-    if isinstance(embed, OwnProduct):
+    if isinstance(embed, OwnTable):
         return Projection(embed.product(bias), norm=norm, gated=False, gpu=None)
+    assert isinstance(embed, FactorizedTokenEmbedding)
     narrow = make.projection(embed.v.detach(), None, norm=norm)
     wide = make.projection(embed.u.detach(), bias)
     return lambda x: wide(narrow(x))

@@ -1,17 +1,27 @@
-"""A whole step recorded as a CUDA graph: one launch a token, whatever the number of kernels.
+"""A complete step recorded as a CUDA graph: one launch per token, whatever the number of kernels.
 
-What a graph reads and writes is fixed when it is recorded, so each has its own tokens, counters
-and masks, into which a decoding's are copied when it takes the graph up; keys and values stay
-where they are. The counters are moved by the graph itself.
+The addresses that a graph reads and writes are fixed when it is recorded, so each graph has its own
+tokens, counters and masks, and those of a decoding are copied into them when it starts to use the
+graph; keys and values stay where they are. The graph itself advances the counters.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 # B batch, S positions, V vocab
+
+
+class StepState(TypedDict):
+    """The operands of a step that belong to one decoding, by the names of its arguments."""
+
+    positions_B: Tensor
+    mask_B11S: Tensor | None
+    crosses: list[tuple[Tensor, Tensor]]
+    cross_mask_B11S: Tensor | None
 
 
 @dataclass(slots=True)
@@ -36,7 +46,7 @@ class Recorded:
         crosses: list[tuple[Tensor, Tensor]],
         cross_mask_B11S: Tensor | None,
     ) -> None:
-        """Begin with another decoding's state; `end` is after the next token."""
+        """Copy another decoding's state in; `end` is the length after the next token."""
         self.end_1.fill_(end)
         self.positions_B.copy_(positions_B)
         if self.mask_B11S is not None and mask_B11S is not None:
@@ -48,7 +58,7 @@ class Recorded:
             own[1].copy_(given[1])
 
     def step(self, tokens_B: Tensor, lines_B: Tensor | None) -> Tensor:
-        """Logits of the living lines; those of all lines are the graph's own memory."""
+        """Return the logits of the rows that go on; without `lines_B` in the graph's own memory."""
         if lines_B is None:
             self.tokens_B.copy_(tokens_B)
             self.graph.replay()
@@ -68,26 +78,26 @@ def record(
     crosses: list[tuple[Tensor, Tensor]],
     cross_mask_B11S: Tensor | None,
 ) -> Recorded:
-    """Record `step` over this memory; nothing of it changes but column end - 1, which is next."""
+    """Record `step` over this memory; only column end - 1, the next one, is overwritten."""
     tokens_B = torch.zeros(len(positions_B), dtype=torch.long, device=positions_B.device)
     end_1 = torch.tensor([end], device=positions_B.device)
-    own_places_B = positions_B.clone()
-    operands = {
-        "positions_B": own_places_B,
+    own_positions_B = positions_B.clone()
+    operands: StepState = {
+        "positions_B": own_positions_B,
         "mask_B11S": None if mask_B11S is None else mask_B11S.clone(),
         "crosses": [(k.clone(), v.clone()) for k, v in crosses],
         "cross_mask_B11S": None if cross_mask_B11S is None else cross_mask_B11S.clone(),
     }
-    # Kernels are compiled and libraries set up before anything is recorded, on a stream beside.
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    # Kernels are compiled and libraries set up on another stream before anything is recorded.
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
         for _ in range(2):
             step(tokens_B, kvs, end_1, **operands)
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits_BV = step(tokens_B, kvs, end_1, **operands)
         end_1.add_(1)
-        own_places_B.add_(1)
+        own_positions_B.add_(1)
     return Recorded(graph, tokens_B, end_1, logits_BV=logits_BV, **operands)

@@ -1,11 +1,11 @@
 """A mixture of experts in a decoding step: only the experts that the rows chose are read.
 
-A step that is called anew for every token asks for the choice and runs those experts. A compiled or
-recorded step has one shape, whatever was chosen: it gathers the weights of the chosen experts, or
-runs all of them where the rows together would read most.
+An eager step reads the choice and runs those experts. A compiled or recorded step has one shape,
+whatever was chosen: it gathers the weights of the chosen experts, or runs all experts where the
+rows together would read most of them.
 """
 
-from typing import assert_never
+from typing import assert_never, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,17 +42,17 @@ class FastFeedForward:
         return self.down(self.hidden(x_BD))
 
     def onto(self, residual_BD: Tensor) -> Tensor:
-        """residual + feed-forward(residual); the residual is spent."""
+        """Return residual + feed-forward(residual); the residual may be overwritten."""
         return self.down.onto(residual_BD, self.hidden(residual_BD))
 
     def hidden(self, x_BD: Tensor) -> Tensor:
-        """(B, F)."""
+        """Return the activations (B, F) between the two products."""
         wide = self.up(x_BD)
         return activate(wide, self.activation) if self.activation else wide
 
 
 class FastMixtureOfExperts:
-    """sum_e w_e expert_e(x) + gate * shared_expert(x) of one new token a row."""
+    """sum_e w_e expert_e(x) + gate * shared_expert(x) of one new token per row."""
 
     def __init__(
         self, part: MixtureOfExperts, make: Maker, *, norm: LayerNorm | RMSNorm | None
@@ -67,7 +67,8 @@ class FastMixtureOfExperts:
         if make.static and plain:
             self.stacked = StackedExperts(part)
         else:
-            self.experts = [FastFeedForward(expert, make, norm=None) for expert in part.experts]
+            experts = (cast(MLP | SwiGLU, expert) for expert in part.experts)
+            self.experts = [FastFeedForward(expert, make, norm=None) for expert in experts]
         self.static = make.static
         self.shared = self.shared_gate_1D = None
         if part.shared_expert is not None:
@@ -76,7 +77,7 @@ class FastMixtureOfExperts:
             self.shared_gate_1D = linear_parts(part.shared_expert_gate)[0]
 
     def onto(self, residual_BD: Tensor) -> Tensor:
-        """residual + mixture(residual)."""
+        """Return residual + mixture(residual)."""
         x_BD = residual_BD if self.norm is None else self.norm(residual_BD)
         weights_BA, chosen_BA, _ = route(
             F.linear(x_BD, self.router_ED),

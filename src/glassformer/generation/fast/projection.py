@@ -1,6 +1,6 @@
-"""The products of a lean step with what stands before and behind them: norm, gate, residual.
+"""The products of a fast step with what comes before and after them: norm, gate, residual.
 
-On a GPU they are one kernel for one row, if Triton is there; elsewhere one call after another.
+On a GPU with Triton they are one kernel for one row; elsewhere one call after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Protocol, assert_never, runtime_checkable
+from typing import Protocol, assert_never, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,11 @@ from glassformer.spec.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How a lean step's parts are made: the products, and our GPU kernels, where they can run."""
+    """How the parts of a fast step are made: the products, and our GPU kernels, where they run."""
 
     product: Callable[[Tensor, Tensor | None], Product]
     gpu: ModuleType | None = None
-    static: bool = False  # every step must look alike: it is compiled or recorded
+    static: bool = False  # every step has the same shapes: it is compiled or recorded
 
     def projection(
         self,
@@ -38,7 +38,7 @@ class Maker:
         norm: LayerNorm | RMSNorm | None = None,
         gated: bool = False,
     ) -> "Projection":
-        """A product with its norm before it, and its gate behind it."""
+        """Return a product with the norm before it and the gate after it."""
         product = self.product(weight_OI, bias_O)
         return Projection(product, norm=norm, gated=gated, gpu=self.gpu)
 
@@ -48,7 +48,7 @@ class Maker:
         norm: LayerNorm | RMSNorm | None = None,
         gated: bool = False,
     ) -> "Projection":
-        """Layers of one input as one product; quantized ones bring their own."""
+        """Return layers of one input as one product; quantized layers have their own."""
         if not any(isinstance(part, OwnProduct) for part in parts):
             plain = joined([linear_parts(part) for part in parts])
             return self.projection(*plain, norm=norm, gated=gated)
@@ -65,11 +65,19 @@ class OwnProduct(Protocol):
     """A layer whose weights have a form of their own, as quantized ones do."""
 
     def product(self) -> Product:
-        """x W^T + b and residual + x W^T + b of some rows."""
+        """Return the layer's product: x W^T + b, and residual + x W^T + b."""
+
+
+@runtime_checkable
+class OwnTable(Protocol):
+    """A token embedding whose weights have a form of their own."""
+
+    def product(self, bias_O: Tensor | None) -> Product:
+        """Return the product of a head that is tied to the table."""
 
 
 class SideBySide:
-    """Several products of one input, their answers one after another."""
+    """Several products of one input, their outputs concatenated."""
 
     def __init__(self, products: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self.products = products
@@ -79,7 +87,7 @@ class SideBySide:
 
 
 def make_norm(part: LayerNorm | RMSNorm) -> Callable[[Tensor], Tensor]:
-    """The norm as one call."""
+    """Return the norm as one call."""
     weight, eps, shape = part.weight.detach(), part.eps, tuple(part.weight.shape)
     match part:
         case LayerNorm():
@@ -92,7 +100,7 @@ def make_norm(part: LayerNorm | RMSNorm) -> Callable[[Tensor], Tensor]:
 
 
 def gpu_kernels(like: Tensor) -> ModuleType | None:
-    """Our kernels for tensors like this one, where they can run."""
+    """Return our kernels for tensors like this one, or None where they cannot run."""
     if not like.is_cuda or find_spec("triton") is None:
         return None
     gpu = import_module("glassformer.kernels.triton_decode")
@@ -104,13 +112,15 @@ class Projection:
 
     def __init__(
         self,
-        product: Product,
+        product: Product | SideBySide,
         *,
         norm: LayerNorm | RMSNorm | None,
         gated: bool,
         gpu: ModuleType | None,
     ) -> None:
-        self.product, self.gated = product, gated
+        self.gated = gated
+        # Only projections that read one layer are added onto a residual, or run by our kernels.
+        self.product = cast(Product, product)
         self.norm = None if norm is None else make_norm(norm)
         self.gpu = gpu if type(product) is Product else None
         self.fused: dict[str, object] = {"gated": gated}
@@ -127,39 +137,42 @@ class Projection:
     def __call__(self, x_BI: Tensor) -> Tensor:
         if self.gpu is not None and len(x_BI) == 1:
             product = self.product
-            return self.gpu.product(x_BI, product.weight_OI, product.bias_O, **self.fused)
+            out_1O: Tensor = self.gpu.product(x_BI, product.weight_OI, product.bias_O, **self.fused)
+            return out_1O
         wide_BO = self.product(x_BI if self.norm is None else self.norm(x_BI))
         if not self.gated:
             return wide_BO
         if self.gpu is not None:
-            return self.gpu.gate(wide_BO)
+            gated_BF: Tensor = self.gpu.gate(wide_BO)
+            return gated_BF
         gate_BF, up_BF = wide_BO.chunk(2, -1)
         return F.silu(gate_BF) * up_BF
 
     def onto(self, residual_BO: Tensor, x_BI: Tensor) -> Tensor:
-        """residual + product(x); the residual is spent."""
+        """Return residual + product(x); the residual may be overwritten."""
         product = self.product
         if self.gpu is None:
             return product.onto(residual_BO, x_BI)
         if len(x_BI) == 1:
             weight, bias = product.weight_OI, product.bias_O
-            return self.gpu.product(x_BI, weight, bias, residual_1O=residual_BO)
+            out_1O: Tensor = self.gpu.product(x_BI, weight, bias, residual_1O=residual_BO)
+            return out_1O
         residual_BO = residual_BO.addmm_(x_BI, product.weight_OI.t())
         return residual_BO if product.bias_O is None else residual_BO.add_(product.bias_O)
 
 
 def linear_parts(part: object) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a plain linear layer; others have products of their own."""
+    """Return weight and bias of a plain linear layer; others have products of their own."""
     if type(part) is not Linear:
         raise InputError(
-            f"a lean step needs plain linear layers, and found {type(part).__name__}",
+            f"a fast step needs plain linear layers, and found {type(part).__name__}",
             hint="use TorchStepper, which runs any model",
         )
     return part.weight.detach(), None if part.bias is None else part.bias.detach()
 
 
 class HeadNorms:
-    """q/k-norm of all heads at once: one normalisation, a gain for each head's kind."""
+    """q/k-norm of all heads at once: one normalisation, and the gains of queries and keys."""
 
     def __init__(self, parts: list[tuple[LayerNorm | RMSNorm, int]]) -> None:
         self.kind, self.eps = type(parts[0][0]), parts[0][0].eps

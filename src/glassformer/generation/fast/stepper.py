@@ -1,12 +1,9 @@
-"""The memory of a decoding: keys and values of every layer in place, and what padding needs.
-
-Rows that end leave their lines; beams move between them. Memory that was made is kept by its
-`FastStepper`, so that the next decoding finds it.
-
-`FastStepper`: a stepper that keeps what it built between calls: derived weights, memory, a graph.
+"""`FastStepper`: keeps what it built between calls: derived weights, memory, a graph.
 
 The prompt goes through the model itself, once, into memory that is kept and written in place; each
-new token then goes through the lean step. The tokens are those of the plain path.
+new token then goes through the fast step (`block.FastModel`). The tokens are those of
+`TorchStepper`. `KVMemory` holds the keys and values of every layer: rows that end leave it, beams
+move within it, and the next decoding uses it again.
 """
 
 import math
@@ -20,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.generation.fast.block import FastModel
-from glassformer.generation.fast.cuda_graph import Recorded, record
+from glassformer.generation.fast.cuda_graph import Recorded, StepState, record
 from glassformer.generation.fast.projection import Maker, gpu_kernels
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper, decodable, read_prompts
@@ -35,9 +32,9 @@ from glassformer.spec.errors import InputError
 
 @dataclass(slots=True)
 class KVMemory:
-    """Layer by layer (B, 2 K, S, H), keys before values; `kvs` are the first `batch` lines."""
+    """Keys and values of each layer (B, 2 K, S, H), keys first; the first `batch` rows are used."""
 
-    whole: list[Tensor]
+    memory: list[Tensor]
     batch: int
     length: int = 0
     valid_BS: Tensor | None = None
@@ -45,11 +42,11 @@ class KVMemory:
 
     @property
     def kvs(self) -> list[Tensor]:
-        """Layer by layer, the lines in use."""
-        return [kv_BXSH[: self.batch] for kv_BXSH in self.whole]
+        """The rows in use, by layer."""
+        return [kv_BXSH[: self.batch] for kv_BXSH in self.memory]
 
     def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        kv_BXSH, K = self.whole[layer][: self.batch], k_BKTH.shape[1]
+        kv_BXSH, K = self.memory[layer][: self.batch], k_BKTH.shape[1]
         end = self.length + k_BKTH.shape[2]
         kv_BXSH[:, :K, self.length : end] = k_BKTH
         kv_BXSH[:, K:, self.length : end] = v_BKTH
@@ -60,12 +57,12 @@ class KVMemory:
         self.valid_BS = valid_BT
 
     def reorder(self, rows_B: Tensor) -> None:
-        """Rows move within the memory; more rows than it has need new memory."""
+        """Move rows within the memory; more rows than it has need new memory."""
         self.batch = len(rows_B)
-        if self.batch > len(self.whole[0]):
-            self.whole = [kv_BXSH[rows_B] for kv_BXSH in self.whole]
+        if self.batch > len(self.memory[0]):
+            self.memory = [kv_BXSH[rows_B] for kv_BXSH in self.memory]
         else:
-            for kv_BXSH in self.whole:
+            for kv_BXSH in self.memory:
                 moved_BXSH = kv_BXSH[:, :, : self.length].index_select(0, rows_B)
                 kv_BXSH[: self.batch, :, : self.length] = moved_BXSH
         for layer, (k, v) in self.cross.items():
@@ -74,10 +71,10 @@ class KVMemory:
 
 @dataclass(slots=True)
 class FastPast:
-    """The slots, where each row stands, and the masks that padding needs, made once.
+    """The memory, the position of each row, and the masks that padding needs, made once.
 
-    In a recorded step (`record`), a batch that shrinks keeps its lines: `lines_B` says which are
-    still alive, until half of them are not.
+    In a recorded step (`record`), a batch that shrinks keeps its size: `lines_B` are the rows that
+    go on, until they are half of the batch or fewer.
     """
 
     slots: KVMemory
@@ -102,7 +99,7 @@ class FastPast:
                 return
             self.positions_B, rows_B = self.record.positions_B, lines_B
             self.record = self.lines_B = None
-            if fewer:  # graphs are kept by size: few sizes, the lines to spare hold the first row
+            if fewer:  # graphs are kept by size: few sizes; spare rows repeat the first one
                 spare = (1 << (len(rows) - 1).bit_length()) - len(rows)
                 self.lines_B = torch.arange(len(rows), device=self.device) if spare else None
                 rows_B = torch.cat((rows_B, rows_B[:1].expand(spare)))
@@ -114,7 +111,7 @@ class FastPast:
         self.crosses = [self.slots.cross[layer] for layer in range(len(self.crosses))]
 
     def widen_crosses(self, *, to_multiple_of: int) -> None:
-        """Sources of few lengths: masked columns are added behind them."""
+        """Pad the sources with masked columns, so that there are few different lengths."""
         k_BKSH = self.crosses[0][0]
         B, source = len(k_BKSH), k_BKSH.shape[2]
         more = -source % to_multiple_of
@@ -127,7 +124,7 @@ class FastPast:
 
 
 def added_mask(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:
-    """(B, 1, 1, S + more), to be added to scores: -inf for padding, 0 for all that is real."""
+    """Return a mask (B, 1, 1, S + more) to add to scores: -inf for padding, 0 for real tokens."""
     mask_BS = torch.zeros(len(valid_BS), valid_BS.shape[1] + more, dtype=dtype)
     mask_BS = mask_BS.to(valid_BS.device)
     mask_BS[:, : valid_BS.shape[1]].masked_fill_(~valid_BS, -math.inf)
@@ -142,12 +139,11 @@ MEMORY_STEP, SOURCE_STEP = 128, 32  # lengths are rounded up to these where step
 class FastStepper(Stepper):
     """A `Stepper` for one model, to be kept and used again.
 
-    `routines` says how products are asked for: "auto" tries each shape once, with 1, 4 and 8 rows;
-    a name is used for all. What was chosen stands in `chosen`, by (outputs, inputs).
-    `compile=True` runs the step through torch.compile, which attends to the whole memory behind a
-    mask, so that every step has one shape. On a GPU the step is our kernels, where they can run
-    (`gpu_kernels`), recorded as one CUDA graph, unless `graph=False`. One decoding at a time:
-    memory is shared.
+    `routines` selects the routine of the products: "auto" tries each shape once, with 1, 4 and 8
+    rows; a name is used for all. `chosen` lists what was chosen, by (outputs, inputs).
+    `compile=True` runs the step through torch.compile, which masks the complete memory so that
+    every step has one shape. On a GPU the step runs our kernels, where possible (`gpu_kernels`),
+    recorded as one CUDA graph, unless `graph=False`. One decoding at a time: memory is shared.
     """
 
     def __init__(
@@ -195,7 +191,7 @@ class FastStepper(Stepper):
         dtype = hidden_BTD.dtype
         if inputs.valid_BT is not None:
             past.positions_B = inputs.valid_BT.sum(1)
-            past.mask_B11S = added_mask(inputs.valid_BT, slots.whole[0].shape[2] - T, dtype)
+            past.mask_B11S = added_mask(inputs.valid_BT, slots.memory[0].shape[2] - T, dtype)
         elif self._one_shape:
             past.positions_B = torch.full((B,), T, device=past.device)
         if inputs.source_valid_BS is not None:
@@ -213,8 +209,8 @@ class FastStepper(Stepper):
             )
         slots = past.slots
         assert self._step is not None
-        if slots.whole is not self._kvs:  # a search needed more lines than there were
-            self._kvs = slots.whole
+        if slots.memory is not self._kvs:  # a search needed more rows than there were
+            self._kvs = slots.memory
             self._records.clear()
         end = slots.length + 1
         tokens_B = tokens_B.to(past.device)
@@ -238,7 +234,7 @@ class FastStepper(Stepper):
 
     @property
     def memory_bytes(self) -> int:
-        """Of the keys and values that are kept."""
+        """Bytes of the keys and values that are kept."""
         return sum(kv.nbytes for kv in self._kvs)
 
     @property
@@ -247,15 +243,15 @@ class FastStepper(Stepper):
 
     @property
     def _one_shape(self) -> bool:
-        """Whether every step must look alike: compiled, or recorded."""
+        """True if every step must have the same shapes: compiled, or recorded."""
         return self.compile or self._recording
 
     def _taken_up(self, past: FastPast, end: int) -> Recorded:
-        """The graph for such a batch, recorded at need, with this decoding's state."""
+        """Return the graph for a batch of this shape, recorded if needed, with this state."""
         shape = past.crosses[0][0].shape if past.crosses else None
         key = (past.slots.batch, past.mask_B11S is None, shape)
         assert self._step is not None and past.positions_B is not None
-        state = {
+        state: StepState = {
             "positions_B": past.positions_B,
             "mask_B11S": past.mask_B11S,
             "crosses": past.crosses,
@@ -267,7 +263,7 @@ class FastStepper(Stepper):
         return self._records[key]
 
     def _memory(self, batch: int, length: int) -> list[Tensor]:
-        """Kept memory, or new where it is too small: (B, 2 K, S, H) for each layer."""
+        """Return the kept memory, or new where it is too small: (B, 2 K, S, H) for each layer."""
         if self._recording:  # few lengths, so that graphs serve again
             length = -(-length // MEMORY_STEP) * MEMORY_STEP
         if not self._kvs or len(self._kvs[0]) < batch or self._kvs[0].shape[2] < length:
@@ -285,7 +281,7 @@ class FastStepper(Stepper):
         return self._kvs
 
     def _notice_new_weights(self) -> None:
-        """Derived forms are made anew when the model was trained on, loaded or moved."""
+        """Derive the weights again if the model was trained, loaded or moved since."""
         now = tuple(x for p in self.model.parameters() for x in (p._version, p.data_ptr()))
         if now != self._version:
             self._kvs = []  # the model may have another dtype or device now
@@ -294,12 +290,12 @@ class FastStepper(Stepper):
             self._version = now
 
     def _build(self) -> None:
-        """Derived weights, and the step over them."""
+        """Derive the weights, and make the step that reads them."""
         self.chosen = {}
         like = next(self.model.parameters())
         gpu = None if self.compile else gpu_kernels(like)
-        lean = FastModel(self.model, make=Maker(self._product, gpu, self._one_shape))
-        self._step = torch.compile(lean.step) if self.compile else lean.step
+        fast = FastModel(self.model, make=Maker(self._product, gpu, self._one_shape))
+        self._step = torch.compile(fast.step) if self.compile else fast.step
 
     def _product(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product:
         shape = tuple(weight_OI.shape)
