@@ -1,14 +1,12 @@
-"""What a beam search keeps: the best candidates of each step, and the tree that they grow.
+"""Beam search: many prompts at once, cached, with an early stop that never loses a winner.
+
+At each step an item's candidates are all its live beams with all their next tokens. The best of
+them fill the beams that no complete hypothesis occupies: those that end leave the search and keep
+their beam, the others go on. An item is done when it has its n best and no live beam can beat the
+last of them, by `BeamSpec.bound`, whatever the sign of the length penalty.
 
 Candidates of one step have one length, so their log-probabilities rank them; scores compare
 hypotheses of different lengths.
-
-Beam search: many prompts at once, cached, with a stop that never gives up a winner.
-
-At each step an item's candidates are all its live beams with all their next tokens. The best of
-them fill the places that no complete hypothesis holds: those that end leave the search and keep
-their place, the others go on. An item is done when it has its n best and no live beam can beat
-the last of them, by `BeamSpec.bound`, whatever the sign of the length penalty.
 """
 
 import math
@@ -64,7 +62,7 @@ class Hypothesis:
 
 
 def path_to(nodes: list[Node], leaf: int) -> list[Node]:
-    """The nodes from the first token to this one."""
+    """Return the nodes from the first token to this one."""
     path = []
     while leaf >= 0:
         path.append(nodes[leaf])
@@ -75,9 +73,9 @@ def path_to(nodes: list[Node], leaf: int) -> list[Node]:
 def best_candidates(
     ranked_IC: Tensor, totals_IC: Tensor, *, places: NDArray[np.int64]
 ) -> list[list[tuple[int, float]]]:
-    """For each item the places[i] candidates that rank best, as (number, total), best first.
+    """Return the places[i] best candidates of each item, as (number, total), best first.
 
-    Of equal ones the first wins, as `argmax` has it; `topk` alone would not say which.
+    Of equal ones the first wins, as with `argmax`; `topk` alone does not promise which.
     """
     most = min(int(places.max()), ranked_IC.shape[1])
     if most == 0:
@@ -102,7 +100,7 @@ def best_candidates(
 
 @dataclass(frozen=True, slots=True)
 class Beams:
-    """What the search found for one prompt, best first; with `record`, every node that was kept."""
+    """The hypotheses of one prompt, best first; with `record`, the tree of all kept nodes."""
 
     hypotheses: tuple[Hypothesis, ...]
     tree: tuple[Node, ...] = ()
@@ -120,7 +118,7 @@ class _Beam:
 
 @dataclass(slots=True)
 class _Item:
-    """One prompt's search: live beams and places left by group, and what is complete."""
+    """The search of one prompt: live beams and free beams by group, complete hypotheses."""
 
     limit: int
     bounded: Bounded | None
@@ -130,7 +128,7 @@ class _Item:
     complete: list[Hypothesis] = field(default_factory=list)
 
     def settled(self, spec: BeamSpec, made: int) -> bool:
-        """Can nothing that is live come among the n best any more?"""
+        """True if no live beam can come among the n best any more."""
         alive = [beam.total for group in self.live for beam in group]
         if not alive:
             return True
@@ -141,7 +139,7 @@ class _Item:
         return last >= spec.bound(max(alive), shortest=shortest, longest=self.limit)
 
     def ended(self, spec: BeamSpec, token: int, state: int, made: int) -> str | None:
-        """Why a hypothesis is complete with this token, if it is."""
+        """Return why a hypothesis is complete with this token, or None."""
         if token in spec.eos:
             return "eos"
         if made >= self.limit:
@@ -159,7 +157,7 @@ def beam_search(
     constraint: Constraint | None = None,
     record: bool = False,
 ) -> list[Beams]:
-    """The n best complete hypotheses of each prompt, with scores; `record` keeps the tree."""
+    """Return the n best complete hypotheses of each prompt; `record` keeps the tree."""
     prompts, items = _begin(stepper, prompts, spec, constraint)
     for _ in _search(stepper, prompts, items, spec):
         pass
@@ -173,7 +171,7 @@ def beam_steps(
     spec: BeamSpec = BeamSpec(),  # noqa: B008  frozen
     constraint: Constraint | None = None,
 ) -> Iterator[list[Beams]]:
-    """The same search as it goes: after each step what is complete, and the tree so far."""
+    """Yield the state of the same search after each step: what is complete, and the tree."""
     prompts, items = _begin(stepper, prompts, spec, constraint)
     steps = _search(stepper, prompts, items, spec)
     return ([_found(item, spec, True) for item in items] for _ in steps)
@@ -185,7 +183,7 @@ def _begin(
     spec: BeamSpec,
     constraint: Constraint | None,
 ) -> tuple[Prompts, list[_Item]]:
-    """Everything that can be refused is refused here, before any work."""
+    """Check everything before any work, and return the prompts with a search for each."""
     prompts = prompts if isinstance(prompts, Prompts) else Prompts.of(prompts)
     prompts.check(stepper)
     check_tokens(stepper.vocab_size, forbidden=spec.forbidden, eos=spec.eos)
@@ -211,7 +209,7 @@ def _begin(
 def _search(
     stepper: Stepper, prompts: Prompts, items: list[_Item], spec: BeamSpec
 ) -> Iterator[int]:
-    """One step after another, counted from 1."""
+    """Run the search, yielding the number of each step, from 1."""
     logits_RV, past = stepper.start(prompts, room=max(item.limit for item in items))
     going = items
     for made in range(1, spec.max_new_tokens + 1):
@@ -233,7 +231,7 @@ def _search(
 
 
 def _logprobs(logits_RV: Tensor, spec: BeamSpec, made: int) -> Tensor:
-    """The model's log-probabilities, -inf for what may not come."""
+    """Return the model's log-probabilities, -inf for tokens that are not allowed."""
     wide_RV = as_float(logits_RV)
     logprobs_RV = wide_RV.log_softmax(-1)
     if bool(logprobs_RV.isnan().any()):
@@ -249,8 +247,10 @@ def _logprobs(logits_RV: Tensor, spec: BeamSpec, made: int) -> Tensor:
 def _grow(
     items: list[_Item], logprobs_RV: Tensor, spec: BeamSpec, made: int
 ) -> tuple[list[int], list[int]]:
-    """Choose every group's beams anew. For each new beam, numbered by its `row`: the row that it
-    continues, and its token."""
+    """Choose the next beams of every group.
+
+    Return, for each new beam in the order of its `row`, the row that it continues and its token.
+    """
     rows: list[int] = []
     tokens: list[int] = []
     vocab = logprobs_RV.shape[1]
@@ -280,7 +280,7 @@ def _grow(
 def _totals(
     items: list[_Item], before: list[list[_Beam]], logprobs_RV: Tensor, made: int
 ) -> Tensor:
-    """(I, W, V): the sum of each live beam with each next token; -inf where there is no beam."""
+    """Return totals (I, W, V) of live beams with each next token; -inf where there is no beam."""
     widest = max(1, max(map(len, before)))
     rows = np.zeros((len(items), widest), dtype=np.int64)
     sums = np.full((len(items), widest), -math.inf)
@@ -301,7 +301,7 @@ def _totals(
 def _continue(
     item: _Item, parent: _Beam, chosen: tuple[int, float], at: tuple[int, int], *, spec: BeamSpec
 ) -> _Beam | None:
-    """Put a chosen token into the tree: the new live beam, or None if it was the last token."""
+    """Add a chosen token to the tree; return the new live beam, or None at the last token."""
     (token, total), (group, made) = chosen, at
     state = parent.state if item.bounded is None else item.bounded.advance(parent.state, token)
     finish = item.ended(spec, token, state, made)

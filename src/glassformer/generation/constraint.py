@@ -1,8 +1,8 @@
-"""A finite-state machine as a mask on the next token: every string that comes out is one of its.
+"""A finite-state machine as a mask on the next token: every output is accepted by the machine.
 
-A table says, for each state and number of tokens made, whether the string can still come to a legal
-end within the limits; a token that leads where it cannot is masked. So no sequence is cut in an
-illegal place, and what cannot be done at all is refused before any work.
+A table says, for each state and number of new tokens, whether an accepting end can still be reached
+within the limits; a token after which it cannot is masked. So no sequence is cut off in a state
+that does not accept, and a constraint that allows nothing is refused before any work.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from glassformer.spec.errors import InputError
 
 # B batch, Q states, V vocab
 
-MOST_KEPT = 1_000  # masks that are remembered
+MOST_KEPT = 1_000  # masks in the cache
 
 
 class Constraint:
@@ -55,7 +55,7 @@ class Constraint:
 
     @classmethod
     def of_regex(cls, pattern: str, *, tokenizer: Tokenizer) -> "Constraint":
-        """Strings that match the whole pattern (the regular expressions of `data.regex`)."""
+        """Return a constraint to strings that match the pattern (see `data.automata.regex`)."""
         return cls(machine_of_regex(pattern), tokenizer=tokenizer)
 
     def within(
@@ -68,7 +68,7 @@ class Constraint:
         forbidden: Sequence[int] = (),
         forced: Sequence[int] = (),
     ) -> "Bounded":
-        """This constraint for sequences of `shortest` to `longest` tokens, the end among them.
+        """Return this constraint for sequences of `shortest` to `longest` tokens, the end counted.
 
         Without an `eos` a sequence ends at `longest`, or where nothing can follow. A model may know
         more tokens than the tokenizer does; those are never legal.
@@ -116,7 +116,7 @@ class Constraint:
         ends: Sequence[int],
         forced: Sequence[int],
     ) -> NDArray[np.bool_]:
-        """(longest + 1, Q): after so many tokens in this state, can a legal end still come?"""
+        """Return a table (longest + 1, Q): by tokens made and state, can an end be reached?"""
         n_states, ends_Q = len(target_QV), self.ends_Q
         adjacent_QQ = np.zeros((n_states, n_states), dtype=np.bool_)
         for state in range(n_states):
@@ -146,9 +146,9 @@ class Constraint:
 def _texts(
     tokenizer: Tokenizer, known: frozenset[str]
 ) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:
-    """Tokens that may be legal, with their symbols as the first one of a text and as a later one.
+    """Yield tokens that may be allowed, with their symbols at the start of a text and later in it.
 
-    What a token writes alone is the end of what it writes behind others.
+    The text of a token alone is the end of its text after other tokens.
     """
     alone = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
     # Behind a plain word, which no half character can join.
@@ -165,7 +165,7 @@ def _texts(
 
 
 def _after(table_QA: NDArray[np.int64], symbols: Sequence[int]) -> NDArray[np.int64]:
-    """The state (Q,) that these symbols lead to from each; NOWHERE if one is not possible."""
+    """Return the state (Q,) that these symbols lead to from each; NOWHERE if impossible."""
     state_Q = np.arange(len(table_QA))
     for symbol in symbols:
         state_Q = np.where(state_Q == NOWHERE, NOWHERE, table_QA[state_Q, symbol])
@@ -174,7 +174,7 @@ def _after(table_QA: NDArray[np.int64], symbols: Sequence[int]) -> NDArray[np.in
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A constraint with its limits: states go along with the rows of a batch."""
+    """A constraint with its limits; the caller keeps the state of each row."""
 
     start: int
     target_QV: NDArray[np.int64]
@@ -187,7 +187,7 @@ class Bounded:
     _masks: dict[tuple[int, bytes], NDArray[np.bool_]] = field(default_factory=dict)
 
     def allow(self, state: int, made: int) -> NDArray[np.bool_]:
-        """(V,): which tokens may come in this state after so many. Not to be written to."""
+        """Return the tokens (V,) allowed in this state after `made` new ones. Read only."""
         found = self._at.get((state, made))
         if found is None:
             if len(self._masks) >= MOST_KEPT:
@@ -197,7 +197,7 @@ class Bounded:
         return found
 
     def _mask(self, state: int, made: int) -> NDArray[np.bool_]:
-        """Far from the limits it is the same after any number of tokens, and kept once."""
+        """Return the mask; far from the limits it does not depend on `made`, and is kept once."""
         end = bool(self.ends_Q[state]) and self.shortest <= made + 1
         can_Q = self.can_LQ[made + 1] if made < self.longest else np.zeros_like(self.ends_Q)
         key = (2 * state + end, can_Q.tobytes())
@@ -209,10 +209,10 @@ class Bounded:
         return self._masks[key]
 
     def advance(self, state: int, token: int) -> int:
-        """The state after a token; an end changes nothing."""
+        """Return the state after a token; an end token changes nothing."""
         target = int(self.target_QV[state, token])
         return state if target == NOWHERE else target
 
     def over(self, state: int, made: int) -> bool:
-        """Without an end token: can nothing follow here?"""
+        """True if nothing can follow here; only without an end token."""
         return not self.eos and not self.allow(state, made).any()

@@ -147,7 +147,7 @@ def check_tokens(
     forced: Sequence[int] = (),
     eos: Sequence[int] = (),
 ) -> None:
-    """Refuse ids that the model does not know."""
+    """Refuse ids outside the vocabulary."""
     for name, ids in (("forbidden", forbidden), ("forced", forced), ("eos", eos)):
         for token in ids:
             if token >= vocab_size:
@@ -189,7 +189,7 @@ def _columns(
         )
         tokens_B = found_B.clamp(min=0)  # NOTHING raises below, once a GPU is busy again
         values_B = _logprobs(logits_BV, tokens_B) if logprobs else None
-        fetch = _on_its_way(found_B, values_B)
+        fetch = _start_fetch(found_B, values_B)
         likeliest = _likeliest(logits_BV, count) if count else []
         # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped then.
         ahead = tokens_B.is_cuda and step + 1 < longest
@@ -215,10 +215,10 @@ def _columns(
             logits_BV = stepper.step(tokens_B, past=past)
 
 
-def _on_its_way(
+def _start_fetch(
     tokens_B: Tensor, values_B: Tensor | None
 ) -> Callable[[], tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities as lists, when called; from a GPU they set out at once."""
+    """Start copying from a GPU; return a function that waits and returns lists."""
     here_B, there_B = tokens_B, values_B
     arrived = None
     if tokens_B.is_cuda:

@@ -1,7 +1,7 @@
-"""The border of decoding: prompts in, checked rows of ids out.
+"""Prompts: checked rows of token ids.
 
-Whatever side they were padded on, rows are padded on the left from here on: every last token then
-stands in the last column, and the real tokens of a row stay side by side while it grows.
+Whatever side they were padded on, rows are padded on the left from here on: the last token of every
+row is then in the last column, and the real tokens of a row stay contiguous while it grows.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Ids = tuple[int, ...]
 
 
 class Reader(Protocol):
-    """What a prompt must fit."""
+    """The limits of a model that a prompt must keep."""
 
     vocab_size: int
     source_vocab: int | None
@@ -44,7 +44,7 @@ class Prompts:
         sources: "Sequence[Sequence[int]] | ArrayLike | None" = None,
         source_valid: ArrayLike | None = None,
     ) -> "Prompts":
-        """Of rows of any lengths, or of an array with a mask (True = real token)."""
+        """Make prompts from rows of any lengths, or an array with a mask (True = real token)."""
         rows = _rows(tokens, valid, name="prompts")
         if sources is None:
             return cls(rows)
@@ -54,7 +54,7 @@ class Prompts:
         return len(self.tokens)
 
     def check(self, reader: Reader) -> None:
-        """Refuse what this model cannot read, before any work."""
+        """Refuse prompts that this model cannot read, before any work."""
         _check_rows("prompts", self.tokens, reader.vocab_size)
         for place, row in enumerate(self.tokens):
             if len(row) >= reader.max_seq_len:
@@ -81,12 +81,12 @@ class Prompts:
             )
 
     def room(self, reader: Reader, max_new_tokens: int) -> list[int]:
-        """How many new tokens each row may have."""
+        """Return the maximum number of new tokens of each row."""
         return [min(max_new_tokens, reader.max_seq_len - len(row)) for row in self.tokens]
 
 
 def text_prompt(spec: ModelSpec, tokenizer: Tokenizer, text: str) -> Prompts:
-    """A text as the model was trained to see it: BOS before it, or as the source of a BOS."""
+    """Return a text as in training: after BOS, or for an encoder as the source."""
     if "next" not in spec.head_names():
         raise InputError(
             "this model has no next-token head, so it cannot continue a text",
@@ -103,7 +103,7 @@ def text_prompt(spec: ModelSpec, tokenizer: Tokenizer, text: str) -> Prompts:
 
 
 def padded(rows: Sequence[Ids]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-    """(B, T) ids, short rows padded on the left with id 0; and which are real, None if all are."""
+    """Return ids (B, T), padded on the left with 0, and which are real; None if all are."""
     longest = max(map(len, rows))
     tokens_BT = np.zeros((len(rows), longest), dtype=np.int64)
     valid_BT = np.zeros((len(rows), longest), dtype=np.bool_)

@@ -24,7 +24,7 @@ _HOTTEST = torch.finfo(torch.float32).max  # beyond it -inf / temperature is no 
 
 
 def scale_by_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
-    """logits / temperature; at 1e-5 or less only the first of the likeliest stays."""
+    """Divide by the temperature; at 1e-5 or less keep only the first of the likeliest tokens."""
     if temperature > GREEDY:
         return logits_BV / min(temperature, _HOTTEST)
     best_B1 = greedy(logits_BV)[:, None]
@@ -33,7 +33,7 @@ def scale_by_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
 
 
 def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
-    """Tokens that fewer than k others beat."""
+    """Keep the tokens that fewer than k others beat."""
     if k >= logits_BV.shape[-1]:
         return logits_BV
     kth_B1 = logits_BV.topk(k).values[:, -1:]
@@ -41,7 +41,7 @@ def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits_BV: Tensor, p: float) -> Tensor:
-    """Tokens whose strictly likelier ones together have a probability below p (nucleus)."""
+    """Keep tokens whose strictly likelier ones together have a probability below p (nucleus)."""
     if p >= 1.0:
         return logits_BV
     sorted_BV = logits_BV.sort(dim=-1, descending=True).values
@@ -53,7 +53,7 @@ def keep_top_p(logits_BV: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits_BV: Tensor, p: float) -> Tensor:
-    """Tokens at least p times as likely as the likeliest."""
+    """Keep the tokens at least p times as likely as the likeliest."""
     if p <= 0.0:
         return logits_BV
     least_B1 = logits_BV.amax(-1, keepdim=True) + math.log(p)
@@ -80,13 +80,13 @@ def keep_typical(logits_BV: Tensor, p: float) -> Tensor:
 
 
 def penalise_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Logits of seen tokens / penalty where above 0, else * penalty (Keskar and others, 2019)."""
+    """Divide positive logits of seen tokens, multiply negative ones (Keskar and others, 2019)."""
     lowered_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     return torch.where(seen_BV, lowered_BV, logits_BV)
 
 
 def forbid(logits_BV: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Without these tokens."""
+    """Drop these tokens."""
     if not tokens:
         return logits_BV
     ids = torch.tensor(tokens, device=logits_BV.device)
@@ -94,21 +94,21 @@ def forbid(logits_BV: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def force(logits_BV: Tensor, token: int) -> Tensor:
-    """Nothing but this token."""
+    """Keep only this token."""
     forced_BV = torch.full_like(logits_BV, -math.inf)
     forced_BV[:, token] = 0.0
     return forced_BV
 
 
 def greedy(logits_BV: Tensor) -> Tensor:
-    """The likeliest token of each row; the first of equal ones."""
+    """Return the likeliest token of each row; the first of equal ones."""
     return logits_BV.argmax(-1)
 
 
 def uniform(seed: int, row: int, step: int) -> float:
-    """A number in [0, 1) that depends on these three alone (SplitMix64 over each in turn).
+    """Return a random number in [0, 1) from these three alone (SplitMix64 over each in turn).
 
-    No state is carried, so a row's draws are the same in any batch, and after any resumption.
+    No state is carried, so a row samples the same tokens in any batch, and after any resumption.
     """
     mixed = 0
     for part in (seed, row, step):
@@ -120,28 +120,28 @@ def uniform(seed: int, row: int, step: int) -> float:
 
 
 def draw(logits_BV: Tensor, *, seed: int, rows: Sequence[int], step: int) -> Tensor:
-    """One token a row, with probability softmax(logits): the inverse of the cumulative sum.
+    """Sample one token per row from softmax(logits), by inverting the cumulative sum.
 
-    `rows` are the rows' names; the same name draws the same way whoever else is in the batch.
+    `rows` are the rows' names; a row with the same name samples the same token in any batch.
     """
     sum_BV = logits_BV.double().softmax(-1).cumsum(-1)
     share_B1 = torch.tensor([[uniform(seed, row, step)] for row in rows], dtype=torch.float64)
     total_B1 = sum_BV[:, -1:]
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     point_B1 = torch.minimum(share_B1.to(sum_BV.device) * total_B1, below_total_B1)
-    # The first token whose sum lies above the point: one of probability 0 never does.
+    # The first token whose sum is above the point: never one of probability 0.
     found_B1 = torch.searchsorted(sum_BV, point_B1, right=True)
     return found_B1.masked_fill(total_B1.isnan(), NOTHING)[:, 0]
 
 
 def _likeliest(logits_BV: Tensor) -> Tensor:
-    """`greedy`, but NOTHING where the likeliest is no choice: argmax takes NaN for the largest."""
+    """Return `greedy`, or NOTHING where its logit is not finite: argmax prefers NaN."""
     best_B1 = greedy(logits_BV)[:, None]
     return best_B1.masked_fill(~logits_BV.gather(1, best_B1).isfinite(), NOTHING)[:, 0]
 
 
 class Sampler(Protocol):
-    """Logits to tokens."""
+    """Choose tokens from logits."""
 
     def __call__(
         self,
@@ -152,14 +152,14 @@ class Sampler(Protocol):
         seen_BV: Tensor | None = None,
         allow_BV: Tensor | None = None,
     ) -> Tensor:
-        """Tokens (B,) of the new place `step`, from 0; `allow` is a constraint's permission.
+        """Return the tokens (B,) at new position `step`, from 0; NOTHING where none can be chosen.
 
-        NOTHING where there is none to choose.
+        `allow_BV` are the tokens that a constraint allows.
         """
 
 
 def make_sampler(spec: DecodeSpec) -> Sampler:
-    """The chain that the spec describes, in the order that it gives."""
+    """Return the chain of rules that the spec describes, in its order."""
 
     def sample(
         logits_BV: Tensor,

@@ -76,7 +76,7 @@ def decodable(model: Model | Holder) -> Model:
 
 
 def read_prompts(model: Model, prompts: Prompts) -> Inputs:
-    """Checked tensors on the model's device, padded on the left."""
+    """Return checked tensors on the model's device, padded on the left."""
     tokens_BT, valid_BT = padded(prompts.tokens)
     source_BS = source_valid_BS = None
     if prompts.sources is not None:

@@ -1,10 +1,10 @@
-"""Text while it is made: what is shown is never taken back, and never half a character."""
+"""Text while it is generated: pieces are never taken back, and never half a character."""
 
 from collections.abc import Sequence
 
 from glassformer.data.tokenizers.vocab import Tokenizer
 
-BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not yet one
+BROKEN = "\ufffd"  # decoders write it for bytes that are no character, or not yet one
 
 
 class TextStream:
@@ -12,11 +12,11 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._ids: list[int] = []  # from the last token that ended with a whole character
-        self._shown = 0  # characters of their text that were given out
+        self._ids: list[int] = []  # from the last token that ended with a complete character
+        self._shown = 0  # characters of their text that were returned
 
     def push(self, token: int) -> str:
-        """What this token adds; nothing while a character lacks bytes."""
+        """Return the text that this token adds; empty while a character lacks bytes."""
         self._ids.append(token)
         text = self.tokenizer.decode(self._ids)
         # An unfinished character is the last one: decoders write one sign for all of its bytes.
@@ -29,7 +29,7 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """The rest, when no more tokens come: broken bytes are shown as broken."""
+        """Return the rest, after the last token: incomplete bytes as replacement characters."""
         piece = self.tokenizer.decode(self._ids)[self._shown :] if self._ids else ""
         self._ids, self._shown = [], 0
         return piece
@@ -44,7 +44,7 @@ class StopFilter:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """What can be shown of it for certain."""
+        """Return the part that cannot belong to a stop string."""
         if self.over:
             return ""
         text = self._held + piece
@@ -57,18 +57,18 @@ class StopFilter:
         return text[: len(text) - most]
 
     def flush(self) -> str:
-        """What was held back, when no more comes: it began a stop string, and was none."""
+        """Return what was held back, at the end: it began like a stop string but was none."""
         piece, self._held = self._held, ""
         return piece
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text begin the stop string."""
+    """Return the number of characters at the end of the text that begin the stop string."""
     return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def visible(text: str) -> str:
-    """Control characters as escapes, line ends and tabs kept: a terminal obeys none of them."""
+    """Escape control characters except line ends and tabs: a terminal would obey them."""
     return "".join(
         c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
         for c in text

@@ -138,7 +138,7 @@ class FastAttention:
         return bias_NS.view(1, self.n_kv_heads, -1, columns).to(dtype)
 
     def _until(self, end_1: Tensor, kv_BXSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
-        """Return a mask to add to scores over the complete cache: -inf from `end` on, before a window."""
+        """Return a mask to add to scores over the complete cache: -inf outside of what is read."""
         column_S = torch.arange(kv_BXSH.shape[2], device=kv_BXSH.device)
         seen_S = column_S < end_1
         if self.window is not None:
