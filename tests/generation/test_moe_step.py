@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glassformer.generation.fast.moe import LeanMoE
+from glassformer.generation.fast.moe import FastMixtureOfExperts
 from glassformer.generation.fast.projection import Maker
 from glassformer.kernels.matmul import Product
 from glassformer.nn.moe import MixtureOfExperts
@@ -36,7 +36,7 @@ def maker(*, static: bool) -> Maker:
 def test_every_form_is_the_module(name, form, rows):
     part = filled(MixtureOfExperts(MIXTURES[name], D)).eval()
     norm = filled(build_norm(RMSNorm(), D))
-    lean = LeanMoE(part, maker(static=form == "stacked"), norm=norm)
+    lean = FastMixtureOfExperts(part, maker(static=form == "stacked"), norm=norm)
     assert (lean.stacked is not None) == (form == "stacked")
     lean.static = form == "every"
     x_BD = noise(rows, D, seed=rows)
