@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from bench.footprint import optimizer_bytes, saved_bytes
 from glassformer.budget.answer import Answer
 from glassformer.budget.design import design, solve
 from glassformer.budget.infeasible import InfeasibleBudget
@@ -21,7 +22,6 @@ from glassformer.budget.question import Budget
 from glassformer.costs.memory import training_memory
 from glassformer.costs.timing import step_time
 from glassformer.data.batch import Batch
-from glassformer.lab.footprint import optimizer_bytes, saved_bytes
 from glassformer.lab.measure.machine_rates import calibrate
 from glassformer.models.build import build
 from glassformer.spec.model import ModelSpec

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bench import footprint
 from hypothesis import given, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +14,6 @@ from glassformer.costs.flops import flops
 from glassformer.costs.memory import activations, optimizer_bytes, training_memory, weight_bytes
 from glassformer.costs.timing import Rates, rate_at, step_time
 from glassformer.data.batch import Batch
-from glassformer.lab import footprint
 from glassformer.models.build import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.execution import PIECE

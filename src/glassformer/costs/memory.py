@@ -4,7 +4,7 @@ Activations are what autograd keeps between forward and backward. The estimate f
 of `nn` operation by operation, in float32 and with fused attention: each tensor that a backward
 will read counts once. On a GPU the fused kernel takes heads whose width is a multiple of four, and
 a key for every query head, so padding and repeated keys are counted there. A test compares the
-estimate with saved-tensor hooks (`lab.footprint`).
+estimate with saved-tensor hooks (`bench.footprint`).
 """
 
 from collections.abc import Iterator
