@@ -114,7 +114,7 @@ def nobody_is_dropped(dtype: torch.dtype) -> Measure:
         rows = [[_one_token(part, NORMALIZED, token) for token in row] for row in x]
         expected = torch.stack([torch.stack(row) for row in rows])
         worst = gap(part(x), expected)
-    return Measure(worst, 10 * TOLERANCE[dtype], f"B{B} T{T}, all to 2 experts")
+    return Measure(worst, TOLERANCE[dtype], f"B{B} T{T}, all to 2 experts")
 
 
 @torch.no_grad()
