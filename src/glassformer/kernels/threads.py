@@ -75,7 +75,7 @@ def taking(threads: int) -> Iterator[None]:
 @contextlib.contextmanager
 def one_numpy_thread() -> Iterator[None]:
     """Let NumPy's products run on one thread where its BLAS is OpenBLAS, as in its wheels."""
-    from threadpoolctl import ThreadpoolController
+    from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
     with ThreadpoolController().select(internal_api="openblas").limit(limits=1):
         yield

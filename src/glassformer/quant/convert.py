@@ -1,8 +1,8 @@
 """`prepare_model_for_quantization`, `quantize_model`, `dequantize_model`: there, and back.
 
-Which layers: every matrix of the manifest and, unless told otherwise, the table that a tied head
-shares; a `(path, module)` predicate picks among them. All three change the model they are given and
-return it. There is nothing to fuse beforehand: these models have no layer that a neighbour absorbs.
+Every matrix of the manifest is quantized and, by default, the table that a tied head shares; a
+`(path, module)` predicate selects among them. All three change the model they are given and return
+it. There is nothing to fuse beforehand: these models have no layer that a neighbour absorbs.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +23,7 @@ from glassformer.quant.qat import (
     Watch,
     WatchedEmbedding,
     WatchedLinear,
+    become,
 )
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
 from glassformer.spec.errors import InputError
@@ -32,13 +33,18 @@ from glassformer.spec.schemes import Method, Scheme
 Select = Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=Model)
 
-PREPARED = (WatchedLinear, WatchedEmbedding, RoundedLinear, RoundedEmbedding)
+#: By mode: the class of a prepared linear layer, and of a prepared table.
+PREPARED_CLASSES = {
+    "ptq": (WatchedLinear, WatchedEmbedding),
+    "qat": (RoundedLinear, RoundedEmbedding),
+}
+PREPARED = (*PREPARED_CLASSES["ptq"], *PREPARED_CLASSES["qat"])
 
 
 def plan(
     model: Model, spec: QuantSpec, *, select: Select | None = None
 ) -> dict[str, tuple[nn.Module, Scheme]]:
-    """Layers by path with the scheme each will have; the model is not changed."""
+    """Return layers by path with the scheme each will have; the model is not changed."""
     found = {}
     for target in targets(model.spec, spec.tied):
         path = layer_of(target.name)
@@ -78,12 +84,8 @@ def prepare_model_for_quantization(
         raise InputError(f"the method '{spec.method}' does not go with the mode '{mode}'")
     _untie(model, spec)
     for module, scheme in plan(model, spec, select=select).values():
-        table = isinstance(module, TokenEmbedding)
-        # The same object under another class: parameters, names and optimizers stay.
-        if mode == "qat":
-            module.__class__ = RoundedEmbedding if table else RoundedLinear
-        else:
-            module.__class__ = WatchedEmbedding if table else WatchedLinear
+        become(module, PREPARED_CLASSES[mode][isinstance(module, TokenEmbedding)])
+        if mode == "ptq":
             module.watch = Watch(module.weight.shape[1], module.weight.device)
             module.method = spec.resolved_method
         module.scheme = scheme
@@ -134,7 +136,7 @@ def _quantized(module: nn.Module, scheme: Scheme, method: Method) -> QuantizedTe
 def quantized_layer(
     module: nn.Module, tensor: QuantizedTensor, method: Method, backend: str
 ) -> QuantizedWeight:
-    """The layer that takes the place of a linear one or a table, with this matrix in it."""
+    """Return the quantized layer that replaces a linear one or a table."""
     if isinstance(module, TokenEmbedding):
         return QuantizedEmbedding(
             tensor,
@@ -154,7 +156,7 @@ def _method_of(module: nn.Module) -> Method:
 
 @torch.no_grad()
 def dequantize_model(model: M) -> M:
-    """A float32 model of exactly the weights that the quantized one has; nothing else remains."""
+    """Replace quantized layers by float32 ones with exactly the same weights."""
     layers = list(quantized_layers(model))
     if not layers:
         raise InputError("the model is not quantized", hint="quantize_model makes one that is")
@@ -173,7 +175,7 @@ def dequantize_model(model: M) -> M:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """The quantized layers by path; what is shared is named once."""
+    """Yield the quantized layers by path; a shared one is named once."""
     for path, module in model.named_modules():
         if isinstance(module, QuantizedWeight):
             yield path, module

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.linear import Linear
@@ -52,6 +52,18 @@ class Watch:
         self.moment_II.addmm_(x_MI.T, x_MI)
         self.largest = max(self.largest, float(x_MI.abs().max()))
         self.rows += len(x_MI)
+
+
+def become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a layer the class of its prepared form, or its plain class again.
+
+    The object stays the same, and with it its parameters, their names, and whatever holds them:
+    optimizers, tied heads, hooks. Only classes with the same attributes may be exchanged this way,
+    so the two must share a plain layer as their base.
+    """
+    shared = (Linear, TokenEmbedding)
+    assert any(isinstance(module, base) and issubclass(cls, base) for base in shared), cls
+    module.__class__ = cls
 
 
 class WatchedLinear(Linear):

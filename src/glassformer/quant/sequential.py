@@ -24,7 +24,7 @@ from glassformer.quant.convert import (
     replace_module,
 )
 from glassformer.quant.gptq import making_up, quantize_with_inputs
-from glassformer.quant.qat import Watch, WatchedEmbedding, WatchedLinear
+from glassformer.quant.qat import Watch, WatchedEmbedding, WatchedLinear, become
 from glassformer.quant.schemes import QuantizedTensor, dequantize
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
@@ -36,7 +36,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Reached(Exception):
-    """Thrown where a forward need not go on."""
+    """Raised where a forward pass need not go on."""
 
 
 @torch.no_grad()
@@ -73,9 +73,9 @@ def quantize_in_turn(
     for module in list(model.modules()):
         if isinstance(module, WatchedEmbedding):  # before the rest, which it feeds
             settle(module, module.weight, module.watch.moment_II)
-            module.__class__ = TokenEmbedding
+            become(module, TokenEmbedding)
         elif isinstance(module, WatchedLinear) and module in inside:
-            module.__class__ = Linear
+            become(module, Linear)
             inner.add(module)
         elif isinstance(module, WatchedLinear):
             outer.append(module)
@@ -102,7 +102,7 @@ def _settle_block(
     batches: Sequence[Any],
     settle: Callable[[nn.Module, Tensor, Tensor], None],
 ) -> None:
-    """The layers of one block, in turn; `sides` is the block on its way, and the float one."""
+    """Quantize the layers of one block in turn; `sides`: the block being rounded, the float one."""
     calls = [
         [_reached(model, block, batch) for batch in batches]
         for model, block in zip(models, sides, strict=True)
@@ -143,7 +143,7 @@ def _stages(block: nn.Module, layers: Sequence[str], call: Call) -> list[list[st
 
 @contextmanager
 def _inputs_of(block: nn.Module, layers: Sequence[str]) -> Iterator[list[tuple[str, Tensor]]]:
-    """What these layers are given, in the order they are called."""
+    """Collect the inputs of these layers, in the order they are called."""
     seen: list[tuple[str, Tensor]] = []
 
     def watcher(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -158,7 +158,7 @@ def _inputs_of(block: nn.Module, layers: Sequence[str]) -> Iterator[list[tuple[s
 
 
 def _reached(model: Model, block: nn.Module, batch: Any) -> Call:
-    """What the block is called with; the forward stops there."""
+    """Return the arguments of the block's call; the forward pass stops there."""
     calls: list[Call] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]) -> None:

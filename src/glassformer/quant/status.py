@@ -1,4 +1,4 @@
-"""`is_model_quantized`: yes or no, and what there is to know of every layer."""
+"""`is_model_quantized`: which layers of a model are quantized, and how."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +38,7 @@ class QuantizationReport:
 
     @property
     def bits(self) -> int | None:
-        """Of most weights."""
+        """The bits that most weights have."""
         weights: dict[int, int] = {}
         for layer in self.layers.values():
             weights[layer.bits] = weights.get(layer.bits, 0) + layer.shape[0] * layer.shape[1]
@@ -53,7 +53,7 @@ class QuantizationReport:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Those in use."""
+        """The backends in use."""
         return tuple(sorted({layer.backend for layer in self.layers.values()}))
 
 

@@ -130,7 +130,7 @@ def _verify_file(folder: Path, name: str, entry: Any) -> None:
         )
 
 
-def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray]]:
+def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray[Any]]]:
     """The spec and the weights, verified, and every tensor of the shape that the spec says."""
     manifest = verify_folder(folder)
     if QUANTIZATION in manifest["files"]:

@@ -7,6 +7,7 @@ is held to the shape and type that the spec and the quantization give it.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -64,7 +65,7 @@ def save_quantized(
     write_folder(folder, contents)
 
 
-def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDArray]]:
+def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDArray[Any]]]:
     """The spec, what is quantized, and the tensors, verified."""
     manifest = verify_folder(folder)
     for name in (SPEC, WEIGHTS, QUANTIZATION):

@@ -10,14 +10,14 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.manifest import Parameter, stored
+from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.serialize import unique_keys
 
@@ -41,11 +41,20 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 #: The types that NumPy lacks, by torch's name.
 OPAQUE = {dtype.names[0]: dtype for dtype in DTYPES.values() if dtype.names is not None}
 
+
+class Shaped(Protocol):
+    """Anything with a shape: a parameter of the manifest, or a stored tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that a tensor of this name must have."""
+
+
 HEADER_LIMIT = 10_000_000
 COUNT_LIMIT = 100_000
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
 
-Arrays = Mapping[str, NDArray]
+Arrays = Mapping[str, NDArray[Any]]
 
 
 def tensor_bytes(arrays: Arrays, *, metadata: Mapping[str, str] | None = None) -> bytes:
@@ -63,7 +72,7 @@ def tensor_bytes(arrays: Arrays, *, metadata: Mapping[str, str] | None = None) -
 
 def tensor_chunks(
     described: Mapping[str, tuple[str, tuple[int, ...]]],
-    array_of: Callable[[str], NDArray],
+    array_of: Callable[[str], NDArray[Any]],
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes]:
@@ -87,7 +96,7 @@ def tensor_chunks(
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The words that a tensor file says of itself."""
+    """Return the metadata of a tensor file."""
     found = _header(path).get("__metadata__", {})
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
         raise FileError("a tensor file whose metadata is not text", where=path.name)
@@ -95,7 +104,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The header as it stands, bounded in length; what is in it is not checked yet."""
+    """Read the header, bounded in length; its entries are not checked yet."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(8)
@@ -113,7 +122,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype code and shape of each tensor, before any of them is read."""
+    """Return dtype code and shape of each tensor, before any of them is read."""
     header = _header(path)
     try:
         entries = {
@@ -133,11 +142,11 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return entries
 
 
-def read_tensors(path: Path) -> dict[str, NDArray]:
-    """Every tensor of the file."""
+def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """Read every tensor of the file."""
     header = read_header(path)
     try:
-        entries = safetensors.deserialize(path.read_bytes())
+        entries = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise FileError(f"a damaged tensor file: {error}", where=path.name) from error
     arrays = {}
@@ -150,8 +159,8 @@ def read_tensors(path: Path) -> dict[str, NDArray]:
     return arrays
 
 
-def is_finite(array: NDArray) -> bool:
-    """No NaN and no infinity; whole numbers are always finite."""
+def is_finite(array: NDArray[Any]) -> bool:
+    """Return True if there is no NaN and no infinity; integers are always finite."""
     if array.dtype == BFLOAT16:  # NaN and infinity: all eight exponent bits set
         return bool(((array.view("<u2") & 0x7F80) != 0x7F80).all())
     if array.dtype == FLOAT8_E4M3:  # no infinity; NaN: all bits set but the sign
@@ -160,14 +169,12 @@ def is_finite(array: NDArray) -> bool:
 
 
 def explain_misfit(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What is missing, unexpected or misshapen against the manifest; empty when everything fits."""
+    """Name what is missing, unexpected or misshapen against the manifest; empty if all fits."""
     return explain_difference(stored(spec), shapes)
 
 
-def explain_difference(
-    wanted: Mapping[str, Parameter], shapes: Mapping[str, tuple[int, ...]]
-) -> str:
-    """The same against any set of parameters."""
+def explain_difference(wanted: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Name what is missing, unexpected or misshapen against any set of tensors."""
     parts = []
     missing = [name for name in wanted if name not in shapes]
     unexpected = [name for name in shapes if name not in wanted]

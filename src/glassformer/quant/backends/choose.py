@@ -1,4 +1,5 @@
-"""Which routine runs a quantized matrix: asked once against the reference, reported, overridable.
+"""Choose the routine that runs a quantized matrix: compared with the reference once, reported,
+overridable.
 
 A backend turns the stored form into its own and takes its place in memory; the way back loses
 nothing. One whose answers leave its bound, or whose way back does, is not used, and the report says
@@ -95,7 +96,7 @@ def check_backend(
     *,
     lookup: bool = False,
 ) -> None:
-    """Refuse one that was asked for by name and cannot serve."""
+    """Refuse a backend that was requested by name and cannot run this matrix."""
     if name not in (*NAMES, "auto"):
         raise InputError(f"no backend '{name}'", hint=nearest(name, (*NAMES, "auto")))
     if name not in (REFERENCE, "auto"):
@@ -125,7 +126,7 @@ def why_not(
 
 @functools.cache
 def _probed(name: str, scheme: Scheme, device: str, lookup: bool) -> str:
-    """One small matrix, with ordinary rows, rows at their ends and a row of zeros."""
+    """Try a backend on one small matrix: ordinary rows, rows at their ends, a row of zeros."""
     try:
         return probe(BACKENDS[name], scheme, torch.device(device), lookup=lookup)
     except (RuntimeError, AttributeError, NotImplementedError) as error:
@@ -152,13 +153,13 @@ def probe(backend: Backend, scheme: Scheme, device: torch.device, *, lookup: boo
 
 
 def moved(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
-    """The same on another device."""
+    """Return the same tensor on another device."""
     zero = None if tensor.zero is None else tensor.zero.to(device)
     return QuantizedTensor(tensor.qweight.to(device), tensor.scale.to(device), zero, tensor.scheme)
 
 
 def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
-    """Equal in every bit."""
+    """Return True if two tensors are equal in every bit."""
     zeros = (one.zero, other.zero)
     return (
         one.scheme == other.scheme

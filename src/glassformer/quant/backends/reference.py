@@ -21,7 +21,7 @@ PIECE = 1 << 22
 def in_pieces(
     x: Tensor, shape: tuple[int, int], weight: Callable[[slice], Tensor], bias_O: Tensor | None
 ) -> Tensor:
-    """x W^T + b, with `weight` asked for some outputs at a time."""
+    """Return x W^T + b; `weight` gives the weights of some outputs at a time."""
     outputs, inputs = shape
     step = max(1, PIECE // inputs)
     if outputs <= step:
