@@ -107,7 +107,12 @@ class MixtureOfExperts(nn.Module):
         out_BTD: Tensor = self.shared_expert(x_BTD)
         if self.shared_expert_gate is None:
             return out_BTD
-        return torch.sigmoid(self.shared_expert_gate(x_BTD)) * out_BTD
+        gate = self.shared_expert_gate
+        if type(gate) is not Linear:  # one that carries a correction
+            return torch.sigmoid(gate(x_BTD)) * out_BTD
+        # Not a product of matrices: with one output its rounding depends on where the weight lies
+        # in memory, and a model that was saved and loaded would give other bits.
+        return torch.sigmoid((x_BTD * gate.weight).sum(-1, keepdim=True)) * out_BTD
 
     def _tapped(
         self, taps: TapsAt, weights_BTA: Tensor, chosen_BTA: Tensor
