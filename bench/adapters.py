@@ -20,7 +20,7 @@ import torch
 from glassformer.adapters.config import Config
 from glassformer.adapters.families.qwen import QWEN2, QwenAdapter
 from glassformer.adapters.folder.export_hf import export_hf
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
 

@@ -23,7 +23,7 @@ from glassformer.costs.memory import training_memory
 from glassformer.costs.timing import step_time
 from glassformer.data.batch import Batch
 from glassformer.lab.measure.machine_rates import calibrate
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import TrainSpec
 from glassformer.training.torch_engine import TorchEngine

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from glassformer.byhand.model import Model
 from glassformer.byhand.optim import Adam
 from glassformer.data.batch import Batch
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec import model as spec
 from glassformer.spec.presets import digits
 from glassformer.spec.serialize import override

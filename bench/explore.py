@@ -25,7 +25,7 @@ import uvicorn
 from glassformer.lab.api import train
 from glassformer.lab.runs.curves import read_curves
 from glassformer.lens.inspection import inspect
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.presets import budget_lm
 from glassformer.web.app.query import Query, to_json
 from glassformer.web.app.server import create_app

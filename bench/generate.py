@@ -14,7 +14,7 @@ import torch
 from bench.clock import Row, Sides, bandwidth, growth, installed, interleave, rows, said
 from bench.peers import EOS, fresh, qwen_pair
 from bench.translation import crossed
-from glassformer.checks.brute_force import disagreements
+from glassformer.checks.rows.decoding import disagreements
 from glassformer.costs.memory import cache_bytes
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab

@@ -17,17 +17,15 @@ import numpy as np
 import torch
 
 from glassformer.adapters.load import load
-from glassformer.data.tasks.corpus import read_corpus
-from glassformer.data.tasks.text import Text, held_out_text
-from glassformer.data.tokenizers.characters import Bytes
-from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.data.tasks.text import Text, held_out_text, read_corpus
+from glassformer.data.tokenizers.vocab import Bytes, Tokenizer
 from glassformer.lab.measure.evaluate import evaluate
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.smallbench.examinee import examinee_of
 from glassformer.lab.smallbench.question import mark
 from glassformer.lab.smallbench.suite import BITS, EXAMS, ITEMS, interval, questions_of, smallbench
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import budget_lm, core, modern_lm

@@ -20,12 +20,11 @@ from glassformer.cli.shell.process import keep_freed_memory
 from glassformer.data.build_task import build_task
 from glassformer.data.tasks.digits import Digits
 from glassformer.lab.recipes import recipe
-from glassformer.lab.runs.probing import take_probes
+from glassformer.lab.runs.artifacts import take_probes
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lens.capture import residual_rows
 from glassformer.lens.measure.roles import head_roles
-from glassformer.models.build import build
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets
 from glassformer.training.torch_engine import TorchEngine

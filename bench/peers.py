@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from glassformer.checks.preset_subjects import perturb
-from glassformer.models.build import build
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec
 

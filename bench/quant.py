@@ -20,9 +20,8 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.autotune import CHOICES
 from glassformer.kernels.matmul import Product
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build
 from glassformer.quant.convert import quantize_model
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor

@@ -12,10 +12,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glassformer.byhand.position import sinusoids
+from glassformer.byhand.embedding import sinusoids
 from glassformer.data.batch import Batch
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
+from glassformer.models.model import build
 from glassformer.spec.presets import core, preset
 from glassformer.spec.serialize import override
 from pages import runs

@@ -29,9 +29,8 @@ from glassformer.generation.beam import beam_search
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.lab.recipes import recipe
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build
 from glassformer.nn.taps import trace
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.presets import seq2seq

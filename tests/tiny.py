@@ -5,8 +5,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from glassformer.models.build import build
-from glassformer.models.model import DecoderLM, EncoderDecoder
+from glassformer.models.model import DecoderLM, EncoderDecoder, build
 from glassformer.spec.model import (
     MLP,
     Attention,

@@ -16,7 +16,7 @@ from bench.findings.surgery import operate
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.lab.measure.evaluate import evaluate
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.manifest import count_parameters
 from glassformer.training.fit import fit
 from glassformer.training.torch_engine import TorchEngine

@@ -5,14 +5,14 @@ from tests.checks.faults import Fault
 FAULTS = [
     Fault(
         "theta forgotten",
-        "adapters.families.rope:read_rotary",
+        "adapters.families.llama:read_rotary",
         "base=inner",
         "base=THETA",
         "qwen2 tied",
     ),
     Fault(
         "theta of the 5.x file not read",
-        "adapters.families.rope:read_rotary",
+        "adapters.families.llama:read_rotary",
         "Config(old or new",
         "Config(old",
         "qwen2 untied",
@@ -117,7 +117,7 @@ FAULTS = [
     ),
     Fault(
         "scaling forgotten",
-        "adapters.families.rope:read_rotary",
+        "adapters.families.llama:read_rotary",
         "scaling=_scaling(found, kind, max_seq_len)",
         "scaling=None",
         "llama3 biases",

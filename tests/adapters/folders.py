@@ -10,8 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
-from glassformer.adapters.tokenizers.files import QWEN_WORDS
-from glassformer.adapters.tokenizers.tiktoken import byte_letters
+from glassformer.adapters.tokenizers.files import QWEN_WORDS, byte_letters
 
 SAMPLE = (
     "The cat sat on the mat, didn't it? 12 345 def f(x):\n    return x\n naïve 你好 👩🏽\u200d🚀 é "

@@ -222,7 +222,7 @@ def test_a_model_that_answers_answers():
 
 
 def test_text_goes_in_and_comes_out(tmp_path):
-    from glassformer.data.tokenizers.characters import Bytes
+    from glassformer.data.tokenizers.vocab import Bytes
 
     spec = presets.core(vocab_size=Bytes().vocab_size, d_model=32, n_heads=4, d_ff=48, n_layers=1)
     made = gf.build(spec, tokenizer=Bytes())

@@ -11,9 +11,8 @@ from glassformer.adapters.chat.conversation import Conversation
 from glassformer.adapters.chat.template import read_chat
 from glassformer.adapters.load import load
 from glassformer.generation.loop import decode
-from glassformer.generation.prefix_cache import PrefixCacheStepper
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.stepper import PrefixCacheStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError

@@ -9,7 +9,7 @@ from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.data.tasks.digits import VOCAB as DIGITS
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.lens.inspection import inspect
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import digits, fsm_probe, seq2seq
 from tests.adapters import checkpoints, folders

@@ -140,7 +140,7 @@ def test_we_open_what_peft_writes(targets, tmp_path):
 
 def test_an_adapter_is_read_back_bit_for_bit(tmp_path):
     for number, spec in enumerate((presets.qwen(n_layers=2), tiny(), tiny(encoder=True))):
-        from glassformer.models.build import build
+        from glassformer.models.model import build
 
         lora = LoRA(rank=2, alpha=3.5, targets=("attention", "ffn"))
         model = build(spec)
@@ -176,7 +176,7 @@ def test_targets_are_whole_names_where_last_names_would_mean_more(tmp_path):
 
 def written(folder: Path, **changes: object) -> Path:
     """A good adapter for the qwen preset with some settings changed."""
-    from glassformer.models.build import build
+    from glassformer.models.model import build
 
     spec = presets.qwen(n_layers=1)
     model = build(spec)
@@ -230,7 +230,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_nothing_is_lost_or_overwritten(tmp_path):
-    from glassformer.models.build import build
+    from glassformer.models.model import build
 
     spec, lora = presets.qwen(n_layers=1), LoRA(rank=2)
     model = build(spec)

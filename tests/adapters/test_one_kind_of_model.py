@@ -11,9 +11,9 @@ import torch
 import glassformer as gf
 from glassformer.adapters.base import BaseAdapter
 from glassformer.data.tasks.digits import VOCAB
-from glassformer.data.tokenizers.characters import Bytes
+from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.generation.streaming import Generated
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.nn.cache import FixedCache
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import PRESETS

@@ -10,7 +10,7 @@ from glassformer.adapters.chat.conversation import Conversation
 from glassformer.adapters.chat.template import read_chat
 from glassformer.adapters.load import load
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
-from glassformer.generation.prefix_cache import PrefixCacheStepper
+from glassformer.generation.stepper import PrefixCacheStepper
 from glassformer.spec.errors import GlassError
 from tests.adapters import folders, test_chat, test_conversation, test_hub, test_tokenizer
 from tests.adapters.speech.faults import FAULTS

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from glassformer.adapters.folder.generation_config import GenerationDefaults, generation_defaults
-from glassformer.adapters.tokenizers.files import QWEN_WORDS
+from glassformer.adapters.folder.files import GenerationDefaults, generation_defaults
+from glassformer.adapters.tokenizers.files import QWEN_1_SPECIALS, QWEN_WORDS
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer, read_tokenizer
-from glassformer.adapters.tokenizers.tiktoken import QWEN_1_SPECIALS
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.text_stream import TextStream, visible

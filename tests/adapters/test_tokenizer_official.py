@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from glassformer.adapters.tokenizers.files import FILE_LIMIT, QWEN_WORDS
+from glassformer.adapters.tokenizers.files import (
+    FILE_LIMIT,
+    QWEN_WORDS,
+    pieces_of_ranks,
+    read_ranks,
+)
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
-from glassformer.adapters.tokenizers.tiktoken import pieces_of_ranks, read_ranks
 from tests.adapters import folders
 from tests.adapters.official import official
 from tests.adapters.texts import varied

@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import glassformer as gf
-from glassformer.lab.measure.precision_on_text import Prompted, in_precisions, prompted
+from glassformer.lab.measure.precision import Prompted, in_precisions, prompted
 from tests.browser.conftest import FORMS, Opener, Site, Watch
 
 TEXT = "the glass is clear"

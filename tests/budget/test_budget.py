@@ -14,7 +14,7 @@ from glassformer.budget.design import design, solve
 from glassformer.budget.infeasible import InfeasibleBudget
 from glassformer.budget.question import NORMS, POSITIONS, WISHES, Budget, Sizes, build_spec
 from glassformer.budget.search import Search
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_active_parameters, count_parameters
 from glassformer.spec.model import Norm, Position

@@ -23,24 +23,32 @@ from glassformer.byhand.activation import (
     silu_forward,
     slope_backward,
 )
-from glassformer.byhand.attention import multi_head_backward, multi_head_forward
-from glassformer.byhand.attention_core import (
+from glassformer.byhand.attention import (
     attend_backward,
     attend_forward,
+    multi_head_backward,
+    multi_head_forward,
     softmax_backward,
     softmax_forward,
 )
 from glassformer.byhand.block import BlockArrays, Setting, block_backward, block_forward
 from glassformer.byhand.embedding import (
+    alibi_bias,
     embedding_backward,
     embedding_forward,
     factorized_backward,
     factorized_forward,
+    rotate_backward,
+    rotate_forward,
+    rotations,
+    sinusoidal_backward,
+    sinusoidal_forward,
+    sinusoids,
 )
 from glassformer.byhand.ffn import feed_backward, feed_forward, swiglu_backward, swiglu_forward
-from glassformer.byhand.heads import head_backward, head_forward
 from glassformer.byhand.linear import linear_backward, linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
+from glassformer.byhand.model import head_backward, head_forward
 from glassformer.byhand.moe import expert_arrays, moe_backward, moe_forward
 from glassformer.byhand.norm import (
     layer_norm_backward,
@@ -49,15 +57,6 @@ from glassformer.byhand.norm import (
     rms_norm_forward,
 )
 from glassformer.byhand.pass_context import PassContext, Workspace
-from glassformer.byhand.position import (
-    alibi_bias,
-    rotate_backward,
-    rotate_forward,
-    rotations,
-    sinusoidal_backward,
-    sinusoidal_forward,
-    sinusoids,
-)
 from glassformer.byhand.storage import under
 from glassformer.spec import model as spec
 from glassformer.spec.init import HeInit

@@ -5,25 +5,30 @@ import pytest
 import torch
 
 from glassformer.byhand.activation import gelu_forward, relu_forward, silu_forward
-from glassformer.byhand.attention import multi_head_forward
-from glassformer.byhand.attention_core import (
+from glassformer.byhand.attention import (
     CALM,
     attend_backward,
     attend_forward,
     masked_softmax,
+    multi_head_forward,
     softmax_backward,
     softmax_forward,
 )
-from glassformer.byhand.embedding import embedding_backward, factorized_forward, l1_penalty
-from glassformer.byhand.heads import readout_forward
+from glassformer.byhand.embedding import (
+    embedding_backward,
+    factorized_forward,
+    l1_penalty,
+    rotate_forward,
+    rotations,
+    sinusoids,
+)
 from glassformer.byhand.inputs import allow_of, positions_of
 from glassformer.byhand.linear import linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
-from glassformer.byhand.model import Model
+from glassformer.byhand.model import Model, readout_forward
 from glassformer.byhand.moe import expert_arrays, moe_forward
 from glassformer.byhand.norm import layer_norm_backward, layer_norm_forward, rms_norm_forward
 from glassformer.byhand.pass_context import PassContext, Workspace
-from glassformer.byhand.position import rotate_forward, rotations, sinusoids
 from glassformer.nn.mask import build_mask
 from glassformer.spec import model as spec
 from tests.byhand.parts import ALLOW, PARTS, ROUTED, B, D, H, K, N, S, T

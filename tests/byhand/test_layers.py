@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glassformer.byhand.attention_core import attend_backward
+from glassformer.byhand.attention import attend_backward
 from glassformer.byhand.gradient_check import numerical_gradient, relative_error
 from glassformer.byhand.layers import (
     CrossEntropyLoss,

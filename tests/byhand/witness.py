@@ -11,8 +11,8 @@ from torch import Tensor
 from glassformer.byhand.inputs import Inputs
 from glassformer.byhand.model import Model
 from glassformer.data.batch import Batch, Source
-from glassformer.models.build import build
-from glassformer.nn.moe import BalanceLosses
+from glassformer.models.model import build
+from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets
 from glassformer.spec.manifest import manifest

@@ -12,7 +12,7 @@ from glassformer.budget.infeasible import Infeasible
 from glassformer.budget.question import Budget
 from glassformer.cli import main as command
 from glassformer.lab.recipes import read_config
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.options import options_of
 

@@ -8,7 +8,7 @@ from bench.bare import bare_decoder
 from bench.clock import growth, interleave, rows
 from bench.layer import B, D, T, capture, memory, ours
 
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.nn.mask import Mask
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets

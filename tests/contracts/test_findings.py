@@ -14,7 +14,7 @@ from bench.findings.results import Score, score, verdict
 
 from glassformer.data.batch import Batch
 from glassformer.lab.recipes import recipe
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError
 from tests.contracts.test_bench import FIELDS

@@ -57,7 +57,7 @@ def test_only_a_page_that_changed_is_written(tmp_path):
 
 
 def test_functions_methods_and_constants_can_be_quoted():
-    assert source_of("glassformer/byhand/attention_core.py", "CALM") == "CALM = 60.0\n"
+    assert source_of("glassformer/byhand/attention.py", "CALM") == "CALM = 60.0\n"
     assert source_of("glassformer/nn/norm.py", "LayerNorm.extra_repr").startswith("def extra_repr")
     assert source_of("glassformer/spec/checks.py", "spec").startswith("@")  # its decorators too
 

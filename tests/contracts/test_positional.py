@@ -16,7 +16,7 @@ from glassformer.data.build_task import build_task
 from glassformer.data.tasks.digits import answer_of
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError

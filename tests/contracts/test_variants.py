@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import glassformer
-from glassformer.adapters.match_family import counterpart
+from glassformer.adapters.registry import counterpart
 from glassformer.byhand.model import Model as HandModel
 from glassformer.costs import memory
 from glassformer.costs.flops import flops
@@ -28,8 +28,7 @@ from glassformer.costs.timing import Rates, step_time
 from glassformer.data.build_task import build_task
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
-from glassformer.models.build import build
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build
 from glassformer.quant.arrays import quantized_arrays, restored_model
 from glassformer.quant.backends.choose import BACKENDS, why_not
 from glassformer.quant.convert import quantize_model
@@ -58,8 +57,14 @@ from glassformer.spec.model import (
     StateHead,
     SwiGLU,
 )
-from glassformer.spec.own import OwnOptimizer, OwnParameter, OwnPart, OwnPosition, OwnTask
-from glassformer.spec.own_code import name_part
+from glassformer.spec.own import (
+    OwnOptimizer,
+    OwnParameter,
+    OwnPart,
+    OwnPosition,
+    OwnTask,
+    name_part,
+)
 from glassformer.spec.position import Position
 from glassformer.spec.quantization import (
     Quantization,
@@ -345,7 +350,7 @@ OPENED = [
         "norm/torch parts",
     ),
     Fault("taps", "spec.taps:ffn_taps", NEVER, "return FFN_TAPS", "feed-forward/taps"),
-    Fault("fast step", "generation.fast.block:_places", NEVER, "return None", "position/fast step"),
+    Fault("fast step", "generation.fast.block:_positions", NEVER, "return None", "position/fast step"),
     Fault("memory", "costs.memory:_masks", NEVER, "pass", "position/masks"),
 ]
 CELLS: dict[str, Callable[[ModelSpec], object]] = CONSUMERS | {

@@ -14,7 +14,7 @@ from glassformer.costs.flops import flops
 from glassformer.costs.memory import activations, optimizer_bytes, training_memory, weight_bytes
 from glassformer.costs.timing import Rates, rate_at, step_time
 from glassformer.data.batch import Batch
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.execution import PIECE
 from glassformer.spec.manifest import stored

@@ -8,9 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.data.packing import Example, Examples, packed
-from glassformer.data.tasks.records import Chat, Plain, Prompted, read_records
-from glassformer.data.tokenizers.characters import Bytes
+from glassformer.data.tasks.finetune import (
+    Chat,
+    Example,
+    Examples,
+    Plain,
+    Prompted,
+    packed,
+    read_records,
+)
+from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import FinetuneTask
@@ -316,7 +323,7 @@ def test_the_spec_is_checked(fields):
 
 # --- tests are tested -----------------------------------------------------------------------------
 
-BATCH, ROWS = "data.packing:Examples.batch", "data.packing:_rows"
+BATCH, ROWS = "data.tasks.finetune:Examples.batch", "data.tasks.finetune:_rows"
 ANSWERS, LEAKS = "answers", "packed"
 FAULTS = (
     Fault("mask one too early", ROWS, "example.learned_N[1:]", "example.learned_N[:-1]", ANSWERS),

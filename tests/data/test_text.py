@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from glassformer.data.tasks import text as module
-from glassformer.data.tasks.corpus import read_corpus
-from glassformer.data.tasks.text import Text, held_out_text
+from glassformer.data.tasks.text import Text, held_out_text, read_corpus
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.tasks import TextTask
 

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.data.tokenizers.characters import Bytes, Characters
 from glassformer.data.tokenizers.from_json import tokenizer_from_json
-from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
 from glassformer.spec.errors import InputError
 
 CORPUS = ["the cat sat on the mat\n", "the naïve café — 東京 🙂\n", "  spaces   and\ttabs\r\n"] * 20

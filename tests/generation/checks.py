@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from glassformer.checks.brute_force import disagreements, random_trial
+from glassformer.checks.rows.decoding import disagreements, random_trial
 from glassformer.generation.beam import beam_search
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import NOTHING, decode

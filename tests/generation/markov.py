@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from glassformer.checks.brute_force import every_hypothesis
+from glassformer.checks.rows.decoding import every_hypothesis
 from glassformer.generation.beam import beam_search
 from glassformer.generation.prompts import Prompts
 from glassformer.spec.decoding import BeamSpec

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.checks.brute_force import every_hypothesis
+from glassformer.checks.rows.decoding import every_hypothesis
 from glassformer.generation.beam import beam_search, beam_steps
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts

@@ -10,8 +10,7 @@ from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
 from glassformer.data.automata.library import brackets, machine_named, modulo
 from glassformer.data.automata.machine import Machine
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.data.tokenizers.characters import Bytes, Characters
-from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.stepper import FastStepper

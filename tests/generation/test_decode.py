@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from glassformer.data.tokenizers.characters import Characters
+from glassformer.data.tokenizers.vocab import Characters
 from glassformer.generation.beam import beam_search
 from glassformer.generation.loop import decode
 from glassformer.generation.prompts import Prompts

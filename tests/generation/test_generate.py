@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.data.tokenizers.characters import Bytes
+from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.generation import beam
 from glassformer.generation.generate import beam_search, generate, read_request, stream_tokens
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch, stream
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, by_flag, without_effect
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import budget_lm, core

@@ -6,7 +6,7 @@ import torch
 from glassformer.generation.fast.moe import FastMixtureOfExperts
 from glassformer.generation.fast.projection import Maker
 from glassformer.kernels.matmul import Product
-from glassformer.nn.moe import MixtureOfExperts
+from glassformer.nn.ffn import MixtureOfExperts
 from glassformer.nn.norm import build_norm
 from glassformer.spec.model import MLP, MoE, RMSNorm, SwiGLU
 from tests.tiny import filled, noise

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.data.tokenizers.characters import Bytes, Characters
-from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
 from glassformer.generation.loop import decode
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.cli.main import app
 from glassformer.data.build_task import build_task
-from glassformer.data.tokenizers.characters import Bytes
+from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.spec.errors import InputError
 from tests.lab.runs import sample, trained
 

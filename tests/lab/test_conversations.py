@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from glassformer.data.tasks.records import Chat, Plain, Prompted
-from glassformer.data.tokenizers.characters import Bytes
+from glassformer.data.tasks.finetune import Chat, Plain, Prompted
+from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.lab.finetune.base import Speech, examples_of
 from glassformer.spec.errors import InputError
 from tests.checks.faults import Fault, planted

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from glassformer.lab.runs.curves import AlertMark, read_curves
-from glassformer.lab.runs.smoothing import MOST, extremes, smooth
+from glassformer.lab.runs.metrics_file import MOST, extremes, smooth
 from glassformer.spec.errors import FileError, InputError
 from tests.lab.runs import sample, trained
 

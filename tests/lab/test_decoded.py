@@ -10,8 +10,8 @@ from glassformer.data.build_task import build_task
 from glassformer.generation.stepper import TorchStepper
 from glassformer.lab.measure.exact_match import answers, decode_split, wanted
 from glassformer.lab.recipes import recipe
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
+from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 
 

@@ -17,7 +17,7 @@ import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.data.batch import Batch
-from glassformer.data.tokenizers.characters import Bytes
+from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.lab.api import evaluate
 from glassformer.lab.finetune import recipe as finetuning
 from glassformer.lab.finetune.base import Base
@@ -27,7 +27,7 @@ from glassformer.lab.recipes import read_config, recipe
 from glassformer.lab.runs import assemble as assembling
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.models.state import weights_hash, weights_of
 from glassformer.nn.lora import corrected_layers
 from glassformer.quant.convert import quantize_model

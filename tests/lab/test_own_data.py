@@ -10,7 +10,7 @@ import glassformer as gf
 from glassformer.checks.report import Report
 from glassformer.lab.api import train
 from glassformer.lab.quantize import Wish, dequantize_folder, quantize_folder
-from glassformer.lab.runs.provenance import DATA
+from glassformer.lab.runs.record import DATA
 from glassformer.spec.errors import FileError, GlassError, InputError
 from glassformer.spec.quantization import QuantSpec
 from glassformer.web.app.query import Query

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from glassformer.lab.runs import probing
-from glassformer.lab.runs.probing import kept_steps, probe_files
+from glassformer.lab.runs import artifacts
+from glassformer.lab.runs.artifacts import kept_steps, probe_files
 from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lens.measure.probes import read_probes
@@ -48,7 +48,7 @@ def the_examples_are_fixed_and_held_out(folder):
         assert run.task.describe("val", row).startswith(" ".join(words))
     assert len({probes.losses_BT.tobytes() for probes in found}) == 3, "the model learns"
     # the last step's are those of the model as it ended
-    again = probing.take_probes(run.engine, run.task, examples=8, step=21)
+    again = artifacts.take_probes(run.engine, run.task, examples=8, step=21)
     assert again.to_bytes() == found[-1].to_bytes()
 
 
@@ -112,8 +112,8 @@ def test_a_resumed_run_leaves_the_same(tmp_path):
 def test_a_resumed_run_that_thins_leaves_the_same(tmp_path, monkeypatch):
     """Room for five of fifteen: files that were thinned out before the kill are not missed."""
     size = len(trained(sample(), tmp_path / "size") and _first(tmp_path / "size"))
-    monkeypatch.setattr(probing, "largest", lambda probes, vocab_size: size)
-    monkeypatch.setattr(probing, "CAP", 5 * size)
+    monkeypatch.setattr(artifacts, "largest", lambda probes, vocab_size: size)
+    monkeypatch.setattr(artifacts, "CAP", 5 * size)
     often = "train.evaluate_every=2"
     trained(sample("torch", KEPT, often), tmp_path / "whole")
     want = outcome(tmp_path / "whole")["probes"]
@@ -155,7 +155,7 @@ def test_what_stays_is_bounded_nested_and_even_by_logarithm():
 
 def test_numbers_that_are_not_finite_are_not_kept(tmp_path):
     run = trained(sample("torch", "train.steps=7"), tmp_path / "run")
-    seen = probing.take_probes(run.engine, run.task, examples=8, step=14)
+    seen = artifacts.take_probes(run.engine, run.task, examples=8, step=14)
     seen.norms_BRT[0, 0, 0] = np.inf
-    probing.keep_probes(run.directory, seen, every=7, vocab_size=20)
+    artifacts.keep_probes(run.directory, seen, every=7, vocab_size=20)
     assert list(found_in(tmp_path / "run")) == [7]

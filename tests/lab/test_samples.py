@@ -8,9 +8,9 @@ import pytest
 
 from glassformer.data.build_task import build_task
 from glassformer.lab.recipes import recipe
+from glassformer.lab.runs.artifacts import Sample, keep_samples, read_samples, write_samples
 from glassformer.lab.runs.assemble import build_engine
 from glassformer.lab.runs.run import Evaluated, TrainingRun
-from glassformer.lab.runs.samples import Sample, keep_samples, read_samples, write_samples
 from glassformer.spec.errors import FileError
 from glassformer.spec.tasks import DigitsTask
 from glassformer.store.rundir import RunDirectory

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glassformer.lens.show.ascii import ASCII_SHADES, heatmap_text, legend, shade
+from glassformer.lens.show.text import ASCII_SHADES, heatmap_text, legend, shade
 from glassformer.spec.errors import InputError
 
 

@@ -19,7 +19,7 @@ from glassformer.lens.measure.snapshot import (
     size_limits,
     snapshot,
 )
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import AnswerHead, LayerNorm

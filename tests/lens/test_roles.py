@@ -11,7 +11,7 @@ from glassformer.lens.heads import HeadName
 from glassformer.lens.measure import roles
 from glassformer.lens.measure.attention import BatchAttention, batch_attention
 from glassformer.lens.measure.roles import NO_ROLE, ROLES, head_roles
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
     MLP,

@@ -12,7 +12,7 @@ from PIL import Image
 
 from glassformer.lens.show import html
 from glassformer.lens.show import svg as picture
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 
 HOSTILE = (
     "</script><script>alert(1)</script>",

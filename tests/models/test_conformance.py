@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
+from glassformer.models.model import build
 from glassformer.nn.taps import Taps
 from glassformer.spec.manifest import count_parameters, manifest
 from glassformer.spec.model import FactorizedEmbedding, ModelSpec, NextHead, PlainEmbedding

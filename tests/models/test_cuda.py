@@ -5,8 +5,8 @@ import torch
 
 from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.checks.subject import with_source
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
+from glassformer.models.model import build
 from glassformer.nn.attention import attend
 from glassformer.nn.cache import FixedCache
 from glassformer.nn.mask import mask_from_allow

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
+from glassformer.models.model import build
 from glassformer.models.stack import positions_of
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import (

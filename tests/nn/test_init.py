@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.init import Constant, Gaussian, Uniform
 from glassformer.spec.manifest import manifest, stored
 from glassformer.spec.model import HeInit, Learned, NormalInit, XavierInit

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.models.state import load_weights, weights_hash, weights_of
 from glassformer.nn.linear import Linear
 from glassformer.nn.lora import (

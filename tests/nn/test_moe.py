@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from glassformer.models.build import build
-from glassformer.nn.ffn import activate
-from glassformer.nn.lora import apply_lora
-from glassformer.nn.moe import (
+from glassformer.models.model import build
+from glassformer.nn.ffn import (
     BalanceAt,
     BalanceLosses,
     MixtureOfExperts,
+    activate,
     balance_loss,
     build_feed_forward,
     route,
 )
+from glassformer.nn.lora import apply_lora
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA

@@ -8,10 +8,18 @@ from glassformer.data.build_task import build_task
 from glassformer.data.tokenizers.from_json import tokenizer_from_json
 from glassformer.data.tokenizers.own import Own
 from glassformer.lab.recipes import plan_run
-from glassformer.spec import own_code
+from glassformer.spec import own
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnTask, OwnTokenizer, Settings, is_source
-from glassformer.spec.own_code import allow_own_code, forget_own_code, name_part, open_part
+from glassformer.spec.own import (
+    OwnTask,
+    OwnTokenizer,
+    Settings,
+    allow_own_code,
+    forget_own_code,
+    is_source,
+    name_part,
+    open_part,
+)
 from glassformer.spec.serialize import from_json, to_json
 from glassformer.spec.train import RunSpec
 from tests.own.test_commands import PARTS
@@ -88,7 +96,7 @@ def test_an_installed_part_is_found_by_its_name(tmp_path, monkeypatch):
         "[glassformer.parts]\npalindromes = plugin_parts:Palindromes\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert own_code.installed_parts() == {"palindromes": "plugin_parts:Palindromes"}
+    assert own.installed_parts() == {"palindromes": "plugin_parts:Palindromes"}
     plan = plan_run("palindromes", ["task.length=3", "task.examples=100"])
     forget_own_code()
     assert build_task(plan.spec.task).facts() == plan.task.facts()

@@ -4,8 +4,7 @@ import pytest
 
 from glassformer.data.build_task import build_task
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnTask
-from glassformer.spec.own_code import name_part
+from glassformer.spec.own import OwnTask, name_part
 from tests.own.test_commands import PARTS
 
 HEAD = """

@@ -5,8 +5,7 @@ import copy
 import torch
 import torch.nn.functional as F
 
-from glassformer.models.build import build
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build
 from glassformer.quant.arrays import quantized_arrays, restored_model
 from glassformer.quant.backends.choose import BACKENDS, why_not
 from glassformer.quant.convert import (

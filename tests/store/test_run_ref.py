@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from glassformer.spec.errors import InputError
-from glassformer.store.run_ref import RunRef
-from glassformer.store.rundir import RunDirectory
+from glassformer.store.rundir import RunDirectory, RunRef
 
 SRC = Path(__file__).parents[2] / "src"
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from glassformer.data.build_task import build_task
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.nn.lora import apply_lora
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from glassformer.data.batch import Batch
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.model import AnswerHead
 from glassformer.training import losses
 from glassformer.training.engine import loss_weights, totals

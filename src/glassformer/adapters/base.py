@@ -39,7 +39,7 @@ from glassformer.generation.streaming import Generated, generate_batch
 from glassformer.lens.capture import tapped_model
 from glassformer.lens.heads import HeadName
 from glassformer.lens.inspection import Inspection, inspect
-from glassformer.lens.show.token_text import Names
+from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.quant.status import quantized_numbers
 from glassformer.spec.decoding import BeamSpec, DecodeSpec

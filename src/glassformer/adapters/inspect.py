@@ -13,7 +13,7 @@ from glassformer.lens.heads import HeadName
 from glassformer.lens.inspection import Inspection
 from glassformer.lens.measure import patching
 from glassformer.lens.measure.patching import Metric, Patching, Run, Sites
-from glassformer.lens.show.token_text import Names
+from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 

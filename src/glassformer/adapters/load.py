@@ -14,7 +14,6 @@ from torch import nn
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.config import Config
-from glassformer.adapters.folder.load_weights import filled
 from glassformer.adapters.folder.lora import read_tuning, tuned
 from glassformer.adapters.folder.origin import (
     find_tokenizer,
@@ -23,7 +22,7 @@ from glassformer.adapters.folder.origin import (
     read_origin,
     read_spec,
 )
-from glassformer.adapters.folder.weights import FileWeights, folder_weights
+from glassformer.adapters.folder.weights import FileWeights, filled, folder_weights
 from glassformer.adapters.gguf.header import SUFFIX, is_gguf
 from glassformer.adapters.gguf.load import open_gguf
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, save_model
@@ -32,8 +31,8 @@ from glassformer.adapters.table import identity_plan, make_plan
 from glassformer.adapters.training_config import TrainingConfig
 from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_transformers
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.build import build as build_model
 from glassformer.models.model import Model
+from glassformer.models.model import build as build_model
 from glassformer.quant.arrays import restored_model
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import FileError, InputError
@@ -42,8 +41,7 @@ from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.serialize import override
 from glassformer.store.checkpoint import WEIGHTS, verify_folder
 from glassformer.store.quantized import is_quantized, load_quantized
-from glassformer.store.run_ref import RunRef
-from glassformer.store.rundir import RunDirectory
+from glassformer.store.rundir import RunDirectory, RunRef
 
 
 def build(

@@ -19,12 +19,18 @@ from torch import Tensor, nn
 
 from glassformer.adapters.base import BaseAdapter, valid_of
 from glassformer.adapters.config import Config
-from glassformer.adapters.family import Family
 from glassformer.adapters.folder.files import ORIGIN
-from glassformer.adapters.folder.load_weights import ConversionReport, filled, refill
 from glassformer.adapters.folder.origin import is_native, read_spec
-from glassformer.adapters.folder.weights import FileWeights, ModuleWeights, Weights, folder_weights
-from glassformer.adapters.table import identity_plan, make_plan
+from glassformer.adapters.folder.weights import (
+    ConversionReport,
+    FileWeights,
+    ModuleWeights,
+    Weights,
+    filled,
+    folder_weights,
+    refill,
+)
+from glassformer.adapters.table import Family, identity_plan, make_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.stepper import TorchStepper

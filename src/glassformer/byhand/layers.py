@@ -12,15 +12,22 @@ from typing import TypeVar
 import numpy as np
 
 from glassformer.byhand.activation import relu_backward, relu_forward
-from glassformer.byhand.attention import HeadsCache, multi_head_backward, multi_head_forward
-from glassformer.byhand.attention_core import (
+from glassformer.byhand.attention import (
     AttendCache,
+    HeadsCache,
     attend_forward,
+    multi_head_backward,
+    multi_head_forward,
     softmax_backward,
     softmax_forward,
 )
 from glassformer.byhand.block import BlockArrays, BlockCache, Setting, block_backward, block_forward
-from glassformer.byhand.embedding import embedding_backward, embedding_forward
+from glassformer.byhand.embedding import (
+    embedding_backward,
+    embedding_forward,
+    sinusoidal_backward,
+    sinusoids,
+)
 from glassformer.byhand.ffn import FeedCache, feed_backward, feed_forward
 from glassformer.byhand.linear import LinearCache, linear_backward, linear_forward
 from glassformer.byhand.loss import LossCache, cross_entropy_backward, cross_entropy_forward
@@ -28,7 +35,6 @@ from glassformer.byhand.model import Model, Tape
 from glassformer.byhand.norm import NormCache, layer_norm_backward, layer_norm_forward
 from glassformer.byhand.optim import Slot
 from glassformer.byhand.pass_context import Array, PassContext, Workspace
-from glassformer.byhand.position import sinusoidal_backward, sinusoids
 from glassformer.byhand.storage import fill, under
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError

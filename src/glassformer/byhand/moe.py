@@ -5,7 +5,7 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from glassformer.byhand.attention_core import softmax_backward, softmax_forward
+from glassformer.byhand.attention import softmax_backward, softmax_forward
 from glassformer.byhand.ffn import (
     FeedCache,
     SwiGLUCache,

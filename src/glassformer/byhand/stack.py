@@ -10,16 +10,19 @@ from glassformer.byhand.attention import Past
 from glassformer.byhand.block import BlockArrays, BlockCache, Setting, block_backward, block_forward
 from glassformer.byhand.embedding import (
     FactorCache,
+    alibi_bias,
     embedding_backward,
     embedding_forward,
     embedding_scale,
     factorized_backward,
     factorized_forward,
+    rotations,
+    sinusoidal_forward,
+    sinusoids,
 )
 from glassformer.byhand.inputs import Side, allow_of, positions_of
 from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, PassContext
-from glassformer.byhand.position import alibi_bias, rotations, sinusoidal_forward, sinusoids
 from glassformer.byhand.storage import Storage
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError

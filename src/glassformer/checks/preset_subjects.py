@@ -9,7 +9,7 @@ from torch import nn
 
 from glassformer.checks.measure import seeded
 from glassformer.checks.subject import Subject, subject_of_model
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec

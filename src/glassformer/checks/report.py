@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from glassformer.checks.catalogue import Finding, verify_parts, verify_subject
-from glassformer.checks.foreign_call import Logits
 from glassformer.checks.preset_subjects import sample_subjects
-from glassformer.checks.subject import subject_of
+from glassformer.checks.subject import Logits, subject_of
 from glassformer.kernels.threads import verifying
 from glassformer.spec.errors import CheckFailed
 

@@ -13,16 +13,7 @@ from glassformer.costs.flops import flops, head_weights
 from glassformer.spec.checks import check_tree, spec
 from glassformer.spec.execution import PIECE
 from glassformer.spec.manifest import Parameter, block_parameters, stored, turns_keys
-from glassformer.spec.model import (
-    MLP,
-    Block,
-    LayerNorm,
-    ModelSpec,
-    MoE,
-    Norm,
-    RMSNorm,
-    SwiGLU,
-)
+from glassformer.spec.model import MLP, Block, LayerNorm, ModelSpec, MoE, Norm, RMSNorm, SwiGLU
 
 #: Points of a measured curve: (size, work per second at this size).
 Curve = tuple[tuple[int, float], ...]

@@ -12,8 +12,7 @@ from glassformer.data.tasks.translation import Translation
 from glassformer.spec import tasks as spec
 from glassformer.spec.checks import check_member
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnTask
-from glassformer.spec.own_code import open_part, running
+from glassformer.spec.own import OwnTask, open_part, running
 
 
 def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:

@@ -27,11 +27,10 @@ from glassformer.lab.recipes import (
     trains_on,
     usual_name,
 )
+from glassformer.lab.runs.artifacts import engine_stepper
 from glassformer.lab.runs.assemble import Parts, PlannedRun, assemble, check_fit, read_checkpoint
-from glassformer.lab.runs.provenance import check_data, recorded_hash
-from glassformer.lab.runs.record import load_run_spec, spec_hash
+from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.lab.runs.samples import engine_stepper
 from glassformer.lab.runs.threads import (
     check_threads,
     recorded_threads,
@@ -41,14 +40,12 @@ from glassformer.lab.runs.threads import (
 from glassformer.models.model import Model, model_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA
-from glassformer.spec.own import OwnTask
-from glassformer.spec.own_code import allow_own_code
+from glassformer.spec.own import OwnTask, allow_own_code
 from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import SGD, RunSpec, TrainSpec
 from glassformer.store.quantized import is_quantized
-from glassformer.store.run_ref import RunRef
-from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
+from glassformer.store.rundir import RunDirectory, RunRef, cache_folder, run_folder
 from glassformer.training.engine import Engine
 from glassformer.training.lr_find import RateRange, find_rate
 from glassformer.training.torch_engine import TorchEngine

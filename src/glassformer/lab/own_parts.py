@@ -27,9 +27,10 @@ from glassformer.spec.own import (
     OwnPosition,
     OwnTask,
     OwnTokenizer,
+    installed_parts,
     is_source,
+    name_part,
 )
-from glassformer.spec.own_code import installed_parts, name_part
 from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.train import AdamW, CosineSchedule, RunSpec, TrainSpec
 

@@ -21,8 +21,7 @@ from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lab.measure.precision import Comparison, compare
 from glassformer.lab.runs.assemble import assemble
-from glassformer.lab.runs.provenance import check_data, data_file, recorded_hash
-from glassformer.lab.runs.record import load_run_spec
+from glassformer.lab.runs.record import check_data, data_file, load_run_spec, recorded_hash
 from glassformer.models.model import Model
 from glassformer.quant.convert import (
     Select,
@@ -41,8 +40,7 @@ from glassformer.spec.serialize import to_json
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.train import CosineSchedule, RunSpec
 from glassformer.store.checkpoint import WEIGHTS
-from glassformer.store.run_ref import RunRef
-from glassformer.store.rundir import RunDirectory
+from glassformer.store.rundir import RunDirectory, RunRef
 from glassformer.training.fit import StepRecord, fit
 from glassformer.training.torch_engine import TorchEngine
 

@@ -21,8 +21,7 @@ from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.own import OwnTask, is_source
-from glassformer.spec.own_code import installed_parts
+from glassformer.spec.own import OwnTask, installed_parts, is_source
 from glassformer.spec.serialize import from_dict, override
 from glassformer.spec.tasks import NAMED_TASKS, FinetuneTask
 from glassformer.spec.tasks import Task as TaskSpec

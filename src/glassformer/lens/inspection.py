@@ -28,8 +28,6 @@ from glassformer.lens.heads import HeadName, Kind, checked_heads, kinds_of
 from glassformer.lens.measure.ablation import Ranking, loss_change, rank_heads
 from glassformer.lens.measure.attention import Attentions, read_attention
 from glassformer.lens.measure.experts import ExpertChoices, read_experts
-from glassformer.lens.measure.logit_lens import LogitLens, read_lens
-from glassformer.lens.measure.norms import Norms, read_norms
 from glassformer.lens.measure.predictions import (
     NONE,
     Predictions,
@@ -43,9 +41,10 @@ from glassformer.lens.measure.predictions import (
     readout_position,
     top_predictions,
 )
+from glassformer.lens.measure.residual import LogitLens, Norms, read_lens, read_norms
 from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
-from glassformer.lens.show.token_text import Names, checked_words, naming, shown
+from glassformer.lens.show.text import Names, checked_words, naming, shown
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError

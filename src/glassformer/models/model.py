@@ -2,6 +2,8 @@
 
 `DecoderLM` is one stack and heads; GPT-2, Llama, Qwen and the FSM probe are specs of it.
 `EncoderDecoder` is decode(encode(source)); the encoder's output goes to every decoder layer.
+
+`build(spec)`: the only place where models are constructed.
 """
 
 from abc import ABC, abstractmethod
@@ -15,14 +17,15 @@ from glassformer.data.batch import Batch
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.stack import Stack, StackParts, add_stack_parts, run_stack
 from glassformer.nn.cache import Cache
-from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
-from glassformer.nn.heads import TiedHead, read_out
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding, read_out
+from glassformer.nn.ffn import BalanceLosses
+from glassformer.nn.init import initialise
 from glassformer.nn.linear import Linear
 from glassformer.nn.lora import Specified
-from glassformer.nn.moe import BalanceLosses
 from glassformer.nn.taps import Taps
+from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.manifest import is_tied
+from glassformer.spec.manifest import is_tied, manifest
 from glassformer.spec.model import ModelSpec
 
 # B batch, T length, D d_model, V logits
@@ -270,3 +273,24 @@ class EncoderDecoder(Model):
 
     def output_embedding(self) -> TokenEmbedding | FactorizedTokenEmbedding:
         return self.decoder.embed
+
+
+def build(
+    spec: ModelSpec,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> DecoderLM | EncoderDecoder:
+    """Build a model with weights sampled by the spec's rules, in eval mode.
+
+    Without a generator torch's own is used. On the device "meta" nothing is allocated or sampled.
+    """
+    check_tree(spec)
+    target = torch.device(device or "cpu")
+    with torch.device("meta" if target.type == "meta" else "cpu"):
+        model = DecoderLM(spec) if spec.encoder is None else EncoderDecoder(spec)
+    if target.type != "meta":
+        # Sampled on the CPU, so that a seed gives the same weights on every device.
+        initialise(model, manifest(spec), generator=generator)
+        model.to(target)
+    return model.eval()

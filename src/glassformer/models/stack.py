@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.cache import Cache, joined_valid
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding, build_embedding
+from glassformer.nn.ffn import BalanceAt, BalanceLosses
 from glassformer.nn.mask import Mask, build_mask
-from glassformer.nn.moe import BalanceAt, BalanceLosses
 from glassformer.nn.norm import LayerNorm, RMSNorm, build_norm
 from glassformer.nn.position import (
     AddedPosition,

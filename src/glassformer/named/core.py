@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.nn import attention, block, ffn, norm
 from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask

@@ -13,8 +13,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
+from glassformer.models.model import build
 from glassformer.nn.position import sinusoids
 from glassformer.nn.taps import Taps, trace
 from glassformer.spec.checks import at_least, divides, probability

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
+from glassformer.models.model import build
 from glassformer.nn import attention, block
 from glassformer.nn.init import initialised
 from glassformer.nn.mask import Mask, build_mask, causal_allow, mask_from_allow

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.cache import Cache
+from glassformer.nn.ffn import BalanceAt, MixtureOfExperts, build_feed_forward
 from glassformer.nn.mask import Mask
-from glassformer.nn.moe import BalanceAt, MixtureOfExperts, build_feed_forward
 from glassformer.nn.norm import build_norm
 from glassformer.nn.taps import TapsAt, tap, under
 from glassformer.spec import model as spec

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ALiBi, Rotary
-from glassformer.spec.own import OwnParameter, OwnPosition
-from glassformer.spec.own_code import open_part, running
+from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
 from glassformer.spec.position import alibi_slopes, rotary_frequencies
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from glassformer.models.build import build
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build
 from glassformer.models.state import array_of, dtype_of, tensor_of
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.convert import quantized_layers, replace_module

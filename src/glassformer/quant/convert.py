@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from glassformer.models.model import Model
-from glassformer.nn.embedding import TokenEmbedding
-from glassformer.nn.heads import TiedHead
+from glassformer.nn.embedding import TiedHead, TokenEmbedding
 from glassformer.nn.linear import Linear
 from glassformer.quant.gptq import quantize_with_inputs
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight

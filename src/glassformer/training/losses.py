@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from glassformer.models.model import Model
-from glassformer.nn.heads import read_out
+from glassformer.nn.embedding import read_out
 from glassformer.nn.precision import as_float
 from glassformer.spec.execution import PIECE
 

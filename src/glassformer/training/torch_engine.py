@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.models.build import build
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build
 from glassformer.models.state import load_weights, weights_of
-from glassformer.nn.moe import BalanceLosses
+from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.precision import as_float
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA, lora_manifest
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.own import OwnOptimizer
-from glassformer.spec.own_code import open_part, running
+from glassformer.spec.own import OwnOptimizer, open_part, running
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.engine import (
     Array,

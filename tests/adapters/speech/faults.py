@@ -4,10 +4,10 @@ from tests.checks.faults import Fault
 
 FILES, RANKS, FOLDER = (
     "adapters.tokenizers.files",
-    "adapters.tokenizers.tiktoken",
+    "adapters.tokenizers.files",
     "adapters.tokenizers.folder_tokenizer",
 )
-TALK, WARM = "adapters.chat.conversation:Conversation", "generation.prefix_cache:PrefixCacheStepper"
+TALK, WARM = "adapters.chat.conversation:Conversation", "generation.stepper:PrefixCacheStepper"
 FAULTS = (
     Fault("the last pair is merged, not the best", f"{RANKS}:merges_of", "found.index(best)", "len(found) - 1", "forms"),
     Fault("pairs of higher rank are merged too", f"{RANKS}:merges_of", "ranks.get(left + right, rank)", "ranks.get(left + right, rank - 1)", "forms"),
@@ -24,10 +24,10 @@ FAULTS = (
     Fault("bytes are said again", f"{FOLDER}:FolderTokenizer._with_bytes", "run.clear()", "pass", "llama"),
     Fault("every byte is a character", f"{FOLDER}:FolderTokenizer._with_bytes", "run.append(self._bytes[i])\n", "tokens.append(bytes([self._bytes[i]]).decode(errors='replace'))\n", "llama"),
     Fault("padded ids are refused", f"{FOLDER}:FolderTokenizer.__init__", "max(self._size, model_ids)", "self._size", "ends"),
-    Fault("config before generation_config", "adapters.folder.generation_config:read_eos", '(NAME, "config.json")', '("config.json", NAME)', "ends"),
-    Fault("one end of several", "adapters.folder.generation_config:read_eos", "tuple(dict.fromkeys(ids))", "tuple(ids[:1])", "ends"),
-    Fault("drawn though greedy was said", "adapters.folder.generation_config:GenerationDefaults.options", "temperature if drawn else 0.0", "temperature", "settings"),
-    Fault("top_p is lost", "adapters.folder.generation_config:generation_defaults", "if value is not None:", "if value is not None and each.name != 'top_p':", "settings"),
+    Fault("config before generation_config", "adapters.folder.files:read_eos", '(NAME, "config.json")', '("config.json", NAME)', "ends"),
+    Fault("one end of several", "adapters.folder.files:read_eos", "tuple(dict.fromkeys(ids))", "tuple(ids[:1])", "ends"),
+    Fault("drawn though greedy was said", "adapters.folder.files:GenerationDefaults.options", "temperature if drawn else 0.0", "temperature", "settings"),
+    Fault("top_p is lost", "adapters.folder.files:generation_defaults", "if value is not None:", "if value is not None and each.name != 'top_p':", "settings"),
     Fault("a terminal is told to obey", "generation.text_stream:visible", "127 <= ord(c) < 160", "127 == ord(c)", "escapes"),
     Fault("the turn is always begun", "adapters.chat.template:ChatTemplate.render", '"add_generation_prompt": add_generation_prompt', '"add_generation_prompt": True', "chats"),
     Fault("tools are left out", "adapters.chat.template:ChatTemplate.render", "None if tools is None else list(tools)", "None", "chats"),

@@ -9,7 +9,7 @@ ASKED, TOKENS, SHARED = (
     f"{ROOM}question:_shared",
 )
 LOOKED, LOGP = f"{ROOM}examinee:_looked_up", f"{ROOM}examinee:log_probabilities"
-LENGTH, INTERVAL = f"{ROOM}compression:encode_length", f"{ROOM}suite:interval"
+LENGTH, INTERVAL = f"{ROOM}exams:encode_length", f"{ROOM}suite:interval"
 
 FAULTS = (
     # scores

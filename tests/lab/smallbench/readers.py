@@ -7,11 +7,10 @@ import numpy as np
 import torch
 
 from glassformer.checks.preset_subjects import perturb
-from glassformer.data.tokenizers.characters import Bytes
-from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.data.tokenizers.vocab import Bytes, Tokenizer
 from glassformer.lab.smallbench.examinee import Examinee, examinee_of
 from glassformer.lab.smallbench.question import Exam, Group
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec
 

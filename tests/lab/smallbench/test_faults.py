@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from glassformer.data.tokenizers.characters import Bytes
-from glassformer.lab.smallbench.compression import encode_length
+from glassformer.data.tokenizers.vocab import Bytes
+from glassformer.lab.smallbench.exams import encode_length
 from glassformer.lab.smallbench.suite import EXAMS, interval
 from tests.checks.faults import planted
 from tests.lab.smallbench import test_questions, test_scorer, test_suite

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from glassformer.data.tokenizers.characters import Bytes
+from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.lab.smallbench.question import Question, grouped, mark
 from glassformer.lab.smallbench.suite import EXAMS, questions_of
 from tests.lab.smallbench.readers import HABITS, all_knowing, habit, uniform

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.data.tokenizers.characters import Bytes, Characters
-from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
 from glassformer.lab.smallbench import examinee as module
-from glassformer.lab.smallbench.compression import encode_length, manuals
 from glassformer.lab.smallbench.examinee import Examinee, NotOffered, examinee_of
+from glassformer.lab.smallbench.exams import encode_length, manuals
 from glassformer.lab.smallbench.question import Group, Question, mark
 from glassformer.lab.smallbench.suite import EXAMS, questions_of
-from glassformer.models.build import build
+from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import preset
 from tests.lab.smallbench.readers import random_model, uniform

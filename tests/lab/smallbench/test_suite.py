@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from glassformer.data.tokenizers.characters import Bytes, Characters
-from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
 from glassformer.lab.smallbench import suite as module
 from glassformer.lab.smallbench.suite import BITS, EXAMS, exams, interval, smallbench
 from glassformer.spec.errors import InputError

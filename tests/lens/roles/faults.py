@@ -5,7 +5,7 @@ from tests.checks.faults import Fault
 PLACES, CUT, PROBING = (
     "bench.findings.positional:right_places",
     "bench.findings.positional:cut_accuracy",
-    "lab.runs.probing",
+    "lab.runs.artifacts",
 )
 ROUTE, LOSSES = "bench.findings.positional:_best_route", "lens.measure.snapshot:_losses"
 

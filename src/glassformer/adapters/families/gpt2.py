@@ -3,9 +3,8 @@
 from typing import Any
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
-from glassformer.adapters.family import Family, dense
 from glassformer.adapters.native import NativeAdapter
-from glassformer.adapters.table import Columns, Row, Table
+from glassformer.adapters.table import Columns, Family, Row, Table, dense
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import (
     MLP,

@@ -9,9 +9,8 @@ from typing import Any
 
 from glassformer.adapters.config import MOST_LAYERS, Config
 from glassformer.adapters.families.llama import TABLE, optional_whole, read_stack, write_stack
-from glassformer.adapters.family import Family
 from glassformer.adapters.native import NativeAdapter
-from glassformer.adapters.table import Row, Table
+from glassformer.adapters.table import Family, Row, Table
 from glassformer.spec.model import ModelSpec, Rotary
 
 FULL, SLIDING = "full_attention", "sliding_attention"

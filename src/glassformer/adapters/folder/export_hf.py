@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from glassformer.adapters.config import Config
-from glassformer.adapters.family import Family
 from glassformer.adapters.folder.origin import LAYOUT, read_layout
 from glassformer.adapters.folder.weights import FLOATS, INDEX, NAME, SINGLE, is_finite
-from glassformer.adapters.match_family import counterpart
 from glassformer.adapters.native import NativeAdapter
-from glassformer.adapters.table import Plan, make_plan
+from glassformer.adapters.registry import counterpart
+from glassformer.adapters.table import Family, Plan, make_plan
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.state import array_of

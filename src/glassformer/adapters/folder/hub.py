@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from glassformer.spec.errors import FileError, InputError, MachineError
-from glassformer.store.run_ref import RunRef
+from glassformer.store.rundir import RunRef
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")

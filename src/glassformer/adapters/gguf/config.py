@@ -14,9 +14,17 @@ from typing import Any
 from glassformer.adapters.config import Config
 from glassformer.adapters.families.llama import LLAMA, MISTRAL
 from glassformer.adapters.families.qwen import QWEN2, QWEN3
-from glassformer.adapters.family import Family
 from glassformer.adapters.gguf.header import shortest
-from glassformer.adapters.table import Interleaved, Layout, Plan, Row, Rows, Table, make_plan
+from glassformer.adapters.table import (
+    Family,
+    Interleaved,
+    Layout,
+    Plan,
+    Row,
+    Rows,
+    Table,
+    make_plan,
+)
 from glassformer.spec.errors import FileError
 from glassformer.spec.model import Llama3Scaling, ModelSpec, Rotary
 from glassformer.spec.position import rotary_frequencies, single

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from glassformer.adapters.chat.template import read_templates
 from glassformer.adapters.folder.export_hf import Exported, Tensors
-from glassformer.adapters.folder.generation_config import GenerationDefaults, generation_defaults
+from glassformer.adapters.folder.files import GenerationDefaults, generation_defaults
 from glassformer.adapters.gguf.config import (
     FACTORS,
     FAMILIES,
@@ -41,8 +41,8 @@ from glassformer.adapters.gguf.hf_files import (
     UNUSED,
     USER_DEFINED,
 )
-from glassformer.adapters.match_family import differences, nearest_of
 from glassformer.adapters.native import NativeAdapter
+from glassformer.adapters.registry import differences, nearest_of
 from glassformer.adapters.table import Plan
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
 from glassformer.adapters.tokenizers.pretokenize import name_of

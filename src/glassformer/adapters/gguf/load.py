@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from glassformer.adapters.config import Config
-from glassformer.adapters.folder.load_weights import filled
+from glassformer.adapters.folder.weights import filled
 from glassformer.adapters.gguf.config import FACTORS, read_settings, table_of
 from glassformer.adapters.gguf.dtypes import GGUFWeights
 from glassformer.adapters.gguf.hf_files import kept_files, why_no_tokenizer

@@ -12,12 +12,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as Engine
 
-from glassformer.adapters.folder.files import need_folder, read_sidecar
-from glassformer.adapters.folder.generation_config import read_eos
-from glassformer.adapters.tokenizers.files import CONFIG, raise_if_panic, read_engine
-from glassformer.adapters.tokenizers.tiktoken import MOST_TOKENS
-from glassformer.data.tokenizers.characters import utf8
-from glassformer.data.tokenizers.vocab import Tokenizer, known_id
+from glassformer.adapters.folder.files import need_folder, read_eos, read_sidecar
+from glassformer.adapters.tokenizers.files import CONFIG, MOST_TOKENS, raise_if_panic, read_engine
+from glassformer.data.tokenizers.vocab import Tokenizer, known_id, utf8
 from glassformer.spec.errors import FileError
 
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -11,7 +11,7 @@ from glassformer.checks.measure import TOLERANCE, Measure, NotOffered, draw, gap
 from glassformer.checks.preset_subjects import perturb
 from glassformer.checks.rows.invariants import LENGTH, tokens_of
 from glassformer.checks.subject import Subject, with_source
-from glassformer.nn.moe import BalanceAt, BalanceLosses, MixtureOfExperts
+from glassformer.nn.ffn import BalanceAt, BalanceLosses, MixtureOfExperts
 from glassformer.nn.taps import Taps
 from glassformer.spec import model as spec
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from glassformer.checks.measure import Measure, Pair, draw, parity, seeded
 from glassformer.checks.preset_subjects import perturb
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import EncoderDecoder
+from glassformer.models.model import EncoderDecoder, build
 from glassformer.models.stack import Stack
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock

@@ -25,7 +25,7 @@ from glassformer.checks.subject import Subject, with_source
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
-from glassformer.nn.moe import BalanceLosses
+from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import ModelSpec
 from glassformer.training.losses import head_loss

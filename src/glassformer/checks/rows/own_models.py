@@ -16,13 +16,11 @@ from torch import Tensor
 from glassformer.checks.measure import EXACT, Measure, NotOffered, gap, seeded
 from glassformer.checks.rows.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
 from glassformer.checks.subject import Subject, size_of, with_source
-from glassformer.models.build import build
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import EncoderDecoder, Model
+from glassformer.models.model import EncoderDecoder, Model, build
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.cache import GrowingCache
-from glassformer.nn.embedding import FactorizedTokenEmbedding
-from glassformer.nn.heads import TiedHead
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead
 from glassformer.nn.taps import Taps
 from glassformer.spec.manifest import count_parameters, stored
 from glassformer.spec.model import MLP, Attention, Dropout, FeedForward, MoE, SwiGLU

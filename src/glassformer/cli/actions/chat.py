@@ -18,13 +18,13 @@ import torch
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.chat.conversation import Conversation
 from glassformer.adapters.chat.template import read_chat
-from glassformer.adapters.folder.generation_config import generation_defaults
+from glassformer.adapters.folder.files import generation_defaults
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import tell
 from glassformer.generation.generate import read_request
-from glassformer.generation.prefix_cache import PrefixCacheStepper
+from glassformer.generation.stepper import PrefixCacheStepper
 from glassformer.generation.text_stream import visible
 from glassformer.lab.runs.threads import check_threads, threads_of_decoding
 from glassformer.spec.decoding import BeamSpec, ConstraintSpec, DecodeSpec, StepSpec

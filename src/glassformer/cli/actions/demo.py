@@ -30,7 +30,7 @@ from glassformer.lab.recipes import plan_run
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import threads_of_run
 from glassformer.lens.inspection import inspect
-from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heatmap_text, legend
+from glassformer.lens.show.text import ASCII_SHADES, SHADES, heatmap_text, legend
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.spec.manifest import count_parameters

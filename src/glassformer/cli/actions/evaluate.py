@@ -21,8 +21,7 @@ from glassformer.lab.runs.threads import check_threads, threads_of_decoding
 from glassformer.lab.smallbench.examinee import examinee_of
 from glassformer.lab.smallbench.suite import ITEMS, smallbench
 from glassformer.spec.errors import InputError, nearest
-from glassformer.store.run_ref import RunRef
-from glassformer.store.rundir import RunDirectory
+from glassformer.store.rundir import RunDirectory, RunRef
 
 
 def evaluate_run(

@@ -17,9 +17,8 @@ from glassformer.lens.heads import HeadName, heads_of
 from glassformer.lens.inspection import Ablation, Comparison, Inspection
 from glassformer.lens.measure.ablation import Ranking
 from glassformer.lens.show import html
-from glassformer.lens.show.ascii import ASCII_SHADES, SHADES, heatmap_text, legend
 from glassformer.lens.show.attention_map import AttentionMap, Difference
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import ASCII_SHADES, SHADES, heatmap_text, legend, shown
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits

@@ -7,7 +7,7 @@ from glassformer.cli.actions.evaluate import SUITES
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
 from glassformer.lab.recipes import RECIPES
 from glassformer.spec.errors import FileError
-from glassformer.spec.own_code import installed_parts
+from glassformer.spec.own import installed_parts
 from glassformer.spec.presets import PRESETS
 from glassformer.store.rundir import RunDirectory
 

@@ -11,7 +11,7 @@ from glassformer.lab.measure.precision import Comparison
 from glassformer.lab.quantize import Outcome, Wish, dequantize_folder, quantize_folder
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.serialize import json_numbers
-from glassformer.store.run_ref import RunRef
+from glassformer.store.rundir import RunRef
 from glassformer.training.fit import StepRecord
 
 

@@ -24,7 +24,7 @@ from glassformer.lab.runs.curves import AXES, Curves, read_curves
 from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.serialize import json_numbers
-from glassformer.store.run_ref import RunRef
+from glassformer.store.rundir import RunRef
 
 CURVE_ENDINGS = ("png", "svg", "csv")
 ENDINGS = ("html", *CURVE_ENDINGS)

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from glassformer.cli.shell.terminal import tell
+from glassformer.lab.runs.artifacts import Sample
 from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved
-from glassformer.lab.runs.samples import Sample
 from glassformer.training.fit import StepRecord
 
 #: Seconds between two drawings of a bar, and between lines when nobody watches a terminal.

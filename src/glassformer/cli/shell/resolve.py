@@ -12,7 +12,7 @@ from pathlib import Path
 from glassformer.adapters.folder import hub
 from glassformer.cli.shell.progress import tell
 from glassformer.spec.errors import InputError
-from glassformer.store.run_ref import RunRef
+from glassformer.store.rundir import RunRef
 
 #: Names that are listed, and characters of a name that are shown.
 LISTED, LONGEST = 12, 200

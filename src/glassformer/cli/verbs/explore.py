@@ -71,7 +71,7 @@ def _place(what: str | None, runs: Path) -> Path:
         return runs
     if Path(what).exists():
         return _checked(Path(what))
-    from glassformer.store.run_ref import RunRef
+    from glassformer.store.rundir import RunRef
 
     if RunRef.parse(what).step:
         raise InputError(f"{what} names a checkpoint", hint="the page lets you choose the step")

@@ -6,8 +6,7 @@ Its JSON is that library's own format, so that other tools open a checkpoint's `
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from glassformer.data.tokenizers.characters import utf8
-from glassformer.data.tokenizers.vocab import known_id
+from glassformer.data.tokenizers.vocab import known_id, utf8
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError, MachineError
 

@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.data.tokenizers.characters import Bytes, Characters
 from glassformer.data.tokenizers.own import own_from_json
-from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
+from glassformer.data.tokenizers.vocab import Bytes, Characters, Tokenizer, Vocab
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.serialize import unique_keys
 

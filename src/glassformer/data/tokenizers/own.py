@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnTokenizer
-from glassformer.spec.own_code import open_part, running
+from glassformer.spec.own import OwnTokenizer, open_part, running
 from glassformer.spec.serialize import from_dict, to_dict
 
 KIND = "own"

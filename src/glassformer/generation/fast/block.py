@@ -15,21 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.generation.fast.moe import FastFeedForward, FastMixtureOfExperts
-from glassformer.generation.fast.projection import (
-    HeadNorms,
-    Maker,
-    OwnTable,
-    Projection,
-    make_norm,
-)
+from glassformer.generation.fast.projection import HeadNorms, Maker, OwnTable, Projection, make_norm
 from glassformer.models.model import EncoderDecoder, Model
 from glassformer.models.stack import StackParts, heads_key
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
-from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
-from glassformer.nn.ffn import MLP, SwiGLU
-from glassformer.nn.heads import TiedHead
-from glassformer.nn.moe import MixtureOfExperts
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding
+from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import (
     AddedPosition,

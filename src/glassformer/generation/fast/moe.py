@@ -13,8 +13,7 @@ from torch import Tensor
 
 from glassformer.generation.fast.projection import Maker, OwnProduct, linear_parts, make_norm
 from glassformer.kernels.matmul import joined
-from glassformer.nn.ffn import MLP, SwiGLU, activate
-from glassformer.nn.moe import MixtureOfExperts, route
+from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU, activate, route
 from glassformer.nn.norm import LayerNorm, RMSNorm
 
 # B batch, D d_model, F d_ff, W = 2 F where gate and up are side by side, E experts,

@@ -18,8 +18,16 @@ import numpy as np
 from glassformer.adapters.chat.template import read_chat, read_templates
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
-from glassformer.data.packing import Example, Examples
-from glassformer.data.tasks.records import Chat, Message, Plain, Prompted, Record, read_records
+from glassformer.data.tasks.finetune import (
+    Chat,
+    Example,
+    Examples,
+    Message,
+    Plain,
+    Prompted,
+    Record,
+    read_records,
+)
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from glassformer.lab.runs.curves import Curves, Series
-from glassformer.lab.runs.smoothing import default_span
+from glassformer.lab.runs.metrics_file import default_span
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:

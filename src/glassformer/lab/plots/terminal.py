@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glassformer.lab.runs.smoothing import Floats
+from glassformer.lab.runs.metrics_file import Floats
 from glassformer.spec.errors import InputError
 
 #: (text, number of the line) -> text with or without colour

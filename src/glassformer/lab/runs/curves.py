@@ -11,8 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from glassformer.lab.runs.metrics_file import BadLine, Lines, parse_line, read_lines
-from glassformer.lab.runs.smoothing import MOST, Floats, Ints, extremes, smooth
+from glassformer.lab.runs.metrics_file import (
+    MOST,
+    BadLine,
+    Floats,
+    Ints,
+    Lines,
+    extremes,
+    parse_line,
+    read_lines,
+    smooth,
+)
 from glassformer.spec.errors import FileError, InputError, nearest
 
 #: A metrics file beyond this is not read at once.

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
+from glassformer.lab.runs.artifacts import Sample, forget_probes, keep_samples, probe, write_samples
 from glassformer.lab.runs.assemble import PlannedRun, assemble, read_checkpoint, write_checkpoint
-from glassformer.lab.runs.probing import forget_probes, probe
 from glassformer.lab.runs.record import (
+    EVERY,
+    Board,
     balance,
     data_hash,
     fingerprint,
@@ -29,8 +31,6 @@ from glassformer.lab.runs.record import (
     spec_hash,
     to_toml,
 )
-from glassformer.lab.runs.samples import Sample, keep_samples, write_samples
-from glassformer.lab.runs.tensorboard import EVERY, Board
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.serialize import json_numbers, to_dict, to_json
 from glassformer.spec.train import RunSpec

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.rng import stream
-from glassformer.lab.smallbench.compression import encode_length, manuals, yardstick
 from glassformer.lab.smallbench.examinee import Examinee, NotOffered
 from glassformer.lab.smallbench.exams import (
     AGREEMENT,
@@ -24,6 +23,9 @@ from glassformer.lab.smallbench.exams import (
     INDUCTION,
     MACHINE,
     RECALL,
+    encode_length,
+    manuals,
+    yardstick,
 )
 from glassformer.lab.smallbench.question import Exam, Group, mark
 from glassformer.spec.checks import at_least

@@ -27,7 +27,7 @@ from glassformer.lens.measure.predictions import at_least_float32
 from glassformer.lens.show import html
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.displayable import Displayable, Row
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.nn.mask import build_mask

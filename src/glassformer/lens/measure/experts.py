@@ -12,7 +12,7 @@ from glassformer.lens.heads import prefix_of
 from glassformer.lens.measure.predictions import at_least_float32
 from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 from glassformer.spec.model import ModelSpec
 
 if TYPE_CHECKING:

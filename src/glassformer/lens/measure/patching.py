@@ -28,7 +28,7 @@ from glassformer.lens.measure.ablation import CHUNK
 from glassformer.lens.measure.predictions import Readout, chosen_head, no_targets, readout_position
 from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.nn.taps import Taps

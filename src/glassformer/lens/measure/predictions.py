@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from glassformer.data.batch import Batch
-from glassformer.lens.show.token_text import Names
+from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Model
-from glassformer.nn.heads import read_out
+from glassformer.nn.embedding import read_out
 from glassformer.spec.errors import InputError
 
 # R rows of hidden states, T positions, D d_model, V vocabulary of the head, K likeliest ids kept

@@ -20,7 +20,7 @@ from glassformer.lens.heads import HeadName, kind_of
 from glassformer.lens.show import html
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.displayable import Displayable, Row
-from glassformer.lens.show.token_text import Names, shown
+from glassformer.lens.show.text import Names, shown
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.tensors import read_metadata, read_tensors, tensor_bytes
 

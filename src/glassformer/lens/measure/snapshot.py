@@ -21,7 +21,7 @@ from glassformer.lens.heads import HeadName, attentions, kinds_of, prefix_of
 from glassformer.lens.measure.attention import allowed_maps
 from glassformer.lens.measure.predictions import at_least_float32, final_norm
 from glassformer.lens.measure.probes import FULL, LETTERS, MASKED, NAMED, Probes, named
-from glassformer.lens.show.token_text import Names
+from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model
 from glassformer.nn.taps import Taps

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from glassformer.lens.heads import HeadName
 from glassformer.lens.show import html, svg
-from glassformer.lens.show.ascii import heatmap_text
 from glassformer.lens.show.displayable import Displayable, Row
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import heatmap_text, shown
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ that it joins.
 import html
 from collections.abc import Iterable, Sequence
 
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 
 #: The accent of shaded cells, as red, green and blue.
 SHADE = (46, 128, 240)

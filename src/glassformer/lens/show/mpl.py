@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError
 
 KINDS = ("png", "svg")

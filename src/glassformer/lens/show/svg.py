@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.lens.show.html import escape, escape_line
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 
 # T rows, S columns
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from glassformer.spec.errors import InputError
 from glassformer.store.checkpoint import MANIFEST
-from glassformer.store.run_ref import RunRef
-from glassformer.store.rundir import NAME, RunDirectory
+from glassformer.store.rundir import NAME, RunDirectory, RunRef
 from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Refused, Unknown
 from glassformer.web.app.run_reader import CurveReader

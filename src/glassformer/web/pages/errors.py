@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from glassformer.spec.errors import InputError, nearest
-from glassformer.store.run_ref import RunRef
+from glassformer.store.rundir import RunRef
 from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route
 from glassformer.web.app.workspace import Workspace, written_at

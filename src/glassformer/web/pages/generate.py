@@ -190,7 +190,7 @@ def _words(adapter: "BaseAdapter", ids: "tuple[int, ...] | list[int]") -> list[d
 
 def _word(adapter: "BaseAdapter", i: int) -> str:
     from glassformer.adapters.text_inputs import Words
-    from glassformer.lens.show.token_text import shown
+    from glassformer.lens.show.text import shown
 
     return shown(Words(adapter.tokenizer)(i))
 

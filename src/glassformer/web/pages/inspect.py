@@ -16,9 +16,8 @@ from glassformer.data.batch import Batch
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.lab.runs.provenance import check_data, recorded_hash
-from glassformer.lab.runs.record import load_run_spec
-from glassformer.lens.show.token_text import shown
+from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash
+from glassformer.lens.show.text import shown
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.schemes import NAMES
 from glassformer.spec.tasks import FinetuneTask
@@ -153,7 +152,7 @@ def about(query: Query, workspace: Workspace) -> dict[str, Any]:
     if kind_of(workspace.folder(name)) != "run":
         nothing["precisions"] = PRECISIONS
         return nothing | {"splits": {}, "split": None, "examples": [], "note": ""}
-    from glassformer.lab.runs.probing import probe_files
+    from glassformer.lab.runs.artifacts import probe_files
     from glassformer.web.pages.inspect_results import SPLIT, probed_rows
 
     directory = workspace.run(name)

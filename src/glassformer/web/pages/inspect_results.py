@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from glassformer.lab.runs.probing import probe_files
+from glassformer.lab.runs.artifacts import probe_files
 from glassformer.lens.heads import HeadName, kind_of
 from glassformer.lens.inspection import Ablation, Inspection, comparable, compare
 from glassformer.lens.measure.attention import KindMaps
 from glassformer.lens.measure.probes import Probes, read_probes
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.svg import pooled
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError
 from glassformer.spec.units import plain_digits
 from glassformer.store.rundir import RunDirectory

@@ -13,8 +13,7 @@ from glassformer.web.app.workspace import Workspace
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
-    from glassformer.lab.measure.precision import Speed
-    from glassformer.lab.measure.precision_on_text import Precision, Prompted
+    from glassformer.lab.measure.precision import Precision, Prompted, Speed
 
 #: Tokens that are compared: each is a row of every table.
 MOST_TOKENS = 512
@@ -26,7 +25,7 @@ TWINS = "quantize: the copies"
 def quantize(query: Query, lab: Workspace) -> dict[str, Any]:
     """What each precision says of a text, how far they are apart, and what they weigh."""
     query.only("run", "step", "text")
-    from glassformer.lab.measure.precision_on_text import prompted
+    from glassformer.lab.measure.precision import prompted
 
     run, step = query.text("run"), query.text("step", default="best", most=20)
     text = query.text("text", most=limits.PROMPT_CHARACTERS)
@@ -41,8 +40,7 @@ def quantize(query: Query, lab: Workspace) -> dict[str, Any]:
 def quantize_speed(query: Query, lab: Workspace) -> dict[str, Any]:
     """Tokens a second of each, measured in turn, some rounds; slower is said to be slower."""
     query.only("run", "step")
-    from glassformer.lab.measure.precision import NEW, PREFILL, ROUNDS
-    from glassformer.lab.measure.precision_on_text import precision_speeds
+    from glassformer.lab.measure.precision import NEW, PREFILL, ROUNDS, precision_speeds
 
     run, step = query.text("run"), query.text("step", default="best", most=20)
     with lab.working(run, step) as adapter:
@@ -65,7 +63,7 @@ def _speed(speed: "Speed") -> dict[str, Any]:
 
 def _copies(adapter: "BaseAdapter", lab: Workspace) -> "tuple[Precision, ...]":
     """Made once for the model in view; those of the one before are let go."""
-    from glassformer.lab.measure.precision_on_text import in_precisions
+    from glassformer.lab.measure.precision import in_precisions
 
     kept = lab.results.find(TWINS)
     if kept is None or kept[0] is not adapter:
@@ -76,7 +74,7 @@ def _copies(adapter: "BaseAdapter", lab: Workspace) -> "tuple[Precision, ...]":
 
 
 def _told(found: "Prompted") -> dict[str, Any]:
-    from glassformer.lens.show.token_text import shown
+    from glassformer.lens.show.text import shown
 
     look, reading = found.look, found.look.readout
     names = [one.name for one in found.precisions]

@@ -11,7 +11,7 @@ from glassformer.data.task import Task
 from glassformer.lab.measure.confusion import READINGS, ROWS, order, shares
 from glassformer.lab.measure.evaluate import Evaluation, evaluate, log_softmax
 from glassformer.lab.measure.exact_match import answers, wanted
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 from glassformer.training.engine import Engine, loss_weights
 from glassformer.web.report.page import Cell, Shaded, Text, beside, folded, missing, say, table
 from glassformer.web.report.run import Subject

@@ -7,7 +7,7 @@ import numpy as np
 
 from glassformer.adapters.text_inputs import Words
 from glassformer.data.batch import Batch
-from glassformer.lab.runs.probing import probe_files
+from glassformer.lab.runs.artifacts import probe_files
 from glassformer.lens.heads import HeadName
 from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.measure.probes import read_probes
@@ -15,7 +15,7 @@ from glassformer.lens.measure.roles import ROLES, head_roles
 from glassformer.lens.measure.snapshot import truncate
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.html import escape_line
-from glassformer.lens.show.token_text import shown
+from glassformer.lens.show.text import shown
 from glassformer.web.report.page import Cell, Shaded, Text, folded, missing, say, table
 from glassformer.web.report.run import Subject
 

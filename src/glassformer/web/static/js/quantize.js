@@ -230,7 +230,7 @@ class Quantize {
     return { cli: Object.keys(this.found?.against ?? {})
       .map((name) => `glass quantize ${quoted(path)} --scheme ${name} --indivisible int8`).join(" && "),
       python: ["import glassformer as gf",
-        "from glassformer.lab.measure.precision_on_text import in_precisions, prompted", "",
+        "from glassformer.lab.measure.precision import in_precisions, prompted", "",
         `model = gf.load(${JSON.stringify(path)})`,
         `print(prompted(model, in_precisions(model), ${JSON.stringify(this.form.text.value)}))`].join("\n") };
   }
