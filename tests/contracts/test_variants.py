@@ -350,7 +350,13 @@ OPENED = [
         "norm/torch parts",
     ),
     Fault("taps", "spec.taps:ffn_taps", NEVER, "return FFN_TAPS", "feed-forward/taps"),
-    Fault("fast step", "generation.fast.block:_positions", NEVER, "return None", "position/fast step"),
+    Fault(
+        "fast step",
+        "generation.fast.block:_position_table",
+        NEVER,
+        "return None",
+        "position/fast step",
+    ),
     Fault("memory", "costs.memory:_masks", NEVER, "pass", "position/masks"),
 ]
 CELLS: dict[str, Callable[[ModelSpec], object]] = CONSUMERS | {
