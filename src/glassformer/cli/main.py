@@ -9,8 +9,8 @@ import importlib
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NoReturn
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperGroup
@@ -78,7 +78,8 @@ class _Group(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _Commands()
+        # typer only reads its commands, though it declares that it may add to them
+        self.commands = cast(MutableMapping[str, Any], _Commands())
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The verbs in their order."""

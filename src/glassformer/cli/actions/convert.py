@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from glassformer.adapters.export import Format, export
 from glassformer.adapters.gguf.export_gguf import DTYPES
 from glassformer.adapters.load import load_native
-from glassformer.cli.shell.progress import tell
 from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.terminal import tell
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 
@@ -24,7 +24,7 @@ def convert(
         one_of("--dtype", dtype, DTYPES)
     adapter = load_native(find_model(model, runs=runs))
     tell(f"read {model}: {adapter.report}")
-    written = export(adapter, folder, to=to, dtype=dtype)
+    written = export(adapter, folder, to=cast(Format, to), dtype=dtype)
     result = {
         "folder": str(folder),
         "to": to,

@@ -18,8 +18,8 @@ from glassformer.checks.catalogue import SUBJECT_CHECKS, verify_subject
 from glassformer.checks.report import Report
 from glassformer.checks.subject import subject_of
 from glassformer.cli.actions.train import follow, stopping
-from glassformer.cli.shell.progress import Bar, tell
-from glassformer.cli.shell.terminal import is_unicode
+from glassformer.cli.shell.progress import Bar
+from glassformer.cli.shell.terminal import is_unicode, tell
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.stepper import TorchStepper
@@ -58,8 +58,10 @@ def demo(
     """Everything in turn; the exit code: 1 if the certificate fails, 130 after Ctrl-C."""
     changes = [f"train.steps={steps}"] if steps is not None else []
     changes += [f"train.seed={seed}"] if seed is not None else []
-    free = name is None
-    folder = free_folder(runs, "demo", overwrite=overwrite) if free else run_folder(runs, name)
+    if name is None:
+        folder = free_folder(runs, "demo", overwrite=overwrite)
+    else:
+        folder = run_folder(runs, name)
     run = TrainingRun(plan_run(TASK, changes), folder)
     began = time.perf_counter()
     say = _silent if as_json else _say

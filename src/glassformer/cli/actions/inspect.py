@@ -130,9 +130,9 @@ def _chosen(spec: Any, options: Options) -> HeadName | tuple[str, int] | None:
         return None
     kind = options.kind or "self"
     if number is None:
-        _head_of(spec, str(HeadName(kind, options.layer, 0)))  # type: ignore[arg-type]
+        _head_of(spec, str(HeadName(kind, options.layer, 0)))
         return kind, options.layer
-    return _head_of(spec, str(HeadName(kind, options.layer, number)))  # type: ignore[arg-type]
+    return _head_of(spec, str(HeadName(kind, options.layer, number)))
 
 
 def _map_to_show(
@@ -344,8 +344,8 @@ def _against_record(against: Against) -> dict[str, Any]:
 def encoded(result: Shown, ending: str, options: Options) -> bytes:
     """Return the bytes of a file: JSON and HTML hold everything, a picture the map or overview."""
     if ending == "json":
-        parts = result.inspection.record() | _chosen_parts(result)
-        record = json_numbers(parts, not_finite="null")
+        facts = result.inspection.record() | _chosen_parts(result)
+        record = json_numbers(facts, not_finite="null")
         return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     if ending == "html":
         parts = [html.heading(f"{result.map.title}: {result.why}"), *result.map.parts()]

@@ -8,8 +8,8 @@ from typing import Any
 
 from glassformer.cli.shell import terminal
 from glassformer.cli.shell.output import target_of, write_file
-from glassformer.cli.shell.progress import tell
 from glassformer.cli.shell.resolve import find_run
+from glassformer.cli.shell.terminal import tell
 from glassformer.lab.measure.confusion import rows_csv
 from glassformer.lab.plots.curves import (
     X_TITLES,
@@ -46,7 +46,9 @@ class Asked:
     @property
     def of_curves(self) -> bool:
         """Was anything said that only curves have?"""
-        return bool(self.series) or not (self.axis is self.span is self.log is None)
+        return bool(self.series) or any(
+            given is not None for given in (self.axis, self.span, self.log)
+        )
 
 
 def run(

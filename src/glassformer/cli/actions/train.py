@@ -10,8 +10,9 @@ from types import FrameType
 from typing import Any
 
 from glassformer.cli.shell.process import check_device, keep_freed_memory
-from glassformer.cli.shell.progress import Narrator, tell
+from glassformer.cli.shell.progress import Narrator
 from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.terminal import tell
 from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.finetune.recipe import NAME as FINETUNE

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from glassformer.adapters.folder import hub
-from glassformer.cli.shell.progress import tell
+from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError
 from glassformer.store.rundir import RunRef
 

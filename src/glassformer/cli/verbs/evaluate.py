@@ -55,7 +55,7 @@ def evaluate(
       glass evaluate Qwen/Qwen3-0.6B --suite lm-eval --tasks-dir my_tasks --tasks my_task
     """
     if suite is None:
-        if not (tasks is tasks_dir is limit is items is seed is None):
+        if any(given is not None for given in (tasks, tasks_dir, limit, items, seed)):
             raise InputError(
                 "--tasks, --tasks-dir, --limit, --items and --seed are a suite's",
                 hint="--suite smallbench, or --suite lm-eval",

@@ -1,13 +1,13 @@
 """The verb `glass quantize`; torch is imported when it runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from glassformer.cli.shell.options import AsJson, Runs
 from glassformer.spec.errors import InputError
-from glassformer.spec.schemes import SCHEMES
+from glassformer.spec.schemes import SCHEMES, Method
 
 SCHEME_HELP = "; ".join(f"{scheme.name}: {scheme.summary}" for scheme in SCHEMES) + "."
 
@@ -82,17 +82,18 @@ def quantize(
             raise InputError("--dequantize writes a folder", hint="name it with --out")
         quantizing.undo(model, out=Path(out), runs=Path(runs), as_json=as_json)
         return
-    from glassformer.spec.quantization import quant_spec
+    from glassformer.spec.quantization import Indivisible, Tied, quant_spec
 
+    # a QuantSpec checks the words it is given
     spec = quant_spec(
         scheme=scheme,
         bits=bits,
         group=group,
         symmetric=symmetric,
-        method=_way(method, calibrate=calibrate, qat=qat),
+        method=cast(Method | None, _way(method, calibrate=calibrate, qat=qat)),
         head_bits=head_bits,
-        tied=tied,
-        indivisible=indivisible,
+        tied=cast(Tied, tied),
+        indivisible=cast(Indivisible, indivisible),
     )
     from glassformer.cli.actions import quantize as quantizing
     from glassformer.lab.quantize import Wish
