@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -219,6 +220,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         files |= {"config.json": to_json(_whole(run, small.spec)).encode(), **data_file(recorded)}
     save_model(out, small, files=files)
     opened = load(out).model
+    assert isinstance(opened, Model), "save_model has written one of ours"
     disk = (_bytes(folder_of(path)), _bytes(out))
     comparison = compare(full, opened, material.measuring, material=material.origin)
     kept = tuple(timing.path for timing in timings if not timing.wins)
@@ -237,7 +239,8 @@ def dequantize_folder(path: str, out: Path) -> Path:
     if out.exists():
         raise InputError(f"{out} exists", hint="choose another --out, or remove it first")
     adapter = load(path)
-    dequantize_model(adapter.model)
+    dequantize_model(cast(Model, adapter.model))  # refuses what has no quantized layer of ours
+    assert isinstance(adapter, NativeAdapter)
     files = dict(adapter.files())
     run = run_of(path)
     if run is not None:

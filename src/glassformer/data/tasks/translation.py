@@ -63,7 +63,7 @@ def writers() -> dict[str, str]:
     """The libraries that write, with their versions: other ones may word things differently."""
     try:
         import babel  # noqa: F401
-        import num2words  # type: ignore[import-untyped]  # noqa: F401
+        import num2words  # noqa: F401
     except ImportError as error:
         raise MachineError(
             f"the translation task needs {error.name}, which is not installed",

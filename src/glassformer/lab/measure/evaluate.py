@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,12 +137,12 @@ class _Tally:
         self.errors: list[dict[str, Any]] = []
 
     def add(
-        self, batch: Batch, logits: Mapping[str, NDArray]
+        self, batch: Batch, logits: Mapping[str, NDArray[Any]]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Count every head; give back which sequences the first head has wholly right, and which
         ask anything at all.
         """
-        exact = np.zeros(len(batch.tokens), dtype=np.bool_)
+        exact: NDArray[np.bool_] = np.zeros(len(batch.tokens), dtype=np.bool_)
         asked = exact
         for head, target in batch.targets.items():
             if head not in logits:
@@ -158,7 +158,7 @@ class _Tally:
             if head == self.primary:
                 counted = (weights > 0).reshape(len(exact), -1)
                 wrong = counted & ~right.reshape(len(exact), -1)
-                asked = counted.any(axis=1)
+                asked = cast(NDArray[np.bool_], counted.any(axis=1))
                 exact = asked & ~wrong.any(axis=1)
         self.matches += int(exact.sum())
         self.asked += int(asked.sum())
@@ -187,7 +187,7 @@ class _Tally:
                 row = table.setdefault(asked, {})
                 row[answered] = row.get(answered, 0) + 1
 
-    def add_truth(self, truth: Oracle, batch: Batch, logits: NDArray) -> None:
+    def add_truth(self, truth: Oracle, batch: Batch, logits: NDArray[Any]) -> None:
         """Distance to the truth, and probability given to what can occur, where it counts."""
         weights = loss_weights(batch, self.primary).astype(np.float64)
         logp = log_softmax(logits)
@@ -199,11 +199,12 @@ class _Tally:
         self.legal += float((truth.legal_mass(logp) * weights).sum())
 
 
-def log_softmax(logits: NDArray) -> NDArray[np.float64]:
+def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     """Logarithms of probabilities, in float64."""
     wide = logits.astype(np.float64)
     wide = wide - wide.max(-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    logp: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    return logp
 
 
 def evaluate(

@@ -29,7 +29,8 @@ def corpus_scores(ours: Sequence[str], truths: Sequence[str]) -> dict[str, float
             f"{len(ours)} texts beside {len(truths)} right ones", hint="one for each, at least one"
         )
     try:
-        from sacrebleu.metrics import BLEU, CHRF
+        from sacrebleu.metrics.bleu import BLEU
+        from sacrebleu.metrics.chrf import CHRF
     except ImportError as error:
         raise MachineError(
             "chrF and BLEU need sacrebleu, which is not installed",

@@ -132,8 +132,11 @@ def _attention(
     gradient = torch.ones(batch, heads, length, d_head, device=device)
 
     def run() -> Tensor:
-        turned = (x.transpose(1, 2) for x in (q, k, v))
-        return _backward(F.scaled_dot_product_attention(*turned, is_causal=True), gradient, q, k, v)
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(
+            heads_first[0], heads_first[1], heads_first[2], is_causal=True
+        )
+        return _backward(out, gradient, q, k, v)
 
     return 12.0 * batch * heads * length * length * d_head, run
 
@@ -161,7 +164,7 @@ def _update(device: torch.device) -> Callable[[], Tensor]:
     optimizer = torch.optim.AdamW(weights, lr=1e-9, fused=True, capturable=device.type == "cuda")
 
     def run() -> Tensor:
-        norm = torch.nn.utils.get_total_norm([w.grad for w in weights])
+        norm = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(weights, 1.0, norm)
         optimizer.step()
         return norm

@@ -181,7 +181,7 @@ class _Tally:
 
 
 @torch.no_grad()
-def layer_errors(full: Model, small: Model, batch: Batch) -> Iterator[tuple[str, float]]:
+def layer_errors(full: Model, small: Model, batch: Batch | Inputs) -> Iterator[tuple[str, float]]:
     """Relative error of each quantized layer's output on the float model's own inputs."""
     layers, errors, hooks = dict(quantized_layers(small)), {}, []
 
@@ -421,7 +421,7 @@ def _answers(logps: Sequence[Tensor], top: int) -> list[dict[int, tuple[float, .
     for t in range(len(logps[0])):
         rows = [logp_TV[t].exp() for logp_TV in logps]
         ids = {i for row_V in rows for i in row_V.topk(most).indices.tolist()}
-        ranked = sorted(ids, key=lambda i, first=rows[0]: (-float(first[i]), i))
+        ranked = [i for _, i in sorted((-float(rows[0][i]), i) for i in ids)]
         made.append({i: tuple(float(row_V[i]) for row_V in rows) for i in ranked})
     return made
 

@@ -114,13 +114,13 @@ class _Frame:
     def y_labels(self) -> tuple[str, str, str]:
         """From above: highest, middle, lowest."""
         low, high = self.y
-        values = (high, (low + high) / 2, low)
-        return tuple(_text(value, self.log_y) for value in values)  # type: ignore[return-value]
+        middle = (low + high) / 2
+        return _text(high, self.log_y), _text(middle, self.log_y), _text(low, self.log_y)
 
     def x_labels(self) -> tuple[str, str, str]:
         low, high = self.x
-        values = (low, (low + high) / 2, high)
-        return tuple(_text(value, self.log_x) for value in values)  # type: ignore[return-value]
+        middle = (low + high) / 2
+        return _text(low, self.log_x), _text(middle, self.log_x), _text(high, self.log_x)
 
     def place(self, x: float) -> float:
         """Where a value of the x axis lies, as a share."""

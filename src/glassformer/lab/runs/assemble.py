@@ -73,12 +73,12 @@ def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | No
         raise InputError(
             "a fine-tuned model keeps its base's spec", hint="leave out what begins with `model.`"
         )
-    task = plan.task
-    if task is None:
-        if isinstance(spec.task, FinetuneTask):
-            task = base.task(spec.task)
-        else:
-            task = build_task(spec.task, cache=cache)
+    if plan.task is not None:
+        task = plan.task
+    elif isinstance(spec.task, FinetuneTask):
+        task = base.task(spec.task)
+    else:
+        task = build_task(spec.task, cache=cache)
     check_fit(spec.model, task, has_base=True)
     notes = [*task.notes(), trainable(spec.model, spec.tuning)]
     engine = _tuned_engine(spec, base, device=device)

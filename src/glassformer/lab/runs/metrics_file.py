@@ -141,7 +141,7 @@ def read_lines(data: bytes) -> Lines:
 def parse_line(line: bytes, number: int) -> dict[str, Any]:
     """A line as JSON: an object with a step."""
     try:
-        found = json.loads(line)
+        found: dict[str, Any] = json.loads(line)
         if type(found["step"]) is not int or not 0 <= found["step"] < 1 << 62:
             raise TypeError("no step in it")
         return found
@@ -180,8 +180,13 @@ class _Alone:
             name: (np.array([i for i, _ in pairs]), np.array([value for _, value in pairs]))
             for name, pairs in self.columns.items()
         }
-        whole = (np.array(each, dtype=np.int64) for each in (number, step, tokens))
-        return _Part(*whole, np.array(seconds, dtype=np.float64), columns)
+        return _Part(
+            number=np.array(number, dtype=np.int64),
+            step=np.array(step, dtype=np.int64),
+            tokens=np.array(tokens, dtype=np.int64),
+            seconds=np.array(seconds, dtype=np.float64),
+            columns=columns,
+        )
 
 
 def _flat(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -80,7 +80,7 @@ def examinee_of(model: Model | Holder, tokenizer: Tokenizer, *, name: str) -> Ex
 
     @torch.no_grad()
     def logits(tokens_BT: NDArray[np.int64], valid_BT: NDArray[np.bool_]) -> NDArray[np.floating]:
-        answer_BTV = model(Batch(tokens=tokens_BT, valid=valid_BT))["next"]
+        answer_BTV: torch.Tensor = model(Batch(tokens=tokens_BT, valid=valid_BT))["next"]
         return answer_BTV.float().cpu().numpy()
 
     model.eval()

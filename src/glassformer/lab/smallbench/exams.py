@@ -287,9 +287,9 @@ def _brackets(rng: np.random.Generator) -> Group:
     before = bool(rng.integers(2))  # pairs of both kinds, closed before anything counts
     choices = tuple(f" {kind[1]}" for kind in kinds)
     questions = []
-    for outer, (o, c) in enumerate(kinds):
+    for outer, (o, c) in enumerate((kind[0], kind[1]) for kind in kinds):
         inner = 1 - outer
-        i, j = kinds[inner]
+        i, j = kinds[inner][0], kinds[inner][1]
         closed = f"{o} {c} {i} {j} " if before else ""
         begun = f"{closed}{o} {words[0]} {i} {words[1]} {j} "
         texts = ((f"{begun}{words[2]}", outer), (f"{begun}{i} {words[2]}", inner))
@@ -299,7 +299,7 @@ def _brackets(rng: np.random.Generator) -> Group:
 
 
 def _solve_brackets(context: str, choices: tuple[str, ...]) -> str:
-    partner = dict(BRACKETS)
+    partner = {pair[0]: pair[1] for pair in BRACKETS}
     waiting: list[str] = []
     for word in context.split():
         if word in partner:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +108,8 @@ def mark(examinee: Examinee, groups: Sequence[Group]) -> Marks:
     marks, exact = _asked(examinee, [one for group in groups for one in group.questions])
     kinds = [group.kind for group in groups for _ in group.questions]
     _, which = np.unique(kinds, return_inverse=True)
-    return Marks(np.bincount(which, weights=marks), np.bincount(which), int(exact.sum()))
+    points = cast(NDArray[np.float64], np.bincount(which, weights=marks))  # stubs say integers
+    return Marks(points, np.bincount(which), int(exact.sum()))
 
 
 def _asked(

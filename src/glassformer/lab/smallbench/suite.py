@@ -228,4 +228,5 @@ def _student(tail: float, freedom: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return sum(term / freedom**power for power, term in enumerate(terms)) / z
+    series: float = sum(term / freedom**power for power, term in enumerate(terms))
+    return series / z
