@@ -49,7 +49,7 @@ WITHOUT_MODELS = ("demo", "list", "design")
 
 
 class _Commands(Mapping[str, Any]):
-    """The commands by name, each made when it is asked for."""
+    """The commands by name, each built when it is first requested."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in VERBS:
@@ -82,7 +82,7 @@ class _Group(TyperGroup):
         self.commands = cast(MutableMapping[str, Any], _Commands())
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The verbs in their order."""
+        """Return the verbs in the order of `VERBS`."""
         return list(VERBS)
 
 
@@ -116,7 +116,7 @@ def options(
 
 
 def main() -> None:
-    """Run a verb; an error that people can mend is three lines and an exit code."""
+    """Run a verb; an error that users can fix is three lines and an exit code."""
     debug = "--debug" in sys.argv
     open_streams()
     sleep_soon_while_waiting()
@@ -124,7 +124,7 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()  # at Python's own end nobody could tell that it failed
+            sys.stdout.flush()  # a failure while Python shuts down could not be reported
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except GlassError as error:

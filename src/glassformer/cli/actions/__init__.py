@@ -1,1 +1,1 @@
-"""What each verb does, in a module of the same name."""
+"""The work of each verb, in a module of the same name."""

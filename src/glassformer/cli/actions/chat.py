@@ -1,7 +1,7 @@
-"""What `glass generate MODEL --chat` does: a conversation at the terminal, or over a pipe.
+"""Run `glass generate MODEL --chat`: a conversation at the terminal, or over a pipe.
 
-Answers go to stdout as they are made, everything else to stderr. Ctrl-C ends an answer, not the
-conversation. Without a terminal every line of stdin is a question, and the end of it the end.
+Answers go to stdout as they are generated, everything else to stderr. Ctrl-C ends an answer, not
+the conversation. Without a terminal every line of stdin is a question, until stdin ends.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ def template_option(text: str) -> tuple[str, Any]:
 
 
 def chat(conversation: Conversation, *, first: str | None = None, as_json: bool = False) -> int:
-    """Talk until the input ends; the exit code."""
+    """Chat until the input ends, and return the exit code."""
     live = sys.stdin.isatty()
     if live:
         import readline  # noqa: F401  importing it gives `input` line editing and a history
@@ -154,7 +154,7 @@ def chat(conversation: Conversation, *, first: str | None = None, as_json: bool 
 
 
 def obey(conversation: Conversation, line: str) -> None:
-    """One of the commands."""
+    """Run one of the chat's commands."""
     word, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     match word:
@@ -176,7 +176,7 @@ def obey(conversation: Conversation, line: str) -> None:
 
 
 def _read(live: bool) -> str | None:
-    """The next line, None at the end."""
+    """Read the next line; return None at the end of the input."""
     if live:
         try:
             return input("> ")
@@ -211,7 +211,7 @@ def _show_json(conversation: Conversation, question: str) -> None:
 
 
 def answering(conversation: Conversation, question: str) -> Iterator[str]:
-    """The pieces of an answer, until it ends or a Ctrl-C stops it after the next token."""
+    """Yield the pieces of an answer, until it ends or a Ctrl-C stops it after the next token."""
     with stopping() as stopped, contextlib.closing(conversation.ask(question)) as pieces:
         for piece in pieces:
             yield piece
@@ -221,7 +221,7 @@ def answering(conversation: Conversation, question: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Within it a first Ctrl-C is only noticed, so that no step is cut in two."""
+    """Record the first Ctrl-C instead of raising it, so that no step is interrupted halfway."""
     caught: list[int] = []
 
     def notice(number: int, frame: FrameType | None) -> None:

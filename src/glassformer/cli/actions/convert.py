@@ -1,4 +1,4 @@
-"""What `glass convert` does: open a model, whoever wrote it, and write it in another format."""
+"""Run `glass convert`: open a model of any known format, and write it in another one."""
 
 import json
 from pathlib import Path

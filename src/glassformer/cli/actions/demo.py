@@ -1,4 +1,4 @@
-"""What `glass demo` does: train from nothing, verify, decode, look inside; each step is a verb."""
+"""Run `glass demo`: train from scratch, verify, decode, inspect; each step is also a verb."""
 
 import json
 import shlex
@@ -43,7 +43,7 @@ from glassformer.web.report.document import report_html
 TASK, SPLIT = "reverse", "test"
 HELD_OUT = 500  # examples decoded
 WIDTH = 4  # beams
-SHOWN = 7  # symbols of the example that is looked into
+SHOWN = 7  # symbols of the example that is inspected
 
 
 def demo(
@@ -55,7 +55,7 @@ def demo(
     overwrite: bool,
     as_json: bool,
 ) -> int:
-    """Everything in turn; the exit code: 1 if the certificate fails, 130 after Ctrl-C."""
+    """Run all steps, and return the exit code: 1 if the certificate fails, 130 after Ctrl-C."""
     changes = [f"train.steps={steps}"] if steps is not None else []
     changes += [f"train.seed={seed}"] if seed is not None else []
     if name is None:
@@ -90,7 +90,7 @@ def demo(
 
 
 def free_folder(runs: Path, name: str, *, overwrite: bool) -> Path:
-    """The first of demo, demo-2, demo-3 … that is not there yet; with `overwrite`, demo."""
+    """Return the first of demo, demo-2, demo-3 … that does not exist; with `overwrite`, demo."""
     number, folder = 1, run_folder(runs, name)
     while folder.exists() and not overwrite:
         number += 1
@@ -99,7 +99,7 @@ def free_folder(runs: Path, name: str, *, overwrite: bool) -> Path:
 
 
 def next_commands(folder: Path) -> list[tuple[str, str]]:
-    """What to try with the run, as it can be pasted."""
+    """Return commands to try on the run, ready to paste, and what each one shows."""
     place = shlex.quote(str(folder))
     return [
         (f"glass explore {place}", "look around in it, in a browser"),
@@ -115,11 +115,11 @@ def _say(text: str) -> None:
 
 
 def _silent(text: str) -> None:
-    """Scripts get one object at the end."""
+    """Print nothing: with `--json`, a script gets one object at the end."""
 
 
 def _train(run: TrainingRun, *, overwrite: bool) -> tuple[int, dict[str, Any]]:
-    """From fresh weights to the end, or to the first Ctrl-C, with the state saved."""
+    """Train from fresh weights to the end, or to the first Ctrl-C, and save the state."""
     folder, sizes = run.directory.folder, run.task.sizes()
     tell(
         f"1/4 train   {TASK}: {sizes['train']:,} rows of symbols to turn around; encoder-decoder, "
@@ -139,7 +139,7 @@ def _train(run: TrainingRun, *, overwrite: bool) -> tuple[int, dict[str, Any]]:
 
 
 def _after_training(run: TrainingRun, result: dict[str, Any], say: Any) -> int:
-    """The certificate, held-out answers, one look inside; all of it goes into the result."""
+    """Verify, decode held-out rows, inspect one example, and add all of it to the result."""
     model = load_model(run.directory.folder)
     report = _verify(model, run.directory.folder.name)
     result["verify"] = {"passed": report.passed, "failed": report.failed}
@@ -188,7 +188,7 @@ def _decode(model: Model, task: Task) -> dict[str, Decoded]:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One held-out row, the model's answer, and how the last layer read the source for it."""
+    """One held-out row, the model's output, and the last layer's attention to the source."""
 
     source: list[str]
     answer: list[str]
@@ -197,7 +197,7 @@ class Example:
     weights_TS: Tensor
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; weights to four digits."""
+        """Return JSON values, with weights rounded to four digits."""
         return {
             "source": self.source,
             "answer": self.answer,
@@ -207,7 +207,7 @@ class Example:
         }
 
     def text(self) -> str:
-        """The example and its heat map; reversing shows as a falling diagonal from the right."""
+        """Return the example and its heat map; reversing shows as a diagonal from the top right."""
         shades = SHADES if is_unicode(SHADES) else ASCII_SHADES
         picture = heatmap_text(
             self.weights_TS, rows=self.answer, columns=self.source, shades=shades
@@ -223,7 +223,7 @@ class Example:
 
 
 def _example(model: Model, task: Task) -> Example:
-    """The first held-out row of the size that fits a screen, answered greedily."""
+    """Decode, greedily, the held-out row whose length is nearest to SHOWN, to fit a screen."""
     names = task.tokenizer
     assert isinstance(names, Vocab)
     lengths = task.lengths(SPLIT) - 1  # symbols; the end is a token too

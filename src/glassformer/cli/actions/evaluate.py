@@ -1,6 +1,7 @@
-"""What `glass evaluate` does without a suite: measure a run, keep the result, tell it.
+"""Run `glass evaluate`: measure a run on its own task, or any model on a suite.
 
-What `glass evaluate MODEL --suite NAME` does: a suite's own measures of a model.
+The result on a run's own task is kept in the run's eval folder; so is SmallBench's. Options that
+only another suite takes are refused.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ class Asked:
     threads: int | None = None
 
     def refuse(self, suite: str, *options: str) -> None:
-        """Options that are another suite's are not left unread."""
+        """Refuse options that only another suite takes, instead of ignoring them."""
         for option in options:
             if getattr(self, option) is not None:
                 spelled = f"--{option.replace('_', '-')}"
@@ -62,7 +63,7 @@ class Outcome:
 
 
 def run_suite(name: str, path: str, asked: Asked) -> Outcome:
-    """The suite of that name on the model at a path."""
+    """Run the suite of that name on the model at a path."""
     if name not in SUITES:
         raise InputError(f"no suite '{name}'", hint=nearest(name, SUITES))
     check_threads(asked.threads)
@@ -70,7 +71,7 @@ def run_suite(name: str, path: str, asked: Asked) -> Outcome:
 
 
 def harness(path: str, asked: Asked) -> Outcome:
-    """lm-evaluation-harness, offline: data sets come from files or from the local cache."""
+    """Run lm-evaluation-harness offline: data sets come from files or from the local cache."""
     asked.refuse("lm-eval", "items", "seed")
     # Its libraries read these when they are imported.
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
@@ -88,7 +89,7 @@ def harness(path: str, asked: Asked) -> Outcome:
 
 
 def small(path: str, asked: Asked) -> Outcome:
-    """SmallBench; a run keeps the result in its eval folder."""
+    """Run SmallBench; the result on a run is kept in its eval folder."""
     asked.refuse("smallbench", "tasks_dir", "limit")
     adapter = load_native(path, device=asked.device)
     folder = RunRef.parse(path).folder

@@ -1,7 +1,7 @@
-"""What `glass explore` does: an address that only this machine reaches, a token, a server.
+"""Run `glass explore`: a local server that only this machine reaches, protected by a token.
 
-Listening to anyone else takes two options, because whoever has the link can read every run and
-spend this machine's time. The link reaches the browser in a private file, not in the arguments of
+Listening on other addresses takes two options, because anyone with the link can read every run
+and use this machine's time. The link reaches the browser in a private file, not in the arguments of
 a process, which every user of the machine can read.
 """
 
@@ -61,7 +61,7 @@ def serve(place: Path, *, port: int, host: str, allow_remote: bool, open_browser
 
 
 class _Server(uvicorn.Server):
-    """Tells running answers that the end has come before it waits for them."""
+    """A server that stops running requests before it waits for them to end."""
 
     def __init__(self, config: uvicorn.Config, closing: Callable[[], None]) -> None:
         super().__init__(config)
@@ -73,7 +73,7 @@ class _Server(uvicorn.Server):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return True if only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -95,7 +95,7 @@ def check_host(host: str, *, allow_remote: bool) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything heavy is loaded."""
+    """Open a listening socket, before anything heavy is loaded."""
     name = host.strip("[]")
     try:
         family, kind, _, _, address = socket.getaddrinfo(
@@ -122,14 +122,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def has_screen(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a browser would have a window: without one, a text browser takes the terminal."""
+    """Return True if a browser can open a window; a text browser would take over the terminal."""
     if sys.platform in ("darwin", "win32"):
         return True
     return bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
 
 
 def _written(host: str) -> str:
-    """A host as it stands in an address; for `all of them`, the one that works here."""
+    """Write a host as part of an address; for "all interfaces", the one that works here."""
     name = host.strip("[]")
     if name in ("0.0.0.0", "::"):
         return "127.0.0.1" if name == "0.0.0.0" else "[::1]"
@@ -137,7 +137,7 @@ def _written(host: str) -> str:
 
 
 def _doorway(folder: Path, link: str) -> str:
-    """A file that only this user can read, and that leads to the page."""
+    """Write a file that only this user can read, and that redirects to the page."""
     file = folder / "open.html"
     file.touch(mode=0o600)
     target = html.escape(link, quote=True)

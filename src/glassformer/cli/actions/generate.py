@@ -1,4 +1,4 @@
-"""What `glass generate` does: print the continuation of a prompt as it is generated."""
+"""Run `glass generate`: print the continuation of a prompt as it is generated."""
 
 import json
 import signal

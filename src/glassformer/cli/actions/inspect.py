@@ -1,6 +1,6 @@
-"""`glass inspect`: one inspection, the chosen head (or the one that matters most), and its output.
+"""Run `glass inspect`: one inspection, the chosen head (or the one that matters most), its output.
 
-A second pass where heads are ablated, and that of another model with `--against`.
+Ablating heads takes a second forward pass; `--against` takes one of another model.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What `glass list` tells: what there is to train, to verify, to measure with and to look at."""
+"""Run `glass list`: tasks to train, presets to verify, suites to measure with, runs to inspect."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from glassformer.store.rundir import RunDirectory
 
 
 def listing(runs: Path) -> dict[str, Any]:
-    """Tasks, presets, suites and runs."""
+    """Collect tasks, presets, suites and runs."""
     found = []
     for path in sorted(runs.glob("*/run.json")) if runs.is_dir() else ():
         record = _record(path.parent)
@@ -34,7 +34,7 @@ def listing(runs: Path) -> dict[str, Any]:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """run.json; a damaged one does not hide the other runs."""
+    """Read run.json; a damaged one does not hide the other runs."""
     try:
         return RunDirectory(folder).read_json("run.json")
     except FileError:
@@ -42,7 +42,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def listing_text(found: dict[str, Any]) -> str:
-    """The listing for people."""
+    """Format the listing for the terminal."""
     lines = [f"{kind:<9}{', '.join(found[kind])}" for kind in ("tasks", "presets", "suites")]
     for run in found["runs"]:
         loss, accuracy = _number(run["val_loss"]), _number(run["val_accuracy"])
@@ -55,7 +55,7 @@ def listing_text(found: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """As a record has it: what is not finite is a text there."""
+    """Read a number of a record, where values that are not finite are strings."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What `glass lr-find` does: the range test of a learning rate on a model of its own."""
+"""Run `glass lr-find`: the range test of a learning rate, on a fresh model."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def find(what: str, overrides: list[str], *, device: str, threads: int | None) -
 
 
 def lr_json(found: RateRange, what: str, overrides: list[str]) -> dict[str, Any]:
-    """The rate, its range, the command to paste, and the curve."""
+    """Return the rate, its range, the command to paste, and the curve."""
     rate = float(f"{found.suggestion:.1e}")
     return {
         "lr": rate,

@@ -1,4 +1,4 @@
-"""What `glass quantize` does: the folder, and the comparison for people or for scripts."""
+"""Run `glass quantize`: choose the folder, and print the comparison as text or as JSON."""
 
 import json
 import warnings
@@ -16,7 +16,7 @@ from glassformer.training.fit import StepRecord
 
 
 def run(text: str, wish: Wish, *, out: Path | None, runs: Path, as_json: bool) -> None:
-    """Quantize, and tell what came of it."""
+    """Quantize, and print the comparison."""
     path = find_model(text, runs=runs)
     folder = out or default_folder(text, wish.spec, runs)
     with warnings.catch_warnings(record=True) as caught:
@@ -34,7 +34,7 @@ def undo(text: str, *, out: Path, runs: Path, as_json: bool) -> None:
 
 
 def default_folder(text: str, spec: QuantSpec, runs: Path) -> Path:
-    """Beside the runs: `text-int4`."""
+    """Return the default folder, in the runs folder: `text-int4`."""
     name = RunRef.parse(text).folder.name
     return runs / f"{name}-{spec.scheme.name}"
 
@@ -45,7 +45,7 @@ def _tell_step(record: StepRecord) -> None:
 
 
 def outcome_json(outcome: Outcome) -> str:
-    """One object for scripts."""
+    """Return one JSON object for scripts."""
     found = {
         "folder": str(outcome.folder),
         "layers": outcome.layers,
@@ -59,7 +59,7 @@ def outcome_json(outcome: Outcome) -> str:
 
 
 def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
-    """The comparison for people."""
+    """Format the comparison for the terminal."""
     found, agreement = outcome.comparison, outcome.comparison.agreement
     before, after = agreement.perplexity
     there, back = agreement.full_to_small, agreement.small_to_full

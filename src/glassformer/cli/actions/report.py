@@ -1,4 +1,4 @@
-"""What `glass report` does: the one-file report of a run, or curves as text, picture and table."""
+"""Run `glass report`: the one-file report of a run, or curves as text, figure or table."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ class Asked:
 
     @property
     def of_curves(self) -> bool:
-        """Was anything said that only curves have?"""
+        """Return True if an option was given that only curves take."""
         return bool(self.series) or any(
             given is not None for given in (self.axis, self.span, self.log)
         )
@@ -60,7 +60,7 @@ def run(
     as_json: bool,
     said: Callable[[str], None],
 ) -> None:
-    """A report of one run, or curves; the ending of `-o` says which."""
+    """Write the report of one run, or curves, depending on the ending of `-o`."""
     target = target_of(output, ENDINGS)
     ending = "" if target is None else target.suffix.lower().removeprefix(".")
     drawn = asked.curves or ending in CURVE_ENDINGS or (not ending and len(names) > 1)
@@ -90,7 +90,7 @@ def write_report(
     as_json: bool,
     said: Callable[[str], None],
 ) -> None:
-    """Make the file, write it whole or not at all, say where it is."""
+    """Make the report, write it atomically, and print its path."""
     from glassformer.checks.report import Report
     from glassformer.web.report.document import report_html
 
@@ -122,7 +122,7 @@ def draw_curves(
     as_json: bool,
     said: Callable[[str], None],
 ) -> None:
-    """Read them, then draw them where they are wanted."""
+    """Read the curves, then print them or write them to the requested file."""
     axis = asked.axis or "step"
     if axis not in AXES:
         raise InputError(f"no axis '{axis}'", hint=nearest(axis, AXES))
@@ -149,7 +149,7 @@ def _read(name: str, runs: Path) -> Curves:
 
 
 def curves_text(curves: Sequence[Curves], asked: Asked, axis: str) -> str:
-    """Every panel for this terminal, then how it is to be read."""
+    """Draw every panel for this terminal, then explain how to read it."""
     made = panels(curves, names=asked.series, span=asked.span, log=asked.log)
     parts = [_panel_text(panel, curves, axis) for panel in made]
     notes = [smoothing_text(made, asked.span)]
@@ -190,10 +190,10 @@ def _alerts(curves: Sequence[Curves]) -> Iterator[str]:
 
 
 def _rows(curves: Sequence[Curves], names: Sequence[str]) -> list[dict[str, Any]]:
-    """The wide tables of all runs below each other, with the columns of all of them."""
+    """Return the wide tables of all runs, one after another, with the union of their columns."""
     for name in names:
         if not any(name in one.series for one in curves):
-            curves[0][name]  # says what there is
+            curves[0][name]  # raises, and lists the known series
     rows = [row for one in curves for row in one.rows()]
     fixed = ("run", "step", "tokens", "seconds")
     every = dict.fromkeys(name for row in rows for name in row if name not in fixed)

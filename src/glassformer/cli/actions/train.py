@@ -1,4 +1,4 @@
-"""What `glass train` does: begin or resume a run, watch the signals, tell what happens."""
+"""Run `glass train`: start or resume a run, handle signals, print progress."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from glassformer.spec.serialize import json_numbers
 
 
 def found_base(overrides: list[str], runs: Path) -> list[str]:
-    """`base=NAME` means what MODEL means in every other command."""
+    """Resolve `base=NAME` as MODEL is resolved in every other command."""
     made = []
     for text in overrides:
         key, _, value = text.partition("=")
@@ -42,7 +42,7 @@ def train(
     overwrite: bool,
     as_json: bool,
 ) -> int:
-    """Train, watch the signals, print the result; the exit code."""
+    """Train, handle signals, print the result, and return the exit code."""
     check_device(device)
     keep_freed_memory()
     if resume and overwrite:
@@ -71,7 +71,7 @@ def train(
 
 
 def follow(run: TrainingRun) -> None:
-    """Train to the end or to a stop, telling how it goes."""
+    """Train to the end or to a stop, printing progress."""
     title, steps = run.directory.folder.name, run.spec.train.steps
     with Narrator(title, steps=steps, start=run.progress.step) as narrator:
         for event in run.events():
@@ -80,7 +80,7 @@ def follow(run: TrainingRun) -> None:
 
 @contextlib.contextmanager
 def stopping(run: TrainingRun) -> Iterator[list[int]]:
-    """The first signal asks for a stop after the step; the second one ends at once."""
+    """Stop after the current step at the first signal, and at once at the second."""
     caught: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -98,7 +98,7 @@ def stopping(run: TrainingRun) -> Iterator[list[int]]:
 
 
 def show_result(result: Mapping[str, Any], *, as_json: bool) -> None:
-    """The last line: what was trained, and how well."""
+    """Print the last line: what was trained, and how well."""
     if as_json:
         print(json.dumps(json_numbers(result), allow_nan=False))
     else:

@@ -1,4 +1,4 @@
-"""What `glass verify` does: find the subject, ask, show."""
+"""Run `glass verify`: find the subject, run its checks, print the report."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ COLOURS = {
 
 
 def certificate(model: str | None, *, only: str | None, deep: bool, causal: bool) -> Report:
-    """The report on a preset, a factory's model, a model on disk, or on ourselves."""
+    """Return the report on a preset, a factory's model, a model on disk, or on glassformer."""
     if model is None or model in PRESETS:
         subject = None if model is None else sample_subject(model, deep=deep)
         return verify(subject, only=only, deep=deep)
@@ -32,13 +32,13 @@ def certificate(model: str | None, *, only: str | None, deep: bool, causal: bool
     place = find_model(model, runs=Path("runs"), also=PRESETS)
     folder = folder_of(place)
     is_foreign = not is_native(folder) and folder.is_dir()
-    # transformers is asked what it computes itself, where it is there and time is no matter
+    # compared with transformers too, where it is installed and time does not matter
     compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
     return verify(load(place, reference=compared), name=model, only=only, deep=deep)
 
 
 def show(report: Report, *, as_json: bool) -> None:
-    """JSON for scripts, else a table; coloured on a terminal."""
+    """Print JSON for scripts, else a table, coloured on a terminal."""
     if as_json:
         print(json.dumps(report.to_dict(), allow_nan=False))
     else:

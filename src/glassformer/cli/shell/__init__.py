@@ -1,1 +1,1 @@
-"""What all verbs share: terminal, process, model references, progress, output."""
+"""Code that all verbs share: terminal, process, model references, progress, output."""

@@ -1,4 +1,4 @@
-"""Figures that verbs write beside their text: confusion tables, the learning-rate range test."""
+"""Figures that verbs write: confusion tables, the learning-rate range test."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ CONFUSION_ENDINGS = LR_ENDINGS = ("png", "svg", "csv")
 
 
 def save_confusion(evaluation: Evaluation, path: Path, *, title: str) -> None:
-    """The tables of an evaluation as a figure, or every cell as CSV."""
+    """Write the tables of an evaluation as a figure, or every cell as CSV."""
     ending = ending_of(path, CONFUSION_ENDINGS)
     figure = confusion_figure(evaluation.confusion, title=title)  # refuses where there is none
     if ending == "csv":
@@ -25,12 +25,12 @@ def save_confusion(evaluation: Evaluation, path: Path, *, title: str) -> None:
 
 
 def lr_text(found: RateRange) -> str:
-    """The range test's curve for this terminal."""
+    """Draw the range test's curve for this terminal."""
     return figures.lr_text(found, width=terminal.columns(), unicode=terminal.is_unicode())
 
 
 def save_lr(found: RateRange, path: Path, *, title: str) -> None:
-    """The range test as a figure, or its points as CSV."""
+    """Write the range test as a figure, or its points as CSV."""
     ending = ending_of(path, LR_ENDINGS)
     if ending == "csv":
         lines = [[rate, loss] for rate, loss in found.curve]

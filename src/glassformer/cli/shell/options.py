@@ -65,6 +65,7 @@ def with_own_code(verb: Callable[..., T]) -> Callable[..., T]:
     )
     old = inspect.signature(verb).parameters.values()
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in old]
+    # `inspect.signature` reads the attribute, which typeshed does not declare
     allowing.__signature__ = inspect.Signature([*parameters, own])  # type: ignore[attr-defined]
     allowing.__annotations__ = {p.name: p.annotation for p in [*parameters, own]}
     return allowing
@@ -76,9 +77,9 @@ def with_own_code(verb: Callable[..., T]) -> Callable[..., T]:
 def takes(*specs: type, into: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Give a verb one command-line option for every option of some specs.
 
-    They stand in `--help` where the parameter `into` stands in the signature, and the verb gets
-    there a dict with the values that were typed, by the names of the specs' fields: what was not
-    typed is not in it, so the specs' own defaults apply. A field that two specs share is one
+    In `--help` they take the position of the parameter `into` in the signature. The verb receives
+    through it a dict of the values that were typed, by the names of the specs' fields: what was
+    not typed is not in it, so the specs' own defaults apply. A field that two specs share is one
     option.
     """
     options: dict[str, Option] = {}
@@ -102,6 +103,7 @@ def takes(*specs: type, into: str) -> Callable[[Callable[..., T]], Callable[...,
             else:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         signature = inspect.Signature(parameters)
+        # `inspect.signature` reads the attribute, which typeshed does not declare
         with_options.__signature__ = signature  # type: ignore[attr-defined]
         with_options.__annotations__ = {each.name: each.annotation for each in parameters}
         return with_options
@@ -110,7 +112,7 @@ def takes(*specs: type, into: str) -> Callable[[Callable[..., T]], Callable[...,
 
 
 def _value(option: Option, value: Any) -> Any:
-    """The field's value: a flag changes its default, a text is parsed, a list is a tuple."""
+    """Return the field's value: a flag changes its default, a text is parsed, a list is a tuple."""
     if option.typed is bool and not option.repeated:
         return not option.default
     if option.parse is not None:
@@ -120,7 +122,8 @@ def _value(option: Option, value: Any) -> Any:
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """An option of typer whose default is None: only what is typed is something else."""
+    """Make an option of typer whose default is None, so that only typed options have a value."""
+    # a type made at run time, which mypy cannot read as an annotation
     kind: Any = list[option.typed] if option.repeated else option.typed  # type: ignore[name-defined]
     shown = typer.Option(
         option.flag, help=option.help_text, metavar=option.metavar, show_default=False

@@ -1,4 +1,4 @@
-"""Files that a verb writes where `-o` says: the ending decides the form, errors are told."""
+"""Files that a verb writes to the path of `-o`: the ending decides the format."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from glassformer.spec.errors import InputError, MachineError
 
 
 def ending_of(path: Path, allowed: Sequence[str]) -> str:
-    """`png` of x.png, if it is one of those."""
+    """Return `png` of x.png; refuse an ending that is not one of the choices."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in allowed:
         known = f"{', '.join(f'.{name}' for name in allowed[:-1])} or .{allowed[-1]}"
@@ -22,7 +22,7 @@ def ending_of(path: Path, allowed: Sequence[str]) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write it whole or not at all, and say so; a place that takes nothing is told why."""
+    """Write the file atomically, and print its path; raise the reason if it cannot be written."""
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name[:200]}.tmp")
     try:
@@ -43,7 +43,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def target_of(output: str | None, endings: tuple[str, ...]) -> Path | None:
-    """Where `-o` leads, asked before the work is done; None without it."""
+    """Return the path of `-o`, checked before the work is done; None without it."""
     if output is None:
         return None
     path = Path(output)

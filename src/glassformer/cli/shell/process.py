@@ -1,4 +1,4 @@
-"""The process: what the C library does with freed memory, and which devices are here."""
+"""Settings of the process: what the C library does with freed memory, and which devices exist."""
 
 import ctypes
 import re
@@ -24,7 +24,7 @@ def keep_freed_memory() -> bool:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not here."""
+    """Refuse a device that this machine does not have."""
     number = re.fullmatch(r"cuda(?::([0-9]{1,3}))?", device)
     if number is None and device != "cpu":
         raise InputError(f"unknown device '{device[:60]}'", hint="cpu, cuda, or cuda:1")

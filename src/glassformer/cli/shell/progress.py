@@ -1,4 +1,4 @@
-"""Narration on stderr: a bar on a terminal, greppable lines elsewhere; results are stdout's."""
+"""Progress on stderr: a bar on a terminal, greppable lines elsewhere; results go to stdout."""
 
 import sys
 import time
@@ -13,15 +13,15 @@ from glassformer.lab.runs.artifacts import Sample
 from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved
 from glassformer.training.fit import StepRecord
 
-#: Seconds between two drawings of a bar, and between lines when nobody watches a terminal.
+#: Seconds between two redraws of a bar, and between lines where there is no terminal.
 LIVE_SECONDS = 0.1
 QUIET_SECONDS = 10.0
 
 
 class Bar:
-    """`title ━━━━━━ 58%  facts`, on a terminal only; nothing stays of it when it is done.
+    """A bar `title ━━━━━━ 58%  facts`, on a terminal only; it is removed when it is done.
 
-    It is drawn when something is said, never by a thread of its own.
+    It is redrawn when progress is reported, never by a thread of its own.
     """
 
     def __init__(self, title: str, *, total: int, done: int = 0) -> None:
@@ -52,14 +52,14 @@ class Bar:
         self._progress.stop()
 
     def show(self, done: int, facts: str = "") -> None:
-        """So much is done; drawn if it is time."""
+        """Set how much is done, and redraw if it is time."""
         moment = time.perf_counter()
         if self.live and moment - self.drawn >= LIVE_SECONDS:
             self.drawn = moment
             self._progress.update(self._task, completed=done, facts=facts, refresh=True)
 
     def tell(self, text: str) -> None:
-        """A line above the bar, or simply a line."""
+        """Print a line, above the bar where there is one."""
         if self.live:
             self._progress.console.print(text, markup=False, soft_wrap=True)
         else:
@@ -67,7 +67,7 @@ class Bar:
 
 
 class Narrator:
-    """Tells a training run: one live line on a terminal, a line now and then elsewhere."""
+    """The progress of a training: one live line on a terminal, a line now and then elsewhere."""
 
     def __init__(self, title: str, *, steps: int, start: int) -> None:
         self.steps, self.start = steps, start
@@ -93,7 +93,7 @@ class Narrator:
             tell(f"--- {sample.opening.strip()!r} goes on:\n{sample.text}")
 
     def see(self, event: Event) -> None:
-        """Take note of what happened, and tell it when it is time."""
+        """Record an event, and print it when it is time."""
         match event:
             case StepRecord():
                 self.tokens += event.tokens
@@ -126,7 +126,7 @@ class Narrator:
 
 
 def clock(seconds: float) -> str:
-    """0:07, 12:30, 3:05:00."""
+    """Format seconds: 0:07, 12:30, 3:05:00."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

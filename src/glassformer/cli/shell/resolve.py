@@ -1,6 +1,6 @@
-"""What a word on the command line means: a folder, a run, or `org/name` of the local cache.
+"""Resolve a MODEL or RUN of the command line: a folder, a run, or `org/name` of the local cache.
 
-Here the environment is read, once, for where Hugging Face's tools keep what they fetched.
+The environment is read here, once, for the folder where Hugging Face's tools keep downloads.
 """
 
 import difflib
@@ -19,7 +19,7 @@ LISTED, LONGEST = 12, 200
 
 
 def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
-    """Hugging Face's cache: HF_HUB_CACHE, else under HF_HOME, else under the user's cache."""
+    """Return Hugging Face's cache: HF_HUB_CACHE, else in HF_HOME, else in the user's cache."""
     if named := environment.get("HF_HUB_CACHE"):
         return Path(named).expanduser()
     if home := environment.get("HF_HOME"):
@@ -36,10 +36,10 @@ def find_model(
     cache: Path | None = None,
     also: Iterable[str] = (),
 ) -> str:
-    """A path as given, a run's name, or the snapshot of `org/name`, fetched first if asked.
+    """Resolve a path, a run's name, or the snapshot of `org/name`, downloaded first if requested.
 
-    A word that means nothing is refused, with what there is; `also` are names of other things that
-    it may have been meant for.
+    An unknown name is refused, with a list of known ones; `also` are names of other things that
+    may have been meant.
     """
     ref = RunRef.parse(text)
     name, revision = ref.path, ref.step
@@ -64,7 +64,7 @@ def find_model(
 
 
 def find_run(text: str, runs: Path) -> str:
-    """A folder as given, or a name under the runs folder; runs are in no cache."""
+    """Resolve a folder, or a name under the runs folder; runs are in no cache."""
     found = _here(text, runs)
     if found is None:
         raise _unknown(RunRef.parse(text).path, runs)
@@ -72,11 +72,11 @@ def find_run(text: str, runs: Path) -> str:
 
 
 def _here(text: str, runs: Path) -> str | None:
-    """The path that a word means on this disk: itself, else below the runs; None if neither is."""
+    """Return the existing path of a name: itself, else in the runs folder, else None."""
     name = RunRef.parse(text).path
     if not name:
         raise InputError("the name of the model is empty", hint="glass list shows the runs")
-    if os.path.exists(name):  # which a name that is too long, or not ours to see, is not
+    if os.path.exists(name):  # False for a name that is too long or not readable
         return text
     return str(runs / text) if os.path.exists(runs / name) else None
 
@@ -95,7 +95,7 @@ def _unknown(name: str, runs: Path, also: Iterable[str] = ()) -> InputError:
 
 
 def _neighbours(name: str, runs: Path) -> list[str]:
-    """Runs and models that the name may have been meant for: the runs, and what lies beside it."""
+    """Return names that may have been meant: the runs, and the files next to the given path."""
     beside = Path(name).parent
     places = {} if beside == Path() or beside == runs else {beside: f"{beside}/"}
     places[runs] = f"{beside}/" if beside == runs else ""
@@ -115,13 +115,13 @@ def _is_model(place: Path) -> bool:
 
 
 def _close(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'reverse'?`, or nothing."""
+    """Return `did you mean 'reverse'?`, or nothing."""
     close = difflib.get_close_matches(name[:LONGEST], list(known), n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else ""
 
 
 def agreed(question: str) -> bool:
-    """Whether a person at the terminal says yes; where there is none, nobody does."""
+    """Return True if a user at the terminal confirms; without a terminal, False."""
     if not sys.stdin.isatty():
         raise InputError(
             "--download asks first, and there is no terminal to ask at",

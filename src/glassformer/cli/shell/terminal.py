@@ -1,11 +1,8 @@
-"""stdout and stderr as the command finds them: closed, full, cut off, or without a sign for é.
+"""The state of stdout and stderr, and what the terminal can show: its width, characters, colours.
 
-What was asked for and cannot be written is an error of the machine; a reader who has seen enough is
-none; narration that nobody can read is left out, and the work goes on.
-
-What the terminal can show: its width, its signs, its colours. Decided here, once for all verbs.
-
-The environment is read here: NO_COLOR turns colour off, as everywhere.
+A requested result that cannot be written is an error of the machine; a reader that closes the pipe
+is not an error; progress that cannot be written is dropped, and the work goes on. The environment
+is read here: NO_COLOR turns colour off.
 """
 
 import contextlib
@@ -23,9 +20,9 @@ CUT_OFF = 128 + signal.SIGPIPE
 
 
 def open_streams() -> None:
-    """A stream that is closed swallows; what stdout has no sign for becomes an escape."""
+    """Discard what goes to a closed stream; escape characters that stdout cannot encode."""
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  as long as we live
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until the process ends
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
@@ -33,18 +30,18 @@ def open_streams() -> None:
 
 
 def tell(text: str) -> None:
-    """A line on stderr, where all narration goes."""
+    """Print a line on stderr, where all progress goes."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def is_cut_off(error: BaseException) -> bool:
-    """Has the reader of stdout gone? The command line's library makes an exit of it."""
+    """Return True if the reader of stdout has gone; typer turns that error into an exit."""
     return isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
 
 
 def give_up_stdout() -> None:
-    """What waits in stdout can no longer be written, and Python is not to try at its end."""
+    """Discard what is buffered for stdout, so that Python does not try to write it at exit."""
     with contextlib.suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
@@ -52,7 +49,7 @@ def give_up_stdout() -> None:
 
 
 def trouble(error: OSError) -> MachineError:
-    """A disk that is full, a file that is not ours: said in a line."""
+    """Turn an error of the system (disk full, permission denied) into one line with a hint."""
     return MachineError(
         f"the system refuses: {error.strerror or error}",
         where=str(error.filename or "") or "perhaps stdout",
@@ -60,18 +57,18 @@ def trouble(error: OSError) -> MachineError:
     )
 
 
-#: Of lines, in turn; each line also has its own dashes or sign.
+#: The colours of lines, in turn; each line also has its own dashes or marker.
 COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
 NARROWEST, WIDEST = 40, 160
 
 
 def columns() -> int:
-    """Characters in a line; 80 where nothing says."""
+    """Return the characters of a line; 80 where the width is unknown."""
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((80, 24)).columns))
 
 
 def is_unicode(signs: str = "░▒▓█⣿│└…") -> bool:
-    """Can stdout write these?"""
+    """Return True if stdout can encode these characters."""
     try:
         signs.encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -80,16 +77,16 @@ def is_unicode(signs: str = "░▒▓█⣿│└…") -> bool:
 
 
 def is_coloured() -> bool:
-    """Is stdout a terminal whose user does not mind colour?"""
+    """Return True if stdout is a terminal and colour is not turned off."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def paint(text: str, line: int) -> str:
-    """A line's own colour, where there is any."""
+    """Colour a line, where colour is used."""
     return typer.style(text, fg=COLOURS[line % len(COLOURS)]) if is_coloured() else text
 
 
 def printable(text: str) -> str:
-    """As stdout can write it: what it has no sign for becomes an escape, never an error."""
+    """Return the text as stdout can encode it: other characters become escapes, never an error."""
     encoding = sys.stdout.encoding or "ascii"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,4 +1,4 @@
-"""`glass convert`: the options of a change of format. `converting` does the work."""
+"""`glass convert`: its options; `actions.convert` does the work."""
 
 from pathlib import Path
 from typing import Annotated

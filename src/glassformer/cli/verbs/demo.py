@@ -1,4 +1,4 @@
-"""`glass demo`: the options of the demonstration. `demonstration` does the work."""
+"""`glass demo`: its options; `actions.demo` does the work."""
 
 from pathlib import Path
 from typing import Annotated

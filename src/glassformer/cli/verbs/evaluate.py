@@ -100,7 +100,7 @@ def _on_its_task(
     runs: Path,
     as_json: bool,
 ) -> None:
-    """Measure, print, and write the figure that was asked for."""
+    """Measure, print, and write the requested figure."""
     one_blas_thread()
     from glassformer.cli.actions import evaluate as evaluating
     from glassformer.cli.shell import figures, terminal

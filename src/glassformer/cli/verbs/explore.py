@@ -1,4 +1,4 @@
-"""The verb `glass explore`: the page over your runs, on this machine only; torch comes later."""
+"""`glass explore`: the page over your runs, on this machine only; torch is imported later."""
 
 from pathlib import Path
 from typing import Annotated
@@ -52,7 +52,7 @@ def explore(
 
 
 def _checked(place: Path) -> Path:
-    """A folder, which may hold nothing yet, or a model in one file."""
+    """Require a folder, which may still be empty, or a model in one file."""
     from glassformer.web.app.workspace import kind_of
 
     if kind_of(place) is None and not place.is_dir():
@@ -66,7 +66,7 @@ def _checked(place: Path) -> Path:
 
 
 def _place(what: str | None, runs: Path) -> Path:
-    """The folder that is shown. The runs folder may be empty or missing: Design needs none."""
+    """Return the folder to show. The runs folder may be empty or missing: Design needs none."""
     if what is None:
         return runs
     if Path(what).exists():

@@ -1,4 +1,4 @@
-"""`glass generate`: its options. `actions.generate` and `actions.chat` do the work."""
+"""`glass generate`: its options; `actions.generate` and `actions.chat` do the work."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""`glass list`: what there is. `listing` looks."""
+"""`glass list`: its options; `actions.list` does the work."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from glassformer.cli.shell.options import AsJson, Runs
 
 
 def list_all(runs: Runs = "runs", as_json: AsJson = False) -> None:
-    """What there is: tasks, presets, suites and your runs."""
+    """List tasks, presets, suites and your runs."""
     from glassformer.cli.actions import list
 
     found = list.listing(Path(runs))

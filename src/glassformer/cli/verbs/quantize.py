@@ -1,4 +1,4 @@
-"""The verb `glass quantize`; torch is imported when it runs."""
+"""`glass quantize`: its options; `actions.quantize` does the work, and imports torch."""
 
 from pathlib import Path
 from typing import Annotated, cast
@@ -84,7 +84,7 @@ def quantize(
         return
     from glassformer.spec.quantization import Indivisible, Tied, quant_spec
 
-    # a QuantSpec checks the words it is given
+    # QuantSpec checks each choice
     spec = quant_spec(
         scheme=scheme,
         bits=bits,
@@ -110,7 +110,7 @@ def quantize(
 
 
 def _way(method: str | None, *, calibrate: str | None, qat: int) -> str | None:
-    """How scales are found: as it was said, or as the other options imply."""
+    """Return how scales are found: the method given, or the one that other options imply."""
     if qat < 0:
         raise InputError(f"--qat {qat} is negative", hint="a number of steps, such as 200")
     if qat and (method is not None or calibrate is not None):

@@ -1,4 +1,4 @@
-"""`glass report`: the options of a run's report and of curves. `reporting` does the work."""
+"""`glass report`: its options; `actions.report` does the work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +40,7 @@ def report(
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """One HTML file about a run, or curves of several.
+    """Write one HTML file about a run, or curves of several.
 
     The report needs no script and no network. It lies in the run's folder as report.html unless
     -o says otherwise. Examples:

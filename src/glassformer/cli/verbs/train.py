@@ -1,4 +1,4 @@
-"""`glass train`: the options of a training. `training` does the work."""
+"""`glass train`: its options; `actions.train` does the work."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`glass verify`: the options of the certificate. `certificate` does the work."""
+"""`glass verify`: its options; `actions.verify` does the work."""
 
 from typing import Annotated
 
@@ -31,7 +31,7 @@ def verify(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """The certificate: two ways of computing the same thing, compared.
+    """Run the certificate: compare two ways of computing the same thing.
 
     Each row is the worst disagreement seen, beside what is allowed. Exit 1 if any check fails.
     Examples:
