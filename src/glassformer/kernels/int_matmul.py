@@ -235,7 +235,7 @@ class Int4Weight(_IntegerWeight):
         tile_N, lane_N = index_N // TILE, index_N % TILE
         q_NI = _eights(self.packed[tile_N, :, lane_N]).flatten(1)
         q_NGi = q_NI.view(len(q_NI), -1, self.group).float()
-        zero = 8.0
+        zero: Tensor | float = 8.0
         if self.zero_TGL is not None:
             zero = self.zero_TGL[tile_N, :, lane_N].float()[..., None]
         return ((q_NGi - zero) * self.scale_TGL[tile_N, :, lane_N].float()[..., None]).flatten(1)

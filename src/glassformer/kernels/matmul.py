@@ -23,6 +23,8 @@ Routine = Literal["linear", "transposed", "columns", "c"]
 ROUTINES: tuple[Routine, ...] = ("c", "linear", "columns", "transposed")
 #: Rows up to which one choice holds; with more the arithmetic matters, not the layout.
 CLASSES = (1, 5, 16)
+#: A routine bound to its weights: rows and the residual, if any, to the sum.
+Bound = Callable[[Tensor, Tensor | None], Tensor]
 C_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -63,14 +65,14 @@ class Product:
             self.turned_IO = self.turned_IO.contiguous()
         if "c" in routines:
             self._prepare_c()
-        by_name: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+        by_name: dict[Routine, Bound] = {
             "linear": self._linear,
             "transposed": self._transposed,
             "columns": self._columns,
             "c": self._c if weight_OI.dtype == torch.float32 else self._c_bfloat16,
         }
         #: By number of rows; the last is for all beyond the classes.
-        self.by_rows = [self._linear]
+        self.by_rows: list[Bound] = [self._linear]
         for routine, most in zip(routines, CLASSES, strict=True):
             self.by_rows += [by_name[routine]] * (most + 1 - len(self.by_rows))
         self.by_rows.append(self._linear)
@@ -123,7 +125,10 @@ class Product:
             raise InputError("the C kernels have no gradients", hint="call under torch.no_grad()")
         x_BI = x_BI.contiguous()
         rows, onto = x_BI.shape[0], residual_BO is not None and residual_BO.is_contiguous()
-        y_BO = residual_BO if onto else x_BI.new_empty(rows, self._form.outputs)
+        if residual_BO is None or not onto:
+            y_BO = x_BI.new_empty(rows, self._form.outputs)
+        else:
+            y_BO = residual_BO
         self._call(
             self._address, x_BI.data_ptr(), y_BO.data_ptr(), rows, onto, torch.get_num_threads()
         )

@@ -292,5 +292,5 @@ def attend(
 
 def _parts(programs: int, n_places: int) -> int:
     """Into how many parts the past is split, so that a small batch fills the machine too."""
-    chunks = triton.cdiv(n_places, CHUNK)
+    chunks: int = triton.cdiv(n_places, CHUNK)
     return max(1, min(chunks, 256 // programs))

@@ -6,7 +6,7 @@ it. There is nothing to fuse beforehand: these models have no layer that a neigh
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -30,21 +30,22 @@ from glassformer.spec.quantization import QuantSpec, layer_of, targets, untied
 from glassformer.spec.schemes import Method, Scheme
 
 Select = Callable[[str, nn.Module], bool]
+#: A layer that can be quantized.
+Plain: TypeAlias = Linear | TokenEmbedding
 M = TypeVar("M", bound=Model)
 
+WATCHED = (WatchedLinear, WatchedEmbedding)
+ROUNDED = (RoundedLinear, RoundedEmbedding)
+PREPARED = (*WATCHED, *ROUNDED)
 #: By mode: the class of a prepared linear layer, and of a prepared table.
-PREPARED_CLASSES = {
-    "ptq": (WatchedLinear, WatchedEmbedding),
-    "qat": (RoundedLinear, RoundedEmbedding),
-}
-PREPARED = (*PREPARED_CLASSES["ptq"], *PREPARED_CLASSES["qat"])
+PREPARED_CLASSES = {"ptq": WATCHED, "qat": ROUNDED}
 
 
 def plan(
     model: Model, spec: QuantSpec, *, select: Select | None = None
-) -> dict[str, tuple[nn.Module, Scheme]]:
+) -> dict[str, tuple[Plain, Scheme]]:
     """Return layers by path with the scheme each will have; the model is not changed."""
-    found = {}
+    found: dict[str, tuple[Plain, Scheme]] = {}
     for target in targets(model.spec, spec.tied):
         path = layer_of(target.name)
         module = model.get_submodule(path)
@@ -56,6 +57,7 @@ def plan(
                 where=path,
                 hint="merge LoRA into the weights first",
             )
+        assert isinstance(module, (Linear, TokenEmbedding))
         scheme = spec.scheme_of(target)
         if scheme is not None:
             found[path] = (module, scheme)
@@ -84,7 +86,9 @@ def prepare_model_for_quantization(
     _untie(model, spec)
     for module, scheme in plan(model, spec, select=select).values():
         become(module, PREPARED_CLASSES[mode][isinstance(module, TokenEmbedding)])
+        assert isinstance(module, PREPARED)
         if mode == "ptq":
+            assert isinstance(module, WATCHED)
             module.watch = Watch(module.weight.shape[1], module.weight.device)
             module.method = spec.resolved_method
         module.scheme = scheme
@@ -103,6 +107,7 @@ def quantize_model(
     if any(isinstance(module, QuantizedWeight) for module in model.modules()):
         raise InputError("the model is quantized already", hint="dequantize_model goes back")
     prepared = [module for module in model.modules() if isinstance(module, PREPARED)]
+    chosen: list[tuple[Plain, Scheme]]
     if prepared:
         if spec is not None or select is not None:
             raise InputError(
@@ -125,15 +130,16 @@ def quantize_model(
     return model.eval()
 
 
-def _quantized(module: nn.Module, scheme: Scheme, method: Method) -> QuantizedTensor:
+def _quantized(module: Plain, scheme: Scheme, method: Method) -> QuantizedTensor:
     if method == "gptq":
+        assert isinstance(module, WATCHED)
         moment_II = module.watch.moment_II
         return quantize_with_inputs(module.weight, scheme, moment_II=moment_II)
     return quantize_tensor(module.weight, scheme, least_squares=method == "mse")
 
 
 def quantized_layer(
-    module: nn.Module, tensor: QuantizedTensor, method: Method, backend: str
+    module: Plain, tensor: QuantizedTensor, method: Method, backend: str
 ) -> QuantizedWeight:
     """Return the quantized layer that replaces a linear one or a table."""
     if isinstance(module, TokenEmbedding):
@@ -149,8 +155,11 @@ def quantized_layer(
     return QuantizedLinear(tensor, bias, method=method, backend=backend)
 
 
-def _method_of(module: nn.Module) -> Method:
-    return "qat" if isinstance(module, (RoundedLinear, RoundedEmbedding)) else module.method
+def _method_of(module: Plain) -> Method:
+    if isinstance(module, ROUNDED):
+        return "qat"
+    assert isinstance(module, WATCHED)
+    return module.method
 
 
 @torch.no_grad()
@@ -193,8 +202,8 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in list(holder.named_children()):
             if child is old:
                 setattr(holder, name, new)
-        for name, child in holder._modules.items():  # named_children names what is shared once
-            if child is old:
+        for name, held in holder._modules.items():  # named_children names what is shared once
+            if held is old:
                 holder._modules[name] = new
 
 

@@ -78,7 +78,8 @@ def making_up(weight_OI: Tensor, *, moment_II: Tensor, cross_II: Tensor) -> Tens
     damped_II = _damped(moment_II)
     extra_II = damped_II - moment_II.double()
     wanted_OI = weight_OI.double() @ (cross_II.double() + extra_II)
-    return torch.linalg.solve(damped_II, wanted_OI, left=False).float()
+    moved_OI: Tensor = torch.linalg.solve(damped_II, wanted_OI, left=False)
+    return moved_OI.float()
 
 
 def _rounded_again(
@@ -147,10 +148,11 @@ def _damped(moment_II: Tensor) -> Tensor:
             "calibration has seen nothing of this layer's inputs",
             hint="run some batches through the prepared model first",
         )
-    return moment_II + torch.diag(torch.full_like(diagonal_I, DAMPING * diagonal_I.mean()))
+    return moment_II + torch.diag(torch.full_like(diagonal_I, float(DAMPING * diagonal_I.mean())))
 
 
 def _inverse_factor(damped_II: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse."""
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(damped_II))
-    return torch.linalg.cholesky(inverse_II, upper=True).float()
+    factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    return factor_II.float()

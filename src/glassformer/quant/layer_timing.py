@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from glassformer.models.model import Model
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.convert import Select, plan
-from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear
+from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.schemes import quantize_tensor
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Scheme
@@ -57,7 +57,8 @@ def time_layers(
     for path, (module, scheme) in plan(model, spec, select=select).items():
         weight_OI = module.weight.detach()
         table = isinstance(module, TokenEmbedding)
-        key = (tuple(weight_OI.shape), scheme, table)
+        outputs, inputs = weight_OI.shape
+        key = ((outputs, inputs), scheme, table)
         if key not in known:
             known[key] = _both_ways(weight_OI, scheme, rows=rows, table=table, backend=backend)
         found.append(Timing(path, key[0], scheme, *known[key]))
@@ -81,7 +82,7 @@ def _both_ways(
     x_MI = torch.randn(rows, weight_OI.shape[1], device=weight_OI.device, dtype=weight_OI.dtype)
     tensor = quantize_tensor(weight_OI, scheme)
     if table:
-        layer = QuantizedEmbedding(tensor, backend=backend)
+        layer: QuantizedWeight = QuantizedEmbedding(tensor, backend=backend)
     else:
         layer = QuantizedLinear(tensor, None, backend=backend)
     sides = (lambda: F.linear(x_MI, weight_OI), lambda: layer.times(x_MI, None))

@@ -7,25 +7,35 @@ another device brings it back, and the next product makes the form that fits the
 
 from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from glassformer.nn.linear import PackedWeight
-from glassformer.quant.backends.choose import BACKENDS, REFERENCE, Form, check_backend, choose
+from glassformer.quant.backends.choose import (
+    BACKENDS,
+    REFERENCE,
+    Form,
+    LookupForm,
+    check_backend,
+    choose,
+)
 from glassformer.quant.backends.reference import reference_product, reference_rows
 from glassformer.quant.schemes import QuantizedTensor, dequantize
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import Method, Scheme
 
-# B batch, T length, M rows, D d_model, V vocab, O outputs, I inputs
+# B batch, T length, M rows, N looked-up rows, D d_model, V vocab, O outputs, I inputs
 
 
 class QuantizedWeight(PackedWeight, ABC):
     """A quantized (O, I) matrix. `wanted` is the backend asked for, `backend` the one in use."""
 
     lookup = False
+    qweight: Tensor | None
+    scale: Tensor | None
+    zero: Tensor | None
 
     def __init__(
         self,
@@ -79,6 +89,7 @@ class QuantizedWeight(PackedWeight, ABC):
         """The stored form, made from the running one if need be."""
         if self.form is not None:
             return self.form.unpack()
+        assert self.qweight is not None and self.scale is not None
         return QuantizedTensor(self.qweight, self.scale, self.zero, self.scheme)
 
     def restore(self) -> None:
@@ -122,8 +133,9 @@ class QuantizedWeight(PackedWeight, ABC):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedWeight":
         self.restore()
         stored, before = self.stored(), self.dtype
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         # What is stored keeps its type, whatever precision the model computes in.
+        assert self.qweight is not None
         device = self.qweight.device
         self.qweight, self.scale = stored.qweight.to(device), stored.scale.to(device)
         self.dtype = fn(torch.zeros(1, dtype=before)).dtype
@@ -149,6 +161,8 @@ class QuantizedWeight(PackedWeight, ABC):
 
 class QuantizedLinear(QuantizedWeight):
     """y = x W^T + b, with W = (level - zero) * scale."""
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -201,7 +215,8 @@ class QuantizedEmbedding(QuantizedWeight):
         if form is None:
             x = reference_rows(self.stored(), tokens).to(self.dtype)
         else:
-            x = form.rows(tokens.reshape(-1)).view(*tokens.shape, self.shape[1]).to(self.dtype)
+            rows_ND = cast(LookupForm, form).rows(tokens.reshape(-1))
+            x = rows_ND.view(*tokens.shape, self.shape[1]).to(self.dtype)
         return x if self.multiplier is None else x * self.multiplier
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:

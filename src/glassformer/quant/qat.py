@@ -14,7 +14,7 @@ from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.linear import Linear
 from glassformer.quant.backends.reference import in_pieces
 from glassformer.quant.schemes import dequantize, quantize_tensor
-from glassformer.spec.schemes import Scheme
+from glassformer.spec.schemes import Method, Scheme
 
 # B batch, T length, M rows, D d_model, O outputs, I inputs
 
@@ -34,7 +34,10 @@ class StraightThrough(torch.autograd.Function):
 def fake_quantize(weight_OI: Tensor, scheme: Scheme) -> Tensor:
     """The weights as they will be once quantized; gradients pass straight through."""
     rounded_OI = dequantize(quantize_tensor(weight_OI.detach(), scheme)).to(weight_OI.dtype)
-    return StraightThrough.apply(weight_OI, rounded_OI)
+    passed_OI: Tensor = StraightThrough.apply(  # type: ignore[no-untyped-call]  # not annotated
+        weight_OI, rounded_OI
+    )
+    return passed_OI
 
 
 class Watch:
@@ -71,6 +74,7 @@ class WatchedLinear(Linear):
 
     watch: Watch
     scheme: Scheme
+    method: Method
 
     def forward(self, x: Tensor) -> Tensor:
         self.watch.see(x)
@@ -82,6 +86,7 @@ class WatchedEmbedding(TokenEmbedding):
 
     watch: Watch
     scheme: Scheme
+    method: Method
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
         """Logits, after a look at what they are made of."""
@@ -111,4 +116,5 @@ class RoundedEmbedding(TokenEmbedding):
     def as_linear(self, x_BTD: Tensor) -> Tensor:
         """Logits of the rounded table."""
         weight_VD = fake_quantize(self.weight, self.scheme)
-        return in_pieces(x_BTD, tuple(weight_VD.shape), lambda piece: weight_VD[piece], None)
+        vocab, width = weight_VD.shape
+        return in_pieces(x_BTD, (vocab, width), lambda piece: weight_VD[piece], None)

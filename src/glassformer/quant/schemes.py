@@ -108,7 +108,8 @@ class Codec(ABC):
 
     def grouped(self, x_OI: Tensor) -> Tensor:
         """Return a view (O, G, E)."""
-        return x_OI.unflatten(1, (self.groups(x_OI.shape[1]), -1))
+        x_OGE: Tensor = x_OI.unflatten(1, (self.groups(x_OI.shape[1]), -1))
+        return x_OGE
 
 
 class IntegerCodec(Codec):
@@ -298,6 +299,7 @@ def least_squares_grid(weight_OI: Tensor, rules: Codec) -> tuple[Tensor, Tensor]
         if best_OG is None:
             best_OG, best_scale_OG, best_zero_OG = error_OG, scale_OG, zero_OG
             continue
+        assert best_scale_OG is not None and best_zero_OG is not None
         better_OG = error_OG < best_OG
         best_OG = torch.where(better_OG, error_OG, best_OG)
         best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)

@@ -18,6 +18,8 @@ from glassformer.nn.block import TransformerBlock
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.linear import Linear
 from glassformer.quant.convert import (
+    WATCHED,
+    Plain,
     Select,
     prepare_model_for_quantization,
     quantized_layer,
@@ -28,6 +30,7 @@ from glassformer.quant.qat import Watch, WatchedEmbedding, WatchedLinear, become
 from glassformer.quant.schemes import QuantizedTensor, dequantize
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.schemes import Scheme
 
 # M rows, O outputs, I inputs
 
@@ -59,10 +62,12 @@ def quantize_in_turn(
         )
     full = copy.deepcopy(model).eval()
     prepare_model_for_quantization(model, spec, select=select).eval()
-    found: dict[nn.Module, QuantizedTensor] = {}
+    watched = (module for module in model.modules() if isinstance(module, WATCHED))
+    schemes: dict[Plain, Scheme] = {module: module.scheme for module in watched}
+    found: dict[Plain, QuantizedTensor] = {}
 
-    def settle(module: nn.Module, weight_OI: Tensor, moment_II: Tensor) -> None:
-        found[module] = quantize_with_inputs(weight_OI, module.scheme, moment_II=moment_II)
+    def settle(module: Plain, weight_OI: Tensor, moment_II: Tensor) -> None:
+        found[module] = quantize_with_inputs(weight_OI, schemes[module], moment_II=moment_II)
         module.weight.copy_(dequantize(found[module]))
 
     for batch in batches:
@@ -100,7 +105,7 @@ def _settle_block(
     sides: tuple[nn.Module, nn.Module],
     layers: Sequence[str],
     batches: Sequence[Any],
-    settle: Callable[[nn.Module, Tensor, Tensor], None],
+    settle: Callable[[Plain, Tensor, Tensor], None],
 ) -> None:
     """Quantize the layers of one block in turn; `sides`: the block being rounded, the float one."""
     calls = [
@@ -109,6 +114,7 @@ def _settle_block(
     ]
     for names in _stages(sides[0], layers, calls[0][0]):
         first = sides[0].get_submodule(names[0])
+        assert isinstance(first, Linear)
         width = first.d_in
         moment_II = torch.zeros(width, width, device=first.weight.device)
         cross_II = torch.zeros_like(moment_II)
@@ -123,6 +129,7 @@ def _settle_block(
             cross_II.addmm_(due_MI.T, got_MI)
         for name in names:
             layer = sides[0].get_submodule(name)
+            assert isinstance(layer, Linear)
             weight_OI = making_up(layer.weight, moment_II=moment_II, cross_II=cross_II)
             settle(layer, weight_OI, moment_II)
 

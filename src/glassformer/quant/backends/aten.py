@@ -32,7 +32,7 @@ class AtenInt4:
             # This op wants the even column in the high nibble.
             turned = (tensor.qweight << 4) | (tensor.qweight >> 4)
             tiles = next(n for n in (8, 4, 2) if self.shape[1] % (16 * n) == 0)
-            self.packed = torch.ops.aten._convert_weight_to_int4pack(turned, tiles)
+            self.packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(turned, tiles)
         else:
             levels = tensor.levels().int()
             self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
@@ -56,7 +56,9 @@ class AtenInt4:
     def _multiply(self, x_MI: Tensor, table: Tensor) -> Tensor:
         name = "_weight_int4pack_mm" if self.cuda else "_weight_int4pack_mm_for_cpu"
         multiply = getattr(torch.ops.aten, name)
-        return multiply(x_MI.to(torch.bfloat16).contiguous(), self.packed, self.scheme.group, table)
+        x = x_MI.to(torch.bfloat16).contiguous()
+        out_MO: Tensor = multiply(x, self.packed, self.scheme.group, table)
+        return out_MO
 
     @torch.no_grad()
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -95,6 +97,7 @@ class AtenInt8:
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + b."""
         levels_OI, x = self.stored.qweight, x_MI.to(torch.bfloat16).contiguous()
+        out_MO: Tensor
         if len(x) == 1:
             out_MO = torch.ops.aten._weight_int8pack_mm(x, levels_OI, self.scale_O).to(x_MI.dtype)
         else:

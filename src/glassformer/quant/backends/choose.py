@@ -27,7 +27,9 @@ from glassformer.spec.schemes import Scheme, check_scheme
 class Form(Protocol):
     """A matrix as a backend holds it."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes."""
 
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + b."""
@@ -46,8 +48,13 @@ class LookupForm(Form, Protocol):
 class Backend(Protocol):
     """Makes forms of some schemes; `why_not` is empty where it can, else the reason."""
 
-    name: str
-    schemes: tuple[type[Scheme], ...]
+    @property
+    def name(self) -> str:
+        """The name that `backend=` takes."""
+
+    @property
+    def schemes(self) -> tuple[type[Scheme], ...]:
+        """The schemes it has a routine for."""
 
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
@@ -84,7 +91,7 @@ def choose(
         if not why_not(name, scheme, shape, device, lookup=lookup):
             return name
     if device.type == "cpu" and any(type(scheme) in b.schemes for b in BACKENDS.values()):
-        _warn_once(type(scheme))
+        _warn_once(type(scheme))  # type: ignore[arg-type]  # mypy reads its instances' __hash__
     return REFERENCE
 
 
@@ -160,13 +167,18 @@ def moved(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
 
 def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
     """Return True if two tensors are equal in every bit."""
-    zeros = (one.zero, other.zero)
     return (
         one.scheme == other.scheme
         and torch.equal(one.qweight, other.qweight)
         and torch.equal(one.scale, other.scale)
-        and (zeros == (None, None) or (None not in zeros and torch.equal(*zeros)))
+        and _same_zero(one.zero, other.zero)
     )
+
+
+def _same_zero(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 @functools.cache

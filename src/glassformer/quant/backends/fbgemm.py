@@ -40,7 +40,7 @@ class FbgemmForm:
         """x W^T + b, each row on a grid of its own."""
         largest_M1 = x_MI.abs().amax(-1, keepdim=True)
         largest_M1 = torch.where(largest_M1 == 0, 1.0, largest_M1)
-        out_MO = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        out_MO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             x_MI / largest_M1, 1.0 / STEPS, 64, self.packed
         )
         out_MO = out_MO.mul_(largest_M1)

@@ -44,4 +44,5 @@ def reference_product(x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None 
 def reference_rows(tensor: QuantizedTensor, index: Tensor) -> Tensor:
     """Rows of the matrix by number: (..., I) for an index of any shape."""
     flat = index.reshape(-1)
-    return dequantize(tensor.rows(flat)).unflatten(0, index.shape)
+    rows: Tensor = dequantize(tensor.rows(flat)).unflatten(0, index.shape)
+    return rows
