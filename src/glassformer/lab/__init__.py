@@ -1,1 +1,1 @@
-"""Whole runs: training with evaluation and saving, results measured against the truth."""
+"""Complete runs: training with evaluation and saving, results measured against the truth."""

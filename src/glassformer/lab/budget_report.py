@@ -1,4 +1,4 @@
-"""What is reported about a design: its costs, an unusual shape, the full text, and a run of it."""
+"""The report on a design: its costs, an unusual shape, the full text, and a run of it."""
 
 from dataclasses import replace
 from typing import Literal
@@ -37,7 +37,7 @@ class UnusualShape:
 
 
 def unusual_shape(design: Design) -> UnusualShape | None:
-    """Return a warning if a design keeps every wish with a great many layers, or hardly any."""
+    """Return a warning if a design meets every constraint with very many layers, or very few."""
     sizes = design.sizes
     layers = "one layer" if sizes.n_layers == 1 else f"{sizes.n_layers} layers"
     what = f"an unusual shape: {layers} of width {sizes.d_model}"

@@ -49,12 +49,12 @@ TRAINING = TrainSpec(
 
 
 def own_source(what: str) -> str | None:
-    """The source of a task of the user's own: as typed, or by the name of an installed part."""
+    """Return the source of a user's task: as typed, or by the name of an installed part."""
     return what if is_source(what) else installed_parts().get(what)
 
 
 def plan_own_task(source: str, overrides: Iterable[str]) -> PlannedRun:
-    """The run on a user's task; `task.` overrides are options of its class."""
+    """Return the run on a user's task; `task.` overrides are options of its class."""
     given = list(overrides)
     options = dict(_option(text) for text in given if text.startswith("task."))
     part = name_part(OwnTask, source, options)
@@ -67,7 +67,7 @@ def plan_own_task(source: str, overrides: Iterable[str]) -> PlannedRun:
 
 
 def own_task_overrides(overrides: Iterable[str]) -> list[str]:
-    """`task.length=9` as a path of the spec, `task.options.length=9`."""
+    """Return `task.length=9` as a path of the spec, `task.options.length=9`."""
     return [
         text if not text.startswith("task.") else f"task.options.{_plain(text)}"
         for text in overrides
@@ -75,7 +75,7 @@ def own_task_overrides(overrides: Iterable[str]) -> list[str]:
 
 
 def override_parts(spec: T, overrides: Iterable[str]) -> T:
-    """`override`, where a value may name a part: `train.optimizer=my_lion.py:Lion`.
+    """Apply `override`, where a value may name a part: `train.optimizer=my_lion.py:Lion`.
 
     A position is named last, when the size of the model that it declares its parameters for is
     known.
@@ -102,7 +102,7 @@ def override_parts(spec: T, overrides: Iterable[str]) -> T:
 
 
 def default_model(task: Task) -> ModelSpec:
-    """A small model with a task's heads; an encoder-decoder where batches have a source."""
+    """Return a small model with a task's heads, an encoder-decoder if batches have a source."""
     vocab_size, length = task.tokenizer.vocab_size, task.longest()
     first = task.batch("train", np.arange(1))
     if first.source is not None:
@@ -142,12 +142,12 @@ def _head(name: str, size: int) -> Head:
 
 
 def _named(text: str) -> str:
-    """An override whose value names a part, with the part's spec as the value."""
+    """Return an override whose value names a part, with the part's spec as the value."""
     path, _, value = text.partition("=")
     kind = KINDS.get(path.rpartition(".")[2])
     if kind is None or not is_source(value):
         return text
-    # Beside the words that a tokenizer may be, there is but one spec: it needs no kind.
+    # A tokenizer is a word or this one spec, so the spec needs no kind.
     named = {} if kind is OwnTokenizer else {"kind": kind.__name__}
     return f"{path}={json.dumps({**named, **to_dict(name_part(kind, value))})}"
 

@@ -1,7 +1,7 @@
-"""What a quantization is calibrated and measured on: a text, a run's own task, or the model's own
-words. What measures is never what calibrated.
+"""Quantizing a model folder into another one, and the comparison of the two.
 
-From a model folder to a quantized one beside it, and the comparison of the two.
+Calibration and measurement use a text, the run's own task, or sequences sampled from the model; the
+examples that measure are never those that calibrated.
 """
 
 import copy
@@ -54,7 +54,7 @@ HELD_OUT = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Batches to calibrate on, others to measure on, and where the latter come from."""
+    """Batches to calibrate on, others to measure on, and the origin of the latter."""
 
     calibrating: tuple[Batch, ...]
     measuring: tuple[Batch, ...]
@@ -62,7 +62,7 @@ class Material:
 
 
 def of_task(task: Task) -> Material:
-    """Training examples calibrate, held-out ones measure."""
+    """Return material of a task: training examples calibrate, held-out ones measure."""
     sizes = task.sizes()
     split = next(name for name in ("val", "test", "train") if sizes.get(name))
     return Material(
@@ -73,14 +73,14 @@ def of_task(task: Task) -> Material:
 
 
 def _batches(task: Task, split: str, most: int) -> list[Batch]:
-    """Batches spread over the split, examples taken at even distances."""
+    """Return batches spread over the split, with examples at even distances."""
     count = task.sizes()[split]
     rows = np.unique(np.linspace(0, count - 1, min(count, most * ROWS)).astype(np.int64))
     return [task.batch(split, rows[i : i + ROWS]) for i in range(0, len(rows), ROWS)]
 
 
 def of_text(path: Path, tokenizer: Tokenizer, model: Model) -> Material:
-    """The beginning of a text calibrates, its end measures."""
+    """Return material of a text: its beginning calibrates, its end measures."""
     _check_continues(model)
     try:
         text = path.read_text(encoding="utf-8")
@@ -105,13 +105,13 @@ def of_text(path: Path, tokenizer: Tokenizer, model: Model) -> Material:
 
 
 def _spread(batches: list[Batch], most: int) -> list[Batch]:
-    """At most so many, at even distances."""
+    """Return at most `most` batches, at even distances."""
     places = np.unique(np.linspace(0, len(batches) - 1, min(len(batches), most)).astype(np.int64))
     return [batches[place] for place in places]
 
 
 def of_model(model: Model, *, seed: int = 0) -> Material:
-    """Sequences that the model itself draws: no truth, but its own distribution."""
+    """Return sequences sampled from the model itself: its own distribution, not the truth."""
     _check_continues(model)
     length = min(LENGTH, model.spec.max_seq_len - 1)
     spec = DecodeSpec(max_new_tokens=length, temperature=1.0, seed=seed)
@@ -139,7 +139,7 @@ def _windows(ids: "np.ndarray", model: Model) -> list[Batch]:
 
 
 def _batch(window_BT: "np.ndarray") -> Batch:
-    """Every token but the last, and the token after each."""
+    """Return every token but the last, with the token after each as its target."""
     tokens = window_BT[:, :-1]
     return Batch(
         tokens=tokens,
@@ -149,12 +149,12 @@ def _batch(window_BT: "np.ndarray") -> Batch:
 
 
 def joined(one: Material, other: Material) -> Material:
-    """Calibrate on the one, measure on the other."""
+    """Return material that calibrates on the one and measures on the other."""
     return Material(one.calibrating, other.measuring, other.origin)
 
 
 def tokens_of(batches: Sequence[Batch]) -> int:
-    """Real tokens in them."""
+    """Return the number of real tokens."""
     return sum(int(batch.valid.sum()) for batch in batches)
 
 
@@ -166,7 +166,7 @@ Watch = Callable[[StepRecord], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """What `glass quantize` was asked for."""
+    """The options of `glass quantize`."""
 
     spec: QuantSpec
     calibrate: Path | None = None
@@ -187,7 +187,7 @@ class Outcome:
 
 
 def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = None) -> Outcome:
-    """Open, calibrate or train if asked, quantize, write, open again, compare."""
+    """Open, calibrate or train if requested, quantize, write, open again, compare."""
     if out.exists():
         raise InputError(f"{out} exists", hint="choose another --out, or remove it first")
     adapter = load(path)
@@ -235,7 +235,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
 
 
 def dequantize_folder(path: str, out: Path) -> Path:
-    """The float32 model of exactly the weights that a quantized folder holds."""
+    """Write the float32 model with exactly the weights of a quantized folder."""
     if out.exists():
         raise InputError(f"{out} exists", hint="choose another --out, or remove it first")
     adapter = load(path)
@@ -251,19 +251,19 @@ def dequantize_folder(path: str, out: Path) -> Path:
 
 
 def _whole(run: RunSpec, model: ModelSpec) -> RunSpec:
-    """The run of a folder that holds every weight: no LoRA, a base only where data needs one."""
+    """Return the run of a folder with every weight: no LoRA, a base only if data needs one."""
     needed = run.tuning if isinstance(run.task, FinetuneTask) else None
     tuning = None if needed is None else replace(needed, lora=None)
     return replace(run, model=model, tuning=tuning)
 
 
 def _folder(path: str) -> Path:
-    """`runs/digits` of `runs/digits@120`."""
+    """Return `runs/digits` of `runs/digits@120`."""
     return RunRef.parse(path).folder
 
 
 def run_of(path: str) -> RunSpec | None:
-    """What a run, or a folder made from one, says of its task; None for other models."""
+    """Return the spec of a run, or of a folder made from one; None for other models."""
     directory = RunDirectory(_folder(str(path)))
     ours = directory.steps() or (directory.folder / "MANIFEST.json").is_file()
     if not ours or not (directory.folder / "config.json").is_file():
@@ -311,7 +311,7 @@ def _quantized(
 
 
 def _trained(model: Model, run: RunSpec, task: Task, *, steps: int) -> Iterator[StepRecord]:
-    """The one loop, on, at a rate that falls to 0."""
+    """Continue training by the one loop, at a rate that falls to 0."""
     train = replace(
         run.train, steps=steps, lr=run.train.lr * QAT_RATE, schedule=CosineSchedule(), compile=False
     )
@@ -319,7 +319,7 @@ def _trained(model: Model, run: RunSpec, task: Task, *, steps: int) -> Iterator[
 
 
 def _bytes(folder: Path) -> int:
-    """Of the weights of a model folder."""
+    """Return the bytes of the weights of a model folder."""
     if folder.is_file():
         return folder.stat().st_size
     own = folder / WEIGHTS

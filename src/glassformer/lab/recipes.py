@@ -105,14 +105,14 @@ RECIPES: dict[str, Recipe] = {
 
 
 def named_task(name: str) -> TaskSpec:
-    """The task of a recipe."""
+    """Return the task of a recipe."""
     if name not in RECIPES:
         raise InputError(f"no task '{name}'", hint=nearest(name, [*RECIPES, *installed_parts()]))
     return RECIPES[name].task
 
 
 def trains_on(name: str, task: TaskSpec) -> bool:
-    """Whether a run on `task` may be one of the recipe, or of the source, of that name."""
+    """Return True if a run on `task` may be one of the recipe, or of the source, of that name."""
     source = None if name in RECIPES else own_source(name)
     if source is not None:
         return isinstance(task, OwnTask) and task.source == source
@@ -120,19 +120,19 @@ def trains_on(name: str, task: TaskSpec) -> bool:
 
 
 def usual_name(what: str) -> str:
-    """The name of a run that was given none: the recipe's, the class's, the config file's."""
+    """Return a run's default name: the recipe's, the class's or the config file's."""
     if is_source(what):
         return what.rpartition(":")[2]
     return Path(what).stem if what.endswith((".toml", ".json")) else what
 
 
 def recipe(name: str, overrides: Iterable[str] = (), *, cache: Path | None = None) -> RunSpec:
-    """The spec of a run by name; whoever trains it calls `plan_run`, which keeps what was built."""
+    """Return the spec of a run by name; to train it, `plan_run` keeps what was built."""
     return plan_run(name, overrides, cache=cache).spec
 
 
 def plan_run(name: str, overrides: Iterable[str] = (), *, cache: Path | None = None) -> PlannedRun:
-    """A run by name. Overrides of `task.` come first, so that the model is made for that task.
+    """Plan a run by name. Overrides of `task.` come first, so that the model is made for that task.
 
     `cache` is a folder where a text keeps its token files.
     """
@@ -168,12 +168,12 @@ def planned_run(
 
 
 def is_config(what: str | Path) -> bool:
-    """Return whether this names a file, not a recipe."""
+    """Return True if this names a file, not a recipe."""
     return str(what).endswith((".toml", ".json"))
 
 
 def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
-    """A run from a TOML or JSON file, such as the config of another run."""
+    """Read a run from a TOML or JSON file, such as the config of another run."""
     read = json.loads if path.suffix == ".json" else tomllib.loads
     try:
         data = read(path.read_text(encoding="utf-8"))

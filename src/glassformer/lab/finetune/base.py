@@ -1,11 +1,9 @@
-"""Records to examples: what a person wrote, in a base's own tokens, and which of them are answers.
+"""A base model for fine-tuning, and how records become examples in its tokens.
 
-An answer's tokens are made apart from the prompt's, as they are when the model generates them. A
-chat template may write the past anew once there is more of it (Qwen3 leaves old thoughts out); then
-the conversation becomes several examples, each as it stood when its answer was given, so that every
-answer is learned once and in the context in which it will be asked for.
-
-`Base`: a model to fine-tune, with all that decides how text becomes its tokens.
+An answer is tokenized apart from the prompt, as it is when the model generates it. A chat template
+may rewrite the past once there is more of it (Qwen3 drops old thoughts); then the conversation
+becomes several examples, each as it stood when its answer was given, so that every answer is
+learned once, in the context in which it will be requested.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,12 +37,12 @@ class Render(Protocol):
     """A chat template."""
 
     def __call__(self, messages: Sequence[Message], *, begin: bool) -> str:
-        """The text of some messages; with `begin`, the assistant's turn is begun at its end."""
+        """Return the text of some messages; `begin` opens the assistant's turn at its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speech:
-    """How a base speaks: its tokens, the ids that end a text, its chat template if it has one."""
+    """A base's text format: its tokenizer, the ids that end a text, its chat template if any."""
 
     tokenizer: Tokenizer
     ends: tuple[int, ...] = ()
@@ -52,14 +50,14 @@ class Speech:
 
     @property
     def end(self) -> list[int]:
-        """What is put behind a text."""
+        """The id that is appended to a text."""
         own = self.tokenizer.eos
         return [own] if own is not None else list(self.ends[:1])
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Text that is read, or learned."""
+    """A piece of text that is read, or learned."""
 
     text: str
     learned: bool
@@ -68,7 +66,7 @@ class _Piece:
 def examples_of(
     records: Sequence[Record], speech: Speech, *, answers_only: bool = True
 ) -> list[Example]:
-    """Every record in tokens; a record that cannot be is refused by its place in the file."""
+    """Return every record in tokens; refuse one that cannot be tokenized, by its line."""
     made: list[Example] = []
     for record in records:
         try:
@@ -87,7 +85,7 @@ def examples_of(
 
 
 def _parts(record: Record, speech: Speech) -> Iterator[tuple[list[int], list[bool]]]:
-    """Ids and what is learned of them, for each example of a record."""
+    """Return ids and which of them are learned, for each example of a record."""
     bos = speech.tokenizer.bos
     begin = [] if bos is None else [bos]
     match record:
@@ -105,7 +103,7 @@ def _parts(record: Record, speech: Speech) -> Iterator[tuple[list[int], list[boo
 
 
 def conversations(messages: Sequence[Message], render: Render | None) -> list[list[_Piece]]:
-    """The pieces of one example, or of several where the template writes the past anew."""
+    """Return the pieces of one example, or of several if the template rewrites the past."""
     if render is None:
         raise InputError(
             "a chat, and the base has no chat template",
@@ -132,7 +130,7 @@ def conversations(messages: Sequence[Message], render: Render | None) -> list[li
 
 
 def _tokens(pieces: Sequence[_Piece], speech: Speech) -> tuple[list[int], list[bool]]:
-    """Ids of the pieces; of an answer, what stands behind its end is read but not learned."""
+    """Return the ids of the pieces; what follows an answer's end is read but not learned."""
     ids: list[int] = []
     learned: list[bool] = []
     for piece in pieces:
@@ -144,27 +142,27 @@ def _tokens(pieces: Sequence[_Piece], speech: Speech) -> tuple[list[int], list[b
     return ids, learned
 
 
-#: What a template takes for the present: a date in a prompt must not change from run to run.
+#: The date that a template takes for today: a date in a prompt must not change from run to run.
 PRESENT = datetime(2025, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """The model, how it speaks, and its files that every checkpoint carries on."""
+    """The model, its text format, and the files of it that every checkpoint includes."""
 
     model: Model
     speech: Speech
     files: Mapping[str, bytes]
 
     def task(self, spec: FinetuneTask) -> Examples:
-        """The data of a file, in this model's tokens."""
+        """Return the data of a file as a task in this model's tokens."""
         records = read_records(spec.path, seed=spec.seed)
         examples = examples_of(records, self.speech, answers_only=spec.answers_only)
         return Examples(spec, examples, tokenizer=self.speech.tokenizer)
 
 
 def open_base(path: str) -> Base:
-    """A run, a checkpoint or a Hugging Face folder, ready to be tuned."""
+    """Open a run, a checkpoint or a Hugging Face folder, ready to be fine-tuned."""
     adapter = load(path)
     if not isinstance(adapter, NativeAdapter):
         raise InputError(f"{path} is not computed by our own parts, so it cannot be tuned here")
@@ -182,7 +180,7 @@ def open_base(path: str) -> Base:
 
 
 def _render(adapter: NativeAdapter) -> Render | None:
-    """The chat template of the folder that the base came from, if it has one."""
+    """Return the chat template of the folder that the base came from, if it has one."""
     if adapter.origin is None or not read_templates(adapter.origin):
         return None
     chat = read_chat(adapter.origin)

@@ -27,7 +27,7 @@ SHORT = {"base": "tuning.base", "data": "task.path", "lora": "tuning.lora"}
 
 
 def spelled_out(overrides: Iterable[str]) -> list[str]:
-    """`base=`, `data=` and `lora...=` as paths of the spec; the rest as it is."""
+    """Return `base=`, `data=` and `lora...=` as paths of the spec; the rest unchanged."""
     made = []
     for text in overrides:
         path, equals, value = text.partition("=")
@@ -40,7 +40,7 @@ def spelled_out(overrides: Iterable[str]) -> list[str]:
 
 
 def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
-    """The run that these overrides describe; `base` and `data` must be among them."""
+    """Return the run that these overrides describe; `base` and `data` must be among them."""
     given = spelled_out(overrides)
     path, data = _last(given, "tuning.base"), _last(given, "task.path")
     if not path or not data:
@@ -79,7 +79,7 @@ def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
 
 
 def _last(given: list[str], path: str) -> str:
-    """The value that is given last for a path."""
+    """Return the value that is given last for a path."""
     return next(
         (text.partition("=")[2] for text in reversed(given) if text.startswith(f"{path}=")), ""
     )

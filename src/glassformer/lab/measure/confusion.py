@@ -1,7 +1,7 @@
-"""What was asked and what was answered: tables of an evaluation as text, rows and CSV.
+"""Confusion tables of an evaluation, as text, rows and CSV.
 
-A row is what was asked, and adds up to 100 %; a column is what the answer looks like. The count
-stands beside, since a share of three examples says little.
+A row is a target and adds up to 100 %; a column is the label that the prediction looks like. The
+count is printed beside each row, since a share of three examples means little.
 """
 
 import csv
@@ -11,27 +11,27 @@ from typing import Any
 
 from glassformer.spec.units import plain_digits
 
-#: {what was asked: {what the answer looks like: how often}}
+#: {target: {prediction: count}}
 Table = Mapping[str, Mapping[str, int]]
 
-#: How a table of each group is to be read.
+#: The caption of each group's table.
 READINGS = {
     "operation": "the operation whose answer was given; none: no operation gives it",
     "answer": "the token that was answered",
 }
-#: What stands in the rows.
+#: The heading of the rows.
 ROWS = {"operation": "operation asked", "answer": "right answer"}
 
 
 def order(table: Table) -> tuple[list[str], list[str]]:
-    """Rows and columns in one order, so that what is right lies on the diagonal."""
+    """Return rows and columns in one order, so that right predictions lie on the diagonal."""
     rows = sorted(table, key=_natural)
     others = {column for row in table.values() for column in row} - set(rows)
     return rows, [*rows, *sorted(others, key=_natural)]
 
 
 def shares(table: Table) -> list[list[float]]:
-    """The cells in that order, each as a share of its row."""
+    """Return the cells in that order, each as a share of its row."""
     rows, columns = order(table)
     return [
         [table[row].get(column, 0) / max(1, sum(table[row].values())) for column in columns]
@@ -40,7 +40,7 @@ def shares(table: Table) -> list[list[float]]:
 
 
 def confusion_text(group: str, table: Table, *, width: int = 80) -> str:
-    """A table of per cents for a terminal; columns beyond its width go below, under the same
+    """Return a table of per cents for a terminal; columns beyond its width go below, under the same
     rows.
     """
     rows, columns = order(table)
@@ -64,7 +64,7 @@ def confusion_text(group: str, table: Table, *, width: int = 80) -> str:
 
 
 def confusion_rows(confusion: Mapping[str, Table]) -> list[dict[str, Any]]:
-    """Every cell of every table, the empty ones too: group, asked, answered, count, share."""
+    """Return every cell, the empty ones too: group, target, prediction, count, share."""
     made = []
     for group, table in confusion.items():
         rows, columns = order(table)
@@ -77,14 +77,14 @@ def confusion_rows(confusion: Mapping[str, Table]) -> list[dict[str, Any]]:
 
 
 def confusion_csv(table: Table) -> str:
-    """One table of counts: rows what was asked, columns what was answered."""
+    """Return one table of counts: rows are targets, columns predictions."""
     rows, columns = order(table)
     lines = [[row, *(table[row].get(column, 0) for column in columns)] for row in rows]
     return csv_text(["", *columns], lines)
 
 
 def csv_text(heading: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """CSV with plain line ends; None is an empty cell."""
+    """Return CSV with plain line ends; None is an empty cell."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(heading)
@@ -93,7 +93,7 @@ def csv_text(heading: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 
 def rows_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """CSV of dicts that share their keys."""
+    """Return CSV of dicts that share their keys."""
     heading = list(rows[0]) if rows else []
     return csv_text(heading, [[row[name] for name in heading] for row in rows])
 

@@ -1,7 +1,7 @@
-"""What a model has learned, measured against the truth, broken down by what the task knows.
+"""Evaluation of a model against the truth, broken down by the task's groups.
 
-One pass over a split: loss and accuracy of every head, exact match of whole sequences, both by the
-task's groups, and the distance to the oracle where there is one.
+One pass over a split: loss and accuracy of every head, exact match of complete sequences by group,
+and the distance to the oracle where there is one.
 """
 
 import json
@@ -36,9 +36,9 @@ class Evaluation:
 
     by: {group: {label: exact match}}; heads: {head: {loss, accuracy}}; oracle: the truth's
     entropy, the excess over it (divergence from the truth, free of the sample's luck), and legal
-    (probability given to what can occur); errors: some rows. pairs: what each row asked and was
-    answered as, by group, from row 0 on; `confusion` counts them. decoded: the same answers with
-    only the model's own tokens before each, where the task has a source.
+    (probability given to what can occur); errors: some rows. pairs: target and
+    prediction of each row, by group, from row 0 on; `confusion` counts them. decoded: the same
+    answers with only the model's own tokens before each, where the task has a source.
     """
 
     split: str
@@ -56,7 +56,7 @@ class Evaluation:
     decoded: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the results as JSON values."""
         return {
             "split": self.split,
             "examples": self.examples,
@@ -120,7 +120,7 @@ def _decoded_lines(decoded: Mapping[str, Any]) -> list[str]:
 
 
 class _Tally:
-    """Sums over the batches seen so far."""
+    """Sums over the batches so far."""
 
     def __init__(self, primary: str) -> None:
         self.primary = primary
@@ -139,8 +139,8 @@ class _Tally:
     def add(
         self, batch: Batch, logits: Mapping[str, NDArray[Any]]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Count every head; give back which sequences the first head has wholly right, and which
-        ask anything at all.
+        """Count every head; return which sequences the first head predicts completely, and which
+        have any position that counts.
         """
         exact: NDArray[np.bool_] = np.zeros(len(batch.tokens), dtype=np.bool_)
         asked = exact
@@ -170,7 +170,7 @@ class _Tally:
         exact: NDArray[np.bool_],
         asked: NDArray[np.bool_],
     ) -> None:
-        """Right and all, for each label of each group, over the sequences that ask anything."""
+        """Count right ones and all, by group and label, over sequences that count anywhere."""
         for group, labels in groups.items():
             for label, right, counts_too in zip(labels, exact, asked, strict=True):
                 if counts_too:
@@ -179,7 +179,7 @@ class _Tally:
                     counts[1] += 1
 
     def add_confusions(self, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
-        """How often what was asked was answered as what."""
+        """Count how often each target was predicted as each label."""
         for group, found in pairs.items():
             self.pairs.setdefault(group, []).extend(found)
             table = self.confusion.setdefault(group, {})
@@ -188,10 +188,10 @@ class _Tally:
                 row[answered] = row.get(answered, 0) + 1
 
     def add_truth(self, truth: Oracle, batch: Batch, logits: NDArray[Any]) -> None:
-        """Distance to the truth, and probability given to what can occur, where it counts."""
+        """Add the distance to the truth and the probability of what can occur, where it counts."""
         weights = loss_weights(batch, self.primary).astype(np.float64)
         logp = log_softmax(logits)
-        if truth.probabilities is not None:  # a model may have answers that the task has not
+        if truth.probabilities is not None:  # a model may have more classes than the task
             logp = logp[..., : truth.probabilities.shape[-1]]
         self.judged += float(weights.sum())
         self.entropy += float((truth.entropy * weights).sum())
@@ -200,7 +200,7 @@ class _Tally:
 
 
 def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
-    """Logarithms of probabilities, in float64."""
+    """Return log-probabilities in float64."""
     wide = logits.astype(np.float64)
     wide = wide - wide.max(-1, keepdims=True)
     logp: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
@@ -241,7 +241,7 @@ def evaluate(
 
 
 def natural(item: tuple[str, Any]) -> tuple[int, str]:
-    """Numbers by their size, then words: 4 before 10."""
+    """Return a sorting key: numbers by their size, then words, so 4 comes before 10."""
     number = plain_digits(item[0])
     return (1 << 62, item[0]) if number is None else (number, item[0])
 

@@ -1,8 +1,7 @@
-"""chrF and BLEU of a corpus, by sacrebleu, which papers report; nothing is counted here.
+"""Scores of complete answers that a model decodes on its own: exact match, chrF and BLEU.
 
-Whole answers, decoded and compared: what a task's exact match means when nobody helps.
-
-An evaluation gives the model the right answer so far at every place; here it has only its own.
+An evaluation gives the model the right answer so far at every position; here it has only its own
+tokens. chrF and BLEU are sacrebleu's, as papers report them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from glassformer.spec.errors import InputError, MachineError
 
 
 def corpus_scores(ours: Sequence[str], truths: Sequence[str]) -> dict[str, float]:
-    """From 0 to 100: chrF by characters (F2 of 1- to 6-grams), BLEU by words."""
+    """Return scores from 0 to 100: chrF by characters (F2 of 1- to 6-grams), BLEU by words."""
     if len(ours) != len(truths) or not ours:
         raise InputError(
             f"{len(ours)} texts beside {len(truths)} right ones", hint="one for each, at least one"
@@ -51,8 +50,8 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """How many answers of a split came out whole, the rows of those that did not, and what was
-    said to each row, the end included.
+    """The number of complete right answers of a split, the rows of the others, and what was
+    generated for each row, the end included.
     """
 
     split: str
@@ -63,7 +62,7 @@ class Decoded:
 
     @property
     def exact_match(self) -> float:
-        """The share that is right from the first token to the end."""
+        """The share of answers that is right from the first token to the end."""
         return self.right / self.examples
 
 
@@ -77,7 +76,7 @@ def decode_split(
 ) -> Decoded:
     """Answer the first `examples` sources of a split, greedily or with the best of `beams`.
 
-    For tasks with a source: its answer is asked for with the first token alone.
+    For tasks with a source: the decoder starts from the first token alone.
     """
     sizes = task.sizes()
     if split not in sizes:
@@ -104,7 +103,7 @@ def decode_split(
 
 
 def decoded_scores(stepper: Stepper, task: Task, *, split: str) -> dict[str, Any]:
-    """A whole split, decoded greedily: exact match, also by group; of texts chrF and BLEU too."""
+    """Decode a split greedily; return exact match, also by group, and for texts chrF and BLEU."""
     found = decode_split(stepper, task, split=split)
     rows = np.arange(found.examples, dtype=np.int64)
     wrong = set(found.wrong)
@@ -120,7 +119,7 @@ def decoded_scores(stepper: Stepper, task: Task, *, split: str) -> dict[str, Any
 
 
 def text_scores(found: Decoded, task: Task) -> dict[str, float]:
-    """chrF and BLEU of what was said, beside the right answers, both as texts."""
+    """Return chrF and BLEU of the decoded answers against the right ones, both as texts."""
     ends = {task.tokenizer.eos, task.tokenizer.pad}
 
     def text(ids: Ids) -> str:
@@ -134,12 +133,12 @@ def text_scores(found: Decoded, task: Task) -> dict[str, float]:
 
 
 def answers(stepper: Stepper, batch: Batch, *, eos: int | None, beams: int | None) -> list[Ids]:
-    """What the model says to each source of a batch, the end among it."""
+    """Return what the model generates for each source of a batch, the end included."""
     assert batch.source is not None
     prompts = Prompts.of(
         batch.tokens[:, :1], sources=batch.source.tokens, source_valid=batch.source.valid
     )
-    # One token more than any truth has: who goes on and on is wrong, and need not be heard out.
+    # One token more than any truth has: an answer that goes on is wrong whatever follows.
     longest = batch.tokens.shape[1] + 1
     ends = () if eos is None else (eos,)
     if beams is None:
@@ -150,6 +149,6 @@ def answers(stepper: Stepper, batch: Batch, *, eos: int | None, beams: int | Non
 
 
 def wanted(batch: Batch) -> Iterator[Ids]:
-    """The right answer of each row, without padding."""
+    """Return the right answer of each row, without padding."""
     for target, valid in zip(batch.targets["next"], batch.valid, strict=True):
         yield tuple(target[valid].tolist())

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness over our models: its tasks ask for likelihoods and continuations.
+"""lm-evaluation-harness over our models: its tasks request likelihoods and continuations.
 
-The harness is an extra and slow to import, so it is imported when it is run. What it asks is
-answered from an `Examinee`'s logits and by decoding; tasks come from a folder of YAML files or from
+The harness is an extra and slow to import, so it is imported when it is run. Its requests are
+served from an `Examinee`'s logits and by decoding; tasks come from a folder of YAML files or from
 its own list, whose data must then be in the local cache.
 """
 
@@ -23,7 +23,7 @@ LONGEST_ANSWER = 256  # tokens of a continuation, where a task does not say
 
 
 class Answerer:
-    """What the harness asks of a model, in ids and texts."""
+    """The requests of the harness, served by a model in ids and texts."""
 
     def __init__(self, adapter: NativeAdapter, *, batch_size: int = 16) -> None:
         self.adapter = adapter
@@ -33,7 +33,7 @@ class Answerer:
         self.longest = adapter.spec.max_seq_len
 
     def begin(self) -> int:
-        """The token before a text that has nothing before it."""
+        """Return the token that precedes a text with nothing before it."""
         for token in (self.tokenizer.bos, self.tokenizer.eos):
             if token is not None:
                 return token
@@ -43,12 +43,12 @@ class Answerer:
         )
 
     def encode(self, text: str, *, begun: bool) -> list[int]:
-        """Ids; `begun` puts the token before them that the model's texts begin with."""
+        """Return ids; `begun` prepends the token that the model's texts begin with."""
         ids, bos = self.tokenizer.encode(text), self.tokenizer.bos
         return ids if not begun or bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation after its context, and whether it is the greedy one.
+        """Return each continuation's log-probability after its context, and whether it is greedy.
 
         A context that is too long loses its beginning.
         """
@@ -63,7 +63,7 @@ class Answerer:
         return [(float(values.sum()), bool(greedy.all())) for values, greedy in found]
 
     def rolling(self, text: str) -> float:
-        """Log-probability of a whole text, of any length: in windows, each token once."""
+        """Return the log-probability of a text of any length: in windows, each token once."""
         ids = self.encode(text, begun=False)
         if not ids:
             return 0.0
@@ -77,7 +77,7 @@ class Answerer:
         return math.fsum(value for value, _ in self.likelihoods(pairs))
 
     def continuations(self, texts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
-        """What the model says after each text, up to a stop string."""
+        """Return what the model generates after each text, up to a stop string."""
         spec = self._decoding(settings)
         room = self.longest - spec.max_new_tokens
         if room < 1:
@@ -96,7 +96,7 @@ class Answerer:
         return made
 
     def _decoding(self, settings: Mapping[str, Any]) -> DecodeSpec:
-        """A task's generation_kwargs as a `DecodeSpec`; an unknown one is refused."""
+        """Return a task's generation_kwargs as a `DecodeSpec`; refuse unknown ones."""
         names = {each.hf: each.name for each in options_of(DecodeSpec) if each.hf is not None}
         left = dict(settings)
         until = left.pop("until", [])
@@ -126,7 +126,7 @@ def run_harness(
     limit: int | None = None,
     batch_size: int = 16,
 ) -> dict[str, Any]:
-    """Metrics by task; `tasks_dir` holds YAML tasks and replaces the harness's own list."""
+    """Return metrics by task; `tasks_dir` holds YAML tasks and replaces the harness's own list."""
     try:
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
@@ -162,7 +162,7 @@ def run_harness(
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    """`acc,none` as `acc`; names and what was not computed left out."""
+    """Return `acc,none` as `acc`, without names and without what was not computed."""
     return {
         key.removesuffix(",none"): float(value)
         for key, value in values.items()
@@ -171,7 +171,7 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _language_model(answerer: Answerer) -> Any:
-    """The harness's own interface over an `Answerer`."""
+    """Return the harness's own interface over an `Answerer`."""
     from lm_eval.api.model import TemplateLM
 
     class GlassLM(TemplateLM):  # type: ignore[misc]  # the harness has no types

@@ -1,4 +1,4 @@
-"""This machine's rates, in about two seconds: what `spec.timing` turns into the time of a step.
+"""The rates of this machine, from which `spec.timing` predicts the time of a training step.
 
 A few operations of a training step are timed forward and backward, at sizes at which machines
 differ: in and out of the caches, narrow and wide. A GPU works while the host prepares what comes
@@ -30,7 +30,7 @@ Clock = Callable[[], float]
 def calibrate(
     *, device: str = "cpu", seconds: float = 2.0, clock: Clock = time.perf_counter
 ) -> Rates:
-    """Measure for about so many seconds; each of the sizes runs thrice at least.
+    """Measure for about `seconds`; each of the sizes runs three times at least.
 
     On one thread `time.process_time` as the clock leaves out what other programs take.
     """
@@ -67,9 +67,9 @@ def calibrate(
 
 
 def _seconds(run: Callable[[], Tensor], seconds: float, clock: Clock) -> float:
-    """The lower quartile of a few calls: one that was interrupted does not count.
+    """Return the lower quartile of a few calls: one that was interrupted does not count.
 
-    Asking for a number waits for whatever device computes it.
+    Reading a number waits for the device that computes it.
     """
     run().item()
     times: list[float] = []
@@ -82,7 +82,7 @@ def _seconds(run: Callable[[], Tensor], seconds: float, clock: Clock) -> float:
 
 
 def _seconds_on_gpu(run: Callable[[], Tensor], seconds: float) -> float:
-    """What the device alone needs: the work is recorded once and replayed, without the host."""
+    """Return the time of the device alone: the work is recorded once, replayed without the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

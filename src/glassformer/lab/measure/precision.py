@@ -1,13 +1,9 @@
-"""Two precisions of one model, compared: what was saved, what it cost, where it hurts.
+"""Comparisons of one model in several precisions: savings, costs, the worst layers.
 
 Everything is measured, on the same inputs and in turn. Divergence is of the next-token (or first)
-head's distributions, in nats a position, both ways; perplexity needs targets. The worst layers are
-those whose own output, on the float model's inputs, is furthest off.
-
-One text in several precisions: what each says at every position, and what the bits cost.
-
-The float model is looked at once; the same tokens go through each quantized copy. Divergence is in
-nats, both ways, at each position that is read: all of a continuation, the one place of an answer.
+head's distributions, in nats per position, in both directions; perplexity needs targets. The worst
+layers are those whose own output, on the float model's inputs, is furthest off. A prompt is
+compared at each position that is read: all of a continuation, the one position of an answer.
 """
 
 import copy
@@ -51,7 +47,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """From one distribution to the other: the mean a position, the worst, and where that is."""
+    """A divergence between distributions: mean per position, the worst, and its position."""
 
     mean: float
     worst: float
@@ -61,7 +57,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far two models are apart on some batches; `perplexity` is of (full, small).
+    """The distance of two models on some batches; `perplexity` is of (full, small).
 
     `change` is small / full - 1, and `change_error` its standard error: examples are taken as
     independent, and each is compared with itself. None where there is one example only.
@@ -79,7 +75,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens a second of (full, small), and the median ratio of their times, small over full."""
+    """Tokens per second of (full, small), and the median ratio of times, small over full."""
 
     tokens_per_second: tuple[float, float]
     ratio: float
@@ -99,14 +95,14 @@ class Comparison:
     disk: tuple[int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the comparison as JSON values."""
         return asdict(self)
 
 
 def compare(
     full: Model, small: Model, batches: Sequence[Batch], *, material: str, worst: int = 5
 ) -> Comparison:
-    """Measure both, now."""
+    """Measure both models, now."""
     if not batches:
         raise InputError("nothing to compare on", hint="give a text, or a run with its task")
     errors = sorted(layer_errors(full, small, batches[0]), key=lambda error: -error[1])
@@ -125,7 +121,7 @@ def compare(
 
 @torch.no_grad()
 def agree(full: Model, small: Model, batches: Sequence[Batch]) -> Agreement:
-    """Perplexities, divergences both ways, and how often the likeliest answer is the same."""
+    """Return perplexities, divergences both ways, and how often the top prediction agrees."""
     nll, same, count, weight, examples = np.zeros(2), 0, 0, 0.0, 0
     tallies, worse, weighed = [_Tally(), _Tally()], [], []
     for batch in batches:
@@ -155,7 +151,7 @@ def agree(full: Model, small: Model, batches: Sequence[Batch]) -> Agreement:
 
 
 def _paired(worse_N: np.ndarray, weight_N: np.ndarray) -> tuple[float, float | None]:
-    """The relative change of the perplexity, and its standard error, as of a ratio of sums."""
+    """Return the relative change of perplexity and its standard error, as a ratio of sums."""
     mean = float(worse_N.sum() / weight_N.sum())
     ratio = float(np.exp(min(mean, 700.0)))
     if len(worse_N) < 2:
@@ -169,7 +165,7 @@ class _Tally:
         self.total, self.worst, self.place = 0.0, -1.0, (0, 0)
 
     def add(self, far: Tensor, *, first: int) -> None:
-        """(B, T), or (B,) for an answer."""
+        """Add divergences (B, T), or (B,) for an answer."""
         flat = far.reshape(len(far), -1)
         self.total += float(flat.sum())
         if float(flat.max()) > self.worst:
@@ -182,7 +178,7 @@ class _Tally:
 
 @torch.no_grad()
 def layer_errors(full: Model, small: Model, batch: Batch | Inputs) -> Iterator[tuple[str, float]]:
-    """Relative error of each quantized layer's output on the float model's own inputs."""
+    """Yield each quantized layer's relative error on the float model's own inputs."""
     layers, errors, hooks = dict(quantized_layers(small)), {}, []
 
     def watcher(path: str) -> Callable[..., None]:
@@ -215,7 +211,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def speeds(full: Model, small: Model) -> tuple[Speed, Speed | None]:
-    """Of reading a sequence, and of continuing one; None for a model that continues nothing."""
+    """Return the speed of prefill, and of decoding; None for a model without a `next` head."""
     decodes = "next" in full.spec.head_names()
     return speed(full, small, _prefill), speed(full, small, _decode) if decodes else None
 
@@ -223,7 +219,7 @@ def speeds(full: Model, small: Model) -> tuple[Speed, Speed | None]:
 def speed(
     full: Model, small: Model, make: Callable[[Model], tuple[Callable[[], Any], int]]
 ) -> Speed:
-    """Both in turn; medians, and the median of the ratios."""
+    """Time both in turn; return medians, and the median of the ratios."""
     sides = [make(model) for model in (full, small)]
     for call, _ in sides:
         call()
@@ -246,7 +242,7 @@ def _tokens(model: Model, length: int) -> Tensor:
 
 
 def _prefill(model: Model) -> tuple[Callable[[], Any], int]:
-    """One sequence read, its last position answered."""
+    """Return a call that reads one sequence and predicts its last position."""
     length = min(PREFILL, model.spec.max_seq_len)
     tokens = _tokens(model, length)
     source = None
@@ -264,7 +260,7 @@ def _prefill(model: Model) -> tuple[Callable[[], Any], int]:
 
 
 def _decode(model: Model) -> tuple[Callable[[], Any], int]:
-    """Greedy, batch 1, from one token."""
+    """Return a call that decodes greedily, batch size 1, from one token."""
     new = min(NEW, model.spec.max_seq_len - 1)
     stepper = FastStepper(model)
     sources = None if model.spec.encoder is None else [[0]]
@@ -275,7 +271,7 @@ def _decode(model: Model) -> tuple[Callable[[], Any], int]:
 
 # T positions, D d_model, V answers
 
-#: The likeliest answers of each precision that are told.
+#: The number of likeliest tokens of each precision that are shown.
 TOP = 6
 
 
@@ -303,9 +299,9 @@ class Spoken:
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """What every precision says of one text.
+    """The predictions of every precision on one text.
 
-    `positions`: those that are read. `answers[i]`: at the i-th of them, the likeliest answers of
+    `positions`: those that are read. `answers[i]`: at the i-th of them, the likeliest tokens of
     any precision by id, and the probability that each precision gives them.
     """
 
@@ -362,7 +358,7 @@ def _measured(name: str, model: Model) -> Precision:
 
 
 def _file_bytes(arrays: Arrays) -> int:
-    """Of the safetensors file that a checkpoint would hold, made a tensor at a time."""
+    """Return the size of the safetensors file of a checkpoint, made a tensor at a time."""
     described = {name: (CODES[a.dtype], a.shape) for name, a in sorted(arrays.items())}
     return sum(map(len, tensor_chunks(described, arrays.__getitem__)))
 
@@ -371,7 +367,7 @@ def _file_bytes(arrays: Arrays) -> int:
 def prompted(
     adapter: BaseAdapter, precisions: Sequence[Precision], text: str, *, top: int = TOP
 ) -> Prompted:
-    """The same tokens through each; the first precision is what the others are held against."""
+    """Run the same tokens through each; the others are compared with the first precision."""
     look = adapter.inspect(text)
     readings = [replace(look.readout, model=one.model) for one in precisions]
     positions = _read(look.readout)
@@ -398,7 +394,7 @@ def prompted(
 
 
 def _read(reading: Readout) -> tuple[int, ...]:
-    """The positions whose distributions mean something: an answer has one."""
+    """Return the positions whose distributions mean something: an answer has one."""
     if reading.model.spec.head(reading.head).readout is not None:
         return (reading.position,)
     return tuple(reading.real().nonzero().flatten().tolist())
@@ -410,12 +406,12 @@ def _rows(reading: Readout) -> Tensor:
 
 
 def _logp(reading: Readout, rows_TD: Tensor) -> Tensor:
-    """In double: divergences of 8 bits are near the rounding of 32."""
+    """Return log-probabilities in float64: int8's divergences are near float32's rounding."""
     return reading.model.project(rows_TD, reading.head).double().log_softmax(-1).cpu()
 
 
 def _answers(logps: Sequence[Tensor], top: int) -> list[dict[int, tuple[float, ...]]]:
-    """At each position the likeliest of any, by what the first gives them."""
+    """Return the likeliest tokens of any precision at each position, as the first ranks them."""
     made = []
     most = min(top, logps[0].shape[-1])
     for t in range(len(logps[0])):
@@ -427,6 +423,6 @@ def _answers(logps: Sequence[Tensor], top: int) -> list[dict[int, tuple[float, .
 
 
 def precision_speeds(precisions: Sequence[Precision]) -> dict[str, tuple[Speed, Speed | None]]:
-    """Each against the first, measured now and in turn."""
+    """Return the speeds of each against the first, measured now and in turn."""
     full, *others = precisions
     return {one.name: speeds(full.model, one.model) for one in others}

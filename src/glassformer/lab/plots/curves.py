@@ -23,11 +23,11 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4
 DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 #: A curve is drawn on a logarithmic axis if it is positive and spans this factor.
 DECADES = 10.0
-#: What is drawn unless series are named, those there are: (title of the panel, its series); of
-#: several runs one series a panel, so that the lines of a panel are the runs.
+#: The default series, as far as they exist: (title of the panel, its series); for
+#: several runs one series per panel, so that the lines of a panel are the runs.
 PANELS = (("loss", ("loss", "val.loss")), ("accuracy", ("val.accuracy", "val.exact_match")))
 PANELS_OF_SEVERAL = tuple((name, (name,)) for name in ("loss", "val.loss", "val.accuracy"))
-#: Between two names at the edge of a panel, as a share of its height.
+#: The least distance of two names at the edge of a panel, as a share of its height.
 GAP = 0.075
 X_TITLES = {"step": "step", "tokens": "tokens trained on", "time": "seconds of training"}
 
@@ -44,7 +44,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Lines over one axis; `share`: parts of a whole, drawn from 0 to 100 %."""
+    """Lines over one axis; `share`: fractions, drawn from 0 to 100 %."""
 
     title: str
     lines: tuple[Drawn, ...]
@@ -59,7 +59,7 @@ def panels(
     span: float | None = None,
     log: bool | None = None,
 ) -> list[Panel]:
-    """What is drawn of these runs; a series that none of them has is an error."""
+    """Return the panels of these runs; a series that none of them has is an error."""
     if not curves:
         raise InputError("no run to draw", hint="name one")
     own = PANELS if len(curves) == 1 else PANELS_OF_SEVERAL
@@ -77,7 +77,7 @@ def panels(
             auto = not share and _is_log(lines)
             made.append(Panel(title, tuple(lines), log=auto if log is None else log, share=share))
         elif names:
-            curves[0][title]  # says what there is
+            curves[0][title]  # lists the series that exist
     if not made:
         raise InputError(
             f"nothing was measured yet in {', '.join(one.run for one in curves)}",
@@ -87,7 +87,7 @@ def panels(
 
 
 def smoothing_text(made: Sequence[Panel], span: float | None = None) -> str:
-    """How the smoothed lines were made, in a sentence; nothing where none is drawn."""
+    """Return a sentence on how lines were smoothed; empty if none is drawn."""
     counts = [len(line.raw) for panel in made for line in panel.lines if line.smooth is not None]
     if not counts:
         return ""
@@ -97,7 +97,7 @@ def smoothing_text(made: Sequence[Panel], span: float | None = None) -> str:
 
 
 def alerts_text(curves: Sequence[Curves]) -> str:
-    """How many alerts of which kind; nothing where there is none."""
+    """Return the number of alerts of each kind; empty if there is none."""
     kinds = Counter(alert.kind for one in curves for alert in one.alerts)
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
@@ -110,7 +110,7 @@ def curve_figure(
     span: float | None = None,
     log: bool | None = None,
 ) -> "Figure":
-    """A matplotlib figure, a panel above the other."""
+    """Return a matplotlib figure, one panel above the other."""
     from matplotlib.figure import Figure
 
     made = panels(curves, names=names, span=span, log=log)
@@ -137,7 +137,7 @@ def _drawn(number: int, one: Curves, name: str, span: float | None, *, label: st
 
 
 def _is_share(name: str) -> bool:
-    """Does a series count what is right, so that it lies between 0 and 1?"""
+    """Return True for a series of accuracies, which lie between 0 and 1."""
     return name.endswith((".accuracy", ".exact_match", ".legal")) or name.startswith("val.by.")
 
 
@@ -184,7 +184,7 @@ def _draw_panel(axes: Any, panel: Panel, curves: Sequence[Curves], axis: str) ->
 
 
 def _draw_alerts(axes: Any, line: Drawn, one: Curves, axis: str, colour: str) -> None:
-    """A triangle on the raw curve; at the panel's top where the value is not finite."""
+    """Draw a triangle on the raw curve, or at the panel's top if the value is not finite."""
     x, step, value = line.raw.x(axis), line.raw.step, line.raw.value
     for alert in one.alerts:
         place = int(np.searchsorted(step, alert.step))
@@ -200,7 +200,7 @@ def _draw_alerts(axes: Any, line: Drawn, one: Curves, axis: str, colour: str) ->
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names at the right edge, at the height where their lines end, moved apart if they touch."""
+    """Write names at the right edge, where their lines end, moved apart if they touch."""
     axes.autoscale_view()
     shares = []
     for value, label, colour in ends:
@@ -220,7 +220,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def apart(labels: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """Labels at heights from 0 to 1, moved until no two are nearer than a line of text."""
+    """Move labels at heights from 0 to 1 until no two are nearer than a line of text."""
     made: list[tuple[float, str, str]] = []
     low = -GAP
     for share, label, colour in sorted(labels):

@@ -16,7 +16,7 @@ from glassformer.spec.errors import InputError
 #: (text, number of the line) -> text with or without colour
 Paint = Callable[[str, int], str]
 
-#: Which dots along the way are drawn, for the first line, the second, and so on.
+#: The dots along a line that are drawn, for the first line, the second, and so on.
 DASHES = ((1,), (1, 1, 1, 0, 0), (1, 0, 0), (1, 1, 1, 1, 1, 0, 1, 0))
 SIGNS = "*o+x#@%&"
 #: Bits of a Braille character: two columns of four dots, from above.
@@ -27,7 +27,7 @@ LONGEST_LABEL = 18
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points, and the name that stands where they end."""
+    """Points, and the name that is written where they end."""
 
     label: str
     x: Floats
@@ -35,7 +35,7 @@ class Line:
 
 
 def plain(text: str, line: int) -> str:
-    """No colour."""
+    """Return the text without colour."""
     return text
 
 
@@ -50,7 +50,7 @@ def plot(
     unicode: bool = True,
     paint: Paint = plain,
 ) -> str:
-    """The lines in a box with its numbers, no line of text wider than `width`."""
+    """Return the lines in a box with its numbers, no line of text wider than `width`."""
     frame = _Frame.around(lines, log_x=log_x, log_y=log_y)
     if frame is None:
         return "nothing to draw: no finite point" + (" above 0" if log_x or log_y else "")
@@ -85,7 +85,7 @@ def plot(
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The range of both axes, in the scale that is drawn (logarithms where asked)."""
+    """The range of both axes, in the scale that is drawn (logarithms if requested)."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -106,13 +106,13 @@ class _Frame:
         return _Frame(_range(x), _range(y), log_x, log_y)
 
     def points(self, line: Line) -> Floats:
-        """(n, 2) shares of the box from its lower left corner; NaN breaks the line."""
+        """Return (n, 2) shares of the box from its lower left corner; NaN breaks the line."""
         x = (_scaled(line.x, self.log_x) - self.x[0]) / (self.x[1] - self.x[0])
         y = (_scaled(line.y, self.log_y) - self.y[0]) / (self.y[1] - self.y[0])
         return np.stack([x, y], axis=1)
 
     def y_labels(self) -> tuple[str, str, str]:
-        """From above: highest, middle, lowest."""
+        """Return labels from the top: highest, middle, lowest."""
         low, high = self.y
         middle = (low + high) / 2
         return _text(high, self.log_y), _text(middle, self.log_y), _text(low, self.log_y)
@@ -123,7 +123,7 @@ class _Frame:
         return _text(low, self.log_x), _text(middle, self.log_x), _text(high, self.log_x)
 
     def place(self, x: float) -> float:
-        """Where a value of the x axis lies, as a share."""
+        """Return the position of a value on the x axis, as a share."""
         value = _scaled(np.array([x], dtype=np.float64), self.log_x)[0]
         return float((value - self.x[0]) / (self.x[1] - self.x[0]))
 
@@ -172,7 +172,7 @@ class _Canvas:
 
 
 def _way(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots of a straight line."""
+    """Yield the dots of a straight line."""
     count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (
@@ -184,7 +184,7 @@ def _way(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def _ends(frame: _Frame, lines: Sequence[Line], height: int) -> dict[int, int]:
-    """Beside which row each name stands: where its line ends, or the nearest row still free."""
+    """Return the row of each name: the one where its line ends, or the nearest free one."""
     places: dict[int, int] = {}
     for number, line in enumerate(lines):
         shares = frame.points(line)

@@ -1,14 +1,10 @@
-"""What a run keeps of its probes: the same few validation examples, seen at its evaluations.
+"""Artifacts that a run keeps from its evaluations: probes of its activations, samples of its text.
 
-A folder of small files, `probes/step-000200.safetensors`, together at most 20 MB. Where more would
-come, those stay whose number among the evaluations has few binary digits: the first ones all, then
-ever fewer, evenly on a scale of logarithms. Which ones stay follows from the step alone, so that a
-run that was killed leaves the same files as one that was not.
-
-What a language model writes: continuations of held-out text, at every evaluation of a run.
-
-The same openings and the same draws each time, so that samples of two steps, or of a run and its
-resumption, can be laid side by side.
+Probes record the same few validation examples each time, in `probes/step-000200.safetensors`, 20 MB
+at most together. If more would come, evaluations whose number has few significant binary digits
+stay: all of the first, then ever fewer, evenly on a logarithmic scale. The choice follows from the
+step alone, so a run that was killed leaves the same files. Samples continue the same held-out
+openings with the same random numbers, so that those of two steps or two runs can be compared.
 """
 
 import json
@@ -39,7 +35,7 @@ FOLDER = "probes"
 
 
 def probe(directory: RunDirectory, engine: Engine, task: Task, train: TrainSpec, step: int) -> None:
-    """Look at the examples and keep what was seen, where a run asks for it."""
+    """Record the probe examples, if the run requests it."""
     if train.probes:
         seen = take_probes(engine, task, examples=train.probes, step=step)
         answers = engine.spec.head_size(seen.head)
@@ -47,7 +43,7 @@ def probe(directory: RunDirectory, engine: Engine, task: Task, train: TrainSpec,
 
 
 def take_probes(engine: Engine, task: Task, *, examples: int, step: int) -> Probes:
-    """The fixed examples, spread over the validation split, as the model sees them now."""
+    """Return the model's activations on the fixed examples, spread over the validation split."""
     size = task.sizes()["val"]
     count = min(examples, size_limits(engine.spec)[0])
     rows = np.unique(np.arange(count) * size // count)
@@ -61,7 +57,7 @@ def take_probes(engine: Engine, task: Task, *, examples: int, step: int) -> Prob
 
 
 def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_size: int) -> None:
-    """Write them, and thin what is there; numbers that are not finite are not kept."""
+    """Write probes and thin the older ones; numbers that are not finite are not kept."""
     if not np.isfinite(probes.norms_BRT).all() or not np.isfinite(probes.losses_BT).all():
         return
     most = CAP // max_bytes(probes, vocab_size)
@@ -73,24 +69,24 @@ def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_si
 
 
 def probe_files(directory: RunDirectory) -> dict[int, Path]:
-    """The run's files of probes by step, ascending."""
+    """Return the run's probe files by step, ascending."""
     found = (directory.folder / FOLDER).glob("step-*.safetensors")
     numbered = ((plain_digits(file.stem.removeprefix("step-")), file) for file in found)
     return dict(sorted((n, file) for n, file in numbered if n is not None))
 
 
 def forget_probes(directory: RunDirectory, *, after: int) -> None:
-    """Remove what a resumed run will see again."""
+    """Remove the probes that a resumed run will record again."""
     for step, file in probe_files(directory).items():
         if step > after:
             file.unlink()
 
 
 def kept_steps(step: int, *, every: int, most: int) -> set[int]:
-    """Which evaluations stay after the one at `step`: at most `most`, the newest among them.
+    """Return the evaluations that stay after the one at `step`: at most `most`, with the newest.
 
-    What stays later is part of what stays now, and of what comes after: files that an earlier life
-    of the run has removed are never asked for again.
+    What stays later is part of what stays now and of what comes after: files that the run removed
+    before it was resumed are never needed again.
     """
     number = step // every
     digits = max(
@@ -101,7 +97,7 @@ def kept_steps(step: int, *, every: int, most: int) -> set[int]:
 
 
 def _kept(step: int, every: int, digits: int) -> set[int]:
-    """Steps whose evaluation has a number of at most so many significant binary digits, and this.
+    """Return the steps whose evaluation number has at most `digits` significant bits, and `step`.
 
     Octave by octave: between two powers of two, equal distances.
     """
@@ -131,14 +127,14 @@ OPENING, LENGTH = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A held-out opening, and how the model goes on."""
+    """A held-out opening, and the model's continuation."""
 
     opening: str
     text: str
 
 
 def write_samples(engine: Engine, task: Task) -> tuple[Sample, ...]:
-    """Some continuations, spread over the held-out part; none unless a task is running text."""
+    """Return continuations, spread over the held-out part; none unless the task is running text."""
     if not task.is_running_text:
         return ()
     windows = task.sizes()["val"]
@@ -155,14 +151,14 @@ def write_samples(engine: Engine, task: Task) -> tuple[Sample, ...]:
 
 
 def keep_samples(directory: RunDirectory, step: int, samples: tuple[Sample, ...]) -> None:
-    """A line for each in the run's folder, in a file of this step's own; no file for none."""
+    """Write a line for each sample to this step's own file in the run's folder, if there is any."""
     if samples:
         lines = (json.dumps(asdict(sample)) for sample in samples)
         directory.write(f"samples/step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
 
 def read_samples(path: Path) -> tuple[Sample, ...]:
-    """What `keep_samples` wrote."""
+    """Read what `keep_samples` wrote."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) for line in lines]
@@ -174,7 +170,7 @@ def read_samples(path: Path) -> tuple[Sample, ...]:
 
 
 def engine_stepper(engine: Engine) -> Stepper:
-    """How an engine's model is asked for one token after another."""
+    """Return a stepper that decodes with an engine's model, token by token."""
     if isinstance(engine, NumpyEngine):
         return HandStepper(engine.model)
     assert isinstance(engine, TorchEngine)

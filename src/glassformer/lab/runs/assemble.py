@@ -1,7 +1,7 @@
-"""From a run's spec to what computes it: the task and the engine, made for each other.
+"""The assembly of a run's spec into a task and an engine that fit each other.
 
-A fine-tuned run speaks in its base's tokens and starts from its base's weights, so there the two
-are made together. A checkpoint of a run holds what trains: the whole model, or LoRA's factors in
+A fine-tuned run uses its base's tokens and starts from its base's weights, so there the two are
+made together. A checkpoint of a run holds what trains: the complete model, or LoRA's factors in
 PEFT's format with the name and the hash of the base that they correct.
 """
 
@@ -33,7 +33,7 @@ from glassformer.training.torch_engine import TorchEngine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a run is made of. `files` go into every checkpoint; `notes` are for people to read."""
+    """The parts of a run. `files` go into every checkpoint; `notes` are for people to read."""
 
     task: Task
     engine: Engine
@@ -86,14 +86,14 @@ def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | No
 
 
 def build_engine(spec: RunSpec, *, device: str = "cpu") -> Engine:
-    """The engine that the run asks for, with fresh weights."""
+    """Return the engine that the run names, with fresh weights."""
     if spec.engine == "numpy":
         return NumpyEngine.fresh(spec.model, spec.train)
     return TorchEngine.fresh(spec.model, spec.train, device=device)
 
 
 def _tuned_engine(spec: RunSpec, base: Base, *, device: str) -> Engine:
-    """The engine on the base's weights, in the training's own precision."""
+    """Return an engine on the base's weights, in the training's own precision."""
     assert spec.tuning is not None
     model, lora = base.model, spec.tuning.lora
     if spec.engine == "numpy":
@@ -107,7 +107,7 @@ def _tuned_engine(spec: RunSpec, base: Base, *, device: str) -> Engine:
 
 
 def trainable(model: ModelSpec, tuning: Tuning) -> str:
-    """How much of the model trains, in a sentence."""
+    """Return a sentence on how many of the parameters train."""
     whole = count_parameters(model)
     if tuning.lora is None:
         return f"fine-tuning all {whole:,} parameters of {tuning.base}"
@@ -160,7 +160,7 @@ def check_fit(model: ModelSpec, task: Task, *, has_base: bool = False) -> None:
 def write_checkpoint(
     folder: Path, spec: RunSpec, weights: Arrays, *, files: Mapping[str, bytes]
 ) -> None:
-    """What the run trains, and the files that go with it."""
+    """Write what the run trains, and the files that go with it."""
     if spec.tuning is None:
         save_checkpoint(folder, spec.model, weights, files=files)
         return
@@ -173,7 +173,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(folder: Path, spec: RunSpec) -> Arrays:
-    """The weights that `write_checkpoint` wrote, verified; of another model they are refused."""
+    """Read and verify what `write_checkpoint` wrote; refuse the weights of another model."""
     if spec.tuning is None or spec.tuning.lora is None:
         model, weights = load_checkpoint(folder)
         if model != spec.model:

@@ -26,7 +26,7 @@ from glassformer.spec.errors import FileError, InputError, nearest
 
 #: A metrics file beyond this is not read at once.
 LIMIT = 1 << 30
-#: What a point can be drawn over.
+#: The quantities of the x axis.
 AXES = ("step", "tokens", "time")
 
 
@@ -61,20 +61,20 @@ class Series:
         return len(self.step)
 
     def x(self, axis: str = "step") -> Floats:
-        """What the points lie over: step, tokens, or time in seconds."""
+        """Return the points' x values: step, tokens, or time in seconds."""
         if axis not in AXES:
             raise InputError(f"no axis '{axis}'", hint=nearest(axis, AXES))
         chosen = {"step": self.step, "tokens": self.tokens, "time": self.seconds}[axis]
         return chosen.astype(np.float64)
 
     def smoothed(self, span: float | None = None) -> "Series":
-        """The same points, each the exponential mean over the last `span` of them."""
+        """Return the same points, each the exponential mean over the last `span` of them."""
         return Series(
             self.name, self.step, self.tokens, self.seconds, smooth(self.value, span=span)
         )
 
     def thinned(self, most: int = MOST) -> "Series":
-        """At most so many points: the lowest and the highest of each bucket of neighbours."""
+        """Return at most `most` points: lowest and highest of each bucket of neighbours."""
         kept = extremes(self.value, most=most)
         return Series(
             self.name, self.step[kept], self.tokens[kept], self.seconds[kept], self.value[kept]
@@ -112,7 +112,7 @@ class Curves:
         return max((int(one.step[-1]) for one in self.series.values() if len(one)), default=0)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A wide table: a row for each step, a column for each series, None where it has none."""
+        """Return a wide table: rows are steps, columns series, None where a series has no value."""
         table: dict[int, dict[str, Any]] = {}
         for one in self.series.values():
             for step, tokens, seconds, value in zip(
@@ -133,9 +133,9 @@ class Curves:
 
 
 def read_curves(folder: Path, *, start: int = 0, spent: Spent | None = None) -> Curves:
-    """The curves of a run directory, from byte `start` of its metrics on; alerts always whole.
+    """Read a run's curves from byte `start` of its metrics on, and all of its alerts.
 
-    `spent` is what an earlier reading gave back, so that tokens and time go on from there.
+    `spent` is what an earlier reading returned, so that tokens and time go on from there.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file() and not (folder / "run.json").is_file():
@@ -165,7 +165,7 @@ def read_curves(folder: Path, *, start: int = 0, spent: Spent | None = None) -> 
 
 
 def _series(lines: Lines, before: Spent) -> tuple[dict[str, Series], Spent]:
-    """Each column over what was spent up to its lines; the loss first, what is derived last."""
+    """Return each column over what was spent up to its lines; loss first, derived ones last."""
     tokens = before.tokens + np.cumsum(lines.tokens)
     seconds = np.cumsum(np.concatenate([[before.seconds], lines.seconds]))[1:]
     made = {}
@@ -179,13 +179,13 @@ def _series(lines: Lines, before: Spent) -> tuple[dict[str, Series], Spent]:
 
 
 def _lasting(step: Ints) -> "np.ndarray":
-    """True where no later point is of this step or an earlier one: that one replaces it."""
+    """Return True where no later point has this step or an earlier one, which would replace it."""
     lowest_after = np.minimum.accumulate(step[::-1])[::-1][1:]
     return np.append(step[:-1] < lowest_after, True)
 
 
 def _read(path: Path, start: int) -> tuple[bytes, int]:
-    """The bytes from `start` on, or from 0 where that is no longer the beginning of a line."""
+    """Read the bytes from `start` on, or from 0 if no line begins there any more."""
     if not path.is_file():
         return b"", 0
     with path.open("rb") as file:

@@ -1,13 +1,9 @@
-"""What is done to a curve before it is drawn: an exponential mean, and points left out.
+"""Reading metrics.jsonl into columns, and smoothing and thinning a curve before it is drawn.
 
-Both say exactly what they do, so that a line on any screen can be made again from the numbers.
-
-Lines of metrics.jsonl as columns of numbers: lines of one shape are read together.
-
-A run writes the same keys a million times. A line that is new in its shape is read as JSON; those
-that differ from it in nothing but their numbers are then known by a regular expression, and all of
-their numbers are read at once. The result is that of reading each line by itself, bit for bit:
-whatever else stands in a line is JSON's to read or to refuse.
+A run writes the same keys a million times. The first line of each shape is read as JSON; lines that
+differ from it only in their numbers then match a regular expression, and all of their numbers are
+read at once. The result equals that of reading each line by itself, bit for bit: anything else in a
+line is left to JSON to read or to refuse.
 """
 
 import json
@@ -27,20 +23,20 @@ Ints = NDArray[np.int64]
 
 #: Points a drawn series has at most: more than a screen has columns.
 MOST = 1_500
-#: Without a wish, the smoothed line looks back over this share of its points.
+#: The default span of the smoothed line, as a share of its points.
 SPAN_SHARE = 0.02
 
 
 def default_span(count: int) -> float:
-    """How many points the mean covers where nobody says: a fiftieth of them, if that is two."""
+    """Return the default span of the mean: a fiftieth of the points, if that is at least two."""
     share = SPAN_SHARE * count
     return share if share >= 2 else 1.0
 
 
 def smooth(values: Floats, *, span: float | None = None) -> Floats:
-    """The exponential mean, free of its beginning's bias: each point weighs 1 - 1/span of the next.
+    """Return the bias-corrected exponential mean: a point weighs 1 - 1/span of the next one.
 
-    Without a span it is 2 % of the points. What is not finite is passed over, and stays as it is.
+    The default span is 2 % of the points. Values that are not finite are skipped and kept.
     """
     span = default_span(len(values)) if span is None else span
     if not 1.0 <= span < math.inf:
@@ -56,7 +52,7 @@ def smooth(values: Floats, *, span: float | None = None) -> Floats:
 
 
 def extremes(values: Floats, *, most: int = MOST) -> Ints:
-    """Which points to keep, ascending: of each bucket its lowest and its highest, and both ends.
+    """Return the points to keep, ascending: lowest and highest of each bucket, and both ends.
 
     Buckets hold equally many neighbours; what is not finite is kept only where a bucket has
     nothing else.
@@ -76,18 +72,18 @@ def extremes(values: Floats, *, most: int = MOST) -> Ints:
     return np.array(sorted(kept), dtype=np.int64)
 
 
-#: Names have this many dots at most; what lies deeper is not ours.
+#: The most dots in a name; deeper values are not ours.
 DEEPEST = 8
 #: A value beyond this counts as infinite: no axis holds it beside its opposite.
 LARGEST = 1e300
 #: Tokens or seconds that no step can spend; their sum over the largest file fits 64 bits.
 MOST_SPENT = 1 << 36
-#: Shapes that are looked for, and lines of one that are taken at once: what a cache holds.
+#: The number of shapes that are tried, and of lines that are read at once: what a cache holds.
 SHAPES, TOGETHER = 16, 4096
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 #: Numbers as JSON writes them, but none with so many digits that no float is read from it, and no
-#: -0, which is a whole number without a sign.
+#: -0, which is an integer without a sign.
 _NUMBER = rb"(?!-0[^.eE])-?(?:0|[1-9][0-9]{0,289}+)(?![0-9])(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
 _STEP = rb"(?:0|[1-9][0-9]{0,14}+)"
 #: Strings without a sign that JSON itself uses, and the numbers outside of strings.
@@ -99,7 +95,7 @@ _TO_BLANKS = bytes.maketrans(_OTHERS, b" " * len(_OTHERS))
 
 
 class BadLine(Exception):
-    """Line `number`, from 1, cannot be read."""
+    """A line that cannot be read; `number` counts from 1."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"line {number}")
@@ -108,7 +104,7 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Step, tokens and seconds of every line; of each name the lines that have it, and values."""
+    """Step, tokens and seconds of every line; columns: the lines that have a name, and values."""
 
     step: Ints
     tokens: Ints
@@ -117,7 +113,7 @@ class Lines:
 
 
 def read_lines(data: bytes) -> Lines:
-    """Whole lines, each ended."""
+    """Read complete lines, each with its newline."""
     shapes: list[_Shape] = []
     alone = _Alone()
     at = number = 0
@@ -139,7 +135,7 @@ def read_lines(data: bytes) -> Lines:
 
 
 def parse_line(line: bytes, number: int) -> dict[str, Any]:
-    """A line as JSON: an object with a step."""
+    """Read a line as JSON: an object with a step."""
     try:
         found: dict[str, Any] = json.loads(line)
         if type(found["step"]) is not int or not 0 <= found["step"] < 1 << 62:
@@ -160,7 +156,7 @@ class _Alone:
     columns: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, Any], number: int) -> None:
-        """A step, or an evaluation."""
+        """Add a step, or an evaluation."""
         tokens = seconds = None
         if "val" not in line:
             tokens, seconds = _number(line.get("tokens")), _number(line.get("seconds"))
@@ -174,7 +170,7 @@ class _Alone:
         self.columns.setdefault(name, []).append((number, value))
 
     def lines(self) -> "_Part":
-        """As arrays."""
+        """Return the lines as arrays."""
         number, step, tokens, seconds = zip(*self.spent, strict=True) if self.spent else ((),) * 4
         columns = {
             name: (np.array([i for i, _ in pairs]), np.array([value for _, value in pairs]))
@@ -190,10 +186,10 @@ class _Alone:
 
 
 def _flat(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """loss, lr, grad_norm, nll.HEAD; of an evaluation val.loss, val.by.GROUP.LABEL and so on."""
+    """Yield loss, lr, grad_norm, nll.HEAD; of an evaluation val.loss, val.by.GROUP.LABEL etc."""
     nll = line.get("nll")
     if isinstance(nll, dict) and len(nll) > 1 and "objective" not in line and "loss" in line:
-        # Once `loss` was of all heads together; in an evaluation it has always been the first's.
+        # In older runs `loss` was of all heads; in an evaluation it has always been the first's.
         line = {**line, "loss": next(iter(nll.values())), "objective": line["loss"]}
     for key, value in line.items():
         if key not in ("step", "tokens", "seconds"):
@@ -203,7 +199,7 @@ def _flat(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict) and name.count(".") < DEEPEST:
         for key, item in value.items():
-            if key != "examples":  # how many were asked is no curve
+            if key != "examples":  # the number of examples is no curve
                 yield from _leaves(f"{name}.{key}", item)
     elif (number := _number(value)) is not None:
         yield name, number
@@ -219,7 +215,7 @@ def _number(value: Any) -> float | None:
 
 
 def _counted(amount: float | None) -> float:
-    """What a step spent; an amount that no step can spend is none."""
+    """Return what a step spent; an impossible amount counts as 0."""
     return amount if amount is not None and 0 <= amount < MOST_SPENT else 0.0
 
 
@@ -239,10 +235,10 @@ class _Part:
 
 @dataclass(eq=False)
 class _Shape:
-    """What lines have in common: everything but their numbers, the holes.
+    """A template of lines: everything but their numbers, which are holes.
 
-    `pieces` are the texts between holes that hold signs of numbers; `names` says of which hole each
-    value is; `step`, `tokens`, `seconds` are holes as well, or None.
+    `pieces` are the texts between holes that contain characters of numbers; `names` gives the hole
+    of each value; `step`, `tokens`, `seconds` are holes as well, or None.
     """
 
     rows: re.Pattern[bytes]
@@ -256,14 +252,14 @@ class _Shape:
     taken: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, text: bytes, number: int, count: int) -> None:
-        """So many lines from `number` on; of their text the numbers stay."""
+        """Take `count` lines from `number` on; only the numbers of their text are kept."""
         for piece in self.pieces:
             text = text.replace(piece, b" ")
         self.texts.append(text.translate(_TO_BLANKS))
         self.taken.append((number, count))
 
     def lines(self) -> _Part:
-        """As arrays."""
+        """Return the lines as arrays."""
         count = sum(count for _, count in self.taken)
         read = np.fromstring(b"".join(self.texts), dtype=np.float64, sep=" ")
         assert len(read) == count * self.holes
@@ -292,7 +288,7 @@ class _Shape:
 
 
 def _shape_of(line: bytes) -> _Shape | None:
-    """The shape of a line that JSON has read; None where something in it is not plain."""
+    """Return the shape of a line that JSON has read; None if something in it is not plain."""
     pieces, start = [], 0
     for token in _TOKENS.finditer(line):
         if token[1] is not None:
@@ -301,13 +297,13 @@ def _shape_of(line: bytes) -> _Shape | None:
         elif token[0] in _NOT_FINITE_TEXTS:
             return None
     pieces.append(line[start:])
-    rest = _TOKENS.sub(b"", line)  # where no string is plain, its quotes are left
+    rest = _TOKENS.sub(b"", line)  # the quotes of a string that is not plain are left
     if not line.isascii() or any(sign in rest for sign in (b'"', b"NaN", b"Infinity")):
         return None
     ends = [*(piece[-1:] for piece in pieces[:-1]), *(piece[:1] for piece in pieces[1:])]
     if any(end in _OF_NUMBERS for end in ends):  # also the end of no text: two numbers in a row
         return None
-    # The same line with its holes counted: who reads it learns which hole is whose.
+    # The same line with numbered holes: reading it gives the hole of each name.
     counted = b"".join(b"%s%d" % (piece, hole) for hole, piece in enumerate(pieces[:-1]))
     sample = json.loads(counted + pieces[-1])
     step, *spent = (sample.get(name) for name in ("step", "tokens", "seconds"))
@@ -335,7 +331,7 @@ def _shape_of(line: bytes) -> _Shape | None:
 
 
 def _joined(parts: list[_Part], count: int) -> Lines:
-    """The parts in the order of their lines."""
+    """Join the parts in the order of their lines."""
     step, tokens = np.zeros(count, np.int64), np.zeros(count, np.int64)
     seconds = np.zeros(count)
     columns: dict[str, tuple[Ints, Floats]] = {}
@@ -348,7 +344,7 @@ def _joined(parts: list[_Part], count: int) -> Lines:
 
 
 def _both(one: tuple[Ints, Floats], other: tuple[Ints, Floats]) -> tuple[Ints, Floats]:
-    """Two parts of a column, by line; of one line, `one` first."""
+    """Merge two parts of a column by line; on the same line, `one` comes first."""
     number, values = (np.concatenate(pair) for pair in zip(one, other, strict=True))
     if (number[1:] >= number[:-1]).all():  # as a rule: the first line of a shape stands alone
         return number, values

@@ -1,11 +1,9 @@
-"""Is the file that a run names the one that it was trained on? Asked before any of it is shown.
+"""The record that a run writes about itself: metrics, specs, hashes, TensorBoard events.
 
-A run may come from a stranger, and its config.json may name whatever its reader can read: a key, a
-diary. A run records the hash of its data; who has never seen a file cannot record that file's.
-
-TensorBoard events, written where that package is installed, in a file that names no host.
-
-What a run writes about itself: lines, hashes, the fingerprint of what its bits depend on.
+The hash of the data is checked before any of it is shown: a run may come from a stranger, and its
+config.json may name any file that its reader can read, such as a key; only someone who has read a
+file can record its hash. The fingerprint lists what a run's bits depend on besides its spec.
+TensorBoard events are written if that package is installed, to a file that names no host.
 """
 
 import hashlib
@@ -30,12 +28,12 @@ from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import RunDirectory
 from glassformer.training.fit import StepRecord
 
-#: In a folder that was made from a run: what its run.json says of the data.
+#: The data's record, in a folder that was made from a run.
 DATA = "data.json"
 
 
 def recorded_hash(folder: Path, spec: tasks.Task) -> str | None:
-    """The hash that the run's record holds; None for a task that reads no file.
+    """Return the hash in the run's record; None for a task that reads no file.
 
     A record without one is refused, before anything is opened.
     """
@@ -61,7 +59,7 @@ def recorded_hash(folder: Path, spec: tasks.Task) -> str | None:
 
 
 def check_data(task: Task, recorded: str | None) -> None:
-    """Refuse data that is not what was recorded: it has changed, or was never the run's."""
+    """Refuse data with another hash than the recorded one: changed, or never the run's."""
     if recorded is not None and task.facts()["sha256"] != recorded:
         raise InputError(
             "the data is not what the run was trained on: it has changed since, or was never its",
@@ -70,7 +68,7 @@ def check_data(task: Task, recorded: str | None) -> None:
 
 
 def data_file(recorded: str | None) -> dict[str, bytes]:
-    """The record for a folder that is made from a run, as a file of it."""
+    """Return the data's record as a file for a folder that is made from a run."""
     return {} if recorded is None else {DATA: (json.dumps({"sha256": recorded}) + "\n").encode()}
 
 
@@ -79,7 +77,7 @@ EVERY = 10
 
 
 class Board:
-    """Scalars by tag and step, for those who watch a run in TensorBoard; nothing without it."""
+    """Scalars by tag and step, for TensorBoard; does nothing if it is not installed."""
 
     def __init__(self, folder: Path) -> None:
         self.writer: Any = None
@@ -93,7 +91,7 @@ class Board:
         self.writer = RecordWriter((folder / f"events.out.tfevents.{number:06d}").open("wb"))
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Points of some curves at this step."""
+        """Write points of some curves at this step."""
         if self.writer is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event
@@ -118,8 +116,8 @@ class Board:
 
 
 def losses(record: StepRecord) -> dict[str, float]:
-    """`loss`; with several heads it is the first one's, as in an evaluation, and `objective` is
-    what was differentiated: all of them, weighed, the penalty, and the load-balancing term of a
+    """Return `loss`; with several heads it is the first one's, as in an evaluation, and `objective`
+    is what was differentiated: their weighted sum, the penalty, and the load-balancing term of a
     model with experts.
     """
     several = len(record.nll) > 1 or record.balance is not None
@@ -127,12 +125,12 @@ def losses(record: StepRecord) -> dict[str, float]:
 
 
 def balance(record: StepRecord) -> dict[str, float]:
-    """`balance`, the load-balancing loss of a model with experts."""
+    """Return `balance`, the load-balancing loss of a model with experts."""
     return {} if record.balance is None else {"balance": record.balance}
 
 
 def metrics_line(record: StepRecord) -> dict[str, Any]:
-    """A step as a line of metrics.jsonl; `seconds` is the only clock in it."""
+    """Return a step as a line of metrics.jsonl; `seconds` is the only clock in it."""
     return dict(
         json_numbers(
             {
@@ -150,7 +148,7 @@ def metrics_line(record: StepRecord) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint."""
+    """Read state.json of a checkpoint."""
     try:
         return dict(json.loads((folder / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -158,21 +156,21 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def spec_hash(spec: RunSpec) -> str:
-    """What must be equal for a run to go on: all but how long it goes on and what it shows."""
+    """Hash what must be equal for a run to resume: all but its length and what it shows."""
     same = to_dict(replace(spec, train=replace(spec.train, steps=1)))
     del same["train"]["probes"]
     return hashlib.sha256((json.dumps(same, indent=2) + "\n").encode()).hexdigest()
 
 
 def data_hash(facts: Mapping[str, Any]) -> str:
-    """A hash of what a task says of its data."""
+    """Return a hash of a task's facts about its data."""
     text = json.dumps(json_numbers(facts), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fingerprint(spec: RunSpec, device: str) -> dict[str, Any]:
-    """What bits depend on besides the spec."""
-    import torch  # here: the explorer reads runs before torch is there
+    """Return what a run's bits depend on besides the spec."""
+    import torch  # here: the explorer reads runs before torch is imported
 
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
@@ -184,9 +182,9 @@ def fingerprint(spec: RunSpec, device: str) -> dict[str, Any]:
 
 
 def to_toml(spec: RunSpec) -> str | None:
-    """config.toml, what is None left out; nothing where no TOML writer is installed."""
+    """Return config.toml without values of None; None if no TOML writer is installed."""
     if importlib.util.find_spec("tomli_w") is None:
-        return None  # config.json says the same, and `glass train` reads it too
+        return None  # config.json has the same content, and `glass train` reads it too
     import tomli_w
 
     return tomli_w.dumps(_without_none(to_dict(spec)))
@@ -199,7 +197,7 @@ def _without_none(value: Any) -> Any:
 
 
 def load_run_spec(directory: RunDirectory) -> RunSpec:
-    """The spec that a run directory holds."""
+    """Read the spec of a run directory."""
     path = directory.folder / "config.json"
     if not path.is_file():
         raise InputError("no config.json here, so this is not a run", where=str(directory.folder))

@@ -1,10 +1,7 @@
-"""What happens while a run trains: a step, an evaluation, a checkpoint, an alert.
+"""`TrainingRun`, the one consumer of `fit`: evaluates, saves, watches, can be killed any time.
 
-`TrainingRun`: the one consumer of `fit`. Evaluates, saves, watches, and can be killed at any
-moment.
-
-`events()` yields what happens: steps, evaluations, checkpoints, alerts. Whoever reads them draws or
-prints; setting `stop_requested` ends the run after the current step, with its state saved.
+`events()` yields what happens: steps, evaluations, checkpoints, alerts. The caller draws or prints
+them; setting `stop_requested` ends the run after the current step, with its state saved.
 """
 
 import json
@@ -41,7 +38,7 @@ from glassformer.training.fit import StepRecord, fit
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """An evaluation during training; a language model also writes something."""
+    """An evaluation during training; a language model also writes samples."""
 
     step: int
     evaluation: Evaluation
@@ -59,7 +56,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Something that deserves a look."""
+    """A warning about the training."""
 
     step: int
     kind: str
@@ -72,7 +69,7 @@ Event = StepRecord | Evaluated | Saved | Alert
 #: A loss this many standard deviations above its recent mean is a spike.
 SPIKE = 6.0
 WINDOW = 128
-#: So many steps in a row that could not be applied end the run.
+#: This many steps in a row that could not be applied end the run.
 PATIENCE_FOR_NAN = 3
 #: Lines of metrics.jsonl wait in memory no longer than this.
 FLUSH_SECONDS = 0.5
@@ -80,7 +77,7 @@ FLUSH_SECONDS = 0.5
 
 @dataclass(slots=True)
 class Progress:
-    """What a run remembers between steps; saved with every checkpoint."""
+    """The state that a run keeps between steps; saved with every checkpoint."""
 
     step: int = 0
     best_step: int | None = None
@@ -112,7 +109,7 @@ class TrainingRun:
     # --- starting -----------------------------------------------------------------------------
 
     def prepare(self, *, overwrite: bool = False) -> None:
-        """Make a new run directory; one that holds a run is refused unless told otherwise."""
+        """Make a new run directory; refuse one that holds a run, unless it may be overwritten."""
         folder = self.directory.folder
         if (folder / "run.json").exists() or self.directory.steps():
             if not overwrite:
@@ -134,7 +131,7 @@ class TrainingRun:
             self.directory.write("config.toml", toml)
 
     def resume(self) -> list[str]:
-        """Go on from the newest whole checkpoint; what was wrong with newer ones is told."""
+        """Resume from the newest intact checkpoint; return what was wrong with newer ones."""
         step, notes = self.directory.newest_whole()
         if step is None:
             notes.append("no whole checkpoint: starting at step 0")
@@ -176,7 +173,7 @@ class TrainingRun:
     # --- running ------------------------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:
-        """Train to the end, or until a stop is asked for."""
+        """Train to the end, or until a stop is requested."""
         with self.directory.writing():
             self._record("running")
             if not self._gave_up():
@@ -220,7 +217,7 @@ class TrainingRun:
                 break
 
     def _gave_up(self) -> bool:
-        """Too many evaluations without a better one; a resumed run remembers it."""
+        """Return True after too many evaluations without a better one, also if resumed."""
         patience = self.spec.train.patience
         return bool(patience) and self.progress.stale >= patience
 
@@ -241,7 +238,7 @@ class TrainingRun:
         return Evaluated(self.progress.step, evaluation, best, samples)
 
     def _watch(self, record: StepRecord) -> Iterator[Alert]:
-        """Spikes are told; steps that could not be applied are counted, too many end the run."""
+        """Report spikes; count steps that could not be applied, of which too many end the run."""
         progress, recent = self.progress, self.progress.recent
         if not record.applied:
             progress.unapplied += 1
@@ -273,7 +270,7 @@ class TrainingRun:
         return Alert(step, kind, message)
 
     def _save(self) -> Saved:
-        """A whole checkpoint, then the pointers, then the pruning."""
+        """Write a complete checkpoint, then move the pointers, then prune."""
         progress, directory = self.progress, self.directory
         progress.metrics_bytes = _size(directory.metrics)
         progress.alerts_bytes = _size(directory.alerts)
@@ -290,7 +287,7 @@ class TrainingRun:
             "run.json": to_json(self.spec).encode(),
             **self.files,
         }
-        if folder.exists():  # left by an earlier life of this run, and damaged
+        if folder.exists():  # left by this run before it was resumed, and damaged
             shutil.rmtree(folder)
         write_checkpoint(folder, self.spec, self.engine.weights(), files=files)
         directory.point("last", progress.step)

@@ -1,7 +1,7 @@
-"""On how many threads a run computes: as asked, as it did before, or as many as its work is worth.
+"""The number of threads of a run: as requested, as before, or as many as its work is worth.
 
 The number is no part of a run's spec, but its last bits depend on it: it is recorded with every
-checkpoint, and a run that goes on takes as many as it had.
+checkpoint, and a run that is resumed takes the same number.
 """
 
 import os
@@ -22,7 +22,7 @@ from glassformer.store.rundir import RunDirectory
 
 
 def check_threads(threads: int | None, *, engine: str = "torch") -> None:
-    """Refuse a number of threads that cannot be taken; None is for others to decide."""
+    """Refuse a number of threads that cannot be taken; None leaves the choice to the run."""
     if threads is None:
         return
     at_least("threads", threads)
@@ -39,7 +39,7 @@ def check_threads(threads: int | None, *, engine: str = "torch") -> None:
 def threads_of_run(
     spec: RunSpec, task: Task, *, asked: int | None = None, device: str = "cpu"
 ) -> int:
-    """As asked, else what a batch of mean length is worth; a GPU's host is left as it is."""
+    """Return the requested number, else what a batch is worth; torch's own for a GPU's host."""
     check_threads(asked, engine=spec.engine)
     if asked is not None:
         return asked
@@ -50,7 +50,7 @@ def threads_of_run(
 
 
 def threads_of_decoding(model: ModelSpec, *, asked: int | None = None, device: str = "cpu") -> int:
-    """As asked, else what reading every weight once is worth."""
+    """Return the requested number, else what reading every weight once is worth."""
     check_threads(asked)
     if asked is not None:
         return asked
@@ -60,12 +60,12 @@ def threads_of_decoding(model: ModelSpec, *, asked: int | None = None, device: s
 
 
 def recorded_threads(folder: Path) -> int | None:
-    """Those of a run's newest checkpoint, if this machine has as many."""
+    """Return the number of a run's newest checkpoint, if this machine has as many threads."""
     directory = RunDirectory(folder)
     for step in reversed(directory.steps()):
         try:
             had = read_state(directory.step_folder(step))["fingerprint"]["threads"]
         except (FileError, KeyError, TypeError):
-            continue  # damaged; resuming tells of it
+            continue  # damaged; resuming reports it
         return had if isinstance(had, int) and 1 <= had <= (os.cpu_count() or 1) else None
     return None

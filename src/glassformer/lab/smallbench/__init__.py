@@ -1,1 +1,1 @@
-"""SmallBench: what a small language model can do, offline, with chance and oracle beside it."""
+"""SmallBench: an offline benchmark of small language models, with chance and oracle scores."""

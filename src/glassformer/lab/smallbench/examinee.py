@@ -1,6 +1,6 @@
-"""`Examinee`: what SmallBench speaks to. Not our classes, but a tokenizer and logits.
+"""`Examinee`: the interface of a model to SmallBench, which is a tokenizer and logits.
 
-Our models become one here; a model of another library is one with two functions of its own.
+Our models are converted here; a model of another library needs two functions of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +20,22 @@ from glassformer.spec.errors import GlassError, InputError
 Ids = tuple[int, ...]
 Logits = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.floating]]
 
-#: Numbers that one call for logits may give back, so that a large vocabulary fits into memory.
+#: The most numbers that one call for logits may return, so that a large vocabulary fits memory.
 ROOM = 1 << 26
 
 
 class NotOffered(Exception):
-    """The model cannot be asked this; the text says why."""
+    """A question that the model cannot be given; the text gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examinee:
     """A model with its tokenizer.
 
-    logits(tokens_BT, valid_BT) gives (B, T, V), at each place of what comes next; rows are padded
-    on the right and valid is True for real tokens, so a causal model may leave it unread. `encode`
-    adds nothing of its own; `begin` is the token that stands before every text, if one does.
-    `decode` shows whether a text survived: what was lost or changed is not asked.
+    logits(tokens_BT, valid_BT) returns (B, T, V), the next token's at each position; rows are
+    padded on the right and valid is True for real tokens, so a causal model may ignore it. `encode`
+    adds nothing of its own; `begin` is the token before every text, if there is one.
+    `decode` shows whether a text survived: questions that were lost or changed are left out.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Examinee:
     begin: int | None = None
 
     def ids(self, text: str) -> Ids:
-        """The text as the model reads it, `begin` before it."""
+        """Return the ids of a text as the model reads it, after `begin`."""
         try:
             inner = [int(token) for token in self.encode(text)]
             again = self.decode(inner)
@@ -95,14 +95,14 @@ def examinee_of(model: Model | Holder, tokenizer: Tokenizer, *, name: str) -> Ex
     )
 
 
-Place = tuple[int, int]  # of a row: where to read, and the token that came next there
+Place = tuple[int, int]  # of a row: a position, and the token that follows it
 
 
 def log_probabilities(
     examinee: Examinee, rows: Sequence[Ids], places: Sequence[Sequence[Place]]
 ) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """For each row and each of its places: the next token's log-probability, and whether it is the
-    likeliest. Rows of like lengths share a batch; nothing else depends on that.
+    """Return the log-probability of the given next token at each position of each row, and whether
+    it is the likeliest. Rows of similar lengths share a batch; nothing else depends on that.
     """
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     found: dict[int, tuple[NDArray[np.float64], NDArray[np.bool_]]] = {}

@@ -1,26 +1,10 @@
-"""Exams whose answer stands in the text: copy, recall, induction, and a machine to be followed.
+"""The exams of SmallBench, each with a solver, and bits per byte of a text.
 
-All are squares. The questions of a group pair every query with every arrangement of the answers:
-who reads the query alone meets each answer equally often, who reads the rest alone is asked every
-query. Every choice occurs equally often before the query.
-
-Subject-verb agreement: minimal pairs from a small grammar of English.
-
-    sentence -> subject preposition other verb
-    subject, other -> singular or plural, from the lexicon
-    verb -> agrees with the subject
-
-A group has all four numbers of subject and other: who agrees with the nearest noun is right in two
-of four, like one who always takes the same verb. Number shows in many ways (s, a vowel, another
-determiner), so that no single letter stands for it.
-
-Exams whose answer follows from a rule that the model has to bring along: sums, brackets.
-
-Bits per byte: how short a model could write a text of Python's manuals.
-
-The text is the beginning of what the language-model recipes hold out. Every token costs -log2 of
-its probability; a first token that nothing stands before costs log2 of the vocabulary. So uniform
-logits cost exactly tokens * log2(vocabulary) / bytes.
+Copy, recall, induction and a machine pair every query with every arrangement of the answers, so
+that neither the query nor the rest decides alone. Agreement varies the number of subject and other
+noun: agreeing with the nearest noun is right in two of four. Arithmetic and brackets need a rule
+that the model brings along. Bits per byte: every token costs -log2 of its probability, a first
+token without context log2 of the vocabulary, on the text that the recipes hold out.
 """
 
 import bz2
@@ -110,7 +94,7 @@ def _solve_induction(context: str, choices: tuple[str, ...]) -> str:
 
 
 def _machine(rng: np.random.Generator) -> Group:
-    """Two symbols, each a permutation of the states; the second one's targets are turned around."""
+    """Make two symbols, each a permutation of the states; the second one's targets are rotated."""
     letters = drawn(rng, LETTERS, STATES + 2)
     states, (first, second) = letters[:STATES], letters[STATES:]
     one, two = rng.permutation(STATES), rng.permutation(STATES)
@@ -239,10 +223,10 @@ BRACKETS = ("()", "[]", "{}", "<>")
 
 
 def _arithmetic(rng: np.random.Generator) -> Group:
-    """One number with four others, all results of two digits.
+    """Make questions of one number with four others, all results of two digits.
 
-    Results share some digits with what is asked. Only groups are taken in which the right ones
-    share neither more nor fewer than the wrong ones: repeating what was read helps nobody.
+    Results share some digits with the question. Only groups are taken in which the right ones share
+    neither more nor fewer than the wrong ones: repeating what was read does not help.
     """
     while True:
         sign = "+-"[int(rng.integers(2))]
@@ -264,7 +248,7 @@ def _arithmetic(rng: np.random.Generator) -> Group:
 
 
 def _shared(context: str, result: str) -> int:
-    """Digits of the result that stand in the context."""
+    """Count the digits of the result that occur in the context."""
     return sum(digit in context for digit in result)
 
 
@@ -276,11 +260,11 @@ def _solve_arithmetic(context: str, choices: tuple[str, ...]) -> str:
 
 
 def _brackets(rng: np.random.Generator) -> Group:
-    """`( ant [ bed ] cap` asks for `)`, `( ant [ bed ] [ cap` for `]`, and both kinds exchanged.
+    """Make questions: `( ant [ bed ] cap` needs `)`, `( ant [ bed ] [ cap` needs `]`, and swapped.
 
-    What was opened or closed last is the same in both: only the count of what is open tells. There
-    are few kinds of brackets, and what a model makes of one it makes of it everywhere: groups of
-    the same two kinds count as one when the interval is drawn.
+    What was opened or closed last is the same in both: only the number of open brackets decides.
+    There are few kinds of brackets, and a model treats one alike everywhere: groups of the same two
+    kinds count as one in the interval.
     """
     kinds = drawn(rng, BRACKETS, 2)
     words = drawn(rng, WORDS, 3)
@@ -325,14 +309,14 @@ BRACKET = Exam(
 )
 
 
-#: A longer context is not used, so that models of different lengths are asked the same.
+#: A longer context is not used, so that models of different lengths get the same questions.
 WINDOW = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What a text costs: bits by window, bytes by window (its tokens' share of the text), tokens in
-    all, and bits per byte of this model and of uniform logits.
+    """The cost of a text: bits by window, bytes by window (its tokens' share of the text), all
+    tokens, and bits per byte of this model and of uniform logits.
     """
 
     bits: NDArray[np.float64]
@@ -343,7 +327,7 @@ class Code:
 
 
 def manuals(size: int) -> str:
-    """The first `size` bytes or so of the default corpus's held-out part, in whole lines."""
+    """Return about the first `size` bytes of the default corpus's held-out part, in full lines."""
     text = _held_out()
     end = text.find(b"\n", size)
     return text.decode() if end < 0 else text[: end + 1].decode()
@@ -355,7 +339,7 @@ def _held_out() -> bytes:
 
 
 def encode_length(examinee: Examinee, text: str) -> Code:
-    """Read a text in windows; a token is told by what stands before it in the window."""
+    """Read a text in windows; a token is predicted from those before it in the window."""
     if not text.strip():
         raise InputError("an empty text has no bits per byte")
     if examinee.max_length < 2:
@@ -388,6 +372,6 @@ def encode_length(examinee: Examinee, text: str) -> Code:
 
 
 def yardstick(text: str) -> float:
-    """Bits per byte of bz2 on this text alone, which it has learned nothing about before."""
+    """Return bits per byte of bz2 on this text alone, with nothing learned before."""
     content = text.encode()
     return 8 * len(bz2.compress(content, 9)) / len(content)

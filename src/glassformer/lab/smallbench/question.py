@@ -1,16 +1,9 @@
-"""Questions of SmallBench, and the rule that makes chance exact.
+"""Questions of SmallBench, the rule that makes chance exact, and the scoring of answers.
 
-A question is a text and some texts that may follow; one of them is right. Questions come in groups
-that share their choices, and in a group every choice is right equally often: who always prefers the
-same answer, for its letters, its length or its place, scores exactly 1 / choices. The exams go
-further, each in its own way: no single part of the text gives the answer away, only what the parts
-say together.
-
-From log-probabilities to right and wrong.
-
-A choice's score is the log-probability of the whole text with it. What all choices of a question
-share cancels, so only the tokens after their longest common beginning are summed: no tokenizer has
-to put a boundary between the context and the choice. Choices of equal score share the point.
+A question is a text and choices that may follow; one is right. The questions of a group share their
+choices, and every choice is right equally often: a fixed preference scores exactly 1 / choices.
+A choice's score is the log-probability of the full text with it, summed after the longest common
+beginning of the choices, so no tokenizer has to split context from choice. Ties share the point.
 """
 
 from collections import Counter
@@ -36,7 +29,7 @@ LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is read, what may follow, and which of it is right. No choice begins another."""
+    """A context, its choices, and which one is right. No choice is the beginning of another."""
 
     context: str
     choices: tuple[str, ...]
@@ -64,10 +57,10 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exam:
-    """`make(rng)` draws a group; `solve(context, choices)` answers from the text alone: the oracle.
+    """An exam: `make(rng)` samples a group; `solve(context, choices)` is the oracle.
 
-    `opens` says that the answer is the only sensible next text, so that a greedy continuation can
-    be held against it.
+    `opens` means that the answer is the only sensible next text, so that a greedy continuation can
+    be compared with it.
     """
 
     name: str
@@ -78,7 +71,7 @@ class Exam:
 
 
 def grouped(questions: list[Question], *, kind: str = "") -> Group:
-    """A group, once it is seen to be fair; without a `kind`, it is one of its own."""
+    """Return a group after checking that it is fair; the default `kind` is its own."""
     choices = {question.choices for question in questions}
     assert len(choices) == 1, "the questions of a group share their choices"
     counts = Counter(question.right for question in questions)
@@ -88,14 +81,14 @@ def grouped(questions: list[Question], *, kind: str = "") -> Group:
 
 
 def drawn(rng: np.random.Generator, pool: tuple[str, ...], count: int) -> list[str]:
-    """So many different ones, in an order by chance."""
+    """Sample `count` different items, in random order."""
     return [pool[i] for i in rng.permutation(len(pool))[:count]]
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Of some groups: the points of each kind of group, out of how many, and how many answers are,
-    from the first token to the last, what the model would say greedily.
+    """Points by kind of group, out of how many, and the number of answers that are, from the first
+    token to the last, the model's greedy continuation.
     """
 
     points: NDArray[np.float64]
@@ -104,7 +97,7 @@ class Marks:
 
 
 def mark(examinee: Examinee, groups: Sequence[Group]) -> Marks:
-    """Ask every question of these groups."""
+    """Score the model on every question of these groups."""
     marks, exact = _asked(examinee, [one for group in groups for one in group.questions])
     kinds = [group.kind for group in groups for _ in group.questions]
     _, which = np.unique(kinds, return_inverse=True)
@@ -115,7 +108,7 @@ def mark(examinee: Examinee, groups: Sequence[Group]) -> Marks:
 def _asked(
     examinee: Examinee, questions: Sequence[Question]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Each question's mark, and whether its answer would have been said."""
+    """Return each question's mark, and whether its answer is the greedy continuation."""
     rows: dict[Ids, int] = {}  # choices of one token each are read from one row
     places: list[list[Place]] = []
     plans = []
@@ -140,8 +133,8 @@ def _asked(
 
 
 def _tokens(examinee: Examinee, question: Question) -> list[tuple[Ids, int]]:
-    """Ids of the text with each choice, and from which token on it counts; last, the answer again,
-    from where it leaves the context.
+    """Return the ids of the text with each choice, and the first token that counts; last, the
+    answer again, from where it leaves the context.
     """
     texts = [examinee.ids(question.context + choice) for choice in question.choices]
     longest = max(map(len, texts))
@@ -156,7 +149,7 @@ def _tokens(examinee: Examinee, question: Question) -> list[tuple[Ids, int]]:
 
 
 def _shared(texts: Sequence[Ids]) -> int:
-    """Length of the longest common beginning."""
+    """Return the length of the longest common beginning."""
     for place, tokens in enumerate(zip(*texts, strict=False)):
         if len(set(tokens)) > 1:
             return place

@@ -1,4 +1,4 @@
-"""The whole of SmallBench: a row for each exam, with an interval, chance and oracle beside it.
+"""The SmallBench suite: a row for each exam, with its interval, chance and oracle.
 
 Intervals are bootstrapped over groups, not over questions: the questions of a group share their
 words, and their marks are not independent.
@@ -37,7 +37,7 @@ EXAMS: dict[str, Exam] = {
 BITS = "bits per byte"
 #: Questions of each exam.
 ITEMS = 960
-#: Bytes of text for each question that is asked of the other exams.
+#: Bytes of text for each question of the other exams.
 BYTES_PER_ITEM = 64
 RESAMPLES = 10_000
 #: Fewer would not show how much groups differ.
@@ -48,8 +48,8 @@ LEAST_GROUPS = 8
 class Score:
     """One row. Marks are shares of right answers, and more is better; bits per byte are costs.
 
-    `oracle` is what the solver that reads the same text reaches, None where nobody knows the truth.
-    `exact`: the share of answers that the model says unasked. What is not offered has no score.
+    `oracle` is the score of the solver that reads the same text, None where the truth is unknown.
+    `exact`: the share of answers that the model generates greedily. Not offered: no score.
     """
 
     exam: str
@@ -76,11 +76,11 @@ class Result:
     text: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the result as JSON values."""
         return {"suite": "smallbench", **asdict(self), "scores": [asdict(s) for s in self.scores]}
 
     def table(self) -> str:
-        """For people."""
+        """Return the result as a table for people."""
         head = f"{'':<15}{'score':>8}{f'{self.confidence:.1%} interval':>22}"
         lines = [f"{head}{'chance':>9}{'oracle':>9}{'said':>8}{'questions':>11}"]
         lines += [_line(score) for score in self.scores]
@@ -116,7 +116,7 @@ def smallbench(
     only: Sequence[str] | None = None,
     text: str | None = None,
 ) -> Result:
-    """Ask about `items` questions of each exam, drawn by `seed`: the same for every model.
+    """Score about `items` questions of each exam, sampled by `seed`: the same for every model.
 
     `only` names some of the exams; `text` replaces the manuals that bits per byte are measured on.
     """
@@ -143,7 +143,7 @@ def smallbench(
 
 
 def exams(only: Sequence[str] | None = None) -> list[str]:
-    """Names of the rows, all of them or those asked for."""
+    """Return the names of the rows, all of them or those requested."""
     known = [BITS, *EXAMS]
     for name in only or ():
         if name not in known:
@@ -152,7 +152,7 @@ def exams(only: Sequence[str] | None = None) -> list[str]:
 
 
 def questions_of(exam: Exam, *, items: int, seed: int) -> list[Group]:
-    """As many whole groups as `items` questions need, and a few at least; more begin the same."""
+    """Return as many groups as `items` questions need, a few at least; more begin the same."""
     rng = stream(seed, "smallbench", exam.name)
     groups = [exam.make(rng) for _ in range(LEAST_GROUPS)]
     while sum(len(group.questions) for group in groups) < items:
@@ -202,10 +202,10 @@ def _bits(examinee: Examinee, text: str, seed: int, confidence: float) -> Score:
 def interval(
     points: NDArray[np.float64], sizes: NDArray[Any], *, seed: int, confidence: float
 ) -> tuple[float | None, float | None]:
-    """Bootstrap of sum(points) / sum(sizes): the groups are drawn again and again, with repetition.
+    """Bootstrap sum(points) / sum(sizes): the groups are resampled with replacement.
 
-    What the draws spread is widened as Student's t is over the normal: without it, intervals from a
-    dozen groups are too short. Of one group nothing can be said.
+    The spread is widened as Student's t is over the normal: without it, intervals from a dozen
+    groups are too short. One group has no interval.
     """
     if len(points) < 2:
         return None, None
@@ -220,7 +220,7 @@ def interval(
 
 
 def _student(tail: float, freedom: int) -> float:
-    """The quantile of Student's t over the normal's, by four terms of its series in 1 / freedom."""
+    """Return Student's t quantile over the normal's, by four terms of its series in 1 / freedom."""
     z = NormalDist().inv_cdf(1 - tail)
     terms = (
         z,
