@@ -1,1 +1,1 @@
-"""Weights as whole numbers: schemes, layers, backends, calibration, and the way back."""
+"""Quantization of weights: schemes, layers, backends, calibration, dequantization."""

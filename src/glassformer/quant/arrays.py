@@ -1,4 +1,4 @@
-"""A quantized model as plain arrays, and the model of such arrays again."""
+"""Turn a quantized model into plain NumPy arrays by name, and such arrays into a model."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from glassformer.store.tensors import explain_difference
 
 
 def quantized_arrays(model: Model) -> tuple[Quantization, dict[str, np.ndarray]]:
-    """What is quantized, and every stored tensor by name (copies)."""
+    """Return the description of what is quantized, and copies of every stored tensor by name."""
     quantization = quantization_of(model)
     if quantization is None:
         raise InputError("the model is not quantized", hint="quantize_model makes one that is")
@@ -42,7 +42,7 @@ def restored_model(
     *,
     backend: str = "auto",
 ) -> Model:
-    """The model of `quantized_arrays`, in eval mode, with the backends of this machine."""
+    """Build the model of `quantized_arrays`, in eval mode, with the backends of this machine."""
     wanted = stored_tensors(spec, quantization)
     problems = explain_difference(wanted, {name: a.shape for name, a in arrays.items()})
     if problems:

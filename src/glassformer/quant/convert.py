@@ -1,4 +1,4 @@
-"""`prepare_model_for_quantization`, `quantize_model`, `dequantize_model`: there, and back.
+"""`prepare_model_for_quantization`, `quantize_model`, `dequantize_model`.
 
 Every matrix of the manifest is quantized and, by default, the table that a tied head shares; a
 `(path, module)` predicate selects among them. All three change the model they are given and return
@@ -183,32 +183,32 @@ def dequantize_model(model: M) -> M:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Yield the quantized layers by path; a shared one is named once."""
+    """Yield the quantized layers by path; a shared one is listed once."""
     for path, module in model.named_modules():
         if isinstance(module, QuantizedWeight):
             yield path, module
 
 
 def use_backend(model: M, backend: str) -> M:
-    """Run every quantized layer by this backend ("auto": the first that serves)."""
+    """Run every quantized layer on this backend ("auto": the first that can)."""
     for _, layer in quantized_layers(model):
         layer.use(backend)
     return model
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` is held: a shared table is held twice."""
+    """Replace every reference to `old` by `new`: a shared table has two."""
     for holder in list(model.modules()):
         for name, child in list(holder.named_children()):
             if child is old:
                 setattr(holder, name, new)
-        for name, held in holder._modules.items():  # named_children names what is shared once
+        for name, held in holder._modules.items():  # named_children lists a shared module once
             if held is old:
                 holder._modules[name] = new
 
 
 def _untie(model: Model, spec: QuantSpec) -> None:
-    """Give a tied head a copy of the table, and a spec that says so."""
+    """Give a tied head its own copy of the table, and untie the spec."""
     if spec.tied != "untie":
         return
     model.spec = untied(model.spec)

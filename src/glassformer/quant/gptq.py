@@ -1,13 +1,13 @@
-"""GPTQ: columns are rounded one after another, and what is not yet rounded makes up for the error.
+"""GPTQ: round columns one after another; the remaining ones compensate for the error.
 
-With H = sum x x^T over calibration rows, rounding column i costs error^2 / [H^-1]_ii, and the best
-answer of the later columns is to move along row i of the upper Cholesky factor of H^-1 (Frantar and
-others, 2022). Grids are found group by group, from the weights as they have become by then.
+With H = sum x x^T over calibration rows, rounding column i costs error^2 / [H^-1]_ii, and the later
+columns compensate best by moving along row i of the upper Cholesky factor of H^-1 (Frantar et al.,
+2022). Each group's grid is fitted to its weights after the corrections so far.
 
-That is greedy: early columns were rounded before anyone knew the later errors. So afterwards, where
-there are few levels, each column is rounded again with all others as they are, and each scale takes
-its least-squares value for the levels; the error of the products falls with every such step, but
-for the rounding of the scales themselves.
+That is greedy: early columns are rounded before later errors are known. So for schemes of few
+levels, each column is then rounded again with the others fixed, and the scales are set to their
+least-squares values; each such step lowers the error of the products, except for the rounding of
+the scales themselves.
 """
 
 import torch
@@ -25,11 +25,11 @@ from glassformer.spec.schemes import Scheme
 
 # O outputs, I inputs, G groups, E columns of a group
 
-#: Added to the diagonal, as a share of its mean: inputs that were seen rarely stay where they are.
+#: Added to the diagonal, as a share of its mean: weights of rare inputs hardly move.
 DAMPING = 0.1
-#: Columns that are corrected at once; corrections beyond them are made together.
+#: Columns that are corrected one by one; later columns are corrected once per block.
 BLOCK = 128
-#: Rounds over all columns after the first.
+#: Passes over all columns after the first.
 SWEEPS = 3
 
 
@@ -37,7 +37,7 @@ SWEEPS = 3
 def quantize_with_inputs(
     weight_OI: Tensor, scheme: Scheme, *, moment_II: Tensor
 ) -> QuantizedTensor:
-    """The matrix on its grid, rounded so that its products with inputs like those seen stay."""
+    """Quantize a matrix so that its products with inputs like the calibration's change least."""
     rules = codec(check_matrix(weight_OI, scheme))
     moment_II = _damped(moment_II)
     factor_II = _inverse_factor(moment_II)
@@ -73,8 +73,10 @@ def quantize_with_inputs(
 
 
 def making_up(weight_OI: Tensor, *, moment_II: Tensor, cross_II: Tensor) -> Tensor:
-    """The weights whose products with the inputs y that a layer gets come nearest to those of the
-    given weights with the inputs x it should get: W (sum x y^T) (sum y y^T)^-1, damped."""
+    """Return the weights that, on the actual inputs y, best give the products of W with inputs x.
+
+    x are the float model's inputs to the layer: W (sum x y^T) (sum y y^T)^-1, damped.
+    """
     damped_II = _damped(moment_II)
     extra_II = damped_II - moment_II.double()
     wanted_OI = weight_OI.double() @ (cross_II.double() + extra_II)
@@ -90,7 +92,7 @@ def _rounded_again(
     moment_II: Tensor,
     rules: Codec,
 ) -> Tensor:
-    """Each column at its best level, given the others. slope = (rounded - wanted) H."""
+    """Round each column to its best level, given the others: slope = (rounded - wanted) H."""
     levels_OI, inputs = levels_OI.clone(), wanted_OI.shape[1]
     width, moment_II = inputs // rules.groups(inputs), moment_II.float()
     slope_OI = (rules.values(levels_OI, scale_OG, zero_OG) - wanted_OI) @ moment_II
@@ -117,7 +119,7 @@ def _scales_again(
     moment_II: Tensor,
     rules: Codec,
 ) -> Tensor:
-    """The scales of least squared error of the products, all groups of a row together."""
+    """Return the scales of least squared error of the products, solved for all groups of a row."""
     groups = scale_OG.shape[1]
     units_OI = rules.values(levels_OI, torch.ones_like(scale_OG), zero_OG).double()
     units_OGE, moment_GEI = (
@@ -130,7 +132,7 @@ def _scales_again(
         pull_OI = units_OGE[:, g] @ moment_GEI[g]
         left_OGG[:, g] = (pull_OI.unflatten(1, (groups, -1)) * units_OGE).sum(-1)
         right_OG[:, g] = (pull_OI * wanted_OI).sum(-1)
-    # A group whose levels are all zero has no say; the small share keeps the others solvable.
+    # A group of zero levels makes the system singular; a small diagonal keeps it solvable.
     size_O = left_OGG.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30)
     left_OGG.diagonal(dim1=1, dim2=2).add_(1e-9 * size_O[:, None])
     found_OG = torch.linalg.solve(left_OGG, right_OG).half().float()
@@ -138,7 +140,7 @@ def _scales_again(
 
 
 def _damped(moment_II: Tensor) -> Tensor:
-    """The second moment with a share of its mean on the diagonal, in float64."""
+    """Return the second moment with a share of its mean on the diagonal, in float64."""
     moment_II = moment_II.double()
     diagonal_I = moment_II.diagonal()
     if not bool(torch.isfinite(moment_II).all()):
@@ -152,7 +154,7 @@ def _damped(moment_II: Tensor) -> Tensor:
 
 
 def _inverse_factor(damped_II: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse."""
+    """Return the upper Cholesky factor of the inverse."""
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(damped_II))
     factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
     return factor_II.float()

@@ -1,6 +1,6 @@
-"""Which layers gain time by quantization on this machine: each shape is timed both ways, once.
+"""Time each layer shape, float and quantized, to find the layers that get faster on this machine.
 
-Memory always falls; time does not always. Layers that lose stay float, and the table says so.
+Quantization always saves memory, but not always time. Layers that would be slower stay float.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from glassformer.spec.schemes import Scheme
 # M rows, O outputs, I inputs
 
 ROUNDS = 9
-#: A round lasts about so long, so that the clock's own grain does not matter.
+#: The length of a round, long enough that the clock's resolution does not matter.
 ROUND_SECONDS = 2e-3
 
 
@@ -39,7 +39,7 @@ class Timing:
 
     @property
     def wins(self) -> bool:
-        """Whether quantization is the faster way."""
+        """True if the quantized layer is faster."""
         return self.quantized_ms < self.float_ms
 
 
@@ -51,7 +51,10 @@ def time_layers(
     select: Select | None = None,
     backend: str = "auto",
 ) -> list[Timing]:
-    """Both ways of every layer that would be quantized, with so many rows; a shape once."""
+    """Time every layer that would be quantized, float and quantized, for `rows` input rows.
+
+    Layers of one shape and scheme are timed once.
+    """
     known: dict[tuple[tuple[int, int], Scheme, bool], tuple[float, float]] = {}
     found = []
     for path, (module, scheme) in plan(model, spec, select=select).items():
@@ -66,7 +69,7 @@ def time_layers(
 
 
 def keeping_float(timings: list[Timing], select: Select | None = None) -> Select:
-    """The predicate that leaves out every layer that loses."""
+    """Return a predicate that leaves out every layer that is slower when quantized."""
     losers = {timing.path for timing in timings if not timing.wins}
 
     def choose(path: str, module: nn.Module) -> bool:
@@ -101,9 +104,9 @@ def _calls_a_round(side: Callable[[], Tensor]) -> int:
 
 
 def _timed(side: Callable[[], Tensor], calls: int) -> float:
-    """Seconds a call."""
+    """Return seconds per call."""
     begin = time.perf_counter()
     for _ in range(calls):
         out = side()
-    float(out[0, 0])  # which waits for a GPU to finish
+    float(out[0, 0])  # waits for a GPU to finish
     return (time.perf_counter() - begin) / calls

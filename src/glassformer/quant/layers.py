@@ -1,8 +1,8 @@
-"""`QuantizedLinear` and `QuantizedEmbedding`: a stored form that any machine reads, and in its
-place, while running, the form of the backend that this machine has.
+"""`QuantizedLinear` and `QuantizedEmbedding`: layers that hold a stored form or a backend's form.
 
-State dicts always hold the stored form (`qweight`, `scale`, `zero`, `bias`). Moving a layer to
-another device brings it back, and the next product makes the form that fits there.
+The stored form (`qweight`, `scale`, `zero`, `bias`) is the same on every machine, and state dicts
+always hold it. The first product replaces it by the form of the backend in use; moving a layer to
+another device restores it.
 """
 
 from abc import ABC
@@ -30,7 +30,7 @@ from glassformer.spec.schemes import Method, Scheme
 
 
 class QuantizedWeight(PackedWeight, ABC):
-    """A quantized (O, I) matrix. `wanted` is the backend asked for, `backend` the one in use."""
+    """A quantized (O, I) matrix. `wanted` is the requested backend, `backend` the one in use."""
 
     lookup = False
     qweight: Tensor | None
@@ -58,53 +58,53 @@ class QuantizedWeight(PackedWeight, ABC):
 
     @property
     def backend(self) -> str:
-        """The backend that runs it, or will, where it is now."""
+        """The name of the backend that runs it on its current device."""
         if self.wanted == "auto":
             return choose(self.scheme, self.shape, self.device, lookup=self.lookup)
         return self.wanted
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.home if self.qweight is None else self.qweight.device
 
     @property
     def nbytes(self) -> int:
-        """Resident bytes of the weights, in the form they have now."""
+        """The number of resident bytes of the weights, in their current form."""
         return self.stored().nbytes if self.form is None else self.form.nbytes
 
     @property
     def numbers(self) -> int:
-        """How many numbers of the model it stands for."""
+        """The number of the model's parameters that it represents."""
         return self.shape[0] * self.shape[1]
 
     def use(self, backend: str) -> None:
-        """Run by this backend from now on; one that cannot is refused."""
+        """Run on this backend from now on; refuse one that cannot."""
         if self.form is not None:
             self.restore()
         check_backend(backend, self.scheme, self.shape, self.device, lookup=self.lookup)
         self.wanted = backend
 
     def stored(self) -> QuantizedTensor:
-        """The stored form, made from the running one if need be."""
+        """Return the stored form, unpacked from the backend's form if necessary."""
         if self.form is not None:
             return self.form.unpack()
         assert self.qweight is not None and self.scale is not None
         return QuantizedTensor(self.qweight, self.scale, self.zero, self.scheme)
 
     def restore(self) -> None:
-        """Hold the stored form again."""
+        """Replace the backend's form by the stored one."""
         if self.form is not None:
             tensor = self.form.unpack()
             self.form = None
             self.qweight, self.scale, self.zero = tensor.qweight, tensor.scale, tensor.zero
 
     def weights(self) -> Tensor:
-        """The float32 weights (O, I) that these levels stand for."""
+        """Return the float32 weights (O, I) that the levels represent."""
         return dequantize(self.stored())
 
     def ready(self) -> Form | None:
-        """The running form, made now if there is none yet; None for the reference."""
+        """Return the backend's form, packed now if it is not yet; None for the reference."""
         if self.form is None and self.backend != REFERENCE:
             form = BACKENDS[self.backend].pack(self.stored(), lookup=self.lookup)
             self.form, self.home = form, self.device
@@ -112,7 +112,7 @@ class QuantizedWeight(PackedWeight, ABC):
         return self.form
 
     def times(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + b for x (..., I)."""
+        """Return x W^T + b for x (..., I)."""
         form = self.ready()
         if form is None:
             return reference_product(x, self.stored(), bias_O)
@@ -121,7 +121,7 @@ class QuantizedWeight(PackedWeight, ABC):
         return form.product(rows_MI, bias).view(*x.shape[:-1], self.shape[0]).to(x.dtype)
 
     def train(self, mode: bool = True) -> "QuantizedWeight":
-        """Whole numbers have no gradients: training is refused, not ignored."""
+        """Set eval mode; refuse training mode, as integers have no gradients."""
         if mode:
             raise InputError(
                 "a quantized model cannot be trained: its weights are whole numbers",
@@ -134,7 +134,7 @@ class QuantizedWeight(PackedWeight, ABC):
         self.restore()
         stored, before = self.stored(), self.dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        # What is stored keeps its type, whatever precision the model computes in.
+        # The stored form keeps its dtype, whatever precision the model computes in.
         assert self.qweight is not None
         device = self.qweight.device
         self.qweight, self.scale = stored.qweight.to(device), stored.scale.to(device)
@@ -151,7 +151,7 @@ class QuantizedWeight(PackedWeight, ABC):
         super()._load_from_state_dict(*arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry the stored form, which any machine reads."""
+        """Return the state of copies and pickles: the stored form, which any machine reads."""
         self.restore()
         return self.__dict__
 
@@ -178,22 +178,22 @@ class QuantizedLinear(QuantizedWeight):
 
     @property
     def numbers(self) -> int:
-        """Its bias among them."""
+        """The number of the model's parameters that it represents, its bias included."""
         return super().numbers + (0 if self.bias is None else self.bias.numel())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.times(x, self.bias)
 
     def product(self) -> "QuantizedProduct":
-        """What a lean step calls."""
+        """Return the product that a fast decoding step calls."""
         return QuantizedProduct(self, self.bias)
 
 
 class QuantizedEmbedding(QuantizedWeight):
-    """Rows of the table, dequantized as they are read; `as_linear` multiplies with the same table.
+    """An embedding table whose rows are dequantized when read; `as_linear` multiplies by it.
 
     `multiplier` is sqrt(d_model) where the spec scales its embedding, else None; `dtype` is the
-    precision of what comes out.
+    precision of the output.
     """
 
     lookup = True
@@ -220,11 +220,11 @@ class QuantizedEmbedding(QuantizedWeight):
         return x if self.multiplier is None else x * self.multiplier
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
-        """Logits x @ table^T; the multiplier belongs to the input side only."""
+        """Return logits x @ table^T; the multiplier applies to the input side only."""
         return self.times(x_BTD, None)
 
     def product(self, bias_V: Tensor | None = None) -> "QuantizedProduct":
-        """What a lean step calls for its logits."""
+        """Return the product that a fast decoding step calls for its logits."""
         return QuantizedProduct(self, bias_V)
 
 
@@ -242,5 +242,5 @@ class QuantizedProduct:
         return form.product(x_MI, self.bias_O)
 
     def onto(self, residual_MO: Tensor, x_MI: Tensor) -> Tensor:
-        """residual + x W^T + b; the residual is spent."""
+        """Return residual + x W^T + b; the residual is overwritten."""
         return residual_MO.add_(self(x_MI))

@@ -1,7 +1,7 @@
-"""Layers on their way to whole numbers: watched ones for calibration, rounded ones for training.
+"""Layers prepared for quantization: watched ones for calibration, rounded ones for training.
 
-Both are the float layers they replace, with the same parameters under the same names, so the one
-loop trains them and the one checkpoint holds them.
+Both keep the parameters of the float layer, under the same names, so the same training loop trains
+them and the same checkpoint holds them.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from glassformer.spec.schemes import Method, Scheme
 
 
 class StraightThrough(torch.autograd.Function):
-    """Forward: the rounded weights, in every bit. Backward: as if nothing had been rounded."""
+    """Forward: the rounded weights, bit for bit. Backward: as if nothing had been rounded."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rounded: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 def fake_quantize(weight_OI: Tensor, scheme: Scheme) -> Tensor:
-    """The weights as they will be once quantized; gradients pass straight through."""
+    """Return the weights as they will be once quantized; gradients pass straight through."""
     rounded_OI = dequantize(quantize_tensor(weight_OI.detach(), scheme)).to(weight_OI.dtype)
     passed_OI: Tensor = StraightThrough.apply(  # type: ignore[no-untyped-call]  # not annotated
         weight_OI, rounded_OI
@@ -41,7 +41,7 @@ def fake_quantize(weight_OI: Tensor, scheme: Scheme) -> Tensor:
 
 
 class Watch:
-    """What calibration needs of a layer's inputs: sum of x x^T, largest entry, number of rows."""
+    """Statistics of a layer's inputs for calibration: sum of x x^T, largest entry, rows."""
 
     def __init__(self, inputs: int, device: torch.device) -> None:
         self.moment_II = torch.zeros(inputs, inputs, device=device)
@@ -50,7 +50,7 @@ class Watch:
 
     @torch.no_grad()
     def see(self, x: Tensor) -> None:
-        """Take note of some rows."""
+        """Add some rows to the statistics."""
         x_MI = x.detach().reshape(-1, x.shape[-1]).float()
         self.moment_II.addmm_(x_MI.T, x_MI)
         self.largest = max(self.largest, float(x_MI.abs().max()))
@@ -60,7 +60,7 @@ class Watch:
 def become(module: nn.Module, cls: type[nn.Module]) -> None:
     """Give a layer the class of its prepared form, or its plain class again.
 
-    The object stays the same, and with it its parameters, their names, and whatever holds them:
+    The object stays the same, and with it its parameters, their names, and all that refers to them:
     optimizers, tied heads, hooks. Only classes with the same attributes may be exchanged this way,
     so the two must share a plain layer as their base.
     """
@@ -70,7 +70,7 @@ def become(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 class WatchedLinear(Linear):
-    """A linear layer that remembers what came in."""
+    """A linear layer that records statistics of its inputs."""
 
     watch: Watch
     scheme: Scheme
@@ -82,14 +82,14 @@ class WatchedLinear(Linear):
 
 
 class WatchedEmbedding(TokenEmbedding):
-    """A tied table that remembers what was multiplied with it."""
+    """A tied table that records statistics of the vectors multiplied with it."""
 
     watch: Watch
     scheme: Scheme
     method: Method
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
-        """Logits, after a look at what they are made of."""
+        """Return logits, and record their inputs."""
         self.watch.see(x_BTD)
         return super().as_linear(x_BTD)
 
@@ -114,7 +114,7 @@ class RoundedEmbedding(TokenEmbedding):
         return x_BTD if self.scale is None else x_BTD * self.scale
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
-        """Logits of the rounded table."""
+        """Return the logits of the rounded table."""
         weight_VD = fake_quantize(self.weight, self.scheme)
         vocab, width = weight_VD.shape
         return in_pieces(x_BTD, (vocab, width), lambda piece: weight_VD[piece], None)

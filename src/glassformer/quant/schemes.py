@@ -2,7 +2,7 @@
 
 A `Codec` turns a float matrix into the levels of one scheme and back: weight = (level - zero) *
 scale, where a scale belongs to an output channel or to a group of its inputs. `codec` is the only
-place where a scheme's type is looked at. Conversion, training with rounded weights, GPTQ and the
+function that tests a scheme's type. Conversion, training with rounded weights, GPTQ and the
 tests share these functions. Rounding is to the nearest level, ties to even; what lies outside the
 range is clamped to its ends.
 """
@@ -65,7 +65,7 @@ class Codec(ABC):
     per_item = 1
     #: The level that means 0 where no zero is stored.
     middle = 0.0
-    #: So few levels that GPTQ gains by rounding each column again.
+    #: True if levels are so few that GPTQ gains by rounding each column again.
     coarse = False
 
     def groups(self, inputs: int) -> int:
@@ -138,7 +138,7 @@ class IntegerCodec(Codec):
         return (torch.round(weight / scale) + zero).clamp(self.lowest, self.highest)
 
     def error_bound(self, weight_OI: Tensor, scale_OG: Tensor) -> Tensor:
-        """Half a step; a rounded zero level moves both ends of an asymmetric grid by as much."""
+        """Return half a step; a whole one if asymmetric, as the zero level is rounded too."""
         steps = 0.5 if self.symmetric else 1.0
         width = weight_OI.shape[1] // scale_OG.shape[1]
         return steps * scale_OG.repeat_interleave(width, 1)
@@ -245,7 +245,7 @@ class Float8Codec(Codec):
         return QuantizedTensor(self.pack(levels_OI), scale, None, self.scheme)
 
     def error_bound(self, weight_OI: Tensor, scale_OG: Tensor) -> Tensor:
-        """2^-4 of a weight; near 0, where floats are evenly spaced, half of that spacing."""
+        """Return 2^-4 of a weight; near 0, where floats are evenly spaced, half of that spacing."""
         return torch.maximum(weight_OI.abs() * 2.0**-4, scale_OG * 2.0**-10)
 
 

@@ -1,8 +1,8 @@
-"""`quantize_in_turn`: GPTQ, layer after layer, each calibrated behind the rounded ones before it.
+"""`quantize_in_turn`: GPTQ layer by layer, each calibrated after the quantized layers before it.
 
-A layer then sees the inputs that it will really get, and its weights first move to where their
-products come nearest to the float model's own, so that errors are made up for on the way instead of
-adding up. Layers that share an input (queries, keys and values) go together.
+A layer is calibrated on the inputs that it will actually get. Its weights are first moved so that
+their products come nearest to the float model's, which compensates for earlier errors. Layers that
+share an input (queries, keys and values) are quantized together.
 """
 
 import copy
@@ -39,7 +39,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Reached(Exception):
-    """Raised where a forward pass need not go on."""
+    """Raised to end a forward pass early."""
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def quantize_in_turn(
     select: Select | None = None,
     backend: str = "auto",
 ) -> M:
-    """Replace layers by quantized ones that keep the model's answers on batches like these."""
+    """Replace layers by quantized ones that change the logits on batches like these least."""
     batches = list(batches)
     if not batches:
         raise InputError("nothing to calibrate on", hint="give at least one batch")
@@ -135,7 +135,7 @@ def _settle_block(
 
 
 def _stages(block: nn.Module, layers: Sequence[str], call: Call) -> list[list[str]]:
-    """Layers in the order they are called, those with one and the same input together."""
+    """Group layers that share an input, in the order they are called."""
     with _inputs_of(block, layers) as seen:
         block(*call[0], **call[1])
     stages: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""`is_model_quantized`: which layers of a model are quantized, and how."""
+"""`is_model_quantized`: report the quantized layers of a model, their schemes and bytes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ from glassformer.spec.schemes import Method, Scheme
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One quantized layer."""
+    """The scheme, method, backend and size of one quantized layer."""
 
     scheme: Scheme
     method: Method
@@ -23,13 +23,13 @@ class LayerReport:
 
     @property
     def bits(self) -> int:
-        """8 or 4."""
+        """The bits of a weight: 8 or 4."""
         return self.scheme.bits
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """True if any layer is quantized. `bits` is the widest, `mode` how the weights were found."""
+    """The quantized layers of a model by path; true if there are any."""
 
     layers: dict[str, LayerReport]
 
@@ -38,7 +38,7 @@ class QuantizationReport:
 
     @property
     def bits(self) -> int | None:
-        """The bits that most weights have."""
+        """The number of bits that most weights have."""
         weights: dict[int, int] = {}
         for layer in self.layers.values():
             weights[layer.bits] = weights.get(layer.bits, 0) + layer.shape[0] * layer.shape[1]
@@ -46,7 +46,7 @@ class QuantizationReport:
 
     @property
     def mode(self) -> Literal["ptq", "qat"] | None:
-        """Rounded after training, or trained with rounded weights."""
+        """`ptq` if rounded after training, `qat` if trained with rounded weights."""
         if not self.layers:
             return None
         return "qat" if any(layer.method == "qat" for layer in self.layers.values()) else "ptq"
@@ -58,7 +58,7 @@ class QuantizationReport:
 
 
 def is_model_quantized(model: nn.Module) -> QuantizationReport:
-    """Truthy where a layer is quantized; `.layers[path]` has its bits, method, backend, bytes."""
+    """Return a report, true if any layer is quantized, with its bits, method, backend and bytes."""
     return QuantizationReport(
         {path: _layer_report(layer) for path, layer in quantized_layers(model)}
     )
@@ -69,7 +69,7 @@ def _layer_report(layer: QuantizedWeight) -> LayerReport:
 
 
 def quantization_of(model: nn.Module) -> Quantization | None:
-    """What a checkpoint says of this model's quantized layers; None if there are none."""
+    """Return a checkpoint's description of the quantized layers; None if there are none."""
     layers = tuple(
         QuantizedLayer(name=path, scheme=layer.scheme, method=layer.method)
         for path, layer in quantized_layers(model)
@@ -78,12 +78,12 @@ def quantization_of(model: nn.Module) -> Quantization | None:
 
 
 def quantized_numbers(model: nn.Module) -> int:
-    """How many numbers the quantized layers stand for, none of which torch calls a parameter."""
+    """Return the number of parameters in quantized layers, which torch does not count as such."""
     return sum(layer.numbers for _, layer in quantized_layers(model))
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of everything that the model holds: parameters, buffers, running forms; shared once."""
+    """Return the bytes of parameters, buffers and backends' forms; shared storage counts once."""
     held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     forms = sum(layer.nbytes for _, layer in quantized_layers(model) if layer.form is not None)
     return sum(held.values()) + forms

@@ -1,9 +1,9 @@
-"""Weight-only products that torch itself carries: INT4 on the GPU and, without a C compiler, on the
-CPU; INT8 on the GPU. Activations and scales are bfloat16 there.
+"""Weight-only products by torch's own ops: INT4 on the GPU and, without a C compiler, on the CPU;
+INT8 on the GPU. Activations and scales are bfloat16.
 
-The ops are private and their layouts differ by device, so nothing of theirs is ever stored. The way
-back from a pack is a product with the unit matrix: levels are small whole numbers, which bfloat16
-holds exactly; scales are kept beside, as the pack has rounded ones.
+The ops are private and their layouts differ by device, so a packed matrix is never saved. It is
+unpacked by a product with the identity matrix: levels are small integers, which bfloat16 holds
+exactly. The original scales are kept, as the packed ones are rounded.
 """
 
 import torch
@@ -15,7 +15,7 @@ from glassformer.spec.schemes import Int4, Int8, Scheme
 
 # M rows, N looked-up rows, O outputs, I inputs, G groups
 
-#: Relative rounding of bfloat16: half of its last place.
+#: Relative rounding error of bfloat16: half a unit in the last place.
 HALF_PLACE = 2.0**-8
 
 
@@ -29,7 +29,7 @@ class AtenInt4:
         self.stored = tensor if lookup else None
         self.cuda = tensor.qweight.is_cuda
         if self.cuda:
-            # This op wants the even column in the high nibble.
+            # This op expects the even column in the high nibble.
             turned = (tensor.qweight << 4) | (tensor.qweight >> 4)
             tiles = next(n for n in (8, 4, 2) if self.shape[1] % (16 * n) == 0)
             self.packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(turned, tiles)
@@ -42,13 +42,13 @@ class AtenInt4:
 
     @staticmethod
     def _table(scale_OG: Tensor, shift_OG: Tensor) -> Tensor:
-        """(G, O, 2): weight = (level - 8) * scale + shift."""
+        """Return the (G, O, 2) table of weight = (level - 8) * scale + shift."""
         both = torch.stack((scale_OG, shift_OG.expand_as(scale_OG)), -1)
         return both.transpose(0, 1).contiguous().to(torch.bfloat16)
 
     @property
     def nbytes(self) -> int:
-        """Resident bytes."""
+        """The number of resident bytes."""
         zeros = 0 if self.zero_OG is None else self.zero_OG.nbytes
         kept = 0 if self.stored is None else self.stored.qweight.nbytes
         return self.packed.nbytes + self.table.nbytes + self.scale_OG.nbytes + zeros + kept
@@ -62,17 +62,17 @@ class AtenInt4:
 
     @torch.no_grad()
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + b."""
+        """Return x W^T + b."""
         out_MO = self._multiply(x_MI, self.table).to(x_MI.dtype)
         return out_MO if bias_O is None else out_MO.add_(bias_O)
 
     def rows(self, index_N: Tensor) -> Tensor:
-        """Dequantized rows (N, I)."""
+        """Return dequantized rows (N, I)."""
         assert self.stored is not None
         return reference_rows(self.stored, index_N)
 
     def unpack(self) -> QuantizedTensor:
-        """The stored form again, through a product with the unit matrix."""
+        """Return the stored form again, by a product with the identity matrix."""
         if self.stored is not None:
             return self.stored
         unit = torch.eye(self.shape[1], device=self.packed.device)
@@ -84,8 +84,10 @@ class AtenInt4:
 
 
 class AtenInt8:
-    """An INT8 matrix as it is stored. A single row goes through torch's own op; for more rows that
-    op costs a row's time each, so levels, which bfloat16 holds exactly, are widened in pieces.
+    """An INT8 matrix in its stored form.
+
+    A single row goes through torch's op. That op takes as long for each further row, so for more
+    rows the levels, which bfloat16 holds exactly, are converted piece by piece.
     """
 
     def __init__(self, tensor: QuantizedTensor) -> None:
@@ -95,7 +97,7 @@ class AtenInt8:
 
     @torch.no_grad()
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + b."""
+        """Return x W^T + b."""
         levels_OI, x = self.stored.qweight, x_MI.to(torch.bfloat16).contiguous()
         out_MO: Tensor
         if len(x) == 1:
@@ -106,11 +108,11 @@ class AtenInt8:
         return out_MO if bias_O is None else out_MO.add_(bias_O)
 
     def rows(self, index_N: Tensor) -> Tensor:
-        """Dequantized rows (N, I)."""
+        """Return dequantized rows (N, I)."""
         return reference_rows(self.stored, index_N)
 
     def unpack(self) -> QuantizedTensor:
-        """The stored form, which this never left."""
+        """Return the stored form, which is the one in use."""
         return self.stored
 
 
@@ -123,7 +125,7 @@ class Aten:
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
     ) -> str:
-        """Empty where it can serve."""
+        """Return the reason why it cannot serve such a matrix; empty if it can."""
         if device.type not in ("cpu", "cuda"):
             return "runs on the CPU and on CUDA only"
         outputs, inputs = shape
@@ -138,7 +140,7 @@ class Aten:
         return ""
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> AtenInt4 | AtenInt8:
-        """The run-time form."""
+        """Return the run-time form."""
         match tensor.scheme:
             case Int4():
                 return AtenInt4(tensor, lookup=lookup)
@@ -148,6 +150,8 @@ class Aten:
                 raise TypeError(f"{type(other).__name__} has no op in torch")
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-        """How far (M, O) may be from the reference: activations, scales and results are rounded,
-        and sums of products are kept in float32."""
+        """Return the error bound (M, O) against the reference.
+
+        Activations, scales and results are rounded to bfloat16; sums are kept in float32.
+        """
         return 4 * HALF_PLACE * (x_MI.abs() @ weight_OI.abs().T)

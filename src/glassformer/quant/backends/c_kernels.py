@@ -1,5 +1,8 @@
-"""INT8 and INT4 through our C routines (`kernels.integer`): activations of eight bits, each row's
-own scale, sums that are exact, so that no answer depends on the batch."""
+"""INT8 and INT4 products by our C routines (`kernels.int_matmul`).
+
+Activations are quantized to 8 bits with one scale per row, and integer sums are exact, so no result
+depends on the rest of the batch.
+"""
 
 import torch
 from torch import Tensor
@@ -31,19 +34,19 @@ class NativeForm:
 
     @property
     def nbytes(self) -> int:
-        """Resident bytes."""
+        """The number of resident bytes."""
         return self.weight.nbytes
 
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + b."""
+        """Return x W^T + b."""
         return self.weight.product(x_MI, bias_O)
 
     def rows(self, index_N: Tensor) -> Tensor:
-        """Dequantized rows (N, I)."""
+        """Return dequantized rows (N, I)."""
         return self.weight.rows(index_N)
 
     def unpack(self) -> QuantizedTensor:
-        """The stored form again."""
+        """Return the stored form again."""
         if isinstance(self.weight, int_matmul.Int8Weight):
             qweight, scale = self.weight.unpack()
             return QuantizedTensor(qweight, scale, None, self.scheme)
@@ -60,7 +63,7 @@ class Native:
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
     ) -> str:
-        """Empty where it can serve."""
+        """Return the reason why it cannot serve such a matrix; empty if it can."""
         if device.type != "cpu":
             return "runs on the CPU only"
         if isinstance(scheme, Int8) and not scheme.symmetric:
@@ -68,10 +71,10 @@ class Native:
         return "" if int_matmul.available() else int_matmul.why_not()
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> NativeForm:
-        """The run-time form."""
+        """Return the run-time form."""
         return NativeForm(tensor)
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-        """How far (M, O) may be from the reference: half a step of each activation."""
+        """Return the error bound (M, O) against the reference: half a step of each activation."""
         step_M1 = x_MI.abs().amax(-1, keepdim=True) / STEPS
         return 0.5 * step_M1 * weight_OI.abs().sum(-1)

@@ -1,9 +1,9 @@
-"""Choose the routine that runs a quantized matrix: compared with the reference once, reported,
-overridable.
+"""Choose the backend that runs a quantized matrix, unless the user names one.
 
-A backend turns the stored form into its own and takes its place in memory; the way back loses
-nothing. One whose answers leave its bound, or whose way back does, is not used, and the report says
-so. Nothing is timed here: the same model on the same machine always computes the same.
+A backend replaces the stored form in memory by its own, and can restore it without loss. It is
+compared with the reference once: a backend that exceeds its error bound, or loses something when
+unpacked, is not used, and the reason is reported. Nothing is timed here, so the same model on the
+same machine always gives the same results.
 """
 
 import functools
@@ -29,24 +29,24 @@ class Form(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Resident bytes."""
+        """The number of resident bytes."""
 
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + b."""
+        """Return x W^T + b."""
 
     def unpack(self) -> QuantizedTensor:
-        """The stored form, without loss."""
+        """Return the stored form, without loss."""
 
 
 class LookupForm(Form, Protocol):
-    """One that also gives rows, for a table of tokens."""
+    """A form that also returns rows, for an embedding table."""
 
     def rows(self, index_N: Tensor) -> Tensor:
-        """Dequantized rows (N, I)."""
+        """Return dequantized rows (N, I)."""
 
 
 class Backend(Protocol):
-    """Makes forms of some schemes; `why_not` is empty where it can, else the reason."""
+    """A family of routines for some schemes, which makes a `Form` of a stored matrix."""
 
     @property
     def name(self) -> str:
@@ -59,34 +59,34 @@ class Backend(Protocol):
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
     ) -> str:
-        """Why it cannot serve such a matrix, or empty."""
+        """Return the reason why it cannot serve such a matrix; empty if it can."""
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> Form:
-        """The form that takes the stored one's place; for `lookup` a `LookupForm`."""
+        """Return the form that replaces the stored one; for `lookup` a `LookupForm`."""
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-        """How far its answers (M, O) may be from the reference's."""
+        """Return the error bound (M, O) against the reference."""
 
 
 REFERENCE = "reference"
-#: In the order in which they are asked: our routine is exact in more cases, and measured faster.
+#: In order of preference: our routine is exact in more cases, and measured faster.
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Fbgemm(), Aten())}
 NAMES = (*BACKENDS, REFERENCE)
 
-#: Room for rounding beside a backend's bound, relative to the largest answer.
+#: Allowance for rounding on top of a backend's bound, relative to the largest result.
 ROUNDING = 1e-5
-#: (O, I) of the matrix that a backend is tried on.
+#: (O, I) of the matrix that a backend is probed with.
 PROBED = (64, 256)
 
 
 class SlowQuantization(UserWarning):
-    """A quantized model without a fast routine: right and small, not fast."""
+    """A quantized model has no fast routine on this machine: correct and small, but slow."""
 
 
 def choose(
     scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool = False
 ) -> str:
-    """The name of the first backend that serves this matrix here; the reference if none does."""
+    """Return the name of the first backend that can run this matrix; the reference if none can."""
     for name in BACKENDS:
         if not why_not(name, scheme, shape, device, lookup=lookup):
             return name
@@ -123,7 +123,7 @@ def why_not(
     *,
     lookup: bool = False,
 ) -> str:
-    """Why a backend does not serve here; empty where it does."""
+    """Return the reason why a backend cannot run this matrix here; empty if it can."""
     backend = BACKENDS[name]
     if not isinstance(check_scheme(scheme), backend.schemes):
         return f"has {' and '.join(each.name for each in backend.schemes)} only"
@@ -133,7 +133,7 @@ def why_not(
 
 @functools.cache
 def _probed(name: str, scheme: Scheme, device: str, lookup: bool) -> str:
-    """Try a backend on one small matrix: ordinary rows, rows at their ends, a row of zeros."""
+    """Probe a backend once per scheme and device; an exception is a reason too."""
     try:
         return probe(BACKENDS[name], scheme, torch.device(device), lookup=lookup)
     except (RuntimeError, AttributeError, NotImplementedError) as error:
@@ -141,7 +141,10 @@ def _probed(name: str, scheme: Scheme, device: str, lookup: bool) -> str:
 
 
 def probe(backend: Backend, scheme: Scheme, device: torch.device, *, lookup: bool) -> str:
-    """What is wrong with a backend's answers; empty if nothing is."""
+    """Compare a backend with the reference on a small matrix; return what is wrong, or empty.
+
+    The inputs are ordinary rows, rows at the ends of the range, and a row of zeros.
+    """
     generator = torch.Generator().manual_seed(7)
     weight_OI = torch.randn(PROBED, generator=generator)
     x_MI = torch.randn(6, PROBED[1], generator=generator)

@@ -1,10 +1,9 @@
-"""INT8 on x86 through FBGEMM, which torch carries: packed once, exact, and each row for itself.
+"""INT8 products on x86 by FBGEMM, which is part of torch.
 
-Three traps, each avoided here. Activations of eight bits saturate on machines without VNNI, so they
-get seven: a grid of 1/63, from -64 to 63. The usual call takes one scale for the whole batch, so
-that a row changes with its neighbours: here every row is divided by its largest entry and the
-result multiplied by it. The op takes float32 only. The pack is kept instead of the levels, and
-unpacks without loss. Torch announces that these ops will go: the probe asks before anyone relies.
+8-bit activations saturate on machines without VNNI, so they get 7 bits: steps of 1/63, from -64 to
+63. The op takes one scale for the batch, which would make a row depend on its neighbours, so every
+row is divided by its largest entry and the result multiplied by it. The packed matrix replaces the
+levels and unpacks without loss. Torch has deprecated these ops: the probe checks that they exist.
 """
 
 import warnings
@@ -28,7 +27,9 @@ class FbgemmForm:
         self.scheme = tensor.scheme
         zero_O = torch.zeros(len(tensor.scale)) if tensor.zero is None else tensor.zero
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the ops will go; the probe will notice
+            warnings.simplefilter(
+                "ignore"
+            )  # torch has deprecated these ops; the probe notices if they are gone
             made = torch._make_per_channel_quantized_tensor(
                 tensor.qweight, tensor.scale.double(), zero_O.long(), 0
             )
@@ -37,7 +38,7 @@ class FbgemmForm:
 
     @torch.no_grad()
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + b, each row on a grid of its own."""
+        """Return x W^T + b, each row quantized with its own scale."""
         largest_M1 = x_MI.abs().amax(-1, keepdim=True)
         largest_M1 = torch.where(largest_M1 == 0, 1.0, largest_M1)
         out_MO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
@@ -47,7 +48,7 @@ class FbgemmForm:
         return out_MO if bias_O is None else out_MO.add_(bias_O)
 
     def unpack(self) -> QuantizedTensor:
-        """The stored form again."""
+        """Return the stored form again."""
         made, _ = torch.ops.quantized.linear_unpack(self.packed)
         zero = None if self.scheme.symmetric else made.q_per_channel_zero_points().to(torch.int8)
         scale = made.q_per_channel_scales().float()
@@ -63,7 +64,7 @@ class Fbgemm:
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
     ) -> str:
-        """Empty where it can serve."""
+        """Return the reason why it cannot serve such a matrix; empty if it can."""
         if device.type != "cpu":
             return "runs on the CPU only"
         if lookup:
@@ -75,10 +76,10 @@ class Fbgemm:
         return ""
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> FbgemmForm:
-        """The run-time form."""
+        """Return the run-time form."""
         return FbgemmForm(tensor)
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-        """How far (M, O) may be from the reference: half a step of each activation."""
+        """Return the error bound (M, O) against the reference: half a step of each activation."""
         step_M1 = x_MI.abs().amax(-1, keepdim=True) / STEPS
         return 0.5 * step_M1 * weight_OI.abs().sum(-1)

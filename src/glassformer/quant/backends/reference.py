@@ -1,7 +1,7 @@
-"""The product that is right everywhere: weights are made float again, a piece at a time.
+"""The reference product, which runs on every machine: weights are dequantized piece by piece.
 
-Small and never fast. Every backend is held against it, and it is what training with rounded
-weights computes, bit for bit.
+It needs little memory and is slow. Every backend is compared with it, and training with rounded
+weights computes the same, bit for bit.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from glassformer.quant.schemes import QuantizedTensor, dequantize
 
 # M rows, O outputs, I inputs
 
-#: Weights that are float at once, 16 MiB.
+#: Weights that are dequantized at once: 16 MiB of float32.
 PIECE = 1 << 22
 
 
@@ -34,7 +34,7 @@ def in_pieces(
 
 
 def reference_product(x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None = None) -> Tensor:
-    """x W^T + b for x (..., I), in x's precision."""
+    """Return x W^T + b for x (..., I), in x's precision."""
     bias_O = None if bias_O is None else bias_O.to(x.dtype)
     return in_pieces(
         x, tensor.shape, lambda piece: dequantize(tensor.rows(piece)).to(x.dtype), bias_O
@@ -42,7 +42,7 @@ def reference_product(x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None 
 
 
 def reference_rows(tensor: QuantizedTensor, index: Tensor) -> Tensor:
-    """Rows of the matrix by number: (..., I) for an index of any shape."""
+    """Return rows of the matrix by index: (..., I) for an index of any shape."""
     flat = index.reshape(-1)
     rows: Tensor = dequantize(tensor.rows(flat)).unflatten(0, index.shape)
     return rows
