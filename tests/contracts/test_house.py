@@ -255,3 +255,73 @@ def test_what_is_public_is_documented(module):
 
     look(tree.body, "")
     assert not bare, f"{module} leaves without a docstring: {', '.join(bare)}"
+
+
+#: Why a module with a single importer is a file of its own: by its folder, or by its name.
+ONE_IMPORTER = {
+    "cli.actions.": "imported when its verb runs, so that --help needs no torch",
+    "cli.main": "the command's entry point",
+    "checks.rows.": "a group of the certificate's rows; the catalogue is their table",
+    "data.tasks.": "a task; build_task is their table",
+    "quant.backends.": "a backend; choose is their table",
+    "adapters.families.": "a family of architectures; the registry is their table",
+    "web.pages.": "a page with its routes; the server is their table",
+    "web.report.": "a section of the report; the document is their table",
+    "web.app.guard": "what is refused before any route: read by itself",
+    "web.app.server": "the explorer's app; cli starts it",
+    "adapters.chat.conversation": "public: a conversation, for the command and for notebooks",
+    "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
+    "adapters.folder.hub": "the only module that may download",
+    "adapters.gguf.load": "one of the formats that load opens",
+    "adapters.inspect": "the public inspect and patch_activations, for every kind of model",
+    "adapters.wrapped": "one of the formats that load opens; needs transformers",
+    "byhand.cached_forward": "the by-hand decoding step; generation's only door to byhand",
+    "byhand.layers": "layers by the names of a source document; named re-exports them",
+    "costs.memory": "an estimate of its own; one report shows it",
+    "data.automata.walk": "the random walk of a machine, with its exact distribution",
+    "generation.fast.block": "the fast step of one layer",
+    "generation.fast.moe": "the fast step of a mixture of experts",
+    "kernels.autotune": "the once-per-machine choice between routines",
+    "kernels.int_matmul": "integer products in C",
+    "lab.measure.lm_eval": "needs the lm-eval package",
+    "lab.measure.machine_rates": "a measurement of this machine, two seconds long",
+    "lab.smallbench.": "a suite of its own",
+    "lens.measure.": "a measurement; inspect collects them",
+    "named.parameter_budget": "one source document's accounting",
+    "quant.layer_timing": "a measurement of this machine",
+    "spec.block": "the parts of a block; model re-exports them",
+}
+
+
+def test_a_module_with_one_importer_has_a_reason():
+    """A file that is read with its only importer belongs in it."""
+    importers: dict[str, set[str]] = {name: set() for name in FILES}
+    for name, tree in TREES.items():
+        for target in imports(tree):
+            if target in importers and target != name:
+                importers[target].add(name)
+    alone = {
+        name.removeprefix("glassformer.")
+        for name, users in importers.items()
+        if len(users) == 1 and FILES[name].name != "__init__.py"
+    }
+    unexplained = {
+        name for name in alone if not any(name.startswith(known) for known in ONE_IMPORTER)
+    }
+    assert not unexplained
+    assert all(any(name.startswith(known) for name in alone) for known in ONE_IMPORTER)
+
+
+def test_a_file_name_means_one_thing():
+    """No basename is used by more than three modules; a verb, a page and a part have one each.
+
+    `attention` and `block` are the same part in each engine, in the lens and in the checks.
+    """
+    named = [
+        path.stem
+        for name, path in FILES.items()
+        if path.stem != "__init__" and ".cli." not in name and ".web.pages." not in name
+    ]
+    parts = {"attention", "block"}
+    often = {stem: named.count(stem) for stem in set(named) - parts if named.count(stem) > 3}
+    assert not often
