@@ -1,1 +1,1 @@
-"""Models from disk, whoever wrote them, behind one door."""
+"""Models from disk in any known format, behind one interface."""

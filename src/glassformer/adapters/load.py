@@ -1,6 +1,6 @@
-"""Models from and to disk: `load`, whoever wrote them, `build` for new ones, and `save`.
+"""Open, build and save models: `load` reads any known format, `build` makes new ones.
 
-The contents of a folder decide who opens it: `FORMATS` lists the formats in the order in which
+The contents of a folder decide its format: `FORMATS` lists the formats in the order in which
 they are recognised, each with its opener. `load_model` returns our bare model, without the adapter.
 """
 
@@ -53,10 +53,10 @@ def build(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> CustomTransformerAdapter:
-    """Return a new model with weights drawn by the spec's rules, in eval mode.
+    """Return a new model with weights sampled by the spec's rules, in eval mode.
 
     The weights come from `seed`, from a generator, or from torch's own. On the device "meta"
-    nothing is allocated or drawn.
+    nothing is allocated or sampled.
     """
     if seed is not None:
         if generator is not None:
@@ -194,7 +194,7 @@ def checkpoint_of(path: str | Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a model is opened: a training's settings, precision, device, and with a reference."""
+    """Settings for opening a model: a training's, precision, device, and a reference or none."""
 
     settings: TrainingConfig
     dtype: torch.dtype | None
@@ -204,7 +204,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format on disk: how it is recognised, and who opens it."""
+    """A format on disk: how it is recognised, and the function that opens it."""
 
     name: str
     recognised: Callable[[Path], bool]

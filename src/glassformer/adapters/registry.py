@@ -1,11 +1,9 @@
-"""The registered adapters, by architecture type and by the `model_type` of a config.
+"""Find the adapter of a config, and the Hugging Face architecture of a spec.
 
-`register(MyAdapter)` adds one; from then on `glassformer.load` opens its folders.
-
-Find the Hugging Face architecture of a spec: its config, read back, must give the same spec.
-
-So an export loses nothing. If none fits, the error names the nearest one and what differs.
-Initialisation and dropout are ignored: neither changes what a trained model computes.
+`register(MyAdapter)` adds an adapter; from then on `glassformer.load` opens its folders. A spec is
+exported to a family whose config, read back, gives the same spec, so that nothing is lost; if none
+fits, the error names the nearest one and what differs. Initialisation and dropout are ignored:
+neither changes what a trained model computes.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,9 @@
 """Key tables: which tensor of a foreign file is which of our parameters, in both directions.
 
 A table is data: rows of (their template, our template or templates, layout), `{}` standing for the
-layer's number. Each layout can be undone, so a table that reads a folder also writes one. Nothing
-here knows a family; what a spec does not have (a bias, a q/k-norm) simply matches no row.
-
-`Family`: one Hugging Face `model_type`, its config to a spec and back, and its key table.
+layer's number. Each layout can be undone, so a table that reads a folder also writes one; what a
+spec does not have (a bias, a q/k-norm) matches no row. A `Family` is one Hugging Face `model_type`:
+its config to a spec and back, and its table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,7 +196,7 @@ def identity_plan(spec: ModelSpec) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to read and write the folders of one `model_type`.
+    """The rules to read and write folders of one `model_type`.
 
     `read` reads every key that it understands; the rest must be `harmless` or have their `idle`
     value. `write` returns the keys from which `read` makes the same spec; a family without it is

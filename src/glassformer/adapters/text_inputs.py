@@ -1,4 +1,4 @@
-"""From a text to an `Inspection`: the tokens as the model expects them, and their words."""
+"""Inspect a text: its tokens as the model expects them, and the text of each token."""
 
 from collections.abc import Callable, Sequence
 

@@ -37,7 +37,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a template may use; `patience` is in seconds of wall-clock time."""
+    """The resources that a template may use; `patience` is in seconds of wall-clock time."""
 
     characters: int = 2_000_000
     seconds: float = 2.0

@@ -1,12 +1,8 @@
-"""Rotary positions between configs and specs, with the keys of 4.x and of 5.x files.
+"""Llama, Mistral, and every model with their config: SmolLM2, TinyLlama, Yi, ...
 
-4.x has `rope_theta` and `rope_scaling` (with `type` or `rope_type`); 5.x has `rope_parameters`
-alone, theta within. Both are read, and must agree if both are there; both are written.
-
-Llama and Mistral, and with them every model of their config: SmolLM2, TinyLlama, Yi, ...
-
-RMSNorm before each part, SwiGLU, half-split rotary positions, grouped keys. Qwen is the same stack
-with other switches, so its module builds on the functions here.
+RMSNorm before each part, SwiGLU, half-split rotary positions, grouped keys; Qwen's module builds on
+the functions here. Configs of transformers 4.x have `rope_theta` and `rope_scaling`, those of 5.x
+`rope_parameters` alone. Both are read, and must agree if both are present; both are written.
 """
 
 from collections.abc import Sequence

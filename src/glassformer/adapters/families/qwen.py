@@ -1,8 +1,9 @@
 """Qwen2 and 2.5, Qwen3 (dense), and Qwen-1 with its own names.
 
 Qwen2 always has biases on q, k and v, and no key that says so; Qwen3 has q/k-norm instead, a head
-width of its own, and biases everywhere if asked. Windows act on layers from `max_window_layers`.
-Qwen-1 fuses q, k and v, calls the gate w2 and the other w1, and halves `intermediate_size`.
+width of its own, and biases everywhere if its config says so. Windows act on layers from
+`max_window_layers`. Qwen-1 fuses q, k and v, calls the gate w2 and the other w1, and halves
+`intermediate_size`.
 """
 
 from typing import Any

@@ -33,7 +33,7 @@ CODES = {dtype: code for code, dtype in FLOATS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: the path, the architecture, and notes on what could not be written."""
+    """The result of an export: path, architecture, and notes on what could not be written."""
 
     folder: Path
     model_type: str

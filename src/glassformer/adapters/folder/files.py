@@ -1,14 +1,9 @@
-"""The small files beside a model's weights: found by fixed names, read within limits.
+"""The small files of a model folder: found by fixed names, read within limits, never trusted.
 
-A model folder is somebody else's data. Names are never taken from a file's content, only regular
-files are opened, and their size is known before a byte is read. A native checkpoint keeps the
-files of the model that it was imported from in `origin/`, which is searched second.
-
-`generation_config.json`: where a model's texts end, and how its makers suggest to sample.
-
-Which settings are read is declared on the fields of `DecodeSpec` (`hf`). The ids that end a
-sequence are in `generation_config.json`, else in `config.json`, as one number or as a list; a
-tokenizer's own end is the last resort of the callers.
+Only regular files are opened, and their size is checked first. A native checkpoint keeps the files
+of the model that it was imported from in `origin/`, which is searched second. The sampling settings
+of `generation_config.json` are those that the fields of `DecodeSpec` declare (`hf`); end ids are
+there or in `config.json`, and callers fall back on the tokenizer's own.
 """
 
 import json

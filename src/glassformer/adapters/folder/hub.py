@@ -1,7 +1,7 @@
 """`resolve`: a model's folder, by its path or by `org/name` in the local Hugging Face cache.
 
 The cache is a folder that the caller names; nothing is read from the environment and nothing is
-fetched. `download` does fetch, when the caller has asked the user, and never takes code or pickles.
+fetched. Only `download` fetches, with the user's consent, and never code or pickles.
 
     models--org--name/refs/main                   the commit that a name means
     models--org--name/snapshots/COMMIT/...        its files, links into ../../blobs
@@ -63,7 +63,7 @@ def find_snapshot(name: str, *, cache: Path, revision: str = "main") -> Path:
 
 
 def download(name: str, *, cache: Path, revision: str = "main") -> Path:
-    """Fetch a model into the cache; the caller has asked the user first."""
+    """Download a model into the cache; the caller must have the user's consent."""
     if not is_name(name):
         raise InputError(f"{name[:80]!r} is no model's name", hint="org/name")
     try:

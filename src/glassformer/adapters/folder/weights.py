@@ -1,12 +1,9 @@
-"""Tensors of a folder, known by name and shape before any is read, then read one at a time.
+"""Read the weights of a folder into a model: built without memory, then filled tensor by tensor.
 
-Files are mapped, not copied: a tensor that is used as it is stored costs no memory beyond its own.
-An index may name plain files of its own folder and nothing else; a pickle is never opened.
-
-Load weights into a model: built without memory, then filled tensor by tensor.
-
-`ConversionReport` says what became of each tensor of a file; names and shapes are compared with the
-plan before anything is read, and what does not fit is refused by name.
+Names and shapes are compared with the plan before any tensor is read (`ConversionReport`), and what
+does not fit is refused by name. Files are mapped, not copied: a tensor that is used as it is stored
+costs no memory beyond its own. An index may name plain files of its own folder and nothing else; a
+pickle is never opened.
 """
 
 import math
@@ -205,7 +202,7 @@ SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What became of the tensors of a file, by their names in the file.
+    """The outcome for each tensor of a file, by its name in the file.
 
     loaded: became parameters. missing: needed by the config and in no file. unexpected: in a file
     and not in the model. ignored: known to carry nothing. misshapen: with both shapes. tied: copies

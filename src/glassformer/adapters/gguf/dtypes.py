@@ -31,7 +31,7 @@ LARGEST = {F32: float(np.finfo(np.float32).max), F16: 65504.0, Q8_0: 127 * 65504
 
 
 def library() -> Any:
-    """Import the `gguf` package, or say how to install it."""
+    """Import the `gguf` package, or raise with how to install it."""
     try:
         import gguf
     except ImportError as error:

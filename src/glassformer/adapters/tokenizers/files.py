@@ -1,13 +1,9 @@
-"""`.tiktoken` files: byte strings and their ranks, turned into the pieces and merges of BPE.
+"""Read a tokenizer's files: `tokenizer.json`, `vocab.json` + `merges.txt`, or tiktoken ranks.
 
-A token's rank is also the order in which it was merged, so the pair that made it is what remains
-of its bytes when every merge of a lower rank has been done.
-
-Read a tokenizer's files: `tokenizer.json`, `vocab.json` + `merges.txt`, or tiktoken ranks.
-
-All three become one engine of the `tokenizers` library. Sizes and counts are bounded before the
-library sees anything. Pre-tokenization is never guessed: where no file states it, the tokenizer's
-class must be a known one.
+All three become one engine of the `tokenizers` library; sizes and counts are bounded before the
+library reads anything. Pre-tokenization is never guessed: where no file states it, the tokenizer's
+class must be a known one. A tiktoken rank is also the order of merging, so the pair that made a
+token is what remains of its bytes after every merge of a lower rank.
 """
 
 import base64
