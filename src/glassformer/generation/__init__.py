@@ -1,1 +1,1 @@
-"""From a model to sequences: samplers, decoding, beams, constraints, and the fast steps."""
+"""Generate sequences with a model: samplers, decoding, beams, constraints, and the fast steps."""

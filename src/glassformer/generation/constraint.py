@@ -116,7 +116,7 @@ class Constraint:
         ends: Sequence[int],
         forced: Sequence[int],
     ) -> NDArray[np.bool_]:
-        """Return a table (longest + 1, Q): by tokens made and state, can an end be reached?"""
+        """Return a table (longest + 1, Q) by tokens made and state: True if an end is reachable."""
         n_states, ends_Q = len(target_QV), self.ends_Q
         adjacent_QQ = np.zeros((n_states, n_states), dtype=np.bool_)
         for state in range(n_states):

@@ -37,7 +37,7 @@ Prompt = str | Sequence[int]
 
 
 class TextModel(Protocol):
-    """What `gf.build` and `gf.load` return, as far as decoding uses it."""
+    """A model as `gf.build` and `gf.load` return it, as far as decoding uses it."""
 
     spec: ModelSpec
     training: bool
@@ -221,13 +221,13 @@ def _one_row(model: TextModel | Model, steps: Iterator[list[NewToken]]) -> Itera
 
 
 def _of(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that belong to one spec."""
+    """Return the options that belong to one spec."""
     names = {each.name for each in options_of(cls)}
     return {name: value for name, value in options.items() if name in names}
 
 
 def _value(each: Option, value: Any, tokenizer: Tokenizer | None) -> Any:
-    """The value of a field: a tuple where it holds several, of token ids where it holds tokens."""
+    """Return a field's value: a tuple where it holds several, token ids where it holds tokens."""
     if not each.holds_tokens and not each.repeated:
         return value
     parts: list[Any] = [value] if isinstance(value, str | int) else list(value)

@@ -66,7 +66,7 @@ class Row:
 
 
 def permission(rows: Sequence[Row], *, made: int, device: torch.device) -> Tensor | None:
-    """Tokens (B, V) that the rows' constraints allow after `made` new ones; None without any."""
+    """Return the tokens (B, V) that constraints allow after `made` new ones; None without any."""
     masks = []
     for row in rows:
         if row.bounded is None:
@@ -91,7 +91,7 @@ class Column:
     likeliest: Mapping[int, tuple[tuple[int, float], ...]]
 
     def top(self, row: int) -> tuple[tuple[int, float], ...]:
-        """The likeliest tokens of a row with their log-probabilities, best first."""
+        """Return the likeliest tokens of a row with their log-probabilities, best first."""
         return self.likeliest.get(row, ())
 
 
@@ -260,7 +260,7 @@ def _column(
 
 
 def _likeliest(logits_BV: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """The `count` likeliest tokens of each row with their log-probabilities, best first."""
+    """Return the `count` likeliest tokens of each row with log-probabilities, best first."""
     best = logits_BV.double().log_softmax(-1).topk(count)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]

@@ -1,4 +1,4 @@
-"""From logits to tokens: pure functions, and the chain of them that a `DecodeSpec` describes.
+"""Choose tokens from logits: pure functions, and the chain of them that a `DecodeSpec` describes.
 
 A dropped token has a logit of -inf. Ties are kept or dropped together, so that no rule depends on
 the order of the vocabulary. Each rule keeps at least one token: the likeliest, or of `keep_typical`

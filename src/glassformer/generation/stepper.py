@@ -1,13 +1,9 @@
 """`Stepper`: what decoding requires of an engine. `start` reads prompts, `step` adds one token.
 
 `TorchStepper` has a cache; `NaiveStepper` has none, reads everything again at each step and is
-what the others are checked against; `HandStepper` runs the by-hand engine. The past is passed in
-and out, never stored on the model.
-
-`PrefixCacheStepper`: keeps its cache between prompts, because a conversation's next prompt
-begins like its last one.
-
-What two prompts share is not read again; where they differ, the cache is cut.
+what the others are checked against; `HandStepper` runs the by-hand engine; `PrefixCacheStepper`
+keeps its cache between prompts and reads only what differs from the last one, as in a chat. The
+past is passed in and out, never stored on the model.
 """
 
 from abc import ABC, abstractmethod

@@ -22,7 +22,7 @@ from glassformer.spec.decoding import DecodeSpec
 class NewToken:
     """A token that was just chosen for prompt number `row`.
 
-    `text` is what can be shown now: whole characters, nothing that may belong to a stop string.
+    `text` is what can be shown now: complete characters, nothing that may belong to a stop string.
     `is_end` marks an end token, which has no text. `finish` says why the row has ended, if it has:
     eos, stop, length, constraint. `top` are the likeliest tokens with their log-probabilities.
     """
@@ -145,7 +145,7 @@ class Collected:
 
 
 class _RowText:
-    """The text of one row: pieces of whole characters, up to a stop string."""
+    """The text of one row: pieces of complete characters, up to a stop string."""
 
     def __init__(self, spec: DecodeSpec, tokenizer: Tokenizer) -> None:
         self.characters = TextStream(tokenizer)

@@ -119,7 +119,7 @@ class FastAttention:
         return heads_BKGH.reshape(B, N * self.d_head)
 
     def _bias(self, begin: int, end: "int | Tensor", columns: int, dtype: torch.dtype) -> Tensor:
-        """ALiBi's bias (1, K, G, S) of the columns from `begin`; the query is column end - 1.
+        """Return ALiBi's bias (1, K, G, S) of columns from `begin`; the query is column end - 1.
 
         Padding stands before the prompt, so columns are as far apart as the positions they hold.
         """
@@ -307,7 +307,7 @@ def _position_table(
     part: SinusoidalPosition | LearnedPosition | AddedPosition | None,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The table that is added to the embedding, by position; None where nothing is."""
+    """Return the table that is added to the embedding, by position; None where nothing is."""
     match model.position:
         case spec.Sinusoidal():
             assert isinstance(part, SinusoidalPosition)
@@ -325,7 +325,7 @@ def _position_table(
 
 
 def _slopes(parts: StackParts, attention: FastAttention) -> Tensor | None:
-    """ALiBi's slope of each head of a layer, if the model has such positions."""
+    """Return ALiBi's slope of each head of a layer, if the model has such positions."""
     if not parts.alibi:
         return None
     part = parts.alibi[heads_key(attention.n_heads, attention.d_head)]
@@ -333,7 +333,7 @@ def _slopes(parts: StackParts, attention: FastAttention) -> Tensor | None:
 
 
 def _both_halves(part: RotaryPosition, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (S, H), so that turned = x * cos + (x, halves exchanged) * sin."""
+    """Return cos and sin (S, H), so that turned = x * cos + (x, halves exchanged) * sin."""
     cos, sin = part.table.to(dtype)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 

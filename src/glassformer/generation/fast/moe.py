@@ -98,7 +98,7 @@ class FastMixtureOfExperts:
         return residual_BD + out_BD
 
     def _chosen(self, x_BD: Tensor, weights_BA: Tensor, chosen_BA: Tensor) -> Tensor:
-        """Each expert that some row chose, for those rows."""
+        """Run each expert that some row chose, for those rows."""
         choices = chosen_BA.tolist()
         if len(choices) == 1:
             outs = [self.experts[expert](x_BD) for expert in choices[0]]
@@ -110,7 +110,7 @@ class FastMixtureOfExperts:
         return (weights_BA[..., None] * out_BAD).sum(1)
 
     def _every(self, x_BD: Tensor, weights_BA: Tensor, chosen_BA: Tensor) -> Tensor:
-        """Every expert for every row: the shapes are the same whatever was chosen."""
+        """Run every expert for every row: the shapes are the same whatever was chosen."""
         out_EBD = torch.stack([expert(x_BD) for expert in self.experts])
         rows_B1 = torch.arange(len(x_BD), device=x_BD.device)[:, None]
         return (weights_BA[..., None] * out_EBD[chosen_BA, rows_B1]).sum(1)
@@ -148,7 +148,7 @@ class StackedExperts:
         return (weights_BA[..., None] * out_EBD[chosen_BA, rows_B1]).sum(1)
 
     def _experts(self, x_JRD: Tensor, chosen_J: Tensor | None) -> Tensor:
-        """R rows through each of some experts, or of all of them: two batched products."""
+        """Run R rows through each of some or all experts: two batched products."""
 
         def of(stacked: Tensor) -> Tensor:
             return stacked if chosen_J is None else stacked.index_select(0, chosen_J)

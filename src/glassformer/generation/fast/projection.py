@@ -24,7 +24,7 @@ from glassformer.spec.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How the parts of a fast step are made: the products, and our GPU kernels, where they run."""
+    """A builder of a fast step's parts: the products, and our GPU kernels where they can run."""
 
     product: Callable[[Tensor, Tensor | None], Product]
     gpu: ModuleType | None = None

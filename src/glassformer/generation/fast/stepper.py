@@ -1,15 +1,9 @@
-"""A complete step recorded as a CUDA graph: one launch per token, whatever the number of kernels.
+"""`FastStepper`: decoding with derived weights, memory and CUDA graphs that are kept between calls.
 
-The addresses that a graph reads and writes are fixed when it is recorded, so each graph has its own
-tokens, counters and masks, and those of a decoding are copied into them when it starts to use the
-graph; keys and values stay where they are. The graph itself advances the counters.
-
-`FastStepper`: keeps what it built between calls: derived weights, memory, a graph.
-
-The prompt goes through the model itself, once, into memory that is kept and written in place; each
-new token then goes through the fast step (`block.FastModel`). The tokens are those of
-`TorchStepper`. `KVMemory` holds the keys and values of every layer: rows that end leave it, beams
-move within it, and the next decoding uses it again.
+The prompt goes through the model itself, once, into `KVMemory`, which holds the keys and values of
+every layer; each new token then goes through the fast step (`block.FastModel`). The tokens are
+those of `TorchStepper`. A recorded step is one launch per token: a graph reads and writes fixed
+addresses, so it has its own tokens, counters and masks, and a decoding copies its own into them.
 """
 
 import math
