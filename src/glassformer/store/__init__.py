@@ -1,1 +1,1 @@
-"""What a run leaves on disk: written whole or not at all, checked when read, never a pickle."""
+"""Runs and checkpoints on disk: written atomically, checked when read, never a pickle."""

@@ -1,8 +1,8 @@
 """Checkpoint folders: `spec.json`, `model.safetensors`, and `MANIFEST.json` written last.
 
-Written beside its place, synced, then renamed: a kill at any moment leaves the old folder or the
-new one, never half of one. `MANIFEST.json` holds a format number and the SHA-256 of each file, so
-that a flipped bit is noticed when the folder is read.
+A folder is written under a temporary name, synced, then renamed: a kill at any moment leaves the
+old folder or the new one, never half of one. `MANIFEST.json` holds a format number and the SHA-256
+of each file, so that a flipped bit is noticed when the folder is read.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def save_checkpoint(
 
 
 def _check_name(name: str) -> None:
-    """A further file stays inside the folder, and does not take the place of one of ours."""
+    """Require that a further file stays inside the folder, and replaces none of ours."""
     parts = name.split("/")
     if name in (MANIFEST, SPEC, WEIGHTS, QUANTIZATION) or not all(parts) or ".." in parts:
         raise InputError(
@@ -71,7 +71,7 @@ def _check_name(name: str) -> None:
 
 
 def write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write files and their manifest beside the folder's place, sync, rename."""
+    """Write files and their manifest under a temporary name, sync, rename."""
     size = sum(len(data) for data in contents.values())
     with publishing(folder, size=size, what="checkpoint") as beside:
         for name, data in contents.items():
@@ -88,7 +88,7 @@ def _manifest_text(contents: Mapping[str, bytes]) -> str:
 
 
 def verify_folder(folder: Path) -> dict[str, Any]:
-    """Check every file against MANIFEST.json and give that back; a bad one is named."""
+    """Check every file against MANIFEST.json, and return it; a damaged file is named."""
     path = folder / MANIFEST
     if not path.is_file():
         raise FileError(
@@ -131,7 +131,7 @@ def _verify_file(folder: Path, name: str, entry: Any) -> None:
 
 
 def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray[Any]]]:
-    """The spec and the weights, verified, and every tensor of the shape that the spec says."""
+    """Return the spec and the weights, verified; each tensor has the shape that the spec gives."""
     manifest = verify_folder(folder)
     if QUANTIZATION in manifest["files"]:
         raise InputError(
@@ -154,7 +154,7 @@ def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray[Any]]]:
 
 
 def read_text(path: Path) -> str:
-    """A small text file of a checkpoint."""
+    """Read a small text file of a checkpoint."""
     if path.stat().st_size > TEXT_LIMIT:
         raise FileError(f"{path.name} is too large", where=str(path.parent))
     try:

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: written beside their place, synced, renamed."""
+"""Folders that appear complete or not at all: written under a temporary name, synced, renamed."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from glassformer.spec.errors import MachineError
 
 @contextlib.contextmanager
 def publishing(folder: Path, *, size: int, what: str = "folder") -> Iterator[Path]:
-    """A folder beside that becomes this one when the block ends; an error leaves nothing behind."""
+    """Yield a temporary folder that becomes this one when the block ends; an error removes it."""
     with _beside(folder, size=size, what=what) as beside:
         yield beside
         for inner in {path.parent for path in beside.rglob("*")} | {beside}:
@@ -23,7 +23,7 @@ def publishing(folder: Path, *, size: int, what: str = "folder") -> Iterator[Pat
 
 @contextlib.contextmanager
 def publishing_file(file: Path, *, size: int) -> Iterator[Path]:
-    """The same for a single file, which the block has to sync."""
+    """Yield a temporary path for a single file, which the block has to sync."""
     with _beside(file, size=size, what="file") as beside:
         yield beside / file.name
         (beside / file.name).rename(file)
@@ -48,7 +48,7 @@ def _beside(folder: Path, *, size: int, what: str) -> Iterator[Path]:
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """A file of these pieces, on the disk when this returns."""
+    """Write a file of these pieces; it is on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         for chunk in chunks:

@@ -1,7 +1,7 @@
 """Checkpoints with quantized layers: the same folder, and `quantization.json` to say which.
 
 The tensors are whole numbers, scales and zeros in our own layout, whatever machine wrote them; each
-is held to the shape and type that the spec and the quantization give it.
+must have the shape and type that the spec and the quantization give it.
 """
 
 import json
@@ -36,7 +36,7 @@ from glassformer.store.tensors import (
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether a checkpoint folder holds quantized layers."""
+    """Return True if a checkpoint folder holds quantized layers."""
     return (folder / QUANTIZATION).is_file()
 
 
@@ -66,7 +66,7 @@ def save_quantized(
 
 
 def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDArray[Any]]]:
-    """The spec, what is quantized, and the tensors, verified."""
+    """Return the spec, the quantization, and the tensors, verified."""
     manifest = verify_folder(folder)
     for name in (SPEC, WEIGHTS, QUANTIZATION):
         if name not in manifest["files"]:
@@ -95,7 +95,7 @@ def _read_quantization(path: Path) -> Quantization:
 def _explain(
     wanted: Mapping[str, StoredTensor], header: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> str:
-    """What is missing, unexpected, misshapen or of another type; empty when everything fits."""
+    """Name what is missing, unexpected, misshapen or mistyped; empty if everything fits."""
     problems = explain_difference(wanted, {name: shape for name, (_, shape) in header.items()})
     mistyped = [
         f"{name} {header[name][0]} instead of {tensor.dtype or 'a float'}"

@@ -31,12 +31,12 @@ from glassformer.spec.units import plain_digits
 from glassformer.store.checkpoint import verify_folder
 
 STEP = "step-{:06d}"
-#: Names of runs: one folder below `runs`, and no `@`, which asks for a checkpoint.
+#: Names of runs: one folder below `runs`, and no `@`, which names a checkpoint.
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 def run_folder(runs: Path, name: str) -> Path:
-    """Where the run of that name lies; a name that leads elsewhere is refused."""
+    """Return the folder of the run of that name; a name that is a path is refused."""
     if not NAME.fullmatch(name):
         raise InputError(
             f"{name[:80]!r} cannot be the name of a run",
@@ -46,7 +46,7 @@ def run_folder(runs: Path, name: str) -> Path:
 
 
 def cache_folder(runs: Path) -> Path:
-    """Where the runs of a folder keep what can be made anew: the token files of their texts."""
+    """Return the folder for what runs can rebuild: the token files of their texts."""
     return runs / ".cache"
 
 
@@ -61,7 +61,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One writer at a time; the lock is the kernel's, so a killed one leaves none behind."""
+        """Lock the run for one writer; the lock is the kernel's, so a killed writer leaves none."""
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             opened = (self.folder / "lock").open("a+")
@@ -85,12 +85,12 @@ class RunDirectory:
     def _take_lock(file: TextIO) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # perhaps by someone who only asked whether it is held
+        except BlockingIOError:  # perhaps a process that only checks the lock
             time.sleep(0.1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def held(self) -> bool:
-        """Whether a living process writes this run: the kernel frees the lock of a dead one."""
+        """Return True if a live process writes this run; the kernel frees a dead one's lock."""
         try:
             opened = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
@@ -105,7 +105,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """A disk that is full, or not ours to write to, is told as such."""
+        """Report a full disk, or a missing permission, as an error of the machine."""
         try:
             yield
         except OSError as error:
@@ -116,7 +116,7 @@ class RunDirectory:
             ) from error
 
     def write(self, name: str, data: str | bytes) -> None:
-        """Replace a small file at once: written beside, synced, renamed."""
+        """Replace a small file atomically: write a temporary one, sync, rename."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.tmp")
@@ -128,11 +128,11 @@ class RunDirectory:
             beside.rename(path)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """A JSON file; a number that is not finite becomes a string."""
+        """Write a JSON file; a number that is not finite becomes a string."""
         self.write(name, json.dumps(json_numbers(value), indent=2, allow_nan=False) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the run."""
+        """Read a JSON file of the run."""
         path = self.folder / name
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -146,17 +146,17 @@ class RunDirectory:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def step_folder(self, step: int) -> Path:
-        """Where the checkpoint of that step lies."""
+        """Return the folder of that step's checkpoint."""
         return self.checkpoints / STEP.format(step)
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint folder, ascending; whether they are whole is not asked."""
+        """Return the steps with a checkpoint folder, ascending, complete or not."""
         found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else ()
         numbers = (plain_digits(path.name.removeprefix("step-")) for path in found)
         return sorted(number for number in numbers if number is not None)
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """The newest step whose files verify, and what was wrong with newer ones."""
+        """Return the newest step whose files verify, and what is wrong with newer ones."""
         problems = []
         for step in reversed(self.steps()):
             try:
@@ -168,11 +168,11 @@ class RunDirectory:
         return None, problems
 
     def point(self, name: str, step: int) -> None:
-        """`best` or `last` names a step."""
+        """Let `best` or `last` name a step."""
         self.write(f"checkpoints/{name}", STEP.format(step) + "\n")
 
     def pointed(self, name: str) -> int | None:
-        """The step that `best` or `last` names, if it still exists."""
+        """Return the step that `best` or `last` names, if it still exists."""
         path = self.checkpoints / name
         if not path.is_file():
             return None
@@ -190,7 +190,7 @@ class RunDirectory:
             shutil.rmtree(stray, ignore_errors=True)
 
     def cut(self, path: Path, size: int) -> None:
-        """Take a log back to where it was when a checkpoint was written."""
+        """Truncate a log to its length when a checkpoint was written."""
         if path.exists() and path.stat().st_size > size:
             with path.open("r+b") as file:
                 file.truncate(size)

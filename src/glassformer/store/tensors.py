@@ -58,7 +58,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def tensor_bytes(arrays: Arrays, *, metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a safetensors file, names sorted: equal weights give equal bytes."""
+    """Return the bytes of a safetensors file, names sorted: equal weights give equal bytes."""
     described = {}
     for name in sorted(arrays):
         if arrays[name].dtype not in CODES:
@@ -76,7 +76,7 @@ def tensor_chunks(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes]:
-    """A safetensors file piece by piece: dtype code and shape of each tensor first, then the data.
+    """Yield a safetensors file in pieces: dtype code and shape of each tensor, then the data.
 
     Written here because the library's own writer takes no bfloat16 without torch: eight bytes of
     header length, the header as JSON padded to eight bytes, then the data, an array at a time.
