@@ -45,7 +45,7 @@ class Attention:
     """Heads, grouped keys, biases, q/k-norm, causality and window of one attention.
 
     `n_kv_heads` None means n_heads; `d_head` None means d_model // n_heads; `window` w lets a
-    query see itself and the w - 1 tokens before it (on both sides when not causal).
+    query attend to itself and the w - 1 tokens before it (on both sides when not causal).
     """
 
     n_heads: int
@@ -301,7 +301,7 @@ Head = NextHead | ClassHead | StateHead | AnswerHead
 
 
 def head_name(head: Head) -> str:
-    """The name under which a model holds this head, its logits and its targets."""
+    """Return the name under which a model holds this head, its logits and its targets."""
     match head:
         case NextHead():
             return "next"

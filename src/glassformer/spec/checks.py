@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def spec(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only, slotted dataclass: a value that describes, and never computes.
+    """Make a frozen, keyword-only, slotted dataclass: a value that describes, and never computes.
 
     Unions are closed: a field whose type names spec classes accepts exactly those classes, no
     subclass of them and nothing else. Code that dispatches on such a field ends in
@@ -67,7 +67,7 @@ def check_tree(node: object) -> None:
 
 
 def unknown_variant(name: str, value: object, members: Iterable[type]) -> InputError:
-    """The error for a value of a class that is not a member of the union `name`."""
+    """Return the error for a value of a class that is not a member of the union `name`."""
     known = sorted(member.__name__ for member in members if member is not type(None))
     return InputError(
         f"{name}: {type(value).__name__} is not one of {', '.join(known)}",
@@ -77,7 +77,7 @@ def unknown_variant(name: str, value: object, members: Iterable[type]) -> InputE
 
 @cache
 def _variant_fields(cls: type) -> tuple[tuple[str, frozenset[type]], ...]:
-    """The fields of a spec class whose types name spec classes, each with the classes allowed."""
+    """Return the fields whose types name spec classes, each with the classes allowed."""
     if not dataclasses.is_dataclass(cls):
         return ()
     hints = get_type_hints(cls)
@@ -91,7 +91,7 @@ def _variant_fields(cls: type) -> tuple[tuple[str, frozenset[type]], ...]:
 
 
 def _members(hint: Any) -> Iterator[type]:
-    """The classes that a type names: of a union each, of tuple[X, ...] those of X."""
+    """Return the classes that a type names: of a union each, of tuple[X, ...] those of X."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType, tuple):
         for option in get_args(hint):

@@ -278,7 +278,7 @@ class ConstraintSpec:
 
 @spec
 class StepSpec:
-    """How the logits of the next token are computed; the tokens are the same either way."""
+    """The way a step's logits are computed; the tokens are the same either way."""
 
     cached: bool = option(True, help="Recompute everything at each token.", flag="--no-cache")
     fast: bool = option(False, help="The fast step, worth it for long texts.", flag="--lean")
@@ -293,12 +293,12 @@ class StepSpec:
 
 
 def by_name(each: Option) -> str:
-    """How an error names an option to a caller in Python."""
+    """Return an option's name in errors for a caller in Python."""
     return each.name
 
 
 def by_flag(each: Option) -> str:
-    """How an error names an option on the command line."""
+    """Return an option's name in errors on the command line."""
     return each.flag
 
 

@@ -7,5 +7,5 @@ PIECE = 1 << 25
 #: An expert's group of tokens is filled up to a multiple of this many rows. Matrix products of
 #: fewer than four rows round differently on a CPU; filled up, a token's result does not depend on
 #: how many others chose the same expert, and changing the future changes no bit of the past (seen
-#: for layers of a dozen inputs and more; in smaller ones a row's place in the group matters too).
+#: for layers of a dozen inputs and more; in smaller ones a row's index in the group matters too).
 GROUP_ROWS = 8

@@ -1,6 +1,6 @@
 """The manifest: names, shapes, roles and initial rules of every parameter, from the spec alone.
 
-This is the only place where they are defined. It serves counting, initialisation, decay groups,
+They are defined here only. The manifest serves counting, initialisation, decay groups,
 both engines' allocation, checkpoints, conversion and the list of gradients that are zero by theory;
 no other code parses names. The functions for single parts can be called on their own, to count or
 to build a part; `manifest` joins them.
@@ -107,7 +107,7 @@ def embedding_parameters(model: ModelSpec, prefix: str, vocab: int) -> Iterator[
 
 
 def is_factorized(embedding: Embedding) -> bool:
-    """True if the token table is a product of two factors, and nowhere made as a whole."""
+    """Return True if the token table is a product of two factors, which is never formed."""
     match embedding:
         case FactorizedEmbedding():
             return True
@@ -242,7 +242,7 @@ def attention_parameters(
 def ffn_parameters(
     ffn: FeedForward, prefix: str, d_model: int, *, init: Init, residual_depth: int = 0
 ) -> Iterator[Parameter]:
-    """The projections of a feed-forward, or a router and the projections of its experts."""
+    """Yield the projections of a feed-forward, or a router and the projections of its experts."""
     match ffn:
         case MLP() | SwiGLU():
             yield from _dense_parameters(
@@ -259,7 +259,7 @@ def ffn_parameters(
 def _dense_parameters(
     ffn: MLP | SwiGLU, prefix: str, d_model: int, *, init: Init, residual_depth: int
 ) -> Iterator[Parameter]:
-    """up and down, and SwiGLU's gate before them."""
+    """Yield up and down, and SwiGLU's gate before them."""
     match ffn:
         case MLP():
             into, feeds_relu = ["up_proj"], ffn.activation == "relu"
@@ -289,7 +289,7 @@ def _dense_parameters(
 def _moe_parameters(
     ffn: MoE, prefix: str, d_model: int, *, init: Init, residual_depth: int
 ) -> Iterator[Parameter]:
-    """The router, its experts, the shared expert and its gate, named as Qwen-MoE names them."""
+    """Yield the router, its experts, the shared expert and its gate, with Qwen-MoE's names."""
     yield from linear_parameters(
         f"{prefix}gate.", (ffn.n_experts, d_model), role="router", init=init, bias=False
     )
@@ -378,7 +378,7 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
 
 
 def _target_embedding(model: ModelSpec) -> str:
-    """The prefix of the parameters that own the target side's table."""
+    """Return the prefix of the parameters that own the target side's table."""
     if model.encoder is None:
         return "embed."
     return "encoder.embed." if model.share_embedding else "decoder.embed."

@@ -210,7 +210,7 @@ class ModelSpec:
         )
 
     def head_size(self, name: str) -> int:
-        """The number of logits of that head."""
+        """Return the number of logits of that head."""
         head = self.head(name)
         match head:
             case ClassHead():

@@ -22,7 +22,7 @@ _KEY = "option"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Declared:
-    """What `option` was given, kept in the field's metadata."""
+    """The arguments of `option`, kept in the field's metadata."""
 
     help: str
     flag: str | None
@@ -70,7 +70,7 @@ def option(
     label: its name on the page; `Top k` by default.
     at_least, above, at_most, below: limits; None is allowed where the field's type admits it.
     choices: words that are allowed; by default those of a Literal type.
-    off: the value at which the option has no effect, as the hint of an error tells.
+    off: the value at which the option has no effect, as the hint of an error states.
     hint: what an error suggests; by default the nearest valid value.
     group: options with the same group belong together (`sampling`).
     hf: its name in Hugging Face's generation_config.json.

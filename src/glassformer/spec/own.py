@@ -1,16 +1,10 @@
-"""Parts that a user defines in a file of their own, as values: a task, a tokenizer, an optimizer, a
-position.
+"""Parts that users define in their own files: a task, a tokenizer, an optimizer, a position.
 
-A spec names such a part reproducibly: the file (or module) and the class, the SHA-256 of the file,
-and the options that its constructor gets. `spec.own_code` imports it, and only with consent.
-
-Importing a user's own parts, only with that user's consent.
-
-A run folder or a model file may come from a stranger, and may name any file of its reader's disk.
-So code is imported only if the user named it: on the command line (`glass train my_task.py:MyTask`,
-`--own-code my_task.py`), from Python (`allow_own_code("my_task.py")`), or by installing a package
-that declares it in the entry-point group `glassformer.parts`. A folder can only refer to such code
-by its SHA-256; a file that has changed since is not the one that the folder means.
+A spec names such a part by file (or module) and class, the SHA-256 of the file, and the options of
+its constructor. A run folder or a model file may come from a stranger, so code is imported only if
+the user named it: on the command line (`glass train my_task.py:MyTask`, `--own-code my_task.py`),
+from Python (`allow_own_code("my_task.py")`), or by installing a package that declares it in the
+entry-point group `glassformer.parts`. A file that has changed since is refused.
 """
 
 import contextlib
@@ -114,7 +108,7 @@ class OwnOptimizer(OwnPart):
 
 @spec
 class OwnParameter:
-    """A tensor that a user's part learns, drawn from a normal distribution of this deviation."""
+    """A tensor that a user's part learns, sampled from a normal distribution of this deviation."""
 
     name: str
     shape: tuple[int, ...]
@@ -155,7 +149,7 @@ def check_source(source: str) -> None:
 
 
 def is_source(text: str) -> bool:
-    """Whether a text names a class in a file, `my_task.py:MyTask`, or in a module."""
+    """Return True if a text names a class in a file, `my_task.py:MyTask`, or in a module."""
     match = SOURCE.fullmatch(text)
     if match is None:
         return False
@@ -201,13 +195,13 @@ def forget_own_code() -> None:
 
 
 def installed_parts() -> dict[str, str]:
-    """Parts of installed packages by name: `package.module:Class`; nothing is imported."""
+    """Return installed parts by name: `package.module:Class`; nothing is imported."""
     found = importlib.metadata.entry_points(group=GROUP)
     return {point.name: point.value for point in found if is_source(point.value)}
 
 
 def name_part(kind: type[P], source: str, options: Mapping[str, Any] | None = None) -> P:
-    """The spec of a part that the user names now: that is consent, and its file is hashed."""
+    """Return the spec of a part that the user names: that is consent, and its file is hashed."""
     check_source(source)
     allow_own_code(source)
     module = source.rpartition(":")[0]
@@ -222,7 +216,7 @@ def name_part(kind: type[P], source: str, options: Mapping[str, Any] | None = No
 
 
 def open_part(part: OwnPart) -> type:
-    """The class that a spec names; refused without consent, and where the file has changed."""
+    """Return the class that a spec names; refuse it without consent, or if the file has changed."""
     module = part.source.rpartition(":")[0]
     if module.endswith(".py"):
         found = _import_file(part, module)
@@ -274,14 +268,14 @@ def _import_file(part: OwnPart, file: str) -> types.ModuleType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Imports the bytes that were hashed, whatever the file holds by now, and writes no cache."""
+    """A loader that imports the bytes that were hashed, not the file's present ones, uncached."""
 
     def __init__(self, name: str, path: Path, code: bytes) -> None:
         super().__init__(name, str(path))
         self._code = code
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """The compiled file."""
+        """Return the compiled file."""
         code: types.CodeType = self.source_to_code(self._code, self.path)
         return code
 
@@ -297,7 +291,7 @@ def _import_module(part: OwnPart, name: str) -> types.ModuleType:
 
 
 def _module_code(name: str) -> bytes:
-    """The file of an importable module, which the user has named."""
+    """Return the file of an importable module, which the user has named."""
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
@@ -333,7 +327,7 @@ def _read(path: Path) -> bytes:
 
 
 def _line_of(error: BaseException, part: OwnPart) -> str:
-    """The innermost line of the user's file in a traceback."""
+    """Return the innermost line of the user's file in a traceback."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -18,7 +18,7 @@ from glassformer.spec.own import OwnPosition
 
 @spec
 class NoPosition:
-    """No position encoding: only the causal mask tells the order."""
+    """No position encoding: only the causal mask shows the order."""
 
 
 @spec
@@ -125,7 +125,7 @@ Position = NoPosition | Sinusoidal | Learned | Rotary | ALiBi | OwnPosition
 
 
 def alibi_slopes(alibi: ALiBi, n_heads: int, d_head: int) -> list[float]:
-    """The slope of each head, positive.
+    """Return the slope of each head, positive.
 
     A number of heads that is not a power of two takes the slopes of the next lower power P, then
     the first, third, fifth, ... slopes of 2 P: the rule of the paper's code, Bloom and MPT.
@@ -179,7 +179,7 @@ def _yarn(
     plain: list[float], scaling: YarnScaling, base: float, d_head: int
 ) -> tuple[list[float], float]:
     def pair_that_turns(times: float) -> float:
-        """The index of the pair that makes this many full turns over the original context."""
+        """Return the index of the pair that makes this many turns over the original context."""
         context = scaling.original_max_seq_len / (times * 2 * math.pi)
         return d_head * math.log(context) / (2 * math.log(base))
 

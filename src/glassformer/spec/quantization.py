@@ -1,6 +1,6 @@
-"""What to quantize in a model: the request, the layers of a checkpoint, and their stored tensors.
+"""Quantization as a value: the request, the layers of a checkpoint, and their stored tensors.
 
-Targets and stored names come from the manifest: nobody else decides what is quantized, or what it
+Targets and stored names come from the manifest: no other code decides what is quantized, or what it
 is called on disk. The kinds of number are in `spec.schemes`.
 """
 
@@ -34,7 +34,7 @@ Indivisible = Literal["refuse", "int8", "keep"]
 
 @spec
 class QuantSpec:
-    """How to quantize a model. None stands for the scheme's own default:
+    """A quantization of a model. None stands for the scheme's own default:
 
     head: the scheme of heads and of a tied table (`Scheme.for_head`). method: how scales are found
     (`Scheme.default_method`).
@@ -149,12 +149,12 @@ class Quantization:
 
 
 def layer_of(parameter: str) -> str:
-    """The module that owns a parameter."""
+    """Return the name of the module that owns a parameter."""
     return parameter.rpartition(".")[0]
 
 
 def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
-    """What can be quantized: every matrix, and a table that is also a head.
+    """Return what can be quantized: every matrix, and a table that is also a head.
 
     A router stays as it is: it is small, and rounding it would send tokens to other experts. A
     factorized table is two small factors, and stays as it is. With "untie" the head's own copy of
@@ -173,7 +173,7 @@ def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
 
 
 def untied(model: ModelSpec) -> ModelSpec:
-    """The same model whose heads have weights of their own."""
+    """Return the same model with heads that have weights of their own."""
     if is_factorized(model.embedding):
         return model
     heads = tuple(

@@ -2,7 +2,7 @@
 
 `Scheme` is a closed union. Each member knows its name, its options, and the tensors that a matrix
 of (outputs, inputs) becomes in a checkpoint, from which its bytes follow. The arithmetic of each
-(quantize, dequantize, pack, unpack, error) is in `quant.schemes`; everybody else asks the scheme.
+(quantize, dequantize, pack, unpack, error) is in `quant.schemes`; all other code calls the scheme.
 """
 
 import math

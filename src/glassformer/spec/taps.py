@@ -25,7 +25,7 @@ MOE_TAPS = {"router": "BTE", "routing": "BTE", "out": "BTD"}
 
 
 def ffn_taps(ffn: FeedForward) -> dict[str, str]:
-    """The taps of a feed-forward, in the order of the computation."""
+    """Return the taps of a feed-forward, in the order of the computation."""
     match ffn:
         case MLP() | SwiGLU():
             return FFN_TAPS
