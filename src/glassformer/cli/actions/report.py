@@ -45,7 +45,7 @@ class Asked:
 
     @property
     def of_curves(self) -> bool:
-        """Return True if an option was given that only curves take."""
+        """True if an option was given that only curves take."""
         return bool(self.series) or any(
             given is not None for given in (self.axis, self.span, self.log)
         )

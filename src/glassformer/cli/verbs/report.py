@@ -42,7 +42,7 @@ def report(
 ) -> None:
     """Write one HTML file about a run, or curves of several.
 
-    The report needs no script and no network. It lies in the run's folder as report.html unless
+    The report needs no script and no network. It is in the run's folder as report.html unless
     -o says otherwise. Examples:
 
       glass report digits
