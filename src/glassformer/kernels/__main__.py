@@ -1,4 +1,4 @@
-"""`python -m glassformer.kernels [build]`: compile the C kernels, or say what is in use."""
+"""`python -m glassformer.kernels [build]`: compile the C kernels, or print the variant in use."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from glassformer.spec.errors import GlassError
 
 
 def main() -> int:
-    """The exit code of the error, or 0; without the library `show` says so and returns 1."""
+    """Return 0, or the exit code of the error; 1 if there is no library to show."""
     reader = argparse.ArgumentParser(prog="python -m glassformer.kernels", description=__doc__)
     reader.add_argument("job", nargs="?", choices=("show", "build"), default="show")
     reader.add_argument("--compiler", help="default: the first of cc, gcc, clang")

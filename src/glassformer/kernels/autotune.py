@@ -1,8 +1,8 @@
-"""Which routine a machine runs fastest: tried once for each shape, kept, seen, and overridable.
+"""Choose the routine that this machine runs fastest, by timing each weight shape once.
 
-A trial goes around more memory than caches hold, as decoding does. Near ties go to the routine
-that stands first in `ROUTINES`: ours, whose answers do not depend on the batch, then those without
-a copy. Choices last as long as the process; on disk they are kept only where a caller says where.
+A trial cycles through more memory than the caches hold, as decoding does. Near ties go to the
+routine that comes first in `ROUTINES`: ours, whose results do not depend on the batch, then those
+without a copy. Choices last as long as the process; they are written to disk only at a given path.
 """
 
 import json
@@ -23,16 +23,16 @@ from glassformer.spec.errors import FileError, MachineError
 # I inputs, O outputs
 
 FORMAT = 1
-TRIED_AT = (1, 4, 8)  # rows of the trials, for each class of rows
+TRIED_AT = (1, 4, 8)  # the number of rows in a trial, for each class of rows
 LEAST_TRIES, MOST_TRIES, MOST_SECONDS = 5, 200, 0.25  # for each number of rows
 MANY_BYTES, MANY_COPIES = 1 << 27, 64  # more than caches hold
-COPY_BYTES = 1 << 26  # weights of which no second copy is kept
-NEAR = 1.1  # a routine this close to the fastest is as good
-SMALL = 1 << 12  # weights so few that the call costs more than the product
+COPY_BYTES = 1 << 26  # larger weights are not copied
+NEAR = 1.1  # times within this factor of the fastest are ties
+SMALL = 1 << 12  # with fewer weights the call costs more than the product
 
 
 def candidates(weight_OI: Tensor, *, compiled: bool = False) -> tuple[Routine, ...]:
-    """What can be tried: a compiled step holds torch's routines only, a large copy is not made."""
+    """Return the routines to try: only torch's in a compiled step, and no copy of large weights."""
     if weight_OI.device.type != "cpu" or weight_OI.numel() < SMALL:
         return ("linear",)
     ruled_out: set[Routine] = set()
@@ -44,7 +44,7 @@ def candidates(weight_OI: Tensor, *, compiled: bool = False) -> tuple[Routine, .
 
 
 def fastest(weight_OI: Tensor, *, among: Sequence[Routine]) -> tuple[Routine, ...]:
-    """For each class of rows the first routine that is as fast as any, by trials now."""
+    """Time the routines; return, for each class of rows, the first that ties with the fastest."""
     if len(among) == 1:
         return tuple(among) * len(CLASSES)
     copies = [weight_OI]
@@ -58,7 +58,7 @@ def fastest(weight_OI: Tensor, *, among: Sequence[Routine]) -> tuple[Routine, ..
 
 
 def _first_of_the_fast(products: dict[Routine, list[Product]], *, rows: int) -> Routine:
-    """Trials in turn, each on memory that the last did not read; compared by lower quartiles."""
+    """Time routines in turn, on memory that the last did not read; compare lower quartiles."""
     copies = len(products[next(iter(products))])
     weight_OI = products[next(iter(products))][0].weight_OI
     x_BI = weight_OI.new_ones(rows, weight_OI.shape[1])
@@ -78,14 +78,14 @@ def _first_of_the_fast(products: dict[Routine, list[Product]], *, rows: int) -> 
 
 
 class Choices:
-    """What was chosen, by shape, dtype and number of threads; `of` tries what is not known yet."""
+    """The chosen routines by shape, dtype and number of threads; `of` times new shapes."""
 
     def __init__(self) -> None:
         self.known: dict[str, tuple[Routine, ...]] = {}
 
     @torch.inference_mode()
     def of(self, weight_OI: Tensor, *, compiled: bool = False) -> tuple[Routine, ...]:
-        """One routine for each of `CLASSES`."""
+        """Return one routine for each of `CLASSES`."""
         among = candidates(weight_OI, compiled=compiled)
         outputs, inputs = weight_OI.shape
         kind = f"{outputs}x{inputs} {str(weight_OI.dtype).removeprefix('torch.')}"
@@ -95,7 +95,7 @@ class Choices:
         return self.known[key]
 
     def write(self, path: Path) -> None:
-        """As JSON, with the machine that they hold for."""
+        """Write the choices as JSON, with the machine that they are valid for."""
         content = {"format": FORMAT, "machine": machine(), "choices": self.known}
         beside = path.with_name(path.name + ".new")
         try:
@@ -105,7 +105,7 @@ class Choices:
             raise MachineError(f"cannot write the choices: {error}", where=str(path)) from error
 
     def read(self, path: Path) -> int:
-        """Takes over what was written on a machine like this one; how many choices that were."""
+        """Load choices that were written on a machine like this one; return how many."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             same = content["format"] == FORMAT and content["machine"] == machine()
@@ -123,7 +123,7 @@ class Choices:
 
 
 def machine() -> dict[str, object]:
-    """What a choice depends on beside the weights."""
+    """Return what a choice depends on besides the weights."""
     return {
         "processor": platform.machine(),
         "cores": os.cpu_count(),

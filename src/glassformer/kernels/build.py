@@ -1,7 +1,7 @@
-"""How the C files become one shared library beside this module: at install, or when asked.
+"""Compile the C files into one shared library beside this module: at install, or on request.
 
-Standard library only: setup.py takes sources and flags from here. The digest of the sources is
-compiled in, so that a library older than its sources is noticed before it is called.
+Standard library only, as setup.py takes sources and flags from here. The digest of the sources is
+compiled in, so that a library older than its sources is detected before it is called.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 SOURCES = ("native.c", "floating.c", "integer.c")
 HEADERS = ("native.h", "floating_block.h", "integer_x86.h")
 LIBRARY = HERE / ("_native" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
-#: No contraction to fused operations: every variant does exactly the operations that are written.
+#: No contraction to fused operations: every variant does exactly the operations in the source.
 FLAGS = (
     "-O3",
     "-std=gnu11",
@@ -32,7 +32,7 @@ COMMAND = "python -m glassformer.kernels build"
 
 
 def digest() -> str:
-    """Of all that is compiled, and how."""
+    """Return the digest of all C sources, headers and flags."""
     made = hashlib.sha256("\0".join(FLAGS).encode())
     for name in SOURCES + HEADERS:
         made.update((HERE / name).read_bytes())
@@ -46,7 +46,7 @@ def build(
     target: Path = LIBRARY,
     flags: Sequence[str] = FLAGS,
 ) -> Path:
-    """Compiles the library into its place, whole or not at all."""
+    """Compile the library and move it to `target` in one step, complete or not at all."""
     found = compiler or next((name for name in COMPILERS if shutil.which(name)), None)
     if found is None or shutil.which(found) is None:
         raise MachineError(

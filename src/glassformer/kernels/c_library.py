@@ -1,7 +1,7 @@
-"""The compiled library: whether it can be used and why not, its variants, whose threads it runs.
+"""Load the compiled library: report why it cannot be used, select variants, share torch's threads.
 
-It works on the threads of the OpenMP runtime that torch was linked with, whatever its name: one
-pool, which torch's own operations keep warm, instead of two that compete for the cores.
+The library runs on the OpenMP runtime that torch was linked with: one thread pool, which torch's
+own operations keep warm, instead of two that compete for the cores.
 """
 
 import ctypes
@@ -16,22 +16,22 @@ import torch
 from glassformer.kernels.build import COMMAND, LIBRARY, digest
 from glassformer.spec.errors import InputError, MachineError, nearest
 
-#: From the plainest to the fastest; the numbers are those of native.h.
+#: The slowest first; an index is the variant's number in native.h.
 VARIANTS = ("portable", "avx2", "avx512-vnni")
 
 
 def why_not() -> str:
-    """Why the library cannot be used here, and what to do; empty where it can."""
+    """Return the reason why the library cannot be used, and what to do; empty if it can."""
     return _loaded()[1]
 
 
 def available() -> bool:
-    """Whether the library is compiled, from the sources that lie beside it, and loads."""
+    """Return True if the library is compiled from the current sources and loads."""
     return not why_not()
 
 
 def library() -> ctypes.CDLL:
-    """The library, or an error that says how to get it."""
+    """Return the library; raise an error with the build command if there is none."""
     found, reason = _loaded()
     if found is None:
         raise MachineError(reason, where=str(LIBRARY), hint=COMMAND)
@@ -39,18 +39,18 @@ def library() -> ctypes.CDLL:
 
 
 def variant() -> str:
-    """The instructions in use: the machine's best, or what `use_variant` asked for."""
+    """Return the variant in use: the machine's best, or that of `use_variant`."""
     return VARIANTS[library().glass_variant()]
 
 
 def variants() -> tuple[str, ...]:
-    """Those that this machine can run."""
+    """Return the variants that this machine can run."""
     return VARIANTS[: library().glass_best_variant() + 1]
 
 
 @contextmanager
 def use_variant(name: str) -> Iterator[None]:
-    """Another variant for a while, for tests and comparisons; the whole process is affected."""
+    """Use another variant in this block, for tests and comparisons; it affects all threads."""
     if name not in variants():
         raise InputError(f"no variant '{name}' on this machine", hint=nearest(name, variants()))
     before = library().glass_variant()
@@ -62,12 +62,12 @@ def use_variant(name: str) -> Iterator[None]:
 
 
 def shares_threads() -> bool:
-    """Whether torch's thread pool was found; if not, products run on the caller's thread alone."""
+    """Return True if torch's thread pool is available; if not, products run on one thread."""
     return bool(library() and _torch_pool())
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """A compiled library with its functions declared, on torch's threads."""
+    """Load a compiled library, declare its functions, and connect it to torch's threads."""
     found = ctypes.CDLL(str(path))
     pointer, wide, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     found.glass_source.restype = ctypes.c_char_p
@@ -95,7 +95,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
 
 @functools.cache
 def _torch_pool() -> int | None:
-    """The address of GOMP_parallel among the libraries that torch was linked with, if there."""
+    """Return the address of GOMP_parallel in the libraries that torch was linked with, if any."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         path = Path(torch.__file__).parent / "lib" / name
         try:

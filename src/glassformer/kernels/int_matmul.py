@@ -1,21 +1,16 @@
-"""What integer.py's products compute, in plain torch: the same operations in the same order.
+"""Products with integer weights (INT8 per output channel, INT4 in groups) and INT8 activations.
 
-Whole numbers are multiplied in float64, where their sums are exact, so that the C file can be held
-against these bit for bit, in every variant and for any batch.
-
-Products with integer weights: INT8 per output channel, INT4 in groups, activations INT8 per row.
-
-The arithmetic, which the C file and the references follow operation by operation, in float32:
+The arithmetic, which the C file and the torch references follow operation by operation, in float32:
 
     a    = max |x| / 127, of each row alone        (a = 0: the row's quantized values are 0)
-    xq   = round_half_even(x / a), held to [-127, 127]
+    xq   = round_half_even(x / a), clamped to [-127, 127]
     INT8   acc = float(sum xq q) * scale
     INT4   acc = 0; for each group in order: acc = acc + (float(sum xq q) - zero * sum xq) * scale
     y    = acc * a, then + bias
 
-Sums of integers are exact (nothing saturates), so an answer depends on neither the batch, the
-number of threads, nor the variant of the machine's instructions: the bits are the same. A row with
-an infinity or a NaN gives NaN. There are no gradients. Tensors are on the CPU.
+Sums of integers are exact (nothing saturates), so the result is the same, bit for bit, for any
+batch, number of threads and variant of the C code. A row with an infinity or a NaN gives NaN. There
+are no gradients. Tensors are on the CPU.
 """
 
 import ctypes
@@ -38,9 +33,11 @@ STEPS = 127
 def reference_int8(
     x_BI: Tensor, qweight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None
 ) -> Tensor:
-    """What `Int8Weight.product` computes, in plain torch and bit for bit."""
+    """Compute `Int8Weight.product` in plain torch, bit for bit."""
     xq_BI, a_B1 = _quantized(x_BI)
-    sum_BO = (xq_BI.double() @ qweight_OI.double().t()).float()  # whole numbers: exact
+    sum_BO = (
+        xq_BI.double() @ qweight_OI.double().t()
+    ).float()  # sums of integers are exact in float64
     y_BO = sum_BO * scale_O.float() * a_B1
     return y_BO if bias_O is None else y_BO + bias_O
 
@@ -52,7 +49,7 @@ def reference_int4(
     zero_OG: Tensor | None = None,
     bias_O: Tensor | None = None,
 ) -> Tensor:
-    """What `Int4Weight.product` computes, in plain torch and bit for bit; q is (O, I)."""
+    """Compute `Int4Weight.product` in plain torch, bit for bit; q is (O, I)."""
     xq_BI, a_B1 = _quantized(x_BI)
     groups = scale_OG.shape[1]
     acc_BO = x_BI.new_zeros(len(x_BI), len(qweight_OI))
@@ -67,7 +64,7 @@ def reference_int4(
 
 
 def _quantized(x_BI: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers in [-127, 127] as float32, and what one step is worth in each row."""
+    """Return integers in [-127, 127] as float32, and the step size of each row."""
     most_B1 = x_BI.abs().amax(1, keepdim=True)
     a_B1 = (most_B1 / STEPS).masked_fill(~most_B1.isfinite(), torch.nan)
     xq_BI = torch.round(x_BI / a_B1).clamp(-STEPS, STEPS)
@@ -132,12 +129,12 @@ class _IntegerWeight(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Resident bytes: weights, scales and zero points."""
+        """The number of resident bytes: weights, scales and zero points."""
         parts = (self.packed, self.scale_TGL, self.zero_TGL)
         return sum(part.nbytes for part in parts if part is not None)
 
     def product(self, x_BI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """x W^T + b, (B, O) of float32, for any number of rows."""
+        """Return x W^T + b, (B, O) of float32, for any number of rows."""
         outputs, inputs = self.shape
         _check_float32("x", x_BI, (x_BI.shape[0] if x_BI.ndim == 2 else -1, inputs))
         x_BI = x_BI.contiguous()
@@ -158,7 +155,7 @@ class _IntegerWeight(ABC):
 
     @abstractmethod
     def rows(self, index_N: Tensor) -> Tensor:
-        """Some rows of the matrix as float32, (N, I)."""
+        """Return some rows of the matrix as float32, (N, I)."""
 
 
 class Int8Weight(_IntegerWeight):
@@ -177,7 +174,7 @@ class Int8Weight(_IntegerWeight):
         super().__init__(packed, _in_tiles(scale_O[:, None]), None, shape=shape, bits=8)
 
     def unpack(self) -> tuple[Tensor, Tensor]:
-        """q (O, I) and scale (O,), as they were given."""
+        """Return q (O, I) and scale (O,), as they were given."""
         flat = self.packed.transpose(1, 2).flatten(2).flatten(0, 1)
         qweight_OI = (flat[: self.shape[0], : self.shape[1]] ^ 128).view(torch.int8)
         return qweight_OI.contiguous(), _from_tiles(self.scale_TGL, self.shape[0])[:, 0]
@@ -188,13 +185,13 @@ class Int8Weight(_IntegerWeight):
         return q_NI[:, : self.shape[1]].float() * self.scale_TGL[tile_N, :, lane_N].float()
 
     def __reduce__(self) -> tuple[Callable[..., "Int8Weight"], tuple[Tensor, ...]]:
-        return Int8Weight, self.unpack()  # addresses do not travel
+        return Int8Weight, self.unpack()  # addresses are not valid in another process
 
 
 class Int4Weight(_IntegerWeight):
     """W = (q - zero) * scale for groups of `group` inputs, a multiple of 8.
 
-    q is uint8, (O, I) with one value 0..15 in a byte, or (O, I / 2) with two, the low nibble first;
+    q is uint8, (O, I) with one value 0..15 per byte, or (O, I / 2) with two, the low nibble first;
     scale (O, G) is float16 or float32, zero (O, G) also uint8; no zero means 8 everywhere.
     """
 
@@ -226,7 +223,7 @@ class Int4Weight(_IntegerWeight):
         self.group = group
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q (O, I) one value in a byte, scale and zero (O, G), as they were given."""
+        """Return q (O, I) with one value per byte, scale and zero (O, G), as they were given."""
         zero_OG = None if self.zero_TGL is None else _from_tiles(self.zero_TGL, self.shape[0])
         q_OI = _eights(self.packed.transpose(1, 2)).flatten(2).flatten(0, 1)[: self.shape[0]]
         return q_OI.contiguous(), _from_tiles(self.scale_TGL, self.shape[0]), zero_OG
@@ -260,12 +257,12 @@ def _from_tiles(numbers_TGL: Tensor, outputs: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Two values a byte, the low one first, to one."""
+    """Unpack two values per byte, the low nibble first, to one value per byte."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def _eights(packed: Tensor) -> Tensor:
-    """(..., 4) bytes of the tiles' layout to (..., 8) values: four low ones, then four high."""
+    """Unpack (..., 4) bytes of a tile to (..., 8) values: four low nibbles, then four high."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 

@@ -1,10 +1,10 @@
 """Matrix products of a few rows, by the routine that this machine runs fastest.
 
-A step of decoding reads every weight once, so it costs what reading costs. The same product can be
-asked for in four ways, and they differ by 2 x and more: of torch as `linear` (the module's layout),
-`transposed` (a copy, inputs first) or `columns` (weights times a column), or of our C file, `c`,
-which reads the module's layout in the order of memory. Answers differ by rounding only; with `c` a
-row's answer does not depend on the rows beside it. Which is best: `choice.py`.
+A decoding step reads every weight once, so it is bound by memory. Four routines compute the same
+product, and their times differ by 2 x and more: torch's `linear` (the module's layout),
+`transposed` (a copy, inputs first) and `columns` (weights times a column), and our C routine `c`,
+which reads the module's layout in memory order. Results differ by rounding only; with `c` a row's
+result does not depend on the other rows. `autotune.py` chooses among them.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ from glassformer.spec.errors import InputError, nearest
 
 Routine = Literal["linear", "transposed", "columns", "c"]
 ROUTINES: tuple[Routine, ...] = ("c", "linear", "columns", "transposed")
-#: Rows up to which one choice holds; with more the arithmetic matters, not the layout.
+#: The largest number of rows of each class; with more rows the layout no longer matters.
 CLASSES = (1, 5, 16)
-#: A routine bound to its weights: rows and the residual, if any, to the sum.
+#: A routine with its weights: takes rows and a residual or None, returns the sum.
 Bound = Callable[[Tensor, Tensor | None], Tensor]
 C_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -39,7 +39,7 @@ class _Form(ctypes.Structure):
 
 
 def why_not_c(weight_OI: Tensor) -> str:
-    """Why the C routine cannot multiply with these weights; empty where it can."""
+    """Return the reason why the C routine cannot use these weights; empty if it can."""
     if weight_OI.device.type != "cpu":
         return f"weights are on {weight_OI.device}, and the C kernels run on the CPU"
     if weight_OI.dtype not in C_DTYPES:
@@ -50,7 +50,7 @@ def why_not_c(weight_OI: Tensor) -> str:
 class Product:
     """x W^T + b, and residual + x W^T + b; `routines` has one choice for each class of rows.
 
-    Without gradients: `c` refuses what requires one.
+    There are no gradients: `c` refuses inputs that require them.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Product:
             "columns": self._columns,
             "c": self._c if weight_OI.dtype == torch.float32 else self._c_bfloat16,
         }
-        #: By number of rows; the last is for all beyond the classes.
+        #: By number of rows; the last is for more rows than any class has.
         self.by_rows: list[Bound] = [self._linear]
         for routine, most in zip(routines, CLASSES, strict=True):
             self.by_rows += [by_name[routine]] * (most + 1 - len(self.by_rows))
@@ -81,7 +81,7 @@ class Product:
         return self.by_rows[min(x_BI.shape[0], CLASSES[-1] + 1)](x_BI, None)
 
     def onto(self, residual_BO: Tensor, x_BI: Tensor) -> Tensor:
-        """residual + x W^T + b; the residual is spent."""
+        """Return residual + x W^T + b; the residual may be overwritten."""
         return self.by_rows[min(x_BI.shape[0], CLASSES[-1] + 1)](x_BI, residual_BO)
 
     def _linear(self, x_BI: Tensor, residual_BO: Tensor | None) -> Tensor:
@@ -135,13 +135,13 @@ class Product:
         return y_BO if onto or residual_BO is None else residual_BO + y_BO
 
     def _c_bfloat16(self, x_BI: Tensor, residual_BO: Tensor | None) -> Tensor:
-        """Weights as they are, half the bytes; sums in float32."""
+        """Multiply by bfloat16 weights, half the bytes, with sums in float32."""
         y_BO = self._c(x_BI.float(), None)
         return y_BO.to(x_BI.dtype) if residual_BO is None else residual_BO.add_(y_BO)
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Several linear layers of one input as one: weights and biases stacked, 0 where one lacks."""
+    """Stack linear layers that share an input into one; a missing bias is 0."""
     weight = torch.cat([weight for weight, _ in parts])
     if all(bias is None for _, bias in parts):
         return weight, None

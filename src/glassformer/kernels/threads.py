@@ -30,7 +30,7 @@ OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def sleep_soon_while_waiting() -> None:
-    """Let waiting OpenMP threads, torch's and those of the C kernels, sleep after a short spin.
+    """Let waiting OpenMP threads, torch's and the C kernels', sleep after a short spin.
 
     By default they spin for milliseconds. Where another program needs that core, the thread that
     everyone waits for does not run: steps on two threads took up to 25 times as long as on one.

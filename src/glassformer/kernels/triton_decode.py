@@ -1,7 +1,7 @@
-"""What a decoding step costs on a GPU, in Triton: products of one row, one query's look back.
+"""Triton kernels of a decoding step on a GPU: products of one row, and attention of one query.
 
 Both read their operands once and keep sums in float32. The product can normalise its input first,
-gate its output, and add a residual; attention turns and writes the new key itself and takes its
+gate its output, and add a residual; attention rotates and stores the new key itself and reads the
 length from memory, so that one launch, and one CUDA graph, serves every step.
 """
 
@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 # B rows, I inputs, O outputs, N query heads, K key-value heads, X = N + 2 K, H d_head,
-# S places of the memory, P parts of the past
+# S positions of the cache, P parts of the past
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CHUNK = 64  # columns of the past that are read at once
+CHUNK = 64  # positions of the cache that are read at once
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def product(
     gated: bool = False,
     residual_1O: Tensor | None = None,
 ) -> Tensor:
-    """norm(x) W^T + b, + residual, of one row; gated: silu(first half of it) * second half."""
+    """Return norm(x) W^T + b + residual of one row; gated: silu(first half) * second half."""
     rows, n_in = x_1I.shape
     assert rows == 1 and x_1I.is_contiguous() and weight_OI.is_contiguous()
     n_out = weight_OI.shape[0] // 2 if gated else weight_OI.shape[0]
@@ -87,7 +87,7 @@ def product(
 
 
 def _tile(n_in: int, n_out: int) -> tuple[int, int, int]:
-    """Outputs and inputs that a program reads at once, and its warps.
+    """Return the outputs and inputs that a program reads at once, and its warps.
 
     The best of a search over the products of a 0.5 B model on an H200: 5 shapes, 80 tiles.
     """
@@ -107,7 +107,7 @@ def _gate(wide_ptr, out_ptr, d_ff, BLOCK: tl.constexpr):
 
 
 def gate(wide_BF: Tensor) -> Tensor:
-    """silu(first half of each row) * second half."""
+    """Return silu(first half of each row) * second half."""
     B, d_ff = len(wide_BF), wide_BF.shape[1] // 2
     assert wide_BF.is_contiguous()
     out_BF = wide_BF.new_empty(B, d_ff)
@@ -254,11 +254,11 @@ def attend(
     mask_BS: Tensor | None,
     slopes_N: Tensor | None = None,
 ) -> Tensor:
-    """What one new query a row reads, (B, N H); its key and value become column end - 1.
+    """Return attention (B, N H) of one new query per row; store its key and value at end - 1.
 
-    `rotation` is (cos, sin) of every place, both halves, sin's first half with its sign turned;
-    `gains` are those of the queries' and keys' RMS norm. `mask_BS` is added to the scores, and
-    with `slopes_N` ALiBi's bias -slope * distance.
+    `rotation` is (cos, sin) of every position, both halves, sin's first half negated; `gains` are
+    those of the queries' and keys' RMS norm. `mask_BS` is added to the scores, and with `slopes_N`
+    ALiBi's bias -slope * distance.
     """
     B, X, H = qkv_BXH.shape
     K, S = kv_BXSH.shape[1] // 2, kv_BXSH.shape[2]
@@ -291,6 +291,6 @@ def attend(
 
 
 def _parts(programs: int, n_places: int) -> int:
-    """Into how many parts the past is split, so that a small batch fills the machine too."""
+    """Return the number of parts the past is split into, so that a small batch fills the GPU."""
     chunks: int = triton.cdiv(n_places, CHUNK)
     return max(1, min(chunks, 256 // programs))
