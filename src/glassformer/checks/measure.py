@@ -1,4 +1,4 @@
-"""Compare two ways of computing the same thing, and say how far apart they may be.
+"""Compare two ways of computing the same thing, and decide how far apart they may be.
 
 Forward results are compared absolutely, on inputs of unit scale; gradients relative to the largest
 entry of the tensor; gradients that theory says are zero, absolutely.
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: The bar for two computations of one thing. `glass verify` prints the worst value it saw beside
-#: it.
+#: The tolerance for two computations of one thing; `glass verify` prints the worst gap beside it.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,

@@ -16,7 +16,7 @@ from glassformer.spec.model import ModelSpec
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-#: Narrow stand-ins of the presets whose claims do not depend on the width; `deep` takes them whole.
+#: Narrow stand-ins of the presets whose claims do not depend on width; `deep` takes the full ones.
 NARROW: dict[str, ModelSpec] = {
     "budget-lm": presets.budget_lm(vocab_size=211, d_model=48, d_ff=128, n_layers=3),
     "modern-lm": presets.modern_lm(

@@ -1,9 +1,8 @@
-"""Call modules of other libraries: by their argument names, step by step, for their logits.
+"""`Subject`: a model that `verify` checks, given as a name and a few functions.
 
-`Subject`: the model that verify checks: no class of ours, but a name and a few functions.
-
-Only `logits` is required. What a subject does not offer is reported as "not offered", never as
-passed. Our models, live modules of any library and `package.module:factory` become subjects here.
+Our models, adapters, live modules of any library and `package.module:factory` become subjects here;
+a foreign module is called by the argument names of its forward. Only `logits` is required: what a
+subject does not offer is reported as "not offered", never as passed.
 """
 
 import copy
@@ -49,7 +48,7 @@ def through_state_dict(module: nn.Module) -> nn.Module:
     return twin
 
 
-#: What different libraries call the token ids and the mask (True or 1 = real token).
+#: The names that libraries give to the token ids and the mask (True or 1 = real token).
 TOKEN_ARGUMENTS = ("input_ids", "tokens", "x", "ids", "idx", "token_ids")
 MASK_ARGUMENTS = ("attention_mask", "valid", "mask")
 

@@ -150,7 +150,7 @@ def alibi_by_hand(dtype: torch.dtype) -> Measure:
 
 
 def window_by_hand(dtype: torch.dtype) -> Measure:
-    """A window of w: each query alone over the keys it may see."""
+    """A window of w: each query alone over the keys it may attend to."""
     B, N, T, H, w = 2, 3, 11, 5, 4
 
     def slices(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""Brute force against beam search: every complete sequence of a tiny model, scored.
+"""Decoding: cached, uncached and fast steps, batches, beams and sampling give the same tokens.
 
-It shares no code with the search: every prefix is recomputed from its first token, nothing is
-pruned, and the penalties are written out a second time. `disagreements` compares both on random
-tiny models with penalties of both signs; tests, `verify` and the benchmark differ in how many.
-
-Decoding: cached, uncached and fast steps, batches, beams and sampling give the same tokens.
+Beam search is compared with brute force, which scores every complete sequence of a tiny model and
+shares no code with the search: every prefix is recomputed from its first token, nothing is pruned,
+and the penalties are written out a second time. Tests, `verify` and the benchmark differ in the
+number of random models.
 """
 
 import math
@@ -125,7 +124,7 @@ def random_trial(seed: int) -> Trial:
         "alpha": rng.uniform(-1.0, 1.0) * rng.choice((0.3, 1.0, 4.0)),
         "max_new_tokens": longest,
         "min_new_tokens": rng.choice((0, 0, rng.randint(0, longest))),
-        # A likely end is what makes short and long hypotheses compete.
+        # A likely end lets short and long hypotheses compete.
         "eos": (rng.choice((likeliest, rng.randrange(vocab))),),
     }
     if vocab > 3 and rng.random() < 0.3:
@@ -192,7 +191,7 @@ def _tiny_model(vocab: int, crossed: bool, *, seed: int, sharpness: float) -> Mo
 # B batch, T length, V vocab
 
 NEW = 6
-#: Random models of the search that brute force can answer: always, and with `--deep`.
+#: The number of random models for brute force: always, and with `--deep`.
 FEW, MANY = 30, 1_000
 
 
@@ -211,7 +210,7 @@ def _case(subject: Subject) -> tuple[Model, Prompts]:
 
 
 def _lean(model: Model, *, compiled: bool = False) -> FastStepper:
-    """The lean step; its products as the modules have them, as a certificate tries nothing out."""
+    """Return the fast step with the modules' own products, so that a check times no routines."""
     return FastStepper(model, routines="linear", compile=compiled)
 
 
@@ -241,7 +240,7 @@ def _first(stepper: Stepper, prompts: Prompts, spec: BeamSpec) -> list[list[int]
 
 
 def every_way_is_greedy(subject: Subject) -> Measure:
-    """Cached, uncached, lean, by hand, temperature 0, top 1 and one beam give the same tokens."""
+    """Cached, uncached, fast, by hand, temperature 0, top 1 and one beam give the same tokens."""
     model, prompts = _case(subject)
     greedy, plain = DecodeSpec(max_new_tokens=NEW), TorchStepper(model)
     expected = _tokens(NaiveStepper(model), prompts, greedy)
@@ -304,7 +303,7 @@ def _followed(
 
 
 def a_batch_decodes_as_its_rows(subject: Subject) -> Measure:
-    """Prompts of three lengths, padded on either side, greedy and drawn: as each one alone."""
+    """Prompts of three lengths, padded on either side, greedy and sampled: as each one alone."""
     model, prompts = _case(subject)
     wrong = []
     for name, stepper in (("cached", TorchStepper(model)), ("lean", _lean(model))):
@@ -333,7 +332,7 @@ def _padded(prompts: Prompts, side: str) -> Prompts:
 
 
 def all_kept_is_plain_sampling(subject: Subject) -> Measure:
-    """Top-k of everything, top-p 1 and min-p 0 draw what the plain distribution draws."""
+    """Top-k of everything, top-p 1 and min-p 0 sample the tokens of the plain distribution."""
     model, prompts = _case(subject)
     size, seed, stepper = model.spec.vocab_size, 11, TorchStepper(model)
     expected = _drawn(stepper, prompts, seed=seed)
@@ -364,11 +363,11 @@ def _drawn(stepper: Stepper, prompts: Prompts, *, seed: int) -> list[list[int]]:
 
 
 def beams_are_brute_force(subject: Subject) -> Measure:
-    """Of a few allowed tokens, the widest search finds all sequences in their order."""
+    """The widest search over a few allowed tokens finds all sequences in their order."""
     model, prompts = _case(subject)
     one = Prompts(prompts.tokens[:1], None if prompts.sources is None else prompts.sources[:1])
     vocab = model.spec.vocab_size
-    # Brute force reads every prefix: as long as it may, of two tokens and an end.
+    # Brute force reads every prefix of two tokens and an end: as long as the limit allows.
     longest = max((n for n in range(2, 6) if 2 ** (n - 1) * vocab <= MOST), default=0)
     if not longest or vocab < 3:
         raise NotOffered("its vocabulary is too large or too small for brute force")
@@ -424,7 +423,7 @@ def _exact(models: int) -> Measure:
 
 
 def compiled_steps_are_eager(subject: Subject) -> Measure:
-    """The lean step through torch.compile: logits and tokens of the lean step as it is."""
+    """The compiled fast step gives the logits and tokens of the eager fast step."""
     model, prompts = _case(subject)
     check_compiler()
     sides: dict[str, Stepper] = {"compiled": _lean(model, compiled=True)}
@@ -432,7 +431,7 @@ def compiled_steps_are_eager(subject: Subject) -> Measure:
 
 
 def one_token_a_step(subject: Subject) -> Measure:
-    """After the prompt each cached step reads one column; the encoder runs once."""
+    """After the prompt each cached step reads one position; the encoder runs once."""
     model, prompts = _case(subject)
     extra = 0
     for stepper in (TorchStepper(model), _lean(model)):

@@ -68,7 +68,7 @@ def _by_probability(p: Sequence[float]) -> list[int]:
 
 
 def balance_by_counting(dtype: torch.dtype) -> Measure:
-    """The load-balancing loss against counts and means, token by token; what PAD holds is nothing.
+    """The load-balancing loss against counts and means, token by token; PAD does not count.
 
     An even load costs as much as a token has experts.
     """
@@ -102,7 +102,7 @@ def _balance(part: MixtureOfExperts, x_BTD: Tensor, valid_BT: Tensor) -> float:
 
 
 def nobody_is_dropped(dtype: torch.dtype) -> Measure:
-    """However many tokens choose one expert, each gets its result."""
+    """Every token gets its result, however many choose the same expert."""
     B, T, D = 4, 9, 17
     part = MixtureOfExperts(NORMALIZED, D)
     perturb(part, dtype=dtype, seed=56)

@@ -32,7 +32,7 @@ from glassformer.training.losses import head_loss
 
 #: Two derivations of one gradient in float64; the largest entry of the tensor is 1.
 GRADIENT = 1e-10
-#: Central differences have an error of their own.
+#: The tolerance of central differences, which have their own error.
 DIFFERENCES = 1e-6
 #: Below this share of the model's largest gradient a tensor is compared absolutely.
 FLOOR = 1e-5
@@ -40,7 +40,7 @@ STEPS = 5
 #: By how much each tensor of a direction moves the loss: far above its rounding, and so little that
 #: hardly a unit of a wide ReLU layer crosses its kink.
 CHANGES = (3e-8, 1e-8)
-#: Where differences are taken: at the weights, then at weights moved by this share of their size.
+#: Differences are taken at the weights, then at weights moved by this share of their size.
 POINTS, NUDGE = 4, 1e-3
 
 
@@ -152,7 +152,7 @@ def gradients_by_differences(subject: Subject) -> Measure:
     for name in hand.params:
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
     # A step may cross the kink of a ReLU, where no difference is a slope: a shorter one decides. A
-    # trained model may have a unit right at its kink: then other weights close by are asked, where
+    # trained model may have a unit right at its kink: then weights close by are used, where
     # a wrong gradient is as wrong.
     errors, rng = dict.fromkeys(kinds, math.inf), np.random.default_rng(93)
     for moved in range(POINTS):

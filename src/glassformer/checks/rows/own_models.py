@@ -49,7 +49,7 @@ def conforms_to_manifest(subject: Subject) -> Measure:
 
 
 def _is_alias(model: Model, key: str) -> bool:
-    """Return whether a key is a second name of a parameter, as of a shared embedding."""
+    """Return True if a key is a second name of a parameter, as of a shared embedding."""
     tensor = model.state_dict(keep_vars=True)[key]
     return any(tensor is p for p in model.parameters())
 
@@ -121,7 +121,7 @@ def attention_pattern(subject: Subject) -> Measure:
 
 
 def _allowed(queries: list[list[bool]], keys: list[list[bool]], attention: Attention) -> Tensor:
-    """Return which positions may attend to which, pair by pair, for every head."""
+    """Return the allowed pairs of query and key positions, for every head."""
     width = attention.window or math.inf
     rows = [
         [
@@ -138,7 +138,7 @@ def _allowed(queries: list[list[bool]], keys: list[list[bool]], attention: Atten
 
 @torch.no_grad()
 def taps_are_named(subject: Subject) -> Measure:
-    """Every tap of the spec is seen, none else; an edit reaches the logits; no hook remains."""
+    """Exactly the taps of the spec are recorded; an edit reaches the logits; no hook remains."""
     model, row = subject.ours(), tokens_of(subject, 1, LENGTH, seed=81)
     inputs = with_source(model.spec, row.expand(EDITS, -1), None)
     taps = Taps(read="*")
@@ -158,9 +158,7 @@ def taps_are_named(subject: Subject) -> Measure:
 
 
 def _moved(x: Tensor, *, place: int) -> Tensor:
-    """Two entries of one sequence changed: scores that move all together have no effect, nor has
-    a padded row.
-    """
+    """Change two entries of one sequence: a common shift of scores, or padding, has no effect."""
     x = x.clone()
     for end in (0, -1):
         x[(place, *(end,) * (x.ndim - 1))] += 1.0
@@ -169,7 +167,7 @@ def _moved(x: Tensor, *, place: int) -> Tensor:
 
 @torch.no_grad()
 def growing_is_fixed(subject: Subject) -> Measure:
-    """A prompt, single tokens, then reordered rows, against the whole sequence."""
+    """A prompt, single tokens, then reordered rows, against the complete sequence."""
     model = subject.ours()
     if subject.step is None:
         raise NotOffered("no step by step forward")
@@ -200,7 +198,7 @@ def cross_reads_encoder(subject: Subject) -> Measure:
     other = Taps(read="decoder.blocks.*.cross.out")
     assert inputs.source_BS is not None
     changed = replace(inputs, source_BS=(inputs.source_BS + 1) % model.spec.source_vocab)
-    # The decoder's own stream is held fixed, so that a change can only come through
+    # The decoder's own residual stream is kept fixed, so that a change can only come through
     # cross-attention.
     held = {
         f"decoder.blocks.{i}.resid_mid": taps.seen[f"decoder.blocks.{i}.resid_mid"]
@@ -259,7 +257,7 @@ def compiled_is_eager(subject: Subject) -> Measure:
     return Measure(worst, tolerance_of(slow), subject.size)
 
 
-#: For each place: the tap that is still the same, and the one that first differs.
+#: For each dropout: the tap that is still the same, and the one that first differs.
 PLACES = {
     "embedding": (None, "embed"),
     "attention": ("attn.weights", "attn.heads"),

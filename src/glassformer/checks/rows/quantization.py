@@ -35,7 +35,7 @@ from glassformer.spec.schemes import SCHEMES
 from glassformer.store.quantized import load_quantized, save_quantized
 
 SPECS = tuple(QuantSpec(scheme=scheme(), method="absmax", indivisible="keep") for scheme in SCHEMES)
-#: Whose answers for a row are the same bits in any batch.
+#: Backends whose result for a row has the same bits in any batch.
 INVARIANT = ("c", "fbgemm")
 NEIGHBOURS = 16
 
@@ -88,7 +88,7 @@ def equals_rounded(subject: Subject) -> Measure:
 
 
 def dequantizes_exactly(subject: Subject) -> Measure:
-    """The way back is a plain model of the manifest's names that computes the same bits."""
+    """Dequantized, it is a plain model with the manifest's names that computes the same bits."""
     worst = 0.0
     for small in _quantized(subject, backend=REFERENCE):
         expected = _logits(small, subject)
