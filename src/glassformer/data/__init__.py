@@ -1,1 +1,1 @@
-"""What a model is fed: batches, vocabularies and tasks, in NumPy."""
+"""The data of a model: batches, vocabularies and tasks, in NumPy."""

@@ -1,7 +1,7 @@
-"""`Batch`: what every task makes and every engine reads, as NumPy arrays with one mask convention.
+"""`Batch`: the arrays that tasks make and engines read, in NumPy, with one mask convention.
 
-`valid` is True where a token is real. Padding may stand on either side; what a padded place holds
-is never read. `segments` keeps examples that share a row apart.
+`valid` is True where a token is real. Padding may be on either side; the contents of a padded
+position are never read. `segments` keeps examples that share a row apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """tokens_BT and valid_BT; targets by head (B, T) or (B,), weights as the targets, segments_BT.
+    """A batch: tokens_BT, valid_BT, segments_BT; targets by head (B, T) or (B,), weights alike.
 
     A weight of 0 keeps a position out of the loss; no weights means 1 wherever `valid`.
     """
@@ -82,7 +82,7 @@ class Batch:
     def of(
         cls, sequences: Sequence[Sequence[int]], *, side: Literal["right", "left"] = "right"
     ) -> "Batch":
-        """Sequences of ids, padded on one side to the longest of them."""
+        """Return a batch of sequences of ids, padded on one side to the longest."""
         tokens, valid = pad(sequences, side=side)
         return cls(tokens=tokens, valid=valid)
 
@@ -90,7 +90,7 @@ class Batch:
 def pad(
     sequences: Sequence[Sequence[int]], *, side: Literal["right", "left"] = "right", filler: int = 0
 ) -> tuple[Ints, Bools]:
-    """tokens_BT and valid_BT of sequences of different lengths."""
+    """Return tokens_BT and valid_BT of sequences of different lengths."""
     if side not in ("right", "left"):
         raise InputError(f"side '{side}' is not one of right, left")
     if not sequences:

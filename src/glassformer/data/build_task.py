@@ -1,4 +1,4 @@
-"""From a task's spec to the task."""
+"""Building a task from its spec."""
 
 from pathlib import Path
 from typing import assert_never
@@ -16,7 +16,7 @@ from glassformer.spec.own import OwnTask, open_part, running
 
 
 def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
-    """The examples that a spec describes; `cache` is a folder where text keeps its token files."""
+    """Return the task that a spec describes; `cache` is a folder for the token files of text."""
     check_member("task", task, spec.Task)
     match task:
         case spec.DigitsTask():
@@ -41,7 +41,7 @@ def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
 
 
 def _own_task(part: OwnTask) -> Task:
-    """A task of the user's own, checked against what every task must offer."""
+    """Return a user's task, checked against what every task must offer."""
     kind = open_part(part)
     if not issubclass(kind, Task):
         raise InputError(f"{part.source} is no task", hint="subclass glassformer.data.task.Task")

@@ -1,6 +1,6 @@
 """The order of the data: which rows make up the batch of a step, as a pure function of the step.
 
-Nothing is stored but the step: a resumed run asks for the next one. An epoch is a permutation of
+Nothing is stored but the step: a resumed run requests the next one. An epoch is a permutation of
 all rows; its last batch is short where the sizes do not divide, so that no row is left out.
 """
 
@@ -12,15 +12,15 @@ from glassformer.data.rng import stream
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
 
-POOL = 64  # batches; within one pool rows are sorted by length, across pools only chance rules
+POOL = 64  # batches; within one pool rows are sorted by length, across pools the order is random
 
 
 class Sampler:
-    """Rows by step. With `lengths`, the rows of a batch are of like length.
+    """Rows by step. With `lengths`, the rows of a batch have similar lengths.
 
     Buckets: an epoch's permutation is cut into pools of 64 batches, each pool is sorted by length
-    (chance orders equals), cut into batches, and the order of all batches is drawn anew. The short
-    batch may then come at any place.
+    (equal ones in random order), cut into batches, and the batches are shuffled. The short batch
+    may then come at any position.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Sampler:
         self._batches: list[NDArray[np.int64]] = []
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        """The rows of the batch of this step, counted from 0."""
+        """Return the rows of the batch of this step, counted from 0."""
         at_least("step", step, 0)
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:

@@ -1,11 +1,8 @@
-"""Which example belongs to which split, decided once for each distinct example.
+"""Splits of examples, and batches of sources and answers.
 
-Ruling C-23: random draws leak, so distinct examples are split. Eight in ten train, one is looked at
-during training (`val`), one afterwards (`test`).
-
-A batch of sources and answers: what the decoder reads is what it should say, one place later.
-
-Targets are shifted here and nowhere else (ruling C-16).
+Random draws repeat examples, so it is the distinct examples that are split: eight in ten train, one
+is evaluated during training (`val`), one afterwards (`test`). Targets are shifted here and nowhere
+else: the decoder's input is its target, one position later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +14,13 @@ from numpy.typing import NDArray
 from glassformer.data.batch import Batch, Bools, Ints, Source
 from glassformer.spec.errors import InputError, nearest
 
-# N examples, L places, B batch, T length
+# N examples, L positions, B batch, T length
 
 T = TypeVar("T")
 
 
 def tenths(count: int) -> dict[str, NDArray[np.int64]]:
-    """Numbers 0 … count - 1 by split: of each ten, eight train, then one val and one test.
+    """Return numbers 0 … count - 1 by split: of each ten, eight train, then one val and one test.
 
     Neighbours go to different splits, so groups of examples that stand together are all divided.
     """
@@ -33,7 +30,7 @@ def tenths(count: int) -> dict[str, NDArray[np.int64]]:
 
 
 def spread(total: int, capacities: Sequence[int], *, what: str) -> list[int]:
-    """How many of `total` each cell gives: as even as can be, no cell more than it has."""
+    """Return each cell's share of `total`: as even as possible, none above its capacity."""
     if total > sum(capacities):
         raise InputError(
             f"{total} different {what} asked for, there are {sum(capacities)}",
@@ -51,7 +48,7 @@ def spread(total: int, capacities: Sequence[int], *, what: str) -> list[int]:
 def distinct_rows(
     rng: np.random.Generator, *, count: int, base: int, length: int
 ) -> NDArray[np.int64]:
-    """`count` different rows of `length` numbers below `base`, each set of them equally likely."""
+    """Sample `count` distinct rows of `length` numbers below `base`, all sets equally likely."""
     assert count <= base**length, "spread() keeps to what there is"
     if base**length <= 4 * count:  # so few that all can be listed
         picked = rng.permutation(base**length)[:count]
@@ -68,7 +65,7 @@ def distinct_rows(
 
 
 def overlap(splits: Mapping[str, Ints]) -> int:
-    """How many distinct rows occur in more than one split; padded alike, width by width."""
+    """Return the number of distinct rows that occur in several splits; padded alike."""
     width = max(rows.shape[1] for rows in splits.values())
     own = [
         np.unique(np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1), axis=0)
@@ -79,14 +76,14 @@ def overlap(splits: Mapping[str, Ints]) -> int:
 
 
 def pick(splits: Mapping[str, T], split: str) -> T:
-    """The split of that name."""
+    """Return the split of that name."""
     if split not in splits:
         raise InputError(f"there is no split '{split}'", hint=nearest(split, splits))
     return splits[split]
 
 
 def checked(rows: Ints, *, size: int, split: str) -> NDArray[np.int64]:
-    """Row numbers as int64, refused where they are none: a negative one would count from behind."""
+    """Return row numbers as int64; refuse others: a negative one would count from the end."""
     rows = np.asarray(rows)
     if rows.ndim != 1 or len(rows) == 0 or rows.dtype.kind not in "iu":
         raise InputError(
@@ -99,7 +96,7 @@ def checked(rows: Ints, *, size: int, split: str) -> NDArray[np.int64]:
 
 
 def padded_to_longest(rows_NT: Ints, lengths_N: Ints) -> tuple[NDArray[np.int64], Bools]:
-    """tokens_BT and valid_BT, cut to the longest of these rows."""
+    """Return tokens_BT and valid_BT, cut to the longest of these rows."""
     width = int(lengths_N.max())
     return rows_NT[:, :width].astype(np.int64), np.arange(width) < lengths_N[:, None]
 
@@ -112,10 +109,10 @@ PAD, BOS, EOS = range(3)
 def answered_batch(
     source_NS: Ints, source_lengths_N: Ints, *, answer_NT: Ints, answer_lengths_N: Ints
 ) -> Batch:
-    """The source; BOS and the answer; the answer and its EOS as the target of head `next`."""
+    """Return a batch: the source; BOS and the answer; the answer and EOS as target of `next`."""
     source_BS, source_valid_BS = padded_to_longest(source_NS, source_lengths_N)
     next_BT, valid_BT = padded_to_longest(answer_NT, answer_lengths_N)
-    # What the decoder reads at a place is what it should have said at the place before.
+    # The decoder's input at a position is its target at the position before.
     tokens_BT = np.full_like(next_BT, BOS)
     tokens_BT[:, 1:] = next_BT[:, :-1]
     tokens_BT[~valid_BT] = PAD

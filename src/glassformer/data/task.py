@@ -40,7 +40,7 @@ class Oracle:
     legal: NDArray[np.bool_] | None = None
 
     def excess(self, log_probabilities: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-        """A model's cross-entropy against the truth less the truth's entropy, (B, T) or (B,).
+        """Return a model's cross-entropy against the truth less its entropy, (B, T) or (B,).
 
         Infinite where the model rules out what can happen; 0 on PAD.
         """
@@ -50,7 +50,7 @@ class Oracle:
         return missing
 
     def legal_mass(self, log_probabilities: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-        """How much of a model's probability is on legal answers, (B, T) or (B,); 0 on PAD."""
+        """Return a model's probability of legal answers, (B, T) or (B,); 0 on PAD."""
         legal = self._distribution() > 0 if self.legal is None else self.legal
         mass: NDArray[np.float64] = (np.exp(log_probabilities) * legal).sum(axis=-1)
         return mass
@@ -81,57 +81,57 @@ class Task(ABC):
 
     @abstractmethod
     def sizes(self) -> Mapping[str, int]:
-        """Number of examples in each split: train, val, and others by the task's own names."""
+        """Return the number of examples in each split: train, val, and the task's own."""
 
     @abstractmethod
     def batch(self, split: str, rows: Ints) -> Batch:
-        """These examples, padded to the longest, with targets by head and loss weights."""
+        """Return these examples, padded to the longest, with targets by head and loss weights."""
 
     def lengths(self, split: str) -> NDArray[np.int64]:
-        """Number of tokens of each example, for batches of similar lengths."""
+        """Return the number of tokens of each example, for batches of similar lengths."""
         counts = [batch.valid.sum(axis=1) for batch in self._batches(split)]
         return np.concatenate(counts).astype(np.int64)
 
     def longest(self) -> int:
-        """Number of tokens of the longest example of any split."""
+        """Return the number of tokens of the longest example of any split."""
         return max(int(self.lengths(split).max()) for split, size in self.sizes().items() if size)
 
     def groups(self, split: str, rows: Ints) -> Mapping[str, list[str]]:
-        """Labels, one per row, by which results are broken down: {"length": ["3", "7"]}."""
+        """Return labels, one per row, by which results are broken down: {"length": ["3", "7"]}."""
         return {}
 
     def confusions(
         self, split: str, rows: Ints, answers: NDArray[np.int64]
     ) -> Mapping[str, list[tuple[str, str]]]:
-        """Pairs (true label, predicted label), one per row; {} where predictions have no labels.
+        """Return pairs (true label, predicted label), one per row; {} if there are no labels.
 
         `answers` are the most likely tokens of the first head.
         """
         return {}
 
     def oracle(self, split: str, rows: Ints) -> Oracle | None:
-        """The true distribution of `batch(split, rows)`, or None where it is unknown (text)."""
+        """Return the true distribution of `batch(split, rows)`; None where it is unknown (text)."""
         return None
 
     def describe(self, split: str, row: int) -> str:
-        """One example as people write it."""
+        """Return one example as people write it."""
         batch = self.batch(split, np.array([row]))
         return self.tokenizer.decode([int(i) for i in batch.tokens[0][batch.valid[0]]])
 
     def model(self) -> ModelSpec | None:
-        """The model to train by default; None leaves the choice to the recipe."""
+        """Return the model to train by default; None leaves the choice to the recipe."""
         return None
 
     def training(self) -> TrainSpec | None:
-        """The training settings to use by default; None leaves the choice to the recipe."""
+        """Return the default training settings; None leaves the choice to the recipe."""
         return None
 
     def notes(self) -> list[str]:
-        """Remarks that a person should read before training."""
+        """Return remarks that a person should read before training."""
         return []
 
     def facts(self) -> Mapping[str, Any]:
-        """Facts about the data for the run's record: JSON values, and a hash of every example."""
+        """Return facts for the run's record: JSON values, and a hash of every example."""
         return {
             "task": self.name,
             "sizes": dict(self.sizes()),
@@ -200,7 +200,7 @@ def _check_ids(name: str, ids: Ints, count: int) -> None:
 
 
 def _arrays(batch: Batch) -> Iterator[NDArray[Any]]:
-    """Everything in a batch that a model could learn from, padding as zeros."""
+    """Return everything in a batch that a model could learn from, padding as zeros."""
     yield np.where(batch.valid, batch.tokens, 0)
     yield batch.valid
     yield from (batch.targets[head] for head in sorted(batch.targets))

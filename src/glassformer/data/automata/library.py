@@ -18,7 +18,7 @@ MOST_STATES = 1_000
 
 
 def parity() -> Machine:
-    """Is the number of 1s even or odd?"""
+    """Return the machine of the parity of 1s: even or odd."""
     return Machine(
         alphabet=("0", "1"),
         transitions=((0, 1), (1, 0)),
@@ -28,7 +28,7 @@ def parity() -> Machine:
 
 
 def modulo(k: int) -> Machine:
-    """The number of 1s modulo k; the class is the remainder."""
+    """Return the machine that counts 1s modulo k; the class is the remainder."""
     at_least("mod-K", k, 2)
     return Machine(
         alphabet=("0", "1"),
@@ -39,7 +39,7 @@ def modulo(k: int) -> Machine:
 
 
 def brackets(depth: int) -> Machine:
-    """Balanced brackets, at most `depth` of them open; the state is how many are.
+    """Return the machine of balanced brackets, at most `depth` open; the state is their number.
 
     A string may end only when all are closed. Closing what is not open, or opening one too many, is
     not possible.
@@ -58,7 +58,7 @@ def brackets(depth: int) -> Machine:
 
 
 def random_machine(states: int, *, symbols: int, seed: int, complete: bool = True) -> Machine:
-    """A minimal machine of so many states, all of them reachable, two classes.
+    """Return a minimal random machine of `states` states, all reachable, with two classes.
 
     Symbols are a, b, c, … and strings may end anywhere. With complete=False each state lacks about
     a third of its transitions, but never all: what is legal then depends on the state.
@@ -106,7 +106,7 @@ def _draw_machine(
 
 
 def machine_named(name: str, *, symbols: int = 3, seed: int = 0) -> Machine:
-    """`parity`, `mod-3`, `brackets-4`, `random-5`, `partial-5` or `regex:(ab|c)*`.
+    """Return `parity`, `mod-3`, `brackets-4`, `random-5`, `partial-5` or `regex:(ab|c)*`.
 
     `symbols` and `seed` are those of random machines; `partial-N` is one in which the legal symbols
     depend on the state.
@@ -131,7 +131,7 @@ def machine_named(name: str, *, symbols: int = 3, seed: int = 0) -> Machine:
 
 
 def _suggestion(name: str) -> str:
-    """The nearest of the names, or all of them."""
+    """Return the nearest of the names, or all of them."""
     stem = name.split("-")[0].split(":")[0]
     near = nearest(stem, [known.split("-")[0].split(":")[0] for known in KNOWN])
     if not near.startswith("did you mean"):

@@ -1,15 +1,9 @@
-"""Hopcroft's algorithm: the coarsest division of states that no symbol can tell apart.
-
-A block is split by the states that enter a splitter on one symbol; of the two halves only the
-smaller must become a splitter itself, which makes it O(A Q log Q).
-
-`Machine`: a finite-state machine as a value, and what can be asked of one.
+"""`Machine`: a finite-state machine as a value, with minimisation and a test of equivalence.
 
 A machine is deterministic by construction: a table of states by symbols. It may be partial; a
-missing transition means that no string goes on that way. Each state has a class, which is what the
-machine says of the string so far, and a string may end in some states and not in others.
-
-Do two machines say the same of every string? If not, a shortest one that tells them apart.
+missing transition means that no string continues that way. Each state has a class, the machine's
+output for the string so far, and a string may end in some states only. Minimisation is Hopcroft's
+algorithm; two machines that differ have a shortest counterexample.
 """
 
 from collections import deque
@@ -26,7 +20,7 @@ from glassformer.spec.errors import InputError, nearest
 
 
 def coarsest_refinement(table_QA: Ints, *, labels_Q: Ints) -> NDArray[np.int64]:
-    """A block number for each state of a complete table; states of one block have one label."""
+    """Return a block number for each state of a complete table; a block has one label."""
     states, symbols = table_QA.shape
     enter: list[list[list[int]]] = [[[] for _ in range(states)] for _ in range(symbols)]
     for state, row in enumerate(table_QA.tolist()):
@@ -60,16 +54,16 @@ def coarsest_refinement(table_QA: Ints, *, labels_Q: Ints) -> NDArray[np.int64]:
     return np.array(number, dtype=np.int64)
 
 
-# Q states, A symbols of the alphabet, N strings, L places
+# Q states, A symbols of the alphabet, N strings, L positions
 
 NOWHERE = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """next state = transitions[state][symbol], NOWHERE if there is none; class = classes[state].
+    """A machine: next state = transitions[state][symbol], or NOWHERE; class = classes[state].
 
-    `ends[state]` says whether a string may end there; by default it may end anywhere.
+    `ends[state]` is True if a string may end there; by default it may end anywhere.
     """
 
     alphabet: tuple[str, ...]
@@ -128,7 +122,7 @@ class Machine:
         ends: Sequence[bool] = (),
         start: int = 0,
     ) -> "Machine":
-        """Of (state, symbol, next state); two different ones for one symbol are refused."""
+        """Build a machine of (state, symbol, next state); refuse two targets for one symbol."""
         table = [[NOWHERE] * len(alphabet) for _ in classes]
         for state, symbol, target in edges:
             if symbol not in alphabet:
@@ -157,15 +151,15 @@ class Machine:
 
     @property
     def n_states(self) -> int:
-        """How many states it has."""
+        """The number of states."""
         return len(self.transitions)
 
     def table(self) -> NDArray[np.int64]:
-        """The transitions (Q, A) as an array."""
+        """Return the transitions (Q, A) as an array."""
         return np.array(self.transitions, dtype=np.int64)
 
     def missing(self) -> list[tuple[int, str]]:
-        """States and symbols without a transition: empty for a complete machine."""
+        """Return states and symbols without a transition: none for a complete machine."""
         return [
             (state, symbol)
             for state, row in enumerate(self.transitions)
@@ -174,7 +168,7 @@ class Machine:
         ]
 
     def reachable(self) -> list[int]:
-        """States that some string leads to, in the order of a breadth-first walk."""
+        """Return the states that some string leads to, in the order of a breadth-first walk."""
         order = [self.start]
         seen = {self.start}
         for state in order:  # grows while it is read
@@ -185,7 +179,7 @@ class Machine:
         return order
 
     def live(self) -> tuple[bool, ...]:
-        """For each state: can a string that is there still come to an end?"""
+        """Return, for each state, True if a string in it can still end."""
         before: list[list[int]] = [[] for _ in self.transitions]
         for state, row in enumerate(self.transitions):
             for target in row:
@@ -201,7 +195,7 @@ class Machine:
         return tuple(alive)
 
     def legal(self, state: int) -> tuple[str, ...]:
-        """Symbols after which a string can still come to an end."""
+        """Return the symbols after which a string can still end."""
         alive = self.live()
         return tuple(
             symbol
@@ -212,7 +206,7 @@ class Machine:
     # --- what it does ---------------------------------------------------------------------------
 
     def run(self, symbols: Iterable[str]) -> list[int]:
-        """The states of a string: the start, then one after each symbol."""
+        """Return the states of a string: the start, then one after each symbol."""
         states = [self.start]
         for place, symbol in enumerate(symbols):
             if symbol not in self.alphabet:
@@ -232,11 +226,11 @@ class Machine:
         return states
 
     def run_classes(self, symbols: Iterable[str]) -> list[str]:
-        """The classes of a string: of nothing, then after each symbol."""
+        """Return the classes of a string: of the empty one, then after each symbol."""
         return [self.class_names[self.classes[state]] for state in self.run(symbols)]
 
     def accepts(self, symbols: Iterable[str]) -> bool:
-        """Can this string be read to its last symbol, and may it end there?"""
+        """Return True if this string can be read to its last symbol and may end there."""
         state = self.start
         for symbol in symbols:
             if symbol not in self.alphabet:
@@ -247,7 +241,7 @@ class Machine:
         return self.ends[state]
 
     def trajectories(self, symbols_NL: Ints) -> NDArray[np.int64]:
-        """States (N, L + 1) of strings of symbol numbers; NOWHERE behind a string's end."""
+        """Return the states (N, L + 1) of strings of symbol numbers; NOWHERE after their ends."""
         table = np.pad(self.table(), ((0, 1), (0, 1)), constant_values=NOWHERE)
         states = np.full((len(symbols_NL), symbols_NL.shape[1] + 1), self.start, dtype=np.int64)
         for place in range(symbols_NL.shape[1]):
@@ -257,7 +251,7 @@ class Machine:
     # --- other machines -------------------------------------------------------------------------
 
     def completed(self, *, dead_class: int = 0) -> "Machine":
-        """With a dead state for every missing transition, unless nothing is missing."""
+        """Return the machine with a dead state for missing transitions, if any are missing."""
         if not self.missing():
             return self
         dead = self.n_states
@@ -272,7 +266,7 @@ class Machine:
         )
 
     def trimmed(self) -> "Machine":
-        """Without states that cannot be reached or from which no string comes to an end.
+        """Return the machine without states that are unreachable or from which no string can end.
 
         States are numbered as a breadth-first walk meets them.
         """
@@ -293,7 +287,7 @@ class Machine:
         return cut._kept(cut.reachable())
 
     def minimised(self) -> "Machine":
-        """The smallest machine with the same classes and ends after every string (Hopcroft).
+        """Return the smallest machine with the same classes and ends after every string (Hopcroft).
 
         States are numbered as a breadth-first walk meets them, so that two machines are equivalent
         exactly if their minimised ones are equal.
@@ -323,7 +317,7 @@ class Machine:
         return whole._kept(whole.reachable())
 
     def _kept(self, states: Sequence[int]) -> "Machine":
-        """These states only, numbered in this order; what led elsewhere leads nowhere."""
+        """Return the machine of these states only, in this order; other targets become NOWHERE."""
         number = {state: place for place, state in enumerate(states)} | {NOWHERE: NOWHERE}
         return Machine(
             alphabet=self.alphabet,
@@ -338,7 +332,7 @@ class Machine:
 
 
 def counterexample(a: Machine, b: Machine) -> tuple[str, ...] | None:
-    """A shortest string that tells two machines apart, or None if they are equivalent.
+    """Return a shortest string that tells two machines apart; None if they are equivalent.
 
     Equivalent: every string can be read by both or by neither, has classes of one name in both,
     and may end in both or in neither. Of several shortest strings, the first by `a`'s alphabet.
@@ -380,5 +374,5 @@ def counterexample(a: Machine, b: Machine) -> tuple[str, ...] | None:
 
 
 def equivalent(a: Machine, b: Machine) -> bool:
-    """Does no string tell them apart?"""
+    """Return True if no string tells the machines apart."""
     return counterexample(a, b) is None

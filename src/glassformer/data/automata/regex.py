@@ -1,7 +1,7 @@
 """Regular expressions as machines: a small parser, Thompson's construction, subsets, minimisation.
 
-Known: single characters, `|`, `*`, `+`, `?`, `( )`, `[abc]`, `[a-c]`, `[^a]`, `.` for any symbol of
-the alphabet, and `\\` before a character that is meant literally. The meaning is that of Python's
+Supported: characters, `|`, `*`, `+`, `?`, `( )`, `[abc]`, `[a-c]`, `[^a]`, `.` for any symbol
+of the alphabet, and `\\` before a literal character. The meaning is that of Python's
 `re.fullmatch`.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from glassformer.data.automata.machine import NOWHERE, Machine
 from glassformer.spec.errors import InputError
 
-FOREIGN = "^$]{}"  # mean something to `re` that is not known here
+FOREIGN = "^$]{}"  # special in `re`, not supported here
 DEEPEST = 50  # brackets within brackets
 MOST_STATES = 2_000
 WIDEST = 255  # from one end of a range to the other
 
 
 def machine_of_regex(pattern: str, *, alphabet: Sequence[str] = ()) -> Machine:
-    """The smallest machine whose strings may end exactly where they match; dead ends are cut off.
+    """Return the smallest machine whose strings may end exactly where they match; no dead ends.
 
-    Without an alphabet, it is the characters that occur in the pattern, in order.
+    The default alphabet is the characters that occur in the pattern, in order.
     """
     if not alphabet:
         reader = _Parser(pattern, None)
@@ -31,7 +31,7 @@ def machine_of_regex(pattern: str, *, alphabet: Sequence[str] = ()) -> Machine:
 
 
 class _Parser:
-    """Reads a pattern once, from left to right, and builds Thompson's machine on the way.
+    """A parser that reads a pattern once, left to right, and builds Thompson's machine on the way.
 
     A part is a pair of states, entered at the first and left at the second. `free[q]` are the moves
     that read nothing, `moves[q]` those that read one of some characters.
@@ -44,7 +44,7 @@ class _Parser:
         self.free: list[list[int]] = []
         self.moves: list[tuple[frozenset[str], int] | None] = []
         self.named: set[str] = set()  # characters met so far
-        self.open = alphabet is None  # a first reading, which only asks for the characters
+        self.open = alphabet is None  # a first reading, which only collects the characters
         self.alphabet = alphabet or ()
         for symbol in self.alphabet:
             if len(symbol) != 1 or symbol.isspace():
@@ -53,20 +53,20 @@ class _Parser:
             raise self.error("the pattern names no symbol", hint="name one, e.g. (ab)*")
 
     def error(self, what: str, *, hint: str = "") -> InputError:
-        """What is wrong, and at which place of the pattern."""
+        """Return an error with its position in the pattern."""
         return InputError(
             what, where=f"character {self.place} of regex '{self.pattern}'", hint=hint
         )
 
     def whole(self) -> tuple[int, int]:
-        """The whole pattern."""
+        """Parse the complete pattern."""
         part = self.union()
         if self.place < len(self.pattern):
             raise self.error("a ) that closes nothing", hint="write \\) for the character itself")
         return part
 
     def union(self) -> tuple[int, int]:
-        """concat | concat | …"""
+        """Parse concat | concat | …"""
         start, end = self.state(), self.state()
         while True:
             first, last = self.concat()
@@ -77,7 +77,7 @@ class _Parser:
             self.place += 1
 
     def concat(self) -> tuple[int, int]:
-        """Parts one after another; none at all matches the empty string."""
+        """Parse parts one after another; none at all matches the empty string."""
         start = end = self.state()
         while self.peek() not in ("", "|", ")"):
             first, last = self.repeated()
@@ -86,7 +86,7 @@ class _Parser:
         return start, end
 
     def repeated(self) -> tuple[int, int]:
-        """A part, and how often."""
+        """Parse a part, and how often it occurs."""
         first, last = self.atom()
         how = self.peek()
         if how not in ("*", "+", "?"):
@@ -104,7 +104,7 @@ class _Parser:
         return start, end
 
     def atom(self) -> tuple[int, int]:
-        """One character of some, or a part in brackets."""
+        """Parse one character of some, or a part in brackets."""
         character = self.peek()
         if character == "(":
             if self.depth == DEEPEST:
@@ -127,7 +127,7 @@ class _Parser:
         return self.reads(frozenset(self.literal()))
 
     def choice(self) -> frozenset[str]:
-        """[abc], [a-c], [^abc]."""
+        """Parse [abc], [a-c], [^abc]."""
         opened = self.place
         self.place += 1
         inverted = self.peek() == "^"
@@ -156,7 +156,7 @@ class _Parser:
         return frozenset(chosen)
 
     def member(self) -> str:
-        """One character between [ and ], where only \\ is special."""
+        """Parse one character between [ and ], where only \\ is special."""
         if self.peek() == "\\":
             self.place += 1
             if self.peek().isalnum():
@@ -167,7 +167,7 @@ class _Parser:
         return self.pattern[self.place - 1]
 
     def literal(self) -> str:
-        """One character, itself."""
+        """Parse one character that stands for itself."""
         character = self.peek()
         if character in FOREIGN:
             raise self.error(
@@ -185,24 +185,24 @@ class _Parser:
         return character
 
     def peek(self, ahead: int = 0) -> str:
-        """The character here, empty at the end."""
+        """Return the next character, empty at the end."""
         return self.pattern[self.place + ahead : self.place + ahead + 1]
 
     def state(self) -> int:
-        """A new state."""
+        """Add a state; return its number."""
         self.free.append([])
         self.moves.append(None)
         return len(self.free) - 1
 
     def reads(self, symbols: frozenset[str]) -> tuple[int, int]:
-        """A part that reads one of these."""
+        """Return a part that reads one of these."""
         start, end = self.state(), self.state()
         self.moves[start] = (symbols, end)
         return start, end
 
 
 def _determinised(parser: _Parser, start: int, end: int) -> Machine:
-    """Sets of states that some string can be in; class 1 where the last one is among them."""
+    """Return the machine of the sets of states of a string; class 1 if the last one is in it."""
 
     def closed(states: set[int]) -> frozenset[int]:
         waiting = list(states)

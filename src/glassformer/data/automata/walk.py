@@ -1,7 +1,7 @@
-"""`Walk`: a machine's weighted random walk, which writes strings, and its exact probabilities.
+"""`Walk`: a weighted random walk on a machine, which samples strings, and its probabilities.
 
-In a state the walk ends with some probability, if strings may end there, or else draws a symbol by
-the state's weights. So what comes next depends on the state alone, except that no string ends
+In a state the walk ends with some probability, if strings may end there, or else samples a symbol
+by the state's weights. So what comes next depends on the state alone, except that no string ends
 before `min_length`. A walk has no longest length: readers cut it.
 """
 
@@ -17,14 +17,14 @@ from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
 
 # Q states, A symbols, E = A + 1 events (the symbols, then the end), M = min_length + 1 phases,
-# N strings, L places
+# N strings, L positions
 
-ENDS = 64  # the chance to end is a whole number of 64ths, so that all machines agree on its bits
+ENDS = 64  # the probability to end is a multiple of 1/64, so that all computers agree on its bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strings:
-    """Strings of at most `cut` symbols: numbers of symbols, NOWHERE behind; how many there are.
+    """Strings of at most `cut` symbols: symbol numbers, NOWHERE after the end; and their lengths.
 
     `following` is the event after the last symbol: the end, or, where the string was cut, perhaps
     a symbol that no longer fits.
@@ -37,7 +37,7 @@ class Strings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walk:
-    """machine, and P(event | state) in each phase: after 0, 1, … min_length or more symbols."""
+    """A machine, and P(event | state) in each phase: after 0, 1, … min_length or more symbols."""
 
     machine: Machine
     probabilities_MQE: NDArray[np.float64]
@@ -51,9 +51,9 @@ class Walk:
         min_length: int = 1,
         weights_QA: Floats | Ints | None = None,
     ) -> "Walk":
-        """Symbols by weight (all alike without), ending with probability `end` where it may.
+        """Return a walk by weights (uniform by default), ending with probability `end` if it may.
 
-        Where nothing but the end is possible, it comes; before min_length a symbol is possible
+        Where nothing but the end is possible, it is certain; before min_length a symbol is possible
         only if the string can then still become long enough.
         """
         at_least("min_length", min_length, 0)
@@ -68,7 +68,7 @@ class Walk:
             )
         table_QA = machine.table()
         live_Q = np.array(machine.live())
-        # can_MQ: may a string be in this state after so many symbols, and still end late enough?
+        # can_MQ: may a string be in this state after this many symbols, and still end late enough?
         can_MQ = np.tile(live_Q, (min_length + 1, 1))
         open_QA = table_QA != NOWHERE
         for phase in range(min_length - 1, -1, -1):
@@ -93,16 +93,16 @@ class Walk:
 
     @property
     def min_length(self) -> int:
-        """No string is shorter."""
+        """The length of the shortest string."""
         return len(self.probabilities_MQE) - 1
 
     def after(self, count: int) -> NDArray[np.float64]:
-        """P(event | state) as (Q, E) after so many symbols."""
+        """Return P(event | state) as (Q, E) after `count` symbols."""
         chance_QE: NDArray[np.float64] = self.probabilities_MQE[min(count, self.min_length)]
         return chance_QE
 
     def draw(self, rng: np.random.Generator, *, count: int, cut: int) -> Strings:
-        """Strings by chance, each at most `cut` symbols of a walk."""
+        """Sample strings, each at most `cut` symbols of a walk."""
         table_QA = self.machine.table()
         end = len(self.machine.alphabet)
         symbols_NL = np.full((count, cut), NOWHERE, dtype=np.int16)
@@ -127,7 +127,7 @@ class Walk:
         return Strings(symbols_NL=symbols_NL, lengths_N=lengths_N, following_N=following_N)
 
     def prefix_probabilities(self, symbols_NL: Ints) -> NDArray[np.float64]:
-        """P(a walk begins so), (N, L + 1): with 0, 1, … symbols; 0 behind a string's end."""
+        """Return P(a walk begins with the first 0, 1, … symbols), (N, L + 1); 0 after the end."""
         states = self.machine.trajectories(symbols_NL)
         made = np.ones((len(symbols_NL), symbols_NL.shape[1] + 1))
         for place in range(symbols_NL.shape[1]):
@@ -137,7 +137,7 @@ class Walk:
         return made
 
     def likeliest_rest(self, *, cut: int) -> NDArray[np.float64]:
-        """(cut + 1, Q): the probability of the likeliest way on to the end, or to the cut."""
+        """Return (cut + 1, Q): the probability of the likeliest way to the end or the cut."""
         table_QA = self.machine.table()
         best = np.ones((cut + 1, self.machine.n_states))
         for place in range(cut - 1, -1, -1):
@@ -147,13 +147,13 @@ class Walk:
         return best
 
     def entropies(self) -> NDArray[np.float64]:
-        """Nats of the next event, (M, Q): -sum P log P."""
+        """Return the entropy of the next event in nats, (M, Q): -sum P log P."""
         p = self.probabilities_MQE
         nats: NDArray[np.float64] = -(p * np.log(np.where(p > 0, p, 1.0))).sum(axis=2)
         return np.abs(nats)  # -0.0 where the next event is certain
 
     def totals(self, *, cut: int) -> tuple[float, float]:
-        """Expected nats and expected events of one string: exact, by going through the states.
+        """Return the expected nats and events of one string: exact, by iterating over states.
 
         A string of n < cut symbols is n + 1 events; a cut one is cut + 1.
         """
@@ -172,16 +172,16 @@ class Walk:
 
 
 def weighted_walk(machine: Machine, *, min_length: int, max_length: int, seed: int | None) -> Walk:
-    """A walk whose strings, cut at max_length, are about half-way between the two on average.
+    """Return a walk whose strings, cut at max_length, average about half-way between the two.
 
-    Weights are whole numbers from 1 to 9 drawn for each state and symbol by `seed`; without a seed
-    all symbols are alike.
+    Weights are integers from 1 to 9, sampled for each state and symbol by `seed`; without a seed
+    they are equal.
     """
     weights_QA = None
     if seed is not None:
         shape = (machine.n_states, len(machine.alphabet))
         weights_QA = stream(seed, "weights").integers(1, 10, size=shape)
-    middle = (min_length + max_length) / 2 + 1  # events, the end among them
+    middle = (min_length + max_length) / 2 + 1  # events, the end included
     best, smallest = None, float("inf")
     # Strings of one length only are always cut; they end there as often as not.
     for chance in range(1 if max_length > min_length else ENDS // 2, ENDS // 2 + 1):

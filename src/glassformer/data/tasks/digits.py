@@ -1,8 +1,8 @@
-"""Source 003's task: an operation and digits in, one digit out.
+"""Digit operations: an operation and digits in, one digit out.
 
-The model reads `SECOND 7 3 9 SEP` and answers `3`. The 20 tokens (ruling C-22): the digits, whose
-ids are their values, seven operations, PAD, SEP, EOS. A whole example, as people write it, is
-`SECOND 7 3 9 SEP 3 EOS`. Splits are by unique example (C-23).
+The model reads `SECOND 7 3 9 SEP` and predicts `3`. There are 20 tokens: the digits, whose ids are
+their values, seven operations, PAD, SEP, EOS. A complete example, as people write it, is
+`SECOND 7 3 9 SEP 3 EOS`. Splits are by unique example.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ class Example(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """What the model reads: `SECOND 7 3 9 SEP`."""
+        """The model's input: `SECOND 7 3 9 SEP`."""
         return " ".join((self.operation, *map(str, self.digits), "SEP"))
 
     def __str__(self) -> str:
@@ -55,17 +55,17 @@ class Example(NamedTuple):
 
 
 def tokenize(text: str) -> list[int]:
-    """Token ids of words separated by spaces."""
+    """Return the token ids of words separated by spaces."""
     return VOCAB.tokenize(text)
 
 
 def detokenize(ids: Iterable[int]) -> str:
-    """The words of token ids."""
+    """Return the words of token ids."""
     return VOCAB.detokenize(ids)
 
 
 def answer_of(operation: str, digits: Sequence[int]) -> int:
-    """The one right answer."""
+    """Return the one right answer."""
     one_of("operation", operation, OPERATIONS)
     if len(digits) < 2 or not all(0 <= digit <= 9 for digit in digits):
         raise InputError(f"{list(digits)} are not two digits or more", hint="0 to 9 each")
@@ -79,7 +79,7 @@ def generate_example(
     max_length: int = 6,
     operations: Sequence[str] = OPERATIONS,
 ) -> Example:
-    """A random operation on a random number of random digits, with its answer."""
+    """Return a random operation on a random number of random digits, with its answer."""
     operation = operations[int(rng.integers(len(operations)))]
     length = int(rng.integers(min_length, max_length + 1))
     digits = tuple(rng.integers(0, 10, size=length).tolist())
@@ -87,7 +87,7 @@ def generate_example(
 
 
 def create_batch(examples: Sequence[Example]) -> Batch:
-    """tokens_BT padded on the right to the longest, and the answers (B,) as head `answer`."""
+    """Return tokens_BT, padded on the right, and the answers (B,) as head `answer`."""
     tokens_BT, valid_BT = pad([tokenize(example.prompt) for example in examples], filler=PAD)
     answers_B = np.array([example.answer for example in examples], dtype=np.int64)
     return Batch(
@@ -127,12 +127,12 @@ class Digits(Task):
         assert self._overlap == 0, f"{self._overlap} examples are in two splits"
 
     def model(self) -> ModelSpec:
-        """The preset, with a little dropout: chosen of three settings by their score."""
+        """Return the preset with a little dropout, the best of three settings."""
         model = presets.digits(vocab_size=self.tokenizer.vocab_size)
         return replace(model, decoder=replace(model.decoder, dropout=Dropout.from_number(0.05)))
 
     def training(self) -> TrainSpec:
-        """Settings that learn every operation."""
+        """Return settings that learn every operation."""
         return TrainSpec(
             steps=4_000,
             batch_size=128,
@@ -142,15 +142,15 @@ class Digits(Task):
         )
 
     def sizes(self) -> dict[str, int]:
-        """Examples of each split."""
+        """Return the number of examples in each split."""
         return {split: len(rows.tokens_NT) for split, rows in self._splits.items()}
 
     def lengths(self, split: str) -> NDArray[np.int64]:
-        """Tokens of each prompt: the operation, the digits, SEP."""
+        """Return the number of tokens of each prompt: the operation, the digits, SEP."""
         return pick(self._splits, split).lengths_N
 
     def batch(self, split: str, rows: Ints) -> Batch:
-        """Prompts, and the answer's token as the target of head `answer`, of shape (B,)."""
+        """Return prompts, and the answer's token as the target of head `answer`, (B,)."""
         tokens_BT, lengths_B, answers_B = self._take(split, rows)
         tokens_BT, valid_BT = padded_to_longest(tokens_BT, lengths_B)
         return Batch(
@@ -161,7 +161,7 @@ class Digits(Task):
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Each row's operation, and its number of digits."""
+        """Return each row's operation, and its number of digits."""
         tokens_BT, lengths_B, _ = self._take(split, rows)
         return {
             "operation": [VOCAB.names[token] for token in tokens_BT[:, 0]],
@@ -171,8 +171,8 @@ class Digits(Task):
     def confusions(
         self, split: str, rows: Ints, answers: NDArray[np.int64]
     ) -> dict[str, list[tuple[str, str]]]:
-        """The operation asked for, and the one that would have given this answer (or `none`); the
-        digit that is right, and the token that was answered.
+        """Return the requested operation and the one that would give this prediction (or `none`);
+        the right digit and the predicted token.
         """
         tokens_BT, lengths_B, answers_B = self._take(split, rows)
         pairs = []
@@ -184,7 +184,7 @@ class Digits(Task):
         return {"operation": pairs, "answer": list(zip(map(str, answers_B), names, strict=True))}
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
-        """One answer is right: entropy (B,) is 0, and all probability (B, V) is on that answer."""
+        """Return the truth: entropy (B,) 0, and all probability (B, V) on the one answer."""
         answers_B = self._take(split, rows)[2]
         probabilities_BV = np.eye(VOCAB.vocab_size)[answers_B]
         return Oracle(
@@ -194,12 +194,12 @@ class Digits(Task):
         )
 
     def describe(self, split: str, row: int) -> str:
-        """`SECOND 7 3 9 SEP 3 EOS`."""
+        """Return an example such as `SECOND 7 3 9 SEP 3 EOS`."""
         tokens_BT, lengths_B, answers_B = self._take(split, np.array([row]))
         return detokenize([*tokens_BT[0, : lengths_B[0]], answers_B[0], VOCAB.id("EOS")])
 
     def facts(self) -> dict[str, Any]:
-        """Sizes, how many examples of each operation and length, overlap of the splits, a hash."""
+        """Return sizes, counts by operation and length, overlap of the splits, a hash."""
         counts: dict[str, dict[str, int]] = {"operation": {}, "length": {}}
         for split, size in self.sizes().items():
             for group, labels in self.groups(split, np.arange(size)).items():
@@ -222,7 +222,7 @@ class Digits(Task):
     def _take(
         self, split: str, rows: Ints
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """tokens_BT of full width, lengths_B, answers_B."""
+        """Return tokens_BT of full width, lengths_B, answers_B."""
         kept = pick(self._splits, split)
         rows = checked(rows, size=len(kept.tokens_NT), split=split)
         return (
@@ -233,7 +233,7 @@ class Digits(Task):
 
 
 def _enumerate(spec: DigitsTask) -> _Rows:
-    """All examples, cell by cell: a cell is an operation and a length, in an order by chance."""
+    """Return all examples by cell (an operation and a length), shuffled within each."""
     cells = [
         (operation, length)
         for length in range(spec.min_length, spec.max_length + 1)
@@ -258,7 +258,7 @@ def _enumerate(spec: DigitsTask) -> _Rows:
 
 
 def _answers(operation: str, digits: Ints) -> Ints:
-    """Answers (N,) of one operation on rows of digits (N, length)."""
+    """Return the answers (N,) of one operation on rows of digits (N, length)."""
     match operation:
         case "FIRST":
             answers = digits[:, 0]

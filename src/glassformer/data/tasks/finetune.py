@@ -1,13 +1,9 @@
-"""Files to fine-tune on: JSON lines of three forms, or text. A bad line is named by its number.
+"""Files to fine-tune on: JSON lines of three forms, or text, read as records and packed into rows.
 
-A record is what a person wrote; it becomes tokens where the base's tokenizer and chat template are
-known.
-
-Ready-made examples as a task: ids with what is to be learned of them, packed into rows.
-
-Packing leaks nothing: an example is shifted on its own before it is packed, so its last token never
-predicts the next one's first, and `segments` keeps attention and positions apart. What does not fit
-is cut or left out, and told: `notes` says it to people, `facts` to the run's record.
+A bad line is reported by its number. Records become tokens where the base's tokenizer and chat
+template are known. Packing leaks nothing: an example is shifted on its own before it is packed, so
+its last token never predicts the next one's first, and `segments` separates attention and
+positions. What does not fit is cut or left out; `notes` and `facts` report it.
 """
 
 import bisect
@@ -30,7 +26,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import unique_keys
 from glassformer.spec.tasks import FinetuneTask
 
-#: So many bad lines are told at once; the rest are counted.
+#: The number of bad lines that are reported at once; the rest are counted.
 TOLD = 5
 FORMS = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 Message = Mapping[str, Any]
@@ -65,7 +61,7 @@ Record = Chat | Prompted | Plain
 
 
 def read_records(path: str, *, seed: int = 0) -> list[Record]:
-    """The records of a `.jsonl` file, else the documents of a file or folder as plain text."""
+    """Read records of a `.jsonl` file, else the documents of a file or folder as plain text."""
     if not path.endswith((".jsonl", ".json")):
         return [
             Plain(where=document.name, text=document.text())
@@ -100,7 +96,7 @@ def read_records(path: str, *, seed: int = 0) -> list[Record]:
 def _record(line: bytes, where: str) -> Record:
     try:
         data = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:  # a byte that is no text is a ValueError too
+    except (ValueError, RecursionError) as error:  # a byte that is not UTF-8 is a ValueError too
         raise InputError(f"not JSON: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"a {type(data).__name__}, not an object")
@@ -150,13 +146,13 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 # B batch, T length, N tokens of one example
 
-#: Places that are named when examples were cut or left out.
+#: The number of positions that are listed if examples were cut or left out.
 NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """Ids of one example, and which of them are to be learned. `where` is its place in the file.
+    """Ids of one example, and which of them are to be learned. `where` is its position in the file.
 
     `goes_on`: what is too long continues in a further example (text); else it is cut (an answer).
     """
@@ -215,7 +211,7 @@ class Examples(Task):
         }
 
     def _fitted(self, example: Example) -> Iterator[Example]:
-        """The example in pieces that have room, or its beginning; nothing if nothing is learned."""
+        """Return the example in pieces that fit, or its beginning; nothing if none is learned."""
         width, size = self.spec.length + 1, len(example.ids_N)
         starts = range(0, max(1, size - 1), self.spec.length) if example.goes_on else range(1)
         for start in starts:
@@ -233,15 +229,15 @@ class Examples(Task):
             self._cut_tokens += size - width
 
     def sizes(self) -> dict[str, int]:
-        """Rows of each split."""
+        """Return the number of rows in each split."""
         return {split: len(rows) for split, rows in self._rows.items()}
 
     def lengths(self, split: str) -> NDArray[np.int64]:
-        """Positions of each row."""
+        """Return the number of positions of each row."""
         return np.array([len(row.tokens) for row in pick(self._rows, split)], dtype=np.int64)
 
     def batch(self, split: str, rows: Ints) -> Batch:
-        """Those rows, padded to the longest; weights are 1 where the next token is learned."""
+        """Return these rows, padded; weights are 1 where the next token is learned."""
         made = self._picked(split, rows)
         shape = (len(made), max(len(row.tokens) for row in made))
         tokens_BT, targets_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -264,16 +260,16 @@ class Examples(Task):
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Examples are not broken down."""
+        """Return no groups: examples are not broken down."""
         self._picked(split, rows)
         return {}
 
     def oracle(self, split: str, rows: Ints) -> None:
-        """Nobody knows what else could have been answered."""
+        """Return None: other right answers are unknown."""
         self._picked(split, rows)
 
     def describe(self, split: str, row: int) -> str:
-        """The row's examples, one after another."""
+        """Return the row's examples, one after another."""
         made = self._picked(split, np.array([row]))[0]
         parts = [
             [*made.tokens[at].tolist(), int(made.targets[at][-1])]
@@ -282,7 +278,7 @@ class Examples(Task):
         return "\n---\n".join(self.tokenizer.decode(ids) for ids in parts)
 
     def facts(self) -> dict[str, Any]:
-        """Examples, rows, tokens and what was not used, with a hash of all that is trained on."""
+        """Return examples, rows, tokens, what was not used, and a hash of all training data."""
         rows = [row for split in ("train", "val") for row in self._rows[split]]
         parts = [(row.tokens, row.targets, row.counted, row.segments) for row in rows]
         return {
@@ -303,7 +299,7 @@ class Examples(Task):
         }
 
     def notes(self) -> list[str]:
-        """What a person should know before training: what was cut, left out, or repeated."""
+        """Return what a person should know before training: what was cut, left out, or repeated."""
         told = []
         if self._cut:
             told.append(
@@ -328,7 +324,7 @@ class Examples(Task):
 def divided(
     examples: Sequence[Example], *, held_out: float, seed: int
 ) -> tuple[dict[str, list[Example]], int]:
-    """`train` and `val`, equal examples together, and how many examples repeat an earlier one."""
+    """Return `train` and `val`, equal examples together, and the number of repetitions."""
     alike: dict[bytes, list[Example]] = {}
     for example in examples:
         key = example.ids_N.tobytes() + b"/" + example.learned_N.tobytes()
@@ -343,12 +339,12 @@ def divided(
 
 
 def packed(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of the items of each bin: longest first, each into the fullest bin with room for it.
+    """Return the items of each bin: longest first, each into the fullest bin with room for it.
 
     Whatever is longer than the capacity gets a bin of its own.
     """
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free places, bin), ascending
+    room: list[tuple[int, int]] = []  # (free positions, bin), ascending
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
         at = bisect.bisect_left(room, (sizes[item], 0))
         if at < len(room):
@@ -362,7 +358,7 @@ def packed(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _rows(examples: Sequence[Example], capacity: int) -> Iterator[_Row]:
-    """Rows of up to `capacity` positions; each example predicts its own tokens alone."""
+    """Return rows of up to `capacity` positions; each example predicts its own tokens alone."""
     sizes = [len(example.ids_N) - 1 for example in examples]
     for numbers in packed(sizes, capacity):
         chosen = [examples[number] for number in numbers]

@@ -1,12 +1,9 @@
-"""The splits of the machine task: strings of a walk, drawn, divided, and written as tokens.
-
-`Fsm` says which strings are held out, and why.
-
-Source 000's task: strings that a machine's random walk wrote, and the truth at every position.
+"""Strings that a machine's random walk wrote, with the truth at every position.
 
 The model reads `BOS a b b`; targets are what comes next (`a b b EOS`), and the class and the state
 after what was read. A walk is cut after `max_length` symbols; the last target of a cut string is
-what the walk did next. The oracle is the walk itself: P(next | state), exact.
+the walk's next event. The oracle is the walk itself: P(next | state), exact. `Fsm` explains which
+strings are held out.
 """
 
 from collections.abc import Mapping
@@ -48,9 +45,9 @@ class Rows:
 
 
 def divided(spec: FsmTask, walk: Walk) -> dict[str, Rows]:
-    """train, val and test, each in the order in which it was drawn.
+    """Return train, val and test, each in the order of sampling.
 
-    Where a machine has few rare strings, val and test may stay smaller than a tenth.
+    If a machine has few rare strings, val and test may be smaller than a tenth.
     """
     tenth = max(1, spec.examples // 10)
     wanted = {"train": spec.examples - 2 * tenth, "val": tenth, "test": tenth}
@@ -91,7 +88,7 @@ def divided(spec: FsmTask, walk: Walk) -> dict[str, Rows]:
 
 
 def longer(spec: FsmTask, walk: Walk) -> Rows | None:
-    """Strings that go on beyond max_length, cut after `longer` more symbols."""
+    """Sample strings that go on beyond max_length, cut after `longer` more symbols."""
     cut = spec.max_length + spec.longer
     wanted = max(1, spec.examples // 10)
     rng = stream(spec.seed, "fsm", "longer")
@@ -102,7 +99,7 @@ def longer(spec: FsmTask, walk: Walk) -> Rows | None:
         numbers = np.flatnonzero(strings.lengths_N > spec.max_length)[: wanted - have]
         if len(numbers):
             states_NL = walk.machine.trajectories(strings.symbols_NL)
-            # That a string is here depends on its first max_length + 1 symbols, not on more.
+            # A string is chosen by its first max_length + 1 symbols alone.
             counts = np.broadcast_to(np.arange(cut + 1) > spec.max_length, states_NL.shape)
             parts.append(_rows(walk, strings, states_NL, counts, numbers))
             have += len(numbers)
@@ -114,7 +111,7 @@ def longer(spec: FsmTask, walk: Walk) -> Rows | None:
 def _probabilities(
     walk: Walk, strings: Strings, prefix_NL: NDArray[np.float64], states_NL: Ints
 ) -> NDArray[np.float64]:
-    """Of each string as it is read: of its symbols, and of its end where it was not cut."""
+    """Return each string's probability as it is read: its symbols, and its end if not cut."""
     cut = strings.symbols_NL.shape[1]
     numbers = np.arange(len(strings.lengths_N))
     last_N = states_NL[numbers, strings.lengths_N]
@@ -125,7 +122,7 @@ def _probabilities(
 
 
 def _rows(walk: Walk, strings: Strings, states_NL: Ints, counts_NL: Bools, numbers: Ints) -> Rows:
-    """These strings as tokens: BOS before the symbols, EOS or what followed behind them."""
+    """Return these strings as tokens: BOS, the symbols, then EOS or the next event."""
     symbols = strings.symbols_NL[numbers].astype(np.int64)
     lengths = strings.lengths_N[numbers]
     words = np.where(symbols == NOWHERE, PAD, symbols + FIRST)
@@ -149,7 +146,7 @@ def _count(parts: list[Rows]) -> int:
 
 
 def _joined(parts: list[Rows]) -> Rows:
-    """One after another."""
+    """Concatenate rows."""
     return Rows(
         np.concatenate([part.tokens_NT for part in parts]),
         np.concatenate([part.next_NT for part in parts]),
@@ -167,13 +164,13 @@ class Fsm(Task):
 
     Splits. The string that a model reads decides the split, by a hash, eight parts in ten train. A
     string is *common* if one is expected among `examples` draws. Common strings cannot be held out
-    without changing what is learned: with `a EOS` in `test`, training would say that nothing ends
+    without changing what is learned: with `a EOS` in `test`, training would show that nothing ends
     after `a`. So they are all in `train`, thinned to eight in ten like everything else, and `train`
-    follows the walk up to the chance of which rare strings the hash kept. `val` and `test` hold
+    follows the walk up to the random choice of rare strings by the hash. `val` and `test` hold
     rare strings only, so before a prefix has left the common strings behind, what comes next there
     is not the walk's: those positions have weight 0. Where weights are 1, targets of a held-out
-    split are draws from the oracle, and a perfect model's cross-entropy is the entropy, up to
-    chance.
+    split are samples from the oracle, and a perfect model's cross-entropy is the entropy, up to
+    sampling noise.
     In `longer` strings the weight is 1 once more than `max_length` symbols were read.
     """
 
@@ -209,7 +206,7 @@ class Fsm(Task):
         assert self._overlap == 0, f"{self._overlap} strings are in two splits"
 
     def model(self) -> ModelSpec:
-        """The probe, with a final norm and an untied head.
+        """Return the probe, with a final norm and an untied head.
 
         With these two, the excess loss on mod-3 fell from 0.0138 to 0.0055, on brackets from 0.0076
         to 0.0065 (two layers, one seed each).
@@ -224,19 +221,19 @@ class Fsm(Task):
         return replace(model, decoder=replace(model.decoder, final_norm=LayerNorm()))
 
     def training(self) -> TrainSpec:
-        """Settings that come close to the machines' own entropy."""
+        """Return settings that come close to the machines' own entropy."""
         return TrainSpec(steps=3_000, batch_size=128, lr=2e-3, schedule=CosineSchedule(warmup=100))
 
     def sizes(self) -> dict[str, int]:
-        """Strings of each split; `longer` is missing where the machine has no longer strings."""
+        """Return the number of strings in each split; no `longer` if the machine has none."""
         return {split: len(rows.lengths_N) for split, rows in self._splits.items()}
 
     def lengths(self, split: str) -> NDArray[np.int64]:
-        """Tokens of each row: BOS and the symbols."""
+        """Return the number of tokens of each row: BOS and the symbols."""
         return pick(self._splits, split).lengths_N
 
     def batch(self, split: str, rows: Ints) -> Batch:
-        """BOS and symbols; what comes next, and class and state after each token."""
+        """Return BOS and symbols; what comes next, and class and state after each token."""
         kept = self._take(split, rows)
         tokens_BT, valid_BT = padded_to_longest(kept.tokens_NT, kept.lengths_N)
         width = tokens_BT.shape[1]
@@ -253,7 +250,7 @@ class Fsm(Task):
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Each row's number of symbols, and the class of the whole string."""
+        """Return each row's number of symbols, and the class of the complete string."""
         kept = self._take(split, rows)
         last_B = kept.states_NT[np.arange(len(kept.lengths_N)), kept.lengths_N - 1]
         names = self.machine.class_names
@@ -263,7 +260,7 @@ class Fsm(Task):
         }
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
-        """P(next | what was read) at every valid position, weighted or not, and its entropy."""
+        """Return P(next | what was read) at every valid position, weighted or not, with entropy."""
         kept = self._take(split, rows)
         tokens_BT, valid_BT = padded_to_longest(kept.tokens_NT, kept.lengths_N)
         width = tokens_BT.shape[1]
@@ -277,7 +274,7 @@ class Fsm(Task):
         )
 
     def describe(self, split: str, row: int) -> str:
-        """`a b b EOS: accept`; a string that was cut shows what came next in brackets."""
+        """Return `a b b EOS: accept`; a cut string shows the next event in brackets."""
         kept = self._take(split, np.array([row]))
         last = kept.lengths_N[0] - 1
         words = [self.tokenizer.names[token] for token in kept.tokens_NT[0, 1 : last + 1]]
@@ -287,7 +284,7 @@ class Fsm(Task):
         return f"{' '.join(words)}: {self.machine.class_names[self.machine.classes[state]]}"
 
     def facts(self) -> dict[str, Any]:
-        """The machine, the walk and its exact entropy, sizes, how many positions count, a hash."""
+        """Return the machine, the walk's exact entropy, sizes, counted positions, a hash."""
         nats, events = self.walk.totals(cut=self.spec.max_length)
         counted = {
             split: float((rows.counts_NT.sum() / rows.lengths_N.sum()).round(6))

@@ -1,4 +1,4 @@
-"""Source 004's tasks: copy, reverse or sort a row of symbols, from an encoder to a decoder.
+"""Copy, reverse or sort a row of symbols, with an encoder and a decoder.
 
 The encoder reads `3 1 4 EOS`, the decoder `BOS 4 1 3`; its targets are `4 1 3 EOS`. EOS at the
 source's end lets a model find the end by content. Splits are by unique source.
@@ -39,7 +39,7 @@ FIRST = EOS + 1  # the id of symbol 0
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One split: source and answer, both as symbols' ids with EOS behind, padded; their length."""
+    """One split: source and answer, as ids of symbols with EOS after them, padded; their length."""
 
     source_NS: NDArray[np.int32]
     answer_NT: NDArray[np.int32]
@@ -75,7 +75,7 @@ class Sequences(Task):
         assert self._overlap == 0, f"{self._overlap} sources are in two splits"
 
     def model(self) -> ModelSpec:
-        """A small encoder-decoder."""
+        """Return a small encoder-decoder."""
         return presets.seq2seq(
             vocab_size=self.tokenizer.vocab_size,
             d_model=64,
@@ -87,7 +87,7 @@ class Sequences(Task):
         )
 
     def training(self) -> TrainSpec:
-        """Settings that learn every operation in a few minutes."""
+        """Return settings that learn every operation in a few minutes."""
         return TrainSpec(
             steps=1_000,
             batch_size=64,
@@ -97,15 +97,15 @@ class Sequences(Task):
         )
 
     def sizes(self) -> dict[str, int]:
-        """Examples of each split."""
+        """Return the number of examples in each split."""
         return {split: len(rows.lengths_N) for split, rows in self._splits.items()}
 
     def lengths(self, split: str) -> NDArray[np.int64]:
-        """Tokens of each example, on either side: its symbols and one more."""
+        """Return the number of tokens of each example, on either side: its symbols and one more."""
         return pick(self._splits, split).lengths_N + 1
 
     def batch(self, split: str, rows: Ints) -> Batch:
-        """The source, BOS and the answer, and the answer and EOS as the target of head `next`."""
+        """Return the source, BOS and the answer, and the answer and EOS as the target of `next`."""
         kept = self._take(split, rows)
         return answered_batch(
             kept.source_NS,
@@ -115,11 +115,11 @@ class Sequences(Task):
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Each row's number of symbols."""
+        """Return each row's number of symbols."""
         return {"length": [str(length) for length in self._take(split, rows).lengths_N]}
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
-        """One answer is right: entropy (B, T) is 0, and (B, T, V) is 1 on the target; 0 on PAD."""
+        """Return the truth: entropy (B, T) 0, and (B, T, V) 1 on the target; 0 on PAD."""
         kept = self._take(split, rows)
         next_BT, valid_BT = padded_to_longest(kept.answer_NT, kept.lengths_N + 1)
         probabilities_BTV = np.eye(self.spec.vocab_size)[next_BT] * valid_BT[:, :, None]
@@ -130,14 +130,14 @@ class Sequences(Task):
         )
 
     def describe(self, split: str, row: int) -> str:
-        """`3 1 4 -> 4 1 3`."""
+        """Return an example such as `3 1 4 -> 4 1 3`."""
         kept = self._take(split, np.array([row]))
         length = kept.lengths_N[0]
         source, answer = kept.source_NS[0, :length], kept.answer_NT[0, :length]
         return f"{self.tokenizer.detokenize(source)} -> {self.tokenizer.detokenize(answer)}"
 
     def facts(self) -> dict[str, Any]:
-        """Sizes, examples of each length by split, overlap of the splits, a hash."""
+        """Return sizes, examples of each length by split, overlap of the splits, a hash."""
         by_length = {
             split: {
                 str(length): int(count)
@@ -162,7 +162,7 @@ class Sequences(Task):
         }
 
     def _make(self, count: int, shortest: int, longest: int) -> _Rows:
-        """Unique rows, length by length, each length in an order by chance."""
+        """Make unique rows, length by length, shuffled within each length."""
         symbols = self.spec.vocab_size - FIRST
         lengths = range(shortest, longest + 1)
         counts = spread(count, [symbols**length for length in lengths], what="sequences")
@@ -189,7 +189,7 @@ def _chosen(rows: _Rows, numbers: Ints) -> _Rows:
 
 
 def _rearranged(rows: Ints, kind: str) -> Ints:
-    """Rows of one length, each copied, reversed or sorted."""
+    """Return rows of one length, each copied, reversed or sorted."""
     match kind:
         case "copy":
             return rows

@@ -1,12 +1,8 @@
-"""Text to train on: the files of a folder, or the manuals that every Python carries with it.
+"""Next-token prediction over text: a corpus becomes one long row of ids, read in windows.
 
-A corpus is documents with names. Their order is drawn by a seed from their names, so that the end
-of the corpus, which is held out, is a mixture of them.
-
-Next-token prediction over text: a corpus becomes one long row of ids, read in windows.
-
-The end of the corpus is held out as `val`. The cut is made in the text, before any tokenizer is
-trained, so pieces are learned from the training part alone, and each part's bytes are known.
+A corpus is the files of a folder, or the manuals that every Python includes. A seed shuffles the
+documents by name, so that the end of the corpus, held out as `val`, is a mixture. The cut is made
+in the text, before any tokenizer is trained, so pieces are learned from the training part alone.
 Bits per byte = nats per token / ln 2 / bytes per token: it compares across tokenizers.
 """
 
@@ -53,7 +49,7 @@ class Document:
     content: bytes
 
     def text(self) -> str:
-        """The content as UTF-8; a byte that is no text is reported with its place."""
+        """Return the content as UTF-8; report an invalid byte with its position."""
         try:
             return self.content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -65,7 +61,7 @@ class Document:
 
 
 def read_corpus(path: str, *, seed: int) -> list[Document]:
-    """Documents of a file or folder, or Python's manuals for an empty path, in their order."""
+    """Return the documents of a file or folder, or Python's manuals for an empty path."""
     documents = list(_files(Path(path)) if path else _manuals())
     documents = [document for document in documents if document.content.strip()]
     if not documents:
@@ -81,7 +77,7 @@ def _draw(seed: int, name: str) -> tuple[bytes, str]:
 
 
 def _files(path: Path) -> Iterator[Document]:
-    """Every file below, by name; hidden files and folders are passed over."""
+    """Yield every file below, by name; skip hidden files and folders."""
     if not path.exists():
         raise InputError("there is no such file or folder", where=str(path))
     try:
@@ -99,7 +95,7 @@ def _files(path: Path) -> Iterator[Document]:
 
 
 def _manuals() -> Iterator[Document]:
-    """Docstrings of the standard library's modules, and the topics of Python's own `help()`."""
+    """Yield docstrings of the standard library, and the topics of Python's own `help()`."""
     from pydoc_data.topics import topics
 
     for topic in sorted(topics):
@@ -115,7 +111,7 @@ def _manuals() -> Iterator[Document]:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:
-    """Of the module, its classes and functions, in the order of the source."""
+    """Yield docstrings of the module, its classes and functions, in source order."""
     waiting: list[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = [tree]
     while waiting:
         node = waiting.pop()
@@ -131,7 +127,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 # B batch, T length
 
-FORMAT = 1  # of the files in the cache; another number makes new ones
+FORMAT = 1  # version of the files in the cache; another number makes new ones
 LONGEST_LINE = 1_000  # characters that pieces are learned from at once
 
 
@@ -144,10 +140,10 @@ class _Part:
 
 
 class Text(Task):
-    """Windows of `length` tokens, one after another; head `next`. Nobody knows the truth here.
+    """Windows of `length` tokens, one after another; head `next`. The truth is unknown.
 
     `cache` is a folder for the token files, found again by the hash of the text; without one they
-    lie in nameless temporary files. What is left at a part's end, shorter than a window, is unused.
+    are nameless temporary files. What is left at a part's end, shorter than a window, is unused.
     """
 
     is_running_text = True
@@ -158,7 +154,7 @@ class Text(Task):
         documents = read_corpus(spec.path, seed=spec.seed)
         if spec.tokenizer != "bytes":
             for document in documents:
-                document.text()  # reports what is no text, with file and offset
+                document.text()  # reports an invalid byte with file and offset
         whole = _joined(documents)
         cut = _cut(whole, held_out=spec.held_out)
         self._documents = len(documents)
@@ -179,7 +175,7 @@ class Text(Task):
                 )
 
     def model(self) -> ModelSpec:
-        """A language model of 0.3 M parameters."""
+        """Return a language model of 0.3 M parameters."""
         return presets.budget_lm(
             vocab_size=self.tokenizer.vocab_size,
             d_model=64,
@@ -190,22 +186,22 @@ class Text(Task):
         )
 
     def training(self) -> TrainSpec:
-        """A short training; the recipe `lm` trains for longer."""
+        """Return a short training; the recipe `lm` trains for longer."""
         return TrainSpec(steps=600, batch_size=16, lr=3e-3, schedule=CosineSchedule(warmup=50))
 
     def sizes(self) -> dict[str, int]:
-        """Windows of each part; the token after a window's last is its last target."""
+        """Return the number of windows of each part; a window's last target follows it."""
         return {
             split: (len(part.ids) - 1) // self.spec.length for split, part in self._parts.items()
         }
 
     def lengths(self, split: str) -> NDArray[np.int64]:
-        """All alike."""
+        """Return equal lengths."""
         pick(self._parts, split)
         return np.full(self.sizes()[split], self.spec.length)
 
     def batch(self, split: str, rows: Ints) -> Batch:
-        """Windows, and the same one token later as the target of head `next`."""
+        """Return windows, and the same one token later as the target of head `next`."""
         window_BT = self._window(split, rows)
         tokens_BT = window_BT[:, :-1]
         return Batch(
@@ -216,20 +212,20 @@ class Text(Task):
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Text is not broken down."""
+        """Return no groups: text is not broken down."""
         self._window(split, rows)
         return {}
 
     def oracle(self, split: str, rows: Ints) -> None:
-        """Nobody knows what comes next in a text."""
+        """Return None: the true distribution of text is unknown."""
         self._window(split, rows)
 
     def describe(self, split: str, row: int) -> str:
-        """The window's text."""
+        """Return the window's text."""
         return self.tokenizer.decode(self._window(split, np.array([row]))[0, :-1].tolist())
 
     def notes(self) -> list[str]:
-        """What people should know before they train on it."""
+        """Return what people should know before they train on it."""
         made, asked = self.tokenizer.vocab_size, self.spec.vocab_size
         if self.spec.tokenizer != "bpe" or made >= asked:
             return []
@@ -238,7 +234,7 @@ class Text(Task):
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Where the text is from, its size and hash, tokens and bytes per token of each part."""
+        """Return the text's origin, size and hash, tokens and bytes per token of each part."""
         own, source = self.spec.tokenizer, "files"
         if not self.spec.path:
             source = f"manuals of {platform.python_implementation()} {platform.python_version()}"
@@ -258,7 +254,7 @@ class Text(Task):
         }
 
     def _window(self, split: str, rows: Ints) -> NDArray[np.int64]:
-        """(B, T + 1): a window and the token after it."""
+        """Return (B, T + 1): a window and the token after it."""
         part = pick(self._parts, split)
         rows = checked(rows, size=self.sizes()[split], split=split)
         places = rows[:, None] * self.spec.length + np.arange(self.spec.length + 1)
@@ -268,7 +264,7 @@ class Text(Task):
     def _tokens(
         self, texts: Mapping[str, bytes], cache: Path | None
     ) -> tuple[Tokenizer, dict[str, _Part]]:
-        """The tokenizer and the parts, from the cache if they are there."""
+        """Return the tokenizer and the parts, from the cache if they are there."""
         spec = self.spec
         size = spec.vocab_size if spec.tokenizer == "bpe" else 0
         words = f"{FORMAT}/{spec.tokenizer}/{size}/{spec.held_out}/{self._sha256}"
@@ -287,7 +283,7 @@ class Text(Task):
 
 
 def held_out_text(spec: TextTask) -> str:
-    """What a task of this spec holds out, as text, without making any tokens."""
+    """Return the held-out part of a task of this spec as text, without making any tokens."""
     documents = read_corpus(spec.path, seed=spec.seed)
     for document in documents:
         document.text()
@@ -296,12 +292,12 @@ def held_out_text(spec: TextTask) -> str:
 
 
 def _joined(documents: Sequence[Document]) -> bytes:
-    """All documents, an empty line between them."""
+    """Join all documents with an empty line between them."""
     return b"\n\n".join(document.content.strip(b"\n") for document in documents) + b"\n"
 
 
 def _cut(whole: bytes, *, held_out: float) -> int:
-    """Where the held-out end begins: at a line's start, if one is near."""
+    """Return the start of the held-out end: the start of a line, if one is near."""
     place = min(int(len(whole) * (1.0 - held_out)), len(whole) - 1)
     line = whole.find(b"\n", place) + 1
     if 0 < line < len(whole) - (len(whole) - place) // 2:
@@ -328,10 +324,10 @@ def _tokenizer(spec: TextTask, texts: Mapping[str, bytes]) -> Tokenizer:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines to learn pieces from; a long one in parts, at a space if it has one.
+    """Yield lines to learn pieces from; a long one in parts, at a space if it has one.
 
-    The time that a word takes there grows with the square of its length: a megabyte without a
-    space would never be done.
+    The trainer's time for a word grows with the square of its length: a megabyte without a space
+    would never finish.
     """
     for line in text.splitlines(keepends=True):
         start = 0
@@ -344,7 +340,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _encoded(tokenizer: Tokenizer, text: bytes) -> NDArray[np.unsignedinteger[Any]]:
-    """Ids in the smallest type that holds them."""
+    """Return ids in the smallest type that holds them."""
     kind = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     if isinstance(tokenizer, Bytes):
         return np.frombuffer(text, dtype=np.uint8).astype(kind)
@@ -355,7 +351,7 @@ def _encoded(tokenizer: Tokenizer, text: bytes) -> NDArray[np.unsignedinteger[An
 
 
 def _paragraphs(text: str) -> list[str]:
-    """The text in pieces of some thousand characters, for all cores; a piece ends with a line."""
+    """Return pieces of a few thousand characters, for all cores; a piece ends with a line."""
     pieces: list[str] = []
     start = 0
     while start < len(text):
@@ -366,7 +362,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _mapped(array: NDArray[Any]) -> NDArray[Any]:
-    """The same numbers in a file without a name, which is gone when nobody reads it any more."""
+    """Return the same numbers in a nameless file, which is deleted after its last use."""
     with tempfile.TemporaryFile() as file:
         array.tofile(file)
         file.flush()
@@ -375,7 +371,7 @@ def _mapped(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _found(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[str, NDArray[Any]]]:
-    """What the cache holds, which is whole unless someone damaged it."""
+    """Return what the cache holds, which is intact unless someone damaged it."""
     try:
         tokenizer = tokenizer_from_json((folder / "tokenizer.json").read_text("utf-8"))
         ids = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in splits}
@@ -393,7 +389,7 @@ def _found(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[str, ND
 def _stored(
     folder: Path, tokenizer: Tokenizer, arrays: Mapping[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
-    """Written beside and renamed, so that a folder that is there is whole."""
+    """Write a folder beside and rename it, so that a folder that exists is complete."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
@@ -402,10 +398,10 @@ def _stored(
             for split, array in arrays.items():
                 np.save(beside / f"{split}.npy", array, allow_pickle=False)
             (beside / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-            if not folder.exists():  # else someone was faster; theirs is the same
+            if not folder.exists():  # else another process was faster; its folder is the same
                 beside.rename(folder)
     except OSError as error:
-        if not (folder / "tokenizer.json").is_file():  # faster by a hair, and not a full disk
+        if not (folder / "tokenizer.json").is_file():  # no other process wrote it
             raise MachineError(
                 f"could not write the tokens: {error.strerror or error}",
                 where=str(folder.parent),

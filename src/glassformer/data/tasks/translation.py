@@ -1,15 +1,10 @@
-"""A number or a date as people write it: in figures, or in the words of a language.
+"""Translation with exact answers: numbers and dates between figures and the words of two languages.
 
-The words are num2words' and Babel's, whose languages do not depend on the machine's own. Figures
-are plain digits and the ISO 8601 date.
-
-Translation with exact answers: numbers and dates between figures and two languages.
-
-The source names the form that is wanted: `de: 4217` is answered `viertausendzweihundertsiebzehn`,
-`digits: March 17, 2024` is answered `2024-03-17`. Numbers and dates are split, not pairs: what is
-held out occurs in no direction in training. Tokens are pieces of words learned from the training
-part, so that rows are short (a number in words has 7 pieces, 41 characters), and digits stand
-alone, so that a piece never hides their places.
+The source names the requested form: `de: 4217` is answered `viertausendzweihundertsiebzehn`,
+`digits: March 17, 2024` is answered `2024-03-17`. Words are num2words' and Babel's, independent of
+the machine's locale. Values are split, not pairs: what is held out occurs in no direction in
+training. Tokens are pieces of words learned from the training part, so that rows are short, and
+each digit is a token, so that no piece hides its position.
 """
 
 import datetime
@@ -52,7 +47,7 @@ NEEDED = ("num2words", "babel")
 
 @functools.lru_cache(maxsize=1 << 18)
 def written(kind: Kind, value: int, form: str) -> str:
-    """A number, or a date by its ordinal (day 1 is the first of January of year 1)."""
+    """Return the text of a number, or of a date by its ordinal (day 1 is January 1 of year 1)."""
     if kind == "date":
         date = datetime.date.fromordinal(value)
         return date.isoformat() if form == FIGURES else _date(date, form)
@@ -60,7 +55,7 @@ def written(kind: Kind, value: int, form: str) -> str:
 
 
 def writers() -> dict[str, str]:
-    """The libraries that write, with their versions: other ones may word things differently."""
+    """Return the libraries that write words, with versions: others may word differently."""
     try:
         import babel  # noqa: F401
         import num2words  # noqa: F401
@@ -82,7 +77,7 @@ def _number(value: int, language: str) -> str:
 def _date(date: datetime.date, language: str) -> str:
     from babel.dates import format_date
 
-    # The long form; a full one names the weekday, which is arithmetic and no translation.
+    # The long form; a full one names the weekday, which is arithmetic and not translation.
     text: str = format_date(date, "long", locale=language)
     return text
 
@@ -102,7 +97,7 @@ class _Value:
 
     @property
     def length(self) -> str:
-        """Digits of a number; dates are all alike."""
+        """The number of digits; dates are all alike."""
         return str(len(str(self.value))) if self.kind == "number" else "date"
 
 
@@ -141,7 +136,7 @@ class Translation(Task):
         self._splits = {split: self._encoded(parts[split], pairs) for split, pairs in texts.items()}
 
     def model(self) -> ModelSpec:
-        """A small encoder-decoder."""
+        """Return a small encoder-decoder."""
         return presets.seq2seq(
             vocab_size=self.tokenizer.vocab_size,
             d_model=64,
@@ -153,7 +148,7 @@ class Translation(Task):
         )
 
     def training(self) -> TrainSpec:
-        """Settings that take under five minutes on two cores."""
+        """Return settings that take under five minutes on two cores."""
         return TrainSpec(
             steps=2_500,
             batch_size=128,
@@ -165,15 +160,15 @@ class Translation(Task):
         )
 
     def sizes(self) -> dict[str, int]:
-        """Pairs of each split."""
+        """Return the number of pairs in each split."""
         return {split: len(pairs.answer_NT) for split, pairs in self._splits.items()}
 
     def lengths(self, split: str) -> NDArray[np.int64]:
-        """Tokens of each answer, its end included."""
+        """Return the number of tokens of each answer, its end included."""
         return pick(self._splits, split).answer_lengths_N
 
     def batch(self, split: str, rows: Ints) -> Batch:
-        """The source, BOS and the answer, and the answer and EOS as the target of head `next`."""
+        """Return the source, BOS and the answer, and the answer and EOS as the target of `next`."""
         pairs, rows = self._found(split, rows)
         return answered_batch(
             pairs.source_NS[rows],
@@ -183,7 +178,7 @@ class Translation(Task):
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Direction, the language or figures asked for, number or date, digits of a number."""
+        """Return direction, requested form, number or date, and digits of a number."""
         pairs, rows = self._found(split, rows)
         ways = [self.directions[row % WAYS] for row in rows]
         values = [pairs.values[row // WAYS] for row in rows]
@@ -195,7 +190,7 @@ class Translation(Task):
         }
 
     def oracle(self, split: str, rows: Ints) -> Oracle:
-        """One answer is right: entropy (B, T) is 0, and (B, T, V) is 1 on the target; 0 on PAD."""
+        """Return the truth: entropy (B, T) 0, and (B, T, V) 1 on the target; 0 on PAD."""
         pairs, rows = self._found(split, rows)
         next_BT, valid_BT = padded_to_longest(pairs.answer_NT[rows], pairs.answer_lengths_N[rows])
         probabilities_BTV = np.eye(self.heads["next"])[next_BT] * valid_BT[:, :, None]
@@ -206,12 +201,12 @@ class Translation(Task):
         )
 
     def describe(self, split: str, row: int) -> str:
-        """`de: 42 -> zweiundvierzig`."""
+        """Return an example such as `de: 42 -> zweiundvierzig`."""
         pairs, (number,) = self._found(split, np.array([row]))
         return " -> ".join(self._pair(pairs.values[number // WAYS], number % WAYS))
 
     def facts(self) -> dict[str, Any]:
-        """Sizes, characters a token of the answers, who wrote the words, and a hash."""
+        """Return sizes, characters per answer token, the libraries of the words, and a hash."""
         arrays = [
             array for pairs in self._splits.values() for array in (pairs.source_NS, pairs.answer_NT)
         ]
@@ -226,7 +221,7 @@ class Translation(Task):
         }
 
     def _overlap(self) -> int:
-        """Numbers and dates that occur in more than one split."""
+        """Count the numbers and dates that occur in more than one split."""
         distinct = [set(pairs.values) for pairs in self._splits.values()]
         return sum(map(len, distinct)) - len(set[_Value]().union(*distinct))
 
@@ -235,7 +230,7 @@ class Translation(Task):
         return pairs, checked(rows, size=len(pairs.answer_NT), split=split)
 
     def _pair(self, value: _Value, way: int) -> tuple[str, str]:
-        """What is asked and what is answered."""
+        """Return the source and the answer."""
         given, wanted = self.directions[way]
         source = f"{wanted}: {written(value.kind, value.value, given)}"
         return source, written(value.kind, value.value, wanted)
@@ -254,7 +249,7 @@ class Translation(Task):
 
 
 def _divided(spec: TranslationTask) -> dict[str, list[_Value]]:
-    """Distinct values by split: half numbers, as evenly over lengths as can be, half dates."""
+    """Return distinct values by split: half numbers, evenly over lengths, half dates."""
     count = spec.examples // WAYS
     places = range(1, spec.digits + 1)
     room = [9 * 10 ** (place - 1) for place in places]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class BytePairs:
-    """Pieces of words, from 256 bytes upwards: any text goes in and the same text comes out."""
+    """Pieces of words, from 256 bytes upwards: decoding restores any text exactly."""
 
     def __init__(self, engine: "Engine") -> None:
         # A text that spells a special token's name means the letters, never the token.
@@ -59,7 +59,7 @@ class BytePairs:
 
     @classmethod
     def from_json(cls, text: str) -> "BytePairs":
-        """The inverse of `to_json`."""
+        """Read what `to_json` wrote."""
         _library()
         from tokenizers import Tokenizer
 
@@ -70,28 +70,28 @@ class BytePairs:
 
     @property
     def vocab_size(self) -> int:
-        """How many pieces there are: fewer than asked for where the text was short."""
+        """The number of pieces: fewer than requested if the text was short."""
         return self._size
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the pieces."""
+        """Return the ids of the pieces."""
         utf8(text)
         ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
+        """Encode each text, on all cores."""
         found = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
         return [each.ids for each in found]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these pieces; U+FFFD where a character was cut."""
+        """Return the text of these pieces; U+FFFD where a character was cut."""
         known = [known_id(i, self._size) for i in ids]
         text: str = self._engine.decode(known, skip_special_tokens=False)
         return text
 
     def to_json(self) -> str:
-        """The library's own JSON."""
+        """Return the library's own JSON."""
         text: str = self._engine.to_str(pretty=False)
         return text + "\n"
 

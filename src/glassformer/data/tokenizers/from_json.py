@@ -1,4 +1,4 @@
-"""Reading `tokenizer.json`: whichever of the tokenizers wrote it."""
+"""Reading `tokenizer.json` of any of the tokenizers."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ KINDS = ("vocab", "characters", "bytes", "own")
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` wrote."""
+    """Return the tokenizer that `to_json` wrote."""
     try:
         data = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:

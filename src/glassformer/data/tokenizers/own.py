@@ -31,24 +31,24 @@ class TrainedTokenizer(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Number of ids."""
+        """The number of ids."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
 
     @abstractmethod
     def to_json(self) -> str:
-        """All that `from_json` needs."""
+        """Return all that `from_json` needs."""
 
     @classmethod
     @abstractmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`."""
+        """Read what `to_json` wrote."""
 
 
 class Own:
@@ -72,7 +72,7 @@ class Own:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids."""
+        """The number of ids."""
         return self._tokenizer.vocab_size
 
     @property
@@ -91,7 +91,7 @@ class Own:
         return self._tokenizer.eos
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; one outside of the vocabulary is refused."""
+        """Return the ids of a text; refuse one outside of the vocabulary."""
         with running(self._part):
             ids = [int(i) for i in self._tokenizer.encode(text)]
         wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
@@ -103,12 +103,12 @@ class Own:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         with running(self._part):
             return self._tokenizer.decode(list(ids))
 
     def to_json(self) -> str:
-        """The class and what it wrote."""
+        """Return the class and what it wrote."""
         with running(self._part):
             state = self._tokenizer.to_json()
         data = {"kind": KIND, "part": to_dict(self._part), "state": state}
@@ -116,7 +116,7 @@ class Own:
 
 
 def own_from_json(data: Mapping[str, Any]) -> Tokenizer:
-    """The inverse of `Own.to_json`; runs the user's class, so it needs consent."""
+    """Read what `Own.to_json` wrote; runs the user's class, so it needs consent."""
     part, state = data.get("part"), data.get("state")
     if not isinstance(part, dict) or not isinstance(state, str):
         raise InputError("the tokenizer names no class of its own, or holds nothing for it")

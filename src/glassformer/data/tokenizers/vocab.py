@@ -1,9 +1,7 @@
-"""`Vocab`: tokens with names, for tasks made of symbols; `Tokenizer`: what a model's text needs.
+"""Tokenizers that need no training: named symbols, characters, bytes; and the protocol of all.
 
 A checkpoint stores its tokenizer as `tokenizer.json`; `to_json` is the text of that file and
 `glassformer.data.tokenizers.from_json.tokenizer_from_json` reads it again.
-
-Tokenizers that need no training: one id for each character of a text, or for each byte.
 """
 
 import json
@@ -20,15 +18,15 @@ SPECIALS = ("PAD", "BOS", "EOS", "SEP")
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Ids are 0 … vocab_size - 1; a special id may be None."""
+    """A mapping of text to ids and back. Ids are 0 … vocab_size - 1; a special id may be None."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """The number of ids."""
 
     @property
     def pad(self) -> int | None:
-        """The id that fills short rows up."""
+        """The id that pads short rows."""
 
     @property
     def bos(self) -> int | None:
@@ -39,13 +37,13 @@ class Tokenizer(Protocol):
         """The id that ends a sequence."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
 
     def to_json(self) -> str:
-        """The text of `tokenizer.json`."""
+        """Return the text of `tokenizer.json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class Vocab:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self.names)
 
     @property
@@ -94,13 +92,13 @@ class Vocab:
         return self._ids.get("SEP")
 
     def id(self, name: str) -> int:
-        """The id of a name."""
+        """Return the id of a name."""
         if name not in self._ids:
             raise InputError(f"'{name}' is not in the vocabulary", hint=nearest(name, self._ids))
         return self._ids[name]
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of words separated by spaces."""
+        """Return the ids of words separated by spaces."""
         words = text.split()
         for place, word in enumerate(words):
             if word not in self._ids:
@@ -112,24 +110,24 @@ class Vocab:
         return [self._ids[word] for word in words]
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Names of ids, separated by spaces; special tokens are written too."""
+        """Return the names of ids, separated by spaces, special tokens included."""
         return " ".join(self.names[known_id(i, self.vocab_size)] for i in ids)
 
     def encode(self, text: str) -> list[int]:
-        """`tokenize`, by the tokenizers' common name."""
+        """Call `tokenize`, by the tokenizers' common name."""
         return self.tokenize(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """`detokenize`, by the tokenizers' common name."""
+        """Call `detokenize`, by the tokenizers' common name."""
         return self.detokenize(ids)
 
     def to_json(self) -> str:
-        """The names, in order."""
+        """Return the names, in order."""
         return json.dumps({"kind": "vocab", "tokens": list(self.names)}, indent=1) + "\n"
 
 
 def known_id(i: int, vocab_size: int) -> int:
-    """`i`, if it is an id: a negative one would count from behind."""
+    """Return `i` if it is an id; refuse others: a negative one would count from the end."""
     if not 0 <= i < vocab_size:
         raise InputError(f"{i} is no token's id", hint=f"ids are 0 to {vocab_size - 1}")
     return int(i)
@@ -137,7 +135,7 @@ def known_id(i: int, vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """The characters of a corpus in the order of their code points; others are refused by place."""
+    """The characters of a corpus by code point; others are refused, with their position."""
 
     pad: ClassVar[None] = None
     bos: ClassVar[None] = None
@@ -159,16 +157,16 @@ class Characters:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Characters":
-        """Every character that occurs in these texts."""
+        """Return a tokenizer of every character that occurs in these texts."""
         return cls("".join(sorted(set().union(*texts))))
 
     @property
     def vocab_size(self) -> int:
-        """How many different characters there are."""
+        """The number of different characters."""
         return len(self.alphabet)
 
     def encode(self, text: str) -> list[int]:
-        """An id for each character."""
+        """Return an id for each character."""
         codes = _code_points(text)
         ids = np.searchsorted(self._codes, codes)
         ids[ids == len(self._codes)] = 0
@@ -184,17 +182,17 @@ class Characters:
         return made
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The characters, joined."""
+        """Return the characters, joined."""
         return "".join(self.alphabet[known_id(i, self.vocab_size)] for i in ids)
 
     def to_json(self) -> str:
-        """The alphabet."""
+        """Return the alphabet."""
         return json.dumps({"kind": "characters", "alphabet": self.alphabet}, indent=1) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """The 256 bytes of UTF-8. Decoding puts U+FFFD where bytes are no character."""
+    """The 256 bytes of UTF-8. Decoding writes U+FFFD for bytes that are not a character."""
 
     pad: ClassVar[None] = None
     bos: ClassVar[None] = None
@@ -202,24 +200,24 @@ class Bytes:
 
     @property
     def vocab_size(self) -> int:
-        """256."""
+        """The number of ids, 256."""
         return 256
 
     def encode(self, text: str) -> list[int]:
-        """The bytes."""
+        """Return the bytes."""
         return list(utf8(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these bytes."""
+        """Return the text of these bytes."""
         return bytes(known_id(i, 256) for i in ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """Nothing but the kind: all bytes are alike everywhere."""
+        """Return nothing but the kind: bytes need no table."""
         return json.dumps({"kind": "bytes"}) + "\n"
 
 
 def utf8(text: str) -> bytes:
-    """The text's bytes; half a surrogate pair is no character and has none."""
+    """Return the text's bytes; refuse half a surrogate pair, which has none."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
