@@ -65,7 +65,7 @@ def distinct_rows(
 
 
 def overlap(splits: Mapping[str, Ints]) -> int:
-    """Return the number of distinct rows that occur in several splits; padded alike."""
+    """Return the number of distinct rows that occur in more than one split."""
     width = max(rows.shape[1] for rows in splits.values())
     own = [
         np.unique(np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1), axis=0)

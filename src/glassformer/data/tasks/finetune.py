@@ -211,7 +211,7 @@ class Examples(Task):
         }
 
     def _fitted(self, example: Example) -> Iterator[Example]:
-        """Return the example in pieces that fit, or its beginning; nothing if none is learned."""
+        """Yield the example in pieces that fit, or its beginning; nothing if none is learned."""
         width, size = self.spec.length + 1, len(example.ids_N)
         starts = range(0, max(1, size - 1), self.spec.length) if example.goes_on else range(1)
         for start in starts:

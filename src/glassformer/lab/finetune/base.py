@@ -50,7 +50,7 @@ class Speech:
 
     @property
     def end(self) -> list[int]:
-        """The id that is appended to a text."""
+        """The ids that are appended to a text."""
         own = self.tokenizer.eos
         return [own] if own is not None else list(self.ends[:1])
 

@@ -137,7 +137,7 @@ def _drawn(number: int, one: Curves, name: str, span: float | None, *, label: st
 
 
 def _is_share(name: str) -> bool:
-    """Return True for a series of accuracies, which lie between 0 and 1."""
+    """Return True for a series of shares, such as accuracy, which lie between 0 and 1."""
     return name.endswith((".accuracy", ".exact_match", ".legal")) or name.startswith("val.by.")
 
 

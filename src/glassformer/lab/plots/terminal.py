@@ -172,7 +172,7 @@ class _Canvas:
 
 
 def _way(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Yield the dots of a straight line."""
+    """Return the dots of a straight line."""
     count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (

@@ -35,7 +35,7 @@ class Examinee:
     logits(tokens_BT, valid_BT) returns (B, T, V), the next token's at each position; rows are
     padded on the right and valid is True for real tokens, so a causal model may ignore it. `encode`
     adds nothing of its own; `begin` is the token before every text, if there is one.
-    `decode` shows whether a text survived: questions that were lost or changed are left out.
+    `decode` shows whether a text survived: one that was lost or changed is not offered.
     """
 
     name: str

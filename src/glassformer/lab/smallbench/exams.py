@@ -94,7 +94,7 @@ def _solve_induction(context: str, choices: tuple[str, ...]) -> str:
 
 
 def _machine(rng: np.random.Generator) -> Group:
-    """Make two symbols, each a permutation of the states; the second one's targets are rotated."""
+    """Ask for the state after two symbols, each a permutation; the second one's is rotated."""
     letters = drawn(rng, LETTERS, STATES + 2)
     states, (first, second) = letters[:STATES], letters[STATES:]
     one, two = rng.permutation(STATES), rng.permutation(STATES)
