@@ -112,7 +112,7 @@ def test_a_resumed_run_leaves_the_same(tmp_path):
 def test_a_resumed_run_that_thins_leaves_the_same(tmp_path, monkeypatch):
     """Room for five of fifteen: files that were thinned out before the kill are not missed."""
     size = len(trained(sample(), tmp_path / "size") and _first(tmp_path / "size"))
-    monkeypatch.setattr(artifacts, "largest", lambda probes, vocab_size: size)
+    monkeypatch.setattr(artifacts, "max_bytes", lambda probes, vocab_size: size)
     monkeypatch.setattr(artifacts, "CAP", 5 * size)
     often = "train.evaluate_every=2"
     trained(sample("torch", KEPT, often), tmp_path / "whole")

@@ -18,7 +18,7 @@ from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.ffn import MLP, SwiGLU, build_ffn
 from glassformer.nn.init import initialise
-from glassformer.nn.norm import LayerNorm, RMSNorm
+from glassformer.nn.norm import LayerNorm, build_norm
 from glassformer.nn.position import ALiBiPosition, SinusoidalPosition, rotate, rotations
 from glassformer.spec import model as spec
 from glassformer.spec.init import Constant, Gaussian, HeInit, XavierInit
@@ -30,7 +30,8 @@ from glassformer.spec.manifest import attention_parameters, ffn_parameters
 def layer_norm(dtype: torch.dtype) -> Measure:
     """Against nn.LayerNorm, at an input small enough to show eps."""
     B, T, D = 2, 5, 11
-    ours = perturb(LayerNorm(D, eps=1e-5), dtype=dtype, seed=23)
+    ours = perturb(build_norm(spec.LayerNorm(eps=1e-5), D), dtype=dtype, seed=23)
+    assert isinstance(ours, LayerNorm)
     reference = nn.LayerNorm(D, eps=1e-5, dtype=dtype)
     pairs = [
         Pair("weight", ours.weight, reference.weight),
@@ -48,7 +49,7 @@ def layer_norm(dtype: torch.dtype) -> Measure:
 def rms_norm(dtype: torch.dtype) -> Measure:
     """Against nn.RMSNorm, at an input small enough to show eps."""
     B, T, D = 2, 5, 11
-    ours = perturb(RMSNorm(D, eps=1e-6), dtype=dtype, seed=25)
+    ours = perturb(build_norm(spec.RMSNorm(eps=1e-6), D), dtype=dtype, seed=25)
     reference = nn.RMSNorm(D, eps=1e-6, dtype=dtype)
     return parity(
         lambda x: ours(x * 1e-3),

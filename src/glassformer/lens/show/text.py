@@ -4,10 +4,12 @@ A heat map of weights as characters, for a terminal, a log or a text file.
 """
 
 from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from glassformer.spec.errors import InputError
+
+if TYPE_CHECKING:  # the page is up before torch is loaded
+    from torch import Tensor
 
 #: A function from an id to its word.
 Names = Callable[[int], str]
@@ -63,7 +65,7 @@ ASCII_SHADES = " .:*#"
 
 
 def heatmap_text(
-    weights_TS: Tensor, *, rows: Sequence[str], columns: Sequence[str], shades: str = SHADES
+    weights_TS: "Tensor", *, rows: Sequence[str], columns: Sequence[str], shades: str = SHADES
 ) -> str:
     """Draw one cell per weight; the scale is fixed, 0 to 1, so that maps can be compared."""
     if weights_TS.shape != (len(rows), len(columns)):
