@@ -37,4 +37,4 @@ def test_best_last_and_steps_name_checkpoints(tmp_path):
 
 def test_references_are_parsed_in_one_place_only():
     files = [path for path in SRC.rglob("*.py") if 'partition("@")' in path.read_text()]
-    assert [path.name for path in files] == ["run_ref.py"]
+    assert [path.name for path in files] == ["rundir.py"]
