@@ -125,8 +125,8 @@ FAULTS = [
     Fault(
         "logits called log-probabilities",
         "lens.measure.predictions:Readout.log_probabilities",
-        "torch.log_softmax(at_least_float32(self.model.project(rows_TD, self.head)), dim=-1)",
-        "at_least_float32(self.model.project(rows_TD, self.head))",
+        "torch.log_softmax(as_float(self.model.project(rows_TD, self.head)), dim=-1)",
+        "as_float(self.model.project(rows_TD, self.head))",
         "the_final_row_is_the_model",
     ),
     Fault(
@@ -146,8 +146,8 @@ FAULTS = [
     Fault(
         "mean square for a norm",
         "lens.measure.residual:_norm",
-        "at_least_float32(x_TD).norm(dim=-1)",
-        "at_least_float32(x_TD).square().mean(-1).sqrt()",
+        "as_float(x_TD).norm(dim=-1)",
+        "as_float(x_TD).square().mean(-1).sqrt()",
         "norms_are_lengths",
     ),
     Fault(

@@ -23,7 +23,6 @@ from glassformer.lens.heads import (
     part_of,
     prefix_of,
 )
-from glassformer.lens.measure.predictions import at_least_float32
 from glassformer.lens.show import html
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.displayable import Displayable, Row
@@ -31,6 +30,7 @@ from glassformer.lens.show.text import shown
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.nn.mask import build_mask
+from glassformer.nn.precision import as_float
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Attention, ModelSpec
@@ -261,7 +261,7 @@ def read_attention(
         at = f"{prefix_of(spec, kind)}blocks.{{}}.{part_of(kind)}.weights"
         layers = attentions(spec, kind)
         taken = (captured.taps[at.format(layer)].cpu() for layer in range(len(layers)))
-        weights = tuple(map(at_least_float32, taken))
+        weights = tuple(map(as_float, taken))
         masks: dict[Attention, Tensor] = {}
         for attention in layers:
             if attention not in masks:

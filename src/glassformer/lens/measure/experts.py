@@ -9,10 +9,10 @@ from torch import Tensor
 
 from glassformer.lens.capture import Capture
 from glassformer.lens.heads import prefix_of
-from glassformer.lens.measure.predictions import at_least_float32
 from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import shown
+from glassformer.nn.precision import as_float
 from glassformer.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def read_experts(
     widest = max(ffn.n_experts for ffn in own.values())
     weights_LTE = torch.zeros(len(own), len(words), widest)
     for i, (layer, ffn) in enumerate(own.items()):
-        routing_TE = at_least_float32(captured.taps[f"{prefix}blocks.{layer}.ffn.routing"])
+        routing_TE = as_float(captured.taps[f"{prefix}blocks.{layer}.ffn.routing"])
         weights_LTE[i, :, : ffn.n_experts] = routing_TE.cpu()
     sizes = tuple(ffn.n_experts for ffn in own.values())
     return ExpertChoices(tuple(own), sizes, weights_LTE, words)

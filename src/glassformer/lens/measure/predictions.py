@@ -19,6 +19,7 @@ from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Model
 from glassformer.nn.embedding import read_out
+from glassformer.nn.precision import as_float
 from glassformer.spec.errors import InputError
 
 # R rows of hidden states, T positions, D d_model, V vocabulary of the head, K likeliest ids kept
@@ -61,7 +62,7 @@ class Readout:
 
     def log_probabilities(self, rows_TD: Tensor) -> Tensor:
         """Return (T, V) log-probabilities of vectors that the head reads."""
-        return torch.log_softmax(at_least_float32(self.model.project(rows_TD, self.head)), dim=-1)
+        return torch.log_softmax(as_float(self.model.project(rows_TD, self.head)), dim=-1)
 
     def pieces(self, length: int) -> Iterator[slice]:
         """Yield slices of positions that are projected together."""
@@ -150,11 +151,6 @@ def mean_of(losses_T: Tensor) -> float | None:
     """Return the mean over the positions with a target; None without any."""
     targeted = losses_T[~losses_T.isnan()]
     return float(targeted.mean()) if len(targeted) else None
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float64 if it is, else in float32."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 # --- which head, and where it reads ---------------------------------------------------------------

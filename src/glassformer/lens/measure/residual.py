@@ -20,7 +20,6 @@ from glassformer.lens.heads import prefix_of
 from glassformer.lens.measure.predictions import (
     Predictions,
     Readout,
-    at_least_float32,
     final_norm,
     read_predictions,
     top_predictions,
@@ -28,6 +27,7 @@ from glassformer.lens.measure.predictions import (
 from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import shown
+from glassformer.nn.precision import as_float
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
 
@@ -264,5 +264,5 @@ def read_norms(spec: ModelSpec, captured: Capture, *, words: tuple[str, ...]) ->
 
 
 def _norm(x_TD: Tensor) -> Tensor:
-    norm_T: Tensor = at_least_float32(x_TD).norm(dim=-1)
+    norm_T: Tensor = as_float(x_TD).norm(dim=-1)
     return norm_T.cpu()

@@ -19,11 +19,12 @@ from glassformer.data.batch import Batch, Source
 from glassformer.lens.capture import eval_mode, residual_rows
 from glassformer.lens.heads import HeadName, attentions, kinds_of, prefix_of
 from glassformer.lens.measure.attention import allowed_maps
-from glassformer.lens.measure.predictions import at_least_float32, final_norm
+from glassformer.lens.measure.predictions import final_norm
 from glassformer.lens.measure.probes import FULL, LETTERS, MASKED, NAMED, Probes, named
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model
+from glassformer.nn.precision import as_float
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import ModelSpec
 
@@ -62,7 +63,7 @@ def _torch(model: Model, batch: Batch, head: str) -> Pass:
     norm = final_norm(model)
 
     def array(x: torch.Tensor) -> NDArray[Any]:
-        return at_least_float32(x).cpu().numpy()
+        return as_float(x).cpu().numpy()
 
     def through(part: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., NDArray[Any]]:
         def call(x: NDArray[Any]) -> NDArray[Any]:
