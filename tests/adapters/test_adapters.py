@@ -12,12 +12,17 @@ import torch
 import glassformer as gf
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.config import Config
-from glassformer.adapters.families.gpt2 import GPT2Adapter
-from glassformer.adapters.families.llama import LlamaAdapter
-from glassformer.adapters.families.qwen import QwenAdapter
 from glassformer.adapters.load import adapt, load, load_model, load_tokenizer
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
-from glassformer.adapters.registry import ADAPTERS, adapter_for, adapter_named, register
+from glassformer.adapters.registry import (
+    ADAPTERS,
+    GPT2Adapter,
+    LlamaAdapter,
+    QwenAdapter,
+    adapter_for,
+    adapter_named,
+    register,
+)
 from glassformer.adapters.table import Columns, Row, Rows, Table, identity_plan, make_plan
 from glassformer.adapters.training_config import TrainingConfig
 from glassformer.data.tasks.digits import VOCAB

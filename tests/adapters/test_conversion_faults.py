@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glassformer.adapters.families.llama import LLAMA, LlamaAdapter
+from glassformer.adapters.families.llama import LLAMA
 from glassformer.adapters.load import load
+from glassformer.adapters.registry import LlamaAdapter
 from glassformer.adapters.table import Row, Table
 from glassformer.spec.errors import FileError
 from tests.adapters.checkpoints import folder_of, live, tokens

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import glassformer as gf
+from glassformer.adapters.counterpart import counterpart, misfits
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.load import load
-from glassformer.adapters.registry import counterpart, families_that_write, misfits
+from glassformer.adapters.registry import families_that_write
 from glassformer.checks.preset_subjects import perturb
 from glassformer.data.tasks.digits import VOCAB
 from glassformer.data.tokenizers.bpe import BytePairs

@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 import glassformer as gf
+from glassformer.adapters.counterpart import differences
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.gguf.header import read_head, shortest
 from glassformer.adapters.load import load
-from glassformer.adapters.registry import differences
 from glassformer.cli.main import app
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.position import single

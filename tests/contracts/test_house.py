@@ -264,7 +264,6 @@ ONE_IMPORTER = {
     "checks.rows.": "a group of the certificate's rows; the catalogue is their table",
     "data.tasks.": "a task; build_task is their table",
     "quant.backends.": "a backend; choose is their table",
-    "adapters.families.": "a family of architectures; the registry is their table",
     "web.pages.": "a page with its routes; the server is their table",
     "web.report.": "a section of the report; the document is their table",
     "web.app.guard": "what is refused before any route: read by itself",

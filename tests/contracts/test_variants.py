@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import glassformer
-from glassformer.adapters.registry import counterpart
+from glassformer.adapters.counterpart import counterpart
 from glassformer.byhand.model import Model as HandModel
 from glassformer.costs import memory
 from glassformer.costs.flops import flops

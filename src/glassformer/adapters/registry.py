@@ -1,27 +1,18 @@
-"""Find the adapter of a config, and the Hugging Face architecture of a spec.
+"""The adapters of families of architectures: which one reads a config.
 
-`register(MyAdapter)` adds an adapter; from then on `glassformer.load` opens its folders. A spec is
-exported to a family whose config, read back, gives the same spec, so that nothing is lost; if none
-fits, the error names the nearest one and what differs. Initialisation and dropout are ignored:
-neither changes what a trained model computes.
+`register(MyAdapter)` adds an adapter; from then on `glassformer.load` opens its folders, and models
+are exported to its families.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import groupby
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from glassformer.adapters.config import Config
-from glassformer.adapters.families.gpt2 import GPT2Adapter
-from glassformer.adapters.families.llama import LlamaAdapter
-from glassformer.adapters.families.qwen import QwenAdapter
+from glassformer.adapters.families.gpt2 import GPT2
+from glassformer.adapters.families.llama import LLAMA, MISTRAL
+from glassformer.adapters.families.qwen import QWEN1, QWEN2, QWEN3
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.adapters.table import Family
-from glassformer.spec.checks import check_tree
-from glassformer.spec.errors import FileError, GlassError, InputError, nearest
-from glassformer.spec.init import NormalInit
-from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, Stack
-from glassformer.spec.serialize import to_dict
+from glassformer.spec.errors import FileError, InputError, nearest
 
 ADAPTERS: dict[str, type[NativeAdapter]] = {}
 
@@ -30,6 +21,27 @@ Adapter = TypeVar("Adapter", bound=type[NativeAdapter])
 #: Keys of layers that a `ModelSpec` cannot express, in a config of any name.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 HYBRID = ("linear_num_value_heads", "full_attention_interval", "mamba_d_state", "ssm_cfg")
+
+
+class QwenAdapter(NativeAdapter):
+    """Qwen2, Qwen2.5, Qwen3 and Qwen-1, all dense."""
+
+    architecture_type = "qwen"
+    families = (QWEN2, QWEN3, QWEN1)
+
+
+class LlamaAdapter(NativeAdapter):
+    """Llama 2 and 3, Mistral, and models that share their config."""
+
+    architecture_type = "llama"
+    families = (LLAMA, MISTRAL)
+
+
+class GPT2Adapter(NativeAdapter):
+    """GPT-2 in all sizes."""
+
+    architecture_type = "gpt2"
+    families = (GPT2,)
 
 
 def register(adapter: Adapter) -> Adapter:
@@ -90,92 +102,3 @@ def families_that_write() -> dict[str, Family]:
         for family in adapter.families
         if family.write is not None
     }
-
-
-#: The order of choice where several fit: the one that most programs read comes first.
-PREFERRED = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
-SHOWN = 6
-
-
-def counterpart(spec: ModelSpec, *, first: str = "") -> Family:
-    """Return the family that can write this spec; `first` is tried before the others."""
-    check_tree(spec)
-    known = families_that_write()
-    order = [name for name in (first, *PREFERRED, *known) if name in known]
-    tried: dict[str, list[str]] = {}
-    for name in dict.fromkeys(order):
-        reasons = misfits(spec, known[name])
-        if not reasons:
-            return known[name]
-        tried[name] = reasons
-    raise InputError(
-        "no Hugging Face architecture computes this model",
-        where=nearest_of(tried),
-        hint="--to native keeps every spec",
-    )
-
-
-def nearest_of(tried: dict[str, list[str]]) -> str:
-    """Return the architecture with the fewest differences, and what they are, as text."""
-    # A single reason that begins with config.json: the family could not be compared at all.
-    able = {name: found for name, found in tried.items() if not found[0].startswith("config.json")}
-    name, reasons = min((able or tried).items(), key=lambda item: len(item[1]))
-    more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
-    return f"the nearest is '{name}': {'; '.join(reasons[:SHOWN])}{more}"
-
-
-def misfits(spec: ModelSpec, family: Family) -> list[str]:
-    """Return what this family would compute differently, as text."""
-    if spec.encoder is not None:
-        return ["encoder: has one, and that is a decoder alone"]
-    try:
-        again = family.spec_of(Config(family.config_of(spec)))
-    except GlassError as error:
-        return [error.what]
-    return differences(spec, again)
-
-
-def differences(spec: ModelSpec, again: ModelSpec) -> list[str]:
-    """Return the fields in which two specs compute differently, as text."""
-    ours, theirs = to_dict(_comparable(spec)), to_dict(_comparable(again))
-    return [
-        f"{path}: {found} here, {other} there" for path, found, other in _differences(ours, theirs)
-    ]
-
-
-def _comparable(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with all defaults written out, and without training settings."""
-
-    def block(one: Block) -> Block:
-        attention = replace(
-            one.attention,
-            n_kv_heads=one.attention.kv_heads,
-            d_head=one.attention.head_width(spec.d_model),
-        )
-        return replace(one, attention=attention)
-
-    runs = groupby(spec.decoder.blocks())
-    layers = tuple(Layers(count=len(list(run)), block=block(one)) for one, run in runs)
-    decoder = Stack(layers=layers, final_norm=spec.decoder.final_norm, dropout=Dropout())
-    return replace(spec, decoder=decoder, init=NormalInit())
-
-
-def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        if ours.get("kind") != theirs.get("kind"):
-            yield path, ours.get("kind"), theirs.get("kind")
-            return
-        for key in ours:
-            below = f"{path}.{key}" if path else key
-            yield from _differences(ours[key], theirs.get(key), below)
-    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            yield from _differences(one, other, f"{path}.{place}")
-    elif ours != theirs:
-        yield path, _word(ours), _word(theirs)
-
-
-def _word(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.get("kind", "something")
-    return f"{len(value)} of them" if isinstance(value, list) else value

@@ -8,15 +8,15 @@ its config to a spec and back, and its table.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, assert_never
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 from glassformer.adapters.config import Config
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import MLP, FeedForward, ModelSpec, MoE, SwiGLU
+
+if TYPE_CHECKING:  # a design asks which family computes it, without torch
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -27,10 +27,10 @@ class Layout(Protocol):
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of their tensor, given the shapes of ours."""
 
-    def split(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
         """Return our tensors from theirs."""
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         """Return their tensor from ours."""
 
 
@@ -41,11 +41,15 @@ class Rows:
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def split(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        return list(torch.split(tensor, [shape[0] for shape in shapes]))
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
+        return list(tensor.split([shape[0] for shape in shapes]))
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
+        if len(tensors) == 1:
+            return tensors[0]
+        import torch
+
+        return torch.cat(list(tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,10 @@ class Columns:
         rows, columns = Rows().stored_shape(shapes)
         return columns, rows
 
-    def split(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
         return [part.contiguous() for part in Rows().split(tensor.T, shapes)]
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         return Rows().join(tensors).T.contiguous()
 
 
@@ -72,13 +76,13 @@ class Interleaved:
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return shapes[0]
 
-    def split(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
         return [self._turned(tensor, self.d_head // 2, 2)]
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         return self._turned(tensors[0], 2, self.d_head // 2)
 
-    def _turned(self, tensor: Tensor, rows: int, columns: int) -> Tensor:
+    def _turned(self, tensor: "Tensor", rows: int, columns: int) -> "Tensor":
         heads = tensor.reshape(-1, rows, columns, *tensor.shape[1:])
         return heads.transpose(1, 2).reshape(tensor.shape)
 
@@ -118,7 +122,7 @@ class Entry:
     shapes: tuple[Shape, ...]
     layout: Layout
 
-    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+    def split(self, tensor: "Tensor") -> "dict[str, Tensor]":
         """Return our parameters by name."""
         return dict(zip(self.ours, self.layout.split(tensor, self.shapes), strict=True))
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
-from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.table import Columns, Family, Row, Table, dense
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import (
@@ -146,10 +145,3 @@ GPT2 = Family(
     ),
     idle={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
 )
-
-
-class GPT2Adapter(NativeAdapter):
-    """GPT-2 in all sizes."""
-
-    architecture_type = "gpt2"
-    families = (GPT2,)

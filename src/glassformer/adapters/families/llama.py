@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import Any, assert_never
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
-from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.table import Family, Row, Table, dense
 from glassformer.spec.errors import FileError
 from glassformer.spec.init import NormalInit
@@ -317,10 +316,3 @@ def write_mistral(spec: ModelSpec) -> dict[str, Any]:
 
 LLAMA = Family("llama", "LlamaForCausalLM", TABLE, read_llama, write_llama)
 MISTRAL = Family("mistral", "MistralForCausalLM", TABLE, read_mistral, write_mistral)
-
-
-class LlamaAdapter(NativeAdapter):
-    """Llama 2 and 3, Mistral, and models that share their config."""
-
-    architecture_type = "llama"
-    families = (LLAMA, MISTRAL)

@@ -10,7 +10,6 @@ from typing import Any
 
 from glassformer.adapters.config import MOST_LAYERS, Config
 from glassformer.adapters.families.llama import TABLE, optional_whole, read_stack, write_stack
-from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.table import Family, Row, Table
 from glassformer.spec.model import ModelSpec, Rotary
 
@@ -187,10 +186,3 @@ QWEN1 = Family(
     },
     remote_code=True,
 )
-
-
-class QwenAdapter(NativeAdapter):
-    """Qwen2, Qwen2.5, Qwen3 and Qwen-1, all dense."""
-
-    architecture_type = "qwen"
-    families = (QWEN2, QWEN3, QWEN1)

@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from glassformer.adapters.config import Config
+from glassformer.adapters.counterpart import counterpart
 from glassformer.adapters.folder.origin import LAYOUT, read_layout
 from glassformer.adapters.folder.weights import FLOATS, INDEX, NAME, SINGLE, is_finite
 from glassformer.adapters.native import NativeAdapter
-from glassformer.adapters.registry import counterpart
+from glassformer.adapters.registry import families_that_write
 from glassformer.adapters.table import Family, Plan, make_plan
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
@@ -47,7 +48,8 @@ def export_hf(
     place, spec = Path(folder), adapter.spec
     if place.exists():
         raise InputError(f"{place} exists", hint="choose another name, or remove it first")
-    family = counterpart(spec, first=str((adapter.config or {}).get("model_type", "")))
+    first = str((adapter.config or {}).get("model_type", ""))
+    family = counterpart(spec, families_that_write(), first=first)
     plan = make_plan(family.table, spec)
     files, notes = _small_files(adapter, family)
     tensors = Tensors(adapter, plan)

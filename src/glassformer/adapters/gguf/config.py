@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from glassformer.adapters.config import Config
+from glassformer.adapters.counterpart import differences, nearest_of
 from glassformer.adapters.families.llama import LLAMA, MISTRAL
 from glassformer.adapters.families.qwen import QWEN2, QWEN3
 from glassformer.adapters.gguf.header import shortest
@@ -25,7 +26,7 @@ from glassformer.adapters.table import (
     Table,
     make_plan,
 )
-from glassformer.spec.errors import FileError
+from glassformer.spec.errors import FileError, GlassError, InputError
 from glassformer.spec.model import Llama3Scaling, ModelSpec, Rotary
 from glassformer.spec.position import rotary_frequencies, single
 
@@ -289,4 +290,27 @@ def table_of(kind: str, spec: ModelSpec) -> Table:
             Row("output.weight", "heads.next.weight"),
         ),
         ignored=(FACTORS,),
+    )
+
+
+def architecture_of(spec: ModelSpec, *, first: str = "") -> tuple[str, Plan]:
+    """Return the architecture that computes a spec, and its plan; else name the nearest."""
+    tried = {}
+    for kind in sorted(FAMILIES, key=lambda name: name != first):
+        try:
+            if spec.encoder is not None:
+                raise InputError("encoder: has one, and that is a decoder alone")
+            if any(block.attention.window is not None for block in spec.decoder.blocks()):
+                raise InputError("attention in a sliding window, which none of them has")
+            plan, again = read_again(spec, kind)
+            reasons = differences(spec, again)
+        except GlassError as error:
+            reasons = [error.what]
+        if not reasons:
+            return kind, plan
+        tried[kind] = reasons
+    raise InputError(
+        "no GGUF architecture that is written here computes this model",
+        where=nearest_of(tried),
+        hint="--to native keeps every spec",
     )

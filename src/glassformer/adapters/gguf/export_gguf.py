@@ -23,9 +23,8 @@ from glassformer.adapters.folder.export_hf import Exported, Tensors
 from glassformer.adapters.folder.files import GenerationDefaults, generation_defaults
 from glassformer.adapters.gguf.config import (
     FACTORS,
-    FAMILIES,
+    architecture_of,
     factors_of,
-    read_again,
     write_settings,
 )
 from glassformer.adapters.gguf.dtypes import F16, F32, Q8_0, Kind, kind_of, library, packed
@@ -42,15 +41,12 @@ from glassformer.adapters.gguf.hf_files import (
     USER_DEFINED,
 )
 from glassformer.adapters.native import NativeAdapter
-from glassformer.adapters.registry import differences, nearest_of
-from glassformer.adapters.table import Plan
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
 from glassformer.adapters.tokenizers.pretokenize import name_of
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.checks import one_of
-from glassformer.spec.errors import GlassError, InputError
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.errors import InputError
 from glassformer.store.publish import publishing_file
 
 PLAIN = 1
@@ -184,29 +180,6 @@ def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32")
             file.flush()
             os.fsync(file.fileno())
     return Exported(place, kind, notes)
-
-
-def architecture_of(spec: ModelSpec, *, first: str = "") -> tuple[str, Plan]:
-    """Return the architecture that computes a spec, and its plan; else name the nearest."""
-    tried = {}
-    for kind in sorted(FAMILIES, key=lambda name: name != first):
-        try:
-            if spec.encoder is not None:
-                raise InputError("encoder: has one, and that is a decoder alone")
-            if any(block.attention.window is not None for block in spec.decoder.blocks()):
-                raise InputError("attention in a sliding window, which none of them has")
-            plan, again = read_again(spec, kind)
-            reasons = differences(spec, again)
-        except GlassError as error:
-            reasons = [error.what]
-        if not reasons:
-            return kind, plan
-        tried[kind] = reasons
-    raise InputError(
-        "no GGUF architecture that is written here computes this model",
-        where=nearest_of(tried),
-        hint="--to native keeps every spec",
-    )
 
 
 def _sampling(origin: Path) -> bool:

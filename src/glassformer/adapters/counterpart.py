@@ -1,0 +1,114 @@
+"""Find the Hugging Face architecture that computes a spec.
+
+A spec is exported to a family whose config, read back, gives the same spec, so that nothing is
+lost; if none fits, the error names the nearest one and what differs. Initialisation and dropout are
+ignored: neither changes what a trained model computes. Nothing here needs torch, so that a design
+can be judged before it is built.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from glassformer.adapters.config import Config
+from glassformer.adapters.families.gpt2 import GPT2
+from glassformer.adapters.families.llama import LLAMA, MISTRAL
+from glassformer.adapters.families.qwen import QWEN2, QWEN3
+from glassformer.adapters.table import Family
+from glassformer.spec.checks import check_tree
+from glassformer.spec.errors import GlassError, InputError
+from glassformer.spec.init import NormalInit
+from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, Stack
+from glassformer.spec.serialize import to_dict
+
+#: The families that are written, in the order of choice where several fit: the one that most
+#: programs read comes first.
+BUILT_IN = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GPT2)}
+SHOWN = 6
+
+
+def counterpart(
+    spec: ModelSpec, families: Mapping[str, Family] = BUILT_IN, *, first: str = ""
+) -> Family:
+    """Return the family that can write this spec; `first` is tried before the others."""
+    check_tree(spec)
+    known = {name: family for name, family in families.items() if family.write is not None}
+    order = [name for name in (first, *BUILT_IN, *known) if name in known]
+    tried: dict[str, list[str]] = {}
+    for name in dict.fromkeys(order):
+        reasons = misfits(spec, known[name])
+        if not reasons:
+            return known[name]
+        tried[name] = reasons
+    raise InputError(
+        "no Hugging Face architecture computes this model",
+        where=nearest_of(tried),
+        hint="--to native keeps every spec",
+    )
+
+
+def nearest_of(tried: dict[str, list[str]]) -> str:
+    """Return the architecture with the fewest differences, and what they are, as text."""
+    # A single reason that begins with config.json: the family could not be compared at all.
+    able = {name: found for name, found in tried.items() if not found[0].startswith("config.json")}
+    name, reasons = min((able or tried).items(), key=lambda item: len(item[1]))
+    more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
+    return f"the nearest is '{name}': {'; '.join(reasons[:SHOWN])}{more}"
+
+
+def misfits(spec: ModelSpec, family: Family) -> list[str]:
+    """Return what this family would compute differently, as text."""
+    if spec.encoder is not None:
+        return ["encoder: has one, and that is a decoder alone"]
+    try:
+        again = family.spec_of(Config(family.config_of(spec)))
+    except GlassError as error:
+        return [error.what]
+    return differences(spec, again)
+
+
+def differences(spec: ModelSpec, again: ModelSpec) -> list[str]:
+    """Return the fields in which two specs compute differently, as text."""
+    ours, theirs = to_dict(_comparable(spec)), to_dict(_comparable(again))
+    return [
+        f"{path}: {found} here, {other} there" for path, found, other in _differences(ours, theirs)
+    ]
+
+
+def _comparable(spec: ModelSpec) -> ModelSpec:
+    """Return the spec with all defaults written out, and without training settings."""
+
+    def block(one: Block) -> Block:
+        attention = replace(
+            one.attention,
+            n_kv_heads=one.attention.kv_heads,
+            d_head=one.attention.head_width(spec.d_model),
+        )
+        return replace(one, attention=attention)
+
+    runs = groupby(spec.decoder.blocks())
+    layers = tuple(Layers(count=len(list(run)), block=block(one)) for one, run in runs)
+    decoder = Stack(layers=layers, final_norm=spec.decoder.final_norm, dropout=Dropout())
+    return replace(spec, decoder=decoder, init=NormalInit())
+
+
+def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        if ours.get("kind") != theirs.get("kind"):
+            yield path, ours.get("kind"), theirs.get("kind")
+            return
+        for key in ours:
+            below = f"{path}.{key}" if path else key
+            yield from _differences(ours[key], theirs.get(key), below)
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(one, other, f"{path}.{place}")
+    elif ours != theirs:
+        yield path, _word(ours), _word(theirs)
+
+
+def _word(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.get("kind", "something")
+    return f"{len(value)} of them" if isinstance(value, list) else value
