@@ -1,8 +1,8 @@
-"""`python -m pages quotes|options|figures [NAME ...]`, from the repository's root."""
+"""`python -m pages quotes|options|figures|screens [NAME ...]`, from the repository's root."""
 
 import argparse
 
-from pages import options, quotes
+from pages import options, quotes, screens
 from pages.figures import FIGURES, draw
 from pages.quotes import ROOT
 
@@ -15,7 +15,14 @@ def main() -> None:
     verbs.add_parser("options", help="write every table of options as its spec is now")
     figures = verbs.add_parser("figures", help="draw the figures of docs/learn; about two minutes")
     figures.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
+    verbs.add_parser("screens", help="pictures of every page of the explorer after every other one")
     asked = parser.parse_args()
+    if asked.verb == "screens":
+        found = screens.draw()
+        for view, flaws in found.items():
+            print("\n".join([view, *(f"  {flaw}" for flaw in flaws)]))
+        print(f"{screens.FOLDER.relative_to(ROOT)}: {len(found)} views with a flaw")
+        raise SystemExit(bool(found))
     if asked.verb != "figures":
         changed = quotes.refresh() if asked.verb == "quotes" else options.refresh()
         print("\n".join(str(path.relative_to(ROOT)) for path in changed) or "nothing has changed")

@@ -7,6 +7,7 @@ import pytest
 
 STATIC = Path(__file__).parents[2] / "src" / "glassformer" / "web" / "static"
 SCRIPTS = sorted((STATIC / "js").glob("*.js"))
+SHEETS = sorted(path for path in STATIC.glob("*.css") if path.name != "app.css")
 LINES, WIDE = 4_000, 120
 FORBIDDEN = (
     r"\binnerHTML\b", r"\bouterHTML\b", r"\binsertAdjacentHTML\b", r"\bdocument\.write",
@@ -49,6 +50,18 @@ def test_nothing_is_fetched_from_elsewhere():
 def test_only_pages_styles_scripts_and_an_icon_are_here():
     kinds = {path.suffix for path in STATIC.rglob("*") if path.is_file()}
     assert kinds <= {".html", ".css", ".js", ".svg"}
+
+
+@pytest.mark.parametrize("path", SHEETS, ids=lambda path: path.name)
+def test_a_page_styles_nothing_but_itself(path):
+    """Sheets stay once their page was visited: a rule outside `.page.NAME { }` is another's too."""
+    css = re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.DOTALL).strip()
+    assert css.startswith(f".page.{path.stem} {{")
+    depth = [0]
+    for sign in css:
+        depth.append(depth[-1] + {"{": 1, "}": -1}.get(sign, 0))
+    assert depth[-1] == 0 and 0 not in depth[css.index("{") + 1 : -1], "one block holds it all"
+    assert not re.search(r"(?:^|[\s,;{}])(?::root|html|body)\b|@import|@scope", css)
 
 
 def test_every_import_is_relative_and_exists():

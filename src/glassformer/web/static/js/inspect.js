@@ -130,11 +130,12 @@ class Inspect {
   async start(params) {
     this.models = await this.context.api.models();
     this.runs = this.models.ids;
-    if (this.runs.length) await this.update(params);
+    if (this.runs.length) await this.update(this.params ?? params);
     else fill(this.root, nothingYet());
   }
 
   async update(params) {
+    this.params = params; // one that comes before the list of models is shown after it
     if (!this.runs.length) return;
     this.view = parse(params);
     this.view.run ??= this.models.first;
