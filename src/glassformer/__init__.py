@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from glassformer.lab.api import finetune as finetune
     from glassformer.lab.api import lr_find as lr_find
     from glassformer.lab.api import train as train
+    from glassformer.lab.show import show as show
     from glassformer.models.inputs import Inputs as Inputs
     from glassformer.nn.taps import Taps as Taps
     from glassformer.nn.taps import trace as trace
@@ -80,6 +81,7 @@ _HOME = {
     "quantize": "glassformer.adapters.quantize",
     "report": "glassformer.web.report.document",
     "save": "glassformer.adapters.load",
+    "show": "glassformer.lab.show",
     "trace": "glassformer.nn.taps",
     "train": "glassformer.lab.api",
     "verify": "glassformer.checks.report",

@@ -35,7 +35,7 @@ def test_help_says_each_verb_in_one_whole_line():
     listed = shown.partition("Commands:\n")[2].rstrip().splitlines()
     verbs = [line.split()[0] for line in listed]
     assert len(verbs) == len(VERBS) == len(set(verbs))
-    assert verbs[:4] == ["demo", "list", "design", "train"]  # the way a person goes
+    assert verbs[:5] == ["demo", "list", "show", "design", "train"]  # the way a person goes
     assert all(line.endswith(".") and not line.endswith("...") for line in listed)
     for verb in verbs:
         shown = CliRunner().invoke(app, [verb, "--help"]).stdout

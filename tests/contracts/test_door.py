@@ -31,6 +31,7 @@ PUBLIC = [
     "evaluate",
     "lr_find",
     "report",
+    "show",
     "generate",
     "beam_search",
     "trace",

@@ -24,7 +24,7 @@ from glassformer.adapters.folder.origin import (
 )
 from glassformer.adapters.folder.weights import FileWeights, filled, folder_weights
 from glassformer.adapters.gguf.header import SUFFIX, is_gguf
-from glassformer.adapters.gguf.load import open_gguf
+from glassformer.adapters.gguf.load import open_gguf, read_gguf_spec
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, save_model
 from glassformer.adapters.registry import adapter_for, adapter_named
 from glassformer.adapters.table import identity_plan, make_plan
@@ -128,6 +128,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if tokenizer is None:
         raise InputError("the model has no tokenizer", where=str(path), hint="give token ids")
     return tokenizer
+
+
+def read_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
+    """Return the spec of a model on disk, and its format in words; no weights are read."""
+    folder = folder_of(path)
+    if is_gguf(folder):
+        return read_gguf_spec(folder), f"a GGUF file of {folder.stat().st_size:,} bytes"
+    if is_native(folder):
+        return read_spec(folder), f"a {format_of(folder).name} of ours"
+    config = Config.of_folder(folder)
+    _, family = adapter_for(config)
+    return family.spec_of(config), f"a Hugging Face folder ({config.data.get('model_type')})"
 
 
 def adapt(module: nn.Module, *, backend: Backend = "native") -> BaseAdapter:

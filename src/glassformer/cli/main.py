@@ -32,6 +32,7 @@ from glassformer.spec.errors import GlassError
 VERBS = (
     "demo",
     "list",
+    "show",
     "design",
     "train",
     "lr-find",

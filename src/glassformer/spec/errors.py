@@ -58,7 +58,7 @@ class MachineError(GlassError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'd_model'?`, or the list of known names."""
-    choices = sorted(known)
+    choices = sorted(set(known))
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     if close:
         return f"did you mean '{close[0]}'?"

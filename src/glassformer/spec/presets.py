@@ -407,6 +407,13 @@ PRESETS: dict[str, Callable[..., ModelSpec]] = {
 }
 
 
+def preset_summary(name: str) -> str:
+    """Return a preset in a line: the first of its docstring."""
+    made = PRESETS[name]
+    origin = made.func if isinstance(made, partial) else made
+    return (inspect.getdoc(origin) or "").partition("\n")[0].rstrip(".")
+
+
 def preset(name: str, **sizes: Any) -> ModelSpec:
     """Return the spec of that name, with other sizes if given: `preset("qwen", d_model=256)`."""
     if name not in PRESETS:

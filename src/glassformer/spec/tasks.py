@@ -200,3 +200,23 @@ NAMED_TASKS: dict[str, Task] = {
     "fsm": FsmTask(machine="random-4", max_length=32),
     "text": TextTask(),
 }
+
+#: What `glass train NAME` knows, in a line each: the tasks above, and the recipes that
+#: `lab.recipes` makes of them.
+TASK_SUMMARIES: dict[str, str] = {
+    "digits": "answer FIRST, LAST, MAX, SUM ... of a few digits",
+    "copy": "write a row of symbols again; encoder-decoder",
+    "reverse": "write a row of symbols backwards; encoder-decoder",
+    "sort": "write a row of symbols in order; encoder-decoder",
+    "translate": "numbers and dates between figures, English and German; encoder-decoder",
+    "parity": "follow a two-state machine, with exact answers",
+    "mod-3": "follow a machine that counts modulo 3, with exact answers",
+    "brackets": "follow nested brackets, four deep, with exact answers",
+    "fsm": "follow a random machine of four states, with exact answers",
+    "text": "predict the next token of a text: Python's manuals, or task.path=FILE",
+    "lm": "the same, longer: a language model of 0.3 M parameters, minutes on a CPU",
+    "lm-modern": "the same with rotary positions, RMSNorm and grouped keys and values",
+    "lm-moe": "the same with a mixture of experts",
+    "lm-10m": "the same with 10 M parameters, for a GPU",
+    "finetune": "go on with a model that exists, on your data: glass finetune MODEL FILE",
+}

@@ -13,17 +13,18 @@ from glassformer.adapters.gguf.dtypes import GGUFWeights
 from glassformer.adapters.gguf.hf_files import kept_files, why_no_tokenizer
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.registry import adapter_for
-from glassformer.adapters.table import make_plan
+from glassformer.adapters.table import Family, make_plan
 from glassformer.adapters.training_config import TrainingConfig
 from glassformer.spec.errors import FileError
+from glassformer.spec.model import ModelSpec
 
 
-def open_gguf(
-    path: Path, settings: TrainingConfig, *, dtype: torch.dtype | None, device: str
-) -> NativeAdapter:
-    """Open the model of a file; the report notes what was unpacked or could not be read."""
-    weights = GGUFWeights(path)
-    head = weights.head
+def read_gguf_spec(path: Path) -> ModelSpec:
+    """Return the spec of a file's model, from its header alone."""
+    return _read_spec(path, GGUFWeights(path))[1]
+
+
+def _read_spec(path: Path, weights: GGUFWeights) -> tuple[Family, ModelSpec]:
     embedding = weights.shapes.get("token_embd.weight")
     if embedding is None:
         raise FileError("there is no tensor token_embd.weight", where=str(path))
@@ -32,13 +33,22 @@ def open_gguf(
         if len(weights.shapes[FACTORS]) != 1:
             raise FileError(f"{FACTORS} has the shape {weights.shapes[FACTORS]}", where=str(path))
         factors = weights.read(FACTORS).tolist()
-    family, spec = read_settings(
-        head.metadata,
+    return read_settings(
+        weights.head.metadata,
         tensors=weights.shapes,
         rows=embedding[0],
         factors=factors,
         where=str(path),
     )
+
+
+def open_gguf(
+    path: Path, settings: TrainingConfig, *, dtype: torch.dtype | None, device: str
+) -> NativeAdapter:
+    """Open the model of a file; the report notes what was unpacked or could not be read."""
+    weights = GGUFWeights(path)
+    head = weights.head
+    family, spec = _read_spec(path, weights)
     plan = make_plan(table_of(str(head.metadata["general.architecture"]), spec), spec)
     model, report = filled(settings.adjusted(spec), plan, weights, dtype=dtype, device=device)
     kept = kept_files(head)

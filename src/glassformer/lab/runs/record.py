@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from glassformer.data.task import Task
+from glassformer.lab.show import toml_text
 from glassformer.spec import tasks
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.own import OwnTask
@@ -185,15 +186,7 @@ def to_toml(spec: RunSpec) -> str | None:
     """Return config.toml without values of None; None if no TOML writer is installed."""
     if importlib.util.find_spec("tomli_w") is None:
         return None  # config.json has the same content, and `glass train` reads it too
-    import tomli_w
-
-    return tomli_w.dumps(_without_none(to_dict(spec)))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+    return toml_text(to_dict(spec))
 
 
 def load_run_spec(directory: RunDirectory) -> RunSpec:

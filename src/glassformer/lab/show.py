@@ -1,0 +1,286 @@
+"""`gf.show`: what a task, a preset, a run or a model is, without training or loading weights.
+
+The settings are TOML that `glass train` reads; the lines of words above them are comments, so that
+all of it can be pasted into a config file. A preset and a run need no torch.
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, assert_never
+
+from glassformer.spec.errors import FileError, InputError, nearest
+from glassformer.spec.finetune import lora_manifest
+from glassformer.spec.manifest import count_active_parameters, count_parameters
+from glassformer.spec.model import (
+    MLP,
+    ALiBi,
+    Block,
+    FeedForward,
+    LayerNorm,
+    Learned,
+    ModelSpec,
+    MoE,
+    NoPosition,
+    Norm,
+    Position,
+    RMSNorm,
+    Rotary,
+    Sinusoidal,
+    SwiGLU,
+)
+from glassformer.spec.own import OwnPosition, installed_parts, is_source
+from glassformer.spec.presets import PRESETS, preset, preset_summary
+from glassformer.spec.serialize import from_json, override, to_dict
+from glassformer.spec.tasks import TASK_SUMMARIES
+from glassformer.spec.train import RunSpec
+
+Kind = Literal["task", "preset", "run", "model"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """A model's spec, and of a task or a run the whole run's; it prints as comments and TOML."""
+
+    name: str
+    kind: Kind
+    about: str
+    model: ModelSpec
+    run: RunSpec | None = None
+    sizes: Mapping[str, int] | None = None
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the model."""
+        return count_parameters(self.model)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the spec as nested values: of a run, or `{"model": ...}`."""
+        return {"model": to_dict(self.model)} if self.run is None else to_dict(self.run)
+
+    def summary(self) -> list[str]:
+        """Return a few lines of words: what it is, the model, the data, the training."""
+        lines = [f"{self.name}: {self.about}", *model_lines(self.model)]
+        if self.sizes is not None:
+            splits = ", ".join(f"{count:,} {split}" for split, count in self.sizes.items())
+            lines.append(f"data: {splits}")
+        if self.run is not None:
+            lines += training_lines(self.run)
+        return lines
+
+    def toml(self) -> str:
+        """Return the settings as TOML; `glass train FILE` reads that of a task or a run."""
+        return toml_text(self.settings())
+
+    def text(self) -> str:
+        """Return the summary as comments, then the settings."""
+        return "\n".join([*(f"# {line}" for line in self.summary()), "", self.toml().rstrip()])
+
+    def to_json(self) -> str:
+        """Return one JSON object: name, kind, parameters and settings."""
+        found = {
+            "name": self.name,
+            "kind": self.kind,
+            "about": self.about,
+            "parameters": self.parameters,
+            **({} if self.sizes is None else {"data": dict(self.sizes)}),
+            "settings": self.settings(),
+        }
+        return json.dumps(found)
+
+    def __repr__(self) -> str:
+        return "\n".join(self.summary())
+
+
+def show(what: str | Path, *, overrides: Iterable[str] = (), runs: str | Path = "runs") -> Shown:
+    """Describe a task, a preset, a run or a model on disk; overrides change its settings.
+
+    A name is looked up as a run or a path first, then as a task, then as a preset.
+    """
+    name, given = str(what), list(overrides)
+    folder = _place(name, Path(runs))
+    if folder is not None:
+        return _show_folder(name, folder, given)
+    if name in TASK_SUMMARIES or name in installed_parts() or is_source(name):
+        return _show_task(name, given)
+    if name.endswith((".toml", ".json")):
+        return _show_task(name, given)
+    if name in PRESETS:
+        spec = override(preset(name), [text.removeprefix("model.") for text in given])
+        return Shown(name=name, kind="preset", about=preset_summary(name), model=spec)
+    known = [*TASK_SUMMARIES, *installed_parts(), *PRESETS]
+    raise InputError(
+        f"there is no task, preset, run or model '{name[:80]}'",
+        hint=nearest(name, known) if name else "glass list names them",
+    )
+
+
+def _place(name: str, runs: Path) -> Path | None:
+    """Return the folder or file that a name means, here or among the runs."""
+    path = name.partition("@")[0]
+    if not path or path.endswith((".toml", ".json", ".py")):
+        return None
+    for place in (Path(path), runs / path):
+        is_model = place.is_dir() or place.suffix.lower() == ".gguf"
+        if is_model and place.exists() and (place != Path(path) or _is_path(path)):
+            return place
+    return None
+
+
+def _is_path(path: str) -> bool:
+    """True unless a folder only happens to have a task's name, and holds no model."""
+    marks = ("run.json", "config.json", "MANIFEST.json")
+    known = path in TASK_SUMMARIES or path in PRESETS
+    return not known or any((Path(path) / mark).is_file() for mark in marks)
+
+
+def _show_folder(name: str, folder: Path, overrides: list[str]) -> Shown:
+    if (folder / "run.json").is_file() and (folder / "config.json").is_file():
+        spec = override(_run_spec(folder), overrides)
+        return Shown(name=name, kind="run", about=_run_about(folder), model=spec.model, run=spec)
+    if overrides:
+        raise InputError("a trained model keeps its settings", hint="leave out the overrides")
+    from glassformer.adapters.load import read_model_spec  # imports torch
+
+    model, about = read_model_spec(folder)
+    return Shown(name=name, kind="model", about=about, model=model)
+
+
+def _run_spec(folder: Path) -> RunSpec:
+    try:
+        return from_json(RunSpec, (folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, InputError) as error:
+        raise FileError(f"config.json is no run's: {error}", where=str(folder)) from error
+
+
+def _run_about(folder: Path) -> str:
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        return f"a run of {record['task']}, {record['status']} at step {record['step']:,}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a run whose record cannot be read"
+
+
+def _show_task(name: str, overrides: list[str]) -> Shown:
+    from glassformer.lab.recipes import planned_run  # imports torch
+
+    plan = planned_run(name, overrides)
+    about = TASK_SUMMARIES.get(name) or f"a task of your own, {name}"
+    if name.endswith((".toml", ".json")):
+        about = "a config of a run"
+    sizes = None if plan.task is None else dict(plan.task.sizes())
+    return Shown(
+        name=name, kind="task", about=about, model=plan.spec.model, run=plan.spec, sizes=sizes
+    )
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def model_lines(model: ModelSpec) -> list[str]:
+    """Return a model's shape and parts in two lines of words."""
+    block = next(iter(model.decoder.blocks()))
+    total, used = count_parameters(model), count_active_parameters(model)
+    active = "" if used == total else f" ({used:,} used by a token)"
+    if model.encoder is None:
+        shape = f"{_count(model.n_layers, 'layer')}"
+        kind = "decoder" if block.attention.causal else "encoder"
+    else:
+        shape, kind = f"{model.encoder.n_layers} + {model.n_layers} layers", "encoder-decoder"
+    return [
+        f"model: {kind}, {total:,} parameters{active}, {shape} of width {model.d_model}, "
+        f"{_heads(block)}",
+        f"parts: {_ffn(block.ffn)}, {_norm(block.norm)} "
+        f"{'before' if block.placement == 'pre' else 'after'} each part, "
+        f"{_position(model.position)}; vocabulary {model.vocab_size:,}, "
+        f"up to {model.max_seq_len:,} tokens",
+    ]
+
+
+def training_lines(run: RunSpec) -> list[str]:
+    """Return a run's training in a line of words, and what it starts from."""
+    train, lines = run.train, []
+    batches = "" if train.accumulate == 1 else f" x {train.accumulate}"
+    precision = "" if train.precision == "float32" else f", {train.precision}"
+    lines.append(
+        f"training: {_count(train.steps, 'step')} of {train.batch_size}{batches} examples, "
+        f"{type(train.optimizer).__name__}, learning rate {train.lr:g}, seed {train.seed}"
+        f"{precision}"
+    )
+    if run.tuning is not None:
+        lora = run.tuning.lora
+        which = "all of its parameters"
+        if lora is not None:
+            count = sum(p.size for p in lora_manifest(run.model, lora).values())
+            which = f"{count:,} parameters (LoRA of rank {lora.rank})"
+        lines.append(f"starts from: {run.tuning.base}; trains {which}")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _heads(block: Block) -> str:
+    attention = block.attention
+    groups = attention.n_kv_heads
+    shared = "" if groups in (None, attention.n_heads) else f" ({groups} for keys and values)"
+    return f"{_count(attention.n_heads, 'head')}{shared}"
+
+
+def _ffn(ffn: FeedForward) -> str:
+    match ffn:
+        case MLP():
+            return f"feed-forward {ffn.d_ff} ({ffn.activation})"
+        case SwiGLU():
+            return f"feed-forward {ffn.d_ff} (SwiGLU)"
+        case MoE():
+            chosen = f"{ffn.experts_per_token} of {_count(ffn.n_experts, 'expert')}"
+            return f"{chosen}, each {_ffn(ffn.expert)}"
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def _norm(norm: Norm) -> str:
+    match norm:
+        case LayerNorm():
+            return "LayerNorm"
+        case RMSNorm():
+            return "RMSNorm"
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def _position(position: Position) -> str:
+    match position:
+        case Rotary():
+            return "rotary positions"
+        case Learned():
+            return "learned positions"
+        case Sinusoidal():
+            return "sinusoidal positions"
+        case ALiBi():
+            return "linear biases for positions (ALiBi)"
+        case NoPosition():
+            return "no positions"
+        case OwnPosition():
+            return f"positions of your own ({position.source})"
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def toml_text(settings: Mapping[str, Any]) -> str:
+    """Return nested settings as TOML, without values of None, which TOML cannot say."""
+    if importlib.util.find_spec("tomli_w") is None:
+        raise InputError("writing TOML needs the library tomli_w", hint="pip install tomli-w")
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(settings))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value

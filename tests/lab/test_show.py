@@ -1,0 +1,68 @@
+"""`gf.show` and `glass show`: the settings of anything, without training it."""
+
+import json
+import tomllib
+
+import pytest
+from typer.testing import CliRunner
+
+import glassformer as gf
+from glassformer.cli.main import app
+from glassformer.lab.finetune.recipe import NAME as FINETUNE
+from glassformer.lab.recipes import RECIPES, recipe
+from glassformer.spec.errors import InputError
+from glassformer.spec.presets import PRESETS
+from glassformer.spec.serialize import from_dict
+from glassformer.spec.tasks import TASK_SUMMARIES
+from glassformer.spec.train import RunSpec
+
+RUN = "tests/fixtures/run-0.1.0"
+
+
+def test_every_task_has_a_line_of_its_own():
+    assert set(TASK_SUMMARIES) == {*RECIPES, FINETUNE}
+    assert len(set(TASK_SUMMARIES.values())) == len(TASK_SUMMARIES)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in RECIPES])
+def test_a_preset_shows_its_spec(name):
+    shown = gf.show(name)
+    assert shown.kind == "preset" and shown.model == gf.preset(name)
+    assert f"{gf.count_parameters(shown.model):,} parameters" in repr(shown)
+    assert tomllib.loads(shown.text())["model"]["d_model"] == shown.model.d_model
+
+
+def test_the_settings_of_a_task_can_be_pasted():
+    shown = gf.show("parity", overrides=["train.lr=0.5", "task.examples=50"])
+    assert shown.kind == "task" and shown.sizes is not None
+    pasted = from_dict(RunSpec, tomllib.loads(shown.text()))
+    assert pasted == shown.run == recipe("parity", ["train.lr=0.5", "task.examples=50"])
+
+
+def test_a_run_and_a_folder(tmp_path):
+    shown = gf.show(RUN)
+    assert shown.kind == "run" and "finished at step 8" in shown.about
+    gf.save(gf.build(gf.preset("digits")), tmp_path / "mine")
+    assert gf.show(tmp_path / "mine").model == gf.preset("digits")
+    assert gf.show("mine", runs=tmp_path).kind == "model"
+    folder = gf.export(gf.build(gf.preset("qwen")), tmp_path / "hf", to="hf")
+    assert "qwen3" in gf.show(tmp_path / "hf").about, folder
+    gf.export(gf.build(gf.preset("qwen")), tmp_path / "a.gguf", to="gguf")
+    assert gf.show(tmp_path / "a.gguf").parameters == gf.show("qwen").parameters
+    with pytest.raises(InputError, match="keeps its settings"):
+        gf.show(tmp_path / "mine", overrides=["d_model=3"])
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(InputError, match="no task, preset") as caught:
+        gf.show("qwenn")
+    assert "'qwen'" in caught.value.hint
+
+
+def test_the_command_writes_a_file_to_train_from(tmp_path):
+    out = tmp_path / "x.toml"
+    done = CliRunner().invoke(app, ["show", RUN, "train.seed=7", "-o", str(out)])
+    assert done.exit_code == 0 and done.stdout == ""
+    assert from_dict(RunSpec, tomllib.loads(out.read_text())).train.seed == 7
+    found = json.loads(CliRunner().invoke(app, ["show", RUN, "--json"]).stdout)
+    assert found["kind"] == "run" and found["settings"]["train"]["seed"] == 1
