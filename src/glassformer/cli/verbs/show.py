@@ -33,14 +33,13 @@ def show(
 
       glass show runs/digits
     """
-    from glassformer.adapters.folder.hub import is_name
     from glassformer.cli.shell import resolve
     from glassformer.cli.shell.output import target_of, write_file
     from glassformer.cli.shell.terminal import tell
     from glassformer.lab.show import show as shown
 
     target = target_of(out, ("toml", "json"))
-    if is_name(what.partition("@")[0]):  # a path of two parts, or org/name
+    if resolve.hub.is_name(what.partition("@")[0]):  # a path of two parts, or org/name
         what = resolve.find_model(what, runs=Path(runs))
     found = shown(what, overrides=list(overrides or ()), runs=runs)
     if target is not None:
