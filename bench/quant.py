@@ -22,10 +22,10 @@ from glassformer.kernels.autotune import CHOICES
 from glassformer.kernels.matmul import Product
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
+from glassformer.quant.contents import is_model_quantized, resident_bytes
 from glassformer.quant.convert import quantize_model
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
-from glassformer.quant.status import is_model_quantized, resident_bytes
 from glassformer.spec import presets
 from glassformer.spec.errors import GlassError
 from glassformer.spec.model import ModelSpec

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.cli.main import app
-from glassformer.quant.status import is_model_quantized
+from glassformer.quant.contents import is_model_quantized
 from glassformer.spec.errors import FileError, InputError
-from glassformer.store.quantized import load_quantized
+from glassformer.store.checkpoint import load_quantized
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::glassformer.quant.backends.choose.SlowQuantization"

@@ -263,7 +263,6 @@ ONE_IMPORTER = {
     "cli.main": "the command's entry point",
     "checks.rows.": "a group of the certificate's rows; the catalogue is their table",
     "data.tasks.": "a task; build_task is their table",
-    "quant.backends.": "a backend; choose is their table",
     "web.pages.": "a page with its routes; the server is their table",
     "web.report.": "a section of the report; the document is their table",
     "web.app.guard": "what is refused before any route: read by itself",
@@ -287,7 +286,6 @@ ONE_IMPORTER = {
     "lab.smallbench.": "a suite of its own",
     "lens.measure.": "a measurement; inspect collects them",
     "named.parameter_budget": "one source document's accounting",
-    "quant.layer_timing": "a measurement of this machine",
     "spec.block": "the parts of a block; model re-exports them",
 }
 

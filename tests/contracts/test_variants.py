@@ -29,8 +29,8 @@ from glassformer.data.build_task import build_task
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.models.model import Model, build
-from glassformer.quant.arrays import quantized_arrays, restored_model
 from glassformer.quant.backends.choose import BACKENDS, why_not
+from glassformer.quant.contents import quantized_arrays, restored_model
 from glassformer.quant.convert import quantize_model
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec import checks, presets
@@ -77,7 +77,7 @@ from glassformer.spec.schemes import Int8, Scheme, scheme_bytes
 from glassformer.spec.taps import tap_shapes
 from glassformer.spec.tasks import FinetuneTask, Task
 from glassformer.spec.train import Muon, Optimizer, RunSpec, Schedule, TrainSpec
-from glassformer.store.quantized import load_quantized, save_quantized
+from glassformer.store.checkpoint import load_quantized, save_quantized
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import build_optimizers
 from tests.checks.faults import Fault, planted

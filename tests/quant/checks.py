@@ -6,20 +6,29 @@ import torch
 import torch.nn.functional as F
 
 from glassformer.models.model import Model, build
-from glassformer.quant.arrays import quantized_arrays, restored_model
 from glassformer.quant.backends.choose import BACKENDS, why_not
+from glassformer.quant.contents import (
+    is_model_quantized,
+    quantized_arrays,
+    resident_bytes,
+    restored_model,
+)
 from glassformer.quant.convert import (
     dequantize_model,
     prepare_model_for_quantization,
+    quantize_in_turn,
     quantize_model,
     quantized_layers,
 )
-from glassformer.quant.gptq import making_up, quantize_with_inputs
-from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear
-from glassformer.quant.qat import fake_quantize
-from glassformer.quant.schemes import QuantizedTensor, codec, dequantize, quantize_tensor
-from glassformer.quant.sequential import quantize_in_turn
-from glassformer.quant.status import is_model_quantized, resident_bytes
+from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, fake_quantize
+from glassformer.quant.schemes import (
+    QuantizedTensor,
+    codec,
+    dequantize,
+    making_up,
+    quantize_tensor,
+    quantize_with_inputs,
+)
 from glassformer.spec import presets
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import SCHEMES as KINDS

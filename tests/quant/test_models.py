@@ -10,10 +10,12 @@ from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.lab.quantize import keeping_float, time_layers
 from glassformer.models.model import build
 from glassformer.models.state import weights_of
 from glassformer.quant.backends import choose
 from glassformer.quant.backends.choose import SlowQuantization
+from glassformer.quant.contents import is_model_quantized, quantized_numbers, resident_bytes
 from glassformer.quant.convert import (
     dequantize_model,
     prepare_model_for_quantization,
@@ -21,9 +23,7 @@ from glassformer.quant.convert import (
     quantized_layers,
     use_backend,
 )
-from glassformer.quant.layer_timing import keeping_float, time_layers
 from glassformer.quant.schemes import quantize_tensor
-from glassformer.quant.status import is_model_quantized, quantized_numbers, resident_bytes
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError

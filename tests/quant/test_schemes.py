@@ -11,10 +11,9 @@ import torch
 
 import glassformer
 from glassformer.adapters.load import load_model
-from glassformer.quant.arrays import quantized_arrays
+from glassformer.quant.contents import is_model_quantized, quantized_arrays
 from glassformer.quant.convert import quantize_model, use_backend
 from glassformer.quant.schemes import dequantize, quantize_tensor
-from glassformer.quant.status import is_model_quantized
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.quantization import (
     Quantization,
@@ -25,7 +24,7 @@ from glassformer.spec.quantization import (
     to_record,
 )
 from glassformer.spec.schemes import NAMES, SCHEMES, Float8, Int4, Int8, make_scheme, scheme_bytes
-from glassformer.store.quantized import load_quantized, save_quantized
+from glassformer.store.checkpoint import load_quantized, save_quantized
 from glassformer.store.tensors import CODES
 from tests.quant.checks import logits, model, noise
 

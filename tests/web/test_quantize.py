@@ -8,7 +8,7 @@ import torch
 
 import glassformer as gf
 from glassformer.lab.measure.precision import layer_errors
-from glassformer.quant.status import resident_bytes
+from glassformer.quant.contents import resident_bytes
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import NAMES
 from glassformer.web.app.query import Query, TooLarge, to_json

@@ -41,7 +41,7 @@ from glassformer.lens.heads import HeadName
 from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
-from glassformer.quant.status import quantized_numbers
+from glassformer.quant.contents import quantized_numbers
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec

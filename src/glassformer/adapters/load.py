@@ -33,14 +33,13 @@ from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_tran
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import Model
 from glassformer.models.model import build as build_model
-from glassformer.quant.arrays import restored_model
+from glassformer.quant.contents import restored_model
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.serialize import override
-from glassformer.store.checkpoint import WEIGHTS, verify_folder
-from glassformer.store.quantized import is_quantized, load_quantized
+from glassformer.store.checkpoint import WEIGHTS, is_quantized, load_quantized, verify_folder
 from glassformer.store.rundir import RunDirectory, RunRef
 
 

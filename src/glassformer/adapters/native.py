@@ -39,15 +39,13 @@ from glassformer.models.model import Model
 from glassformer.models.state import weights_of
 from glassformer.nn.cache import Cache
 from glassformer.nn.taps import Taps
-from glassformer.quant.arrays import quantized_arrays
-from glassformer.quant.status import is_model_quantized
+from glassformer.quant.contents import is_model_quantized, quantized_arrays
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import NormalInit
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import Dropout, ModelSpec
 from glassformer.spec.serialize import to_dict
-from glassformer.store.checkpoint import WEIGHTS, save_checkpoint, verify_folder
-from glassformer.store.quantized import save_quantized
+from glassformer.store.checkpoint import WEIGHTS, save_checkpoint, save_quantized, verify_folder
 
 
 def save_model(folder: Path, model: Model, *, files: Mapping[str, bytes] | None = None) -> None:

@@ -9,8 +9,7 @@ from torch import nn
 
 from glassformer.adapters.native import NativeAdapter
 from glassformer.models.model import Model
-from glassformer.quant.convert import quantize_model
-from glassformer.quant.sequential import quantize_in_turn
+from glassformer.quant.convert import quantize_in_turn, quantize_model
 from glassformer.spec.quantization import Indivisible, QuantSpec, Tied, quant_spec
 from glassformer.spec.schemes import Method, Scheme
 

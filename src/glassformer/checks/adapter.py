@@ -26,7 +26,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.threads import verifying
 from glassformer.models.model import Model
-from glassformer.quant.status import quantized_numbers
+from glassformer.quant.contents import quantized_numbers
 from glassformer.spec.decoding import DecodeSpec
 
 # B batch, T length, V vocab

@@ -25,8 +25,8 @@ from glassformer.models.model import Model
 from glassformer.models.state import load_weights, weights_of
 from glassformer.nn.cache import FixedCache
 from glassformer.nn.taps import Taps
+from glassformer.quant.contents import is_model_quantized
 from glassformer.quant.convert import dequantize_model
-from glassformer.quant.status import is_model_quantized
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import ModelSpec

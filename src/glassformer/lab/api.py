@@ -44,7 +44,7 @@ from glassformer.spec.own import OwnTask, allow_own_code
 from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import SGD, RunSpec, TrainSpec
-from glassformer.store.quantized import is_quantized
+from glassformer.store.checkpoint import is_quantized
 from glassformer.store.rundir import RunDirectory, RunRef, cache_folder, run_folder
 from glassformer.training.engine import Engine
 from glassformer.training.lr_find import RateRange, find_rate

@@ -5,20 +5,27 @@ old folder or the new one, never half of one. `MANIFEST.json` holds a format num
 of each file, so that a flipped bit is noticed when the folder is read.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.serialize import from_json, to_json
-from glassformer.store.publish import publishing, write_synced
+from glassformer.spec.quantization import Quantization, from_record, stored_tensors, to_record
+from glassformer.spec.schemes import StoredTensor
+from glassformer.spec.serialize import from_json, to_json, unique_keys
 from glassformer.store.tensors import (
+    CODES,
     Arrays,
+    explain_difference,
     explain_misfit,
     is_finite,
     read_header,
@@ -32,6 +39,67 @@ SPEC = "spec.json"
 WEIGHTS = "model.safetensors"
 QUANTIZATION = "quantization.json"  # there where layers are quantized
 TEXT_LIMIT = 10_000_000
+
+
+# --- folders that appear complete or not at all --------------------------------------------------
+
+
+@contextlib.contextmanager
+def publishing(folder: Path, *, size: int, what: str = "folder") -> Iterator[Path]:
+    """Yield a temporary folder that becomes this one when the block ends; an error removes it."""
+    with _beside(folder, size=size, what=what) as beside:
+        yield beside
+        for inner in {path.parent for path in beside.rglob("*")} | {beside}:
+            _sync_folder(inner)
+        beside.rename(folder)
+        _sync_folder(folder.parent)
+
+
+@contextlib.contextmanager
+def publishing_file(file: Path, *, size: int) -> Iterator[Path]:
+    """Yield a temporary path for a single file, which the block has to sync."""
+    with _beside(file, size=size, what="file") as beside:
+        yield beside / file.name
+        (beside / file.name).rename(file)
+        _sync_folder(file.parent)
+
+
+@contextlib.contextmanager
+def _beside(folder: Path, *, size: int, what: str) -> Iterator[Path]:
+    beside = folder.parent / f".tmp-{folder.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside.mkdir()
+        yield beside
+    except OSError as error:
+        raise MachineError(
+            f"could not write the {what}: {error.strerror}",
+            where=str(folder),
+            hint=f"it needs {size:,} bytes; what was there before is untouched",
+        ) from error
+    finally:  # an interrupt too; once renamed, there is nothing left to remove
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file of these pieces; it is on the disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -161,3 +229,81 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FileError(f"{path.name} is not text", where=str(path.parent)) from error
+
+
+# --- with quantized layers: the same folder, and quantization.json to say which ------------------
+
+
+def is_quantized(folder: Path) -> bool:
+    """Return True if a checkpoint folder holds quantized layers."""
+    return (folder / QUANTIZATION).is_file()
+
+
+def save_quantized(
+    folder: Path,
+    spec: ModelSpec,
+    quantization: Quantization,
+    weights: Arrays,
+    *,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a new checkpoint folder; one that exists is never overwritten."""
+    if folder.exists():
+        raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
+    header = {name: (CODES[array.dtype], array.shape) for name, array in weights.items()}
+    problems = _explain(stored_tensors(spec, quantization), header)
+    if problems:
+        raise InputError(f"the weights do not fit the spec: {problems}")
+    for name, array in weights.items():
+        if not is_finite(array):
+            raise InputError(f"{name} holds NaN or infinity, so the model is not saved")
+    contents = dict(files or {})
+    contents[SPEC] = to_json(spec).encode()
+    contents[QUANTIZATION] = (json.dumps(to_record(quantization), indent=2) + "\n").encode()
+    contents[WEIGHTS] = tensor_bytes(weights)
+    write_folder(folder, contents)
+
+
+def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDArray[Any]]]:
+    """Return the spec, the quantization, and the tensors, verified."""
+    manifest = verify_folder(folder)
+    for name in (SPEC, WEIGHTS, QUANTIZATION):
+        if name not in manifest["files"]:
+            raise FileError(f"the checkpoint holds no {name}", where=str(folder))
+    try:
+        spec = from_json(ModelSpec, read_text(folder / SPEC))
+        quantization = _read_quantization(folder / QUANTIZATION)
+        wanted = stored_tensors(spec, quantization)
+    except InputError as error:
+        raise FileError(f"a bad description: {error.what}", where=str(folder)) from error
+    problems = _explain(wanted, read_header(folder / WEIGHTS))
+    if problems:
+        raise FileError(f"the weights do not fit the spec: {problems}", where=str(folder))
+    return spec, quantization, read_tensors(folder / WEIGHTS)
+
+
+def _read_quantization(path: Path) -> Quantization:
+    """Read `quantization.json`, of this version or an earlier one."""
+    try:
+        record = json.loads(read_text(path), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not JSON: {error}") from error
+    return from_record(record)
+
+
+def _explain(
+    wanted: Mapping[str, StoredTensor], header: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> str:
+    """Name what is missing, unexpected, misshapen or mistyped; empty if everything fits."""
+    problems = explain_difference(wanted, {name: shape for name, (_, shape) in header.items()})
+    mistyped = [
+        f"{name} {header[name][0]} instead of {tensor.dtype or 'a float'}"
+        for name, tensor in wanted.items()
+        if name in header and not _fits(header[name][0], tensor.dtype)
+    ]
+    parts = [problems, f"mistyped: {', '.join(mistyped)}" if mistyped else ""]
+    return "; ".join(part for part in parts if part)
+
+
+def _fits(code: str, wanted: str) -> bool:
+    return code == wanted if wanted else code in ("F64", "F32", "F16", "BF16")

@@ -25,7 +25,7 @@ from glassformer.models.state import array_of
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
-from glassformer.store.publish import publishing, write_synced
+from glassformer.store.checkpoint import publishing, write_synced
 from glassformer.store.tensors import tensor_chunks
 
 SHARD_BYTES = 5_000_000_000

@@ -47,7 +47,7 @@ from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
-from glassformer.store.publish import publishing_file
+from glassformer.store.checkpoint import publishing_file
 
 PLAIN = 1
 #: Options of the library's BPE that the format cannot express.

@@ -17,9 +17,9 @@ from glassformer.checks.measure import EXACT, Measure, NotOffered, gap, seeded
 from glassformer.checks.rows.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
 from glassformer.checks.subject import Subject, with_source
 from glassformer.models.model import Model
-from glassformer.quant.arrays import quantized_arrays, restored_model
 from glassformer.quant.backends.choose import BACKENDS, REFERENCE, ROUNDING, why_not
-from glassformer.quant.backends.reference import reference_product
+from glassformer.quant.backends.routines import reference_product
+from glassformer.quant.contents import quantized_arrays, restored_model
 from glassformer.quant.convert import (
     dequantize_model,
     prepare_model_for_quantization,
@@ -32,7 +32,7 @@ from glassformer.quant.schemes import dequantize
 from glassformer.spec.manifest import stored
 from glassformer.spec.quantization import QuantSpec, targets
 from glassformer.spec.schemes import SCHEMES
-from glassformer.store.quantized import load_quantized, save_quantized
+from glassformer.store.checkpoint import load_quantized, save_quantized
 
 SPECS = tuple(QuantSpec(scheme=scheme(), method="absmax", indivisible="keep") for scheme in SCHEMES)
 #: Backends whose result for a row has the same bits in any batch.

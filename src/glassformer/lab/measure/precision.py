@@ -30,9 +30,8 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
 from glassformer.nn.linear import Linear
-from glassformer.quant.arrays import quantized_arrays
+from glassformer.quant.contents import is_model_quantized, quantized_arrays, resident_bytes
 from glassformer.quant.convert import quantized_layers
-from glassformer.quant.status import is_model_quantized, resident_bytes
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import NAMES

@@ -13,10 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from glassformer.quant.backends.aten import Aten
-from glassformer.quant.backends.c_kernels import Native
-from glassformer.quant.backends.fbgemm import Fbgemm
-from glassformer.quant.backends.reference import reference_product
+from glassformer.quant.backends.routines import Aten, Fbgemm, Native, reference_product
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError, MachineError, nearest
 from glassformer.spec.schemes import Scheme, check_scheme

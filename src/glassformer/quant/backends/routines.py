@@ -1,0 +1,348 @@
+"""Products with quantized matrices: the reference, and the routines of torch and of our C kernels.
+
+The reference runs on every machine: weights are dequantized piece by piece, with little memory and
+slowly. Every backend is compared with it, and training with rounded weights computes the same, bit
+for bit.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glassformer.kernels import int_matmul
+from glassformer.quant.schemes import QuantizedTensor, codec, dequantize
+from glassformer.spec.schemes import Int4, Int8, Scheme
+
+# M rows, N looked-up rows, O outputs, I inputs, G groups
+
+#: Weights that are dequantized at once: 16 MiB of float32.
+PIECE = 1 << 22
+
+
+def in_pieces(
+    x: Tensor, shape: tuple[int, int], weight: Callable[[slice], Tensor], bias_O: Tensor | None
+) -> Tensor:
+    """Return x W^T + b; `weight` gives the weights of some outputs at a time."""
+    outputs, inputs = shape
+    step = max(1, PIECE // inputs)
+    if outputs <= step:
+        return F.linear(x, weight(slice(0, outputs)), bias_O)
+    pieces = [slice(start, start + step) for start in range(0, outputs, step)]
+    found = [
+        F.linear(x, weight(piece), None if bias_O is None else bias_O[piece]) for piece in pieces
+    ]
+    return torch.cat(found, dim=-1)
+
+
+def reference_product(x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x W^T + b for x (..., I), in x's precision."""
+    bias_O = None if bias_O is None else bias_O.to(x.dtype)
+    return in_pieces(
+        x, tensor.shape, lambda piece: dequantize(tensor.rows(piece)).to(x.dtype), bias_O
+    )
+
+
+def reference_rows(tensor: QuantizedTensor, index: Tensor) -> Tensor:
+    """Return rows of the matrix by index: (..., I) for an index of any shape."""
+    flat = index.reshape(-1)
+    rows: Tensor = dequantize(tensor.rows(flat)).unflatten(0, index.shape)
+    return rows
+
+
+# --- torch's weight-only ops ----------------------------------------------------------------------
+#
+# INT4 on the GPU and, without a C compiler, on the CPU; INT8 on the GPU. Activations and scales are
+# bfloat16. The ops are private and their layouts differ by device, so a packed matrix is never
+# saved. It is unpacked by a product with the identity matrix: levels are small integers, which
+# bfloat16 holds exactly. The original scales are kept, as the packed ones are rounded.
+
+#: Relative rounding error of bfloat16: half a unit in the last place.
+HALF_PLACE = 2.0**-8
+
+
+class AtenInt4:
+    """A packed INT4 matrix; for lookups the stored form is kept too."""
+
+    def __init__(self, tensor: QuantizedTensor, *, lookup: bool) -> None:
+        assert isinstance(tensor.scheme, Int4)
+        self.scheme, self.shape = tensor.scheme, tensor.shape
+        self.scale_OG, self.zero_OG = tensor.scale, tensor.zero
+        self.stored = tensor if lookup else None
+        self.cuda = tensor.qweight.is_cuda
+        if self.cuda:
+            # This op expects the even column in the high nibble.
+            turned = (tensor.qweight << 4) | (tensor.qweight >> 4)
+            tiles = next(n for n in (8, 4, 2) if self.shape[1] % (16 * n) == 0)
+            self.packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(turned, tiles)
+        else:
+            levels = tensor.levels().int()
+            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        zero_OG = 8.0 if tensor.zero is None else tensor.zero.float()
+        scale_OG = self.scale_OG.float()
+        self.table = self._table(scale_OG, (8.0 - zero_OG) * scale_OG)
+
+    @staticmethod
+    def _table(scale_OG: Tensor, shift_OG: Tensor) -> Tensor:
+        """Return the (G, O, 2) table of weight = (level - 8) * scale + shift."""
+        both = torch.stack((scale_OG, shift_OG.expand_as(scale_OG)), -1)
+        return both.transpose(0, 1).contiguous().to(torch.bfloat16)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of resident bytes."""
+        zeros = 0 if self.zero_OG is None else self.zero_OG.nbytes
+        kept = 0 if self.stored is None else self.stored.qweight.nbytes
+        return self.packed.nbytes + self.table.nbytes + self.scale_OG.nbytes + zeros + kept
+
+    def _multiply(self, x_MI: Tensor, table: Tensor) -> Tensor:
+        name = "_weight_int4pack_mm" if self.cuda else "_weight_int4pack_mm_for_cpu"
+        multiply = getattr(torch.ops.aten, name)
+        x = x_MI.to(torch.bfloat16).contiguous()
+        out_MO: Tensor = multiply(x, self.packed, self.scheme.group, table)
+        return out_MO
+
+    @torch.no_grad()
+    def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        out_MO = self._multiply(x_MI, self.table).to(x_MI.dtype)
+        return out_MO if bias_O is None else out_MO.add_(bias_O)
+
+    def rows(self, index_N: Tensor) -> Tensor:
+        """Return dequantized rows (N, I)."""
+        assert self.stored is not None
+        return reference_rows(self.stored, index_N)
+
+    def unpack(self) -> QuantizedTensor:
+        """Return the stored form again, by a product with the identity matrix."""
+        if self.stored is not None:
+            return self.stored
+        unit = torch.eye(self.shape[1], device=self.packed.device)
+        ones = self._table(torch.ones_like(self.scale_OG), torch.zeros_like(self.scale_OG))
+        levels_OI = (self._multiply(unit, ones).t() + 8).to(torch.uint8).contiguous()
+        return QuantizedTensor(
+            codec(self.scheme).pack(levels_OI), self.scale_OG, self.zero_OG, self.scheme
+        )
+
+
+class AtenInt8:
+    """An INT8 matrix in its stored form.
+
+    A single row goes through torch's op. That op takes as long for each further row, so for more
+    rows the levels, which bfloat16 holds exactly, are converted piece by piece.
+    """
+
+    def __init__(self, tensor: QuantizedTensor) -> None:
+        self.stored = tensor
+        self.scale_O = tensor.scale.to(torch.bfloat16)
+        self.nbytes = tensor.nbytes + self.scale_O.nbytes
+
+    @torch.no_grad()
+    def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        levels_OI, x = self.stored.qweight, x_MI.to(torch.bfloat16).contiguous()
+        out_MO: Tensor
+        if len(x) == 1:
+            out_MO = torch.ops.aten._weight_int8pack_mm(x, levels_OI, self.scale_O).to(x_MI.dtype)
+        else:
+            out_MO = in_pieces(x, self.stored.shape, lambda at: levels_OI[at].to(x.dtype), None)
+            out_MO = out_MO.to(x_MI.dtype) * self.stored.scale
+        return out_MO if bias_O is None else out_MO.add_(bias_O)
+
+    def rows(self, index_N: Tensor) -> Tensor:
+        """Return dequantized rows (N, I)."""
+        return reference_rows(self.stored, index_N)
+
+    def unpack(self) -> QuantizedTensor:
+        """Return the stored form, which is the one in use."""
+        return self.stored
+
+
+class Aten:
+    """Torch's weight-only ops."""
+
+    name = "aten"
+    schemes = (Int8, Int4)
+
+    def why_not(
+        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
+    ) -> str:
+        """Return the reason why it cannot serve such a matrix; empty if it can."""
+        if device.type not in ("cpu", "cuda"):
+            return "runs on the CPU and on CUDA only"
+        outputs, inputs = shape
+        if isinstance(scheme, Int8):
+            if device.type == "cpu":
+                return "has nothing fast for 8 bits on the CPU"
+            return "" if scheme.symmetric else "has symmetric levels only, for 8 bits"
+        if device.type == "cpu" and outputs % 16:
+            return f"packs 16 outputs at a time, and there are {outputs}"
+        if device.type == "cuda" and (outputs % 8 or inputs % 32):
+            return f"packs 8 outputs by 32 inputs, and there are {outputs} by {inputs}"
+        return ""
+
+    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> AtenInt4 | AtenInt8:
+        """Return the run-time form."""
+        match tensor.scheme:
+            case Int4():
+                return AtenInt4(tensor, lookup=lookup)
+            case Int8():
+                return AtenInt8(tensor)
+            case other:
+                raise TypeError(f"{type(other).__name__} has no op in torch")
+
+    def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return the error bound (M, O) against the reference.
+
+        Activations, scales and results are rounded to bfloat16; sums are kept in float32.
+        """
+        return 4 * HALF_PLACE * (x_MI.abs() @ weight_OI.abs().T)
+
+
+# --- INT8 on x86 by FBGEMM, which is part of torch ------------------------------------------------
+#
+# 8-bit activations saturate on machines without VNNI, so they get 7 bits: steps of 1/63, from -64
+# to 63. The op takes one scale for the batch, which would make a row depend on its neighbours, so
+# every row is divided by its largest entry and the result multiplied by it. The packed matrix
+# replaces the levels and unpacks without loss. Torch has deprecated these ops: the probe checks
+# that they exist.
+
+FBGEMM_STEPS = 63
+
+
+class FbgemmForm:
+    """A packed INT8 matrix."""
+
+    def __init__(self, tensor: QuantizedTensor) -> None:
+        assert isinstance(tensor.scheme, Int8)
+        self.scheme = tensor.scheme
+        zero_O = torch.zeros(len(tensor.scale)) if tensor.zero is None else tensor.zero
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # torch has deprecated these ops; the probe notices if they are gone
+            made = torch._make_per_channel_quantized_tensor(
+                tensor.qweight, tensor.scale.double(), zero_O.long(), 0
+            )
+            self.packed = torch.ops.quantized.linear_prepack(made, None)
+        self.nbytes = tensor.nbytes
+
+    @torch.no_grad()
+    def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return x W^T + b, each row quantized with its own scale."""
+        largest_M1 = x_MI.abs().amax(-1, keepdim=True)
+        largest_M1 = torch.where(largest_M1 == 0, 1.0, largest_M1)
+        out_MO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x_MI / largest_M1, 1.0 / FBGEMM_STEPS, 64, self.packed
+        )
+        out_MO = out_MO.mul_(largest_M1)
+        return out_MO if bias_O is None else out_MO.add_(bias_O)
+
+    def unpack(self) -> QuantizedTensor:
+        """Return the stored form again."""
+        made, _ = torch.ops.quantized.linear_unpack(self.packed)
+        zero = None if self.scheme.symmetric else made.q_per_channel_zero_points().to(torch.int8)
+        scale = made.q_per_channel_scales().float()
+        return QuantizedTensor(made.int_repr(), scale, zero, self.scheme)
+
+
+class Fbgemm:
+    """INT8 per channel on the CPU."""
+
+    name = "fbgemm"
+    schemes = (Int8,)
+
+    def why_not(
+        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
+    ) -> str:
+        """Return the reason why it cannot serve such a matrix; empty if it can."""
+        if device.type != "cpu":
+            return "runs on the CPU only"
+        if lookup:
+            return "cannot look up rows without unpacking everything"
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            return "this torch has no FBGEMM"
+        if not hasattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32"):
+            return "this torch has lost the op"
+        return ""
+
+    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> FbgemmForm:
+        """Return the run-time form."""
+        return FbgemmForm(tensor)
+
+    def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return the error bound (M, O) against the reference: half a step of each activation."""
+        step_M1 = x_MI.abs().amax(-1, keepdim=True) / FBGEMM_STEPS
+        return 0.5 * step_M1 * weight_OI.abs().sum(-1)
+
+
+# --- our C routines -------------------------------------------------------------------------------
+#
+# Activations are quantized to 8 bits with one scale per row, and integer sums are exact, so no
+# result depends on the rest of the batch.
+
+
+class NativeForm:
+    """A matrix in the C routines' layout."""
+
+    def __init__(self, tensor: QuantizedTensor) -> None:
+        self.scheme = tensor.scheme
+        self.weight: int_matmul.Int8Weight | int_matmul.Int4Weight
+        match tensor.scheme:
+            case Int8():
+                self.weight = int_matmul.Int8Weight(tensor.qweight, tensor.scale)
+            case Int4(group=int(group)):
+                self.weight = int_matmul.Int4Weight(
+                    tensor.qweight, tensor.scale, tensor.zero, group=group
+                )
+            case other:
+                raise TypeError(f"{type(other).__name__} has no C routine")
+
+    @property
+    def nbytes(self) -> int:
+        """The number of resident bytes."""
+        return self.weight.nbytes
+
+    def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        return self.weight.product(x_MI, bias_O)
+
+    def rows(self, index_N: Tensor) -> Tensor:
+        """Return dequantized rows (N, I)."""
+        return self.weight.rows(index_N)
+
+    def unpack(self) -> QuantizedTensor:
+        """Return the stored form again."""
+        if isinstance(self.weight, int_matmul.Int8Weight):
+            qweight, scale = self.weight.unpack()
+            return QuantizedTensor(qweight, scale, None, self.scheme)
+        levels, scale, zero = self.weight.unpack()
+        return QuantizedTensor(codec(self.scheme).pack(levels), scale, zero, self.scheme)
+
+
+class Native:
+    """Our C routines on the CPU."""
+
+    name = "c"
+    schemes = (Int8, Int4)
+
+    def why_not(
+        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
+    ) -> str:
+        """Return the reason why it cannot serve such a matrix; empty if it can."""
+        if device.type != "cpu":
+            return "runs on the CPU only"
+        if isinstance(scheme, Int8) and not scheme.symmetric:
+            return "has symmetric levels only, for 8 bits"
+        return "" if int_matmul.available() else int_matmul.why_not()
+
+    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> NativeForm:
+        """Return the run-time form."""
+        return NativeForm(tensor)
+
+    def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return the error bound (M, O) against the reference: half a step of each activation."""
+        step_M1 = x_MI.abs().amax(-1, keepdim=True) / int_matmul.STEPS
+        return 0.5 * step_M1 * weight_OI.abs().sum(-1)
