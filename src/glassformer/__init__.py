@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from glassformer.lab.api import lr_find as lr_find
     from glassformer.lab.api import train as train
     from glassformer.lab.show import show as show
+    from glassformer.lens.show.diagram import diagram as diagram
     from glassformer.models.inputs import Inputs as Inputs
     from glassformer.nn.taps import Taps as Taps
     from glassformer.nn.taps import trace as trace
@@ -67,6 +68,7 @@ _HOME = {
     "build": "glassformer.adapters.load",
     "count_parameters": "glassformer.spec.manifest",
     "design": "glassformer.budget.design",
+    "diagram": "glassformer.lens.show.diagram",
     "evaluate": "glassformer.lab.api",
     "export": "glassformer.adapters.export",
     "finetune": "glassformer.lab.api",

@@ -40,6 +40,7 @@ PUBLIC = [
     "quantize",
     "verify",
     "design",
+    "diagram",
     "preset",
     "count_parameters",
     "manifest",

@@ -1,0 +1,323 @@
+"""Elements of a diagram, their style, and the insides of a block: attention and feed-forward.
+
+A picture is a tree of elements, so that it can be written as SVG or sent to the explorer's page,
+which builds its nodes from the tree. Colours are CSS variables, light and dark.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, assert_never, get_args
+
+from glassformer.lens.show.html import escape_line
+from glassformer.lens.show.outline import Kind, Part, ffn_words, format_count, norm_name
+from glassformer.spec.model import (
+    MLP,
+    ALiBi,
+    Attention,
+    FeedForward,
+    ModelSpec,
+    MoE,
+    Rotary,
+    SwiGLU,
+)
+
+#: Colours of the explorer, light and dark: the same hue means the same kind of part everywhere.
+_COLOURS = {
+    "paper": ("#ffffff", "#181b1f"),
+    "ink": ("#15181c", "#e8eaed"),
+    "muted": ("#59616b", "#9ba5b0"),
+    "line": ("#878e97", "#6d7681"),
+    "embed": ("#806300", "#e3c257"),
+    "position": ("#6b4fc4", "#b9adff"),
+    "norm": ("#5b636d", "#a9b3be"),
+    "attn": ("#2b50d6", "#8fb0ff"),
+    "cross": ("#a12a7d", "#f090cf"),
+    "ffn": ("#0f7a4d", "#6fd6a3"),
+    "head": ("#b4490f", "#ffa366"),
+}
+
+
+def _style() -> str:
+    light, dark = ("".join(f"--gd-{n}:{c[i]};" for n, c in _COLOURS.items()) for i in (0, 1))
+    kinds = "".join(
+        f".glass-diagram .{kind}{{--gd-own:var(--gd-{kind})}}" for kind in get_args(Kind)
+    )
+    return (
+        f".glass-diagram{{{light}}}"
+        f"@media(prefers-color-scheme:dark){{.glass-diagram{{{dark}}}}}"
+        ".glass-diagram text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',"
+        "sans-serif;font-size:11.5px;fill:var(--gd-muted);stroke:none}"
+        ".glass-diagram .paper{fill:var(--gd-paper);stroke:none}"
+        ".glass-diagram .name{font-size:13px;font-weight:600;fill:var(--gd-ink)}"
+        ".glass-diagram .big{font-size:15px;font-weight:650;fill:var(--gd-ink)}"
+        ".glass-diagram .number{font-size:12px;fill:var(--gd-ink)}"
+        f"{kinds}"
+        ".glass-diagram .box{fill:var(--gd-own);fill-opacity:.11;stroke:var(--gd-own);"
+        "stroke-opacity:.75;stroke-width:1.25}"
+        ".glass-diagram .solid{fill:var(--gd-own);fill-opacity:.8;stroke:none}"
+        ".glass-diagram .faint{fill:var(--gd-own);fill-opacity:.16;stroke:none}"
+        ".glass-diagram .frame{fill:none;stroke:var(--gd-line);stroke-opacity:.6;stroke-width:1}"
+        ".glass-diagram .back{fill:none;stroke:var(--gd-line);stroke-opacity:.35}"
+        ".glass-diagram .stream{fill:none;stroke:var(--gd-ink);stroke-width:2.5}"
+        ".glass-diagram .plus{fill:none;stroke:var(--gd-ink);stroke-width:1.5}"
+        ".glass-diagram .wire{fill:none;stroke:var(--gd-line);stroke-width:1.4}"
+        ".glass-diagram .wire.cross{stroke:var(--gd-cross)}"
+        ".glass-diagram .tie{fill:none;stroke:var(--gd-head);stroke-width:1.4;"
+        "stroke-dasharray:4 4}"
+        ".glass-diagram .tip{fill:var(--gd-line);stroke:none}"
+        ".glass-diagram .tip.cross{fill:var(--gd-cross)}"
+        ".glass-diagram .tip.stream{fill:var(--gd-ink)}"
+        ".glass-diagram .sum{fill:var(--gd-paper);stroke:var(--gd-ink);stroke-width:1.5}"
+    )
+
+
+#: The rules of every picture; in a file it is part of the picture, on a page a style sheet.
+STYLE = _style()
+
+
+@dataclass(frozen=True)
+class Element:
+    """A node of the picture: a tag, its attributes, and nodes or text inside."""
+
+    tag: str
+    props: dict[str, str] = field(default_factory=dict)
+    inside: tuple["Element | str", ...] = ()
+
+    def svg(self) -> str:
+        """Return it as SVG text; words are escaped."""
+        props = "".join(f' {name}="{escape_line(value)}"' for name, value in self.props.items())
+        if not self.inside:
+            return f"<{self.tag}{props}/>"
+        inner = "".join(
+            escape_line(each) if isinstance(each, str) else each.svg() for each in self.inside
+        )
+        return f"<{self.tag}{props}>{inner}</{self.tag}>"
+
+    def tree(self) -> list[Any]:
+        """Return it as nested lists for JSON: [tag, attributes, inside ...]."""
+        inside = (each if isinstance(each, str) else each.tree() for each in self.inside)
+        return [self.tag, self.props, *inside]
+
+
+def text(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start") -> Element:
+    """Return words at a baseline."""
+    props = {"x": f"{x:g}", "y": f"{y:g}"} | ({"class": kind} if kind else {})
+    return Element("text", props | ({} if anchor == "start" else {"text-anchor": anchor}), (words,))
+
+
+def rect(
+    x: float, y: float, width: float, height: float, kind: str, *, round_: float = 7
+) -> Element:
+    """Return a rectangle with round corners."""
+    sizes = {"x": x, "y": y, "width": width, "height": height, "rx": round_}
+    return Element("rect", {name: f"{value:g}" for name, value in sizes.items()} | {"class": kind})
+
+
+def path(d: str, kind: str = "wire") -> Element:
+    """Return a line or an outline."""
+    return Element("path", {"d": d, "class": kind})
+
+
+def down_tip(x: float, y: float, kind: str = "") -> Element:
+    """Return the tip of an arrow that points down to (x, y)."""
+    return path(f"M{x - 4:g} {y - 6:g}h8l-4 6z", f"tip {kind}".strip())
+
+
+def short(words: str, width: float, *, size: float = 11.5) -> str:
+    """Cut words that would not fit; a letter is a little more than half as wide as it is high."""
+    most = int(width / (0.55 * size))
+    return words if len(words) <= most else words[: most - 1].rstrip(" ,;") + "…"
+
+
+# --- inside a block -------------------------------------------------------------------------------
+
+TALL = 46  # height of a box with a note
+INSIDE = 420  # width of a panel
+
+
+def _title(words: str, count: int) -> list[Element]:
+    number = text(INSIDE, 14, format_count(count), kind="number", anchor="end")
+    return [text(0, 14, words, kind="big"), number]
+
+
+def inside_attention(part: Part, attention: Attention, model: ModelSpec) -> tuple[Element, float]:
+    """Draw projections, heads, mask and output of one attention; also return its height."""
+    D, H = model.d_model, attention.head_width(model.d_model)
+    N, K = attention.n_heads, attention.kv_heads
+    cross = part.kind == "cross"
+    drawn = _title(f"Inside {part.title.lower()}", part.count)
+    third = (INSIDE - 24) / 3
+    columns = (
+        ("queries", "q", N, "what it looks for"),
+        ("keys", "k", K, "what it offers"),
+        ("values", "v", K, "what it passes on"),
+    )
+    y = 30.0
+    for number, (name, letter, heads, why) in enumerate(columns):
+        x = number * (third + 12)
+        drawn.append(text(x, y + 10, short(why, third)))
+        drawn.append(rect(x, y + 18, third, TALL, "box"))
+        drawn.append(text(x + 10, y + 36, f"{letter.upper()}: {name}", kind="name"))
+        drawn.append(text(x + 10, y + 54, f"{D} → {heads} × {H}"))
+        drawn += _squares(x, y + 74, heads, third)
+        drawn.append(path(f"M{x + 6:g} {y + 90:g}v20"))
+        drawn.append(down_tip(x + 6, y + 114))
+        treated = _treatment(attention, model, letter, cross=cross)
+        drawn.append(text(x + 16, y + 104, treated))
+    y += 114
+    drawn.append(rect(0, y, INSIDE, 104, "box"))
+    drawn += _mask(attention, 12, y + 12, 80)
+    words = _score_words(attention, model, H, cross=cross)
+    for number, (words_, kind) in enumerate(words):
+        drawn.append(text(108, y + 24 + 20 * number, short(words_, INSIDE - 116), kind=kind))
+    y += 104
+    drawn.append(path(f"M6 {y:g}v12"))
+    drawn.append(down_tip(6, y + 16))
+    y += 16
+    drawn.append(rect(0, y, INSIDE, TALL, "box"))
+    drawn.append(text(12, y + 19, "Output projection", kind="name"))
+    drawn.append(text(12, y + 36, f"all heads side by side, {N} × {H} → {D}, added to the stream"))
+    return Element("g", {"class": part.kind}, tuple(drawn)), y + TALL
+
+
+def _squares(x: float, y: float, heads: int, width: float) -> list[Element]:
+    """Draw a square for each head; of many the first ones and how many there are."""
+    most = int((width + 4) // 16)
+    if heads <= most:
+        return [rect(x + 16 * i, y, 12, 12, "solid", round_=2.5) for i in range(heads)]
+    drawn = [rect(x + 16 * i, y, 12, 12, "solid", round_=2.5) for i in range(most - 3)]
+    return [*drawn, text(x + 16 * (most - 3) + 2, y + 10, f"… {heads}")]
+
+
+def _treatment(attention: Attention, model: ModelSpec, letter: str, *, cross: bool) -> str:
+    """Return what happens to queries and keys before they are compared."""
+    if letter == "v":
+        return ""
+    words = [] if attention.qk_norm is None else [norm_name(attention.qk_norm)]
+    if isinstance(model.position, Rotary) and not cross:
+        words.append("rotated")
+    return ", ".join(words)
+
+
+def _score_words(
+    attention: Attention, model: ModelSpec, H: int, *, cross: bool
+) -> list[tuple[str, str]]:
+    bias = " - slope · distance" if isinstance(model.position, ALiBi) and not cross else ""
+    if cross:
+        sees = "every position sees the whole source"
+    elif attention.window is not None:
+        sides = "itself and those before it" if attention.causal else "on each side"
+        sees = f"a position sees {attention.window:,} tokens: {sides}"
+    else:
+        sees = (
+            "a position sees itself and those before it"
+            if attention.causal
+            else ("every position sees every other")
+        )
+    return [
+        (f"scores = Q · K / √{H}{bias}", "name"),
+        (sees, ""),
+        ("weights = softmax of each row of scores", "name"),
+        ("each head: weights · V", "name"),
+    ]
+
+
+def _mask(attention: Attention, x: float, y: float, side: float) -> list[Element]:
+    """Draw who may attend to whom: rows attend to columns."""
+    cells = 7
+    step = side / cells
+    window = cells if attention.window is None else 3  # a window of any width is drawn as 3
+    drawn = []
+    for row in range(cells):
+        for column in range(cells):
+            behind = row - column
+            allowed = (not attention.causal or behind >= 0) and abs(behind) < window
+            kind = "solid" if allowed else "faint"
+            drawn.append(
+                rect(x + column * step, y + row * step, step - 1.5, step - 1.5, kind, round_=1.5)
+            )
+    return drawn
+
+
+def inside_ffn(part: Part, ffn: FeedForward, model: ModelSpec) -> tuple[Element, float]:
+    """Draw the widths of a feed-forward, or a router and its experts; also return the height."""
+    drawn = _title(f"Inside the {part.title.lower()}", part.count)
+    y = 28.0
+    match ffn:
+        case MLP() | SwiGLU():
+            more, y = _funnel(ffn, model.d_model, y)
+            drawn += more
+        case MoE():
+            more, y = _experts(ffn, model.d_model, y, part)
+            drawn += more
+        case _ as unreachable:
+            assert_never(unreachable)
+    return Element("g", {"class": "ffn"}, tuple(drawn)), y
+
+
+def _funnel(ffn: MLP | SwiGLU, D: int, y: float) -> tuple[list[Element], float]:
+    """Draw D, d_ff and D numbers as bars to one scale, and the matrices between them."""
+    F = ffn.d_ff
+    unit = INSIDE / max(D, F)
+    narrow, wide, middle = max(36.0, D * unit), max(36.0, F * unit), INSIDE / 2
+    match ffn:
+        case MLP():
+            up, act = f"up: {D} → {F:,}", {"relu": "ReLU: max(0, x)"}.get(ffn.activation, "GELU")
+        case SwiGLU():
+            up, act = f"gate and up: {D} → {F:,} each", "SwiGLU: silu(gate) × up"
+        case _ as unreachable:
+            assert_never(unreachable)
+
+    def bar(width: float, at: float) -> Element:
+        return rect(middle - width / 2, at, width, 10, "solid", round_=3)
+
+    def matrix(above: float, below: float, at: float) -> Element:
+        return path(
+            f"M{middle - above / 2:g} {at:g}h{above:g}L{middle + below / 2:g} {at + 34:g}"
+            f"h{-below:g}z",
+            "faint",
+        )
+
+    def label(words: str, at: float, kind: str = "") -> Element:
+        return text(middle, at, words, kind=kind, anchor="middle")
+
+    drawn = [bar(narrow, y), matrix(narrow, wide, y + 12), label(up, y + 33, "name")]
+    drawn += [bar(wide, y + 48), label(act, y + 76)]
+    drawn += [bar(wide, y + 86), matrix(wide, narrow, y + 98)]
+    drawn += [label(f"down: {F:,} → {D}", y + 119, "name"), bar(narrow, y + 134)]
+    return drawn, y + 146
+
+
+def _experts(ffn: MoE, D: int, y: float, part: Part) -> tuple[list[Element], float]:
+    """Draw the router, a square for each expert, and those that one token goes to."""
+    k, E = ffn.experts_per_token, ffn.n_experts
+    drawn = [
+        rect(0, y, INSIDE, TALL, "box"),
+        text(12, y + 19, "Router", kind="name"),
+        text(12, y + 36, f"{D} → {E}: a score for each expert; the {k} largest are taken"),
+    ]
+    y += TALL + 14
+    shown = min(E, 32)
+    per_row = min(shown, 16)
+    side = min(40.0, (INSIDE + 6) / per_row - 6)
+    chosen = {(3 * i + 1) % shown for i in range(k)} if k < shown else set(range(shown))
+    fill = iter(range(shown))
+    while len(chosen) < min(k, shown):
+        chosen.add(next(fill))
+    for i in range(shown):
+        at_x, at_y = (i % per_row) * (side + 6), y + (i // per_row) * (side + 6)
+        drawn.append(rect(at_x, at_y, side, side, "solid" if i in chosen else "faint", round_=4))
+    y += -(-shown // per_row) * (side + 6) + 8
+    more = f" ({shown} of {E} are drawn)" if shown < E else ""
+    drawn.append(text(0, y + 4, f"one token's {k} of {E} experts, for example{more}"))
+    y += 16
+    if ffn.shared is not None:
+        gate = ", times a gate" if ffn.shared_gate else ""
+        words = f"and the shared one, {ffn_words(ffn.shared, D)[1]}{gate}"
+        drawn.append(text(0, y + 4, words))
+        y += 16
+    each = sum(p.size for p in part.parameters if p.expert == 0)
+    drawn.append(text(0, y + 8, "Each expert", kind="name"))
+    drawn.append(text(INSIDE, y + 8, format_count(each), kind="number", anchor="end"))
+    funnel, bottom = _funnel(ffn.expert, D, 0)
+    drawn.append(Element("g", {"transform": f"translate(0 {y + 18:g})"}, tuple(funnel)))
+    return drawn, y + 18 + bottom
