@@ -169,7 +169,7 @@ def test_files_of_every_kind(glass, tmp_path, ending):
         (("MAX 3 1", "--kind", "cross"), "no attention of kind 'cross'", "self"),
         (("MAX 3 1", "--pos", 9), "no position 9", "0 to 3"),
         (("MAX 3 1", "--top", 0), "0 likeliest", "1 to"),
-        (("MAX 3 1", "-o", "x.gif"), "ends in none of", "-o x.png"),
+        (("MAX 3 1", "-o", "x.gif"), "does not end in", "-o x.png"),
         (("MAX 3 1", "-o", "no/such/place.png"), "cannot be written", "folder"),
         (("MAX 3 1", "--target", "3 1"), "2 tokens", "one token"),
         (("MEDIAN 3 1",), "'MEDIAN' is not in the vocabulary", "did you mean"),

@@ -111,7 +111,7 @@ def test_curves_as_json(glass, runs):
         (("one", "-o", "x.csv", "--series", "los"), "no curve 'los'"),
         (("one", "--curves", "--smooth", 0), "a mean over 0"),
         (("one@last", "--curves"), "curves are of a whole run"),
-        (("one", "-o", "x.pdf"), "ends in none of"),
+        (("one", "-o", "x.pdf"), "does not end in"),
         (("one@99",), "no checkpoint '99'"),
         (("one@²",), "no checkpoint '²'"),
         ((__file__,), "not a run"),

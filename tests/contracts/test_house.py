@@ -285,7 +285,6 @@ ONE_IMPORTER = {
     "lab.measure.machine_rates": "a measurement of this machine, two seconds long",
     "lab.smallbench.": "a suite of its own",
     "lens.show.block_picture": "the insides of a block; diagram is the stack",
-    "lens.show.diagram": "public: the picture of a model",
     "lens.measure.": "a measurement; inspect collects them",
     "named.parameter_budget": "one source document's accounting",
     "spec.block": "the parts of a block; model re-exports them",

@@ -5,8 +5,10 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 import glassformer as gf
+from glassformer.cli.main import app
 from glassformer.lens.show.diagram import Diagram, diagram
 from glassformer.lens.show.outline import outline
 from glassformer.spec.errors import InputError
@@ -124,3 +126,17 @@ def test_it_prints_and_saves(tmp_path):
         picture.save(tmp_path / "mine.png")
     with pytest.raises(InputError, match="cannot write"):
         picture.save(tmp_path / "none" / "mine.svg")
+
+
+def test_the_command_draws_and_lists(tmp_path):
+    def glass(*words):
+        return CliRunner().invoke(app, ["show", *words])
+
+    listed = glass("qwen", "--diagram")
+    assert listed.stdout.strip() == str(diagram(preset("qwen"), title="qwen"))
+    out = tmp_path / "x.svg"
+    done = glass("qwen", "decoder.layers.count=5", "--every-block", "--narrow", "-o", str(out))
+    assert done.exit_code == 0 and done.stdout == ""
+    wanted = diagram(preset("qwen", n_layers=5), layout="narrow", every_block=True, title="qwen")
+    assert out.read_text("utf-8") == wanted.svg() + "\n"
+    assert "does not end in .svg" in str(glass("qwen", "--diagram", "-o", "x.png").exception)

@@ -14,9 +14,9 @@ def ending_of(path: Path, allowed: Sequence[str]) -> str:
     """Return `png` of x.png; refuse an ending that is not one of the choices."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in allowed:
-        known = f"{', '.join(f'.{name}' for name in allowed[:-1])} or .{allowed[-1]}"
+        known = " or ".join(f".{name}" for name in allowed).replace(" or ", ", ", len(allowed) - 2)
         raise InputError(
-            f"-o {path} ends in none of {known}", hint=f"-o {path.with_suffix('')}.{allowed[0]}"
+            f"-o {path} does not end in {known}", hint=f"-o {path.with_suffix('')}.{allowed[0]}"
         )
     return ending
 

@@ -1,7 +1,7 @@
 """`glass show`: the settings of a task, preset, run or model; `lab.show` does the work."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,8 +17,18 @@ def show(
         ),
     ],
     overrides: Overrides = None,
+    diagram: Annotated[
+        bool, typer.Option("--diagram", help="Draw the model: -o FILE.svg, else its parts as text.")
+    ] = False,
+    narrow: Annotated[
+        bool, typer.Option("--narrow", help="Draw the stack alone, for a narrow column.")
+    ] = False,
+    every_block: Annotated[
+        bool, typer.Option("--every-block", help="Draw equal blocks one by one.")
+    ] = False,
     out: Annotated[
-        str | None, typer.Option("-o", "--out", metavar="FILE", help="Write a .toml or .json.")
+        str | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Write a .toml, .json or .svg."),
     ] = None,
     runs: Runs = "runs",
     as_json: AsJson = False,
@@ -32,22 +42,34 @@ def show(
       glass show digits train.lr=3e-4 -o digits.toml
 
       glass show runs/digits
+
+      glass show qwen --diagram -o qwen.svg
     """
     from glassformer.cli.shell import resolve
     from glassformer.cli.shell.output import target_of, write_file
     from glassformer.cli.shell.terminal import tell
     from glassformer.lab.show import show as shown
 
-    target = target_of(out, ("toml", "json"))
+    drawn = diagram or narrow or every_block or (out or "").lower().endswith(".svg")
+    target = target_of(out, ("svg",) if drawn else ("toml", "json"))
     if resolve.hub.is_name(what.partition("@")[0]):  # a path of two parts, or org/name
         what = resolve.find_model(what, runs=Path(runs))
     found = shown(what, overrides=list(overrides or ()), runs=runs)
-    if target is not None:
+    if drawn:
+        from glassformer.lens.show.diagram import diagram as draw
+
+        layout: Literal["wide", "narrow"] = "narrow" if narrow else "wide"
+        picture = draw(found.model, layout=layout, every_block=every_block, title=found.name)
+        if target is not None:
+            write_file(target, (picture.svg() + "\n").encode())
+        elif not as_json:
+            typer.echo(str(picture))
+    elif target is not None:
         as_file = found.to_json() if target.suffix.lower() == ".json" else found.text()
         write_file(target, (as_file + "\n").encode())
         if found.run is not None:
             tell(f"train it: glass train {target}")
     if as_json:
         typer.echo(found.to_json())
-    elif target is None:
+    elif target is None and not drawn:
         typer.echo(found.text())

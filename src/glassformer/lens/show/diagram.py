@@ -397,18 +397,19 @@ class Diagram:
         first, second = self._heading()
         yield f"{self.title or 'model'}: {first}, {second}"
         for column in self.columns:
-            indent = "  " if column.prefix == "" else "    "
+            indent = 2
             if column.prefix:
                 yield f"  {column.prefix.removesuffix('.')}"
-            at = {layer.parts[0].key: layer for layer in column.layers}
-            inner = {part.key for layer in column.layers for part in layer.parts}
-            for part in column.parts():
-                if layer := at.get(part.key):
-                    times = f" × {layer.count}" if layer.count > 1 else ""
-                    yield f"{indent}block {layer.first}{times}"
-                deep = indent + ("  " if part.key in inner else "")
-                tied = f" (= {part.tied})" if part.tied else ""
-                yield f"{deep}{part.title:<22}{part.count:>14,}  {part.note}{tied}"
+                indent = 4
+            for part in column.before:
+                yield _line(part, indent)
+            for layer in column.layers:
+                name = f"block {layer.first}"
+                if layer.count > 1:
+                    name = f"blocks {layer.first} to {layer.first + layer.count - 1}, each"
+                yield f"{' ' * indent}{name:<{30 - indent}}{layer.parameters:>14,}"
+                yield from (_line(part, indent + 2) for part in layer.parts)
+            yield from (_line(part, indent) for part in column.after)
 
     def _drawn(self) -> tuple[list[Element], float, float]:
         columns, two = self.columns, self.spec.encoder is not None
@@ -485,6 +486,11 @@ class Diagram:
     def _ties(self, pen: _Pen, column: Column) -> list[Element]:
         embed = column.before[0].key
         return [_tie(pen, embed, part.key) for part in column.after if part.tied]
+
+
+def _line(part: Part, indent: int) -> str:
+    tied = f" (the weights of {part.tied})" if part.tied else ""
+    return f"{' ' * indent}{part.title:<{30 - indent}}{part.count:>14,}  {part.note}{tied}"
 
 
 def _crossings(column: Column) -> list[str]:

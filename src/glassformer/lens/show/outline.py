@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from glassformer.spec.block import head_name
 from glassformer.spec.manifest import Parameter, is_tied, manifest
 from glassformer.spec.model import (
     MLP,
@@ -19,7 +18,6 @@ from glassformer.spec.model import (
     ClassHead,
     FactorizedEmbedding,
     FeedForward,
-    Head,
     LayerNorm,
     Learned,
     ModelSpec,
@@ -119,7 +117,7 @@ def outline(model: ModelSpec, *, every_block: bool = False) -> tuple[Column, ...
             title = f"Final {norm_name(stack.final_norm)}"
             after.append(Part(key, "norm", title, note, owned(key)))
         if prefix != "encoder.":
-            after += [_head_part(model, head, owned) for head in model.heads]
+            after += [_head_part(model, name, owned) for name in model.head_names()]
         columns.append(Column(prefix, tuple(before), tuple(layers), tuple(after)))
     return tuple(columns)
 
@@ -264,8 +262,8 @@ def _norm_note(norm: Norm) -> str:
             assert_never(unreachable)
 
 
-def _head_part(model: ModelSpec, head: Head, owned: _Owned) -> Part:
-    name = head_name(head)
+def _head_part(model: ModelSpec, name: str, owned: _Owned) -> Part:
+    head = model.head(name)
     size = f"{model.d_model} → {model.head_size(name):,}"
     match head:
         case NextHead():
