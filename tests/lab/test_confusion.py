@@ -59,8 +59,8 @@ def test_the_figure_prints_each_cell():
     left, right = figure.axes
     assert [t.get_text() for t in left.texts] == [
         "100.0",
-        "0",
-        "0",
+        "·",
+        "·",
         "5",
         "25.0",
         "25.0",

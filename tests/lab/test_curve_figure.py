@@ -55,7 +55,7 @@ def test_a_panel_shows_raw_and_smooth_alerts_and_names(tmp_path):
     assert {text.get_text() for text in accuracy.texts} == {"val.accuracy", "val.exact_match"}
     assert loss.get_yscale() == "log"
     assert accuracy.get_yscale() == "linear"
-    assert "exponential mean over 4 points" in figure.get_suptitle()
+    assert "centred mean over 4 points" in figure.get_suptitle()
     assert "2 x spike" in figure.get_suptitle()
 
 
@@ -82,7 +82,7 @@ def test_what_is_drawn_is_decided_once(tmp_path):
     assert smoothing_text([only]) == ""
     assert alerts_text([one, one]) == "4 x spike"
     loss = panels([one], names=["loss"])
-    assert smoothing_text(loss) == "smoothed: exponential mean over 4 points"
+    assert smoothing_text(loss) == "smoothed: centred mean over 4 points"
     (plain,) = panels([one], names=["loss"], span=1)
     assert plain.lines[0].smooth is None
     assert smoothing_text([plain], 1) == ""
@@ -99,7 +99,7 @@ def test_few_points_are_drawn_as_they_are_unless_asked_otherwise(tmp_path, point
     few = read_curves(tmp_path)
     assert (panels([few])[0].lines[0].smooth is not None) == smoothed
     assert panels([few], span=3)[0].lines[0].smooth is not None
-    assert smoothing_text(panels([few], span=3), 3) == "smoothed: exponential mean over 3 points"
+    assert smoothing_text(panels([few], span=3), 3) == "smoothed: centred mean over 3 points"
 
 
 def test_a_run_that_has_measured_nothing_says_so(tmp_path):

@@ -156,20 +156,46 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 # --- smoothing and thinning -----------------------------------------------------------------------
 
 
-def test_the_mean_is_the_weighted_sum_that_it_says():
-    values = np.random.default_rng(0).normal(size=50)
-    keep = 1 - 1 / 7.0
-    for i, found in enumerate(smooth(values, span=7.0)):
-        weights = keep ** np.arange(i, -1, -1)
-        assert found == pytest.approx((weights * values[: i + 1]).sum() / weights.sum(), rel=1e-12)
+def centred(values, half):
+    """The mean that `smooth` takes twice, by its definition."""
+    sides = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
+    return [float(np.mean(values[i - k : i + k + 1])) for i, k in enumerate(sides)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 50, 53])
+@pytest.mark.parametrize("span", [2.0, 7.0, 16.0, 1e6])
+def test_the_mean_is_taken_twice_over_windows_that_are_centred(count, span):
+    values = np.random.default_rng(count).normal(size=count)
+    half = int(span / 2)
+    expected = centred(np.array(centred(values, half)), half)
+    assert smooth(values, span=span) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("span", [3.0, 16.0, 32.0])
+def test_a_line_stays_where_it_is_and_nothing_lags(span):
+    steps = np.arange(300.0)
+    assert smooth(5 - 0.01 * steps, span=span) == pytest.approx(5 - 0.01 * steps, abs=1e-12)
+    noise = 0.1 * np.random.default_rng(0).normal(size=300)
+    falling = 3 * np.exp(-steps / 60) + noise
+    above = smooth(falling, span=span) > falling
+    runs = np.diff(np.flatnonzero(np.diff(above.astype(int))), prepend=0, append=299)
+    assert 0.35 < above.mean() < 0.65 and runs.max() < 20, "raw points lie on both sides of it"
+
+
+def test_a_spike_spoils_only_its_own_window():
+    values = np.full(500, 0.125)
+    values[250] = 1e30
+    far = np.abs(np.arange(500) - 250) > 2 * 8
+    assert (smooth(values, span=16.0)[far] == 0.125).all()
 
 
 def test_a_span_of_one_changes_nothing_and_nan_is_passed_over():
-    values = np.array([3.0, math.nan, 5.0])
+    values = np.array([3.0, math.nan, 5.0, 10.0])
     assert smooth(values, span=1.0).tolist()[::2] == [3.0, 5.0]
     bent = smooth(values, span=4.0)
     assert math.isnan(bent[1])
-    assert bent[2] == pytest.approx((0.75 * 3 + 5) / 1.75)
+    assert bent[0] == 3.0 and bent[2] == pytest.approx((3 + 6 + 10) / 3)
+    assert bent[3] == 10.0
     with pytest.raises(InputError):
         smooth(values, span=0.5)
 

@@ -63,7 +63,7 @@ def test_a_png_holds_the_values():
     values = np.linspace(-1.0, 1.0, 7 * 11).reshape(7, 11)
     pixels = opened(picture.heatmap_png(values))
     assert pixels.shape == (7, 11, 4)
-    assert np.abs(pixels[..., 3] / 255 - np.abs(values)).max() <= 0.5 / 126 + 0.5 / 255
+    assert np.abs(pixels[..., 3] / 255 - np.sqrt(np.abs(values))).max() <= 0.5 / 126 + 0.5 / 255
     assert (pixels[values > 0.05][:, :3] == picture.ACCENT).all()
     assert (pixels[values < -0.05][:, :3] == picture.OPPOSITE).all()
 

@@ -280,7 +280,7 @@ class Inspection(Displayable):
 
         kinds = [self.attention.of(kind) for kind in self.kinds]
         means = [maps.mean(layer) for maps in kinds for layer in range(maps.shape[0])]
-        return inspection_figure(means, self.lens)
+        return inspection_figure(means, self.lens, title=self.summary())
 
 
 # --- comparisons ----------------------------------------------------------------------------------

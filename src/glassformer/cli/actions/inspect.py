@@ -184,8 +184,8 @@ def run(
         write_file(target, encoded(result, target.suffix.lower().removeprefix("."), options))
     if as_json:
         write(json.dumps(record(result), allow_nan=False))
-    elif target is None:
-        write(terminal.printable(result_text(result)))
+        return
+    write(terminal.printable(result_text(result)))
 
 
 # --- text -----------------------------------------------------------------------------------------

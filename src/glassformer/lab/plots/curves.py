@@ -13,13 +13,13 @@ import numpy as np
 
 from glassformer.lab.runs.curves import Curves, Series
 from glassformer.lab.runs.metrics_file import default_span
+from glassformer.lens.show.palette import SERIES
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Colours that the colour-blind tell apart (Okabe and Ito), and dashes that paper does.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D", "#8C564B")
+#: Lines differ by colour, and by dashes on paper.
 DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 #: A curve is drawn on a logarithmic axis if it is positive and spans this factor.
 DECADES = 10.0
@@ -93,7 +93,7 @@ def smoothing_text(made: Sequence[Panel], span: float | None = None) -> str:
         return ""
     spans = {round(default_span(count) if span is None else span, 1) for count in counts}
     points = " to ".join(f"{covered:g}" for covered in sorted({min(spans), max(spans)}))
-    return f"smoothed: exponential mean over {points} points"
+    return f"smoothed: centred mean over {points} points"
 
 
 def alerts_text(curves: Sequence[Curves]) -> str:
@@ -154,7 +154,7 @@ def _draw_panel(axes: Any, panel: Panel, curves: Sequence[Curves], axis: str) ->
         axes.set_yscale("log")
     for place, line in enumerate(panel.lines):
         number = place if single else line.run
-        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
+        colour, dash = SERIES[number % len(SERIES)], DASHES[number % len(DASHES)]
         raw = line.raw.thinned()
         few = len(raw) <= 60
         if line.smooth is not None:

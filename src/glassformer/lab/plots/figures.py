@@ -15,6 +15,7 @@ from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocate
 from glassformer.lab.measure.confusion import READINGS, ROWS, Table, order, shares
 from glassformer.lab.plots.terminal import Line, plot
+from glassformer.lens.show.palette import COLOURS, SERIES, heat_colours
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ def confusion_figure(confusion: Mapping[str, Table], *, title: str) -> "Figure":
 def _draw(axes: Any, group: str, table: Table) -> None:
     rows, columns = order(table)
     cells = shares(table)
-    axes.imshow(cells, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
+    axes.imshow(cells, cmap=heat_colours(), vmin=0.0, vmax=1.0, aspect="auto")
     for y, (name, line) in enumerate(zip(rows, cells, strict=True)):
         for x, share in enumerate(line):
-            colour = "white" if share > 0.55 else "black" if share else "0.6"
-            text = f"{100 * share:.1f}" if share else "0"
+            colour = "white" if share > 0.3 else "black" if share else "0.6"
+            text = f"{100 * share:.1f}" if share else "·"
             axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
         count = sum(table[name].values())
         axes.text(len(columns) - 0.4, y, f"{count:,}", va="center", fontsize=8, color="0.35")
@@ -85,16 +86,16 @@ def lr_figure(found: "RateRange", *, title: str) -> "Figure":
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
     rates, losses = zip(*found.curve, strict=True)
-    axes.plot(rates, losses, color="#0072B2", linewidth=1.6)
+    axes.plot(rates, losses, color=SERIES[0], linewidth=1.6)
     axes.set_xscale("log")
     axes.set_ylim(
         min(losses) - 0.05 * (losses[0] - min(losses)), min(1.05 * max(losses), CEILING * losses[0])
     )
-    axes.axvspan(found.low, found.high, color="#009E73", alpha=0.15)
-    axes.axvline(found.suggestion, color="#D55E00", linestyle="--", linewidth=1.4)
+    axes.axvspan(found.low, found.high, color=SERIES[2], alpha=0.15)
+    axes.axvline(found.suggestion, color=SERIES[1], linestyle="--", linewidth=1.4)
     top = axes.get_xaxis_transform()
     axes.text(
-        found.suggestion, 0.97, f" {found.suggestion:.1e}", color="#B34700", transform=top, va="top"
+        found.suggestion, 0.97, f" {found.suggestion:.1e}", color=SERIES[1], transform=top, va="top"
     )
     axes.text(
         found.low,
@@ -151,12 +152,14 @@ def _draw_allocation(axes: Any, answer: Answer) -> None:
     parts |= {**layers, "norms": rest}
     low = 0
     for number, (name, count) in enumerate(parts.items()):
-        axes.bar(0, count, bottom=low, width=0.6, color=f"C{number}")
+        axes.bar(0, count, bottom=low, width=0.6, color=SERIES[number])
         if count / found.total >= 0.03:
             text = f"{name}\n{count / found.total:.1%}"
-            axes.text(0, low + count / 2, text, ha="center", va="center", fontsize=7.5)
+            axes.text(
+                0, low + count / 2, text, ha="center", va="center", fontsize=7.5, color="white"
+            )
         low += count
-    axes.axhline(answer.best.target, color="black", linewidth=0.8, linestyle="--")
+    axes.axhline(answer.best.target, color=COLOURS["ink"].light, linewidth=0.8, linestyle="--")
     axes.set_xticks([])
     axes.yaxis.set_major_formatter(lambda count, _: f"{count / 1e6:g}M")
     axes.set_ylabel("parameters (dashed: the target)")
@@ -169,12 +172,12 @@ def _draw_landscape(figure: "Figure", axes: Any, budget: Budget) -> None:
         [MOST_DRIFT if d is None else min(MOST_DRIFT, drift(d)) for d in row] for row in cells
     ]
     image = axes.imshow(
-        values, origin="lower", aspect="auto", cmap="viridis_r", vmin=0, vmax=MOST_DRIFT
+        values, origin="lower", aspect="auto", cmap=heat_colours(), vmin=0, vmax=MOST_DRIFT
     )
     for y, row in enumerate(cells):
         for x, found in enumerate(row):
             text = "-" if found is None else f"{found.sizes.n_layers}x{found.sizes.d_model}"
-            dark = values[y][x] > MOST_DRIFT / 2
+            dark = values[y][x] > MOST_DRIFT / 4
             axes.text(
                 x, y, text, ha="center", va="center", fontsize=7, color="white" if dark else "black"
             )

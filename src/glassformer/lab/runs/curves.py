@@ -68,7 +68,7 @@ class Series:
         return chosen.astype(np.float64)
 
     def smoothed(self, span: float | None = None) -> "Series":
-        """Return the same points, each the exponential mean over the last `span` of them."""
+        """Return the same points, each the mean over about `span` of them around it."""
         return Series(
             self.name, self.step, self.tokens, self.seconds, smooth(self.value, span=span)
         )

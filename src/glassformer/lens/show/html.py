@@ -7,10 +7,11 @@ that it joins.
 import html
 from collections.abc import Iterable, Sequence
 
+from glassformer.lens.show import palette
 from glassformer.lens.show.text import shown
 
 #: The accent of shaded cells, as red, green and blue.
-SHADE = (46, 128, 240)
+SHADE = palette.rgb(palette.COLOURS["accent"].either)
 
 
 def escape(text: object, *, most: int = 0) -> str:

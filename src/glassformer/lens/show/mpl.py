@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from glassformer.lens.show.palette import COLOURS, SERIES, heat_colours, signed_colours
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError
 
@@ -32,6 +33,10 @@ def figure_bytes(figure: Figure, kind: str) -> bytes:
 
 #: The most words on one axis.
 READABLE = 40
+#: The ground of a map: the colour of nothing.
+LOW = COLOURS["heat-low"].light
+#: Maps in one row of an inspection, and how many of its layers are drawn: the first and the last.
+ACROSS, LAYERS = 6, 12
 #: Keep words as they are: matplotlib would read formulas between dollars.
 PLAIN: dict[str, Any] = {"parse_math": False}
 
@@ -120,17 +125,16 @@ def difference_figure(difference: Mapped) -> Figure:
     side = min(9.0, max(3.2, 0.34 * max(difference.tensor.shape)))
     figure = Figure(figsize=(side + 0.8, side + 0.4), layout="constrained")
     axis = figure.subplots()
-    image = draw_map(axis, difference, low=-1.0, colours="RdBu")
+    image = draw_map(axis, difference, signed=True)
     figure.colorbar(image, ax=axis, shrink=0.7, label="difference of the weights")
     return figure
 
 
-def draw_map(
-    axis: Any, each: Mapped, *, words: bool = True, low: float = 0.0, colours: str = "Blues"
-) -> Any:
-    """Draw one map into one pair of axes."""
+def draw_map(axis: Any, each: Mapped, *, words: bool = True, signed: bool = False) -> Any:
+    """Draw one map into one pair of axes: weights from 0 to 1, or differences from -1 to 1."""
     values = np.ma.masked_array(each.tensor.numpy(), ~each.allowed.numpy())
-    axis.patch.set(hatch="////", edgecolor="#bbbbbb", facecolor="white", linewidth=0)
+    axis.patch.set(hatch="////", edgecolor=COLOURS["hatch"].light, facecolor=LOW, linewidth=0)
+    colours, low = (signed_colours(), -1.0) if signed else (heat_colours(), 0.0)
     image = axis.imshow(values, cmap=colours, vmin=low, vmax=1.0, aspect="equal")
     axis.set_title(each.title, fontsize=8, **PLAIN)
     if words:
@@ -154,30 +158,53 @@ def lens_figure(lens: Lensed) -> Figure:
 
 
 def draw_lens(axis: Any, lens: Lensed) -> Any:
-    """Draw the lens into one pair of axes, the first layer at the bottom."""
-    image = axis.imshow(lens.kl.numpy(), cmap="Blues_r", origin="lower", aspect="auto", vmin=0.0)
+    """Draw the lens into one pair of axes, the first layer at the bottom; light is near the end."""
+    most = max(1e-6, float(np.nanmax(lens.kl.numpy())))
+    image = axis.imshow(
+        lens.kl.numpy(), cmap=heat_colours(), origin="lower", aspect="auto", vmin=0.0, vmax=most
+    )
     R, T = lens.kl.shape
     if T <= READABLE:
-        middle = float(np.nanmax(lens.kl.numpy())) / 2
         for r in range(R):
             for t in range(T):
                 word = lens.top(t, 1, row=lens.row_names[r])[0][0]
-                colour = "white" if float(lens.kl[r, t]) < middle else "black"
+                colour = "white" if float(lens.kl[r, t]) > most / 4 else "black"
                 text = shown(word, most=8)
                 axis.text(t, r, text, ha="center", va="center", fontsize=8, color=colour, **PLAIN)
     _name(axis, lens.words, lens.row_names)
-    axis.set_title("logit lens: likeliest word after each half-layer", fontsize=8)
+    axis.set_xlabel("token at each position", fontsize=8)
+    axis.set_ylabel("after", fontsize=8)
+    axis.set_title("logit lens: the likeliest next token after each half-layer", fontsize=9)
     return image
 
 
-def inspection_figure(means: Sequence[Mapped], lens: Lensed) -> Figure:
-    """Draw each layer's mean attention, and the logit lens below it."""
-    figure = Figure(figsize=(max(7.0, 2.6 * len(means)), 7.0), layout="constrained")
-    subfigures: Any = figure.subfigures(2, 1)
+def inspection_figure(means: Sequence[Mapped], lens: Lensed, *, title: str) -> Figure:
+    """Draw each layer's mean attention and the logit lens below it, each with its colour key."""
+    half = LAYERS // 2
+    kept = [*means] if len(means) <= LAYERS else [*means[:half], *means[-half:]]
+    lines, columns = -(-len(kept) // ACROSS), min(ACROSS, len(kept))
+    R, T = lens.kl.shape
+    heights = (2.9 * lines + 0.6, 0.9 + 0.26 * R)
+    width = min(17.0, max(7.5, 2.6 * columns + 1.4, 2.0 + 0.36 * T))
+    figure = Figure(figsize=(width, sum(heights) + 0.4), layout="constrained")
+    subfigures: Any = figure.subfigures(2, 1, height_ratios=heights)
     above, below = subfigures
-    for axis, each in zip(above.subplots(1, len(means), squeeze=False).flat, means, strict=True):
-        draw_map(axis, each, words=len(means) <= 4)
-    draw_lens(below.subplots(), lens)
+    axes = above.subplots(lines, columns, squeeze=False)
+    image: Any = None
+    for number, axis in enumerate(axes.flat):
+        if number >= len(kept):
+            axis.set_visible(False)
+            continue
+        image = draw_map(axis, kept[number])
+        if number % columns:
+            axis.set_ylabel("")
+    left_out = len(means) - len(kept)
+    more = f"; the first and last {half} of {len(means)} layers" if left_out else ""
+    above.suptitle(f"attention, mean of each layer's heads{more}", fontsize=9)
+    above.colorbar(image, ax=axes, shrink=0.8, label="attention weight")
+    axis = below.subplots()
+    below.colorbar(draw_lens(axis, lens), ax=axis, label="KL(final || row), nats")
+    figure.suptitle(title, fontsize=10, **PLAIN)
     return figure
 
 
@@ -185,13 +212,19 @@ def norms_figure(norms: Normed) -> Figure:
     """Draw the residual by depth and position; what the layers add, by layer."""
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    image = left.imshow(norms.residual.numpy(), cmap="Blues", origin="lower", aspect="auto")
+    image = left.imshow(
+        norms.residual.numpy(), cmap=heat_colours(), origin="lower", aspect="auto", vmin=0.0
+    )
     _name(left, norms.words, norms.row_names)
-    left.set_title("norm of the residual", fontsize=8)
-    figure.colorbar(image, ax=left)
+    left.set_title("norm of the residual stream", fontsize=8)
+    left.set_xlabel("token at each position", fontsize=8)
+    left.set_ylabel("after", fontsize=8)
+    figure.colorbar(image, ax=left, label="norm")
+    right.set_prop_cycle(color=SERIES)
     for name, values_LT in norms.parts_by_name().items():
         right.plot(values_LT.mean(1).numpy(), marker="o", label=name)
     right.set_xlabel("layer", fontsize=8)
+    right.set_ylabel("norm", fontsize=8)
     right.set_title("norm of what each layer adds, mean over positions", fontsize=8)
     right.xaxis.get_major_locator().set_params(integer=True)
     right.legend(fontsize=8)
@@ -202,6 +235,7 @@ def series_figure(series: dict[str, list[float]], words: Sequence[str], *, title
     """Draw values by position."""
     figure = Figure(figsize=(min(14.0, 2.5 + 0.4 * len(words)), 3.2), layout="constrained")
     axis = figure.subplots()
+    axis.set_prop_cycle(color=SERIES)
     for name, values in series.items():
         axis.plot(values, marker=".", label=name)
     _name(axis, words, ())
@@ -214,7 +248,7 @@ def bars_figure(names: Sequence[str], values: Sequence[float], *, title: str) ->
     """Draw horizontal bars, the first at the top."""
     figure = Figure(figsize=(6.0, 0.9 + 0.22 * len(names)), layout="constrained")
     axis = figure.subplots()
-    axis.barh(range(len(names)), values, color=["C0" if v >= 0 else "C1" for v in values])
+    axis.barh(range(len(names)), values, color=[SERIES[0 if v >= 0 else 1] for v in values])
     axis.set_yticks(range(len(names)), list(names), fontsize=7, **PLAIN)
     axis.invert_yaxis()
     axis.set_title(title, fontsize=9, **PLAIN)
@@ -230,7 +264,7 @@ def grid_figure(
     )
     axis = figure.subplots()
     largest = max(1.0, float(np.nanmax(np.abs(values))))
-    image = axis.imshow(values, cmap="RdBu", aspect="auto", vmin=-largest, vmax=largest)
+    image = axis.imshow(values, cmap=signed_colours(), aspect="auto", vmin=-largest, vmax=largest)
     _name(axis, columns, rows)
     axis.set_title(title, fontsize=9, **PLAIN)
     figure.colorbar(image, ax=axis, label=label)

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from glassformer.lens.show import palette
 from glassformer.lens.show.html import escape, escape_line
 from glassformer.lens.show.text import shown
 
@@ -22,8 +23,10 @@ from glassformer.lens.show.text import shown
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 #: Colours of positive values, of negative values, and of the hatching of masked cells.
-ACCENT, OPPOSITE, HATCH = (46, 128, 240), (222, 98, 28), (128, 128, 128)
-SERIES = ("#2e80f0", "#de621c", "#1f9d62", "#b04ad1", "#c79a00", "#d23c6f", "#4a9fb5", "#808080")
+ACCENT, OPPOSITE, HATCH = (
+    palette.rgb(palette.COLOURS[name].either) for name in ("heat-high", "heat-minus", "hatch")
+)
+SERIES = palette.SERIES_ON_EITHER
 _STEPS = 126  # levels of each sign in the palette
 _LINE, _GAP = 254, 255  # indices of the palette for the hatching
 
@@ -36,12 +39,14 @@ def heatmap_png(
 ) -> bytes:
     """Return a palette PNG, `scale` pixels per cell: -1 to 1 as two ramps of alpha, 0 transparent.
 
-    Cells that are not allowed, or not finite, are hatched.
+    The alpha is the root of the value (`palette.strength`). Cells that are not allowed, or not
+    finite, are hatched.
     """
     masked_TS = ~np.isfinite(values_TS)
     if allowed is not None:
         masked_TS |= ~allowed
-    size_TS = np.clip(np.nan_to_num(values_TS), -1.0, 1.0) * _STEPS
+    clipped_TS = np.clip(np.nan_to_num(values_TS), -1.0, 1.0)
+    size_TS = np.sign(clipped_TS) * np.sqrt(np.abs(clipped_TS)) * _STEPS
     index_TS = np.where(size_TS >= 0, np.rint(size_TS), _STEPS + np.rint(-size_TS))
     index_TS = np.where(np.rint(size_TS) == 0, 0, index_TS).astype(np.uint8)
     pixels = index_TS.repeat(scale, 0).repeat(scale, 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from glassformer.lens.show.html import escape_line
+from glassformer.lens.show.palette import css_variables
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -37,7 +38,7 @@ def page(title: str, lead: str, sections: Sequence[Section], foot: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape_line(title)}</title><style>{style}</style></head>"
+        f"<title>{escape_line(title)}</title><style>{css_variables()}{style}</style></head>"
         f"<body><header><h1>{escape_line(title)}</h1>{lead}"
         f'<nav aria-label="Sections"><ul>{jumps}</ul></nav></header>'
         f"<main>{bodies}</main><footer>{foot}</footer></body></html>\n"
