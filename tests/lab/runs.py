@@ -83,6 +83,8 @@ def outcome(folder: Path) -> dict[str, Any]:
     directory = RunDirectory(folder)
     last = directory.step_folder(directory.steps()[-1])
     state = json.loads((last / "state.json").read_text())
+    run = directory.read_json("run.json")
+    del run["clock"]
     del state["progress"]["metrics_bytes"]  # clocks are written with as many digits as they need
     return {
         "steps": directory.steps(),
@@ -93,7 +95,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "last": directory.pointed("last"),
         "metrics": metrics(folder),
         "alerts": directory.alerts.read_text() if directory.alerts.exists() else "",
-        "run": directory.read_json("run.json"),
+        "run": run,
         "probes": {path.name: _sha256(path) for path in sorted((folder / "probes").glob("*"))},
     }
 

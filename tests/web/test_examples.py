@@ -11,8 +11,8 @@ from glassformer.data.build_task import build_task
 from glassformer.generation.prompts import text_prompt
 from glassformer.lab.quantize import Wish, quantize_folder
 from glassformer.lab.recipes import recipe
+from glassformer.lab.runs import table
 from glassformer.spec.quantization import QuantSpec
-from glassformer.web.app import run_reader
 from glassformer.web.app.query import Query, Unknown
 from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import generate, inspect
@@ -69,8 +69,8 @@ def test_a_quantized_model_has_as_many_parameters_as_its_twin(
 
 
 def test_what_tells_runs_apart_comes_first(talkers: Workspace) -> None:
-    found = {run: run_reader.settings(talkers.folder(run)) for run in ("digits", "reverse", "text")}
-    keys = run_reader.differing(found)["keys"]
+    found = {run: table.settings(talkers.folder(run)) for run in ("digits", "reverse", "text")}
+    keys = table.differing(found)["keys"]
     assert keys[:2] == ["task.kind", "task.operation"]
     assert keys.index("model.decoder.layers.0.count") < keys.index("train.steps")
     assert {key.partition(".")[0] for key in keys[-5:]} == {"model"}

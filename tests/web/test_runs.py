@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from glassformer.lab.runs import table
 from glassformer.lab.runs.curves import read_curves
 from glassformer.store.rundir import RunDirectory
-from glassformer.web.app import limits, run_reader
+from glassformer.web.app import limits
 from glassformer.web.app.run_reader import CurveReader, band, cursor_of
 from tests.web.conftest import Client, Opener
 
@@ -213,7 +214,7 @@ def test_a_run_whose_process_is_gone_is_stalled(growing: Path, open_app: Opener)
 
 @pytest.mark.usefixtures("writer")
 def test_a_run_that_is_silent_is_stalled(growing: Path, open_app: Opener) -> None:
-    ago = time.time() - run_reader.SILENCE_SECONDS - 5
+    ago = time.time() - table.SILENCE_SECONDS - 5
     for name in ("metrics.jsonl", "run.json", "lock"):
         os.utime(growing / name, (ago, ago))
     found, why = status(open_app(growing.parent))
@@ -289,4 +290,4 @@ def test_a_listing_opens_three_files_a_run(
     monkeypatch.setattr(os, "pread", lambda *a: read.append(a[1]) or real_pread(*a))
     assert len(client.get("/api/runs")["runs"]) == 201
     assert len(opened) <= 3 * 201
-    assert sum(read) <= 201 * (run_reader.TAIL_BYTES + run_reader.SPARKS * run_reader.SPARK_BYTES)
+    assert sum(read) <= 201 * (table.TAIL_BYTES + table.SPARKS * table.SPARK_BYTES)

@@ -28,7 +28,6 @@ from typing import Any, Self, TextIO
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
-from glassformer.store.checkpoint import verify_folder
 
 STEP = "step-{:06d}"
 #: Names of runs: one folder below `runs`, and no `@`, which names a checkpoint.
@@ -157,6 +156,8 @@ class RunDirectory:
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """Return the newest step whose files verify, and what is wrong with newer ones."""
+        from glassformer.store.checkpoint import verify_folder  # NumPy, which lists do not need
+
         problems = []
         for step in reversed(self.steps()):
             try:

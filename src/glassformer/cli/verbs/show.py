@@ -52,7 +52,7 @@ def show(
 
     drawn = diagram or narrow or every_block or (out or "").lower().endswith(".svg")
     target = target_of(out, ("svg",) if drawn else ("toml", "json"))
-    if resolve.hub.is_name(what.partition("@")[0]):  # a path of two parts, or org/name
+    if what.count("/") == 1 and not what.endswith((".toml", ".json")):  # perhaps org/name
         what = resolve.find_model(what, runs=Path(runs))
     found = shown(what, overrides=list(overrides or ()), runs=runs)
     if drawn:

@@ -4,6 +4,7 @@
 them; setting `stop_requested` ends the run after the current step, with its state saved.
 """
 
+import contextlib
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
 from glassformer.lab.runs.artifacts import Sample, forget_probes, keep_samples, probe, write_samples
 from glassformer.lab.runs.assemble import PlannedRun, assemble, read_checkpoint, write_checkpoint
+from glassformer.lab.runs.curves import read_curves
 from glassformer.lab.runs.record import (
     EVERY,
     Board,
@@ -28,7 +30,8 @@ from glassformer.lab.runs.record import (
     spec_hash,
     to_toml,
 )
-from glassformer.spec.errors import DivergedError, InputError
+from glassformer.spec.errors import DivergedError, FileError, InputError
+from glassformer.spec.manifest import count_parameters
 from glassformer.spec.serialize import json_numbers, to_dict, to_json
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import RunDirectory, cache_folder
@@ -105,6 +108,7 @@ class TrainingRun:
         self.task, self.engine, self.files = parts.task, parts.engine, parts.files
         self.notes = parts.notes
         self.facts = dict(self.task.facts())
+        self.seconds = 0.0  # of all steps, also those before a resume
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -165,6 +169,8 @@ class TrainingRun:
             self.directory.point("best", self.progress.best_step)
         self.directory.cut(self.directory.metrics, self.progress.metrics_bytes)
         self.directory.cut(self.directory.alerts, self.progress.alerts_bytes)
+        with contextlib.suppress(FileError):  # the clock of a damaged log starts again
+            self.seconds = read_curves(self.directory.folder).spent.seconds
         forget_probes(self.directory, after=self.progress.step)
         self._write_config()  # it may go on for longer than it was meant to
         notes.append(f"resuming at step {self.progress.step}")
@@ -190,6 +196,7 @@ class TrainingRun:
         train, flushed = self.spec.train, 0.0
         for record in fit(self.engine, self.task, train, start=self.progress.step):
             self.progress.step = record.step
+            self.seconds += record.seconds
             log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
             if time.monotonic() - flushed > FLUSH_SECONDS:  # others watch the file grow
                 log.flush()
@@ -307,10 +314,14 @@ class TrainingRun:
                 "steps": self.spec.train.steps,
                 "task": self.task.name,
                 "engine": self.spec.engine,
+                "parameters": count_parameters(self.spec.model),
+                "seed": self.spec.train.seed,
+                "lr": self.spec.train.lr,
                 "best_step": self.progress.best_step,
                 "fingerprint": fingerprint(self.spec, self.device),
                 "data": self.facts,
                 "val": self.progress.val,
+                "clock": {"at": round(time.time()), "seconds": round(self.seconds, 2)},
             },
         )
 

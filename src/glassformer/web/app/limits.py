@@ -22,8 +22,6 @@ EXAMPLES = 200
 #: Examples and tokens that the page Errors evaluates.
 EVALUATED_EXAMPLES = 5_000
 EVALUATED_TOKENS = 1 << 18
-#: Bytes of a run's small JSON files that the page will read.
-RECORD_BYTES = 4 * 1024 * 1024
 #: Folders of one runs folder that are listed.
 LISTED = 2_000
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from glassformer.lab.runs.table import OutsideRun
 from glassformer.spec.errors import GlassError, InputError, MachineError, nearest
 from glassformer.spec.serialize import json_numbers
 from glassformer.web.app import limits
@@ -217,6 +218,7 @@ def to_json(value: Any) -> bytes:
 
 _STATUS = {
     Refused: 403,
+    OutsideRun: 403,
     Unknown: 404,
     NotAllowed: 405,
     TooLarge: 413,

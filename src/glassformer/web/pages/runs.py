@@ -6,6 +6,7 @@ Live curves are polled: the page sends the cursors it has, and receives the runs
 from importlib.metadata import version
 from typing import Any
 
+from glassformer.lab.runs import table
 from glassformer.lab.runs.curves import AXES, Series, Spent, read_curves
 from glassformer.spec.errors import InputError, nearest
 from glassformer.web.app import limits, run_reader
@@ -37,8 +38,7 @@ def list_runs(query: Query, workspace: Workspace) -> dict[str, Any]:
     """List every run and model of the folder, by name."""
     query.only()
     rows = [
-        run_reader.run_summary(name, folder, kind)
-        | {"path": f"{workspace.display_path}/{folder.name}"}
+        table.run_summary(name, folder, kind) | {"path": f"{workspace.display_path}/{folder.name}"}
         for name, folder, kind in workspace.folders()
     ]
     return {"folder": workspace.display_path, "runs": rows}
@@ -49,11 +49,11 @@ def one_run(query: Query, workspace: Workspace) -> dict[str, Any]:
     query.only()
     name = query.text("id")
     folder = workspace.folder(name)
-    line = run_reader.run_summary(name, folder, kind_of(folder) or "model")
+    line = table.run_summary(name, folder, kind_of(folder) or "model")
     if line["kind"] == "model" or line["status"] == "damaged":
         return {**line, "checkpoints": [], "settings": {}, "splits": {}}
     directory = workspace.run(name)
-    data = run_reader.read_record(folder, "run.json").get("data")
+    data = table.read_record(folder, "run.json").get("data")
     sizes = data.get("sizes") if isinstance(data, dict) else None
     splits = sizes if isinstance(sizes, dict) else {}
     return {
@@ -61,8 +61,8 @@ def one_run(query: Query, workspace: Workspace) -> dict[str, Any]:
         "checkpoints": directory.steps(),
         "best": directory.pointed("best"),
         "last": directory.pointed("last"),
-        "settings": run_reader.settings(folder),
-        "splits": {str(split)[:40]: run_reader.number(size) for split, size in splits.items()},
+        "settings": table.settings(folder),
+        "splits": {str(split)[:40]: table.number(size) for split, size in splits.items()},
     }
 
 
@@ -74,7 +74,7 @@ def metrics(query: Query, workspace: Workspace) -> dict[str, Any]:
     query.only("from", "max", "series", "tokens", "seconds")
     directory = workspace.run(query.text("id"))
     for name in ("metrics.jsonl", "alerts.jsonl"):
-        run_reader.checked_file(directory.folder, name)
+        table.checked_file(directory.folder, name)
     start = query.integer("from", low=0, high=1 << 50, default=0)
     most = query.integer("max", low=4, high=limits.CURVE_POINTS, default=limits.CURVE_POINTS)
     spent = Spent(
@@ -115,7 +115,7 @@ def _marks(alerts: Any) -> list[dict[str, Any]]:
 def settings(query: Query, workspace: Workspace) -> dict[str, Any]:
     """Return the settings in which the runs differ."""
     query.only("runs")
-    return run_reader.differing(_settings(_picked(query), workspace))
+    return table.differing(_settings(_picked(query), workspace))
 
 
 def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
         raise InputError(f"no run here has a curve '{wanted}'", hint=nearest(wanted, names))
     bands = []
     if grouped and lines:
-        for members in run_reader.same_but_seed(_settings(picked, workspace)):
+        for members in table.same_but_seed(_settings(picked, workspace)):
             held = [by_run[run] for run in members if run in by_run and len(by_run[run])]
             if len(held) > 1:
                 drawn = run_reader.band(held, axis=axis, most=most, span=span)
@@ -170,7 +170,7 @@ def _picked(query: Query) -> tuple[str, ...]:
 
 
 def _settings(picked: tuple[str, ...], workspace: Workspace) -> dict[str, dict[str, Any]]:
-    return {run: run_reader.settings(workspace.run(run).folder) for run in picked}
+    return {run: table.settings(workspace.run(run).folder) for run in picked}
 
 
 ROUTES: tuple[Route, ...] = (

@@ -29,6 +29,7 @@ from glassformer.lab.runs.artifacts import read_samples
 from glassformer.lab.runs.curves import Curves, read_curves
 from glassformer.lab.runs.metrics_file import Floats
 from glassformer.lab.runs.record import load_run_spec, spec_hash
+from glassformer.lab.runs.table import number, settings
 from glassformer.lens.show.html import escape_line
 from glassformer.spec.errors import InputError
 from glassformer.spec.train import RunSpec
@@ -36,7 +37,6 @@ from glassformer.spec.units import format_bytes
 from glassformer.store.checkpoint import verify_folder
 from glassformer.store.rundir import RunDirectory, RunRef
 from glassformer.training.engine import Engine
-from glassformer.web.app.run_reader import number, settings
 from glassformer.web.report.page import Cell, Text, facts, folded, missing, say, scrolled, table
 
 #: Alerts that are listed one by one.
