@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from glassformer.adapters.export import export as export
-    from glassformer.adapters.inspect import inspect as inspect
-    from glassformer.adapters.inspect import patch_activations as patch_activations
+    from glassformer.adapters.any_model import export as export
+    from glassformer.adapters.any_model import inspect as inspect
+    from glassformer.adapters.any_model import patch_activations as patch_activations
+    from glassformer.adapters.any_model import quantize as quantize
     from glassformer.adapters.load import build as build
     from glassformer.adapters.load import load as load
     from glassformer.adapters.load import save as save
-    from glassformer.adapters.quantize import quantize as quantize
     from glassformer.budget.design import design as design
     from glassformer.checks.report import verify as verify
     from glassformer.checks.subject import Subject as Subject
@@ -70,17 +70,17 @@ _HOME = {
     "design": "glassformer.budget.design",
     "diagram": "glassformer.lens.show.diagram",
     "evaluate": "glassformer.lab.api",
-    "export": "glassformer.adapters.export",
+    "export": "glassformer.adapters.any_model",
     "finetune": "glassformer.lab.api",
     "generate": "glassformer.generation.generate",
-    "inspect": "glassformer.adapters.inspect",
+    "inspect": "glassformer.adapters.any_model",
     "load": "glassformer.adapters.load",
     "lr_find": "glassformer.lab.api",
     "manifest": "glassformer.spec.manifest",
     "override": "glassformer.spec.serialize",
-    "patch_activations": "glassformer.adapters.inspect",
+    "patch_activations": "glassformer.adapters.any_model",
     "preset": "glassformer.spec.presets",
-    "quantize": "glassformer.adapters.quantize",
+    "quantize": "glassformer.adapters.any_model",
     "report": "glassformer.web.report.document",
     "save": "glassformer.adapters.load",
     "show": "glassformer.lab.show",

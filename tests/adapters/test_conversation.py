@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glassformer.adapters.chat.conversation import Conversation
-from glassformer.adapters.chat.template import read_chat
+from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.load import load
 from glassformer.generation.loop import decode
 from glassformer.generation.prompts import Prompts

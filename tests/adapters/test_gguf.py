@@ -247,7 +247,7 @@ def test_without_the_library_its_extra_is_named(tmp_path, monkeypatch):
     adapter = load(folder_of("llama", tmp_path))
     export_gguf(adapter, tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    from glassformer.adapters.gguf.dtypes import kind_of
+    from glassformer.adapters.gguf.load import kind_of
 
     kind_of.cache_clear()
     for use in (

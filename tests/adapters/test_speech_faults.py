@@ -6,8 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from glassformer.adapters.chat.conversation import Conversation
-from glassformer.adapters.chat.template import read_chat
+from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.load import load
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
 from glassformer.generation.stepper import PrefixCacheStepper

@@ -27,7 +27,6 @@ from glassformer.adapters.gguf.config import (
     factors_of,
     write_settings,
 )
-from glassformer.adapters.gguf.dtypes import F16, F32, Q8_0, Kind, kind_of, library, packed
 from glassformer.adapters.gguf.header import ALIGNMENT, SUFFIX
 from glassformer.adapters.gguf.hf_files import (
     CONTROL,
@@ -40,6 +39,7 @@ from glassformer.adapters.gguf.hf_files import (
     UNUSED,
     USER_DEFINED,
 )
+from glassformer.adapters.gguf.load import F16, F32, Q8_0, Kind, kind_of, library, packed
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
 from glassformer.adapters.tokenizers.pretokenize import name_of

@@ -1,22 +1,168 @@
-"""Open a GGUF file: settings become a spec, tensors a model, the rest small files."""
+"""Open a GGUF file: settings become a spec, tensors a model, the rest small files.
+
+The types of its tensors, packing and unpacking them: packing is the `gguf` library's, an optional
+dependency. Bounds and types are checked first; then tensors are mapped one at a time.
+"""
 
 import json
-from dataclasses import replace
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from glassformer.adapters.config import Config
-from glassformer.adapters.folder.weights import filled
+from glassformer.adapters.folder.weights import check_finite, filled
 from glassformer.adapters.gguf.config import FACTORS, read_settings, table_of
-from glassformer.adapters.gguf.dtypes import GGUFWeights
+from glassformer.adapters.gguf.header import Head, read_head
 from glassformer.adapters.gguf.hf_files import kept_files, why_no_tokenizer
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.registry import adapter_for
-from glassformer.adapters.table import Family, make_plan
+from glassformer.adapters.table import Family, Shape, make_plan
 from glassformer.adapters.training_config import TrainingConfig
-from glassformer.spec.errors import FileError
+from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
+
+#: Kinds that torch has too, by the format's numbers.
+FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
+F32, F16, Q8_0 = 0, 1, 8
+CHUNK = 2**22  # numbers that are packed at a time
+#: The largest numbers that the written kinds hold: Q8_0 has a half-precision step, 127 times.
+LARGEST = {F32: float(np.finfo(np.float32).max), F16: 65504.0, Q8_0: 127 * 65504.0}
+
+
+def library() -> Any:
+    """Import the `gguf` package, or raise with how to install it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise MachineError(
+            "GGUF files need the library gguf, which is not installed",
+            hint="pip install 'glassformer[gguf]'",
+        ) from error
+    return gguf
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A tensor type: `block` numbers of a row take `size` bytes."""
+
+    number: int
+    name: str
+    block: int
+    size: int
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the rows of a tensor are complete blocks."""
+        return shape[-1] % self.block == 0
+
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        """Return the size in bytes of a tensor that fits."""
+        return math.prod(shape) // self.block * self.size
+
+
+@cache
+def kind_of(number: int) -> Kind | None:
+    """Return a type that can be unpacked; None for integer types and unknown ones."""
+    gguf = library()
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        if number not in FLOATS:
+            gguf.quants.dequantize(np.zeros((1, size), dtype=np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        return None
+    return Kind(number, kind.name, block, size)
+
+
+def unpacked(data: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:
+    """Return the numbers of these bytes: a view, or new float32 for packed types."""
+    if kind.number in FLOATS:
+        return torch.from_numpy(data).view(FLOATS[kind.number]).reshape(shape)
+    gguf = library()
+    rows = data.reshape(-1, shape[-1] // kind.block * kind.size)
+    with np.errstate(all="ignore"):  # NaN and infinity are checked afterwards
+        numbers = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(kind.number))
+    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32)).reshape(shape)
+
+
+def packed(tensor: Tensor, kind: Kind, *, name: str) -> Iterator[NDArray[Any]]:
+    """Yield the bytes of a tensor, some rows at a time."""
+    gguf = library()
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    for part in torch.split(rows, max(1, CHUNK // rows.shape[1])):
+        numbers = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32)
+        largest = float(numbers.abs().max())
+        if largest > LARGEST[kind.number]:
+            raise InputError(
+                f"{name} holds {largest:g}, which is too large for {kind.name}",
+                hint="--dtype f32",
+            )
+        array = np.ascontiguousarray(numbers.float().numpy())
+        yield gguf.quants.quantize(array, gguf.GGMLQuantizationType(kind.number))
+
+
+class GGUFWeights:
+    """The `Weights` of a file: floats as they are stored, packed types as float32."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.where = str(path)
+        self.head: Head = read_head(path)
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._kinds: dict[str, Kind] = {}
+        spans = []
+        for name, stored in self.head.tensors.items():
+            kind = kind_of(stored.kind)
+            if kind is None:
+                raise self._bad(name, f"is of kind {stored.kind}, which cannot be read as numbers")
+            if not kind.fits(stored.shape):
+                raise self._bad(name, f"of kind {kind.name} has rows of {stored.shape[-1]} numbers")
+            size = kind.bytes_of(stored.shape)
+            start = self.head.data + stored.offset
+            if stored.offset % self.head.alignment or start + size > self.head.size:
+                raise self._bad(name, "has an offset outside of the file, or not aligned")
+            spans.append((start, start + size, name))
+            self.shapes[name] = stored.shape
+            self.dtypes[name] = FLOATS.get(stored.kind, torch.float32)
+            self._kinds[name] = kind
+        end = 0
+        for start, stop, name in sorted(spans):
+            if start < end:
+                raise self._bad(name, "shares bytes with another one")
+            end = stop
+
+    def _bad(self, name: str, what: str) -> FileError:
+        return FileError(f"tensor {name[:80]} {what}", where=self.where)
+
+    @property
+    def packed_kinds(self) -> Counter[str]:
+        """The number of tensors of each packed type."""
+        return Counter(kind.name for kind in self._kinds.values() if kind.number not in FLOATS)
+
+    def read(self, name: str, *, again: bool = False) -> Tensor:
+        """Read one tensor from its own copy-on-write map; `again` makes no difference."""
+        kind, shape = self._kinds[name], self.shapes[name]
+        size = kind.bytes_of(shape)
+        start = self.head.data + self.head.tensors[name].offset
+        try:
+            data = np.memmap(self.path, dtype=np.uint8, mode="c", offset=start, shape=(size,))
+        except (OSError, ValueError) as error:  # the file has changed meanwhile
+            raise self._bad(name, f"cannot be read: {error}") from error
+        tensor = unpacked(np.asarray(data), kind, shape)
+        check_finite(name, tensor, where=self.where)
+        return tensor
+
+
+# --- the model ------------------------------------------------------------------------------------
 
 
 def read_gguf_spec(path: Path) -> ModelSpec:

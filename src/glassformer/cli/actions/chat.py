@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from glassformer.adapters.base import BaseAdapter
-from glassformer.adapters.chat.conversation import Conversation
-from glassformer.adapters.chat.template import read_chat
+from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.folder.files import generation_defaults
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import cast, get_args
 
-from glassformer.adapters.export import Format, export
+from glassformer.adapters.any_model import Format, export
 from glassformer.adapters.gguf.export_gguf import DTYPES
 from glassformer.adapters.load import load_native
 from glassformer.cli.shell.resolve import find_model

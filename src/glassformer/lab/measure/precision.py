@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glassformer.adapters.any_model import quantize
 from glassformer.adapters.base import BaseAdapter
-from glassformer.adapters.quantize import quantize
 from glassformer.data.batch import Batch
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts

@@ -284,7 +284,7 @@ def _quantized(
     """Return the model itself, or a quantized copy; the copy used last is kept."""
     if precision not in NAMES:
         return adapter
-    from glassformer.adapters.quantize import quantize
+    from glassformer.adapters.any_model import quantize
 
     name = (run, step, precision)
     kept = workspace.results.find(QUANTIZED)
