@@ -19,7 +19,7 @@ from glassformer.budget.answer import Answer
 from glassformer.budget.design import design, solve
 from glassformer.budget.infeasible import InfeasibleBudget
 from glassformer.budget.question import Budget
-from glassformer.costs.memory import training_memory
+from glassformer.costs.estimates import training_memory
 from glassformer.costs.timing import step_time
 from glassformer.data.batch import Batch
 from glassformer.lab.measure.machine_rates import calibrate

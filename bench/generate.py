@@ -15,7 +15,7 @@ from bench.clock import Row, Sides, bandwidth, growth, installed, interleave, ro
 from bench.peers import EOS, fresh, qwen_pair
 from bench.translation import crossed
 from glassformer.checks.rows.decoding import disagreements
-from glassformer.costs.memory import cache_bytes
+from glassformer.costs.estimates import cache_bytes
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.constraint import Constraint

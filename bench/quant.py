@@ -18,8 +18,7 @@ from bench.quant_peers import installed, peers_of
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
-from glassformer.kernels.autotune import CHOICES
-from glassformer.kernels.matmul import Product
+from glassformer.kernels.matmul import CHOICES, Product
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
 from glassformer.quant.contents import is_model_quantized, resident_bytes

@@ -206,8 +206,8 @@ FAULTS = (
     Fault("balance loss of the first choice only", "nn.ffn:balance_loss", "picked_BTE = torch.zeros_like(p_BTE).scatter_add(-1, chosen_BTA, ones_BTA)", "picked_BTE = torch.zeros_like(p_BTE).scatter_add(-1, chosen_BTA[..., :1], ones_BTA[..., :1])", BALANCE),
     Fault("balance loss has no slope", "nn.ffn:balance_loss", "return E * (f_E * P_E).sum()", "return E * (f_E * P_E).sum().detach()", "by hand: every gradient = autograd's", "moe"),
     Fault("at most eight tokens an expert", "nn.ffn:MixtureOfExperts._experts_of", "torch.cat([expert(x) for expert, x in zip(self.experts, groups, strict=True)])", "torch.cat([torch.nn.functional.pad(expert(x[:8]), (0, 0, 0, max(0, len(x) - 8))) for expert, x in zip(self.experts, groups, strict=True)])", "no token is dropped"),
-    Fault("a step takes the wrong experts", "generation.fast.moe:FastMixtureOfExperts._chosen", "= self.experts[expert](x_BD[rows])", "= self.experts[expert - 1](x_BD[rows])", STEPS, "moe"),
-    Fault("a step forgets the shared expert", "generation.fast.moe:FastMixtureOfExperts.onto", "if self.shared is not None", "if False", STEPS, "moe"),
+    Fault("a step takes the wrong experts", "generation.fast.projection:FastMixtureOfExperts._chosen", "= self.experts[expert](x_BD[rows])", "= self.experts[expert - 1](x_BD[rows])", STEPS, "moe"),
+    Fault("a step forgets the shared expert", "generation.fast.projection:FastMixtureOfExperts.onto", "if self.shared is not None", "if False", STEPS, "moe"),
     # dropout, init, files, taps
     Fault("dropout in eval", "nn.block:TransformerBlock.drop", "self.training", "True", DETERMINISM, "seq2seq"),
     Fault("attention dropout in eval", "nn.attention:MultiHeadAttention.forward", "self.dropout if self.training else 0.0", "self.dropout", DETERMINISM, "seq2seq"),

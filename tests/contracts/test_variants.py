@@ -21,9 +21,8 @@ import torch
 import glassformer
 from glassformer.adapters.counterpart import counterpart
 from glassformer.byhand.model import Model as HandModel
-from glassformer.costs import memory
-from glassformer.costs.flops import flops
-from glassformer.costs.memory import activations, optimizer_bytes
+from glassformer.costs import estimates
+from glassformer.costs.estimates import activations, flops, optimizer_bytes
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.build_task import build_task
 from glassformer.generation.fast.stepper import FastStepper
@@ -357,11 +356,11 @@ OPENED = [
         "return None",
         "position/fast step",
     ),
-    Fault("memory", "costs.memory:_masks", NEVER, "pass", "position/masks"),
+    Fault("memory", "costs.estimates:_masks", NEVER, "pass", "position/masks"),
 ]
 CELLS: dict[str, Callable[[ModelSpec], object]] = CONSUMERS | {
     "torch parts": lambda model: build(model, device="meta"),
-    "masks": lambda model: list(memory._masks(model, model.decoder, LENGTH)),
+    "masks": lambda model: list(estimates._masks(model, model.decoder, LENGTH)),
 }
 
 
@@ -428,7 +427,7 @@ def test_a_dispatch_on_the_optimizer_is_closed(
     put(train, "optimizer", ProbeVariant())
     for module in consumers_modules():
         monkeypatch.setattr(module, "check_tree", lambda node: None)
-    monkeypatch.setattr("glassformer.costs.memory.check_member", lambda *_: None)
+    monkeypatch.setattr("glassformer.costs.estimates.check_member", lambda *_: None)
     with pytest.raises(AssertionError, match="ProbeVariant"):
         TRAIN_CONSUMERS[consumer](train)
 

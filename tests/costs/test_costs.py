@@ -10,8 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from glassformer.budget.design import design
-from glassformer.costs.flops import flops
-from glassformer.costs.memory import activations, optimizer_bytes, training_memory, weight_bytes
+from glassformer.costs.estimates import (
+    activations,
+    flops,
+    optimizer_bytes,
+    training_memory,
+    weight_bytes,
+)
 from glassformer.costs.timing import Rates, rate_at, step_time
 from glassformer.data.batch import Batch
 from glassformer.models.model import build

@@ -6,8 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from glassformer.data.automata.library import machine_named
-from glassformer.data.automata.walk import weighted_walk
+from glassformer.data.automata.library import machine_named, weighted_walk
 from glassformer.data.tasks.translation import written
 from glassformer.spec.errors import GlassError
 from tests.checks.faults import planted

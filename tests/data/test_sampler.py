@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.data.sampler import Sampler
+from glassformer.data.rng import Sampler
 from glassformer.spec.errors import InputError
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 40), st.integers(-5, 5), st.booleans())

@@ -12,7 +12,7 @@ from glassformer.data.build_task import build_task
 from glassformer.data.rng import digest, hash_rows, stream
 from glassformer.data.splits import distinct_rows, overlap, spread, tenths
 from glassformer.data.task import Oracle
-from glassformer.data.tokenizers.from_json import tokenizer_from_json
+from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask, TranslationTask
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.data.tokenizers.from_json import tokenizer_from_json
+from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
 from glassformer.spec.errors import InputError
 

@@ -12,7 +12,7 @@ import pytest
 
 from glassformer.data.tasks import translation as writing
 from glassformer.data.tasks.translation import WAYS, Translation, written
-from glassformer.data.tokenizers.from_json import tokenizer_from_json
+from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.tasks import TranslationTask
 

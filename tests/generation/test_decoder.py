@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from glassformer.costs.memory import cache_bytes
+from glassformer.costs.estimates import cache_bytes
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import decode
 from glassformer.generation.stepper import NaiveStepper, TorchStepper

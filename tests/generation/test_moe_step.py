@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from glassformer.generation.fast.moe import FastMixtureOfExperts
-from glassformer.generation.fast.projection import Maker
+from glassformer.generation.fast.projection import FastMixtureOfExperts, Maker
 from glassformer.kernels.matmul import Product
 from glassformer.nn.ffn import MixtureOfExperts
 from glassformer.nn.norm import build_norm

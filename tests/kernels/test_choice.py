@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from glassformer.kernels import autotune
-from glassformer.kernels.autotune import Choices, candidates
-from glassformer.kernels.matmul import ROUTINES
+from glassformer.kernels import matmul
+from glassformer.kernels.matmul import ROUTINES, Choices, candidates
 from glassformer.spec.errors import FileError, MachineError
 from tests.kernels.checks import single
 
@@ -23,8 +22,8 @@ def test_candidates_are_what_can_run():
 
 def test_a_choice_is_made_once(monkeypatch):
     choices, calls = Choices(), []
-    real = autotune.fastest
-    monkeypatch.setattr(autotune, "fastest", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = matmul.fastest
+    monkeypatch.setattr(matmul, "fastest", lambda *a, **k: calls.append(1) or real(*a, **k))
     found = choices.of(single(128, 64))
     assert len(found) == 3
     assert set(found) <= set(ROUTINES)
@@ -61,7 +60,7 @@ def test_routines_that_cannot_run_are_refused(tmp_path):
     path = tmp_path / "choices.json"
     for names in (["c"] * 3, ["linear"] * 2, ["gone"] * 3):
         known = {"64x64 float64, 1 threads, linear/columns": names}
-        content = {"format": 1, "machine": autotune.machine(), "choices": known}
+        content = {"format": 1, "machine": matmul.machine(), "choices": known}
         path.write_text(json.dumps(content))
         with pytest.raises(FileError, match="no choice for"):
             Choices().read(path)

@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from glassformer.data.build_task import build_task
-from glassformer.data.tokenizers.from_json import tokenizer_from_json
-from glassformer.data.tokenizers.own import Own
+from glassformer.data.tokenizers.own import Own, tokenizer_from_json
 from glassformer.lab.recipes import plan_run
 from glassformer.spec import own
 from glassformer.spec.errors import InputError

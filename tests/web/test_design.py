@@ -13,8 +13,7 @@ from glassformer.budget.design import EXPANSIONS, RATIOS, drift, landscape
 from glassformer.budget.design import design as solve
 from glassformer.budget.question import Budget
 from glassformer.cli.main import app
-from glassformer.costs.flops import flops
-from glassformer.costs.memory import cache_bytes, training_memory, weight_bytes
+from glassformer.costs.estimates import cache_bytes, flops, training_memory, weight_bytes
 from glassformer.lab.budget_report import run_of_design
 from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import assert_never
 
-from glassformer.costs.flops import flops, head_weights
+from glassformer.costs.estimates import flops, head_weights
 from glassformer.spec.checks import check_tree, spec
 from glassformer.spec.execution import PIECE
 from glassformer.spec.manifest import Parameter, block_parameters, stored, turns_keys

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Literal
 
 from glassformer.budget.answer import Answer, Design
-from glassformer.costs.flops import flops
-from glassformer.costs.memory import cache_bytes, training_memory, weight_bytes
+from glassformer.costs.estimates import cache_bytes, flops, training_memory, weight_bytes
 from glassformer.costs.parameter_table import format_allocation
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError

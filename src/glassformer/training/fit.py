@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glassformer.data.sampler import Sampler
+from glassformer.data.rng import Sampler
 from glassformer.data.task import Task
 from glassformer.spec.train import TrainSpec
 from glassformer.training.engine import Engine

@@ -6,7 +6,7 @@ It trains an engine that the caller makes for this purpose.
 import math
 from dataclasses import dataclass
 
-from glassformer.data.sampler import Sampler
+from glassformer.data.rng import Sampler
 from glassformer.data.task import Task
 from glassformer.spec.errors import InputError
 from glassformer.spec.train import TrainSpec

@@ -12,7 +12,7 @@ from glassformer.adapters.gguf.header import is_gguf, read_head
 from glassformer.adapters.gguf.hf_files import why_no_tokenizer
 from glassformer.adapters.tokenizers.files import FILE_LIMIT
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
-from glassformer.data.tokenizers.from_json import tokenizer_from_json
+from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.data.automata.library import machine_named
+from glassformer.data.automata.library import Strings, Walk, machine_named, weighted_walk
 from glassformer.data.automata.machine import NOWHERE, Machine
-from glassformer.data.automata.walk import Strings, Walk, weighted_walk
 from glassformer.data.batch import Batch, Bools, Ints
 from glassformer.data.rng import digest, hash_rows, stream
 from glassformer.data.splits import checked, overlap, padded_to_longest, pick

@@ -24,8 +24,7 @@ from glassformer.data.batch import Batch, Ints
 from glassformer.data.splits import checked, pick
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.data.tokenizers.from_json import tokenizer_from_json
-from glassformer.data.tokenizers.own import Own
+from glassformer.data.tokenizers.own import Own, tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Tokenizer
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError, MachineError

@@ -1,7 +1,7 @@
 """Tokenizers that need no training: named symbols, characters, bytes; and the protocol of all.
 
 A checkpoint stores its tokenizer as `tokenizer.json`; `to_json` is the text of that file and
-`glassformer.data.tokenizers.from_json.tokenizer_from_json` reads it again.
+`glassformer.data.tokenizers.own.tokenizer_from_json` reads it again.
 """
 
 import json

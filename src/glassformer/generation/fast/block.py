@@ -14,8 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.generation.fast.moe import FastFeedForward, FastMixtureOfExperts
-from glassformer.generation.fast.projection import HeadNorms, Maker, OwnTable, Projection, make_norm
+from glassformer.generation.fast.projection import (
+    FastFeedForward,
+    FastMixtureOfExperts,
+    HeadNorms,
+    Maker,
+    OwnTable,
+    Projection,
+    make_norm,
+)
 from glassformer.models.model import EncoderDecoder, Model
 from glassformer.models.stack import StackParts, heads_key
 from glassformer.nn.attention import MultiHeadAttention

@@ -20,8 +20,7 @@ from glassformer.generation.fast.block import FastModel
 from glassformer.generation.fast.projection import Maker, gpu_kernels
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper, decodable, read_prompts
-from glassformer.kernels.autotune import CHOICES
-from glassformer.kernels.matmul import CLASSES, Product, Routine
+from glassformer.kernels.matmul import CHOICES, CLASSES, Product, Routine
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model
 from glassformer.spec.errors import InputError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from glassformer.costs.flops import flops
+from glassformer.costs.estimates import flops
 from glassformer.data.task import Task
 from glassformer.kernels.threads import FLOPS, WEIGHTS, threads_for
 from glassformer.lab.runs.record import read_state
