@@ -21,7 +21,7 @@ from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.matmul import CHOICES, Product
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
-from glassformer.quant.contents import is_model_quantized, resident_bytes
+from glassformer.quant.contents import quantization_report, resident_bytes
 from glassformer.quant.convert import quantize_model
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
@@ -186,11 +186,11 @@ def _bytes(case: str, models: dict[str, Model]) -> Iterator[dict[str, object]]:
         p.numel() * 4 for p in models[EAGER].parameters() if p.ndim == 2
     )  # the shared table is the head
     for name, model in models.items():
-        report = is_model_quantized(model)
+        report = quantization_report(model)
         if report:
             with torch.inference_mode():
                 model(torch.zeros(1, 2, dtype=torch.long))
-            report = is_model_quantized(model)
+            report = quantization_report(model)
             share = sum(layer.nbytes for layer in report.layers.values()) / linears
             whole = resident_bytes(model) / resident_bytes(models[EAGER])
             kinds = ", ".join(report.backends)

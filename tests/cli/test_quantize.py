@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.cli.main import app
-from glassformer.quant.contents import is_model_quantized
+from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import load_quantized
 
@@ -87,7 +87,7 @@ def test_a_scheme_by_name_goes_through_every_command(runs):
     assert result.exit_code == 0 and "4 passed, 0 failed" in result.stdout
     gptq = ("--scheme", "fp8", "--method", "gptq", "--out", str(runs / "fp8-gptq"))
     assert "fp8 by gptq" in glass(runs, "quantize", "text", *gptq)
-    assert is_model_quantized(load_model(runs / "fp8-gptq")).bits == 8
+    assert quantization_report(load_model(runs / "fp8-gptq")).bits == 8
 
 
 def test_people_read_a_table_that_says_what_is_slower(runs):
@@ -108,11 +108,11 @@ def test_a_text_calibrates_and_training_goes_on(runs):
     words = ("quantize", "text", "--bits", "4", "--json", "--calibrate", str(runs / "corpus.txt"))
     glass(runs, *words, "--out", str(runs / "by-gptq"))
     methods = {
-        layer.method for layer in is_model_quantized(load_model(runs / "by-gptq")).layers.values()
+        layer.method for layer in quantization_report(load_model(runs / "by-gptq")).layers.values()
     }
     assert methods == {"gptq"}
     glass(runs, "quantize", "text", "--bits", "4", "--qat", "2", "--out", str(runs / "by-qat"))
-    assert is_model_quantized(load_model(runs / "by-qat")).mode == "qat"
+    assert quantization_report(load_model(runs / "by-qat")).mode == "qat"
 
 
 def test_auto_keeps_float_where_that_is_faster(runs):
@@ -182,4 +182,4 @@ def test_one_call_in_python(runs):
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(again(tokens), small(tokens))
     calibrated = gf.quantize(model.model, bits=4, calibrate=[torch.tensor([[1, 2, 3, 4]])])
-    assert {layer.method for layer in is_model_quantized(calibrated).layers.values()} == {"gptq"}
+    assert {layer.method for layer in quantization_report(calibrated).layers.values()} == {"gptq"}

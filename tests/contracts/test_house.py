@@ -279,7 +279,6 @@ ONE_IMPORTER = {
     "lab.smallbench.": "a suite of its own",
     "lens.show.block_picture": "the insides of a block; diagram is the stack",
     "lens.measure.": "a measurement; inspect collects them",
-    "named.parameter_budget": "one source document's accounting",
     "spec.block": "the parts of a block; model re-exports them",
 }
 

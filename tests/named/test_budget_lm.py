@@ -220,9 +220,9 @@ def test_the_table_adds_up_and_tells_the_target(capsys):
         for name, count in re.findall(r"^([^\d\n]+?) +([\d,]+)(?: +[\d.]+%)?$", shown, re.M)
     }
     layer = sum(found[f"{part} (per layer)"] for part in ("Attention", "FFN/SwiGLU", "LayerNorm"))
-    assert layer * found["Num layers"] == found["Transformer Backbone"]
+    assert layer * found["Num layers"] == found["Transformer Backbone:"]
     parts = ("Token Embedding", "Position Embedding", "LM Head (output)", "Final LayerNorm")
-    total = sum(found[part] for part in parts) + found["Transformer Backbone"]
+    total = sum(found[part] for part in parts) + found["Transformer Backbone:"]
     assert total == found["TOTAL"] == count_trainable(model)
     shares = [float(share) for share in re.findall(r"([\d.]+)%$", shown.split("TOTAL")[0], re.M)]
     assert sum(shares) == pytest.approx(100, abs=0.03)

@@ -109,8 +109,8 @@ def test_capture_fills_a_plain_dict_and_leaves_nothing():
     with capture(model) as seen:
         model(tokens, mask)
     assert type(seen) is dict
-    assert seen["blocks.0.attn.weights"].shape == (2, 3, 7, 7)
-    assert seen["blocks.0.resid_pre"].shape == seen["blocks.0.resid_post"].shape == (2, 7, 12)
+    assert seen["attn"].shape == (2, 3, 7, 7)
+    assert seen["hidden_pre"].shape == seen["hidden_post"].shape == (2, 7, 12)
     seen.clear()
     model(tokens, mask)
     assert seen == {}

@@ -60,14 +60,14 @@ def test_layers_match_pytorch(pre_norm):
     valid = padding_mask(torch.tensor([5, 3]))
     ours = EncoderLayer(12, 3, 17, dropout=0.0, pre_norm=pre_norm)
     theirs = nn.TransformerEncoderLayer(12, 3, 17, **settings)
-    for pair in block_pairs("layer", ours.part, theirs):
+    for pair in block_pairs("layer", ours, theirs):
         pair.copy()
     expected = theirs(x(2, 5, 12), src_key_padding_mask=~valid)
     torch.testing.assert_close(ours(x(2, 5, 12), valid)[valid], expected[valid], atol=1e-5, rtol=0)
 
     ours = DecoderLayer(12, 3, 17, dropout=0.0, pre_norm=pre_norm)
     theirs = nn.TransformerDecoderLayer(12, 3, 17, **settings)
-    for pair in block_pairs("layer", ours.part, theirs):
+    for pair in block_pairs("layer", ours, theirs):
         pair.copy()
     target, memory = x(2, 7, 12, seed=2), x(2, 5, 12, seed=3)
     expected = theirs(target, memory, tgt_mask=~causal_mask(7), memory_key_padding_mask=~valid)
@@ -77,7 +77,7 @@ def test_layers_match_pytorch(pre_norm):
 def test_the_defaults_are_the_papers():
     with torch.device("meta"):
         layer = EncoderLayer()
-    assert layer.part.ffn.up_proj.weight.shape == (2048, 512)
+    assert layer.ffn.up_proj.weight.shape == (2048, 512)
     spec = Transformer(7, 11, d_model=16, heads=2, N=1).model.spec
     assert spec.encoder.layers[0].block.placement == "post"
     assert spec.decoder.dropout.residual == 0.1

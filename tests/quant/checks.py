@@ -9,6 +9,7 @@ from glassformer.models.model import Model, build
 from glassformer.quant.backends.choose import BACKENDS, why_not
 from glassformer.quant.contents import (
     is_model_quantized,
+    quantization_report,
     quantized_arrays,
     resident_bytes,
     restored_model,
@@ -232,7 +233,7 @@ def turns_keep_answers() -> None:
         exact = full(ids)["next"]
         errors = [float((one(ids)["next"] - exact).norm() / exact.norm()) for one in small]
     assert errors[1] < 0.7 * errors[0], errors
-    one, other = (is_model_quantized(each).layers for each in small)
+    one, other = (quantization_report(each).layers for each in small)
     assert one == other
 
 
@@ -344,16 +345,16 @@ def dequantized_is_what_was_used() -> None:
 def tied_tables_are_shared() -> None:
     full = model("qwen")  # tied
     small = quantize_model(copy.deepcopy(full), QuantSpec())
-    assert "embed" in is_model_quantized(small).layers
+    assert "embed" in quantization_report(small).layers
     logits(small)
     assert resident_bytes(small) < 0.28 * resident_bytes(full)
     untied = quantize_model(copy.deepcopy(full), QuantSpec(tied="untie"))
-    assert set(is_model_quantized(untied).layers) - set(is_model_quantized(small).layers) == {
+    assert set(quantization_report(untied).layers) - set(quantization_report(small).layers) == {
         "heads.next"
     }
     assert not untied.spec.heads[0].tied
     skipped = quantize_model(copy.deepcopy(full), QuantSpec(tied="skip"))
-    assert not {"embed", "heads.next"} & set(is_model_quantized(skipped).layers)
+    assert not {"embed", "heads.next"} & set(quantization_report(skipped).layers)
     assert skipped.embed.weight.equal(full.embed.weight)
     for one in (small, untied, skipped):
         found, expected = logits(one), logits(full)

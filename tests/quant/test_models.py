@@ -15,7 +15,12 @@ from glassformer.models.model import build
 from glassformer.models.state import weights_of
 from glassformer.quant.backends import choose
 from glassformer.quant.backends.choose import SlowQuantization
-from glassformer.quant.contents import is_model_quantized, quantized_numbers, resident_bytes
+from glassformer.quant.contents import (
+    is_model_quantized,
+    quantization_report,
+    quantized_numbers,
+    resident_bytes,
+)
 from glassformer.quant.convert import (
     dequantize_model,
     prepare_model_for_quantization,
@@ -45,7 +50,7 @@ def test_every_linear_layer_and_the_head_are_quantized_with_their_parameters():
     for preset in ("qwen", "core"):
         full = model(preset)
         small = quantize_model(copy.deepcopy(full), QuantSpec(scheme=Int4()))
-        report = is_model_quantized(small)
+        report = quantization_report(small)
         assert report and report.bits == 4 and report.mode == "ptq" and report.backends
         for leaf in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj", "ffn.down_proj"):
             assert f"blocks.0.{leaf}" in report.layers
@@ -76,14 +81,14 @@ def test_memory_falls_as_promised():
     for spec, most in ((QuantSpec(), 0.27), (QuantSpec(scheme=Int4(), head=Int4()), 0.17)):
         small = quantize_model(copy.deepcopy(full), spec)
         logits(small)
-        layers = is_model_quantized(small).layers.values()
+        layers = quantization_report(small).layers.values()
         assert sum(layer.nbytes for layer in layers) <= most * linears
         assert resident_bytes(small) <= (most + 0.01) * resident_bytes(full)
 
 
 def test_a_predicate_selects():
     small = quantize_model(model(), select=lambda path, module: "ffn" in path)
-    assert all("ffn" in path for path in is_model_quantized(small).layers)
+    assert all("ffn" in path for path in quantization_report(small).layers)
     with pytest.raises(InputError, match="no layer is left"):
         quantize_model(model(), select=lambda path, module: False)
 
@@ -99,7 +104,7 @@ def test_ptq_watches_then_converts():
     prepared(tokens(prepared))
     assert prepared.blocks[0].attn.q_proj.watch.rows == 21
     small = quantize_model(prepared)
-    assert {layer.method for layer in is_model_quantized(small).layers.values()} == {"gptq"}
+    assert {layer.method for layer in quantization_report(small).layers.values()} == {"gptq"}
     blind = prepare_model_for_quantization(model(), QuantSpec(scheme=Int4(), method="gptq"))
     with pytest.raises(InputError, match="has seen nothing"):
         quantize_model(blind)
@@ -121,7 +126,7 @@ def test_training_with_rounded_weights_learns_and_converts_exactly():
         before = rounded.eval()(batch)["next"]
         small = quantize_model(rounded, backend="reference")
         assert torch.equal(small(batch)["next"], before)
-    assert is_model_quantized(small).mode == "qat"
+    assert quantization_report(small).mode == "qat"
 
 
 def test_decoding_is_the_same_lean_or_not():
@@ -145,8 +150,8 @@ def test_copies_and_precisions_keep_every_scale():
     assert torch.equal(logits(wide.float()), expected)
     again = copy.deepcopy(small).bfloat16().float()
     for (path, one), (_, other) in zip(
-        is_model_quantized(small).layers.items(),
-        is_model_quantized(again).layers.items(),
+        quantization_report(small).layers.items(),
+        quantization_report(again).layers.items(),
         strict=True,
     ):
         assert one == other, path
@@ -157,7 +162,7 @@ def test_copies_and_precisions_keep_every_scale():
 def test_auto_times_each_shape_and_keeps_what_loses():
     timings = time_layers(model(), QuantSpec())
     assert {timing.path for timing in timings} == set(
-        is_model_quantized(quantize_model(model())).layers
+        quantization_report(quantize_model(model())).layers
     )
     select = keeping_float(timings)
     for timing in timings:
@@ -183,9 +188,9 @@ def test_groups_that_do_not_fit_are_refused_by_layer():
         quantize_model(narrow, QuantSpec(scheme=Int4()))
     assert error.value.where == "blocks.0.attn.q_proj"
     mixed = quantize_model(copy.deepcopy(narrow), QuantSpec(scheme=Int4(), indivisible="int8"))
-    assert is_model_quantized(mixed).layers["blocks.0.attn.q_proj"].bits == 8
+    assert quantization_report(mixed).layers["blocks.0.attn.q_proj"].bits == 8
     kept = quantize_model(copy.deepcopy(narrow), QuantSpec(scheme=Int4(), indivisible="keep"))
-    assert "blocks.0.attn.q_proj" not in is_model_quantized(kept).layers
+    assert "blocks.0.attn.q_proj" not in quantization_report(kept).layers
 
 
 def test_quantizing_twice_is_refused():
@@ -231,5 +236,5 @@ def test_a_backend_that_is_not_here_is_refused_or_replaced_with_one_warning(monk
     with pytest.warns(SlowQuantization, match="right and small, not fast") as caught:
         found = logits(small)
     assert len(caught) == 1
-    assert is_model_quantized(small).backends == ("reference",)
+    assert quantization_report(small).backends == ("reference",)
     assert torch.equal(found, logits(use_backend(small, "reference")))

@@ -11,7 +11,7 @@ import torch
 
 import glassformer
 from glassformer.adapters.load import load_model
-from glassformer.quant.contents import is_model_quantized, quantized_arrays
+from glassformer.quant.contents import quantization_report, quantized_arrays
 from glassformer.quant.convert import quantize_model, use_backend
 from glassformer.quant.schemes import dequantize, quantize_tensor
 from glassformer.spec.errors import FileError, InputError
@@ -65,7 +65,7 @@ def test_eight_bit_floats_of_prime_sizes_and_scaled_weights():
 
 def test_eight_bit_floats_keep_their_type_through_a_model(tmp_path):
     small = quantize_model(model(), QuantSpec(scheme=Float8()))
-    assert is_model_quantized(small).backends == ("reference",)
+    assert quantization_report(small).backends == ("reference",)
     expected = logits(small)
     for made in (copy.deepcopy(small), copy.deepcopy(small).double().float()):
         assert made.get_submodule("embed").qweight.dtype == torch.float8_e4m3fn

@@ -126,7 +126,8 @@ def patch_activations(
     )
 
 
-M = TypeVar("M", Model, NativeAdapter)
+M = TypeVar("M", bound=Model | NativeAdapter)
+Bare = TypeVar("Bare", bound=Model)
 
 
 def quantize(
@@ -169,12 +170,12 @@ def quantize(
 
 @torch.no_grad()
 def _quantized(
-    model: Model,
+    model: Bare,
     spec: QuantSpec,
     calibrate: "list[torch.Tensor] | None",
     select: Callable[[str, nn.Module], bool] | None,
     backend: str,
-) -> Model:
+) -> Bare:
     if calibrate is None:
         return quantize_model(model, spec, select=select, backend=backend)
     return quantize_in_turn(model, calibrate, spec, select=select, backend=backend)

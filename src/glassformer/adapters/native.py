@@ -98,7 +98,7 @@ class NativeAdapter(BaseAdapter):
         super().__init__(
             model, spec=model.spec, origin=origin, tokenizer=tokenizer, reference=reference
         )
-        self.config = config
+        self.imported_config = config
         self.kept = kept or {}
         self.report = report or ConversionReport(loaded=tuple(stored(model.spec)))
 
@@ -129,11 +129,20 @@ class NativeAdapter(BaseAdapter):
         assert isinstance(model, Model)
         return model
 
+    @property
+    def spec(self) -> ModelSpec:
+        """The spec of our model, which quantization may have untied."""
+        return self.model.spec
+
+    @spec.setter
+    def spec(self, spec: ModelSpec) -> None:
+        """Set the spec of our model."""
+        self.model.spec = spec
+
     def with_model(self, model: Model) -> Self:
         """Return a copy of this adapter that holds another model, for the same text."""
         twin = copy.copy(self)
         twin._hold(model)
-        twin.spec = model.spec
         return twin
 
     # --- logits -----------------------------------------------------------------------------------
@@ -189,7 +198,8 @@ class NativeAdapter(BaseAdapter):
 
     def get_config(self) -> dict[str, Any]:
         """Return config.json of an imported model as it came, or our spec as plain data."""
-        return to_dict(self.spec) if self.config is None else dict(self.config)
+        config = self.imported_config
+        return to_dict(self.spec) if config is None else dict(config)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a native checkpoint; the files of an imported model go to `origin/` unchanged."""

@@ -64,7 +64,8 @@ class TextModel(Protocol):
 def generate(model: TextModel | Model, prompt: Prompt, **options: Any) -> Generated:
     """Continue a prompt: the text, the new tokens, their log-probabilities, and why they ended.
 
-    Greedy by default. A model without a tokenizer takes token ids, and the text is then empty.
+    Greedy by default. A model without a tokenizer takes token ids, and the text is then empty; an
+    encoder-decoder then reads `source=ids`, and the prompt is how its output begins.
     """
     collected = Collected()
     for new in stream_tokens(model, prompt, **options):
@@ -189,29 +190,44 @@ def evaluating(model: TextModel | Model) -> Iterator[None]:
 def prepare(
     model: TextModel | Model, prompt: Prompt | Prompts, options: Mapping[str, Any]
 ) -> tuple[Tokenizer | None, Request, Prompts]:
-    """Return the model's tokenizer, checked options with its ends, and the prompt as ids."""
+    """Return the model's tokenizer, checked options with its ends, and the prompt as ids.
+
+    Two options are not the spec's: `eos`, the ids that end a text, and `source`, the ids that an
+    encoder reads, one sequence or a row for each prompt.
+    """
     specs = (DecodeSpec, BeamSpec, ConstraintSpec, StepSpec)
     known = {each.name for cls in specs for each in options_of(cls)}
     for name in options:
-        if name not in known and name != "eos":
+        if name not in known and name not in ("eos", "source"):
             raise InputError(f"no decoding option '{name}'", hint=nearest(name, known))
     tokenizer = None if isinstance(model, Model) else model.get_tokenizer()
     eos: tuple[int, ...] = tuple(options.get("eos", ()))
     forbidden: tuple[int, ...] = ()
     if tokenizer is not None and not isinstance(model, Model):
         eos, forbidden = tuple(options.get("eos", model.end_ids())), model.nameless_ids()
-    given = {name: value for name, value in options.items() if name != "eos"}
+    given = {name: value for name, value in options.items() if name not in ("eos", "source")}
     request = read_request(given, tokenizer=tokenizer, eos=eos, forbidden=forbidden)
-    if isinstance(prompt, Prompts):
-        return tokenizer, request, prompt
+    if isinstance(prompt, str) and "source" in options:
+        raise InputError("`source` goes with token ids", hint="a text is the source itself")
     if not isinstance(prompt, str):
-        return tokenizer, request, Prompts.of([[int(token) for token in prompt]])
+        if not isinstance(prompt, Prompts):
+            prompt = Prompts.of([[int(token) for token in prompt]])
+        return tokenizer, request, _with_source(prompt, options.get("source"))
     if tokenizer is None:
         raise InputError(
             "this model has no tokenizer, so it reads token ids and no text",
             hint="give token ids, or model.with_tokenizer(tokenizer)",
         )
     return tokenizer, request, text_prompt(model.spec, tokenizer, prompt)
+
+
+def _with_source(prompts: Prompts, source: Any) -> Prompts:
+    """Return the prompts with the source ids of an encoder, given as one sequence or as rows."""
+    if source is None:
+        return prompts
+    rows = source.tolist() if hasattr(source, "tolist") else list(source)
+    rows = rows if rows and isinstance(rows[0], Sequence) else [rows]
+    return Prompts.of(prompts.tokens, sources=rows)
 
 
 def _one_row(model: TextModel | Model, steps: Iterator[list[NewToken]]) -> Iterator[NewToken]:

@@ -69,7 +69,10 @@ class Prompts:
                 raise InputError("a source sequence for a model without an encoder")
             return
         if self.sources is None:
-            raise InputError("an encoder-decoder needs a source sequence", hint="give `sources`")
+            raise InputError(
+                "an encoder-decoder needs a source sequence",
+                hint="gf.generate(model, [begin], source=ids)",
+            )
         _check_rows("sources", self.sources, reader.source_vocab)
         if len(self.sources) != len(self.tokens):
             raise InputError(f"{len(self.sources)} sources for {len(self.tokens)} prompts")

@@ -33,7 +33,7 @@ from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.record import check_data, data_file, load_run_spec, recorded_hash
 from glassformer.models.model import Model
 from glassformer.nn.embedding import TokenEmbedding
-from glassformer.quant.contents import is_model_quantized
+from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.quant.convert import (
     Select,
     dequantize_model,
@@ -330,7 +330,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     disk = (_bytes(folder_of(path)), _bytes(out))
     comparison = compare(full, opened, material.measuring, material=material.origin)
     kept = tuple(timing.path for timing in timings if not timing.wins)
-    layers = len(is_model_quantized(opened).layers)
+    layers = len(quantization_report(opened).layers)
     return Outcome(
         folder=out,
         comparison=replace(comparison, disk=disk),

@@ -1,91 +1,48 @@
-"""`LanguageModel`: (logits, loss) of a decoder of any spec.
+"""The budget language model: every name of its document's `models/lm.py`.
 
-Labels are aligned with the logits: shifting is done by the data. `presets.budget_lm` is the
-document's model (learned positions, LayerNorm); `presets.modern_lm` has rotary positions, RMSNorm
-and grouped keys and values behind the same interface.
+`ModelConfig` holds a parameter budget, `compute_model_dims` solves it, and `LanguageModel` is the
+model: pre-norm, SwiGLU, no biases in projections, learned positions, tied head. Rounding one
+dimension after the other misses the target by 2.7 % at the defaults, so the dimensions come from
+the budget solver; an untied head counts as embedding, in the ratio and in the table. Labels are
+aligned with the logits: shifting is done by the data (`shift_for_lm`).
 
-The budget language model: `SwiGLU`, `MultiHeadAttention`, `TransformerBlock`, `LanguageModel`.
-
-Pre-norm, SwiGLU, no biases in projections, learned positions, tied head. The complete model and its
-loss are in `language_model`.
+A `LanguageModel` is a model as `gf.build` returns it; only its call is the document's.
 """
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.adapters.native import CustomTransformerAdapter
+from glassformer.budget.answer import Answer
+from glassformer.budget.design import solve
+from glassformer.budget.question import Budget
+from glassformer.costs.parameter_table import allocate
 from glassformer.lab.api import result_of, train
 from glassformer.models.model import build
-from glassformer.named.parameter_budget import (
-    ModelConfig,
-    compute_model_dims,
-    count_parameters,
-    print_param_table,
-)
 from glassformer.nn import attention, block, ffn
-from glassformer.nn.init import initialised
-from glassformer.nn.mask import Mask, mask_from_allow
+from glassformer.nn.init import initialise
+from glassformer.nn.mask import Mask, causal_allow, mask_from_allow
 from glassformer.spec import manifest
 from glassformer.spec import model as spec
-from glassformer.spec.checks import divides
+from glassformer.spec.checks import divides, probability
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import NormalInit
 from glassformer.spec.train import RunSpec
-
-#: A label of this value is left out of the loss.
-IGNORED = -100
-
-
-class LanguageModel(nn.Module):
-    """model(ids) -> (logits, None); model(ids, labels=...) -> (logits, mean cross-entropy).
-
-    Where every label is IGNORED, the loss is 0 and so are its gradients.
-    """
-
-    def __init__(
-        self,
-        described: spec.ModelSpec | ModelConfig,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = described if isinstance(described, ModelConfig) else None
-        self.described = described.spec() if isinstance(described, ModelConfig) else described
-        self.model = build(self.described, generator=generator)
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits = self.model(ids)["next"]
-        if labels is None:
-            return logits, None
-        if labels.shape != ids.shape:
-            raise InputError(f"labels have shape {tuple(labels.shape)}, the ids {tuple(ids.shape)}")
-        total = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        return logits, total / (labels != IGNORED).sum().clamp(min=1)
-
-
-def shift_for_lm(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return inputs and aligned labels of next-token prediction: ids[:, :-1] and ids[:, 1:]."""
-    return ids[:, :-1], ids[:, 1:]
-
-
-def run_experiment(config: RunSpec, folder: str | Path) -> dict[str, Any]:
-    """Train a complete run in a folder and return its results."""
-    path = Path(folder)
-    return result_of(train(config, name=path.name, runs=path.parent))
-
 
 __all__ = [
     "IGNORED",
     "LanguageModel",
     "ModelConfig",
+    "ModelDims",
     "MultiHeadAttention",
     "SwiGLU",
     "TransformerBlock",
+    "causal_mask",
     "compute_model_dims",
     "count_parameters",
     "print_param_table",
@@ -93,21 +50,96 @@ __all__ = [
     "shift_for_lm",
 ]
 
+#: A label of this value is left out of the loss.
+IGNORED = -100
+#: The actual number of parameters is at most this far from the target.
+TOLERANCE = 0.005
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)): 3 * d_model * d_ff parameters, no biases."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
-        super().__init__()
+# --- the budget -----------------------------------------------------------------------------------
+
+
+class ModelDims(NamedTuple):
+    """The dimensions that the budget decides."""
+
+    d_model: int
+    d_ff: int
+    n_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A parameter budget. One that breaks a rule is refused here, an infeasible one when solved."""
+
+    vocab_size: int = 16_000
+    total_params: int = 10_000_000
+    embedding_ratio: float = 0.35
+    glu_expansion: float = 2.66
+    n_heads: int = 8
+    tied_lm_head: bool = True
+    max_seq_length: int = 512
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        probability("dropout", self.dropout)
+        self.budget()
+
+    def budget(self) -> Budget:
+        """Return the budget as options of the solver."""
+        return Budget(
+            vocab=self.vocab_size,
+            params=self.total_params,
+            tolerance=TOLERANCE,
+            heads=self.n_heads,
+            tied=self.tied_lm_head,
+            length=self.max_seq_length,
+            position="learned",
+            bias="none",
+            norm="layernorm",
+            embedding_ratio=self.embedding_ratio,
+            glu_expansion=self.glu_expansion,
+        )
+
+    def answer(self) -> Answer:
+        """Return the solver's answer, within 0.5 % of `total_params`."""
+        return solve(self.budget(), alternatives=False)
+
+    def spec(self) -> spec.ModelSpec:
+        """Return the model spec of the best design, with dropout."""
+        model = self.answer().spec
+        rates = spec.Dropout.from_number(self.dropout)
+        return replace(model, decoder=replace(model.decoder, dropout=rates))
+
+
+def compute_model_dims(config: ModelConfig) -> ModelDims:
+    """Return d_model, d_ff and n_layers for the budget."""
+    sizes = config.answer().best.sizes
+    return ModelDims(sizes.d_model, sizes.d_ff, sizes.n_layers)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def causal_mask(length: int) -> Tensor:
+    """Return (T, T) bool, True = may attend: the lower triangle with its diagonal."""
+    return causal_allow(length, length)
+
+
+class SwiGLU(ffn.SwiGLU):
+    """down(silu(gate(x)) * up(x)): 3 * d_model * d_ff parameters, no biases.
+
+    The document writes (x W_gate) * sigmoid(x W_up); the name means silu of the gate, and the
+    number of parameters is the same.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, *, dropout: float = 0.0) -> None:
         described = spec.SwiGLU(d_ff=d_ff)
+        super().__init__(described, d_model, dropout=dropout)
         rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
-        self.part = initialised(ffn.SwiGLU(described, d_model), rules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.part(x))
+        initialise(self, tuple(rules))
 
 
-def _described(d_model: int, n_heads: int, d_ff: int) -> spec.Block:
+def _block(d_model: int, n_heads: int, d_ff: int = 1) -> spec.Block:
     divides("d_model", d_model, "n_heads", n_heads)
     return spec.Block(
         attention=spec.Attention(n_heads=n_heads),
@@ -120,8 +152,8 @@ def _mask(allow: Tensor | None) -> Mask:
     return Mask(causal=True) if allow is None else mask_from_allow(allow)
 
 
-class MultiHeadAttention(nn.Module):
-    """Causal self-attention, no biases, 4 * d_model^2 parameters; `allow` replaces the triangle."""
+class MultiHeadAttention(attention.MultiHeadAttention):
+    """Causal self-attention, no biases, 4 * d_model^2 parameters; a mask replaces the triangle."""
 
     def __init__(
         self,
@@ -131,27 +163,139 @@ class MultiHeadAttention(nn.Module):
         attention_dropout: float = 0.0,
         output_dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        described = _described(d_model, n_heads, 1).attention
+        described = _block(d_model, n_heads).attention
+        super().__init__(described, d_model, dropout=attention_dropout)
         self.output_dropout = output_dropout
         rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
-        self.part = initialised(
-            attention.MultiHeadAttention(described, d_model, dropout=attention_dropout), rules
-        )
+        initialise(self, tuple(rules))
 
-    def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:
-        return F.dropout(self.part(x, mask=_mask(allow)), self.output_dropout, self.training)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        out = super().forward(x, mask=_mask(mask))
+        return F.dropout(out, self.output_dropout, self.training)
 
 
-class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + swiglu(norm(x)); `allow` replaces the triangle."""
+class TransformerBlock(block.TransformerBlock):
+    """x + attention(norm(x)), then x + swiglu(norm(x)); a mask replaces the triangle."""
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        described = _described(d_model, n_heads, d_ff)
-        rates = spec.Dropout.from_number(dropout)
+        described = _block(d_model, n_heads, d_ff)
+        super().__init__(described, d_model, dropout=spec.Dropout.from_number(dropout))
         rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
-        self.part = initialised(block.TransformerBlock(described, d_model, dropout=rates), rules)
+        initialise(self, tuple(rules))
 
-    def forward(self, x: Tensor, allow: Tensor | None = None) -> Tensor:
-        return cast(Tensor, self.part(x, mask=_mask(allow)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, mask=_mask(mask))
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class LanguageModel(CustomTransformerAdapter):
+    """model(ids) -> (logits, None); model(ids, labels=...) -> (logits, mean cross-entropy).
+
+    Of a `ModelConfig`, or of any decoder's `ModelSpec`. Where every label is IGNORED, the loss is 0
+    and so are its gradients.
+    """
+
+    def __init__(
+        self, config: ModelConfig | spec.ModelSpec, *, generator: torch.Generator | None = None
+    ) -> None:
+        described = config.spec() if isinstance(config, ModelConfig) else config
+        super().__init__(build(described, generator=generator).train())
+        self.config = config if isinstance(config, ModelConfig) else None
+        if self.config is not None:
+            drift = count_parameters(self) / self.config.total_params - 1
+            assert abs(drift) <= TOLERANCE, f"{drift:+.2%} off the target"
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, labels: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self.model(input_ids)["next"]
+        if labels is None:
+            return logits, None
+        if labels.shape != input_ids.shape:
+            shape = tuple(input_ids.shape)
+            raise InputError(f"labels have shape {tuple(labels.shape)}, the ids {shape}")
+        total = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return logits, total / (labels != IGNORED).sum().clamp(min=1)
+
+
+def shift_for_lm(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs and aligned labels of next-token prediction: ids[:, :-1] and ids[:, 1:]."""
+    return ids[:, :-1], ids[:, 1:]
+
+
+# --- accounting -----------------------------------------------------------------------------------
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count the trainable parameters; tied ones count once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def print_param_table(model: LanguageModel) -> None:
+    """Print the parameter table; lines add up, and percentages are of the actual total.
+
+    The configuration has what was requested, and in brackets what whole dimensions gave.
+    """
+    described, config = model.spec, model.config
+    found = allocate(described)
+    first = next(described.decoder.blocks())
+    assert isinstance(first.ffn, spec.SwiGLU)
+
+    def line(name: str, count: int, total: int | None = found.total) -> str:
+        share = "" if total is None else f"{count / total:>14.2%}"
+        return f"{name:<28}{count:>17,}{share}"
+
+    ratio = f"{(found.token + found.head) / found.total:.2%}"
+    expansion = f"{first.ffn.d_ff / described.d_model:.2f}x"
+    if config is not None:
+        ratio = _wished(f"{config.embedding_ratio:.2%}", ratio)
+        expansion = _wished(f"{config.glu_expansion:.2f}x", expansion)
+    thick, thin = "=" * 80, "-" * 80
+    lines = [thick, "Parameter Allocation Table", thick]
+    lines += [f"{'Component':<28}{'Parameters':>17}{'Percentage':>14}", thin]
+    lines += [line("Token Embedding", found.token), line("Position Embedding", found.position)]
+    lines += [line("LM Head (output)", found.head), f"  (tied={found.tied})", thin]
+    lines += [
+        line("Transformer Backbone:", found.backbone),
+        line("  Attention (per layer)", found.per_layer["attention"], None),
+        line("  FFN/SwiGLU (per layer)", found.per_layer["ffn"], None),
+        line("  LayerNorm (per layer)", found.per_layer["norm"], None),
+        line("  Num layers", found.n_layers, None),
+        line("Final LayerNorm", found.final_norm),
+        thin,
+        line("TOTAL", found.total),
+        thick,
+        "",
+        "Model Configuration:",
+        f"  d_model: {described.d_model}",
+        f"  d_ff: {first.ffn.d_ff}",
+        f"  n_layers: {found.n_layers}",
+        f"  n_heads: {first.attention.n_heads}",
+        f"  vocab_size: {described.vocab_size}",
+        f"  embedding_ratio: {ratio}",
+        f"  glu_expansion: {expansion}",
+        f"  tied_lm_head: {found.tied}",
+    ]
+    if config is not None:
+        away = found.total - config.total_params
+        lines += [
+            "",
+            f"Target params: {config.total_params:,}",
+            f"Actual params: {found.total:,}",
+            f"Difference: {away:+,} ({away / config.total_params:+.2%})",
+        ]
+    print("\n".join([*lines, thick]))
+
+
+def _wished(wish: str, actual: str) -> str:
+    return wish if wish == actual else f"{wish} (actual {actual})"
+
+
+def run_experiment(config: RunSpec, folder: str | Path) -> dict[str, Any]:
+    """Train a complete run in a folder and return its results."""
+    path = Path(folder)
+    return result_of(train(config, name=path.name, runs=path.parent))

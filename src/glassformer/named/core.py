@@ -1,98 +1,128 @@
-"""The model core: `MultiHeadAttention`, `MLP`, `LayerNorm`, `TransformerBlock`, `Transformer`.
+"""The model core: every name of its specification, parts and model, quantization, adapters.
 
-Decoder-only, causal. The same seed gives the same weights: parts draw from torch's generator, or
-from one that is passed.
+Decoder-only, causal. The same seed gives the same weights: parts are initialised from torch's
+generator, or from one that is passed. A `Transformer` is a model as `gf.build` returns it, so
+quantization, adapters and every other function take it as it is.
+
+    model = Transformer(vocab_size=1000, d_model=64, n_heads=4, d_ff=256, n_layers=2)
+    logits = model(token_ids)                        # [B, seq_len, vocab_size]
+    prepare_model_for_quantization(model)            # then batches or training, then
+    quantize_model(model)
+    CustomTransformerAdapter(model).get_architecture_type()
 """
 
-from typing import cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.families.qwen import QwenAdapter
+from glassformer.adapters.load import load
+from glassformer.adapters.native import CustomTransformerAdapter
+from glassformer.adapters.registry import adapter_named, register
+from glassformer.adapters.training_config import TrainingConfig
+from glassformer.checks.adapter import validate_adapter
 from glassformer.models.model import build
 from glassformer.nn import attention, block, ffn, norm
-from glassformer.nn.init import initialised
+from glassformer.nn.init import initialise
 from glassformer.nn.mask import Mask
+from glassformer.quant.contents import is_model_quantized, quantization_report
+from glassformer.quant.convert import (
+    dequantize_model,
+    prepare_model_for_quantization,
+    quantize_model,
+)
 from glassformer.spec import manifest, presets
 from glassformer.spec import model as spec
 from glassformer.spec.checks import divides
 from glassformer.spec.init import NormalInit
 
+__all__ = [
+    "MLP",
+    "BaseAdapter",
+    "CustomTransformerAdapter",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "QwenAdapter",
+    "TrainingConfig",
+    "Transformer",
+    "TransformerBlock",
+    "adapter_named",
+    "dequantize_model",
+    "is_model_quantized",
+    "load",
+    "prepare_model_for_quantization",
+    "quantization_report",
+    "quantize_model",
+    "register",
+    "validate_adapter",
+]
 
-def _attention(d_model: int, n_heads: int) -> spec.Attention:
+
+def _attention(d_model: int, n_heads: int, *, causal: bool = True) -> spec.Attention:
     divides("d_model", d_model, "n_heads", n_heads)
-    return spec.Attention(n_heads=n_heads, bias="all")
+    return spec.Attention(n_heads=n_heads, bias="all", causal=causal)
 
 
-class MultiHeadAttention(nn.Module):
-    """(B, S, d_model) -> (B, S, d_model); position i attends to positions up to i."""
+class MultiHeadAttention(attention.MultiHeadAttention):
+    """(B, S, d_model) -> (B, S, d_model); if causal, position i attends to positions up to i."""
 
     def __init__(
-        self, d_model: int, n_heads: int, *, generator: torch.Generator | None = None
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        causal: bool = True,
+        generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
-        described = _attention(d_model, n_heads)
-        self.n_heads = n_heads
+        described = _attention(d_model, n_heads, causal=causal)
+        super().__init__(described, d_model)
+        self.n_heads, self.causal = n_heads, causal
         rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
-        self.part = initialised(
-            attention.MultiHeadAttention(described, d_model), rules, generator=generator
-        )
+        initialise(self, tuple(rules), generator=generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.part(x, mask=Mask(causal=True)))
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, mask=Mask(causal=self.causal))
 
 
-class MLP(nn.Module):
+class MLP(ffn.MLP):
     """Linear -> GELU -> Linear with inner width d_ff; the shape stays."""
 
     def __init__(
         self, d_model: int, d_ff: int, *, generator: torch.Generator | None = None
     ) -> None:
-        super().__init__()
         described = spec.MLP(d_ff=d_ff)
+        super().__init__(described, d_model)
         rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
-        self.part = initialised(ffn.MLP(described, d_model), rules, generator=generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.part(x))
+        initialise(self, tuple(rules), generator=generator)
 
 
-class LayerNorm(nn.Module):
-    """Normalises over the last dimension."""
+class LayerNorm(norm.LayerNorm):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
 
     def __init__(self, d_model: int, *, eps: float = 1e-5) -> None:
-        super().__init__()
-        described = spec.LayerNorm(eps=eps)
-        rules = manifest.norm_parameters(described, "", d_model)
-        self.part = initialised(norm.build_norm(described, d_model), rules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.part(x))
+        super().__init__(d_model, eps=eps)
+        initialise(self, tuple(manifest.norm_parameters(spec.LayerNorm(eps=eps), "", d_model)))
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(block.TransformerBlock):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
         self, d_model: int, n_heads: int, d_ff: int, *, generator: torch.Generator | None = None
     ) -> None:
-        super().__init__()
         described = spec.Block(
             attention=_attention(d_model, n_heads), ffn=spec.MLP(d_ff=d_ff), norm=spec.LayerNorm()
         )
+        super().__init__(described, d_model, dropout=spec.Dropout())
         rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
-        self.part = initialised(
-            block.TransformerBlock(described, d_model, dropout=spec.Dropout()),
-            rules,
-            generator=generator,
-        )
+        initialise(self, tuple(rules), generator=generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.part(x, mask=Mask(causal=True)))
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, mask=Mask(causal=True))
 
 
-class Transformer(nn.Module):
-    """forward(token_ids [B, S]) -> logits [B, S, vocab_size]."""
+class Transformer(CustomTransformerAdapter):
+    """forward(token_ids [B, S]) -> logits [B, S, vocab_size]; an `attention_mask` marks padding."""
 
     def __init__(
         self,
@@ -106,7 +136,6 @@ class Transformer(nn.Module):
         dropout: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
         described = presets.core(
             vocab_size=vocab_size,
             d_model=d_model,
@@ -116,7 +145,4 @@ class Transformer(nn.Module):
             max_seq_len=max_seq_len,
             dropout=dropout,
         )
-        self.model = build(described, generator=generator)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return cast(Tensor, self.model(token_ids)["next"])
+        super().__init__(build(described, generator=generator).train())

@@ -1,26 +1,62 @@
-"""The probe of finite-state machines: `ModelConfig` and `SingleLayerTransformer`.
+"""The probe of finite-state machines: every name of its document's `src/model/`.
+
+    config.py           ModelConfig
+    embedding.py        TokenEmbedding, FactorizedEmbedding
+    positional.py       PositionalEncoding, add_positional
+    attention.py        CausalSelfAttention
+    mlp.py              MLP
+    transformer.py      TransformerBlock, SingleLayerTransformer
+    heads.py            NextTokenHead, ClassHead, StateHead
+    instrumentation.py  capture
 
 Embedding -> add positions -> one pre-norm block -> heads, without a final norm. Masks are bool,
 True where a token is valid; PAD neither attends nor is attended to, and its logits are left to the
-loss.
+loss. Parts stand alone, for tests and for reading; the model is built from the same ones, and is a
+model as `gf.build` returns it.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
-from glassformer.nn.position import sinusoids
-from glassformer.nn.taps import Taps, trace
+from glassformer.nn import attention, block, embedding, ffn
+from glassformer.nn.init import initialise
+from glassformer.nn.linear import Linear
+from glassformer.nn.mask import build_mask
+from glassformer.nn.position import SinusoidalPosition, sinusoids
+from glassformer.nn.taps import Taps, TapsAt, trace
+from glassformer.spec import manifest
+from glassformer.spec import model as spec
 from glassformer.spec.checks import at_least, divides, probability
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.init import XavierInit
 from glassformer.spec.presets import fsm_probe
+
+__all__ = [
+    "MLP",
+    "CausalSelfAttention",
+    "ClassHead",
+    "FactorizedEmbedding",
+    "ModelConfig",
+    "NextTokenHead",
+    "PositionalEncoding",
+    "SingleLayerTransformer",
+    "StateHead",
+    "TokenEmbedding",
+    "TransformerBlock",
+    "add_positional",
+    "capture",
+]
+
+# B batch, T length, D d_model, V vocabulary, R rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +92,7 @@ class ModelConfig:
                 hint="give both or neither",
             )
 
-    def spec(self) -> ModelSpec:
+    def spec(self) -> spec.ModelSpec:
         """Return the same model as a `ModelSpec`."""
         return fsm_probe(
             vocab_size=self.vocab_size,
@@ -74,24 +110,182 @@ class ModelConfig:
         )
 
 
-class SingleLayerTransformer(nn.Module):
+# --- embeddings and positions ---------------------------------------------------------------------
+
+
+class TokenEmbedding(embedding.TokenEmbedding):
+    """weight[token]: (B, T) -> (B, T, d_model), Xavier uniform."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__(vocab_size, d_model)
+        _xavier(self.weight)
+
+
+class FactorizedEmbedding(embedding.FactorizedTokenEmbedding):
+    """U[token] @ V with U (vocab, rank), V (rank, d_model); `penalty()` is l1_u * sum |U|.
+
+    The document writes U @ V[index]; the index is a token, so it picks a row of U.
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, rank: int, *, l1_u: float = 0.0) -> None:
+        super().__init__(vocab_size, d_model, rank=rank, l1=l1_u)
+        _xavier(self.u)
+        _xavier(self.v)
+
+
+def _xavier(weight: Tensor) -> None:
+    torch.nn.init.xavier_uniform_(weight)
+
+
+class PositionalEncoding(SinusoidalPosition):
+    """x + PE for positions from 0, from a table of max_seq_len rows; nothing is learned."""
+
+    def __init__(self, d_model: int, max_seq_len: int = 256) -> None:
+        super().__init__(max_seq_len, d_model, base=10_000.0)
+
+    def forward(self, x_btd: Tensor) -> Tensor:  # type: ignore[override]
+        T = x_btd.shape[-2]
+        if self.max_seq_len < T:
+            raise InputError(f"length {T} exceeds max_seq_len {self.max_seq_len}")
+        return super().forward(x_btd, slice(0, T))
+
+
+def add_positional(x_btd: Tensor) -> Tensor:
+    """Return x plus the sinusoidal encoding of its positions; nothing is learned."""
+    T, D = x_btd.shape[-2:]
+    return x_btd + sinusoids(T, D).to(x_btd)
+
+
+# --- the block ------------------------------------------------------------------------------------
+
+
+def _described(d_model: int, n_heads: int, d_mlp: int = 1) -> spec.Block:
+    divides("d_model", d_model, "n_heads", n_heads)
+    return spec.Block(
+        attention=spec.Attention(n_heads=n_heads, bias="all"),
+        ffn=spec.MLP(d_ff=d_mlp),
+        norm=spec.LayerNorm(),
+    )
+
+
+class CausalSelfAttention(attention.MultiHeadAttention):
+    """Scaled dot-product attention to positions up to one's own; PAD is left out both ways.
+
+    forward(x_btd, attn_mask_bxt) -> (B, T, d_model), and with return_attn also (B, n_heads, T, T).
+    """
+
+    def __init__(self, d_model: int, n_heads: int, dropout: float = 0.0) -> None:
+        described = _described(d_model, n_heads).attention
+        super().__init__(described, d_model, dropout=dropout)
+        rules = manifest.attention_parameters(described, "", d_model, init=XavierInit())
+        initialise(self, tuple(rules))
+
+    def forward(  # type: ignore[override]
+        self, x_btd: Tensor, attn_mask_bxt: Tensor | None = None, return_attn: bool = False
+    ) -> "Tensor | tuple[Tensor, Tensor]":
+        T, valid = x_btd.shape[1], attn_mask_bxt
+        mask = build_mask(T, T, causal=True, valid_q_BT=valid, valid_k_BS=valid)
+        if not return_attn:
+            return super().forward(x_btd, mask=mask)
+        taps = Taps(read="weights")
+        out = super().forward(x_btd, mask=mask, taps=TapsAt(taps, ""))
+        return out, taps.seen["weights"]
+
+
+class MLP(ffn.MLP):
+    """Linear(d_model -> d_mlp) -> GELU -> Dropout -> Linear(d_mlp -> d_model)."""
+
+    def __init__(self, d_model: int, d_mlp: int, dropout: float = 0.0) -> None:
+        described = spec.MLP(d_ff=d_mlp)
+        super().__init__(described, d_model, dropout=dropout)
+        rules = manifest.ffn_parameters(described, "", d_model, init=XavierInit())
+        initialise(self, tuple(rules))
+
+
+class TransformerBlock(block.TransformerBlock):
+    """x = x + Attn(LN(x)); x = x + MLP(LN(x))."""
+
+    def __init__(self, d_model: int, n_heads: int, d_mlp: int, dropout: float = 0.0) -> None:
+        described = _described(d_model, n_heads, d_mlp)
+        rates = spec.Dropout(attention=dropout, residual=dropout, ffn=dropout)
+        super().__init__(described, d_model, dropout=rates)
+        rules = manifest.block_parameters(described, "", d_model, init=XavierInit())
+        initialise(self, tuple(rules))
+
+    def forward(  # type: ignore[override]
+        self, x_btd: Tensor, attn_mask_bxt: Tensor | None = None
+    ) -> Tensor:
+        T, valid = x_btd.shape[1], attn_mask_bxt
+        mask = build_mask(T, T, causal=True, valid_q_BT=valid, valid_k_BS=valid)
+        return super().forward(x_btd, mask=mask)
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+class NextTokenHead(Linear):
+    """Linear(d_model -> vocab_size); `tied` shares an embedding's weight and adds a bias."""
+
+    def __init__(
+        self, d_model: int, vocab_size: int, *, tied: embedding.TokenEmbedding | None = None
+    ) -> None:
+        super().__init__(d_model, vocab_size, bias=True)
+        _fill(self)
+        if tied is not None:
+            if tied.weight.shape != self.weight.shape:
+                raise InputError(
+                    f"a head of {tuple(self.weight.shape)} tied to a table of "
+                    f"{tuple(tied.weight.shape)}"
+                )
+            self.weight = tied.weight
+
+
+class ClassHead(Linear):
+    """Linear(d_model -> num_classes), at every position."""
+
+    def __init__(self, d_model: int, num_classes: int) -> None:
+        super().__init__(d_model, num_classes, bias=True)
+        _fill(self)
+
+
+class StateHead(Linear):
+    """Linear(d_model -> num_states), at every position."""
+
+    def __init__(self, d_model: int, num_states: int) -> None:
+        super().__init__(d_model, num_states, bias=True)
+        _fill(self)
+
+
+def _fill(head: Linear) -> None:
+    shape = (head.d_out, head.d_in)
+    initialise(
+        head,
+        tuple(manifest.linear_parameters("", shape, role="head", init=XavierInit(), bias=True)),
+    )
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class SingleLayerTransformer(CustomTransformerAdapter):
     """forward(...) -> {next_logits, class_logits, state_logits?, attn?}."""
 
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__()
+        super().__init__(build(config.spec(), generator=generator).train())
         self.config = config
-        self.model = build(config.spec(), generator=generator)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, tokens_bxt: Tensor, attn_mask_bxt: Tensor | None = None, return_attn: bool = False
     ) -> dict[str, Tensor]:
-        taps = Taps(read="blocks.0.attn.weights") if return_attn else self.model.scoped_taps
-        answers = self.model(Inputs(tokens_bxt, attn_mask_bxt), taps=taps)
-        result = {f"{head}_logits": logits for head, logits in answers.items()}
-        if return_attn:
-            assert taps is not None
-            result["attn"] = taps.seen["blocks.0.attn.weights"]
-        return result
+        inputs, scoped = Inputs(tokens_bxt, attn_mask_bxt), self.scoped_taps
+        if not return_attn:
+            return _by_name(self.model(inputs))
+        others, edit = ((), None) if scoped is None else (scoped.patterns, scoped.edits)
+        taps = Taps(read=(WEIGHTS, *others), edit=edit)
+        result = _by_name(self.model(inputs, taps=taps))
+        if scoped is not None:
+            scoped.seen.update({name: x for name, x in taps.seen.items() if scoped.reads(name)})
+        return result | {"attn": taps.seen[WEIGHTS]}
 
     def l1_penalty(self) -> Tensor:
         """Return l1_u * sum |U|, to be added to the loss; 0 without the factorized embedding."""
@@ -104,15 +298,31 @@ class SingleLayerTransformer(nn.Module):
         return (cast(Tensor, self.model.heads["next"].weight),)
 
 
-def add_positional(x_btd: Tensor) -> Tensor:
-    """Return x plus the sinusoidal encoding of its positions; nothing is learned."""
-    T, D = x_btd.shape[-2:]
-    return x_btd + sinusoids(T, D).to(x_btd)
+def _by_name(answers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{head}_logits": logits for head, logits in answers.items()}
+
+
+#: The tap of each activation that `capture` keeps.
+WEIGHTS = "blocks.0.attn.weights"
+CAPTURED = {
+    "attn": WEIGHTS,
+    "hidden_pre": "blocks.0.resid_pre",
+    "hidden_post": "blocks.0.resid_post",
+}
 
 
 @contextmanager
 def capture(model: SingleLayerTransformer) -> Iterator[dict[str, Tensor]]:
-    """Within the block, every forward fills the dict: attention per head, hidden states."""
-    names = ["blocks.0.attn.weights", "blocks.0.resid_pre", "blocks.0.resid_post"]
-    with trace(model.model, read=names) as seen:
-        yield seen
+    """Within the block, every forward fills the dict; outside of it nothing is computed for it.
+
+    `attn` (B, n_heads, T, T); `hidden_pre` and `hidden_post` (B, T, d_model), before and after the
+    block. `gf.trace` captures any other activation.
+    """
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, x: Tensor) -> Tensor:
+        kept[name] = x
+        return x
+
+    with trace(model, edit={tap: partial(keep, name) for name, tap in CAPTURED.items()}):
+        yield kept

@@ -1,24 +1,80 @@
-"""The encoder-decoder of the 2017 paper, its mask builders and its layers.
+"""The encoder-decoder of the 2017 paper: every deliverable of its document, by milestone.
+
+    1  scaled_dot_product_attention, padding_mask, causal_mask
+    2  MultiHeadAttention, split_heads, concat_heads
+    3  FeedForward, TokenEmbedding, PositionalEncoding, TransformerEmbedding
+    4  EncoderLayer, DecoderLayer, Encoder, Decoder, gradient_flow
+    5  Transformer, masked_cross_entropy, WarmupSchedule
+    6  greedy_decode, sample_decode, beam_search, KVCache
 
 Defaults are the paper's: d_model 512, N 6, heads 8, post-norm, dropout 0.1, embeddings times
-sqrt(d_model). `pre_norm=True` gives the variant that is steadier when deep.
+sqrt(d_model), which modern models leave out (`scale_embedding=False`). `pre_norm=True` gives the
+variant that is more stable to train when deep. Masks are bool: True = real token, True = may
+attend. A `Transformer` is a model as `gf.build` returns it; only its call is the document's.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.adapters.native import CustomTransformerAdapter
+from glassformer.generation.beam import Hypothesis
+from glassformer.generation.beam import beam_search as search
+from glassformer.generation.generate import evaluating
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
-from glassformer.nn import attention, block
-from glassformer.nn.init import initialised
+from glassformer.nn import attention, block, embedding, ffn
+from glassformer.nn.cache import FixedCache as KVCache
+from glassformer.nn.init import initialise
 from glassformer.nn.mask import Mask, build_mask, causal_allow, mask_from_allow
+from glassformer.nn.norm import build_norm
 from glassformer.nn.position import SinusoidalPosition
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec import manifest, presets
 from glassformer.spec import model as spec
+from glassformer.spec.checks import divides
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.errors import InputError
 from glassformer.spec.init import XavierInit
+from glassformer.spec.train import InverseSqrtSchedule as WarmupSchedule
+
+__all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "Encoder",
+    "EncoderLayer",
+    "FeedForward",
+    "KVCache",
+    "MultiHeadAttention",
+    "PositionalEncoding",
+    "TokenEmbedding",
+    "Transformer",
+    "TransformerEmbedding",
+    "WarmupSchedule",
+    "beam_search",
+    "causal_mask",
+    "concat_heads",
+    "gradient_flow",
+    "greedy_decode",
+    "masked_cross_entropy",
+    "padding_mask",
+    "sample_decode",
+    "scaled_dot_product_attention",
+    "split_heads",
+]
+
+# B batch, T query length, S key length, D d_model, N heads
+
+Rows = Tensor | Sequence[Sequence[int]]
+
+
+# --- 1: scaled dot-product attention --------------------------------------------------------------
 
 
 def padding_mask(lengths: Tensor, *, max_length: int | None = None) -> Tensor:
@@ -33,27 +89,130 @@ def causal_mask(length: int) -> Tensor:
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, allow: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d_k)) v and the weights; q (B, N, T, d_k), allow True = may attend."""
-    taps = Taps(read="weights")
-    mask = Mask() if allow is None else mask_from_allow(allow)
-    out = attention.attend(q, k, v, mask=mask, taps=TapsAt(taps, ""))
-    return out, taps.seen["weights"]
+    """Return softmax(q k^T / sqrt(d_k)) v and the weights.
+
+    q [batch, seq, d_k], or with heads [batch, h, seq, d_k]; a mask is True where attention is
+    allowed, [seq, seq], [batch, seq, seq] or [batch, h, seq, seq]. The scale keeps the scores of
+    random vectors near 1; the softmax subtracts the largest score, so none overflows.
+    """
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+        raise InputError(
+            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}",
+            hint="[batch, seq, d_k], or [batch, heads, seq, d_k], for all three",
+        )
+    taps, one_head = Taps(read="weights"), q.ndim == 3
+    if one_head:
+        q, k, v = q[:, None], k[:, None], v[:, None]
+    allow = Mask() if mask is None else mask_from_allow(mask)
+    out = attention.attend(q, k, v, mask=allow, taps=TapsAt(taps, ""))
+    weights = taps.seen["weights"]
+    return (out[:, 0], weights[:, 0]) if one_head else (out, weights)
+
+
+# --- 2: multi-head attention ----------------------------------------------------------------------
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[batch, seq, d_model] -> [batch, h, seq, d_k], d_k = d_model / h."""
+    divides("d_model", x.shape[-1], "heads", heads)
+    return attention.split_heads(x, x.shape[-1] // heads)
+
+
+def concat_heads(x: Tensor) -> Tensor:
+    """[batch, h, seq, d_k] -> [batch, seq, d_model]."""
+    return attention.join_heads(x)
+
+
+class MultiHeadAttention(attention.MultiHeadAttention):
+    """concat(head_1, ..., head_h) W_O; all heads in one batched product.
+
+    forward(x, memory=None, mask=None): queries of x, keys and values of memory, or of x itself.
+    """
+
+    def __init__(self, d_model: int = 512, heads: int = 8, *, dropout: float = 0.0) -> None:
+        divides("d_model", d_model, "heads", heads)
+        described = spec.Attention(n_heads=heads, bias="all", causal=False)
+        super().__init__(described, d_model, dropout=dropout)
+        rules = manifest.attention_parameters(described, "", d_model, init=XavierInit())
+        initialise(self, tuple(rules))
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        allow = Mask() if mask is None else mask_from_allow(mask)
+        return super().forward(x, mask=allow, context_BSD=memory)
+
+
+# --- 3: feed-forward, embeddings, positions -------------------------------------------------------
+
+
+class FeedForward(ffn.MLP):
+    """W2 act(W1 x + b1) + b2 with dropout between; the inner width is 4 * d_model by default."""
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        d_ff: int | None = None,
+        *,
+        dropout: float = 0.1,
+        activation: str = "relu",
+    ) -> None:
+        whole = presets.seq2seq(d_model=d_model, n_heads=1, d_ff=d_ff, activation=activation)
+        described = next(whole.decoder.blocks()).ffn
+        assert isinstance(described, spec.MLP)
+        super().__init__(described, d_model, dropout=dropout)
+        rules = manifest.ffn_parameters(described, "", d_model, init=XavierInit())
+        initialise(self, tuple(rules))
+
+
+class TokenEmbedding(embedding.TokenEmbedding):
+    """weight[token], times sqrt(d_model) as in the paper; scale=False leaves the factor out."""
+
+    def __init__(self, vocab_size: int, d_model: int = 512, *, scale: bool = True) -> None:
+        super().__init__(vocab_size, d_model, scaled=scale)
+        nn.init.xavier_uniform_(self.weight)
 
 
 class PositionalEncoding(SinusoidalPosition):
     """x + PE for positions from 0: a buffer, not a parameter."""
 
-    def __init__(self, d_model: int, *, max_seq_len: int = 512) -> None:
+    def __init__(self, d_model: int = 512, *, max_seq_len: int = 512) -> None:
         super().__init__(max_seq_len, d_model, base=10_000.0)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if x.shape[1] > self.max_seq_len:
+            raise InputError(f"length {x.shape[1]} exceeds max_seq_len {self.max_seq_len}")
         return super().forward(x, slice(0, x.shape[1]))
 
 
-class _Layer(nn.Module):
-    """One block of the preset's encoder or decoder, drawn from torch's generator."""
+class TransformerEmbedding(nn.Module):
+    """dropout(token embedding * sqrt(d_model) + positional encoding)."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int = 512,
+        *,
+        max_seq_len: int = 512,
+        dropout: float = 0.1,
+        scale: bool = True,
+    ) -> None:
+        super().__init__()
+        self.tokens = TokenEmbedding(vocab_size, d_model, scale=scale)
+        self.positions = PositionalEncoding(d_model, max_seq_len=max_seq_len)
+        self.dropout = dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.dropout(self.positions(self.tokens(tokens)), self.dropout, self.training)
+
+
+# --- 4: layers and stacks -------------------------------------------------------------------------
+
+
+class _Layer(block.TransformerBlock):
+    """One block of the preset's encoder or decoder."""
 
     side: str
 
@@ -66,15 +225,14 @@ class _Layer(nn.Module):
         dropout: float = 0.1,
         pre_norm: bool = False,
     ) -> None:
-        super().__init__()
         whole = presets.seq2seq(
             d_model=d_model, n_heads=heads, d_ff=d_ff, n_layers=1, pre_norm=pre_norm
         )
         described = getattr(whole, self.side).layers[0].block
         rates = spec.Dropout(attention=dropout, residual=dropout, ffn=dropout)
+        super().__init__(described, d_model, dropout=rates)
         rules = manifest.block_parameters(described, "", d_model, init=XavierInit())
-        part = block.TransformerBlock(described, d_model, dropout=rates)
-        self.part = initialised(part, rules)
+        initialise(self, tuple(rules))
 
 
 class EncoderLayer(_Layer):
@@ -82,12 +240,12 @@ class EncoderLayer(_Layer):
 
     side = "encoder"
 
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, valid: Tensor | None = None
+    ) -> Tensor:
         T = x.shape[1]
-        return cast(
-            Tensor,
-            self.part(x, mask=build_mask(T, T, causal=False, valid_q_BT=valid, valid_k_BS=valid)),
-        )
+        mask = build_mask(T, T, causal=False, valid_q_BT=valid, valid_k_BS=valid)
+        return super().forward(x, mask=mask)
 
 
 class DecoderLayer(_Layer):
@@ -95,14 +253,77 @@ class DecoderLayer(_Layer):
 
     side = "decoder"
 
-    def forward(self, x: Tensor, memory: Tensor, memory_valid: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, memory: Tensor, memory_valid: Tensor | None = None
+    ) -> Tensor:
         reads = build_mask(x.shape[1], memory.shape[1], causal=False, valid_k_BS=memory_valid)
-        return cast(
-            Tensor, self.part(x, mask=Mask(causal=True), memory_BSD=memory, memory_mask=reads)
+        return super().forward(x, mask=Mask(causal=True), memory_BSD=memory, memory_mask=reads)
+
+
+class _Layers(nn.Module):
+    """N equal layers, and a last norm after pre-norm ones."""
+
+    layer: type[_Layer]
+
+    def __init__(
+        self,
+        N: int = 6,
+        d_model: int = 512,
+        heads: int = 8,
+        d_ff: int | None = None,
+        *,
+        dropout: float = 0.1,
+        pre_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            self.layer(d_model, heads, d_ff, dropout=dropout, pre_norm=pre_norm) for _ in range(N)
         )
+        self.norm = None
+        if pre_norm:
+            self.norm = build_norm(spec.LayerNorm(), d_model)
+            initialise(self.norm, tuple(manifest.norm_parameters(spec.LayerNorm(), "", d_model)))
+
+    def _run(self, x: Tensor, *given: Tensor | None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *given)
+        return x if self.norm is None else self.norm(x)
 
 
-class Transformer(nn.Module):
+class Encoder(_Layers):
+    """N encoder layers in turn: vectors [batch, seq, d_model] in, memory of the same shape out."""
+
+    layer = EncoderLayer
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        return self._run(x, valid)
+
+
+class Decoder(_Layers):
+    """N decoder layers in turn; each of them reads the encoder's output."""
+
+    layer = DecoderLayer
+
+    def forward(self, x: Tensor, memory: Tensor, memory_valid: Tensor | None = None) -> Tensor:
+        return self._run(x, memory, memory_valid)
+
+
+def gradient_flow(model: nn.Module) -> dict[str, float]:
+    """Return the largest gradient of every parameter by name, after `loss.backward()`.
+
+    A parameter without a gradient is 0. Biases of the keys are 0 by theory: they add the same to
+    all scores of a row, which the softmax ignores.
+    """
+    return {
+        name: 0.0 if parameter.grad is None else float(parameter.grad.abs().max())
+        for name, parameter in model.named_parameters()
+    }
+
+
+# --- 5: the model and its loss --------------------------------------------------------------------
+
+
+class Transformer(CustomTransformerAdapter):
     """forward(source, target, source_valid, target_valid) -> logits (B, T, vocab)."""
 
     def __init__(
@@ -118,9 +339,9 @@ class Transformer(nn.Module):
         max_seq_len: int = 512,
         pre_norm: bool = False,
         scale_embedding: bool = True,
+        activation: str = "relu",
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
         described = presets.seq2seq(
             vocab_size=target_vocab,
             source_vocab_size=source_vocab,
@@ -131,17 +352,111 @@ class Transformer(nn.Module):
             max_seq_len=max_seq_len,
             dropout=dropout,
             pre_norm=pre_norm,
+            activation=activation,
             scaled=scale_embedding,
         )
-        self.model = build(described, generator=generator)
+        super().__init__(build(described, generator=generator).train())
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         source: Tensor,
         target: Tensor,
         source_valid: Tensor | None = None,
         target_valid: Tensor | None = None,
     ) -> Tensor:
-        return cast(
-            Tensor, self.model(Inputs(target, target_valid, None, source, source_valid))["next"]
-        )
+        inputs = Inputs(target, target_valid, None, source, source_valid)
+        return cast(Tensor, self.model(inputs)["next"])
+
+
+def masked_cross_entropy(
+    logits: Tensor, targets: Tensor, valid: Tensor | None = None, *, label_smoothing: float = 0.0
+) -> Tensor:
+    """Return the mean cross-entropy over real tokens; padding has no part in it."""
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=label_smoothing
+    )
+    if valid is None:
+        return loss.mean()
+    counted = valid.flatten()
+    return loss[counted].sum() / counted.sum().clamp(min=1)
+
+
+# --- 6: inference ---------------------------------------------------------------------------------
+
+
+def greedy_decode(
+    model: Transformer,
+    source: Rows,
+    *,
+    bos: int,
+    eos: int,
+    max_length: int = 100,
+    source_valid: Tensor | None = None,
+    cached: bool = True,
+) -> list[tuple[int, ...]]:
+    """Return the likeliest token at each step until EOS or max_length, for each source.
+
+    The encoder runs once; with the cache each step computes the new token alone.
+    """
+    return sample_decode(
+        model,
+        source,
+        bos=bos,
+        eos=eos,
+        max_length=max_length,
+        temperature=0.0,
+        source_valid=source_valid,
+        cached=cached,
+    )
+
+
+def sample_decode(
+    model: Transformer,
+    source: Rows,
+    *,
+    bos: int,
+    eos: int,
+    max_length: int = 100,
+    temperature: float = 1.0,
+    seed: int = 0,
+    source_valid: Tensor | None = None,
+    cached: bool = True,
+) -> list[tuple[int, ...]]:
+    """Return tokens sampled at a temperature, for each source; 0 is greedy decoding."""
+    prompts = _prompts(source, source_valid, bos)
+    decoding = DecodeSpec(max_new_tokens=max_length, temperature=temperature, eos=(eos,), seed=seed)
+    with evaluating(model):
+        made = generate_batch(_stepper(model, cached=cached), prompts, spec=decoding)
+    return [row.tokens for row in made]
+
+
+def beam_search(
+    model: Transformer,
+    source: Rows,
+    *,
+    bos: int,
+    eos: int,
+    beam_width: int = 4,
+    max_length: int = 100,
+    length_penalty: float = 0.6,
+    top_k: int | None = None,
+    source_valid: Tensor | None = None,
+    cached: bool = True,
+) -> list[tuple[Hypothesis, ...]]:
+    """Return the best completed sequences of each source, best first, each with its score."""
+    prompts = _prompts(source, source_valid, bos)
+    rules = BeamSpec(
+        width=beam_width, n_best=top_k, alpha=length_penalty, max_new_tokens=max_length, eos=(eos,)
+    )
+    with evaluating(model):
+        found = search(_stepper(model, cached=cached), prompts, spec=rules)
+    return [one.hypotheses for one in found]
+
+
+def _prompts(source: Rows, valid: Tensor | None, bos: int) -> Prompts:
+    rows = source.tolist() if isinstance(source, Tensor) and valid is None else source
+    return Prompts.of([[bos]] * len(rows), sources=rows, source_valid=valid)
+
+
+def _stepper(model: Transformer, *, cached: bool) -> Stepper:
+    return TorchStepper(model.model) if cached else NaiveStepper(model.model)

@@ -50,6 +50,15 @@ class QuantizationReport:
     def __bool__(self) -> bool:
         return bool(self.layers)
 
+    def __repr__(self) -> str:
+        if not self.layers:
+            return "<QuantizationReport: no quantized layer>"
+        held = sum(layer.nbytes for layer in self.layers.values())
+        return (
+            f"<QuantizationReport: {len(self.layers)} layers, mostly {self.bits} bits, "
+            f"{self.mode}, {held:,} bytes, on {', '.join(self.backends)}>"
+        )
+
     @property
     def bits(self) -> int | None:
         """The number of bits that most weights have."""
@@ -71,8 +80,13 @@ class QuantizationReport:
         return tuple(sorted({layer.backend for layer in self.layers.values()}))
 
 
-def is_model_quantized(model: nn.Module) -> QuantizationReport:
-    """Return a report, true if any layer is quantized, with its bits, method, backend and bytes."""
+def is_model_quantized(model: nn.Module) -> bool:
+    """Return True if any layer is quantized; `quantization_report` has the bits and the mode."""
+    return any(isinstance(module, QuantizedWeight) for module in model.modules())
+
+
+def quantization_report(model: nn.Module) -> QuantizationReport:
+    """Return the quantized layers by path with bits, method, backend and bytes."""
     return QuantizationReport(
         {path: _layer_report(layer) for path, layer in quantized_layers(model)}
     )

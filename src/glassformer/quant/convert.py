@@ -1,8 +1,9 @@
 """`prepare_model_for_quantization`, `quantize_model`, `dequantize_model`, `quantize_in_turn`.
 
 Every matrix of the manifest is quantized and, by default, the table that a tied head shares; a
-`(path, module)` predicate selects among them. All change the model they are given and return it.
-There is nothing to fuse beforehand: these models have no layer that a neighbour absorbs.
+`(path, module)` predicate selects among them. All change the model they are given, bare or in an
+adapter, and return it. There is nothing to fuse beforehand: these models have no layer that a
+neighbour absorbs.
 
 In turn, a layer is calibrated on the inputs that it will actually get: after the quantized layers
 before it. Its weights are first moved so that their products come nearest to the float model, which
@@ -18,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from glassformer.models.model import Model
+from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.embedding import TiedHead, TokenEmbedding
 from glassformer.nn.linear import Linear
@@ -47,7 +48,7 @@ from glassformer.spec.schemes import Method, Scheme
 Select = Callable[[str, nn.Module], bool]
 #: A layer that can be quantized.
 Plain: TypeAlias = Linear | TokenEmbedding
-M = TypeVar("M", bound=Model)
+M = TypeVar("M", bound=Model | Holder)
 
 WATCHED = (WatchedLinear, WatchedEmbedding)
 ROUNDED = (RoundedLinear, RoundedEmbedding)
@@ -94,12 +95,13 @@ def prepare_model_for_quantization(
     """
     if mode not in ("ptq", "qat"):
         raise InputError(f"no mode '{mode}'", hint="ptq or qat")
-    _check_plain(model)
+    bare = model_of(model)
+    _check_plain(bare)
     spec = spec or QuantSpec(method="gptq" if mode == "ptq" else "qat")
     if (spec.resolved_method == "qat") != (mode == "qat") and spec.method is not None:
         raise InputError(f"the method '{spec.method}' does not go with the mode '{mode}'")
-    _untie(model, spec)
-    for module, scheme in plan(model, spec, select=select).values():
+    _untie(bare, spec)
+    for module, scheme in plan(bare, spec, select=select).values():
         become(module, PREPARED_CLASSES[mode][isinstance(module, TokenEmbedding)])
         assert isinstance(module, PREPARED)
         if mode == "ptq":
@@ -119,9 +121,10 @@ def quantize_model(
     backend: str = "auto",
 ) -> M:
     """Replace layers by quantized ones; a prepared model has its schemes already."""
-    if any(isinstance(module, QuantizedWeight) for module in model.modules()):
+    bare = model_of(model)
+    if any(isinstance(module, QuantizedWeight) for module in bare.modules()):
         raise InputError("the model is quantized already", hint="dequantize_model goes back")
-    prepared = [module for module in model.modules() if isinstance(module, PREPARED)]
+    prepared = [module for module in bare.modules() if isinstance(module, PREPARED)]
     chosen: list[tuple[Plain, Scheme]]
     if prepared:
         if spec is not None or select is not None:
@@ -136,13 +139,14 @@ def quantize_model(
                 f"{spec.resolved_method} needs a prepared model",
                 hint="prepare_model_for_quantization, then batches or training, then this",
             )
-        _untie(model, spec)
-        chosen = list(plan(model, spec, select=select).values())
+        _untie(bare, spec)
+        chosen = list(plan(bare, spec, select=select).values())
     for module, scheme in chosen:
         method: Method = spec.resolved_method if spec is not None else _method_of(module)
         tensor = _quantized(module, scheme, method)
-        replace_module(model, module, quantized_layer(module, tensor, method, backend))
-    return model.eval()
+        replace_module(bare, module, quantized_layer(module, tensor, method, backend))
+    bare.eval()
+    return model
 
 
 def _quantized(module: Plain, scheme: Scheme, method: Method) -> QuantizedTensor:
@@ -180,7 +184,8 @@ def _method_of(module: Plain) -> Method:
 @torch.no_grad()
 def dequantize_model(model: M) -> M:
     """Replace quantized layers by float32 ones with exactly the same weights."""
-    layers = list(quantized_layers(model))
+    bare = model_of(model)
+    layers = list(quantized_layers(bare))
     if not layers:
         raise InputError("the model is not quantized", hint="quantize_model makes one that is")
     for _, layer in layers:
@@ -193,8 +198,9 @@ def dequantize_model(model: M) -> M:
             if layer.bias is not None:
                 plain.bias = nn.Parameter(layer.bias)
         plain.weight = nn.Parameter(weights)
-        replace_module(model, layer, plain.eval())
-    return model.float()
+        replace_module(bare, layer, plain.eval())
+    bare.float()
+    return model
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -206,7 +212,7 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
 
 def use_backend(model: M, backend: str) -> M:
     """Run every quantized layer on this backend ("auto": the first that can)."""
-    for _, layer in quantized_layers(model):
+    for _, layer in quantized_layers(model_of(model)):
         layer.use(backend)
     return model
 
@@ -276,9 +282,10 @@ def quantize_in_turn(
         raise InputError(
             f"the method '{spec.resolved_method}' does not calibrate", hint="gptq does"
         )
-    full = copy.deepcopy(model).eval()
-    prepare_model_for_quantization(model, spec, select=select).eval()
-    watched = (module for module in model.modules() if isinstance(module, WATCHED))
+    bare = model_of(model)
+    full = copy.deepcopy(bare).eval()
+    prepare_model_for_quantization(bare, spec, select=select).eval()
+    watched = (module for module in bare.modules() if isinstance(module, WATCHED))
     schemes: dict[Plain, Scheme] = {module: module.scheme for module in watched}
     found: dict[Plain, QuantizedTensor] = {}
 
@@ -287,11 +294,11 @@ def quantize_in_turn(
         module.weight.copy_(dequantize(found[module]))
 
     for batch in batches:
-        model(batch)
+        bare(batch)
     blocks = [path for path, part in full.named_modules() if isinstance(part, TransformerBlock)]
-    inside = {part for path in blocks for part in model.get_submodule(path).modules()}
+    inside = {part for path in blocks for part in bare.get_submodule(path).modules()}
     inner, outer = set(), []
-    for module in list(model.modules()):
+    for module in list(bare.modules()):
         if isinstance(module, WatchedEmbedding):  # before the rest, which it feeds
             settle(module, module.weight, module.watch.moment_II)
             become(module, TokenEmbedding)
@@ -301,19 +308,20 @@ def quantize_in_turn(
         elif isinstance(module, WatchedLinear):
             outer.append(module)
     for path in blocks:
-        sides = (model.get_submodule(path), full.get_submodule(path))
+        sides = (bare.get_submodule(path), full.get_submodule(path))
         layers = [name for name, part in sides[0].named_modules() if part in inner]
         if layers:
-            _settle_block((model, full), sides, layers, batches, settle)
+            _settle_block((bare, full), sides, layers, batches, settle)
     for module in outer:
         module.watch = Watch(module.d_in, module.weight.device)
     for batch in batches if outer else ():
-        model(batch)
+        bare(batch)
     for module in outer:
         settle(module, module.weight, module.watch.moment_II)
     for module, tensor in found.items():
-        replace_module(model, module, quantized_layer(module, tensor, "gptq", backend))
-    return model.eval()
+        replace_module(bare, module, quantized_layer(module, tensor, "gptq", backend))
+    bare.eval()
+    return model
 
 
 def _settle_block(

@@ -48,7 +48,7 @@ def export_hf(
     place, spec = Path(folder), adapter.spec
     if place.exists():
         raise InputError(f"{place} exists", hint="choose another name, or remove it first")
-    first = str((adapter.config or {}).get("model_type", ""))
+    first = str((adapter.imported_config or {}).get("model_type", ""))
     family = counterpart(spec, families_that_write(), first=first)
     plan = make_plan(family.table, spec)
     files, notes = _small_files(adapter, family)
@@ -114,7 +114,7 @@ def _small_files(
     files, notes = dict(kept), []
     tokenizer = adapter.get_tokenizer()
     config = family.config_of(adapter.spec, dtype=dtype)
-    old = adapter.config or {}
+    old = adapter.imported_config or {}
     config |= {key: old[key] for key in old if key.endswith("_token_id") and key in config}
     if not kept and tokenizer is not None:
         config |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}

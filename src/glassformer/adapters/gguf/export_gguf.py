@@ -147,7 +147,9 @@ def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32")
     if place.suffix.lower() != SUFFIX:
         raise InputError(f"{place} does not end in {SUFFIX}", hint=f"{place}{SUFFIX}")
     library()
-    kind, plan = architecture_of(spec, first=str((adapter.config or {}).get("model_type", "")))
+    kind, plan = architecture_of(
+        spec, first=str((adapter.imported_config or {}).get("model_type", ""))
+    )
     tensors = Tensors(adapter, plan)
     wanted, number = DTYPES[dtype]
     kinds = {name: _kind(entry.shape, wanted) for name, entry in plan.entries.items()}

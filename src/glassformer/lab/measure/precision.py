@@ -30,7 +30,12 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
 from glassformer.nn.linear import Linear
-from glassformer.quant.contents import is_model_quantized, quantized_arrays, resident_bytes
+from glassformer.quant.contents import (
+    is_model_quantized,
+    quantization_report,
+    quantized_arrays,
+    resident_bytes,
+)
 from glassformer.quant.convert import quantized_layers
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
@@ -113,7 +118,7 @@ def compare(
         prefill=prefill,
         decode=decode,
         layers=tuple(errors[:worst]),
-        backends=is_model_quantized(small).backends,
+        backends=quantization_report(small).backends,
         material=material,
     )
 
@@ -340,7 +345,7 @@ def in_precisions(adapter: BaseAdapter, *, schemes: Sequence[str] = NAMES) -> tu
 
 
 def _measured(name: str, model: Model) -> Precision:
-    report = is_model_quantized(model)
+    report = quantization_report(model)
     schemes: dict[str, int] = {}
     for layer in report.layers.values():
         described = layer.scheme.describe()
