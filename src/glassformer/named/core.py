@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from glassformer.adapters.base import BaseAdapter
-from glassformer.adapters.families.qwen import QwenAdapter
 from glassformer.adapters.load import load
 from glassformer.adapters.native import CustomTransformerAdapter
-from glassformer.adapters.registry import adapter_named, register
+from glassformer.adapters.registry import QwenAdapter, adapter_named, register
 from glassformer.adapters.training_config import TrainingConfig
 from glassformer.checks.adapter import validate_adapter
 from glassformer.models.model import build
