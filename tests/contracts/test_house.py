@@ -261,6 +261,7 @@ def test_what_is_public_is_documented(module):
 ONE_IMPORTER = {
     "cli.actions.": "imported when its verb runs, so that --help needs no torch",
     "cli.main": "the command's entry point",
+    "checks.adapter": "public: validates an adapter of anyone; named re-exports it",
     "checks.rows.": "a group of the certificate's rows; the catalogue is their table",
     "data.tasks.": "a task; build_task is their table",
     "web.pages.": "a page with its routes; the server is their table",
