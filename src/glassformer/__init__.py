@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from glassformer.lab.api import finetune as finetune
     from glassformer.lab.api import lr_find as lr_find
     from glassformer.lab.api import train as train
+    from glassformer.lab.extract import extract as extract
     from glassformer.lab.show import show as show
     from glassformer.lens.show.diagram import diagram as diagram
     from glassformer.models.inputs import Inputs as Inputs
@@ -71,6 +72,7 @@ _HOME = {
     "diagram": "glassformer.lens.show.diagram",
     "evaluate": "glassformer.lab.api",
     "export": "glassformer.adapters.any_model",
+    "extract": "glassformer.lab.extract",
     "finetune": "glassformer.lab.api",
     "generate": "glassformer.generation.generate",
     "inspect": "glassformer.adapters.any_model",

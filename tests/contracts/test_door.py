@@ -29,6 +29,7 @@ PUBLIC = [
     "train",
     "finetune",
     "evaluate",
+    "extract",
     "lr_find",
     "report",
     "show",

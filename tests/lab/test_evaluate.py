@@ -159,6 +159,11 @@ def test_the_truth_is_never_beaten():
     knowing = evaluate(Knowing(), task, split="val")
     assert knowing.oracle["excess"] == pytest.approx(0.0, abs=1e-12)
     assert knowing.oracle["legal"] == pytest.approx(1.0)
+    shown = " ".join(knowing.text().split())
+    assert "cost 0.0000 nats a token above the entropy of the machine itself" in shown
+    assert "exact match" not in shown
+    assert "by length" not in shown
+    assert len(repr(untrained)) < 400
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -37,6 +37,7 @@ VERBS = (
     "train",
     "lr-find",
     "evaluate",
+    "extract",
     "generate",
     "inspect",
     "report",

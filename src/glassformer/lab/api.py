@@ -229,7 +229,7 @@ def evaluate(
     else:
         if write:
             raise InputError("only a run has a folder for results", hint="leave out `write`")
-        engine, built = _engine_for(model, task, device=device)
+        engine, built = engine_for(model, task, device=device)
         count = threads_of_decoding(engine.spec, asked=threads, device=str(engine.device))
     with taking(count):
         result = evaluation.evaluate(engine, built, split=split)
@@ -241,7 +241,7 @@ def evaluate(
     return result
 
 
-def _engine_for(
+def engine_for(
     model: str | Path | BaseAdapter | Model,
     task: "Task | TaskSpec | str | None",
     *,

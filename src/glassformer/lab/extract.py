@@ -7,6 +7,7 @@ one by the test of equivalence. The head that was trained on the states themselv
 """
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from glassformer.adapters.base import BaseAdapter
 from glassformer.data.automata.machine import NOWHERE, Machine, counterexample
 from glassformer.data.automata.query_learning import (
     BEYOND,
@@ -30,10 +32,15 @@ from glassformer.data.batch import Batch
 from glassformer.data.rng import stream
 from glassformer.data.task import Task
 from glassformer.data.tasks.fsm import BOS, EOS, FIRST, Fsm
+from glassformer.kernels.threads import taking
+from glassformer.lab.api import engine_for, opened
 from glassformer.lab.measure.evaluate import log_softmax
 from glassformer.lab.plots.machine_graph import Edge, dot_text, machine_svg
+from glassformer.lab.runs.threads import threads_of_decoding
+from glassformer.models.model import Model
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.errors import InputError
+from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.training.engine import Engine
 
 # N strings, T tokens, V vocabulary, Q states, E events (the symbols, then the end)
@@ -50,7 +57,7 @@ ALL_STRINGS, WALKS = 4_000, 500
 #: Strings asked at once.
 CHUNK = 512
 #: A larger machine must agree on this much more of the validation strings to be preferred.
-WORTH = 0.005
+WORTH = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +92,8 @@ class Extraction:
     `probabilities` is the mean of the model's P(event | state), (Q, E), the end last. `true` is the
     task's own machine, and `difference` a shortest string that tells the two apart, None if they
     are equivalent. `disagreement` is the first of the searched strings on which the model is not
-    described by the machine, None if there is none.
+    described by the machine, None if there is none; `explained_by` is the number of states that
+    would describe all of them, None if that is more than `most_states`.
     """
 
     name: str
@@ -98,6 +106,7 @@ class Extraction:
     probability_error: float | None
     fidelity: tuple[Fidelity, ...]
     disagreement: Disagreement | None
+    explained_by: int | None
     tried: tuple[tuple[int, float], ...]
     all_up_to: int
     searched: int
@@ -116,21 +125,30 @@ class Extraction:
 
     # --- for people -----------------------------------------------------------------------------
 
-    def text(self) -> str:
-        """Return the result in words, and the machine as a table."""
-        return "\n".join([*self.sentences(), *self._table()])
+    def text(self, *, width: int = 100) -> str:
+        """Return the result in words, no wider than `width` columns, and the machine as a table."""
+        words = [
+            line
+            for sentence in self.sentences()
+            for line in textwrap.wrap(sentence, width, subsequent_indent="  ")
+        ]
+        return "\n".join([*words, *self._table()])
 
     def sentences(self) -> list[str]:
         """Return what was found, in sentences."""
         states = f"{self.machine.n_states} state{'s' * (self.machine.n_states != 1)}"
-        lines = []
         if self.is_exact:
-            lines.append(f"{self.name}: the model computes a machine of {states}.")
+            lines = [f"{self.name}: the model computes a machine of {states}."]
+        elif self.explained_by is not None:
+            lines = [
+                f"{self.name}: the model nearly computes a machine of {states}; it takes "
+                f"{self.explained_by} to explain every string that was searched."
+            ]
         else:
-            lines.append(
+            lines = [
                 f"{self.name}: no machine of at most {self.most_states} states explains the model "
                 f"completely; the best one has {states}."
-            )
+            ]
         if self.difference is None:
             lines.append("It is the true machine: no string tells the two apart.")
         else:
@@ -241,6 +259,7 @@ class Extraction:
             "disagreement": None
             if found is None
             else {"string": list(found.string), "model": found.model, "machine": found.machine},
+            "explained_by": self.explained_by,
             "tried": [{"states": states, "fidelity": share} for states, share in self.tried],
             "searched": self.searched,
             "all_up_to": self.all_up_to,
@@ -413,6 +432,31 @@ def _walks(asked: _Asked, *, length: int, seed: int) -> list[Word]:
 # --- the machine ----------------------------------------------------------------------------------
 
 
+def extract(
+    model: str | Path | BaseAdapter | Model,
+    task: Task | TaskSpec | str | None = None,
+    *,
+    by: By | None = None,
+    most_states: int = MOST_STATES,
+    threshold: float = THRESHOLD,
+    length: int | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+) -> Extraction:
+    """Return the machine that a model computes: of a run (`RUN`, `RUN@120`) on its own task.
+
+    `task` is needed for anything but a run. The other options are those of `extract_machine`.
+    """
+    if task is None and isinstance(model, str | Path):
+        engine, built = opened(model, device=device or "cpu")
+    else:
+        engine, built = engine_for(model, task, device=device)
+    with taking(threads_of_decoding(engine.spec, asked=threads, device=device or "cpu")):
+        return extract_machine(
+            engine, built, by=by, most_states=most_states, threshold=threshold, length=length
+        )
+
+
 def extract_machine(
     engine: Engine,
     task: Task,
@@ -452,7 +496,11 @@ def extract_machine(
         asked.cluster(words)
     val, test = (_held_out(task, split) for split in ("val", "test"))
     asked.read([*val, *test])
-    best, tried = _best(asked, words=words, val=val, most_states=most_states)
+    found = list(hypotheses(asked, symbols=asked.symbols, words=words, most_states=most_states))
+    shares = [_fidelity(asked, one, val, split="val").share for one in found]
+    # The smallest machine that a larger one does not clearly surpass: a model that errs on a few
+    # strings would otherwise be described by as many states as allowed.
+    best = next(o for o, s in zip(found, shares, strict=True) if s >= max(shares) - WORTH)
     true = _true_machine(task, asked)
     machine = best.machine(alphabet=task.machine.alphabet, class_names=_names(asked, task))
     probabilities = _mean_probabilities(asked, best, [*words, *_beginnings(test)])
@@ -476,28 +524,13 @@ def extract_machine(
         probability_error=error,
         fidelity=tuple(fidelity),
         disagreement=_disagreement(asked, best, machine),
-        tried=tried,
+        explained_by=found[-1].n_states if found[-1].wrong is None else None,
+        tried=tuple((one.n_states, share) for one, share in zip(found, shares, strict=True)),
         all_up_to=all_up_to,
         searched=len(words),
         length=length,
         most_states=most_states,
     )
-
-
-def _best(
-    asked: _Asked, *, words: list[Word], val: list[Word], most_states: int
-) -> tuple[Hypothesis, tuple[tuple[int, float], ...]]:
-    """Return the smallest machine that a larger one does not clearly surpass; all that were tried.
-
-    A model that errs on a few strings would otherwise be described by as many states as allowed.
-    """
-    found = list(hypotheses(asked, symbols=asked.symbols, words=words, most_states=most_states))
-    shares = [_fidelity(asked, one, val, split="val").share for one in found]
-    if found[-1].wrong is None:
-        best = found[-1]
-    else:
-        best = found[next(i for i, s in enumerate(shares) if s >= max(shares) - WORTH)]
-    return best, tuple((one.n_states, s) for one, s in zip(found, shares, strict=True))
 
 
 def _held_out(task: Fsm, split: str) -> list[Word]:

@@ -118,7 +118,7 @@ def disagreements(found: Hypothesis, teacher: Teacher, words: Sequence[Word]) ->
 
     `words` hold every beginning of each of them before it.
     """
-    states = {(): 0}
+    states: dict[Word, int] = {(): 0}
     for word in words:
         if word:
             before = states[word[:-1]]

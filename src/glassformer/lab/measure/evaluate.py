@@ -6,6 +6,7 @@ and the distance to the oracle where there is one.
 
 import json
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ CHUNK = 256
 LOGITS = 1 << 26
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
     """Results of one split. `loss` is the plain mean a token of the first head, in nats.
 
@@ -73,18 +74,17 @@ class Evaluation:
         """Return one JSON object; a number that is not finite is written as a string."""
         return json.dumps(json_numbers(self.to_dict()), allow_nan=False)
 
+    @property
+    def is_of_a_random_process(self) -> bool:
+        """True if the truth is a distribution: then even a perfect model is often wrong."""
+        return self.oracle.get("entropy", 0.0) > 0
+
     def text(self, *, width: int = 80) -> str:
         """Return the results as a table for people, no wider than `width` columns."""
-        lines = [
-            f"{self.split}: {self.examples:,} examples",
-            f"  loss {self.loss:.4f}  accuracy {self.accuracy:.2%}  "
-            f"exact match {self.exact_match:.2%}",
-        ]
-        for head, values in self.heads.items():
-            lines.append(f"  {head}: loss {values['loss']:.4f}, accuracy {values['accuracy']:.2%}")
-        for name, value in self.oracle.items():
-            lines.append(f"  {name} {value:.4f}")
+        lines = self._summary(width)
         for group, labels in self.by.items():
+            if self.is_of_a_random_process:
+                break  # complete strings of a random walk are matched by luck
             lines.append(f"by {group}")
             for label, share in labels.items():
                 count = self.counts[group][label]
@@ -93,6 +93,37 @@ class Evaluation:
         for group, table in self.confusion.items():
             lines += ["", confusion_text(group, table, width=width)]
         return "\n".join(lines)
+
+    def _summary(self, width: int) -> list[str]:
+        """Return what counts most, first."""
+        lines = [f"{self.split}: {self.examples:,} examples"]
+        truth, excess = self.oracle, max(0.0, self.oracle.get("excess", 0.0))
+        if self.is_of_a_random_process:
+            words = (
+                f"The model's predictions cost {truth['excess']:.4f} nats a token above the "
+                f"entropy of the machine itself, {truth['entropy']:.4f}; 0 would be perfect. It "
+                f"gives {truth['legal']:.2%} of its probability to what can occur."
+            )
+            lines += textwrap.wrap(words, width, initial_indent="  ", subsequent_indent="  ")
+        else:
+            lines.append(
+                f"  loss {self.loss:.4f}  accuracy {self.accuracy:.2%}  "
+                f"exact match {self.exact_match:.2%}"
+            )
+        for head, values in self.heads.items():
+            if len(self.heads) > 1 or self.is_of_a_random_process:
+                score = f"loss {values['loss']:.4f}, accuracy {values['accuracy']:.2%}"
+                lines.append(f"  {head}: {score}")
+        if "bits_per_byte" in truth:
+            lines.append(f"  bits per byte {truth['bits_per_byte']:.4f}")
+        return lines
+
+    def __repr__(self) -> str:
+        more = [f"by {group}" for group in self.by if not self.is_of_a_random_process]
+        more += [f"confusion by {group}" for group in self.confusion]
+        more += ["decoded"] if self.decoded else []
+        rest = [f"  print(_.text()) adds: {', '.join(more)}"] if more else []
+        return "\n".join([*self._summary(80), *rest])
 
     def write(self, directory: RunDirectory) -> None:
         """Write the results, some errors and the confusion tables to a run's `eval/` folder."""
