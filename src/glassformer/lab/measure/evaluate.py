@@ -100,7 +100,7 @@ class Evaluation:
         truth, excess = self.oracle, max(0.0, self.oracle.get("excess", 0.0))
         if self.is_of_a_random_process:
             words = (
-                f"The model's predictions cost {max(0.0, truth['excess']):.4f} nats a token above the "
+                f"The model's predictions cost {excess:.4f} nats a token above the "
                 f"entropy of the machine itself, {truth['entropy']:.4f}; 0 would be perfect. It "
                 f"gives {truth['legal']:.2%} of its probability to what can occur."
             )
