@@ -22,8 +22,7 @@ from glassformer.data.tokenizers.vocab import Bytes, Tokenizer
 from glassformer.lab.measure.evaluate import evaluate
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.lab.smallbench.examinee import examinee_of
-from glassformer.lab.smallbench.question import mark
+from glassformer.lab.smallbench.question import examinee_of, mark
 from glassformer.lab.smallbench.suite import BITS, EXAMS, ITEMS, interval, questions_of, smallbench
 from glassformer.models.model import build
 from glassformer.spec.manifest import count_parameters

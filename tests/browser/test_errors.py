@@ -7,8 +7,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from glassformer.lab import api
-from glassformer.lab.measure.confusion import order
-from glassformer.lab.measure.evaluate import Evaluation
+from glassformer.lab.measure.evaluate import Evaluation, order
 from glassformer.store.rundir import RunDirectory
 from tests.browser.conftest import FORMS, Opener, Site
 

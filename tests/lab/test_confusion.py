@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from glassformer.lab.measure.confusion import (
+from glassformer.lab.measure.evaluate import (
     confusion_csv,
     confusion_rows,
     confusion_text,

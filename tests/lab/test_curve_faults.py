@@ -104,7 +104,7 @@ FAULTS = (
     ),
     Fault(
         "shares of the column",
-        "lab.measure.confusion:shares",
+        "lab.measure.evaluate:shares",
         "sum(table[row].values())",
         "len(table[row])",
         "diagonal",

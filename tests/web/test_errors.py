@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 import pytest
 
 from glassformer.lab import api
-from glassformer.lab.measure.confusion import order, shares
+from glassformer.lab.measure.evaluate import order, shares
 from glassformer.web.app import limits
 from tests.web.conftest import Client, Opener
 

@@ -8,8 +8,7 @@ import torch
 
 from glassformer.checks.preset_subjects import perturb
 from glassformer.data.tokenizers.vocab import Bytes, Tokenizer
-from glassformer.lab.smallbench.examinee import Examinee, examinee_of
-from glassformer.lab.smallbench.question import Exam, Group
+from glassformer.lab.smallbench.question import Exam, Examinee, Group, examinee_of
 from glassformer.models.model import build
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec

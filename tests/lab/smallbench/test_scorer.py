@@ -8,10 +8,16 @@ import torch
 
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
-from glassformer.lab.smallbench import examinee as module
-from glassformer.lab.smallbench.examinee import Examinee, NotOffered, examinee_of
+from glassformer.lab.smallbench import question as module
 from glassformer.lab.smallbench.exams import encode_length, manuals
-from glassformer.lab.smallbench.question import Group, Question, mark
+from glassformer.lab.smallbench.question import (
+    Examinee,
+    Group,
+    NotOffered,
+    Question,
+    examinee_of,
+    mark,
+)
 from glassformer.lab.smallbench.suite import EXAMS, questions_of
 from glassformer.models.model import build
 from glassformer.spec.errors import InputError

@@ -19,7 +19,7 @@ from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.measure.evaluate import Evaluation
 from glassformer.lab.runs.threads import check_threads, threads_of_decoding
-from glassformer.lab.smallbench.examinee import examinee_of
+from glassformer.lab.smallbench.question import examinee_of
 from glassformer.lab.smallbench.suite import ITEMS, smallbench
 from glassformer.spec.errors import InputError, nearest
 from glassformer.store.rundir import RunDirectory, RunRef

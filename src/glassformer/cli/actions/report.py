@@ -10,7 +10,7 @@ from glassformer.cli.shell import terminal
 from glassformer.cli.shell.output import target_of, write_file
 from glassformer.cli.shell.resolve import find_run
 from glassformer.cli.shell.terminal import tell
-from glassformer.lab.measure.confusion import rows_csv
+from glassformer.lab.measure.evaluate import rows_csv
 from glassformer.lab.plots.curves import (
     X_TITLES,
     Panel,

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from glassformer.cli.shell import terminal
 from glassformer.cli.shell.output import ending_of, write_file
-from glassformer.lab.measure.confusion import confusion_rows, csv_text, rows_csv
-from glassformer.lab.measure.evaluate import Evaluation
+from glassformer.lab.measure.evaluate import Evaluation, confusion_rows, csv_text, rows_csv
 from glassformer.lab.plots import figures
 from glassformer.lab.plots.figures import confusion_figure
 from glassformer.lens.show.mpl import figure_bytes

@@ -1,23 +1,24 @@
 """Evaluation of a model against the truth, broken down by the task's groups.
 
 One pass over a split: loss and accuracy of every head, exact match of complete sequences by group,
-and the distance to the oracle where there is one.
+the distance to the oracle where there is one, and confusion tables as text, rows and CSV.
 """
 
+import csv
+import io
 import json
 import math
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Oracle, Task
-from glassformer.lab.measure.confusion import confusion_csv, confusion_text
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
@@ -29,6 +30,8 @@ from glassformer.training.engine import Engine, loss_weights
 #: Examples evaluated at once, and logits made at once; only speed and memory depend on them.
 CHUNK = 256
 LOGITS = 1 << 26
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -271,10 +274,15 @@ def evaluate(
     return _evaluation(tally, task, split, count)
 
 
-def natural(item: tuple[str, Any]) -> tuple[int, str]:
+def natural(label: str) -> tuple[int, str]:
     """Return a sorting key: numbers by their size, then words, so 4 comes before 10."""
-    number = plain_digits(item[0])
-    return (1 << 62, item[0]) if number is None else (number, item[0])
+    number = plain_digits(label)
+    return (1 << 62, label) if number is None else (number, label)
+
+
+def in_order(by_label: Mapping[str, Value]) -> list[tuple[str, Value]]:
+    """Return the items of a table, its labels sorted by `natural`."""
+    return sorted(by_label.items(), key=lambda item: natural(item[0]))
 
 
 def _chunks(count: int, size: int) -> Iterator[NDArray[np.int64]]:
@@ -315,13 +323,11 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
         exact_match=tally.matches / max(1, tally.asked),
         heads=heads,
         by={
-            group: {
-                label: right / all_ for label, (right, all_) in sorted(labels.items(), key=natural)
-            }
+            group: {label: right / all_ for label, (right, all_) in in_order(labels)}
             for group, labels in tally.by.items()
         },
         counts={
-            group: {label: all_ for label, (_, all_) in sorted(labels.items(), key=natural)}
+            group: {label: all_ for label, (_, all_) in in_order(labels)}
             for group, labels in tally.by.items()
         },
         oracle=oracle,
@@ -329,3 +335,95 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
         errors=tally.errors,
         pairs=tally.pairs,
     )
+
+
+# --- confusion tables -----------------------------------------------------------------------------
+#
+# A row is a target and adds up to 100 %; a column is the label that the prediction looks like. The
+# count is printed beside each row, since a share of three examples means little.
+
+#: {target: {prediction: count}}
+Table = Mapping[str, Mapping[str, int]]
+
+#: The caption of each group's table.
+READINGS = {
+    "operation": "the operation whose answer was given; none: no operation gives it",
+    "answer": "the token that was answered",
+}
+#: The heading of the rows.
+ROWS = {"operation": "operation asked", "answer": "right answer"}
+
+
+def order(table: Table) -> tuple[list[str], list[str]]:
+    """Return rows and columns in one order, so that right predictions lie on the diagonal."""
+    rows = sorted(table, key=natural)
+    others = {column for row in table.values() for column in row} - set(rows)
+    return rows, [*rows, *sorted(others, key=natural)]
+
+
+def shares(table: Table) -> list[list[float]]:
+    """Return the cells in that order, each as a share of its row."""
+    rows, columns = order(table)
+    return [
+        [table[row].get(column, 0) / max(1, sum(table[row].values())) for column in columns]
+        for row in rows
+    ]
+
+
+def confusion_text(group: str, table: Table, *, width: int = 80) -> str:
+    """Return a table of per cents for a terminal; columns beyond its width go below, under the same
+    rows.
+    """
+    rows, columns = order(table)
+    cells = [[f"{100 * share:.1f}" for share in row] for row in shares(table)]
+    counts = [f"{sum(table[row].values()):,}" for row in rows]
+    margin = max(len(name) for name in ("", *rows))
+    size = max(5, *(len(name) for name in columns)) + 1
+    last = max(map(len, (*counts, "n"))) + 2
+    room = max(1, (width - margin - last) // size)
+    lines = [f"{ROWS.get(group, group)} (rows), answered as (columns), per cent of the row"]
+    if group in READINGS:
+        lines.append(f"({READINGS[group]})")
+    for start in range(0, len(columns), room):
+        shown = columns[start : start + room]
+        heading = "".join(f"{name:>{size}}" for name in shown)
+        lines.append(f"{'':{margin}}{heading}{'n':>{last}}")
+        for name, row, count in zip(rows, cells, counts, strict=True):
+            values = "".join(f"{cell:>{size}}" for cell in row[start : start + room])
+            lines.append(f"{name:<{margin}}{values}{count:>{last}}")
+    return "\n".join(lines)
+
+
+def confusion_rows(confusion: Mapping[str, Table]) -> list[dict[str, Any]]:
+    """Return every cell, the empty ones too: group, target, prediction, count, share."""
+    made = []
+    for group, table in confusion.items():
+        rows, columns = order(table)
+        for row, line in zip(rows, shares(table), strict=True):
+            for column, share in zip(columns, line, strict=True):
+                count = table[row].get(column, 0)
+                cell = {"group": group, "asked": row, "answered": column}
+                made.append(cell | {"count": count, "share": share})
+    return made
+
+
+def confusion_csv(table: Table) -> str:
+    """Return one table of counts: rows are targets, columns predictions."""
+    rows, columns = order(table)
+    lines = [[row, *(table[row].get(column, 0) for column in columns)] for row in rows]
+    return csv_text(["", *columns], lines)
+
+
+def csv_text(heading: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """Return CSV with plain line ends; None is an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heading)
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def rows_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return CSV of dicts that share their keys."""
+    heading = list(rows[0]) if rows else []
+    return csv_text(heading, [[row[name] for name in heading] for row in rows])

@@ -16,7 +16,7 @@ from glassformer.generation.beam import beam_search
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.lab.measure.evaluate import natural
+from glassformer.lab.measure.evaluate import in_order
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 
@@ -112,7 +112,7 @@ def decoded_scores(stepper: Stepper, task: Task, *, split: str) -> dict[str, Any
         marks: dict[str, list[bool]] = {}
         for row, label in enumerate(labels):
             marks.setdefault(label, []).append(row not in wrong)
-        ordered = sorted(marks.items(), key=natural)
+        ordered = in_order(marks)
         by[group] = {label: sum(right) / len(right) for label, right in ordered}
     scores = text_scores(found, task) if task.answers_are_sentences else {}
     return {"examples": found.examples, "exact_match": found.exact_match, **scores, "by": by}

@@ -12,7 +12,7 @@ from typing import Any
 
 from glassformer.adapters.native import NativeAdapter
 from glassformer.generation.streaming import generate_batch
-from glassformer.lab.smallbench.examinee import examinee_of, log_probabilities
+from glassformer.lab.smallbench.question import examinee_of, log_probabilities
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.options import options_of

@@ -13,7 +13,7 @@ from glassformer.budget.answer import Answer
 from glassformer.budget.design import EXPANSIONS, RATIOS, drift, landscape
 from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocate
-from glassformer.lab.measure.confusion import READINGS, ROWS, Table, order, shares
+from glassformer.lab.measure.evaluate import READINGS, ROWS, Table, order, shares
 from glassformer.lab.plots.terminal import Line, plot
 from glassformer.lens.show.palette import COLOURS, SERIES, heat_colours
 from glassformer.spec.errors import InputError

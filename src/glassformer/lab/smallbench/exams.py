@@ -17,15 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.tasks.text import held_out_text
-from glassformer.lab.smallbench.examinee import Examinee, NotOffered, Place, log_probabilities
 from glassformer.lab.smallbench.question import (
     LETTERS,
     WORDS,
     Exam,
+    Examinee,
     Group,
+    NotOffered,
+    Place,
     Question,
     drawn,
     grouped,
+    log_probabilities,
 )
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import TextTask

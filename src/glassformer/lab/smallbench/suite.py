@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.rng import stream
-from glassformer.lab.smallbench.examinee import Examinee, NotOffered
 from glassformer.lab.smallbench.exams import (
     AGREEMENT,
     ARITHMETIC,
@@ -27,7 +26,7 @@ from glassformer.lab.smallbench.exams import (
     manuals,
     yardstick,
 )
-from glassformer.lab.smallbench.question import Exam, Group, mark
+from glassformer.lab.smallbench.question import Exam, Examinee, Group, NotOffered, mark
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
 

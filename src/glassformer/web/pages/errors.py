@@ -61,7 +61,7 @@ def _evaluate(run: Any, checkpoint: str, split: str | None) -> Evaluated:
 
 def errors(query: Query, workspace: Workspace) -> dict[str, Any]:
     """Return the whole evaluation: shares by group, confusion tables, some wrong rows."""
-    from glassformer.lab.measure.confusion import READINGS, order, shares
+    from glassformer.lab.measure.evaluate import READINGS, order, shares
 
     query.only("split", "step")
     found = _requested(query, workspace)

@@ -8,8 +8,15 @@ import numpy as np
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
-from glassformer.lab.measure.confusion import READINGS, ROWS, order, shares
-from glassformer.lab.measure.evaluate import Evaluation, evaluate, log_softmax
+from glassformer.lab.measure.evaluate import (
+    READINGS,
+    ROWS,
+    Evaluation,
+    evaluate,
+    log_softmax,
+    order,
+    shares,
+)
 from glassformer.lab.measure.exact_match import answers, wanted
 from glassformer.lens.show.text import shown
 from glassformer.training.engine import Engine, loss_weights
