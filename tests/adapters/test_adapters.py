@@ -13,7 +13,7 @@ import glassformer as gf
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.config import Config
 from glassformer.adapters.load import adapt, load, load_model, load_tokenizer
-from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
+from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import (
     ADAPTERS,
     GPT2Adapter,
@@ -24,7 +24,6 @@ from glassformer.adapters.registry import (
     register,
 )
 from glassformer.adapters.table import Columns, Row, Rows, Table, identity_plan, make_plan
-from glassformer.adapters.training_config import TrainingConfig
 from glassformer.data.tasks.digits import VOCAB
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.spec import presets

@@ -3,7 +3,7 @@
 from tests.checks.faults import Fault
 
 TRANSLATION = "data.tasks.translation:Translation."
-ANSWERED = "data.splits:answered_batch"
+ANSWERED = "data.task:answered_batch"
 FSM, DRAWN = "data.tasks.fsm:Fsm.", "data.tasks.fsm:"
 SHIFT = "tokens_BT[:, 1:] = next_BT[:, :-1]"
 TRAIN_WALK = "train follows the walk"
@@ -38,11 +38,11 @@ FAULTS = (
     Fault("seq2seq PAD weighted", ANSWERED, "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "sequence padding"),
     Fault("FSM PAD weighted", DRAWN + "_rows", "counts_NL[numbers] & valid_NT", "counts_NL[numbers]", "FSM padding"),
     Fault("FSM oracle on PAD", FSM + "oracle", "self._nats_MQ[phase_T, states_BT] * valid_BT", "self._nats_MQ[phase_T, states_BT]", "FSM padding"),
-    Fault("valid one too long", "data.splits:padded_to_longest", "np.arange(width) < lengths_N[:, None]", "np.arange(width) <= lengths_N[:, None]", "digit batches"),
+    Fault("valid one too long", "data.task:padded_to_longest", "np.arange(width) < lengths_N[:, None]", "np.arange(width) <= lengths_N[:, None]", "digit batches"),
     # splits
-    Fault("test is val too", "data.splits:tenths", "numbers[place == 9]", "numbers[place >= 8]", "digits"),
-    Fault("train has all", "data.splits:tenths", "numbers[place < 8]", "numbers", "sequence splits"),
-    Fault("draws with repetition", "data.splits:distinct_rows", "return_index=True", "return_index=True), (0, np.arange(len(rows_NL))", "sequence splits"),
+    Fault("test is val too", "data.task:tenths", "numbers[place == 9]", "numbers[place >= 8]", "digits"),
+    Fault("train has all", "data.task:tenths", "numbers[place < 8]", "numbers", "sequence splits"),
+    Fault("draws with repetition", "data.task:distinct_rows", "return_index=True", "return_index=True), (0, np.arange(len(rows_NL))", "sequence splits"),
     Fault("strings split by draw", DRAWN + "divided", "np.where(common_N, dice_N,", "np.where(True, dice_N,", "FSM splits"),
     Fault("common strings held out", DRAWN + "divided", COMMON, "np.zeros(len(strings.lengths_N), dtype=bool)", TRAIN_WALK),
     Fault("common strings not thinned", DRAWN + "divided", "np.where(common_N, dice_N,", "np.where(common_N, 0,", TRAIN_WALK),

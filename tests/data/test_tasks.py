@@ -10,8 +10,7 @@ import pytest
 
 from glassformer.data.build_task import build_task
 from glassformer.data.rng import digest, hash_rows, stream
-from glassformer.data.splits import distinct_rows, overlap, spread, tenths
-from glassformer.data.task import Oracle
+from glassformer.data.task import Oracle, distinct_rows, overlap, spread, tenths
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask, TranslationTask

@@ -25,10 +25,14 @@ from glassformer.adapters.folder.origin import (
 from glassformer.adapters.folder.weights import FileWeights, filled, folder_weights
 from glassformer.adapters.gguf.header import SUFFIX, is_gguf
 from glassformer.adapters.gguf.load import open_gguf, read_gguf_spec
-from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, save_model
+from glassformer.adapters.native import (
+    CustomTransformerAdapter,
+    NativeAdapter,
+    TrainingConfig,
+    save_model,
+)
 from glassformer.adapters.registry import adapter_for, adapter_named
 from glassformer.adapters.table import identity_plan, make_plan
-from glassformer.adapters.training_config import TrainingConfig
 from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_transformers
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import Model

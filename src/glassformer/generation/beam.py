@@ -22,7 +22,7 @@ from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.loop import check_something_left, check_tokens
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper
-from glassformer.nn.precision import as_float
+from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.errors import DivergedError
 

@@ -18,7 +18,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import NOTHING, make_sampler
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.text_stream import TextStream
-from glassformer.nn.precision import as_float
+from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 

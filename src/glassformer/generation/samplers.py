@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from glassformer.nn.precision import as_float
+from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import GREEDY, DecodeSpec
 
 # B batch, V vocab

@@ -27,21 +27,22 @@ from glassformer.lens.capture import (
 from glassformer.lens.heads import HeadName, Kind, checked_heads, kinds_of
 from glassformer.lens.measure.ablation import Ranking, loss_change, rank_heads
 from glassformer.lens.measure.attention import Attentions, read_attention
-from glassformer.lens.measure.experts import ExpertChoices, read_experts
+from glassformer.lens.measure.contributions import ExpertChoices, Norms, read_experts, read_norms
 from glassformer.lens.measure.predictions import (
     NONE,
+    LogitLens,
     Predictions,
     Readout,
     chosen_head,
     divergence,
     mean_of,
     no_targets,
+    read_lens,
     read_predictions,
     read_targets,
     readout_position,
     top_predictions,
 )
-from glassformer.lens.measure.residual import LogitLens, Norms, read_lens, read_norms
 from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import Names, checked_words, naming, shown

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.nn.init import initialise
-from glassformer.nn.linear import Linear
+from glassformer.nn.linear import Linear, initialise
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA, lora_manifest, lora_targets
 from glassformer.spec.model import ModelSpec

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with an explicit eps (no library default)."""
+"""LayerNorm and RMSNorm with an explicit eps (no library default), and the precision of sums."""
 
 from typing import assert_never
 
@@ -6,8 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.nn.precision import as_float
 from glassformer.spec import model as spec
+
+
+def as_float(x: Tensor) -> Tensor:
+    """Return a float64 tensor as it is, and any other in float32."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class LayerNorm(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from glassformer.models.model import Model
 from glassformer.nn.embedding import read_out
-from glassformer.nn.precision import as_float
+from glassformer.nn.norm import as_float
 from glassformer.spec.execution import PIECE
 
 # B batch, T length, D d_model, M rows that count, V logits

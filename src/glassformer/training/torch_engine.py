@@ -14,7 +14,7 @@ from glassformer.data.batch import Batch
 from glassformer.models.model import Model, build
 from glassformer.models.state import load_weights, weights_of
 from glassformer.nn.ffn import BalanceLosses
-from glassformer.nn.precision import as_float
+from glassformer.nn.norm import as_float
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA, lora_manifest

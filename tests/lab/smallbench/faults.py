@@ -8,7 +8,7 @@ ASKED, TOKENS, SHARED = (
     f"{ROOM}question:_tokens",
     f"{ROOM}question:_shared",
 )
-LOOKED, LOGP = f"{ROOM}examinee:_looked_up", f"{ROOM}examinee:log_probabilities"
+LOOKED, LOGP = f"{ROOM}question:_looked_up", f"{ROOM}question:log_probabilities"
 LENGTH, INTERVAL = f"{ROOM}exams:encode_length", f"{ROOM}suite:interval"
 
 FAULTS = (

@@ -38,11 +38,11 @@ from glassformer.adapters.gguf.hf_files import (
     TEMPLATES,
     UNUSED,
     USER_DEFINED,
+    name_of,
 )
 from glassformer.adapters.gguf.load import F16, F32, Q8_0, Kind, kind_of, library, packed
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
-from glassformer.adapters.tokenizers.pretokenize import name_of
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.checks import one_of

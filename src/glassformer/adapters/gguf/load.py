@@ -23,10 +23,9 @@ from glassformer.adapters.folder.weights import check_finite, filled
 from glassformer.adapters.gguf.config import FACTORS, read_settings, table_of
 from glassformer.adapters.gguf.header import Head, read_head
 from glassformer.adapters.gguf.hf_files import kept_files, why_no_tokenizer
-from glassformer.adapters.native import NativeAdapter
+from glassformer.adapters.native import NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import adapter_for
 from glassformer.adapters.table import Family, Shape, make_plan
-from glassformer.adapters.training_config import TrainingConfig
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 

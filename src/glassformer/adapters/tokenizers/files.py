@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from glassformer.adapters.folder.files import read_object, read_sidecar, read_text
 from glassformer.adapters.gguf.header import is_gguf
-from glassformer.adapters.gguf.hf_files import small_file
-from glassformer.adapters.tokenizers.pretokenize import QWEN_WORDS
+from glassformer.adapters.gguf.hf_files import QWEN_WORDS, small_file
 from glassformer.spec.errors import FileError
 from glassformer.spec.serialize import unique_keys
 

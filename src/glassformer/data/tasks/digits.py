@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Ints, pad
 from glassformer.data.rng import digest, stream
-from glassformer.data.splits import (
+from glassformer.data.task import (
+    Oracle,
+    Task,
     checked,
     distinct_rows,
     overlap,
@@ -23,7 +25,6 @@ from glassformer.data.splits import (
     spread,
     tenths,
 )
-from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.spec import presets
 from glassformer.spec.checks import one_of

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Bools, Ints
 from glassformer.data.rng import digest, stream
-from glassformer.data.splits import checked, pick
-from glassformer.data.task import Task
+from glassformer.data.task import Task, checked, pick
 from glassformer.data.tasks.text import read_corpus
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import InputError

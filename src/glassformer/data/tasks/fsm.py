@@ -17,8 +17,7 @@ from glassformer.data.automata.library import Strings, Walk, machine_named, weig
 from glassformer.data.automata.machine import NOWHERE, Machine
 from glassformer.data.batch import Batch, Bools, Ints
 from glassformer.data.rng import digest, hash_rows, stream
-from glassformer.data.splits import checked, overlap, padded_to_longest, pick
-from glassformer.data.task import Oracle, Task
+from glassformer.data.task import Oracle, Task, checked, overlap, padded_to_longest, pick
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Ints
 from glassformer.data.rng import digest, stream
-from glassformer.data.splits import (
+from glassformer.data.task import (
     EOS,
     PAD,
+    Oracle,
+    Task,
     answered_batch,
     checked,
     distinct_rows,
@@ -25,7 +27,6 @@ from glassformer.data.splits import (
     spread,
     tenths,
 )
-from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec

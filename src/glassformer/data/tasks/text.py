@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Ints
-from glassformer.data.splits import checked, pick
-from glassformer.data.task import Task
+from glassformer.data.task import Task, checked, pick
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.own import Own, tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Tokenizer

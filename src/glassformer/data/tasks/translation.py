@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Ints, pad
 from glassformer.data.rng import digest, stream
-from glassformer.data.splits import (
+from glassformer.data.task import (
     EOS,
     PAD,
+    Oracle,
+    Task,
     answered_batch,
     checked,
     padded_to_longest,
@@ -30,7 +32,6 @@ from glassformer.data.splits import (
     spread,
     tenths,
 )
-from glassformer.data.task import Oracle, Task
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.spec import presets
 from glassformer.spec.errors import MachineError

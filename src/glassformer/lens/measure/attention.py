@@ -30,7 +30,7 @@ from glassformer.lens.show.text import shown
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.nn.mask import build_mask
-from glassformer.nn.precision import as_float
+from glassformer.nn.norm import as_float
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Attention, ModelSpec

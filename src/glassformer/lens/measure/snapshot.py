@@ -24,7 +24,7 @@ from glassformer.lens.measure.probes import FULL, LETTERS, MASKED, NAMED, Probes
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model
-from glassformer.nn.precision import as_float
+from glassformer.nn.norm import as_float
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import ModelSpec
 
