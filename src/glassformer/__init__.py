@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from glassformer.data.batch import Batch as Batch
     from glassformer.generation.generate import beam_search as beam_search
     from glassformer.generation.generate import generate as generate
+    from glassformer.generation.generate import stream_tokens as stream_tokens
     from glassformer.lab.api import evaluate as evaluate
     from glassformer.lab.api import finetune as finetune
     from glassformer.lab.api import lr_find as lr_find
@@ -86,6 +87,7 @@ _HOME = {
     "report": "glassformer.web.report.document",
     "save": "glassformer.adapters.load",
     "show": "glassformer.lab.show",
+    "stream_tokens": "glassformer.generation.generate",
     "trace": "glassformer.nn.taps",
     "train": "glassformer.lab.api",
     "verify": "glassformer.checks.report",

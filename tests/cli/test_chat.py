@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import glassformer as gf
 from glassformer.adapters.load import load_tokenizer
 from glassformer.cli.actions import chat, generate
 from glassformer.cli.main import app
@@ -93,6 +94,31 @@ def test_options_reach_the_template(folder):
     options = ["enable_thinking=false", "name=Ada"]
     talk = chat.open_conversation(folder, {}, template_options=options)
     assert talk.options == {"enable_thinking": False, "name": "Ada"}
+
+
+def test_in_python_a_model_chats_and_streams(folder):
+    model = gf.load(folder)
+    talk = model.chat(temperature=0.0, max_new_tokens=9, system="the mat")
+    first = talk("the cat")
+    pieces = list(talk.ask("on the mat"))
+    found = answers(folder, *GREEDY, "--system", "the mat", lines=["the cat", "on the mat"])
+    assert [first, "".join(pieces)] == [one["text"] for one in found]
+    assert len(pieces) == len(found[1]["tokens"])
+    assert [line.split(":")[0] for line in repr(talk).splitlines() if ": " in line][:3] == [
+        "system",
+        "user",
+        "assistant",
+    ]
+    whole = model.generate("the cat", max_new_tokens=6)
+    assert "".join(model.stream("the cat", max_new_tokens=6)) == whole
+    ids = model.tokenizer.encode("the cat")
+    assert list(model.stream(ids, max_new_tokens=6)) == model.generate(ids, max_new_tokens=6)
+    told = list(gf.stream_tokens(model, "the cat", max_new_tokens=6))
+    assert "".join(map(str, told)) == whole
+    with pytest.raises(InputError, match="a chat has no option 'width'"):
+        model.chat(width=3)
+    with pytest.raises(InputError, match="came from no folder"):
+        gf.build(gf.preset("core", vocab_size=300)).chat()
 
 
 def test_turns_out_of_sight_are_told(folder):

@@ -34,6 +34,7 @@ PUBLIC = [
     "report",
     "show",
     "generate",
+    "stream_tokens",
     "beam_search",
     "trace",
     "inspect",

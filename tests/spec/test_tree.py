@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 
+from glassformer.spec import decoding, finetune, init, model, position, tasks, train
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
     MLP,
@@ -211,3 +212,20 @@ def test_every_preset_takes_sizes(name):
         assert (block.attention.n_heads, ffn.d_ff) == (4, 53)
     with pytest.raises(InputError, match=f"the preset '{name}' has no size 'd_modl'"):
         preset(name, d_modl=3)
+
+
+def test_a_spec_prints_as_the_python_that_makes_it():
+    names = {
+        name: value
+        for module in (model, init, position, train, tasks, finetune, decoding)
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+    }
+    for name, make in PRESETS.items():
+        spec = make()
+        assert eval(repr(spec), dict(names)) == spec, name
+        assert max(map(len, repr(spec).splitlines())) <= 100
+    run = train.RunSpec(model=PRESETS["moe"](), task=tasks.FsmTask(), train=train.TrainSpec(lr=0.1))
+    assert eval(repr(run), dict(names)) == run
+    assert repr(train.TrainSpec()) == "TrainSpec()"
+    assert repr(tasks.FsmTask(order="uniform")) == "FsmTask(order='uniform')"

@@ -18,7 +18,7 @@ since it adapts any architecture to this contract; a new architecture is a subcl
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
@@ -27,12 +27,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from glassformer.adapters.chat.template import Conversation, read_chat
+from glassformer.adapters.folder.files import generation_defaults
 from glassformer.adapters.folder.origin import find_tokenizer
 from glassformer.adapters.text_inputs import Words, inspect_text, question
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.generate import evaluating, make_stepper, prepare
+from glassformer.generation.generate import (
+    evaluating,
+    make_stepper,
+    prepare,
+    read_request,
+    stream_tokens,
+)
 from glassformer.generation.prompts import Prompts, padded, text_prompt
 from glassformer.generation.stepper import Rows, Stepper
 from glassformer.generation.streaming import Generated, generate_batch
@@ -45,6 +53,7 @@ from glassformer.quant.contents import quantized_numbers
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.options import options_of
 
 # B batch, T length, V vocab
 
@@ -52,6 +61,10 @@ Forward = Callable[[Tensor, Tensor | None], Tensor]
 
 #: Token ids of one sequence, or of several as rows.
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
+
+
+#: The most tokens of an answer in a chat, unless an option or the folder says otherwise.
+LONGEST_ANSWER = 1_024
 
 
 class BaseAdapter(nn.Module, ABC):
@@ -285,6 +298,69 @@ class BaseAdapter(nn.Module, ABC):
                 constraint=request.constraint,
                 tokenizer=tokenizer,
             )
+
+    @overload
+    def stream(self, prompt: str, **options: Any) -> Iterator[str]: ...
+
+    @overload
+    def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[int]: ...
+
+    def stream(
+        self, prompt: str | Sequence[int], **options: Any
+    ) -> "Iterator[str] | Iterator[int]":
+        """Yield what `generate` returns while it is made: pieces of text, or ids for ids.
+
+        `gf.stream_tokens` yields tokens with their text, log-probability and the reason of the end.
+        """
+        new_tokens = stream_tokens(self, prompt, **options)
+        if isinstance(prompt, str):
+            return (new.text for new in new_tokens if new.text)
+        return (new.token for new in new_tokens)
+
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Conversation:
+        """Begin a conversation: `talk("hello")` returns the answer, `talk.ask("hello")` streams it.
+
+        The folder that the model came from has the chat template and its sampling settings, which
+        `options` of decoding override; `template_options` are the template's own switches.
+        """
+        known = [each.name for each in options_of(DecodeSpec)]
+        for name in options:
+            if name not in known:
+                raise InputError(f"a chat has no option '{name}'", hint=nearest(name, known))
+        if self.origin is None:
+            raise InputError(
+                "this model came from no folder, so it has no chat template",
+                hint="gf.load a folder that has one, or use model.generate",
+            )
+        template = read_chat(self.origin)
+        own = self.tokenizer.eos  # any end of the model or of its tokenizer stops an answer
+        ends = dict.fromkeys((*self.end_ids(), *([] if own is None else [own])))
+        settings = generation_defaults(self.origin).options()
+        request = read_request(
+            {"max_new_tokens": LONGEST_ANSWER, **settings, **options},
+            tokenizer=self.tokenizer,
+            eos=tuple(ends),
+            forbidden=self.nameless_ids(),
+        )
+        assert isinstance(request.decoding, DecodeSpec)
+        return Conversation(
+            self.eval().chat_stepper(),
+            self.tokenizer,
+            template,
+            spec=request.decoding,
+            system=system,
+            options=template_options,
+        )
+
+    def chat_stepper(self) -> Stepper:
+        """Return what a conversation runs on: a subclass may keep what its turns share."""
+        return self.stepper()
 
     def _answered(self, prompt: str | Ids | Prompts, options: dict[str, Any]) -> "str | list[Any]":
         """Return the answer of each row; nothing is sampled, so other options are refused."""

@@ -35,7 +35,7 @@ from glassformer.adapters.folder.weights import (
 from glassformer.adapters.table import Family, identity_plan, make_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.stepper import PrefixCacheStepper, Stepper, TorchStepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
@@ -300,6 +300,10 @@ class NativeAdapter(BaseAdapter):
     def stepper(self) -> TorchStepper:
         """Return a stepper with a cache."""
         return TorchStepper(self.model)
+
+    def chat_stepper(self) -> Stepper:
+        """Return a stepper that does not read again what a turn shares with the last one."""
+        return PrefixCacheStepper(self.model)
 
     @property
     def scoped_taps(self) -> Taps | None:

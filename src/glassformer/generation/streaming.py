@@ -35,6 +35,9 @@ class NewToken:
     finish: str | None
     top: tuple[tuple[int, float], ...] = ()
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True, slots=True)
 class Generated:

@@ -36,7 +36,39 @@ def spec(cls: type[T]) -> type[T]:
             own_checks(self)
 
     type.__setattr__(cls, "__post_init__", wraps(own_checks)(checks) if own_checks else checks)
-    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+    if "__repr__" not in cls.__dict__:
+        type.__setattr__(cls, "__repr__", source_text)
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)(cls)
+
+
+#: Columns of a line of `source_text`.
+COLUMNS = 88
+
+
+def source_text(value: object, indent: int = 0) -> str:
+    """Return a spec as the Python that makes it: on several lines if long, without defaults."""
+    if not dataclasses.is_dataclass(value):
+        if not isinstance(value, tuple) or len(repr(value)) <= COLUMNS - indent:
+            return repr(value)
+        parts = [f"{source_text(one, indent + 4)}," for one in value]
+        return _bracketed("(", parts, ")", indent)
+    parts = []
+    for field in dataclasses.fields(value):
+        held, default = getattr(value, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if type(held) is not type(default) or held != default:
+            parts.append(f"{field.name}={source_text(held, indent + 4)},")
+    name = type(value).__name__
+    line = f"{name}({' '.join(parts).removesuffix(',')})"
+    if len(line) <= COLUMNS - indent and "\n" not in line:
+        return line
+    return _bracketed(f"{name}(", parts, ")", indent)
+
+
+def _bracketed(opened: str, parts: list[str], closed: str, indent: int) -> str:
+    inside = "".join(f"{' ' * (indent + 4)}{part}\n" for part in parts)
+    return f"{opened}\n{inside}{' ' * indent}{closed}"
 
 
 def check_variants(node: object) -> None:

@@ -292,6 +292,14 @@ class Conversation:
         self._hidden = 0  # messages at the beginning that the model no longer sees
         self._turns = 0
 
+    def __call__(self, text: str) -> str:
+        """Return the complete answer to a question."""
+        return "".join(self.ask(text))
+
+    def __repr__(self) -> str:
+        lines = [f"{one['role']}: {visible(one['content'])}" for one in self._spoken(self.messages)]
+        return "\n".join(lines) or "a conversation without a word: talk('hello'), talk.ask('hello')"
+
     def ask(self, text: str) -> Generator[str, None, None]:
         """Yield the answer in pieces of complete characters; a bad question is refused at once."""
         if not text.strip():

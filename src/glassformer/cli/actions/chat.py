@@ -15,23 +15,15 @@ from typing import Any
 
 import torch
 
-from glassformer.adapters.base import BaseAdapter
-from glassformer.adapters.chat.template import Conversation, read_chat
-from glassformer.adapters.folder.files import generation_defaults
+from glassformer.adapters.chat.template import Conversation
 from glassformer.adapters.load import load
-from glassformer.adapters.native import NativeAdapter
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import tell
-from glassformer.generation.generate import read_request
-from glassformer.generation.stepper import PrefixCacheStepper
 from glassformer.generation.text_stream import visible
 from glassformer.lab.runs.threads import check_threads, threads_of_decoding
 from glassformer.spec.decoding import BeamSpec, ConstraintSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import GlassError, InputError, nearest
 from glassformer.spec.options import options_of
-
-#: Maximum number of tokens of an answer, unless an option says otherwise.
-LONGEST_ANSWER = 1_024
 
 HELP = {
     "/reset": "forget the conversation",
@@ -61,18 +53,8 @@ def open_conversation(
     check_threads(threads)
     adapter = load(path).to(device)
     torch.set_num_threads(threads_of_decoding(adapter.spec, asked=threads, device=device))
-    folder = adapter.origin
-    if folder is None:
-        raise InputError("this model came from no folder, so it has no chat template")
-    template = read_chat(folder)
-    stepper = PrefixCacheStepper(adapter.model) if isinstance(adapter, NativeAdapter) else None
-    return Conversation(
-        stepper or adapter.stepper(),
-        adapter.tokenizer,
-        template,
-        spec=decoding_of(adapter, folder, options),
-        system=system,
-        options=dict(map(template_option, template_options)),
+    return adapter.chat(
+        system=system, template_options=dict(map(template_option, template_options)), **options
     )
 
 
@@ -87,21 +69,6 @@ def _refuse_foreign(options: Mapping[str, Any]) -> None:
                 f"{flags[name]} does not go with --chat",
                 hint=f"a chat takes: {', '.join(own.values())}",
             )
-
-
-def decoding_of(adapter: BaseAdapter, folder: Path, options: Mapping[str, Any]) -> DecodeSpec:
-    """Return how answers are sampled; any end of the model or of its tokenizer stops them."""
-    own = adapter.tokenizer.eos
-    ends = dict.fromkeys((*adapter.end_ids(), *([] if own is None else [own])))
-    settings = {"max_new_tokens": LONGEST_ANSWER, **generation_defaults(folder).options()}
-    request = read_request(
-        {**settings, **options},
-        tokenizer=adapter.tokenizer,
-        eos=tuple(ends),
-        forbidden=adapter.nameless_ids(),
-    )
-    assert isinstance(request.decoding, DecodeSpec)
-    return request.decoding
 
 
 def template_option(text: str) -> tuple[str, Any]:
