@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from glassformer.adapters.load import build as build
     from glassformer.adapters.load import load as load
     from glassformer.adapters.load import save as save
-    from glassformer.budget.design import design as design
     from glassformer.checks.report import verify as verify
     from glassformer.checks.subject import Subject as Subject
     from glassformer.data.batch import Batch as Batch
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from glassformer.lab.api import finetune as finetune
     from glassformer.lab.api import lr_find as lr_find
     from glassformer.lab.api import train as train
+    from glassformer.lab.budget_report import design as design
     from glassformer.lab.extract import extract as extract
     from glassformer.lab.show import show as show
     from glassformer.lens.show.diagram import diagram as diagram
@@ -69,7 +69,7 @@ _HOME = {
     "beam_search": "glassformer.generation.generate",
     "build": "glassformer.adapters.load",
     "count_parameters": "glassformer.spec.manifest",
-    "design": "glassformer.budget.design",
+    "design": "glassformer.lab.budget_report",
     "diagram": "glassformer.lens.show.diagram",
     "evaluate": "glassformer.lab.api",
     "export": "glassformer.adapters.any_model",

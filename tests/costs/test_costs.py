@@ -177,8 +177,10 @@ def test_weights_in_four_forms():
     assert forms["bf16"] == 2 * numbers
     assert numbers < forms["int8"] < 1.1 * numbers
     assert numbers / 2 < forms["int4"] < 0.65 * numbers
-    odd = weight_bytes(budget_lm(d_model=216, d_ff=607))
-    assert odd["int4"] == odd["int8"]  # 32 divides neither 216 nor 607
+    assert "int4" not in weight_bytes(budget_lm(d_model=216, d_ff=607))  # 32 divides neither
+    mixed = weight_bytes(budget_lm(d_model=192, d_ff=607))  # 192, and not 607
+    assert mixed["int4 and int8"] < mixed["int8"]
+    assert "int4" not in mixed
 
 
 # --- time ---------------------------------------------------------------------------------------

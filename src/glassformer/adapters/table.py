@@ -216,6 +216,11 @@ class Family:
     idle: Mapping[str, Any] = field(default_factory=dict)
     remote_code: bool = False
 
+    @property
+    def title(self) -> str:
+        """The name for people: `Llama`, `GPT2`."""
+        return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+
     def spec_of(self, config: Config) -> ModelSpec:
         """Return the spec that a config describes; an unknown key is refused by name."""
         named = config.data.get("architectures") or [self.architecture]

@@ -9,12 +9,54 @@ from glassformer.spec.model import ModelSpec
 
 
 @spec
+class Portability:
+    """Whether a model can leave, as the code that exports and quantizes decides.
+
+    exports_as: the Hugging Face architecture that computes it; gguf: the GGUF one. Empty if none
+    does; then `why_not_exported` has the reason, and `why_not_int4` the one why int4 does not fit.
+    change: options of the budget that make both true, tried; {} if none are needed, or known.
+    """
+
+    exports_as: str
+    gguf: str
+    why_not_exported: str
+    why_not_int4: str
+    change: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def int4(self) -> bool:
+        """True if every layer can be cut to int4."""
+        return not self.why_not_int4
+
+    def verdict(self) -> str:
+        """Return yes or no to both, on one line: `exports as Llama: yes · int4: yes`."""
+        exported = f"exports as {self.exports_as or 'Llama'}: {'yes' if self.exports_as else 'no'}"
+        if self.exports_as and not self.gguf:
+            exported += " (GGUF: no)"
+        return f"{exported} · int4: {'yes' if self.int4 else 'no'}"
+
+    def reasons(self) -> list[str]:
+        """Return a line for each no."""
+        named = {"export": self.why_not_exported, "int4": self.why_not_int4}
+        return [f"{name}: {why}" for name, why in named.items() if why]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "exports_as": self.exports_as or None,
+            "gguf": self.gguf or None,
+            "int4": self.int4,
+        }
+
+
+@spec
 class Design:
     """One design, counted by the manifest.
 
     `name` says what it is best at, and `options` are those that request it, {} if none do.
     `active_params` are those that one token uses: fewer than `params` with a mixture of experts.
     The drifts are the differences from the wishes (relative for the expansion), None if free.
+    `portability` is None until `glassformer.design` has judged it.
     """
 
     name: str
@@ -29,6 +71,7 @@ class Design:
     glu_drift: float | None
     tied: bool
     options: dict[str, Any] = field(default_factory=dict)
+    portability: Portability | None = None
 
     @property
     def error(self) -> float:
@@ -90,6 +133,7 @@ class Design:
             "embedding_ratio": self.embedding_ratio,
             "glu_expansion": self.glu_expansion,
             "tied": self.tied,
+            **({} if self.portability is None else self.portability.to_dict()),
         }
 
     def text(self, budget: Budget) -> str:
@@ -136,6 +180,8 @@ class Answer:
 
     def __repr__(self) -> str:
         lines = [str(self.best)]
+        if self.best.portability is not None:
+            lines.append(f"  {self.best.portability.verdict()}")
         lines += [f"  gave way: {line}" for line in self.gave_way]
         lines += [f"  {design.name}: {design}" for design in self.alternatives]
         lines += [f"  not proven: {line}" for line in self.not_proven]
@@ -143,23 +189,40 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain data, as `glass design --json` prints it."""
-        return self.best.to_dict() | {
-            "gave_way": list(self.gave_way),
-            "not_proven": list(self.not_proven),
-            "alternatives": [
-                {"name": design.name, **design.to_dict()} for design in self.alternatives
-            ],
-        }
+        leaving = self.best.portability
+        portable = (
+            {}
+            if leaving is None
+            else {"why_not": list(leaving.reasons()), "change": leaving.change}
+        )
+        return (
+            self.best.to_dict()
+            | portable
+            | {
+                "gave_way": list(self.gave_way),
+                "not_proven": list(self.not_proven),
+                "alternatives": [
+                    {"name": design.name, **design.to_dict()} for design in self.alternatives
+                ],
+            }
+        )
 
     def table(self) -> str:
         """Return the best design and its alternatives, a line each."""
-        header = f"{'':<26}{'parameters':>12}{'off':>9}{'d_model':>9}{'d_ff':>7}{'layers':>8}"
-        lines = [f"{header}{'ratio':>9}{'GLU':>7}"]
+        width = max(26, *(len(design.name) + 2 for design in (self.best, *self.alternatives)))
+        header = f"{'':<{width}}{'parameters':>12}{'off':>9}{'d_model':>9}{'d_ff':>7}{'layers':>8}"
+        lines = [
+            f"{header}{'ratio':>9}{'GLU':>7}{'' if self.best.portability is None else '  int4'}"
+        ]
         for design in (self.best, *self.alternatives):
             sizes = design.sizes
             lines.append(
-                f"{design.name:<26}{design.params:>12,}{design.miss:>9}{sizes.d_model:>9}"
+                f"{design.name:<{width}}{design.params:>12,}{design.miss:>9}{sizes.d_model:>9}"
                 f"{sizes.d_ff:>7}{sizes.n_layers:>8}{design.embedding_ratio:>9.2%}"
-                f"{design.glu_expansion:>7.2f}"
+                f"{design.glu_expansion:>7.2f}{self._int4(design):>6}"
             )
         return "\n".join(lines)
+
+    @staticmethod
+    def _int4(design: Design) -> str:
+        return "" if design.portability is None else "yes" if design.portability.int4 else "no"

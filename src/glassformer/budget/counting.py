@@ -126,6 +126,7 @@ def _kind(budget: Budget) -> Budget:
         heads=budget.kv_heads or 1,
         kv_heads=budget.kv_heads,
         tied=budget.tied,
+        shape=budget.shape,
         position=budget.position,
         bias=budget.bias,
         norm=budget.norm,
@@ -294,10 +295,10 @@ class Widths:
 def width_step(budget: Budget) -> int:
     """Return the number that divides every admitted width."""
     if budget.free_head_width:
-        return math.lcm(2, budget.multiple)
+        return math.lcm(2, budget.model_step)
     if budget.heads == "any":
-        return budget.multiple
-    return math.lcm(budget.head_step * budget.heads, budget.multiple)
+        return budget.model_step
+    return math.lcm(budget.head_step * budget.heads, budget.model_step)
 
 
 def heads_of(budget: Budget, d_model: int) -> list[tuple[int, int]]:

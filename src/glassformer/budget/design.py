@@ -25,6 +25,7 @@ from glassformer.budget.question import Budget, build_spec
 from glassformer.budget.search import Found, Search
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import active, manifest
+from glassformer.spec.schemes import Int4
 from glassformer.spec.units import parse_share
 
 #: Evaluations for one budget, about half a second, and for its best design.
@@ -44,25 +45,10 @@ RANKED_REACH = 0.01
 ASPECT_REACH, EXPANSION_REACH = 2.0, 0.5
 #: From this drift of the ratio on, the answer suggests dropping the wish.
 FAR = 0.1
+#: Widths are multiples that int4 takes if that adds at most this drift: FAR, in units.
+ROUNDING = FAR / RATIO_UNIT
 NEARER = "a nearer one, or a better one as near, is not ruled out"
 NOT_FOUND = "none was found, which does not rule one out"
-
-
-def design(
-    params: int | float | str,
-    vocab: int | float | str,
-    *,
-    thorough: bool = False,
-    **options: Any,
-) -> Answer:
-    """Solve a parameter budget: `design("10M", 16_000).spec` is a model of that size.
-
-    `options` are the fields of `Budget`. Numbers may be text (`"10M"`, `"0.5%"`); the ratio and the
-    expansion may be `"free"`. A search ends after a while and says what it has not proven;
-    `thorough` removes the limit.
-    """
-    effort = Effort() if thorough else Effort(EVALUATIONS)
-    return solve(ask({"params": params, "vocab": vocab, **options}, effort), thorough=thorough)
 
 
 def ask(options: dict[str, Any], effort: Effort) -> Budget:
@@ -105,20 +91,37 @@ def solve(
             raise undecided(budget, effort)
     if found is None:
         raise InfeasibleBudget(certificate(budget, effort))
+    asked, not_proven = budget, []
+    if budget.is_open:
+        budget, search, found, not_proven = _rounded(budget, search, found, effort)
     best = _design("best", budget, found)
-    not_proven = [] if search.is_proven else [_not_best(found, search.least)]
+    if not search.is_proven:
+        not_proven.append(_not_best(found, search.least))
     others: tuple[Design, ...] = ()
     if alternatives:
-        candidates = _with_nearest(tuple(_alternatives(budget, best, effort)), best)
+        candidates = _with_nearest(tuple(_alternatives(budget, asked, best, effort)), best)
         others = tuple(_distinct(best, candidates))
         not_proven += [f"{each.name}: {each.unproven}" for each in candidates if each.unproven]
     return Answer(
         budget=budget,
         best=best,
         alternatives=others,
-        gave_way=_gave_way(budget, best),
+        gave_way=_gave_way(budget, asked, best),
         not_proven=tuple(not_proven),
     )
+
+
+def _rounded(
+    budget: Budget, search: Search, found: Found, effort: Effort
+) -> tuple[Budget, Search, Found, list[str]]:
+    """Choose the multiple that was left open: the one that int4 needs, if a design is near."""
+    rounded = budget.in_multiples(Int4.multiple)
+    other = Search(rounded, effort=effort.share(2))
+    better = other.best()
+    if better is not None and better.drift <= found.drift + ROUNDING:
+        return rounded, other, better, []
+    doubt = f"widths in multiples of {Int4.multiple}: {NOT_FOUND}"
+    return budget, search, found, [] if other.is_proven else [doubt]
 
 
 def best_design(budget: Budget, *, effort: Effort) -> Design | None:
@@ -130,6 +133,8 @@ def best_design(budget: Budget, *, effort: Effort) -> Design | None:
     found = search.best()
     if found is None and not search.is_proven:
         raise undecided(budget, Effort(0))
+    if found is not None and budget.is_open:
+        budget, _, found, _ = _rounded(budget, search, found, effort)
     return None if found is None else _design("best", budget, found)
 
 
@@ -244,9 +249,11 @@ class Goal:
     options: dict[str, Any]
 
 
-def _alternatives(budget: Budget, best: Design, effort: Effort) -> Iterator[Candidate]:
+def _alternatives(
+    budget: Budget, asked: Budget, best: Design, effort: Effort
+) -> Iterator[Candidate]:
     """Yield alternatives that are best at one thing each, as far as the limits admit them."""
-    goals = list(_goals(budget, best))
+    goals = list(_goals(budget, asked, best))
     for left, goal in zip(range(len(goals), 0, -1), goals, strict=True):
         if goal.name == "deepest":
             yield from _friendly(budget, effort.share(2))
@@ -257,7 +264,7 @@ def _alternatives(budget: Budget, best: Design, effort: Effort) -> Iterator[Cand
         yield Candidate(goal.name, made, "" if search.is_proven else doubt)
 
 
-def _goals(budget: Budget, best: Design) -> Iterator[Goal]:
+def _goals(budget: Budget, asked: Budget, best: Design) -> Iterator[Goal]:
     near, target = _near(budget, best), budget.params
     better = "a better one is not ruled out"
     yield Goal("exact total", near, lambda search: search.closest(target), NEARER, {})
@@ -269,6 +276,8 @@ def _goals(budget: Budget, best: Design) -> Iterator[Goal]:
             within = {"exact_ratio": "ratio_within", "exact_expansion": "glu_within"}[option]
             changed: dict[str, Any] = {option: True, within: None}
             yield Goal(name, replace(budget, **changed), Search.best, better, {option: True})
+    if budget.multiple != asked.multiple:
+        yield Goal("any width", replace(asked, multiple=1), Search.best, better, {"multiple": 1})
     yield Goal("deepest", near, Search.deepest, "a deeper one is not ruled out", {})
     yield Goal("widest", near, Search.widest, "a wider one is not ruled out", {})
 
@@ -277,12 +286,7 @@ def _friendly(budget: Budget, effort: Effort) -> Iterator[Candidate]:
     """Yield the best design with d_model and d_ff in the largest multiple that is feasible."""
     doubt = ""
     for multiple in MULTIPLES:
-        rounded = replace(
-            budget,
-            multiple=math.lcm(multiple, budget.multiple),
-            ffn_multiple=math.lcm(multiple, budget.ffn_step),
-        )
-        search = Search(rounded, effort=effort.share(2))
+        search = Search(budget.in_multiples(multiple), effort=effort.share(2))
         found, name = search.best(), f"multiples of {multiple}"
         if not search.is_proven:
             doubt = doubt or f"a better one of multiples of {multiple} is not ruled out"
@@ -335,7 +339,7 @@ def _distinct(best: Design, candidates: tuple[Candidate, ...]) -> Iterator[Desig
 # --- wishes that gave way -----------------------------------------------------------------------
 
 
-def _gave_way(budget: Budget, best: Design) -> tuple[str, ...]:
+def _gave_way(budget: Budget, asked: Budget, best: Design) -> tuple[str, ...]:
     lines = []
     ratio, glu, sizes = budget.ratio, budget.expansion, best.sizes
     if ratio is not None and best.ratio_drift is not None and abs(best.ratio_drift) >= 5e-5:
@@ -352,4 +356,8 @@ def _gave_way(budget: Budget, best: Design) -> tuple[str, ...]:
                 f"({best.glu_drift:+.1%}), d_ff {sizes.d_ff} instead of "
                 f"{round(wished / step) * step}"
             )
+    if lines and budget.multiple != asked.multiple:
+        lines.append(
+            f"widths are multiples of {budget.multiple}, which int4 needs; --multiple 1 is nearer"
+        )
     return tuple(lines)

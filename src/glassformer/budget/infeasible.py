@@ -22,6 +22,7 @@ from glassformer.budget.question import WISHES, Budget, Wish
 from glassformer.budget.search import Found, Search
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import CheckFailed, InputError, MachineError
+from glassformer.spec.model import Learned
 from glassformer.spec.options import options_of
 
 #: Counts are searched up to this many times the requested total.
@@ -99,7 +100,7 @@ class Infeasible:
             lines.append("any one of these changes alone makes it feasible:")
             for name, settings in changes.items():
                 nearer = "  (a nearer one is not ruled out)" if name in self.unproven else ""
-                lines.append(f"  {_command(settings)}{nearer}")
+                lines.append(f"  {command_of(settings)}{nearer}")
         flags = {each.name: each.flag for each in options_of(Budget)}
         rest = [name for name in self.nearest if name not in changes]
         known = [flags[name] for name in rest if name not in self.unproven]
@@ -111,13 +112,15 @@ class Infeasible:
         return "\n".join(lines)
 
 
-def _command(settings: dict[str, Any]) -> str:
-    """Return a change as words of the command line."""
+def command_of(settings: dict[str, Any]) -> str:
+    """Return a change of options as words of the command line; None drops an option."""
     options = {each.name: each for each in options_of(Budget)}
     words = []
     for name, value in settings.items():
         option = options[name]
-        if option.typed is not bool:
+        if value is None:
+            words.append(f"without {option.flag}")
+        elif option.typed is not bool:
             words.append(f"{option.flag} {show(value).replace(',', '')}")
         elif value != option.default:
             words.append(option.flag)
@@ -125,7 +128,7 @@ def _command(settings: dict[str, Any]) -> str:
             words.append(f"instead of {option.flag}")
         else:
             words.append(f"without {option.flag}")
-    return " ".join(words)
+    return (", " if None in settings.values() else " ").join(words)
 
 
 def show(value: Any) -> str:
@@ -380,7 +383,7 @@ def _trials(budget: Budget) -> Iterator[Trial]:
     yield lambda probe: {"vocab": _outwards(probe, "vocab", most=2 * budget.params)}
     if budget.heads != "any":
         yield lambda probe: {"heads": _outwards(probe, "heads", most=256)}
-    if budget.position == "learned":
+    if isinstance(budget.position_part, Learned):
         yield lambda probe: {"length": _outwards(probe, "length", most=2 * budget.params)}
     yield lambda probe: _single(probe, "tied", not budget.tied)
     if budget.heads != "any" and not budget.free_head_width:

@@ -6,6 +6,7 @@ table and `design(**options)` are made from it.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from glassformer.spec.model import (
     SwiGLU,
 )
 from glassformer.spec.options import check_options, option, options_of
+from glassformer.spec.schemes import Int4
 from glassformer.spec.units import parse_count, parse_share
 
 #: With `heads="any"`, the range of head widths; a model narrower than this has one head.
@@ -53,6 +55,8 @@ POSITIONS: dict[str, Position] = {
     "none": NoPosition(),
 }
 NORMS: dict[str, Norm] = {"layernorm": LayerNorm(), "rmsnorm": RMSNorm()}
+#: The position and norm of each shape.
+SHAPES = {"llama": ("rotary", "rmsnorm"), "classic": ("learned", "layernorm")}
 
 
 def _count_or_any(name: str, text: Any) -> int | Literal["any"]:
@@ -123,11 +127,18 @@ class Budget:
         parse=parse_count,
         at_least=1,
     )
-    position: Literal["learned", "rotary", "sinusoidal", "alibi", "none"] = option(
-        "learned", help="Kind of position information."
+    shape: Literal["llama", "classic"] = option(
+        "llama",
+        help="llama: rotary positions, RMSNorm, widths that int4 takes; classic: learned "
+        "positions, LayerNorm, any width.",
+    )
+    position: Literal["learned", "rotary", "sinusoidal", "alibi", "none"] | None = option(
+        None, help="Kind of position information; that of the shape by default."
     )
     bias: Bias = option("none", help="Projections that have a bias.")
-    norm: Literal["layernorm", "rmsnorm"] = option("layernorm", help="Kind of norm.")
+    norm: Literal["layernorm", "rmsnorm"] | None = option(
+        None, help="Kind of norm; that of the shape by default."
+    )
     embedding_ratio: float | Literal["free"] = option(
         0.35,
         help="Wished share of the parameters in the embedding (and an untied head), or free.",
@@ -168,8 +179,12 @@ class Budget:
         above=0.0,
         hint="1% is tight; exact_expansion requires the nearest",
     )
-    multiple: int = option(
-        1, help="Divisor of d_model and d_ff, such as 8 or 64.", parse=parse_count, at_least=1
+    multiple: int | None = option(
+        None,
+        help=f"Divisor of d_model and d_ff; in shape llama {Int4.multiple}, which int4 needs, if "
+        "that is possible near the wishes, else 1.",
+        parse=parse_count,
+        at_least=1,
     )
     ffn_multiple: int | None = option(
         None, help="Divisor of d_ff; as for d_model by default.", parse=parse_count, at_least=1
@@ -299,9 +314,37 @@ class Budget:
         return Wish(value=self.glu_expansion, exact=self.exact_expansion, within=self.glu_within)
 
     @property
+    def position_part(self) -> Position:
+        """The position information: the one requested, or the shape's."""
+        return POSITIONS[self.position or SHAPES[self.shape][0]]
+
+    @property
+    def norm_part(self) -> Norm:
+        """The norm: the one requested, or the shape's."""
+        return NORMS[self.norm or SHAPES[self.shape][1]]
+
+    @property
+    def model_step(self) -> int:
+        """The divisor of d_model, resolved: 1 if none is requested."""
+        return self.multiple or 1
+
+    @property
     def ffn_step(self) -> int:
         """The divisor of d_ff, resolved."""
-        return self.multiple if self.ffn_multiple is None else self.ffn_multiple
+        return self.ffn_multiple or self.model_step
+
+    @property
+    def is_open(self) -> bool:
+        """True if the multiple is left to the solver, which prefers one that int4 takes."""
+        return self.shape == "llama" and self.multiple is None
+
+    def in_multiples(self, multiple: int) -> "Budget":
+        """Return the same budget with d_model and d_ff in multiples of this number as well."""
+        return replace(
+            self,
+            multiple=math.lcm(multiple, self.model_step),
+            ffn_multiple=math.lcm(multiple, self.ffn_step),
+        )
 
     @property
     def chosen_experts(self) -> int:
@@ -311,7 +354,7 @@ class Budget:
     @property
     def head_step(self) -> int:
         """The divisor of d_head: positions that rotate keys rotate pairs of columns."""
-        return 2 if turns_keys(POSITIONS[self.position]) else 1
+        return 2 if turns_keys(self.position_part) else 1
 
 
 #: The options of each wish: `exact`, `within`.
@@ -357,7 +400,7 @@ def build_block(budget: Budget, sizes: Sizes) -> Block:
             bias=budget.bias,
         ),
         ffn=ffn,
-        norm=NORMS[budget.norm],
+        norm=budget.norm_part,
     )
 
 
@@ -371,10 +414,10 @@ def build_spec(budget: Budget, sizes: Sizes) -> ModelSpec:
         d_model=sizes.d_model,
         max_seq_len=budget.length,
         embedding=embedding,
-        position=POSITIONS[budget.position],
+        position=budget.position_part,
         decoder=Stack(
             layers=(Layers(count=sizes.n_layers, block=build_block(budget, sizes)),),
-            final_norm=NORMS[budget.norm],
+            final_norm=budget.norm_part,
         ),
         heads=(NextHead(tied=budget.tied),),
         init=NormalInit(std=0.02),

@@ -40,7 +40,7 @@ from glassformer.spec.model import (
     SwiGLU,
 )
 from glassformer.spec.own import OwnOptimizer, OwnPosition
-from glassformer.spec.quantization import QuantSpec, targets
+from glassformer.spec.quantization import QuantSpec, coverage, targets
 from glassformer.spec.schemes import SCHEMES, scheme_bytes
 from glassformer.spec.train import SGD, AdamW, Muon, Optimizer
 
@@ -116,16 +116,19 @@ FLOAT, LONG = 4, 8
 def weight_bytes(model: ModelSpec) -> dict[str, int]:
     """Count the bytes of a checkpoint in float32, bf16 and each quantization scheme.
 
-    Scales are included. A matrix that a scheme does not fit is counted as int8; tensors that are
-    not quantized count as float32.
+    Scales are included; tensors that are not quantized count as float32. A matrix that a scheme
+    does not fit is counted as int8, which the name then says; a scheme that fits none is left out.
     """
     own = stored(model)
     numbers = sum(p.size for p in own.values())
     found = {"float32": 4 * numbers, "bf16": 2 * numbers}
     for kind in SCHEMES:
+        form = coverage(model, kind()).name
+        if not form:
+            continue
         quantized = QuantSpec(scheme=kind(), indivisible="int8")
         chosen = {p.name: quantized.scheme_of(p) for p in targets(model)}
-        found[kind.name] = sum(
+        found[form] = sum(
             FLOAT * p.size
             if (scheme := chosen.get(name)) is None
             else scheme_bytes(scheme, p.shape)

@@ -1,50 +1,199 @@
-"""The report on a design: its costs, an unusual shape, the full text, and a run of it."""
+"""A design and the report on it: where it can go, an unusual shape, its costs, a run of it.
 
+Whether a design exports and cuts to int4 is not decided here: the predicates are those of the
+adapters and of quantization. Torch is not needed for that.
+"""
+
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from glassformer.budget.answer import Answer, Design
+from glassformer.adapters.counterpart import counterpart, misfits
+from glassformer.adapters.families.llama import LLAMA
+from glassformer.adapters.gguf.config import architecture_of
+from glassformer.budget.answer import Answer, Design, Portability
+from glassformer.budget.design import EVALUATIONS, LANDSCAPE_EVALUATIONS, ask, best_design, solve
+from glassformer.budget.effort import Effort, Stop
+from glassformer.budget.infeasible import Undecided, command_of
+from glassformer.budget.question import HEAD_WIDTHS, Budget, Sizes, build_spec
 from glassformer.costs.estimates import cache_bytes, flops, training_memory, weight_bytes
 from glassformer.costs.parameter_table import format_allocation
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.quantization import coverage
+from glassformer.spec.schemes import Int4
 from glassformer.spec.tasks import TextTask
 from glassformer.spec.train import RunSpec
 from glassformer.spec.units import format_bytes, format_flops, format_seconds
 
 #: From this number of parameters on, a text run gets the learning rate of the 10 M recipe.
 LARGE = 3_000_000
-#: A shape is unusual if d_model / n_layers is below the first or above the second.
-LEAST_ASPECT, MOST_ASPECT = 4, 1024
+#: A shape is unusual if d_model / n_layers is below the first or above the second. Losses differ by
+#: a few per cent from 33 (48 layers of 1,600) to 715 (6 of 4,288) in Kaplan et al., "Scaling laws
+#: for neural language models" (arXiv:2001.08361), figure 5; small models that are deep on purpose
+#: have 19 (MobileLLM-125M, 30 of 576, arXiv:2402.14905).
+LEAST_ASPECT, MOST_ASPECT = 8, 1024
+#: Tolerances that are tried where whole multiples of int4 are out of reach.
+TOLERANCES = (0.01, 0.02, 0.05)
+
+
+def design(
+    params: int | float | str,
+    vocab: int | float | str,
+    *,
+    thorough: bool = False,
+    **options: Any,
+) -> Answer:
+    """Solve a parameter budget: `design("10M", 16_000).spec` is a model of that size.
+
+    `options` are the fields of `Budget`. Numbers may be text (`"10M"`, `"0.5%"`); the ratio and the
+    expansion may be `"free"`. A search ends after a while and says what it has not proven;
+    `thorough` removes the limit.
+    """
+    effort = Effort() if thorough else Effort(EVALUATIONS)
+    budget = ask({"params": params, "vocab": vocab, **options}, effort)
+    return judged(solve(budget, thorough=thorough))
+
+
+# --- can it leave -------------------------------------------------------------------------------
+
+
+def judged(answer: Answer, *, stop: Stop | None = None) -> Answer:
+    """Return the answer with the portability of each design, and for the best what would help."""
+    best = replace(answer.best, portability=portability(answer.best.spec))
+    if best.portability is not None and best.portability.reasons():
+        change = _change(answer.budget, Effort(EVALUATIONS, stop=stop))
+        best = replace(best, portability=replace(best.portability, change=change))
+    others = (replace(each, portability=portability(each.spec)) for each in answer.alternatives)
+    return replace(answer, best=best, alternatives=tuple(others))
+
+
+def portability(model: ModelSpec) -> Portability:
+    """Ask the export to Hugging Face, the export to GGUF and int4 whether they take a model."""
+    exports_as = gguf = why = ""
+    try:
+        exports_as = counterpart(model).title
+        gguf, _ = architecture_of(model)
+    except InputError:
+        why = "" if exports_as else "; ".join(misfits(model, LLAMA))
+    cut = coverage(model, Int4())
+    return Portability(
+        exports_as=exports_as,
+        gguf=gguf,
+        why_not_exported=why,
+        why_not_int4=cut.why() if cut.unfit else "",
+    )
+
+
+def _change(budget: Budget, effort: Effort) -> dict[str, Any]:
+    """Return the fewest options with which a design exports and cuts to int4; {} if none do.
+
+    Every change was tried: the design that it gives was judged.
+    """
+    for change in _changes(budget):
+        try:
+            limited = Effort(LANDSCAPE_EVALUATIONS, parent=effort)
+            found = best_design(replace(budget, **change), effort=limited)
+        except (InputError, Undecided):  # options that exclude one another, or no result in time
+            continue
+        if found is not None and not portability(found.spec).reasons():
+            return change
+    return {}
+
+
+def _changes(budget: Budget) -> Iterator[dict[str, Any]]:
+    """Yield changes to try, the smallest first: parts as Llama has them, then wider tolerances."""
+    parts: dict[str, dict[str, Any]] = {
+        name: {name: value}
+        for name, value in (
+            ("shape", "llama"),
+            ("position", None),
+            ("norm", None),
+            ("bias", "none"),
+            ("rank", None),
+            ("free_head_width", False),
+            ("multiple", None if budget.multiple is None else Int4.multiple),
+            ("ffn_multiple", None),
+        )
+        if getattr(budget, name) != value
+    }
+    if budget.experts is not None:
+        dense = {"experts": None, "experts_per_token": None, "shared_expert": False}
+        parts["experts"] = {k: v for k, v in dense.items() if getattr(budget, k) != v}
+    more: list[dict[str, Any]] = [{}]
+    if budget.multiple is None:
+        more += [{"tolerance": wider} for wider in TOLERANCES if wider > budget.tolerance]
+        more += [{"multiple": Int4.multiple}]
+    for number in range(len(parts) + 1):
+        for chosen in itertools.combinations(parts.values(), number):
+            change = {name: value for part in chosen for name, value in part.items()}
+            if _exports(budget, change):
+                yield from (change | extra for extra in more)
+
+
+def _exports(budget: Budget, change: dict[str, Any]) -> bool:
+    """Return whether a small model of the changed budget exports: size plays no part in that."""
+    try:
+        changed = replace(budget, **change)
+        heads = changed.kv_heads or 1
+        rank = None if changed.rank is None else 1
+        sizes = Sizes(d_model=2 * heads, n_heads=heads, d_head=2, d_ff=2, n_layers=1, rank=rank)
+        return bool(portability(build_spec(changed, sizes)).exports_as)
+    except InputError:
+        return False
+
+
+def _portability_text(found: Portability) -> str:
+    lines = [found.verdict(), *(f"  {line}" for line in found.reasons())]
+    if found.change:
+        lines.append(f"  yes to both: {command_of(found.change)}")
+    return "\n".join(lines)
+
+
+# --- unusual shapes -----------------------------------------------------------------------------
 
 
 @spec
 class UnusualShape:
-    """A shape that nobody builds, and the option with a value that asks for a more usual one."""
+    """A shape that nobody builds, and options that ask for a more usual one."""
 
     what: str
-    option: Literal["min_aspect", "max_aspect"]
-    value: int
+    options: dict[str, Any]
+    then: str
 
     def text(self) -> str:
         """Return the warning with the command-line option that avoids it."""
-        side = "least" if self.option == "min_aspect" else "most"
-        flag = f"--{self.option.replace('_', '-')}"
-        limit = f"d_model of at {side} {self.value} x the layers"
-        return f"{self.what}; {flag} {self.value} asks for {limit}"
+        return f"{self.what}; {command_of(self.options)} asks for {self.then}"
 
 
-def unusual_shape(design: Design) -> UnusualShape | None:
-    """Return a warning if a design meets every constraint with very many layers, or very few."""
-    sizes = design.sizes
+def unusual_shapes(design: Design) -> tuple[UnusualShape, ...]:
+    """Return a warning for very many layers, or very few, and for heads of a strange width."""
+    sizes, found = design.sizes, []
     layers = "one layer" if sizes.n_layers == 1 else f"{sizes.n_layers} layers"
     what = f"an unusual shape: {layers} of width {sizes.d_model}"
-    if sizes.d_model < LEAST_ASPECT * sizes.n_layers:
-        return UnusualShape(what=what, option="min_aspect", value=LEAST_ASPECT)
-    if sizes.d_model > MOST_ASPECT * sizes.n_layers:
-        return UnusualShape(what=what, option="max_aspect", value=MOST_ASPECT)
-    return None
+    for is_odd, option, side, limit in (
+        (sizes.d_model < LEAST_ASPECT * sizes.n_layers, "min_aspect", "least", LEAST_ASPECT),
+        (sizes.d_model > MOST_ASPECT * sizes.n_layers, "max_aspect", "most", MOST_ASPECT),
+    ):
+        if is_odd:
+            then = f"d_model of at {side} {limit} x the layers"
+            found.append(UnusualShape(what=what, options={option: limit}, then=then))
+    least, most = HEAD_WIDTHS
+    if sizes.d_head % 2 or not least <= sizes.d_head <= 2 * most:
+        # An odd width has no pairs to rotate, and fused kernels, which end at 256, pad it.
+        found.append(
+            UnusualShape(
+                what=f"an unusual width of heads: {sizes.d_head}",
+                options={"heads": "any"},
+                then=f"heads {least} to {most} wide",
+            )
+        )
+    return tuple(found)
+
+
+# --- costs --------------------------------------------------------------------------------------
 
 
 @spec
@@ -69,7 +218,6 @@ def design_costs(model: ModelSpec, *, batch: int, device: str = "cpu") -> tuple[
     memory = training_memory(model, batch=batch, length=length, device=device)
     cache = cache_bytes(model, batch=1, length=1, itemsize=4)
     at_batch = f"batch {batch} x {length:,} in float32"
-    same = "32 divides neither width: the same as int8" if _is_int8(forms) else ""
     return (
         Cost(
             name="forward, per token",
@@ -84,12 +232,7 @@ def design_costs(model: ModelSpec, *, batch: int, device: str = "cpu") -> tuple[
             note="forward and backward",
         ),
         *(
-            Cost(
-                name=f"weights in {form}",
-                value=count,
-                unit="bytes",
-                note=same if form == "int4" else "",
-            )
+            Cost(name=f"weights in {form}", value=count, unit="bytes")
             for form, count in forms.items()
         ),
         Cost(
@@ -114,19 +257,14 @@ def design_costs(model: ModelSpec, *, batch: int, device: str = "cpu") -> tuple[
     )
 
 
-def _is_int8(forms: dict[str, int]) -> bool:
-    """Return True if 32 divides no width, so that int4 stays int8."""
-    return forms["int4"] == forms["int8"]
-
-
 def design_text(answer: Answer, *, batch: int, device: str = "cpu") -> str:
     """Return the answer as text: table, wishes, alternatives, what is not proven, costs."""
     parts = [str(answer.best), format_allocation(answer.spec), answer.best.text(answer.budget)]
+    if answer.best.portability is not None:
+        parts.append(_portability_text(answer.best.portability))
     if answer.gave_way:
         parts.append("gave way\n" + "\n".join(f"  {line}" for line in answer.gave_way))
-    unusual = unusual_shape(answer.best)
-    if unusual is not None:
-        parts.append(unusual.text())
+    parts += [warning.text() for warning in unusual_shapes(answer.best)]
     if answer.alternatives:
         parts.append(f"other designs within the tolerance\n{answer.table()}")
     if answer.not_proven:
@@ -142,8 +280,6 @@ def _costs_text(model: ModelSpec, *, batch: int, device: str) -> str:
     memory = training_memory(model, batch=batch, length=length, device=device)
     cache = cache_bytes(model, batch=1, length=1, itemsize=4)
     weights = "   ".join(f"{form} {format_bytes(count)}" for form, count in forms.items())
-    if _is_int8(forms):
-        weights += "   (32 divides neither width, so int4 stays int8)"
     return "\n".join(
         [
             f"FLOPs per token    forward {format_flops(work.forward / length)}   training "

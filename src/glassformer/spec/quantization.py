@@ -172,6 +172,43 @@ def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
     )
 
 
+@spec
+class Coverage:
+    """How far a scheme fits a model: the number of layers that it fits, and why not the others.
+
+    Heads and a tied table are not counted: they have a scheme of their own.
+    """
+
+    scheme: Scheme
+    fitting: int
+    unfit: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The scheme's name, with int8 beside it where layers stay int8; empty if none fits."""
+        if not self.fitting:
+            return ""
+        return f"{self.scheme.name} and int8" if self.unfit else self.scheme.name
+
+    def why(self) -> str:
+        """Return the first reason why a layer does not fit, and the number of such layers."""
+        layer, reason = next(iter(self.unfit.items()))
+        more = len(self.unfit) - 1
+        others = f", and {more} more layer{'s' if more > 1 else ''}" if more else ""
+        return f"{reason} of {layer}{others}"
+
+
+def coverage(model: ModelSpec, scheme: Scheme) -> Coverage:
+    """Return which layers of a model a scheme fits."""
+    layers = {
+        layer_of(p.name): scheme.why_not(p.shape[-1])
+        for p in targets(model)
+        if p.role not in ("head", "embedding")
+    }
+    unfit = {layer: reason for layer, reason in layers.items() if reason}
+    return Coverage(scheme=scheme, fitting=len(layers) - len(unfit), unfit=unfit)
+
+
 def untied(model: ModelSpec) -> ModelSpec:
     """Return the same model with heads that have weights of their own."""
     if is_factorized(model.embedding):

@@ -83,6 +83,8 @@ class Int4:
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
     summary: ClassVar[str] = "4-bit integers, one scale per group of inputs"
+    #: A width that is a multiple of this can be cut.
+    multiple: ClassVar[int] = min(GROUPS)
     default_method: ClassVar[Method] = "mse"
 
     group: int | None = None

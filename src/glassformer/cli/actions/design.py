@@ -7,12 +7,11 @@ from typing import Any
 import typer
 
 from glassformer.budget.answer import Answer
-from glassformer.budget.design import design
 from glassformer.budget.infeasible import InfeasibleBudget, Undecided
 from glassformer.budget.question import Budget
 from glassformer.cli.shell.output import write_file
 from glassformer.cli.shell.terminal import tell
-from glassformer.lab.budget_report import design_text, run_of_design, step_time_text
+from glassformer.lab.budget_report import design, design_text, run_of_design, step_time_text
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
 

@@ -13,10 +13,10 @@ from typing import Any
 from glassformer.budget.answer import Answer, Design
 from glassformer.budget.design import EXPANSIONS, RATIOS, ask, drift, neighbour, solve
 from glassformer.budget.effort import Effort, SearchStopped
-from glassformer.budget.infeasible import Infeasible, InfeasibleBudget, Undecided, show
+from glassformer.budget.infeasible import Infeasible, InfeasibleBudget, Undecided, command_of, show
 from glassformer.budget.question import WISHES, Budget
 from glassformer.costs.parameter_table import allocation_lines
-from glassformer.lab.budget_report import design_costs, run_of_design, unusual_shape
+from glassformer.lab.budget_report import design_costs, judged, run_of_design, unusual_shapes
 from glassformer.lab.plots.figures import MOST_DRIFT
 from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError, MachineError
@@ -113,7 +113,7 @@ def _text(value: Any) -> str:
 def _solve(options: dict[str, Any]) -> Answer:
     stop = until(PATIENCE)
     try:
-        return solve(ask(options, Effort(stop=stop)), stop=stop)
+        return judged(solve(ask(options, Effort(stop=stop)), stop=stop), stop=stop)
     except Undecided as error:
         hint = f"the command can search on: {command(options | {'thorough': True})}"
         raise InputError(error.what, hint=hint) from error
@@ -136,10 +136,16 @@ def design(query: Query, lab: Workspace) -> dict[str, Any]:
     except InfeasibleBudget as error:
         return shown | {"infeasible": _infeasible(error.certificate)}
     best = answer.best
-    unusual = unusual_shape(best)
+    assert best.portability is not None, "judged"
     return shown | {
         "verdict": list(best.parts()),
         "design": best.to_dict(),
+        "portable": {
+            "verdict": best.portability.verdict(),
+            "reasons": best.portability.reasons(),
+            "settings": best.portability.change,
+            "label": command_of(best.portability.change),
+        },
         "within": abs(best.error) <= answer.budget.tolerance,
         "lines": [
             {"name": line.name, "parameters": line.parameters, "share": line.share}
@@ -152,9 +158,9 @@ def design(query: Query, lab: Workspace) -> dict[str, Any]:
         ],
         "gave_way": list(answer.gave_way),
         "not_proven": list(answer.not_proven),
-        "warnings": []
-        if unusual is None
-        else [{"what": unusual.what, "settings": {unusual.option: unusual.value}}],
+        "warnings": [
+            {"what": each.what, "settings": each.options} for each in unusual_shapes(best)
+        ],
         "alternatives": [
             {"name": each.name, "miss": each.miss, "settings": each.options or None}
             | each.to_dict()
