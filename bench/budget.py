@@ -16,12 +16,13 @@ import torch
 
 from bench.footprint import optimizer_bytes, saved_bytes
 from glassformer.budget.answer import Answer
-from glassformer.budget.design import design, solve
+from glassformer.budget.design import solve
 from glassformer.budget.infeasible import InfeasibleBudget
 from glassformer.budget.question import Budget
 from glassformer.costs.estimates import training_memory
 from glassformer.costs.timing import step_time
 from glassformer.data.batch import Batch
+from glassformer.lab.budget_report import design
 from glassformer.lab.measure.machine_rates import calibrate
 from glassformer.models.model import build
 from glassformer.spec.model import ModelSpec
@@ -50,6 +51,7 @@ def sane_grid() -> Iterator[Budget]:
         VOCABULARIES, BUDGETS, RATIOS, EXPANSIONS, HEADS, (True, False)
     ):
         budget = Budget(
+            shape="classic",
             vocab=vocab,
             params=total,
             heads=heads,
@@ -65,6 +67,7 @@ def source_grid(*, free_head_width: bool) -> Iterator[Budget]:
     """Yield the default budget with other ratios and expansions, tied and untied."""
     for tied, ratio, glu in itertools.product((True, False), RATIOS, EXPANSIONS):
         yield Budget(
+            shape="classic",
             tied=tied,
             free_head_width=free_head_width,
             embedding_ratio=ratio,
@@ -257,7 +260,7 @@ def run(device: str = "cpu") -> Iterator[dict[str, object]]:
         yield from grid_rows(grid, f"sane grid, 0.5%, {len(grid)} points")
         tight = [replace(budget, tolerance=0.001) for budget in grid]
         yield from grid_rows(tight, f"sane grid, 0.1%, {len(grid)} points")
-        yield from grid_rows([Budget()], "the source's default")
+        yield from grid_rows([Budget(shape="classic")], "the source's default")
         for free in (False, True):
             name = "free head width" if free else "heads divide d_model"
             yield from grid_rows(list(source_grid(free_head_width=free)), f"source's grid, {name}")

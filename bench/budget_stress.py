@@ -63,6 +63,7 @@ def mixed(draw: random.Random) -> Budget:
     }
     chosen = {name: value() for name, value in options.items() if draw.random() < 0.2}
     return Budget(
+        shape="classic",
         params=_between(draw, 1e4, 1e10),
         vocab=_between(draw, 2, 3e5),
         tolerance=draw.choice(TOLERANCES),

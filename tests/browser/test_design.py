@@ -7,9 +7,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from glassformer.budget.answer import Answer
-from glassformer.budget.design import EXPANSIONS, RATIOS, design
+from glassformer.budget.design import EXPANSIONS, RATIOS
 from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocation_lines
+from glassformer.lab.budget_report import design
 from glassformer.spec.options import options_of
 from glassformer.spec.units import format_bytes
 from tests.browser.conftest import FORMS, Opener, Watch

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from glassformer.budget.ordering import level
 from glassformer.budget.question import Budget
+from glassformer.spec.model import LayerNorm, Learned, Rotary
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ def covered(budget: Budget, d: int, rank: int | None) -> int:
 def outside(budget: Budget, d: int, rank: int | None) -> int:
     table = budget.vocab * d if rank is None else rank * (budget.vocab + d)
     head = 0 if budget.tied else budget.vocab * d
-    places = budget.length * d if budget.position == "learned" else 0
+    places = budget.length * d if isinstance(budget.position_part, Learned) else 0
     return table + head + places + norm(budget, d)
 
 
 def norm(budget: Budget, d: int) -> int:
-    return 2 * d if budget.norm == "layernorm" else d
+    return 2 * d if isinstance(budget.norm_part, LayerNorm) else d
 
 
 def block(budget: Budget, d: int, n_heads: int, d_head: int, f: int) -> int:
@@ -55,7 +56,7 @@ def block(budget: Budget, d: int, n_heads: int, d_head: int, f: int) -> int:
 
 
 def heads(budget: Budget, d: int) -> list[tuple[int, int]]:
-    even = budget.position == "rotary"
+    even = isinstance(budget.position_part, Rotary)
     groups = budget.kv_heads or 1
     if budget.heads == "any":
         widths = range(16, 129) if d >= 16 else [d]
@@ -73,7 +74,7 @@ def heads(budget: Budget, d: int) -> list[tuple[int, int]]:
 def step(budget: Budget, d: int) -> int:
     """The next width that the rules admit."""
     following = d + 1
-    while following % budget.multiple or not heads_admit(budget, following):
+    while following % budget.model_step or not heads_admit(budget, following):
         following += 1
     return following
 
@@ -86,7 +87,7 @@ def candidates(budget: Budget, *, low: int, high: int) -> Iterator[Candidate]:
     """Every design with a count between the bounds that keeps every limit."""
     d = 0
     while outside(budget, d := d + 1, 1 if budget.rank == "any" else budget.rank) <= high:
-        if d % budget.multiple:
+        if d % budget.model_step:
             continue
         least = outside(budget, d, 1 if budget.rank == "any" else budget.rank)
         small = [

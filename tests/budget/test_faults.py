@@ -45,13 +45,13 @@ def limits() -> None:
     """A wide tolerance, so that the ratio's own limit decides."""
     for total in range(200, 1200, 20):
         for wish in ({"exact_ratio": True}, {"ratio_within": 0.003}):
-            budget = Budget(
+            budget = Budget(shape="classic", 
                 params=total, tolerance=0.1, vocab=29, length=3, heads=2, max_layers=2,
                 embedding_ratio=0.31, **wish, glu_expansion=2.0, exact_expansion=True,
             )  # fmt: skip
             test_budget.answer_is_there_and_best(budget)
         for multiple in (3, 5):
-            budget = Budget(
+            budget = Budget(shape="classic", 
                 params=total, tolerance=0.1, vocab=7, length=3, heads=1,
                 ffn_multiple=multiple, max_layers=1, embedding_ratio="free",
             )  # fmt: skip
@@ -63,13 +63,13 @@ def halves() -> None:
     for params, tolerance, ratio, glu in itertools.product(
         range(300, 1500, 120), (0.01, 0.1), (0.1, 0.4, "free"), (0.5, 2.0)
     ):
-        budget = Budget(
+        budget = Budget(shape="classic", 
             params=params, tolerance=tolerance, vocab=7, length=3, heads=2, embedding_ratio=ratio,
             glu_expansion=glu,
         )  # fmt: skip
         test_budget.answer_is_there_and_best(budget)
     for params in range(300, 1500, 60):
-        budget = Budget(
+        budget = Budget(shape="classic", 
             params=params, tolerance=0.01, vocab=7, length=3, heads=1, max_layers=2,
             embedding_ratio="free", glu_expansion=2.0, glu_within=0.05,
         )  # fmt: skip
@@ -93,13 +93,15 @@ def laws() -> None:
     draw = random.Random(0)
     for tied in (True, False):
         for position in ("rotary", "none"):
-            budget = Budget(tied=tied, position=position, kv_heads=2, rank=3, bias="all")
+            budget = Budget(
+                shape="classic", tied=tied, position=position, kv_heads=2, rank=3, bias="all"
+            )
             sizes = [draw.randint(2, 9) for _ in range(5)]
             test_budget.laws_are_counts(budget, *sizes[:2], 6, *sizes[2:])
 
 
 def grouped() -> None:
-    budget = Budget(
+    budget = Budget(shape="classic", 
         params=60_000, vocab=50, length=8, heads="any", kv_heads=2, tolerance=0.02,
         embedding_ratio="free", max_layers=1,
     )  # fmt: skip
@@ -114,7 +116,7 @@ def grouped() -> None:
 def freed() -> None:
     """Every head width within two of an even share, and no other."""
     for n_heads, d_model in ((3, 7), (8, 100), (4, 64)):
-        budget = Budget(heads=n_heads, free_head_width=True)
+        budget = Budget(shape="classic", heads=n_heads, free_head_width=True)
         near = [h for h in range(1, d_model) if abs(h - d_model / n_heads) <= 2]
         assert heads_of(budget, d_model) == [(n_heads, h) for h in near]
 
@@ -122,7 +124,7 @@ def freed() -> None:
 def ranked() -> None:
     """One count alone, so that most ranks are solved for; and many counts."""
     for total, tolerance in itertools.product(range(1500, 4500, 150), (0.0003, 0.03)):
-        budget = Budget(
+        budget = Budget(shape="classic", 
             params=total, tolerance=tolerance, vocab=5, length=3, heads=1, rank="any",
             embedding_ratio=0.2, max_layers=2,
         )  # fmt: skip
@@ -149,7 +151,7 @@ def efforts() -> None:
 
 
 def certified() -> None:
-    budget = Budget(params=1000, vocab=900, length=8, heads=2, tolerance=0.01)
+    budget = Budget(shape="classic", params=1000, vocab=900, length=8, heads=2, tolerance=0.01)
     for most in (10, 100, 300, 1000):
         test_limited_search.limited_certificate_is_true(budget, most)
 

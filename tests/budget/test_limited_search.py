@@ -8,18 +8,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from glassformer.budget import search
-from glassformer.budget.design import EVALUATIONS, design, solve
+from glassformer.budget.design import EVALUATIONS, solve
 from glassformer.budget.effort import Effort
 from glassformer.budget.infeasible import InfeasibleBudget, Undecided, certificate
 from glassformer.budget.ordering import LEVEL, least_drift, level
-from glassformer.budget.question import Budget
 from glassformer.budget.search import Search
 from glassformer.spec.errors import InputError
 from tests.budget import brute
-from tests.budget.test_budget import _changed, answer_is_there_and_best, small_budgets
+from tests.budget.test_budget import (
+    _changed,
+    answer_is_there_and_best,
+    classic,
+    design,
+    small_budgets,
+)
 
 #: Any rank, a tiny ratio: millions of ranks and widths drift alike.
-LONG = Budget(
+LONG = classic(
     params=9_095_283_794,
     vocab=500,
     tolerance=1e-4,
@@ -30,7 +35,7 @@ LONG = Budget(
     max_aspect=40.0,
 )
 #: Three counts, and ten thousand widths with as many ranks each.
-OPEN = Budget(
+OPEN = classic(
     params=1_436_673_388,
     vocab=3,
     tolerance=1e-9,
@@ -150,9 +155,9 @@ def test_a_long_search_ends_with_a_design_and_says_what_is_not_proven():
 
 
 def test_the_best_of_one_search_may_be_proven_and_others_not():
-    near = solve(Budget())
+    near = solve(classic())
     assert near.not_proven == ()
-    assert near == solve(Budget(), thorough=True)
+    assert near == solve(classic(), thorough=True)
 
 
 def test_nothing_found_and_nothing_ruled_out_is_neither_an_answer_nor_a_refusal():
@@ -169,7 +174,7 @@ def test_nothing_found_and_nothing_ruled_out_is_neither_an_answer_nor_a_refusal(
 
 def test_a_thorough_search_has_no_limit():
     """The limit, made small, leaves open what a thorough search answers."""
-    budget = Budget(params=3000, vocab=11, length=3, heads=2, tolerance=0.01)
+    budget = classic(params=3000, vocab=11, length=3, heads=2, tolerance=0.01)
     few = Search(budget, effort=Effort(2))
     assert few.best() is None
     assert not few.is_proven
@@ -210,7 +215,7 @@ def test_designs_of_the_nearest_count_are_ordered_too():
 def nearest_are_ordered():
     """Of all designs as near to the total, one whose drift has the least level."""
     for total in range(300, 900, 37):
-        budget = Budget(
+        budget = classic(
             params=total, tolerance=0.2, vocab=11, length=3, heads=1,
             embedding_ratio=0.3, glu_expansion=2.0,
         )  # fmt: skip
@@ -231,7 +236,7 @@ def test_widths_without_a_d_ff_are_left_out_and_no_others():
     seen = 0
     for total in range(2000, 4000, 500):
         for value, multiple, rank in ((2.66, 1, None), (2.5, 3, None), (1.3, 1, "any")):
-            budget = Budget(
+            budget = classic(
                 params=total, tolerance=0.03, vocab=7, length=2, heads=1, rank=rank,
                 ffn_multiple=multiple, embedding_ratio=0.1, max_layers=5,
                 glu_expansion=value, glu_within=0.004,
@@ -256,7 +261,7 @@ def test_what_counts_leave_is_what_designs_have():
         {"heads": 1, "rank": "any", "embedding_ratio": 0.2, "bias": "qkv"},
     )
     for kind in kinds:
-        budget = Budget(params=600, **(common | kind))
+        budget = classic(params=600, **(common | kind))
         every = {made.count for made in brute.candidates(budget, low=580, high=620)}
         assert len(every) < 41 or "bias" in kind
         for count in range(580, 621):

@@ -7,7 +7,7 @@ from glassformer.budget.effort import Effort, SearchStopped
 from glassformer.budget.question import Budget
 from glassformer.budget.search import Search
 
-LONG = Budget(vocab=256, params=10**9, heads="any", rank="any")
+LONG = Budget(shape="classic", vocab=256, params=10**9, heads="any", rank="any")
 
 
 def after(calls):
@@ -25,7 +25,7 @@ def test_a_search_is_stopped_by_its_signal() -> None:
     with pytest.raises(SearchStopped):
         solve(LONG, stop=after(20))
     with pytest.raises(SearchStopped):
-        neighbour(Budget(), 0.3, 2.0, stop=after(3))
+        neighbour(Budget(shape="classic"), 0.3, 2.0, stop=after(3))
 
 
 def test_a_share_of_an_effort_has_the_same_signal() -> None:
@@ -37,4 +37,4 @@ def test_a_share_of_an_effort_has_the_same_signal() -> None:
 
 
 def test_a_search_that_is_not_stopped_is_the_same_with_a_signal() -> None:
-    assert solve(Budget(), stop=lambda: False) == solve(Budget())
+    assert solve(Budget(shape="classic"), stop=lambda: False) == solve(Budget(shape="classic"))

@@ -7,8 +7,12 @@ import sys
 import tomllib
 
 import pytest
+import torch
+import transformers
 
-from glassformer.budget.infeasible import Infeasible
+import glassformer as gf
+from glassformer.adapters.counterpart import differences
+from glassformer.budget.infeasible import Infeasible, InfeasibleBudget
 from glassformer.budget.question import Budget
 from glassformer.cli import main as command
 from glassformer.lab.recipes import read_config
@@ -29,9 +33,25 @@ KEYS = {
     "embedding_ratio",
     "glu_expansion",
     "tied",
+    "exports_as",
+    "gguf",
+    "int4",
 }
 ASKED = ("--params", "10M", "--vocab", "16000", "--embedding-ratio", "0.35")
-SMALL = ("--params", "60k", "--vocab", "300", "--length", "24", "--heads", "4", "--batch", "4")
+SMALL = (
+    "--shape",
+    "classic",
+    "--params",
+    "60k",
+    "--vocab",
+    "300",
+    "--length",
+    "24",
+    "--heads",
+    "4",
+    "--batch",
+    "4",
+)
 
 
 @pytest.fixture
@@ -56,7 +76,7 @@ def test_json_has_the_promised_keys_and_the_count_is_the_models(glass, untied):
     )
     assert (code, err) == (0, "")
     found = json.loads(out)
-    assert set(found) == KEYS | {"gave_way", "not_proven", "alternatives"}
+    assert set(found) == KEYS | {"why_not", "change", "gave_way", "not_proven", "alternatives"}
     assert found["target"] == 10_000_000
     assert abs(found["error"]) <= 0.005
     assert found["error"] == found["params"] / found["target"] - 1
@@ -115,28 +135,81 @@ def test_people_are_told_dimensions_drift_and_costs(glass):
         assert words in out
 
 
-def test_what_is_saved_trains(glass, tmp_path):
-    path = tmp_path / "spec.toml"
-    code, _, err = glass("design", *SMALL, "--no-time", "--save", path)
+def test_what_is_saved_trains_and_leaves(glass, tmp_path):
+    """Design, train, export: transformers gives the same logits, GGUF takes it, int4 cuts it."""
+    path, runs = tmp_path / "spec.toml", tmp_path / "runs"
+    asked = ("--params", "180k", "--vocab", "300", "--length", "24", "--heads", "4", "--batch", "4")
+    code, out, err = glass("design", *asked, "--no-time", "--save", path)
     assert code == 0
+    assert "exports as Llama: yes · int4: yes\n" in out
     assert f"saved {path}" in err
     assert f"glass train {path}" in err
     spec = read_config(path)
-    assert abs(count_parameters(spec.model) - 60_000) <= 300
+    assert abs(count_parameters(spec.model) - 180_000) <= 900
     assert spec.task.vocab_size == spec.model.vocab_size == 300
     assert (spec.task.length, spec.train.batch_size) == (24, 4)
     assert tomllib.loads(path.read_text())["model"]["vocab_size"] == 300
+    assert sum(p.numel() for p in build(spec.model, device="meta").parameters()) == (
+        count_parameters(spec.model)
+    )
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     code, out, _ = glass(
-        *("train", path, "--steps", 2, "--runs", tmp_path / "runs", "--json"),
+        *("train", path, "--steps", 2, "--name", "small", "--runs", runs, "--json"),
         *(f"task.path={text}", "train.evaluate_examples=8"),
     )
     assert code == 0
     assert json.loads(out.splitlines()[-1])["steps"] == 2
-    assert sum(p.numel() for p in build(spec.model, device="meta").parameters()) == (
-        count_parameters(spec.model)
-    )
+    assert glass("convert", runs / "small", tmp_path / "hf", "--to", "hf")[0] == 0
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    ours, ids = gf.load(runs / "small"), torch.randint(0, 300, (2, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours.model(ids)["next"], theirs(ids).logits, rtol=1e-5, atol=1e-5
+        )
+    file = tmp_path / "small.gguf"
+    assert glass("convert", runs / "small", file, "--to", "gguf", "--dtype", "q8_0")[0] == 0
+    assert not differences(gf.load(file).spec, spec.model)
+    code, out, _ = glass("quantize", runs / "small", "--scheme", "int4", "--runs", runs, "--json")
+    assert code == 0
+    assert json.loads(out)["layers"] == 3 * 7 + 1
+
+
+def test_a_verdict_that_says_no_names_a_change_that_says_yes(glass):
+    for asked in (
+        ("--params", "10M", "--shape", "classic"),
+        ("--params", "10M", "--experts", "8", "--position", "learned"),
+        ("--params", "10M", "--multiple", "8"),
+        ("--params", "350k", "--vocab", "2000", "--heads", "4"),  # 0.5 % is too tight for 32
+    ):
+        found = json.loads(glass("design", *asked, "--json")[1])
+        assert not (found["exports_as"] and found["int4"])
+        assert found["why_not"]
+        options = {"params": asked[1], "vocab": 16000}
+        pairs = zip(asked[2::2], asked[3::2], strict=True)
+        options |= {flag[2:]: value for flag, value in pairs}
+        mended = gf.design(**options | found["change"]).best.portability
+        assert mended.verdict() == "exports as Llama: yes · int4: yes"
+    _, out, _ = glass("design", "--params", "10M", "--shape", "classic", "--no-time")
+    assert "exports as Llama: no · int4: no\n  export: " in out
+    assert "  yes to both: --shape llama\n" in out
+    assert "int4" not in out[out.index("\nweights") :]  # no size of what cannot be made
+    found = json.loads(glass("design", "--params", "10M", "--bias", "qkv", "--json")[1])
+    assert (found["exports_as"], found["gguf"], found["int4"]) == ("Qwen2", "qwen2", True)
+
+
+def test_the_multiple_is_int4s_where_that_is_near_the_wishes():
+    best = gf.design("10M", 16000).best
+    assert (best.sizes.d_model, best.sizes.d_ff, best.sizes.n_layers) == (192, 544, 15)
+    assert all(width % 32 == 0 for width in (best.sizes.d_model, best.sizes.d_ff))
+    # 96 wide with one layer would keep the total, 20 points away from the wished ratio
+    small = gf.design("350k", 2000, heads=4).best
+    assert small.sizes.d_model == 64
+    assert not small.portability.int4
+    by_name = {d.name: d for d in gf.design("10M", 16000).alternatives}
+    assert abs(by_name["any width"].ratio_drift) < 0.01
+    with pytest.raises(InfeasibleBudget):  # requested, it is a limit
+        gf.design("10M", 16000, multiple=32, ratio_within=0.001)
 
 
 def test_a_picture_is_drawn(glass, tmp_path):
@@ -157,9 +230,9 @@ def test_infeasible_is_exit_1_with_a_certificate(glass):
     assert glass(*again)[0] == 0
     code, out, _ = glass("design", "--params", "100k", "--vocab", "16000")
     assert code == 1
-    assert out.startswith("infeasible: 16,000 tokens at the narrowest width allowed, 8")
+    assert out.startswith("infeasible: 16,000 tokens at the narrowest width allowed, 16")
     assert f"  --vocab {nearest['vocab']}\n" in out
-    assert "no change of one of these alone does: --length --untied" in out
+    assert "no change of one of these alone does: --tolerance --untied" in out
     vocab = re.search(r"--vocab (\d+)", out)[1]
     assert glass("design", "--params", "100k", "--vocab", vocab, "--json")[0] == 0
 
@@ -213,10 +286,32 @@ def test_bad_input_is_exit_2_three_lines_and_a_hint(glass, words, message):
 
 
 #: Any rank and a tiny ratio: more widths and ranks than a search looks at.
-LONG = ("--params", "9095283794", "--vocab", 500, "--tolerance", "0.01%", "--heads", 3)
+LONG = (
+    "--shape",
+    "classic",
+    "--params",
+    "9095283794",
+    "--vocab",
+    500,
+    "--tolerance",
+    "0.01%",
+    "--heads",
+    3,
+)
 LONG += ("--embedding-ratio", 0.001, "--ffn-multiple", 11, "--rank", "any", "--max-aspect", 40)
 #: Three counts, and too many designs to rule them out.
-OPEN = ("--params", "1436673388", "--vocab", 3, "--tolerance", "1e-9", "--heads", 7)
+OPEN = (
+    "--shape",
+    "classic",
+    "--params",
+    "1436673388",
+    "--vocab",
+    3,
+    "--tolerance",
+    "1e-9",
+    "--heads",
+    7,
+)
 OPEN += ("--length", 11131, "--bias", "all", "--norm", "rmsnorm", "--glu-expansion", 1)
 OPEN += ("--exact-expansion", "--rank", "any")
 

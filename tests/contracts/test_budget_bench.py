@@ -24,7 +24,7 @@ GRID = list(sane_grid())
 def test_the_grid_is_large_and_sane():
     assert len(GRID) >= 2_800
     assert len({(b.vocab, b.params) for b in GRID}) > 40
-    assert naive_depth(Budget(), 0.35, 2.66) == 11
+    assert naive_depth(Budget(shape="classic"), 0.35, 2.66) == 11
 
 
 @pytest.mark.parametrize("tolerance", [0.005, 0.001])

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from glassformer.budget.design import design
 from glassformer.costs.estimates import (
     activations,
     flops,
@@ -19,6 +18,7 @@ from glassformer.costs.estimates import (
 )
 from glassformer.costs.timing import Rates, rate_at, step_time
 from glassformer.data.batch import Batch
+from glassformer.lab.budget_report import design
 from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.execution import PIECE

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from glassformer.budget.design import EXPANSIONS, RATIOS, drift, landscape
-from glassformer.budget.design import design as solve
 from glassformer.budget.question import Budget
 from glassformer.cli.main import app
 from glassformer.costs.estimates import cache_bytes, flops, training_memory, weight_bytes
+from glassformer.lab.budget_report import design as solve
 from glassformer.lab.budget_report import run_of_design
 from glassformer.lab.runs.record import to_toml
 from glassformer.spec.errors import InputError
@@ -106,15 +106,18 @@ def test_a_budget_without_a_design_says_why_and_what_would_do() -> None:
 
 
 def test_unusual_shapes_are_warned_of_and_the_button_mends_them() -> None:
-    told = asked(tied="false")
+    told = asked(shape="classic", tied="false")
     (warning,) = told["warnings"]
     assert warning["what"] == "an unusual shape: 42 layers of width 112"
-    mended = asked(tied="false", **warning["settings"])
+    mended = asked(shape="classic", tied="false", heads="any", **warning["settings"])
     assert not mended["warnings"]
+    (odd,) = asked(shape="classic")["warnings"]
+    assert odd["what"] == "an unusual width of heads: 27"
+    assert not asked(shape="classic", **odd["settings"])["warnings"]
     wide = asked(params="1G", vocab=50_000)
     assert "one layer of width" in wide["warnings"][0]["what"]
-    (warning,) = wide["warnings"]
-    narrower = warning["settings"]
+    assert "width of heads" in wide["warnings"][1]["what"]
+    narrower = {k: v for warning in wide["warnings"] for k, v in warning["settings"].items()}
     assert not asked(params="1G", vocab=50_000, **narrower)["warnings"]
 
 

@@ -106,7 +106,7 @@ class Design:
             f"{self.params:,} parameters ({self.miss})",
             f"d_model {sizes.d_model}",
             f"d_ff {sizes.d_ff} ({self.glu_expansion:.2f}x)",
-            f"{sizes.n_layers} layers",
+            f"{sizes.n_layers} layer{'s' if sizes.n_layers > 1 else ''}",
             f"{sizes.n_heads} heads of {sizes.d_head}",
             *(() if sizes.rank is None else (f"rank {sizes.rank}",)),
             *(() if self.active_params == self.params else (f"{self.active_params:,} active",)),

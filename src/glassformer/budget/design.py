@@ -91,7 +91,8 @@ def solve(
             raise undecided(budget, effort)
     if found is None:
         raise InfeasibleBudget(certificate(budget, effort))
-    asked, not_proven = budget, []
+    asked = budget
+    not_proven: list[str] = []
     if budget.is_open:
         budget, search, found, not_proven = _rounded(budget, search, found, effort)
     best = _design("best", budget, found)
@@ -103,7 +104,7 @@ def solve(
         others = tuple(_distinct(best, candidates))
         not_proven += [f"{each.name}: {each.unproven}" for each in candidates if each.unproven]
     return Answer(
-        budget=budget,
+        budget=asked,
         best=best,
         alternatives=others,
         gave_way=_gave_way(budget, asked, best),

@@ -35,6 +35,9 @@ LARGE = 3_000_000
 #: for neural language models" (arXiv:2001.08361), figure 5; small models that are deep on purpose
 #: have 19 (MobileLLM-125M, 30 of 576, arXiv:2402.14905).
 LEAST_ASPECT, MOST_ASPECT = 8, 1024
+#: A width of heads is unusual outside these, or if it is odd: it then has no pairs to rotate.
+#: stories260K has 8; FlashAttention's kernels end at 256.
+LEAST_HEAD, MOST_HEAD = 8, 256
 #: Tolerances that are tried where whole multiples of int4 are out of reach.
 TOLERANCES = (0.01, 0.02, 0.05)
 
@@ -180,16 +183,13 @@ def unusual_shapes(design: Design) -> tuple[UnusualShape, ...]:
         if is_odd:
             then = f"d_model of at {side} {limit} x the layers"
             found.append(UnusualShape(what=what, options={option: limit}, then=then))
-    least, most = HEAD_WIDTHS
-    if sizes.d_head % 2 or not least <= sizes.d_head <= 2 * most:
-        # An odd width has no pairs to rotate, and fused kernels, which end at 256, pad it.
-        found.append(
-            UnusualShape(
-                what=f"an unusual width of heads: {sizes.d_head}",
-                options={"heads": "any"},
-                then=f"heads {least} to {most} wide",
-            )
-        )
+    what, (least, most) = f"an unusual width of heads: {sizes.d_head}", HEAD_WIDTHS
+    if not LEAST_HEAD <= sizes.d_head <= MOST_HEAD:
+        then = f"heads {least} to {most} wide"
+        found.append(UnusualShape(what=what, options={"heads": "any"}, then=then))
+    elif sizes.d_head % 2:
+        options = {"multiple": 2 * sizes.n_heads}
+        found.append(UnusualShape(what=what, options=options, then="an even one"))
     return tuple(found)
 
 

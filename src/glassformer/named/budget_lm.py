@@ -93,9 +93,8 @@ class ModelConfig:
             heads=self.n_heads,
             tied=self.tied_lm_head,
             length=self.max_seq_length,
-            position="learned",
+            shape="classic",  # learned positions, LayerNorm
             bias="none",
-            norm="layernorm",
             embedding_ratio=self.embedding_ratio,
             glu_expansion=self.glu_expansion,
         )

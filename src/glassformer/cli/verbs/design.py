@@ -25,13 +25,16 @@ def design(
 ) -> None:
     """Find the dimensions that meet a parameter budget.
 
-    The total is met, and every wish that gave way is named. Exit 1 if no design exists: the reason
+    The total is met, every wish that gave way is named, and so is whether the model exports as a
+    Llama and cuts to int4. Exit 1 if no design exists: the reason
     and the nearest changes that work are printed. A search ends after about half a second: what is
     not proven by then is listed, and exit 5 if nothing was found. Examples:
 
       glass design --params 10M --vocab 16000
 
-      glass design --params 350k --vocab 2000 --length 128 --heads 4 --save small.toml
+      glass design --params 500k --vocab 2000 --length 128 --heads 4 --save small.toml
+
+      glass design --params 10M --vocab 16000 --shape classic
 
       glass design --params 10M --vocab 256 --embedding-ratio free --multiple 64
     """

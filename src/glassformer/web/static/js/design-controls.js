@@ -101,8 +101,8 @@ export class Controls {
         (tied) => this.settle({ tied: tied ? undefined : false }), { name: "tied" }),
       field("When they cannot all hold, keep",
         select(KEEP, kept(view), (value) => this.settle({ ...this.unlimited, ...FLAGS[value] }), { name: "keep" })),
-      field("Widths are multiples of", select([["1", "anything"], "8", "16", "32", "64"], String(view.multiple ?? 1),
-        (value) => this.settle({ multiple: value === "1" ? undefined : Number(value) }), { name: "multiple" })),
+      field("Widths are multiples of", select([["", "what int4 takes, if near"], ["1", "anything"], 8, 16, 32, 64],
+        view.multiple ?? "", (value) => this.settle({ multiple: Number(value) || undefined }), { name: "multiple" })),
       field("The count may be off by",
         select([...new Set([0.0005, 0.001, 0.005, 0.01, 0.05, view.tolerance ?? 0.005])].map((each) =>
           [String(each), `${Number((100 * each).toPrecision(4))} %`]), String(view.tolerance ?? 0.005),
@@ -112,9 +112,10 @@ export class Controls {
   }
 
   #control({ name, label, help, kind, choices, default: usual }, value = usual) {
-    const settle = (chosen) => this.settle({ [name]: chosen === usual ? undefined : chosen });
+    const settle = (chosen) => this.settle({ [name]: chosen === usual || chosen === "" ? undefined : chosen });
     if (kind === "flag") return check(label, value, settle, { name, title: help });
-    if (kind === "choice") return field(label, select(choices, value, settle, { name }), { hint: help });
+    const all = usual === null ? [["", "as the shape has it"], ...choices] : choices; // "" is the default
+    if (kind === "choice") return field(label, select(all, value ?? "", settle, { name }), { hint: help });
     const box = el("input", { type: "text", name, value: value ?? "", autocomplete: "off", spellcheck: "false",
       onchange: (event) => this.settle({ [name]: event.target.value.trim() || undefined }) });
     return field(label, box, { hint: help });

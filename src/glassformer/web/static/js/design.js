@@ -11,7 +11,7 @@ const RESTING = 250; // milliseconds without a change before the landscape is re
 /** Parts of the bar, in the order of the table; the line "layers" is the sum of three of them. */
 const DRAWN = ["token embedding", "position embedding", "head", "attention", "feed-forward", "norms", "final norm"];
 
-const NUMBERS = ["parameters", "off", "d_model", "d_ff", "layers", "ratio", "GLU"]; // of each alternative
+const NUMBERS = ["parameters", "off", "d_model", "d_ff", "layers", "ratio", "GLU", "int4"]; // of each alternative
 const query = (view) => Object.fromEntries(Object.entries(view).filter(([, value]) => value !== undefined)
   .map(([name, value]) => [name, String(value)]));
 const keep = (object, wanted) => Object.fromEntries(Object.entries(object).filter(([name]) => wanted(name)));
@@ -35,24 +35,19 @@ class Options {
   /** Only what differs from where the page begins. */
   address(view) {
     return Object.fromEntries(Object.entries(view)
-      .filter(([name, value]) => value !== undefined && this.defaults[name] !== value)
+      .filter(([name, value]) => value != null && this.defaults[name] !== value)
       .map(([name, value]) => [name, typeof value === "boolean" ? Number(value) : String(value)]));
   }
 }
 
 class Design {
-  view = null;
-  answer = null;
-  wanted = null;
-  solved = null;
-  gone = false;
-
   constructor(root, context, options) {
     Object.assign(this, { root, context, options });
     const settle = (patch) => this.settle(patch);
     this.controls = new Controls(options.all, options.wishes, { move: (patch) => this.#move(patch), settle });
     this.verdict = el("p", { class: "verdict", id: "verdict" });
-    this.bar = el("div", { class: "stacked", "aria-hidden": "true" });
+    this.portable = el("div", { id: "portable" });
+    this.bar = el("div", { "aria-hidden": "true" });
     this.title = el("h2", { id: "places-title" }, "Where the parameters are");
     this.found = el("div", { class: "found" });
     this.below = el("div", { class: "stack" });
@@ -61,7 +56,7 @@ class Design {
       embedding_ratio: detail.ratio, glu_expansion: detail.glu }));
     fill(root,
       el("section", { class: "panel answer", "aria-labelledby": "answer-title" },
-        el("h2", { id: "answer-title", class: "visually-hidden" }, "Answer"), this.verdict, this.bar),
+        el("h2", { id: "answer-title", class: "visually-hidden" }, "Answer"), this.verdict, this.portable, this.bar),
       el("div", { class: "two" },
         el("section", { class: "panel budget", "aria-labelledby": "budget-title" },
           el("h2", { id: "budget-title" }, "Budget"), this.controls.root),
@@ -70,7 +65,7 @@ class Design {
           this.below,
           el("section", { class: "panel", "aria-labelledby": "land-title" },
             el("h2", { id: "land-title" }, "What other wishes would give", el("span", { class: "muted" },
-              " layers × d_model; the stronger the ground, the farther from the wish")), this.land))));
+              " layers × d_model; the darker a cell, the less both wishes are met")), this.land))));
     this.solveSoon = perFrame(() => this.#solve());
   }
 
@@ -81,11 +76,10 @@ class Design {
   }
 
   settle(patch) {
-    const view = Object.fromEntries(Object.entries({ ...this.view, ...patch })
-      .filter(([, value]) => value !== undefined));
+    const address = this.options.address({ ...this.view, ...patch });
     this.loud = true;
-    this.context.go(this.options.address(view));
-    this.update(this.options.address(view)); // the address may be the same: a slider dragged and brought back
+    this.context.go(address);
+    this.update(address); // the address may be the same: a slider dragged and brought back
   }
 
   update(params) {
@@ -154,13 +148,16 @@ class Design {
   }
 
   #refused(error) {
-    fill(this.verdict, "No answer");
-    fill(this.title, "Why");
-    this.verdict.className = "verdict bad";
-    fill(this.bar);
+    this.#none("No answer");
     fill(this.found, el("p", {}, error.what ?? String(error)), error.hint && el("p", { class: "hint" }, error.hint));
-    fill(this.below);
     if (error.what === undefined) this.context.alert(error);
+  }
+
+  #none(verdict) {
+    this.verdict.className = "verdict bad";
+    fill(this.verdict, verdict);
+    fill(this.title, "Why");
+    for (const part of [this.portable, this.bar, this.below]) fill(part);
   }
 
   #draw(answer) {
@@ -169,35 +166,36 @@ class Design {
     this.verdict.className = "verdict good";
     fill(this.title, "Where the parameters are");
     fill(this.verdict, "✓ ", el("strong", {}, total), rest.map((part) => ` · ${part}`));
+    const { verdict, reasons, settings, label } = answer.portable;
+    fill(this.portable, el("p", { class: reasons.length ? "warn" : "good" }, verdict, " ",
+      label && this.#asking(settings, label)), reasons.map((line) => el("p", { class: "note" }, line)));
     this.#allocation(answer.lines);
     fill(this.below, this.#others(answer), this.#costs(answer.costs));
   }
 
   #infeasible({ why, changes, helpless, unknown }) {
-    this.verdict.className = "verdict bad";
-    fill(this.title, "Why");
-    fill(this.verdict, "✕ ", el("strong", {}, "No design keeps these limits"));
-    fill(this.bar);
+    this.#none(["✕ ", el("strong", {}, "No design keeps these limits")]);
     fill(this.found, el("p", { id: "why" }, why),
       changes.length > 0 && [el("h3", {}, "Each of these changes alone makes it feasible"),
         el("div", { class: "row changes" }, changes.map(({ label, settings }) =>
         el("button", { type: "button", onclick: () => this.settle(settings) }, label)))],
       helpless.length > 0 && el("p", { class: "note" }, `No change of one of these alone: ${helpless.join(", ")}.`),
       unknown.length > 0 && el("p", { class: "note" }, `Not known of these: ${unknown.join(", ")}.`));
-    fill(this.below);
   }
 
   #allocation(lines) {
     const number = (name) => DRAWN.indexOf(name) + 1;
-    fill(this.bar, lines.filter(({ name, parameters }) => number(name) && parameters).map(({ name, share }) => {
-      const part = el("span", { class: `part series-${number(name)}`, title: `${name} ${percent(share, 2)}` },
-        share > 0.09 ? name : "");
+    const drawn = lines.filter(({ name, parameters }) => number(name) && parameters);
+    const swatch = (name) => el("span", { class: number(name) ? `swatch series-${number(name)}` : "swatch" });
+    fill(this.bar, el("div", { class: "stacked" }, drawn.map(({ name, share }) => {
+      const part = el("span", { class: `series-${number(name)}`, title: name });
       part.style.width = `${100 * share}%`;
       return part;
-    }));
+    })),
+    el("p", { class: "parts" }, drawn.map(({ name, share }) =>
+      el("span", {}, swatch(name), `${name} ${percent(share, share < 0.001 ? 3 : 1)}`))));
     const row = ({ name, parameters, share, note, indented }) => el("tr", { class: indented ? "indented" : null },
-      el("th", { scope: "row" },
-        el("span", { class: number(name) ? `swatch series-${number(name)}` : "swatch", "aria-hidden": "true" }), name),
+      el("th", { scope: "row" }, swatch(name), name),
       el("td", { class: "n" }, count(parameters)), el("td", { class: "n" }, percent(share, 2)),
       el("td", { class: "muted wide" }, note));
     const total = lines.at(-1);
@@ -215,11 +213,14 @@ class Design {
         props: { id: "costs", class: "data costs" } }));
   }
 
+  #asking(settings, label) {
+    return el("button", { type: "button", class: "small", onclick: () => this.settle(settings) }, label);
+  }
+
   #others({ gave_way: gave, not_proven: open, warnings, alternatives }) {
-    const asking = (settings) => settings
-      && el("button", { type: "button", class: "small", onclick: () => this.settle(settings) }, "request it");
     const rows = alternatives.map((one) => [one.name, count(one.params), one.miss, one.d_model, one.d_ff, one.n_layers,
-      percent(one.embedding_ratio, 2), fixed(one.glu_expansion, 2), asking(one.settings) ?? ""]);
+      percent(one.embedding_ratio, 2), fixed(one.glu_expansion, 2), one.int4 ? "yes" : "no",
+      one.settings ? this.#asking(one.settings, "request it") : ""]);
     return el("section", { class: "panel", "aria-labelledby": "gave-title" },
       el("h2", { id: "gave-title" }, "What gave way"),
       gave.length ? el("ul", { id: "gave-way" }, gave.map((line) => el("li", {}, line)))
@@ -227,8 +228,7 @@ class Design {
       open.length > 0 && el("ul", { id: "not-proven", class: "note" },
         open.map((line) => el("li", {}, `not proven: ${line}`))),
       warnings.map(({ what, settings }) => el("p", { class: "warn" }, `⚠ ${what}. `,
-        el("button", { type: "button", class: "small", onclick: () => this.settle(settings) },
-          `request ${Object.entries(settings).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`)}`))),
+        this.#asking(settings, `request ${Object.entries(settings).flat().join(" ").replaceAll("_", " ")}`))),
       el("h3", {}, "Other designs within the tolerance"),
       scrolled("Other designs", table({ caption: "Designs that are best at one thing each",
         head: ["best at", ...NUMBERS.map((text) => ({ text, n: true })), silent("choose")],
