@@ -17,6 +17,7 @@ from glassformer.budget.question import Budget
 from glassformer.cli import main as command
 from glassformer.lab.recipes import read_config
 from glassformer.models.model import build
+from glassformer.quant.contents import quantization_report
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.options import options_of
 
@@ -170,9 +171,10 @@ def test_what_is_saved_trains_and_leaves(glass, tmp_path):
     file = tmp_path / "small.gguf"
     assert glass("convert", runs / "small", file, "--to", "gguf", "--dtype", "q8_0")[0] == 0
     assert not differences(gf.load(file).spec, spec.model)
-    code, out, _ = glass("quantize", runs / "small", "--scheme", "int4", "--runs", runs, "--json")
-    assert code == 0
-    assert json.loads(out)["layers"] == 3 * 7 + 1
+    assert glass("quantize", runs / "small", "--scheme", "int4", "--runs", runs, "--json")[0] == 0
+    cut = quantization_report(gf.load(runs / "small-int4").model).layers
+    assert [name for name, layer in cut.items() if layer.scheme.name != "int4"] == ["embed"]
+    assert len(cut) == 3 * 7 + 1
 
 
 def test_a_verdict_that_says_no_names_a_change_that_says_yes(glass):
