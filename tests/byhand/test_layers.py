@@ -90,6 +90,20 @@ def test_attention_function() -> None:
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
+def test_attention_without_heads_is_attention_with_one() -> None:
+    q, k, v = (np.random.default_rng(i).standard_normal((B, T, 4)) for i in range(3))
+    mask = np.tril(np.ones((T, T), bool))
+    out, weights, _ = scaled_dot_product_attention(q, k, v, mask=mask)
+    headed = scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], mask=mask)
+    assert out.shape == (B, T, 4) and weights.shape == (B, T, T)
+    np.testing.assert_array_equal(out, headed[0][:, 0])
+    np.testing.assert_array_equal(weights, headed[1][:, 0])
+    batched = scaled_dot_product_attention(q, k, v, mask=np.broadcast_to(mask, (B, T, T)))
+    np.testing.assert_array_equal(out, batched[0])
+    with pytest.raises(InputError, match=r"q, k, v have shapes \(5, 4\)"):
+        scaled_dot_product_attention(q[0], k[0], v[0])
+
+
 def test_mask_of_multi_head_attention() -> None:
     layer = MultiHeadAttention(D, 3, rng=rng())
     layer.forward(X, mask=np.tril(np.ones((T, T), bool)))
@@ -126,7 +140,7 @@ def test_a_layer_learns(kind: Any) -> None:
 
 
 def test_transformer_end_to_end() -> None:
-    model = Transformer(digits(d_model=D, n_heads=3, d_ff=F), rng=rng())
+    model = Transformer.of(digits(d_model=D, n_heads=3, d_ff=F), rng=rng())
     tokens = np.random.default_rng(0).integers(0, 20, (7, 5))
     answers, loss = tokens[:, 0], CrossEntropyLoss()
     optimizer = Adam(model.model, lr=3e-3)
@@ -139,3 +153,31 @@ def test_transformer_end_to_end() -> None:
         optimizer.step()
     assert losses[-1] < 0.3 * losses[0]
     assert all(np.isfinite(grad).all() for grad in model.grads.values())
+
+
+def test_sizes_make_a_transformer_and_an_optimizer_takes_it() -> None:
+    model = Transformer(V, D, 3, F, 2, max_seq_len=9, rng=rng())
+    same = Transformer.of(model.spec, rng=rng())
+    assert all(np.array_equal(array, same.params[name]) for name, array in model.params.items())
+    tokens, valid = np.zeros((2, 4), int), np.array([[1, 1, 1, 1], [1, 1, 0, 0]], bool)
+    assert model.forward(tokens, valid).shape == (2, V)
+    optimizer = Adam(model)
+    assert sum(slot.param.size for slot in optimizer.slots) == model.model.storage.vector.size
+    with pytest.raises(InputError, match="length 5 exceeds max_seq_len 4"):
+        PositionalEncoding(D, max_seq_len=4).forward(X)
+
+
+def test_without_rng_first_values_are_new_each_time() -> None:
+    makers = (
+        lambda: Linear(D, V),
+        lambda: Embedding(V, D),
+        lambda: MultiHeadAttention(D, 3),
+        lambda: FeedForward(D, F),
+        lambda: TransformerBlock(D, 3, F),
+        lambda: Transformer(V, D, 3, F, 1),
+    )
+    for make in makers:
+        one, other = make(), make()
+        assert any(not np.array_equal(one.params[n], other.params[n]) for n in one.params)
+    norm = LayerNorm(D)
+    assert norm.gamma is norm.params["weight"] and norm.beta is norm.params["bias"]

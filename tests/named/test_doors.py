@@ -6,7 +6,7 @@ import torch
 
 import glassformer as gf
 from glassformer.adapters.native import CustomTransformerAdapter
-from glassformer.named import budget_lm, core, fsm_probe, seq2seq
+from glassformer.named import budget_lm, by_hand, core, fsm_probe, seq2seq
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.quant.convert import (
     dequantize_model,
@@ -193,3 +193,54 @@ def test_an_encoder_decoder_says_how_to_give_its_source():
         gf.generate(_core(), [1], source=[1, 2])
     with pytest.raises(gf.GlassError, match="`source` goes with token ids"):
         gf.generate(_seq2seq(), "text", source=[1, 2])
+
+
+# --- by hand: copied to torch, weight for weight --------------------------------------------------
+
+
+@pytest.fixture
+def hand():
+    return by_hand.Transformer(20, 16, 2, 32, 2, max_seq_len=12, rng=np.random.default_rng(3))
+
+
+def test_a_hand_model_is_verified_against_itself(hand):
+    report = gf.verify(hand, only="reference")
+    assert report.passed == 1 and not report.failed
+    assert gf.verify(hand.model, only="by hand").passed == 4
+    hand.params["blocks.0.attn.q_proj.weight"][0, 0] += 1  # the copy follows: it is made anew
+    assert not gf.verify(hand, only="reference").failed
+
+
+def test_a_hand_model_that_computes_something_else_is_found(hand, monkeypatch):
+    forward = hand.model.forward
+    monkeypatch.setattr(
+        hand.model, "forward", lambda *a, **k: {n: x * 1.01 for n, x in forward(*a, **k).items()}
+    )
+    assert gf.verify(hand, only="reference").failed == 1
+
+
+def test_a_hand_model_is_inspected_saved_quantized_evaluated(hand, tmp_path):
+    ids = by_hand.tokenize("SECOND 7 3 9 SEP")
+    seen = gf.inspect(hand, ids)
+    layer = hand.model.forward(np.array([ids]), taps=(taps := {}))
+    np.testing.assert_allclose(
+        seen.attention[1, 0].tensor.numpy(), taps["blocks.1.attn.weights"][0, 0], atol=1e-12
+    )
+    gf.save(hand, tmp_path / "saved")
+    loaded = gf.load(tmp_path / "saved")
+    np.testing.assert_allclose(
+        loaded(torch.tensor([ids])).detach().numpy(), layer["answer"], atol=1e-12
+    )
+    assert is_model_quantized(gf.quantize(hand, bits=8)) is True
+    examples = by_hand.generate_dataset(50, np.random.default_rng(0))
+    assert gf.evaluate(hand, "digits").accuracy >= 0
+    assert 0 <= by_hand.evaluate(hand, by_hand.create_batches(examples)) <= 1
+
+
+def test_what_a_hand_model_cannot_do_is_said(hand, tmp_path):
+    with pytest.raises(gf.GlassError, match="cannot generate with a Transformer"):
+        gf.generate(hand, [1])
+    with pytest.raises(gf.GlassError, match="a Transformer has no taps of ours"), gf.trace(hand):
+        pass
+    with pytest.raises(gf.GlassError, match="no Hugging Face architecture"):
+        gf.export(hand, tmp_path / "hf")

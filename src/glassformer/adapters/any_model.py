@@ -4,16 +4,15 @@ formats for any model, built or loaded, given texts or token ids."""
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.folder.export_hf import Exported, export_hf
 from glassformer.adapters.gguf.export_gguf import DTYPES, export_gguf
-from glassformer.adapters.load import adapt, save
+from glassformer.adapters.load import AnyModel, adapt, save
 from glassformer.adapters.native import NativeAdapter
 from glassformer.data.batch import Batch
 from glassformer.lens.capture import tapped_model
@@ -34,7 +33,7 @@ Format = Literal["hf", "native", "gguf"]
 
 
 def export(
-    model: BaseAdapter | Model, path: str | Path, *, to: Format = "hf", dtype: str | None = None
+    model: AnyModel, path: str | Path, *, to: Format = "hf", dtype: str | None = None
 ) -> Exported:
     """Write a Hugging Face folder, a GGUF file, or a checkpoint of ours; never overwrite one.
 
@@ -64,7 +63,7 @@ Tokens = Batch | Inputs | Tensor | np.ndarray | Sequence[int]
 
 
 def inspect(
-    model: BaseAdapter | Model,
+    model: AnyModel,
     text: str | Tokens,
     *,
     target: str | None = None,
@@ -95,7 +94,7 @@ def inspect(
 
 
 def patch_activations(
-    model: BaseAdapter | Model,
+    model: AnyModel,
     clean: str | Run,
     corrupt: str | Run,
     *,
@@ -162,10 +161,16 @@ def quantize(
         tied=tied,
         indivisible=indivisible,
     )
-    if isinstance(model, NativeAdapter):
-        made = _quantized(copy.deepcopy(model.model), spec, calibrate, select, backend)
-        return model.with_model(made)
-    return _quantized(copy.deepcopy(model), spec, calibrate, select, backend)
+    if isinstance(model, Model):
+        return _quantized(copy.deepcopy(model), spec, calibrate, select, backend)
+    adapter = adapt(model)
+    if not isinstance(adapter, NativeAdapter):
+        raise InputError(
+            f"{type(adapter.model).__name__} is another library's module",
+            hint='load it with backend="native"',
+        )
+    made = _quantized(copy.deepcopy(adapter.model), spec, calibrate, select, backend)
+    return cast(M, adapter.with_model(made))
 
 
 @torch.no_grad()

@@ -25,18 +25,16 @@ from glassformer.adapters.folder.origin import (
 from glassformer.adapters.folder.weights import FileWeights, filled, folder_weights
 from glassformer.adapters.gguf.header import SUFFIX, is_gguf
 from glassformer.adapters.gguf.load import open_gguf, read_gguf_spec
-from glassformer.adapters.native import (
-    CustomTransformerAdapter,
-    NativeAdapter,
-    TrainingConfig,
-    save_model,
-)
+from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import adapter_for, adapter_named
 from glassformer.adapters.table import identity_plan, make_plan
 from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_transformers
+from glassformer.byhand.layers import Transformer as HandTransformer
+from glassformer.byhand.model import Model as HandModel
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import Model
 from glassformer.models.model import build as build_model
+from glassformer.models.state import dtype_of, load_weights
 from glassformer.quant.contents import restored_model
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import FileError, InputError
@@ -145,13 +143,27 @@ def read_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
     return family.spec_of(config), f"a Hugging Face folder ({config.data.get('model_type')})"
 
 
-def adapt(module: nn.Module, *, backend: Backend = "native") -> BaseAdapter:
-    """Return a live module as a model: one of ours, or transformers', converted or wrapped."""
+#: Anything that computes: a module of ours or of transformers, or a by-hand model.
+AnyModel = nn.Module | HandModel | HandTransformer
+
+
+def adapt(module: AnyModel, *, backend: Backend = "native") -> BaseAdapter:
+    """Return anything that computes as a model: where every function takes what it is given.
+
+    One of ours comes as it is; a by-hand model is copied to torch, weight for weight; a live module
+    of transformers is converted or wrapped.
+    """
     one_of("backend", backend, ("native", "transformers"))
     if isinstance(module, BaseAdapter):
         return module
     if isinstance(module, Model):
         return CustomTransformerAdapter(module)
+    if isinstance(module, HandTransformer):
+        module = module.model
+    if isinstance(module, HandModel):
+        model = build_model(module.spec).to(dtype_of(module.params))
+        load_weights(model, module.params)
+        return CustomTransformerAdapter(model)
     read = Config.of_module(module)
     adapter, family = adapter_for(read)
     if backend == "native":
@@ -161,13 +173,10 @@ def adapt(module: nn.Module, *, backend: Backend = "native") -> BaseAdapter:
     )
 
 
-def save(model: BaseAdapter | Model, path: str | Path) -> Path:
+def save(model: AnyModel, path: str | Path) -> Path:
     """Write a checkpoint folder that `load` opens; an existing one is never overwritten."""
     folder = Path(path)
-    if isinstance(model, BaseAdapter):
-        model.save_checkpoint(folder)
-    else:
-        save_model(folder, model)
+    adapt(model).save_checkpoint(folder)
     return folder
 
 

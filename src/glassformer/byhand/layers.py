@@ -1,13 +1,14 @@
 """Layers as objects that keep their cache, thin wrappers of the forward and backward functions.
 
 Each has `params` and `grads` under manifest leaf names, `forward` and `backward`. The model
-itself (`model.py`) uses the functions; these are for reading, and for trying one part alone.
+itself (`model.py`) uses the functions; these are for reading, and for trying one part alone. First
+values come from `rng`, or from a new generator.
 
 The larger ones: attention, feed-forward, block, complete model.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from glassformer.byhand.linear import LinearCache, linear_backward, linear_forwa
 from glassformer.byhand.loss import LossCache, cross_entropy_backward, cross_entropy_forward
 from glassformer.byhand.model import Model, Tape
 from glassformer.byhand.norm import NormCache, layer_norm_backward, layer_norm_forward
-from glassformer.byhand.optim import Slot
+from glassformer.byhand.optim import Slot, slots_of
 from glassformer.byhand.pass_context import Array, PassContext, Workspace
 from glassformer.byhand.storage import fill, under
 from glassformer.spec import model as spec
@@ -46,14 +47,16 @@ from glassformer.spec.manifest import (
     ffn_parameters,
     linear_parameters,
 )
+from glassformer.spec.presets import digits
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head, V vocab, C classes
 
 T = TypeVar("T")
 
 
-def draw(parameters: Sequence[Parameter], *, rng: np.random.Generator) -> dict[str, Array]:
+def draw(parameters: Sequence[Parameter], *, rng: np.random.Generator | None) -> dict[str, Array]:
     """Sample arrays in float64 by the manifest's rules."""
+    rng = np.random.default_rng() if rng is None else rng
     arrays = {parameter.name: np.empty(parameter.shape) for parameter in parameters}
     for parameter in parameters:
         fill(arrays[parameter.name], rule=parameter.init, rng=rng)
@@ -80,9 +83,9 @@ class Linear(Layer):
         d_in: int,
         d_out: int,
         *,
-        rng: np.random.Generator,
         bias: bool = True,
         he: bool = False,
+        rng: np.random.Generator | None = None,
     ) -> None:
         super().__init__()
         rules = linear_parameters(
@@ -109,8 +112,11 @@ class Linear(Layer):
 class Embedding(Layer):
     """table[token]; the gradients of a repeated token add up."""
 
-    def __init__(self, vocab_size: int, d_model: int, *, rng: np.random.Generator) -> None:
+    def __init__(
+        self, vocab_size: int, d_model: int, *, rng: np.random.Generator | None = None
+    ) -> None:
         super().__init__()
+        rng = np.random.default_rng() if rng is None else rng
         self.params = {"weight": rng.normal(0.0, d_model**-0.5, (vocab_size, d_model))}
         self.grads = {"weight": np.zeros((vocab_size, d_model))}
         self._cache: tuple[Array, float] | None = None
@@ -127,11 +133,16 @@ class Embedding(Layer):
 class PositionalEncoding(Layer):
     """x + PE(position), from a table computed once."""
 
-    def __init__(self, d_model: int, *, max_seq_len: int) -> None:
+    def __init__(self, d_model: int, *, max_seq_len: int = 512) -> None:
         super().__init__()
         self.table_SD = sinusoids(max_seq_len, d_model=d_model)
 
     def forward(self, x_BTD: Array) -> Array:
+        if x_BTD.shape[1] > len(self.table_SD):
+            raise InputError(
+                f"length {x_BTD.shape[1]} exceeds max_seq_len {len(self.table_SD)}",
+                hint="PositionalEncoding(d_model, max_seq_len=...)",
+            )
         return x_BTD + self.table_SD[: x_BTD.shape[1]]
 
     def backward(self, dout_BTD: Array) -> Array:
@@ -147,6 +158,16 @@ class LayerNorm(Layer):
         self.params = {"weight": np.ones(width), "bias": np.zeros(width)}
         self.grads = {"weight": np.zeros(width), "bias": np.zeros(width)}
         self._cache: NormCache | None = None
+
+    @property
+    def gamma(self) -> Array:
+        """The learned scale."""
+        return self.params["weight"]
+
+    @property
+    def beta(self) -> Array:
+        """The learned shift."""
+        return self.params["bias"]
 
     def forward(self, x: Array) -> Array:
         out, self._cache = layer_norm_forward(
@@ -184,18 +205,34 @@ class Softmax(Layer):
 
 
 def scaled_dot_product_attention(
-    q_BNTH: Array, k_BNSH: Array, v_BNSH: Array, *, mask: Array | None = None
+    q: Array, k: Array, v: Array, *, mask: Array | None = None
 ) -> tuple[Array, Array, AttendCache]:
-    """Output (B, N, T, H), weights (B, N, T, S), and the cache for `attend_backward`.
+    """Output, weights, and the cache for `attend_backward`.
 
-    mask: True = may attend; a row without any gives zeros.
+    q, k, v: (batch, seq, d_k), or with heads (batch, N, seq, d_k); the output has the same form,
+    the weights (batch, seq, seq) or (batch, N, seq, seq). mask: True = may attend, (T, S),
+    (B, T, S) or (B, N, T, S); a row without any gives zeros.
     """
-    allow = None if mask is None else np.asarray(mask, q_BNTH.dtype)
-    pass_context = PassContext(Workspace(q_BNTH.dtype))
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+        raise InputError(
+            f"q, k, v have shapes {q.shape}, {k.shape}, {v.shape}",
+            hint="(batch, seq, d_k), or (batch, heads, seq, d_k), for all three",
+        )
+    one_head = q.ndim == 3
+    if one_head:
+        q, k, v = q[:, None], k[:, None], v[:, None]
+    allow = permission(mask)
     heads_BTNH, cache = attend_forward(
-        q_BNTH, k_BKSH=k_BNSH, v_BKSH=v_BNSH, pass_context=pass_context, allow=allow
+        q,
+        k_BKSH=k,
+        v_BKSH=v,
+        pass_context=PassContext(Workspace(q.dtype)),
+        allow=None if allow is None else allow.astype(q.dtype),
     )
-    return heads_BTNH.transpose(0, 2, 1, 3), cache.weights_BNTS, cache
+    out_BNTH, weights_BNTS = heads_BTNH.transpose(0, 2, 1, 3), cache.weights_BNTS
+    if one_head:
+        return out_BNTH[:, 0], weights_BNTS[:, 0], cache
+    return out_BNTH, weights_BNTS, cache
 
 
 class CrossEntropyLoss:
@@ -242,7 +279,12 @@ class MultiHeadAttention(Layer):
     """q, k, v and o projections around scaled dot-product attention in n_heads parts."""
 
     def __init__(
-        self, d_model: int, n_heads: int, *, rng: np.random.Generator, n_kv_heads: int | None = None
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        rng: np.random.Generator | None = None,
     ) -> None:
         super().__init__()
         self.attention = spec.Attention(
@@ -278,7 +320,7 @@ class MultiHeadAttention(Layer):
 class FeedForward(Layer):
     """Linear, ReLU, Linear."""
 
-    def __init__(self, d_model: int, d_ff: int, *, rng: np.random.Generator) -> None:
+    def __init__(self, d_model: int, d_ff: int, *, rng: np.random.Generator | None = None) -> None:
         super().__init__()
         self.ffn = spec.MLP(d_ff=d_ff, activation="relu")
         self.params = draw(tuple(ffn_parameters(self.ffn, "", d_model, init=HeInit())), rng=rng)
@@ -301,7 +343,9 @@ class FeedForward(Layer):
 class TransformerBlock(Layer):
     """Attention, add & norm, feed-forward, add & norm: post-norm, as in 2017."""
 
-    def __init__(self, d_model: int, n_heads: int, d_ff: int, *, rng: np.random.Generator) -> None:
+    def __init__(
+        self, d_model: int, n_heads: int, d_ff: int, *, rng: np.random.Generator | None = None
+    ) -> None:
         super().__init__()
         self.block = spec.Block(
             attention=spec.Attention(n_heads=n_heads, bias="all", causal=False),
@@ -339,16 +383,57 @@ class TransformerBlock(Layer):
 
 
 class Transformer:
-    """A `Model` of the digits preset: embedding, sinusoids, blocks, one answer (B, V)."""
+    """Embedding, sinusoids, post-norm blocks and an output projection: one answer (B, V).
 
-    def __init__(self, model: spec.ModelSpec, *, rng: np.random.Generator) -> None:
-        self.model = Model(model, rng=rng)
-        self.params: Mapping[str, Array] = self.model.params
-        self.grads: Mapping[str, Array] = self.model.grads
-        self._head = model.head_names()[0]
+    The answer is read at the last real token. `model` is the `Model` of the digits preset that
+    computes; `Transformer.of(spec)` has any other with one head.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 20,
+        d_model: int = 64,
+        n_heads: int = 4,
+        d_ff: int = 256,
+        n_layers: int = 2,
+        *,
+        max_seq_len: int = 64,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        described = digits(
+            vocab_size=vocab_size,
+            d_model=d_model,
+            n_heads=n_heads,
+            d_ff=d_ff,
+            n_layers=n_layers,
+            max_seq_len=max_seq_len,
+        )
+        self._take(Model(described, rng=rng))
+
+    @classmethod
+    def of(cls, model: spec.ModelSpec, *, rng: np.random.Generator | None = None) -> Self:
+        """Return a new transformer of a spec."""
+        made = cls.__new__(cls)
+        made._take(Model(model, rng=rng))
+        return made
+
+    def _take(self, model: Model) -> None:
+        self.model = model
+        self.params: Mapping[str, Array] = model.params
+        self.grads: Mapping[str, Array] = model.grads
+        self._head = model.spec.head_names()[0]
         self._tape: Tape | None = None
 
-    def forward(self, tokens_BT: Array, *, valid_BT: Array | None = None) -> Array:
+    @property
+    def spec(self) -> spec.ModelSpec:
+        """What the model is."""
+        return self.model.spec
+
+    def slots(self) -> list[Slot]:
+        """Return slots for an optimizer; norms and biases do not decay."""
+        return slots_of(self.model)
+
+    def forward(self, tokens_BT: Array, valid_BT: Array | None = None) -> Array:
         logits, self._tape = self.model.record(self.model.inputs(tokens_BT, valid_BT=valid_BT))
         return np.array(logits[self._head])
 

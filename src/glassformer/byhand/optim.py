@@ -7,7 +7,7 @@ tensors. Long vectors are updated in pieces that stay in the cache.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,19 +35,32 @@ def slots_of(model: Model) -> list[Slot]:
     return [Slot(vector[:cut], grad[:cut], True), Slot(vector[cut:], grad[cut:], False)]
 
 
+class Slotted(Protocol):
+    """A layer or a model with slots of its own."""
+
+    def slots(self) -> list[Slot]:
+        """Return the slices of parameters that an optimizer updates."""
+
+
 class Optimizer(ABC):
     """An optimizer: slots, and a state array for each kind and slot; `step` updates in place."""
 
     kinds: tuple[str, ...]
 
     def __init__(
-        self, trained: Model | Sequence[Slot], *, lr: float, weight_decay: float = 0.0
+        self, trained: Model | Slotted | Sequence[Slot], *, lr: float, weight_decay: float = 0.0
     ) -> None:
         self.lr = lr
         self.weight_decay = weight_decay
         self.steps = 0
         self.model = trained if isinstance(trained, Model) else None
-        self.slots = slots_of(trained) if isinstance(trained, Model) else list(trained)
+        match trained:
+            case Model():
+                self.slots = slots_of(trained)
+            case Sequence():
+                self.slots = list(trained)
+            case _:
+                self.slots = trained.slots()
         self.state = {kind: [np.zeros_like(s.param) for s in self.slots] for kind in self.kinds}
         longest = max(min(slot.param.size, PIECE) for slot in self.slots)
         dtype = self.slots[0].param.dtype
@@ -96,7 +109,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        trained: Model | Sequence[Slot],
+        trained: Model | Slotted | Sequence[Slot],
         *,
         lr: float,
         momentum: float = 0.0,
@@ -131,7 +144,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        trained: Model | Sequence[Slot],
+        trained: Model | Slotted | Sequence[Slot],
         *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -177,7 +190,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        trained: Model | Sequence[Slot],
+        trained: Model | Slotted | Sequence[Slot],
         *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),

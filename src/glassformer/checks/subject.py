@@ -19,9 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.load import adapt
+from glassformer.byhand.layers import Transformer as HandTransformer
+from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.measure import NotOffered, seeded
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Model, model_of
 from glassformer.models.state import load_weights, weights_of
 from glassformer.nn.cache import FixedCache
 from glassformer.nn.taps import Taps
@@ -328,6 +331,30 @@ def _compared(subject: Subject, reference: nn.Module | None) -> Subject:
     )
 
 
+def subject_of_hand(hand: HandModel, *, name: str) -> Subject:
+    """Make a subject of a by-hand model: the same weights in torch, and by hand as the reference.
+
+    The rows that compare every tap and every gradient with autograd's use these weights too.
+    """
+    model = model_of(adapt(hand)).float()  # as the certificate's other subjects
+
+    def logits(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        inputs = with_source(model.spec, tokens_BT, valid_BT)
+
+        def array(tensor: Tensor | None) -> Any:
+            return None if tensor is None else tensor.numpy()
+
+        answers = hand.forward(
+            inputs.tokens_BT.numpy(),
+            valid_BT=array(inputs.valid_BT),
+            source_tokens_BS=array(inputs.source_BS),
+            source_valid_BS=array(inputs.source_valid_BS),
+        )
+        return torch.cat([torch.from_numpy(answer) for answer in answers.values()], -1)
+
+    return replace(subject_of_model(model, name=name), reference=logits)
+
+
 # --- anything -----------------------------------------------------------------------------------
 
 
@@ -347,6 +374,10 @@ def subject_of(
             return subject_of_model(thing.eval(), name=name or type(thing).__name__)
         case BaseAdapter():
             return subject_of_adapter(thing, name=name)
+        case HandModel():
+            return subject_of_hand(thing, name=name or "by hand")
+        case HandTransformer():
+            return subject_of_hand(thing.model, name=name or "by hand")
         case nn.Module():
             return subject_of_module(
                 thing.eval(), name=name, logits=logits, vocab_size=vocab_size, causal=causal

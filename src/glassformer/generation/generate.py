@@ -195,6 +195,10 @@ def prepare(
     Two options are not the spec's: `eos`, the ids that end a text, and `source`, the ids that an
     encoder reads, one sequence or a row for each prompt.
     """
+    if not isinstance(model, Model) and not callable(getattr(model, "get_tokenizer", None)):
+        raise InputError(
+            f"cannot generate with a {type(model).__name__}", hint="gf.build or gf.load a model"
+        )
     specs = (DecodeSpec, BeamSpec, ConstraintSpec, StepSpec)
     known = {each.name for cls in specs for each in options_of(cls)}
     for name in options:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from glassformer.adapters.base import BaseAdapter
-from glassformer.adapters.load import checkpoint_of, load_model
+from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
@@ -37,7 +36,7 @@ from glassformer.lab.runs.threads import (
     threads_of_decoding,
     threads_of_run,
 )
-from glassformer.models.model import Model, model_of
+from glassformer.models.model import model_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA
 from glassformer.spec.own import OwnTask, allow_own_code
@@ -208,7 +207,7 @@ def _name(what: str | Path | RunSpec) -> str:
 
 
 def evaluate(
-    model: str | Path | BaseAdapter | Model,
+    model: str | Path | AnyModel,
     task: "Task | TaskSpec | str | None" = None,
     *,
     split: str | None = None,
@@ -242,7 +241,7 @@ def evaluate(
 
 
 def engine_for(
-    model: str | Path | BaseAdapter | Model,
+    model: str | Path | AnyModel,
     task: "Task | TaskSpec | str | None",
     *,
     device: str | None,
@@ -258,7 +257,7 @@ def engine_for(
         built = build_task(cast(TaskSpec, task))
     else:
         built = cast(Task, task)
-    bare = load_model(model) if isinstance(model, str | Path) else model_of(model)
+    bare = load_model(model) if isinstance(model, str | Path) else model_of(adapt(model))
     check_fit(bare.spec, built)
     bare = bare.eval() if device is None else bare.eval().to(device)
     return TorchEngine(bare, TrainSpec(optimizer=SGD())), built

@@ -1,11 +1,24 @@
-"""The transformer by hand: layers with forward and backward, loss, optimizers, an epoch.
+"""The transformer by hand: every name of its document, in NumPy, with gradients derived by hand.
 
-The layers are `byhand`'s; an epoch and an evaluation use the common training loop and evaluation,
-on the NumPy engine.
+    vocabulary.py       VOCABULARY, REVERSE_VOCABULARY, tokenize, detokenize
+    data_generator.py   generate_example, generate_dataset, split_dataset
+    data_utils.py       create_batch, create_batches
+    layers.py           Linear, Embedding, PositionalEncoding, LayerNorm, ReLU, Softmax
+    attention.py        scaled_dot_product_attention, MultiHeadAttention
+    transformer.py      FeedForward, TransformerBlock, Transformer
+    loss.py             CrossEntropyLoss
+    optimizer.py        Adam, SGD
+    train.py            train_one_epoch, evaluate
+    gradient_check.py   numerical_gradient, relative_error, check_directions
+
+The last two of its files are functions of the package, which take a `Transformer` as it is:
+`gf.evaluate(model, "digits")` has accuracy and confusions by operation, `gf.inspect(model, tokens)`
+the attention of every head. The layers are those of `glassformer.byhand.layers`.
 """
 
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from glassformer.byhand.gradient_check import check_directions, numerical_gradient, relative_error
 from glassformer.byhand.layers import (
@@ -22,16 +35,23 @@ from glassformer.byhand.layers import (
     TransformerBlock,
     scaled_dot_product_attention,
 )
-from glassformer.byhand.model import Model
-from glassformer.byhand.optim import SGD, Adam
-from glassformer.data.task import Task
-from glassformer.data.tasks.digits import create_batch, detokenize, generate_example, tokenize
-from glassformer.lab.measure import evaluate as measure
-from glassformer.spec.train import TrainSpec
-from glassformer.training.fit import fit
-from glassformer.training.numpy_engine import NumpyEngine
+from glassformer.byhand.optim import SGD, Adam, Optimizer
+from glassformer.data.batch import Batch
+from glassformer.data.tasks.digits import (
+    VOCAB,
+    Example,
+    create_batch,
+    detokenize,
+    generate_example,
+    tokenize,
+)
+from glassformer.spec.checks import at_least
+from glassformer.spec.errors import InputError
 
 __all__ = [
+    "REVERSE_VOCABULARY",
+    "SGD",
+    "VOCABULARY",
     "Adam",
     "CrossEntropyLoss",
     "Embedding",
@@ -41,47 +61,91 @@ __all__ = [
     "MultiHeadAttention",
     "PositionalEncoding",
     "ReLU",
-    "SGD",
     "Softmax",
-    "Trainer",
     "Transformer",
     "TransformerBlock",
     "check_directions",
     "create_batch",
+    "create_batches",
     "detokenize",
     "evaluate",
+    "generate_dataset",
     "generate_example",
     "numerical_gradient",
     "relative_error",
     "scaled_dot_product_attention",
+    "split_dataset",
     "tokenize",
     "train_one_epoch",
 ]
 
-
-class Trainer:
-    """A NumPy model, its task and optimizer, and the number of epochs so far."""
-
-    def __init__(self, model: Model, task: Task, train: TrainSpec) -> None:
-        self.engine = NumpyEngine(model, train)
-        self.task = task
-        self.train = train
-        self.epochs = 0
+#: The twenty tokens and their ids, and back.
+VOCABULARY = {name: i for i, name in enumerate(VOCAB.names)}
+REVERSE_VOCABULARY = dict(enumerate(VOCAB.names))
 
 
-def train_one_epoch(trainer: Trainer) -> float:
-    """Train on every example once; return the mean loss of the steps."""
-    batches = -(-trainer.task.sizes()["train"] // trainer.train.batch_size)
-    first = trainer.epochs * batches
-    # The schedule is the whole training's: an epoch must not end it, nor start it anew.
-    steps = max(trainer.train.steps, first + batches)
-    train = replace(trainer.train, steps=steps, accumulate=1)
-    records = fit(trainer.engine, trainer.task, train, start=first)
-    losses = [record.loss for record in islice(records, batches)]
-    trainer.epochs += 1
-    return sum(losses) / len(losses)
+def generate_dataset(count: int = 10_000, rng: np.random.Generator | None = None) -> list[Example]:
+    """Return different examples in random order."""
+    rng, found = np.random.default_rng() if rng is None else rng, dict[Example, None]()
+    while len(found) < count:
+        found[generate_example(rng)] = None
+    return list(found)
 
 
-def evaluate(trainer: Trainer, *, split: str = "val") -> float:
-    """Return the accuracy on held-out examples."""
-    return measure.evaluate(trainer.engine, trainer.task, split=split).accuracy
+def split_dataset(
+    examples: Sequence[Example],
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """Return train, validation and test examples: 80, 10 and 10 %."""
+    first, second = len(examples) * 8 // 10, len(examples) * 9 // 10
+    return list(examples[:first]), list(examples[first:second]), list(examples[second:])
+
+
+def create_batches(
+    examples: Sequence[Example], batch_size: int = 32, rng: np.random.Generator | None = None
+) -> list[Batch]:
+    """Return all examples in batches, each padded to its longest; with `rng`, shuffled first."""
+    at_least("batch_size", batch_size)
+    order = np.arange(len(examples)) if rng is None else rng.permutation(len(examples))
+    return [
+        create_batch([examples[i] for i in order[start : start + batch_size]])
+        for start in range(0, len(examples), batch_size)
+    ]
+
+
+def train_one_epoch(
+    model: Transformer,
+    batches: Iterable[Batch],
+    loss: CrossEntropyLoss,
+    optimizer: Optimizer,
+    *,
+    log_every: int = 10,
+) -> float:
+    """Train on every batch once and return the mean loss of the examples.
+
+    Prints the loss of every tenth batch (`log_every`; 0 prints nothing).
+    """
+    total, seen = 0.0, 0
+    for number, batch in enumerate(batches, start=1):
+        logits = model.forward(batch.tokens, batch.valid)
+        value = loss.forward(logits, batch.targets["answer"])
+        model.backward(loss.backward())
+        optimizer.step()
+        total, seen = total + value * len(batch.tokens), seen + len(batch.tokens)
+        if log_every and number % log_every == 0:
+            print(f"batch {number:4}  loss {value:.4f}")
+    if not seen:
+        raise InputError("an epoch without a batch", hint="create_batches(examples)")
+    return total / seen
+
+
+def evaluate(model: Transformer, batches: Iterable[Batch]) -> float:
+    """Return the share of right answers; no gradient is computed."""
+    right = seen = 0
+    for batch in batches:
+        valid = None if batch.valid.all() else batch.valid
+        (logits,) = model.model.forward(batch.tokens, valid_BT=valid).values()
+        right += int((logits.argmax(-1) == batch.targets["answer"]).sum())
+        seen += len(batch.tokens)
+    if not seen:
+        raise InputError("nothing to evaluate on", hint="create_batches(examples)")
+    return right / seen

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -122,6 +122,7 @@ def under(taps: TapsAt | None, prefix: str) -> TapsAt | None:
     return None if taps is None else taps.under(prefix)
 
 
+@runtime_checkable
 class Traceable(Protocol):
     """A model that can be traced: it uses `scoped_taps` when no taps are passed."""
 
@@ -142,6 +143,11 @@ def trace(
     with trace(model, read="blocks.*.attn.weights") as seen:
         model(tokens)
     """
+    if not isinstance(model, Traceable):
+        raise InputError(
+            f"a {type(model).__name__} has no taps of ours",
+            hint="gf.load a folder of it; gf.inspect takes a by-hand model",
+        )
     taps = Taps(read=read, edit=edit, gradients=gradients)
     taps.check(model.spec)
     before = model.scoped_taps

@@ -212,7 +212,8 @@ def like_reference(subject: Subject) -> Measure:
     worst = scaled_gap(whole, subject.reference(tokens, None))
     padded, valid = _padded(tokens, _lengths(tokens), left=False)
     ours, theirs = subject.logits(padded, valid), subject.reference(padded, valid)
-    worst = max(worst, scaled_gap(ours[valid], theirs[valid]))
+    real = valid if subject.per_position else slice(None)
+    worst = max(worst, scaled_gap(ours[real], theirs[real]))
     return Measure(worst, tolerance_of(whole), subject.size)
 
 

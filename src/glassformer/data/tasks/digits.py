@@ -74,13 +74,14 @@ def answer_of(operation: str, digits: Sequence[int]) -> int:
 
 
 def generate_example(
-    rng: np.random.Generator,
+    rng: np.random.Generator | None = None,
     *,
     min_length: int = 2,
     max_length: int = 6,
     operations: Sequence[str] = OPERATIONS,
 ) -> Example:
     """Return a random operation on a random number of random digits, with its answer."""
+    rng = np.random.default_rng() if rng is None else rng
     operation = operations[int(rng.integers(len(operations)))]
     length = int(rng.integers(min_length, max_length + 1))
     digits = tuple(rng.integers(0, 10, size=length).tolist())
