@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from glassformer import named as named
     from glassformer.adapters.any_model import export as export
     from glassformer.adapters.any_model import inspect as inspect
     from glassformer.adapters.any_model import patch_activations as patch_activations
@@ -93,10 +94,12 @@ _HOME = {
     "verify": "glassformer.checks.report",
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, "named"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "named":  # the source documents' own names, by module
+        return import_module("glassformer.named")
     if name not in _HOME:
         raise AttributeError(f"glassformer has no '{name}'; it has {', '.join(sorted(_HOME))}")
     return getattr(import_module(_HOME[name]), name)

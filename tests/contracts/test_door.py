@@ -63,14 +63,25 @@ def typed() -> dict[str, str]:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
             assert alias.asname == alias.name, "exported explicitly"
+            if node.module == "glassformer":
+                assert alias.name == "named", "the only package that is a name of the door"
+                continue
             found[alias.name] = str(node.module)
     return found
 
 
 def test_both_tables_are_the_same():
     assert typed() == gf._HOME
-    assert sorted(gf.__all__) == sorted(PUBLIC)
-    assert {*PUBLIC, "__version__"} == set(dir(gf))
+    assert sorted(gf.__all__) == sorted([*PUBLIC, "named"])
+    assert {*PUBLIC, "named", "__version__"} == set(dir(gf))
+
+
+def test_the_source_documents_names_are_behind_the_door():
+    for module in gf.named.__all__:
+        assert getattr(gf.named, module) is import_module(f"glassformer.named.{module}")
+    assert dir(gf.named) == gf.named.__all__
+    with pytest.raises(AttributeError, match=r"glassformer.named has no 'nothing'; it has budget"):
+        gf.named.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -129,6 +140,7 @@ text: str = gf.load("runs/lm").generate("Once", temperature=0.8)
 count: int = gf.count_parameters(model)
 loss: float = gf.evaluate("runs/lm").loss
 options: gf.DecodeSpec = gf.DecodeSpec(top_k=5)
+small: gf.named.core.Transformer = gf.quantize(gf.named.core.Transformer(9, 8, 2, 8, 1), bits=8)
 """
 WRONG = """
 import glassformer as gf
