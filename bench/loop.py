@@ -1,6 +1,6 @@
 """What the loop costs beside its steps, at the digits recipe: CPU time measured inside one run.
 
-Four parts of the same run: `engine.step`; making batches (sampler and task); evaluation and
+Four parts of the same run: `engine.submit`; making batches (sampler and task); evaluation and
 checkpoints, which happen as often as they are asked for; and everything else: records, metrics, the
 watch for spikes, the narration, which every step pays. The issue's bar is on the last.
 """
@@ -49,10 +49,10 @@ def measure(engine: str) -> tuple[dict[str, float], float]:
     spec = recipe("digits", [f"train.steps={STEPS}", f"engine={engine}"])
     with TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
         run = TrainingRun(spec, Path(name) / "run")
-        run.engine.step = meter.watch("step", run.engine.step)  # type: ignore[method-assign]
+        run.engine.submit = meter.watch("step", run.engine.submit)  # type: ignore[method-assign]
         run.task.batch = meter.watch("batches", run.task.batch)  # type: ignore[method-assign]
         run._evaluate = meter.watch("looking", run._evaluate)  # type: ignore[method-assign]
-        run._save = meter.watch("saving", run._save)  # type: ignore[method-assign]
+        run._snapshot = meter.watch("saving", run._snapshot)  # type: ignore[method-assign]
         run.prepare()
         narrator = Narrator(STEPS, start=0)
         began = time.process_time()

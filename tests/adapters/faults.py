@@ -20,8 +20,8 @@ FAULTS = [
     Fault(
         "bias dropped",
         "nn.linear:Linear.forward",
-        "F.linear(x, self.weight, self.bias)",
-        "F.linear(x, self.weight)",
+        "linear(x, self.weight, self.bias)",
+        "linear(x, self.weight)",
         "qwen2 untied",
     ),
     Fault(
@@ -47,9 +47,9 @@ FAULTS = [
     ),
     Fault(
         "q-norm dropped",
-        "nn.attention:MultiHeadAttention.queries",
-        "q_BNTH = self.q_norm(q_BNTH)",
-        "pass",
+        "nn.attention:MultiHeadAttention.forward",
+        "self._by_head(q_BTD, self.q_norm, rotation)",
+        "self._by_head(q_BTD, None, rotation)",
         "qwen3 wide heads",
     ),
     Fault(
@@ -82,9 +82,9 @@ FAULTS = [
     ),
     Fault(
         "order of key-value heads",
-        "nn.attention:MultiHeadAttention.keys_values",
-        "self.v_proj(context_BSD), self.d_head)",
-        "self.v_proj(context_BSD), self.d_head).flip(1)",
+        "nn.attention:MultiHeadAttention.forward",
+        "self._by_head(kv[1])",
+        "self._by_head(kv[1]).flip(1)",
         "llama",
     ),
     Fault(

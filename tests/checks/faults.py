@@ -107,11 +107,15 @@ MASK_LATE = (
     "    weights_BNTS = weights_BNTS.masked_fill(added < 0, 0.0)\n"
 )
 NORM_FIRST = (
-    "if self.q_norm is not None:\n"
-    "        q_BNTH = self.q_norm(q_BNTH)\n"
-    "    return q_BNTH if rotation is None else rotate(q_BNTH, *rotation)"
+    "if norm is not None:\n"
+    "        x_BNTH = norm(x_BNTH)\n"
+    "    return x_BNTH if rotation is None else rotate(x_BNTH, *rotation)"
 )
-TURN_FIRST = "return self.q_norm(rotate(q_BNTH, *rotation))"
+TURN_FIRST = (
+    "if rotation is not None:\n"
+    "        x_BNTH = rotate(x_BNTH, *rotation)\n"
+    "    return x_BNTH if norm is None else norm(x_BNTH)"
+)
 FORWARD = "nn.block:TransformerBlock.forward"
 
 FAULTS = (
@@ -133,9 +137,9 @@ FAULTS = (
     Fault("heads split across", "nn.attention:split_heads", "return x_BTNH.transpose(1, 2)", "return x_BTD.unflatten(-1, (d_head, -1)).permute(0, 3, 1, 2)", MULTI_HEAD),
     Fault("heads joined without transpose", "nn.attention:join_heads", "x_BNTH.transpose(1, 2).flatten(2)", "x_BNTH.reshape(x_BNTH.shape[0], x_BNTH.shape[2], -1)", MULTI_HEAD),
     Fault("W_O dropped", "nn.attention:MultiHeadAttention.forward", "self.o_proj(join_heads(heads_BNTH))", "join_heads(heads_BNTH)", MULTI_HEAD),
-    Fault("keys from the value weights", "nn.attention:MultiHeadAttention.keys_values", "self.k_proj(context_BSD)", "self.v_proj(context_BSD)", MULTI_HEAD),
-    Fault("norm after rotation", "nn.attention:MultiHeadAttention.queries", NORM_FIRST, TURN_FIRST, "q/k-norm, then rotation = by hand"),
-    Fault("keys not turned", "nn.attention:MultiHeadAttention.keys_values", "rotate(k_BKSH, *rotation)", "k_BKSH", "q/k-norm, then rotation = by hand"),
+    Fault("keys from the value weights", "nn.attention:MultiHeadAttention.forward", "self.q_proj, self.k_proj", "self.q_proj, self.v_proj", MULTI_HEAD),
+    Fault("norm after rotation", "nn.attention:MultiHeadAttention._by_head", NORM_FIRST, TURN_FIRST, "q/k-norm, then rotation = by hand"),
+    Fault("keys not turned", "nn.attention:MultiHeadAttention.forward", "self._by_head(kv[0], self.k_norm, rotation)", "self._by_head(kv[0], self.k_norm)", "q/k-norm, then rotation = by hand"),
     Fault("wrong projection biased", "nn.attention:MultiHeadAttention.__init__", 'self.k_proj = Linear(d_model, kv_width, bias=attention.bias in ("qkv", "all"))', "self.k_proj = Linear(d_model, kv_width, bias=True)", MANIFEST, "qwen"),
     # masks
     Fault("a query does not see itself", "nn.mask:causal_allow", "k_1S <= q_T1", "k_1S < q_T1", "sliding window = one query at a time"),
@@ -170,7 +174,7 @@ FAULTS = (
     Fault("LayerNorm eps 1e-6 for 1e-5", "nn.norm:build_norm", "LayerNorm(width, eps=norm.eps)", "LayerNorm(width, eps=1e-6)", "LayerNorm = nn.LayerNorm"),
     Fault("RMSNorm eps 1e-5 for 1e-6", "nn.norm:build_norm", "RMSNorm(width, eps=norm.eps)", "RMSNorm(width, eps=1e-5)", "RMSNorm = nn.RMSNorm"),
     Fault("RMSNorm takes the mean off", "nn.norm:RMSNorm.forward", "wide.square().mean(-1, keepdim=True)", "wide.var(-1, keepdim=True, correction=0)", "RMSNorm = nn.RMSNorm"),
-    Fault("SwiGLU gates the wrong half", "nn.ffn:SwiGLU.forward", 'activate(self.gate_proj(x_BTD), "silu") * self.up_proj(x_BTD)', 'self.gate_proj(x_BTD) * activate(self.up_proj(x_BTD), "silu")', "feed-forward = formula"),
+    Fault("SwiGLU gates the wrong half", "nn.ffn:SwiGLU.forward", 'activate(gate_BTF, "silu") * up_BTF', 'gate_BTF * activate(up_BTF, "silu")', "feed-forward = formula"),
     Fault("sigmoid for SiLU", "nn.ffn:activate", "F.silu(x_BTF, inplace=spare)", "F.sigmoid(x_BTF)", "feed-forward = formula"),
     Fault("GELU by tanh for the exact one", "nn.ffn:activate", "else F.gelu(x_BTF)\n", "else F.gelu(x_BTF, approximate='tanh')\n", "feed-forward = formula"),
     Fault("norm on the wrong side", FORWARD, "x + attend(self.attn_norm(x))", "self.attn_norm(x + attend(x))", ENCODER),

@@ -55,7 +55,10 @@ OUTSIDE = {
     "byhand": {"numpy"},
 }
 #: Modules that are only imported where a package is that comes with torch for a GPU.
-ONLY_WITH = {"glassformer.kernels.triton_decode": "triton"}
+ONLY_WITH = {
+    "glassformer.kernels.triton_decode": "triton",
+    "glassformer.kernels.triton_loss": "triton",
+}
 WITHOUT_TORCH = ("spec", "budget", "costs", "data", "store", "byhand")
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 
@@ -260,6 +263,8 @@ def test_what_is_public_is_documented(module):
 #: Why a module with a single importer is a file of its own. A verb's action is imported when the
 #: verb runs, so that `--help` needs no torch; a member of a table has the table as its importer.
 ONE_IMPORTER = {
+    "training.recorded": "the recorded form of a step; it needs no engine to be read or tested",
+    "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
     "adapters.folder.hub": "the only module that may download",
     "adapters.wrapped": "one of the formats that load opens; needs transformers",

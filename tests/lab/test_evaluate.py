@@ -10,8 +10,9 @@ import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.lab.measure import evaluate as module
-from glassformer.lab.measure.evaluate import evaluate, log_softmax
+from glassformer.lab.measure.evaluate import evaluate
 from glassformer.spec.errors import InputError
+from glassformer.training.engine import log_softmax
 from glassformer.training.fit import fit
 from tests.training.samples import ENGINES, RUNS, digits, engine_of, machine, reverse
 

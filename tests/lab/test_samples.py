@@ -8,7 +8,13 @@ import pytest
 
 from glassformer.data.build_task import build_task
 from glassformer.lab.recipes import recipe
-from glassformer.lab.runs.artifacts import Sample, keep_samples, read_samples, write_samples
+from glassformer.lab.runs.artifacts import (
+    Sample,
+    keep_samples,
+    read_samples,
+    sample_stepper,
+    write_samples,
+)
 from glassformer.lab.runs.assemble import build_engine
 from glassformer.lab.runs.run import Evaluated, TrainingRun
 from glassformer.spec.errors import FileError
@@ -56,7 +62,10 @@ def test_every_evaluation_of_a_text_has_samples(spec, tmp_path):
 @pytest.mark.parametrize("engine", ["torch", "numpy"])
 def test_both_engines_write_and_write_the_same_twice(spec, engine):
     task = build_task(spec.task)
-    made = [write_samples(build_engine(replace(spec, engine=engine)), task) for _ in range(2)]
+    made = [
+        write_samples(sample_stepper(build_engine(replace(spec, engine=engine)), task), task)
+        for _ in range(2)
+    ]
     assert made[0] == made[1]
     assert len(made[0]) == 3
 
@@ -64,7 +73,7 @@ def test_both_engines_write_and_write_the_same_twice(spec, engine):
 def test_other_tasks_have_none():
     run = sample("torch")
     task = build_task(DigitsTask(examples=100))
-    assert write_samples(build_engine(run), task) == ()
+    assert write_samples(sample_stepper(build_engine(run), task), task) == ()
 
 
 def test_what_was_kept_is_read_and_what_is_damaged_is_told(tmp_path):

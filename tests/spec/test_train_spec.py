@@ -114,7 +114,7 @@ TRAINS = (
         label_smoothing=0.1,
         head_weights=(HeadWeight(head="answer", weight=0.1 + 0.2),),
         patience=5,
-        compile=True,
+        compile="on",
     ),
 )
 TASKS = (

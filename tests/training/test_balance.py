@@ -102,7 +102,7 @@ def test_balance(name):
     CHECKS[name]()
 
 
-STEP = "training.torch_engine:TorchEngine.step"
+STEP = "training.torch_engine:TorchEngine._step"
 FAULTS = [
     Fault(
         "every batch counts alike",

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from glassformer.data.build_task import build_task
-from glassformer.training.engine import StepResult
+from glassformer.training.engine import AtOnce, StepResult
 from glassformer.training.fit import fit, step_seed
 from tests.training.samples import ENGINES, digits, engine_of
 
 
-class Recorder:
+class Recorder(AtOnce):
     """An engine that notes what it is asked and learns nothing."""
 
     def __init__(self, spec):

@@ -17,7 +17,7 @@ from typing import assert_never
 
 from glassformer.spec.checks import check_member, check_tree, spec
 from glassformer.spec.errors import InputError
-from glassformer.spec.execution import GPU_HEAD_MULTIPLE, GROUP_ROWS, PIECE
+from glassformer.spec.execution import GPU_HEAD_BYTES, GROUP_ROWS, PIECE
 from glassformer.spec.manifest import active, block_parameters, is_tied, stored, turns_keys
 from glassformer.spec.model import (
     MLP,
@@ -391,7 +391,8 @@ def _attention(
     q, kv = queries * attention.n_heads, keys * attention.kv_heads
     padded, read = d_head, kv
     if device != "cpu":
-        padded = -(-d_head // GPU_HEAD_MULTIPLE) * GPU_HEAD_MULTIPLE
+        multiple = GPU_HEAD_BYTES // FLOAT
+        padded = -(-d_head // multiple) * multiple
         read = keys * attention.n_heads
     yield FLOAT * (padded * (2 * q + 2 * read) + q)
     turned = rotated and turns_keys(model.position)

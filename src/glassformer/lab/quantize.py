@@ -419,7 +419,7 @@ def _quantized(
 def _trained(model: Model, run: RunSpec, task: Task, *, steps: int) -> Iterator[StepRecord]:
     """Continue training by the one loop, at a rate that falls to 0."""
     train = replace(
-        run.train, steps=steps, lr=run.train.lr * QAT_RATE, schedule=CosineSchedule(), compile=False
+        run.train, steps=steps, lr=run.train.lr * QAT_RATE, schedule=CosineSchedule(), compile="off"
     )
     yield from fit(TorchEngine(model, train), task, train)
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.nn.cache import Cache
-from glassformer.nn.linear import Linear
+from glassformer.nn.linear import Linear, side_by_side
 from glassformer.nn.mask import Mask
 from glassformer.nn.norm import build_norm
 from glassformer.nn.position import rotate
 from glassformer.nn.taps import TapsAt, tap
 from glassformer.spec import model as spec
-from glassformer.spec.execution import GPU_HEAD_MULTIPLE
+from glassformer.spec.execution import GPU_HEAD_BYTES
 
 # B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head
 
@@ -44,12 +44,13 @@ def _attend_fused(
     q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, mask: Mask, dropout: float
 ) -> Tensor:
     T, H = q_BNTH.shape[2:]
-    if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32 and T > 1:
-        # The fused float32 kernels need a key for every query head, and heads of a certain
-        # multiple; otherwise all T x S weights are materialised. Padding a head with zeros
-        # changes nothing.
-        k_BKSH, v_BKSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
-        if missing := -H % GPU_HEAD_MULTIPLE:
+    if q_BNTH.is_cuda and q_BNTH.dtype != torch.float64 and T > 1:
+        # The fused kernels need heads of a certain multiple, those for float32 also a key for
+        # every query head; otherwise all T x S weights are materialised. Padding a head with
+        # zeros changes nothing.
+        if q_BNTH.dtype == torch.float32:
+            k_BKSH, v_BKSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
+        if missing := -H % (GPU_HEAD_BYTES // q_BNTH.element_size()):
             q_BNTH, k_BKSH, v_BKSH = (F.pad(x, (0, missing)) for x in (q_BNTH, k_BKSH, v_BKSH))
     out_BNTH = F.scaled_dot_product_attention(
         q_BNTH,
@@ -150,14 +151,17 @@ class MultiHeadAttention(nn.Module):
         layer: int = 0,
         taps: TapsAt | None = None,
     ) -> Tensor:
-        q_BNTH = self.queries(x_BTD, rotation=rotation)
         if context_BSD is None:
-            k_BKSH, v_BKSH = self.keys_values(x_BTD, rotation=rotation)
+            q_BTD, *kv = side_by_side(x_BTD, (self.q_proj, self.k_proj, self.v_proj))
+            q_BNTH = self._by_head(q_BTD, self.q_norm, rotation)
+            k_BKSH, v_BKSH = self._by_head(kv[0], self.k_norm, rotation), self._by_head(kv[1])
             if cache is not None:
                 k_BKSH, v_BKSH = cache.extend(layer, k_BKSH, v_BKSH)
         elif cache is None:
+            q_BNTH = self.queries(x_BTD)
             k_BKSH, v_BKSH = self.keys_values(context_BSD)
         else:
+            q_BNTH = self.queries(x_BTD)
             if layer not in cache.cross:
                 cache.cross[layer] = self.keys_values(context_BSD)
             k_BKSH, v_BKSH = cache.cross[layer]
@@ -170,17 +174,23 @@ class MultiHeadAttention(nn.Module):
 
     def queries(self, x_BTD: Tensor, *, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return q_BNTH, normalised and rotated."""
-        q_BNTH = split_heads(self.q_proj(x_BTD), self.d_head)
-        if self.q_norm is not None:
-            q_BNTH = self.q_norm(q_BNTH)
-        return q_BNTH if rotation is None else rotate(q_BNTH, *rotation)
+        return self._by_head(self.q_proj(x_BTD), self.q_norm, rotation)
 
     def keys_values(
         self, context_BSD: Tensor, *, rotation: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return k_BKSH, normalised and rotated, and v_BKSH."""
-        k_BKSH = split_heads(self.k_proj(context_BSD), self.d_head)
-        if self.k_norm is not None:
-            k_BKSH = self.k_norm(k_BKSH)
-        k_BKSH = k_BKSH if rotation is None else rotate(k_BKSH, *rotation)
-        return k_BKSH, split_heads(self.v_proj(context_BSD), self.d_head)
+        k_BKSH = self._by_head(self.k_proj(context_BSD), self.k_norm, rotation)
+        return k_BKSH, self._by_head(self.v_proj(context_BSD))
+
+    def _by_head(
+        self,
+        x_BTD: Tensor,
+        norm: nn.Module | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Split into heads (B, N, T, H), then normalise, then rotate."""
+        x_BNTH = split_heads(x_BTD, self.d_head)
+        if norm is not None:
+            x_BNTH = norm(x_BNTH)
+        return x_BNTH if rotation is None else rotate(x_BNTH, *rotation)

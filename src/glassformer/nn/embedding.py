@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.nn.linear import linear
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 
@@ -32,7 +33,7 @@ class TokenEmbedding(nn.Module):
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
         """Return logits x @ weight^T; the scale applies to the input side only."""
-        return F.linear(x_BTD, self.weight)
+        return linear(x_BTD, self.weight)
 
 
 class FactorizedTokenEmbedding(nn.Module):
@@ -52,7 +53,7 @@ class FactorizedTokenEmbedding(nn.Module):
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
         """Return logits x @ V^T @ U^T, without a (vocab, d_model) table."""
-        return F.linear(F.linear(x_BTD, self.v), self.u)
+        return linear(linear(x_BTD, self.v), self.u)
 
     def penalty(self) -> Tensor:
         """l1 * sum |U|."""

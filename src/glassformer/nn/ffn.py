@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.nn.linear import Linear
+from glassformer.nn.linear import Linear, side_by_side
 from glassformer.nn.taps import TapsAt, tap
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
@@ -69,7 +69,8 @@ class SwiGLU(nn.Module):
         self.dropout = dropout
 
     def forward(self, x_BTD: Tensor, *, taps: TapsAt | None = None) -> Tensor:
-        hidden_BTF = activate(self.gate_proj(x_BTD), "silu") * self.up_proj(x_BTD)
+        gate_BTF, up_BTF = side_by_side(x_BTD, (self.gate_proj, self.up_proj))
+        hidden_BTF = activate(gate_BTF, "silu") * up_BTF
         hidden_BTF = F.dropout(tap(taps, "hidden", hidden_BTF), self.dropout, self.training)
         return tap(taps, "out", self.down_proj(hidden_BTF))
 

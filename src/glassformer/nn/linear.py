@@ -4,13 +4,14 @@ It is the only product with a weight matrix in the package, so that counting, qu
 low-rank adapters find all of them. Random values come from a generator that the caller passes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar, assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.spec.execution import GPU_JOINED, GPU_WIDTHS
 from glassformer.spec.init import Constant, Gaussian, Uniform
 from glassformer.spec.manifest import Parameter
 
@@ -26,10 +27,44 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.d_in} -> {self.d_out}, bias={self.bias is not None}"
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x W^T + b; compiled for a GPU, with widths filled up by zeros, which change nothing.
+
+    The compiler makes the filling part of the kernels before and after.
+    """
+    d_out, d_in = weight_OI.shape
+    more_in, more_out = -d_in % GPU_WIDTHS, -d_out % GPU_WIDTHS
+    if not (torch.compiler.is_compiling() and x.is_cuda and (more_in or more_out)):
+        return F.linear(x, weight_OI, bias_O)
+    weight = F.pad(weight_OI, (0, more_in, 0, more_out))
+    bias = None if bias_O is None else F.pad(bias_O, (0, more_out))
+    return F.linear(F.pad(x, (0, more_in)), weight, bias)[..., :d_out]
+
+
+def side_by_side(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Return the product of one input with each of some parts; compiled for a GPU, as one product.
+
+    The compiler joins the weights where it casts them. That saves launches and is worth it for
+    small weights; with large ones, what reads a slice of the result loses more. Parts that are more
+    than a `Linear`, such as one with a low-rank adapter, are called one by one.
+    """
+    plain = [part for part in parts if type(part) is Linear]
+    small = sum(part.weight.numel() for part in plain) <= GPU_JOINED
+    if not (torch.compiler.is_compiling() and x.is_cuda and small and len(plain) == len(parts)):
+        return tuple(part(x) for part in parts)
+    weight = torch.cat([part.weight for part in plain])
+    bias = None
+    if any(part.bias is not None for part in plain):
+        zeros = weight.new_zeros
+        bias = torch.cat([zeros(p.d_out) if p.bias is None else p.bias for p in plain])
+    outputs: tuple[Tensor, ...] = linear(x, weight, bias).split([p.d_out for p in plain], dim=-1)
+    return outputs
 
 
 class PackedWeight(nn.Module):

@@ -1,9 +1,17 @@
 """Constants of the torch engine that the cost estimates need too."""
 
-#: Fused attention on a GPU needs a head width that is a multiple of this many float32 numbers.
-GPU_HEAD_MULTIPLE = 4
+#: Fused attention on a GPU needs a head width that is a multiple of this many bytes.
+GPU_HEAD_BYTES = 16
+#: A compiled product on a GPU fills its widths up to a multiple of this many numbers, the classes
+#: of a large head to a multiple of that many: its matrix units take no others at full speed.
+GPU_WIDTHS = 8
+GPU_CLASSES = 128
+#: Products of one input are joined, in a compiled step, while their weights have this many numbers.
+GPU_JOINED = 1 << 19
 #: Logits with more entries than this are computed in chunks, and recomputed in the backward pass.
 PIECE = 1 << 25
+#: The same for a step that is recorded on a GPU, where the gradient is taken at once instead.
+RECORDED_PIECE = 1 << 28
 #: An expert's group of tokens is filled up to a multiple of this many rows. Matrix products of
 #: fewer than four rows round differently on a CPU; filled up, a token's result does not depend on
 #: how many others chose the same expert, and changing the future changes no bit of the past (seen

@@ -187,6 +187,8 @@ def _read(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
             _read(get_args(hint)[0], v, f"{path}.{i}", problems) for i, v in enumerate(value)
         )
     if origin is Literal:
+        if isinstance(value, bool) and {"on", "off"} <= {*get_args(hint)}:
+            value = "on" if value else "off"
         if value in get_args(hint):
             return value
         choices = [str(choice) for choice in get_args(hint)]

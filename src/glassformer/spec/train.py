@@ -175,7 +175,11 @@ class TrainSpec:
     precision: Literal["float32", "float64", "bf16"] = option(
         "float32", help="Number format; bf16 keeps the weights in float32."
     )
-    compile: bool = option(False, help="Compile the model with torch.compile.")
+    compile: Literal["auto", "off", "on"] = option(
+        "auto",
+        help="Compile with torch.compile; on a GPU the complete step is recorded and launched as "
+        "one. auto: on a GPU, where the model and the optimizer allow it.",
+    )
     gradient_checkpointing: bool = option(
         False,
         help="Keep only each block's input and recompute the rest in the backward: the same "
@@ -211,6 +215,14 @@ class TrainSpec:
         """The weight of this head's loss, 1 by default."""
         return next((h.weight for h in self.head_weights if h.head == head), 1.0)
 
+    def looks_after(self, step: int) -> bool:
+        """True if the run evaluates or saves after this step, counted from 1."""
+        return (
+            step % self.evaluate_every == 0
+            or step % self.checkpoint_every == 0
+            or step == self.steps
+        )
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         return self.lr * self.schedule.share(step, self.steps)
@@ -235,7 +247,7 @@ class RunSpec:
                 raise InputError(
                     "the NumPy engine has no half precision", hint="train.precision=float32"
                 )
-            if self.train.compile or isinstance(self.train.optimizer, Muon):
+            if self.train.compile == "on" or isinstance(self.train.optimizer, Muon):
                 raise InputError(
                     "the NumPy engine has neither compile nor Muon", hint="engine=torch"
                 )

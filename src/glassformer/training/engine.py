@@ -1,8 +1,8 @@
 """The interface of a training engine, and what all engines share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +43,24 @@ class Engine(Protocol):
 
     spec: ModelSpec
 
+    @property
+    def ahead(self) -> int:
+        """Steps that may be submitted before the first one's result is read; 0 for most."""
+
+    def submit(self, batches: Sequence[Batch], *, lr: float, seed: int) -> Callable[[], StepResult]:
+        """Begin one update from some batches, every token weighted equally; dropout from `seed`.
+
+        The returned function waits for its result; results are read in the order of the steps.
+        """
+
     def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
-        """Make one update from some batches, every token weighted equally; dropout from `seed`."""
+        """Make one update and wait for its result."""
 
     def logits(self, batch: Batch) -> Arrays:
         """Return logits by head, without dropout."""
+
+    def judge(self, batch: Batch) -> "dict[str, Judged]":
+        """Return the loss of every target and the likeliest class, by head, without dropout."""
 
     def weights(self) -> Arrays:
         """Return copies of the parameters by manifest name."""
@@ -60,6 +73,49 @@ class Engine(Protocol):
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         """Load what `state` returned."""
+
+
+class Judged(NamedTuple):
+    """A head's answers to a batch: each target's plain loss, and the likeliest class."""
+
+    nll: NDArray[np.float64]
+    predicted: NDArray[np.int64]
+
+
+def judge_logits(logits: Mapping[str, Array], batch: Batch) -> dict[str, Judged]:
+    """Return the loss of every target and the likeliest class, by head that has targets."""
+    judged = {}
+    for head, target in batch.targets.items():
+        if head in logits:
+            known = np.where(loss_weights(batch, head) > 0, target, 0).astype(np.int64)
+            nll = -np.take_along_axis(log_softmax(logits[head]), known[..., None], -1)[..., 0]
+            judged[head] = Judged(nll, logits[head].argmax(-1))
+    return judged
+
+
+def log_softmax(logits: Array) -> NDArray[np.float64]:
+    """Return log-probabilities in float64."""
+    wide = logits.astype(np.float64)
+    wide = wide - wide.max(-1, keepdims=True)
+    logp: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    return logp
+
+
+class AtOnce:
+    """The half of an engine that never runs ahead: a submitted step is done when it returns."""
+
+    ahead = 0
+
+    def submit(
+        self: "Engine", batches: Sequence[Batch], *, lr: float, seed: int
+    ) -> Callable[[], StepResult]:
+        """Make one update; the returned function has its result."""
+        result = self.step(batches, lr=lr, seed=seed)
+        return lambda: result
+
+    def judge(self: "Engine", batch: Batch) -> dict[str, Judged]:
+        """Return the loss of every target and the likeliest class, by head, without dropout."""
+        return judge_logits(self.logits(batch), batch)
 
 
 def loss_weights(batch: Batch, head: str) -> NDArray[np.float32]:

@@ -2,9 +2,15 @@
 
 Only the rows that count are projected to logits. Sums are returned, not means, so that batches can
 be combined with every token weighted equally.
+
+`head_loss` picks the rows by a mask, whose count only the data tells. `fixed_loss` is the same sum
+with shapes that are known beforehand, as a compiled and recorded step needs them; where the logits
+are large it takes their gradient chunk by chunk in the forward, so that they are never all there
+and nothing is computed twice.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +18,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from glassformer.models.model import Model
-from glassformer.nn.embedding import read_out
+from glassformer.nn.embedding import TiedHead, TokenEmbedding, read_out
+from glassformer.nn.linear import Linear
 from glassformer.nn.norm import as_float
-from glassformer.spec.execution import PIECE
+from glassformer.spec.execution import GPU_CLASSES, PIECE, RECORDED_PIECE
 
 # B batch, T length, D d_model, M rows that count, V logits
 
@@ -76,3 +83,132 @@ def _sums(
     # The target distribution is (1 - eps) on the label and eps spread over the whole vocabulary.
     smoothed_M = (1 - smoothing) * nll_M - smoothing * logp_MV.mean(1)
     return LossSums((smoothed_M * weights_M).sum(), (nll_M.detach() * weights_M).sum())
+
+
+def fixed_loss(
+    model: Model,
+    hidden_BTD: Tensor,
+    head: str,
+    targets_M: Tensor,
+    weights_M: Tensor,
+    *,
+    rows_M: Tensor | None = None,
+    valid_BT: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> LossSums:
+    """Return one head's weighted sums over the rows `rows_M`, or all of them.
+
+    A row of weight 0 fills the shape up and adds nothing; its target is any class.
+    """
+    kind = model.spec.head(head)
+    if kind.readout is not None:
+        rows_MD = read_out(hidden_BTD, valid_BT, readout=kind.readout)
+    else:
+        rows_MD = hidden_BTD.flatten(0, 1)
+    if rows_M is not None:
+        rows_MD = rows_MD[rows_M]
+    step = max(1, RECORDED_PIECE // model.spec.head_size(head))
+    plain = _plain_head(model, head)
+    if len(rows_MD) <= step or plain is None:
+        return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
+    weight_VD, bias_V = plain
+    if torch.is_autocast_enabled(rows_MD.device.type):
+        dtype = torch.get_autocast_dtype(rows_MD.device.type)
+        rows_MD, weight_VD = rows_MD.to(dtype), weight_VD.to(dtype)
+    chunked: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLoss.apply
+    smoothed, nll = chunked(rows_MD, weight_VD, bias_V, targets_M, weights_M, label_smoothing, step)
+    return LossSums(smoothed, nll.detach())
+
+
+def _plain_head(model: Model, head: str) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weight (V, D) and bias of a head that is one product, or None for another."""
+    part, embed = model.heads[head], model.output_embedding()
+    if type(part) is Linear:
+        return part.weight, part.bias
+    if isinstance(part, TiedHead) and type(embed) is TokenEmbedding:
+        return embed.weight, part.bias
+    return None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """sum_m weight_m * loss(rows_m W^T + b), with the gradient made in the forward.
+
+    On a GPU the classes are filled up to a multiple that its matrix units take.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_MD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_M: Tensor,
+        weights_M: Tensor,
+        smoothing: float,
+        step: int,
+    ) -> tuple[Tensor, Tensor]:
+        V, M = len(weight_VD), len(rows_MD)
+        filling = -V % GPU_CLASSES if rows_MD.is_cuda else 0
+        weight_PD = F.pad(weight_VD, (0, 0, 0, filling))
+        bias_P = None if bias_V is None else F.pad(bias_V, (0, filling)).to(rows_MD.dtype)
+        pieces = -(-M // step)
+        step = -(-M // pieces // GPU_CLASSES) * GPU_CLASSES if rows_MD.is_cuda else step
+        sums, grad_rows, grad_weight, grad_bias = [], [], None, None
+        for start in range(0, M, step):
+            at = slice(start, start + step)
+            x_CD = rows_MD[at]
+            logits_CP = x_CD @ weight_PD.T
+            if bias_P is not None:
+                logits_CP = logits_CP + bias_P
+            sums_C2, grad_CP = loss_and_gradient(
+                logits_CP, targets_M[at], weights_M[at], classes=V, smoothing=smoothing
+            )
+            sums.append(sums_C2.sum(0))
+            grad_rows.append(grad_CP @ weight_PD)
+            part_PD = as_float(grad_CP.T @ x_CD)
+            grad_weight = part_PD if grad_weight is None else grad_weight + part_PD
+            if bias_V is not None:
+                part_P = as_float(grad_CP).sum(0)
+                grad_bias = part_P if grad_bias is None else grad_bias + part_P
+        assert grad_weight is not None
+        ctx.save_for_backward(torch.cat(grad_rows), grad_weight[:V], grad_bias)
+        ctx.dtype, ctx.classes = weight_VD.dtype, V
+        nll, smoothed = torch.stack(sums).sum(0)
+        nll, smoothed = nll.clone(), smoothed.clone()
+        ctx.mark_non_differentiable(nll)
+        return smoothed, nll
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        rows, weight, bias = ctx.saved_tensors
+        return (
+            rows * grad.to(rows.dtype),
+            (weight * grad).to(ctx.dtype),
+            None if bias is None else bias[: ctx.classes] * grad,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def loss_and_gradient(
+    logits_CP: Tensor, targets_C: Tensor, weights_C: Tensor, *, classes: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Return (C, 2), each row's weighted plain and smoothed loss, and the gradient of the logits.
+
+    On a GPU one kernel writes the gradient over the logits.
+    """
+    if logits_CP.is_cuda and logits_CP.dtype != torch.float64:
+        from glassformer.kernels.triton_loss import loss_rows
+
+        sums_C2 = loss_rows(logits_CP, targets_C, weights_C, classes, smoothing)
+        return sums_C2, logits_CP
+    wide_CV, weight_C1 = as_float(logits_CP[:, :classes]), weights_C[:, None]
+    logp_CV = wide_CV - torch.logsumexp(wide_CV, -1, keepdim=True)
+    nll_C = -logp_CV.gather(1, targets_C[:, None])[:, 0]
+    smoothed_C = (1 - smoothing) * nll_C - smoothing * logp_CV.mean(1)
+    wanted_CV = torch.zeros_like(logp_CV).scatter(1, targets_C[:, None], 1 - smoothing)
+    grad_CV = (logp_CV.exp() - wanted_CV - smoothing / classes) * weight_C1
+    grad_CP = F.pad(grad_CV, (0, logits_CP.shape[1] - classes)).to(logits_CP.dtype)
+    return torch.stack((nll_C, smoothed_C), 1) * weight_C1, grad_CP

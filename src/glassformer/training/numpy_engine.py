@@ -19,6 +19,7 @@ from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.engine import (
     Array,
     Arrays,
+    AtOnce,
     StepResult,
     balance_shares,
     loss_weights,
@@ -26,7 +27,7 @@ from glassformer.training.engine import (
 )
 
 
-class NumpyEngine:
+class NumpyEngine(AtOnce):
     """A by-hand model with its optimizer."""
 
     def __init__(self, model: Model, train: TrainSpec) -> None:

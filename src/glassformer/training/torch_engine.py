@@ -8,6 +8,7 @@ from typing import Any, assert_never
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.data.batch import Batch
@@ -25,12 +26,21 @@ from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.engine import (
     Array,
     Arrays,
+    Judged,
     StepResult,
     balance_shares,
+    judge_logits,
     loss_weights,
     totals,
 )
 from glassformer.training.losses import head_loss
+from glassformer.training.recorded import (
+    AHEAD,
+    RecordedSteps,
+    can_record,
+    pays_to_compile,
+    precision,
+)
 
 
 class TorchEngine:
@@ -51,8 +61,6 @@ class TorchEngine:
         self.hidden: Callable[..., Tensor] = functools.partial(
             model.hidden, recompute=train.gradient_checkpointing
         )
-        if train.compile:
-            self.hidden = torch.compile(self.hidden)
         self.random = (lora is not None and lora.dropout > 0) or any(
             rate > 0
             for stack in model.spec.stacks().values()
@@ -63,6 +71,33 @@ class TorchEngine:
                 stack.dropout.ffn,
             )
         )
+        self.recorded = self._recorded()
+        if train.compile == "on" and self.recorded is None:
+            self.hidden = torch.compile(self.hidden)
+
+    def _recorded(self) -> RecordedSteps | None:
+        """Return the recorded form of a step, on a GPU and where the model and training have one.
+
+        In float64 nothing is recorded unless asked for: it is chosen to compare, not to be fast.
+        """
+        wanted = self.train.compile == "on" or self.train.precision != "float64"
+        if self.device.type != "cuda" or self.train.compile == "off" or not wanted:
+            return None
+        if not can_record(self.spec, self.train):
+            return None
+        ((optimizer, _),) = self.optimizers
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        compiled = self.train.compile == "on" or pays_to_compile(
+            self.spec, self.train, parameters=size
+        )
+        return RecordedSteps(
+            self.model, self.train, optimizer, random=self.random, compiled=compiled
+        )
+
+    @property
+    def ahead(self) -> int:
+        """Steps that may be submitted before the first one's result is read."""
+        return AHEAD if self.recorded is not None else 0
 
     @classmethod
     def fresh(cls, spec: ModelSpec, train: TrainSpec, *, device: str = "cpu") -> "TorchEngine":
@@ -73,7 +108,31 @@ class TorchEngine:
         return cls(model, train)
 
     def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
+        return self.submit(batches, lr=lr, seed=seed)()
+
+    def submit(self, batches: Sequence[Batch], *, lr: float, seed: int) -> Callable[[], StepResult]:
+        """Begin a step; the returned function waits for its result, and must be called in turn."""
         counts = totals(batches, self.spec)
+        if self.recorded is not None:
+            packed = self.recorded.pack(batches, counts)
+            if self.recorded.takes(packed):
+                tokens = sum(int(batch.valid.sum()) for batch in batches)
+                read = self.recorded.submit(
+                    packed, lr=lr, seed=seed, tokens=tokens, heads=[*counts]
+                )
+                return functools.partial(self._counted, read)
+        result = self._step(batches, counts, lr=lr, seed=seed)
+        return lambda: result
+
+    def _counted(self, read: Callable[[], StepResult]) -> StepResult:
+        result = read()
+        self.steps += result.applied
+        return result
+
+    def _step(
+        self, batches: Sequence[Batch], counts: Mapping[str, float], *, lr: float, seed: int
+    ) -> StepResult:
+        """Make a step operation by operation."""
         self.model.train()
         for parameter in self.parameters:
             parameter.grad = None
@@ -120,7 +179,7 @@ class TorchEngine:
         `balance` collects the load-balancing losses of a model with experts.
         """
         inputs, total, sums = self.model.inputs(batch), torch.zeros((), device=self.device), {}
-        with self._precision():
+        with precision(self.train, self.device):
             hidden_BTD = self.hidden(inputs, balance=balance)
             for head, count in counts.items():
                 loss = head_loss(
@@ -146,15 +205,40 @@ class TorchEngine:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Arrays:
-        with self._precision():
+        with precision(self.train, self.device):
             answers = self.model(batch)
         return {head: as_float(logits).cpu().numpy() for head, logits in answers.items()}
+
+    @torch.no_grad()
+    def judge(self, batch: Batch) -> dict[str, Judged]:
+        if self.device.type == "cpu":
+            return judge_logits(self.logits(batch), batch)
+        with precision(self.train, self.device):
+            answers = self.model(batch)
+        judged = {}
+        for head, target in batch.targets.items():
+            if head in answers:
+                known = np.where(loss_weights(batch, head) > 0, target, 0).astype(np.int64)
+                logits = as_float(answers[head]).flatten(0, -2)
+                nll = F.cross_entropy(
+                    logits, torch.as_tensor(known, device=self.device).flatten(), reduction="none"
+                )
+                rows = torch.stack((nll.double(), logits.argmax(-1).double())).cpu().numpy()
+                judged[head] = Judged(
+                    rows[0].reshape(target.shape), rows[1].astype(np.int64).reshape(target.shape)
+                )
+        return judged
 
     def weights(self) -> Arrays:
         return weights_of(self.model, rules=self.rules)
 
     def load_weights(self, arrays: Mapping[str, Array]) -> None:
         load_weights(self.model, arrays, rules=self.rules)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.recorded is not None:
+            self.recorded.forget()
 
     def state(self) -> Arrays:
         arrays: Arrays = {"steps": np.array(self.steps)}
@@ -185,6 +269,7 @@ class TorchEngine:
                     if kind != "step" or _fused(optimizer):
                         value = value.to(parameter.device)
                     optimizer.state.setdefault(parameter, {})[kind] = value
+        self._forget()
 
     @contextlib.contextmanager
     def _dropout_from(self, seed: int) -> Iterator[None]:
@@ -197,11 +282,6 @@ class TorchEngine:
             torch.manual_seed(seed)
             yield
 
-    def _precision(self) -> contextlib.AbstractContextManager[object]:
-        if self.train.precision == "bf16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
-
 
 def build_optimizers(
     model: Model, train: TrainSpec, rules: Mapping[str, Parameter]
@@ -212,7 +292,9 @@ def build_optimizers(
     named = {name: p for name, p in every if p.requires_grad and name in rules}
     match train.optimizer:
         case SGD(momentum=momentum):
-            return [(torch.optim.SGD(named.values(), lr=train.lr, momentum=momentum), 1.0)]
+            fused = next(iter(named.values())).is_cuda
+            sgd = torch.optim.SGD(named.values(), lr=train.lr, momentum=momentum, fused=fused)
+            return [(sgd, 1.0)]
         case AdamW() as adam:
             return [(_adamw(named, rules, adam, train.lr), 1.0)]
         case Muon() as muon:
@@ -269,6 +351,7 @@ def _adamw(
         betas=(adam.beta1, adam.beta2),
         eps=adam.eps,
         fused=True,
+        capturable=next(iter(named.values())).is_cuda,
     )
 
 

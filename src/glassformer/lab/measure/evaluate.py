@@ -23,7 +23,13 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
 from glassformer.store.rundir import RunDirectory
-from glassformer.training.engine import Engine, loss_weights
+from glassformer.training.engine import (
+    Engine,
+    Judged,
+    judge_logits,
+    log_softmax,
+    loss_weights,
+)
 
 # B batch, T length, V logits
 
@@ -171,20 +177,16 @@ class _Tally:
         self.errors: list[dict[str, Any]] = []
 
     def add(
-        self, batch: Batch, logits: Mapping[str, NDArray[Any]]
+        self, batch: Batch, judged: Mapping[str, Judged]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Count every head; return which sequences the first head predicts completely, and which
         have any position that counts.
         """
         exact: NDArray[np.bool_] = np.zeros(len(batch.tokens), dtype=np.bool_)
         asked = exact
-        for head, target in batch.targets.items():
-            if head not in logits:
-                continue
+        for head, (nll, predicted) in judged.items():
             weights = loss_weights(batch, head).astype(np.float64)
-            known = np.where(weights > 0, target, 0).astype(np.int64)
-            nll = -np.take_along_axis(log_softmax(logits[head]), known[..., None], -1)[..., 0]
-            right = logits[head].argmax(-1) == target
+            right = predicted == batch.targets[head]
             sums = self.heads[head]
             sums[0] += float((nll * weights).sum())
             sums[1] += float((right * weights).sum())
@@ -233,14 +235,6 @@ class _Tally:
         self.legal += float((truth.legal_mass(logp) * weights).sum())
 
 
-def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
-    """Return log-probabilities in float64."""
-    wide = logits.astype(np.float64)
-    wide = wide - wide.max(-1, keepdims=True)
-    logp: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-    return logp
-
-
 def evaluate(
     engine: Engine, task: Task, *, split: str | None = None, examples: int | None = None
 ) -> Evaluation:
@@ -258,15 +252,17 @@ def evaluate(
     )
     for rows in _chunks(count, max(1, min(CHUNK, LOGITS // size))):
         batch = task.batch(split, rows)
-        logits = engine.logits(batch)
+        truth = task.oracle(split, rows)
+        # Complete logits leave the device only where the truth is a distribution.
+        logits = None if truth is None else engine.logits(batch)
+        judged = engine.judge(batch) if logits is None else judge_logits(logits, batch)
         if tally is None:
             tally = _Tally(_primary(engine, batch))
-        exact, asked = tally.add(batch, logits)
+        exact, asked = tally.add(batch, judged)
         tally.add_groups(task.groups(split, rows), exact, asked)
-        answers = logits[tally.primary].argmax(-1)
+        answers = judged[tally.primary].predicted
         tally.add_confusions(task.confusions(split, rows, answers))
-        truth = task.oracle(split, rows)
-        if truth is not None:
+        if truth is not None and logits is not None:
             tally.add_truth(truth, batch, logits[tally.primary])
         for row in rows[asked & ~exact][: 20 - len(tally.errors)]:
             tally.errors.append({"row": int(row), "example": task.describe(split, int(row))})

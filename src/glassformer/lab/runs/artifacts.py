@@ -15,6 +15,7 @@ import numpy as np
 
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.task import Task
+from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import HandStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lens.measure.probes import Probes
@@ -133,18 +134,21 @@ class Sample:
     text: str
 
 
-def write_samples(engine: Engine, task: Task) -> tuple[Sample, ...]:
-    """Return continuations, spread over the held-out part; none unless the task is running text."""
-    if not task.is_running_text:
+def sample_stepper(engine: Engine, task: Task) -> Stepper | None:
+    """Return what writes a run's samples, to be kept; None unless the task is running text."""
+    return engine_stepper(engine) if task.is_running_text else None
+
+
+def write_samples(stepper: Stepper | None, task: Task) -> tuple[Sample, ...]:
+    """Return continuations, spread over the held-out part; none without a stepper."""
+    if stepper is None:
         return ()
     windows = task.sizes()["val"]
     rows = np.unique(np.arange(COUNT) * windows // COUNT)
     opening = min(OPENING, int(task.lengths("val")[rows].min()) - 1)
     ids = task.batch("val", rows).tokens[:, :opening].tolist()
     spec = DecodeSpec(max_new_tokens=LENGTH, temperature=0.8, top_p=0.95)
-    made = generate_batch(
-        engine_stepper(engine), ids, spec=spec, tokenizer=task.tokenizer, logprobs=False
-    )
+    made = generate_batch(stepper, ids, spec=spec, tokenizer=task.tokenizer, logprobs=False)
     return tuple(
         Sample(task.tokenizer.decode(begun), one.text) for begun, one in zip(ids, made, strict=True)
     )
@@ -170,8 +174,11 @@ def read_samples(path: Path) -> tuple[Sample, ...]:
 
 
 def engine_stepper(engine: Engine) -> Stepper:
-    """Return a stepper that decodes with an engine's model, token by token."""
+    """Return a stepper that decodes with an engine's model, token by token.
+
+    On a GPU it is the recorded one; it notices that the weights have changed.
+    """
     if isinstance(engine, NumpyEngine):
         return HandStepper(engine.model)
     assert isinstance(engine, TorchEngine)
-    return TorchStepper(engine.model)
+    return TorchStepper(engine.model) if engine.device.type == "cpu" else FastStepper(engine.model)

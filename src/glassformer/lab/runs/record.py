@@ -160,6 +160,7 @@ def spec_hash(spec: RunSpec) -> str:
     """Hash what must be equal for a run to resume: all but its length and what it shows."""
     same = to_dict(replace(spec, train=replace(spec.train, steps=1)))
     del same["train"]["probes"]
+    same["train"]["compile"] = spec.train.compile == "on"  # a choice of speed, once a boolean
     return hashlib.sha256((json.dumps(same, indent=2) + "\n").encode()).hexdigest()
 
 

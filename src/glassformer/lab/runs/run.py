@@ -9,13 +9,21 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
-from glassformer.lab.runs.artifacts import Sample, forget_probes, keep_samples, probe, write_samples
+from glassformer.lab.runs.artifacts import (
+    Sample,
+    forget_probes,
+    keep_samples,
+    probe,
+    sample_stepper,
+    write_samples,
+)
 from glassformer.lab.runs.assemble import PlannedRun, assemble, read_checkpoint, write_checkpoint
 from glassformer.lab.runs.curves import read_curves
 from glassformer.lab.runs.record import (
@@ -104,10 +112,12 @@ class TrainingRun:
         self.progress = Progress()
         self.stop_requested = False
         self.stopped = False
+        self.saving: Future[Saved] | None = None
         parts = assemble(run, device=device, cache=cache_folder(folder.parent))
         self.task, self.engine, self.files = parts.task, parts.engine, parts.files
         self.notes = parts.notes
         self.facts = dict(self.task.facts())
+        self.stepper = sample_stepper(self.engine, self.task)
         self.seconds = 0.0  # of all steps, also those before a resume
 
     # --- starting -----------------------------------------------------------------------------
@@ -184,6 +194,7 @@ class TrainingRun:
             self._record("running")
             if not self._gave_up():
                 with (
+                    ThreadPoolExecutor(1) as self.writer,
                     self.directory.metrics.open("a", encoding="utf-8") as log,
                     Board(self.directory.folder / "tensorboard") as board,
                 ):
@@ -194,7 +205,15 @@ class TrainingRun:
 
     def _train(self, log: TextIO, board: Board) -> Iterator[Event]:
         train, flushed = self.spec.train, 0.0
-        for record in fit(self.engine, self.task, train, start=self.progress.step):
+        steps = fit(
+            self.engine,
+            self.task,
+            train,
+            start=self.progress.step,
+            stopping=lambda: self.stop_requested,
+        )
+        for record in steps:
+            yield from self._written(wait=False)
             self.progress.step = record.step
             self.seconds += record.seconds
             log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
@@ -206,6 +225,8 @@ class TrainingRun:
                 board.add(record.step, {**losses(record), **balance(record), **rest})
             yield record
             yield from self._watch(record)
+            if not record.settled:
+                continue
             last = record.step == train.steps or self.stop_requested
             save = last or record.step % train.checkpoint_every == 0
             if record.step % train.evaluate_every == 0 or record.step == train.steps:
@@ -219,9 +240,10 @@ class TrainingRun:
                 save |= last or evaluated.best
             if save:
                 log.flush()
-                yield self._save()
+                yield from self._save()
             if last:
                 break
+        yield from self._written()
 
     def _gave_up(self) -> bool:
         """Return True after too many evaluations without a better one, also if resumed."""
@@ -238,9 +260,10 @@ class TrainingRun:
             self.progress.best_loss = evaluation.loss
             self.progress.best_step = self.progress.step
         self.progress.stale = 0 if best else self.progress.stale + 1
-        samples = write_samples(self.engine, self.task) if math.isfinite(evaluation.loss) else ()
+        finite = math.isfinite(evaluation.loss)
+        samples = write_samples(self.stepper, self.task) if finite else ()
         keep_samples(self.directory, self.progress.step, samples)
-        if math.isfinite(evaluation.loss):
+        if finite:
             probe(self.directory, self.engine, self.task, self.spec.train, self.progress.step)
         return Evaluated(self.progress.step, evaluation, best, samples)
 
@@ -276,32 +299,57 @@ class TrainingRun:
             log.write(json.dumps({"step": step, "kind": kind, "message": message}) + "\n")
         return Alert(step, kind, message)
 
-    def _save(self) -> Saved:
-        """Write a complete checkpoint, then move the pointers, then prune."""
+    def _save(self) -> Iterator[Saved]:
+        """Save the state of this step. A GPU goes on training while a thread writes the files."""
+        yield from self._written()
+        write = self._snapshot()
+        if self.device == "cpu":
+            yield write()
+        else:
+            self.saving = self.writer.submit(write)
+
+    def _written(self, *, wait: bool = True) -> Iterator[Saved]:
+        """Yield the checkpoint that was being written, once it is; raise what went wrong."""
+        if self.saving is not None and (wait or self.saving.done()):
+            saving, self.saving = self.saving, None
+            yield saving.result()
+
+    def _snapshot(self) -> Callable[[], Saved]:
+        """Copy everything that a checkpoint holds; return what writes it.
+
+        It writes a complete checkpoint, then moves the pointers, then prunes.
+        """
         progress, directory = self.progress, self.directory
         progress.metrics_bytes = _size(directory.metrics)
         progress.alerts_bytes = _size(directory.alerts)
-        folder = directory.step_folder(progress.step)
+        step, best = progress.step, progress.best_step == progress.step
+        folder = directory.step_folder(step)
         state = {
             "progress": asdict(progress),
             "spec": spec_hash(self.spec),
             "data": data_hash(self.facts),
             "fingerprint": fingerprint(self.spec, self.device),
         }
-        files = {
-            "state.json": (json.dumps(json_numbers(state), indent=2) + "\n").encode(),
-            "state.safetensors": tensor_bytes(self.engine.state()),
-            "run.json": to_json(self.spec).encode(),
-            **self.files,
-        }
-        if folder.exists():  # left by this run before it was resumed, and damaged
-            shutil.rmtree(folder)
-        write_checkpoint(folder, self.spec, self.engine.weights(), files=files)
-        directory.point("last", progress.step)
-        if progress.best_step == progress.step:
-            directory.point("best", progress.step)
-        directory.prune(keep=self.spec.train.keep)
-        return Saved(progress.step, folder)
+        text = (json.dumps(json_numbers(state), indent=2) + "\n").encode()
+        moments, weights = self.engine.state(), self.engine.weights()
+
+        def write() -> Saved:
+            files = {
+                "state.json": text,
+                "state.safetensors": tensor_bytes(moments),
+                "run.json": to_json(self.spec).encode(),
+                **self.files,
+            }
+            if folder.exists():  # left by this run before it was resumed, and damaged
+                shutil.rmtree(folder)
+            write_checkpoint(folder, self.spec, weights, files=files)
+            directory.point("last", step)
+            if best:
+                directory.point("best", step)
+            directory.prune(keep=self.spec.train.keep)
+            return Saved(step, folder)
+
+        return write
 
     def _record(self, status: str) -> None:
         tuning = self.spec.tuning

@@ -13,13 +13,12 @@ from glassformer.lab.measure.evaluate import (
     ROWS,
     Evaluation,
     evaluate,
-    log_softmax,
     order,
     shares,
 )
 from glassformer.lab.measure.exact_match import answers, wanted
 from glassformer.lens.show.text import shown
-from glassformer.training.engine import Engine, loss_weights
+from glassformer.training.engine import Engine, log_softmax, loss_weights
 from glassformer.web.report.page import Cell, Shaded, Text, beside, folded, missing, say, table
 from glassformer.web.report.run import Subject
 

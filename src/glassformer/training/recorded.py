@@ -1,0 +1,413 @@
+"""Training steps on a GPU as recorded programs: forward, loss, backward, clipping and update.
+
+The objective (hidden states and loss) is compiled as one function; a complete step over a batch of
+one shape is recorded as a CUDA graph and launched as a whole. The host copies one block of bytes
+to the device for a step and reads one row of numbers back, a few steps later. A step whose loss or
+gradient is not finite is skipped on the device: weights, moments and step counts stay as they were.
+
+The weights and the optimizer are the engine's own, so a step may also be taken without a record:
+the first of a shape is (it warms up), and so are shapes that do not repeat.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassformer.data.batch import Batch
+from glassformer.models.inputs import Inputs, as_inputs
+from glassformer.models.model import Model
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.own import OwnPosition
+from glassformer.spec.train import SGD, AdamW, TrainSpec
+from glassformer.training.engine import Array, StepResult, loss_weights
+from glassformer.training.losses import fixed_loss
+
+# B batch, T length, M rows that count
+
+#: Steps that may be on their way to the device before the first of their results is read.
+AHEAD = 4
+#: Shapes that are recorded; those that come later are computed without a record.
+SHAPES = 16
+#: A shape that is not the run's first is compiled when it comes more often than this.
+RARE = 2
+#: Time that compiling takes, and what it saves in a step: for a layer, and for an operation.
+COMPILE_SECONDS = 30.0
+LAYER_SECONDS = 0.14e-3
+SAVED_PER_FLOP = 1 / 400e12
+#: Rows that count are filled up to this share of all rows, so that few shapes occur.
+SHARE = 8
+#: Bytes between the starts of two arrays in a block.
+ALIGNED = 64
+
+
+def pays_to_compile(spec: ModelSpec, train: TrainSpec, *, parameters: int) -> bool:
+    """Return True if compiling is likely to save more time in this run than it takes.
+
+    Against a record of plain kernels it saves some launches a layer and half of the time of the
+    products, both as measured on an H200; it takes about half a minute. A rule of the spec alone,
+    so that a resumed run computes as before.
+    """
+    layers = sum(1 for stack in spec.stacks().values() for _ in stack.blocks())
+    tokens = train.batch_size * train.accumulate * spec.max_seq_len
+    saved = LAYER_SECONDS * layers + SAVED_PER_FLOP * 6 * parameters * tokens
+    return train.steps * saved > COMPILE_SECONDS
+
+
+def can_record(spec: ModelSpec, train: TrainSpec) -> bool:
+    """Return True if every operation of a step has shapes that only the batch's shape decides.
+
+    Experts are chosen by the data; a user's own parts may do anything; Muon's rate is a constant
+    of its kernels.
+    """
+    return (
+        not spec.mixtures()
+        and not isinstance(spec.position, OwnPosition)
+        and isinstance(train.optimizer, SGD | AdamW)
+    )
+
+
+def pack(
+    batch: Batch, spec: ModelSpec, counts: Mapping[str, float], *, rows: int
+) -> dict[str, Array]:
+    """Return the arrays that a step reads, checked, in one of a few shapes.
+
+    Lengths are filled up to a multiple of an eighth of the greatest; a batch of that length whose
+    tokens are all real has no mask. An epoch's short batch is filled up to `rows` sequences by
+    copies that do not count. Where few positions count, the loss is taken of those alone: their
+    indices, filled up to a multiple of an eighth of all.
+    """
+    inputs = as_inputs(batch, spec, device=torch.device("cpu"))
+    B = len(batch.tokens)
+    again = np.arange(max(B, rows)) % B
+
+    def grown(array: Array) -> Array:
+        if array.ndim == 2:
+            piece = -(-spec.max_seq_len // SHARE)
+            length = min(spec.max_seq_len, -(-array.shape[1] // piece) * piece)
+            array = np.pad(array, ((0, 0), (0, length - array.shape[1])))
+        return array[again] if len(again) > B else array
+
+    arrays = {"tokens": grown(inputs.tokens_BT.numpy())}
+    if inputs.valid_BT is not None or batch.tokens.shape[1] != spec.max_seq_len:
+        arrays["valid"] = grown(batch.valid)
+    if batch.segments is not None:
+        arrays["segments"] = grown(batch.segments)
+    if batch.source is not None:
+        arrays["source"] = grown(batch.source.tokens.astype(np.int64, copy=False))
+        arrays["source_valid"] = grown(batch.source.valid)
+    for head, count in counts.items():
+        given = loss_weights(batch, head)
+        share = -(-SHARE * int(np.count_nonzero(given)) // given.size)
+        weights = grown(given).copy()
+        weights[B:] = 0.0
+        weights = weights.reshape(-1)
+        targets = np.where(weights > 0, grown(batch.targets[head]).reshape(-1), 0)
+        if share < SHARE:
+            counted = np.flatnonzero(weights)
+            size = max(len(counted), -(-len(weights) * max(1, share) // SHARE))
+            index = np.zeros(size, dtype=np.int64)
+            index[: len(counted)] = counted
+            targets, weights = targets[index], weights[index]
+            targets[len(counted) :], weights[len(counted) :] = 0, 0.0
+            arrays[f"rows.{head}"] = index
+        arrays[f"targets.{head}"] = targets.astype(np.int64, copy=False)
+        arrays[f"weights.{head}"] = weights
+        arrays[f"scale.{head}"] = np.array(1.0 / (count or 1.0))
+    return arrays
+
+
+Kind = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+def kind_of(arrays: Mapping[str, Array]) -> Kind:
+    """Return names, shapes and dtypes: batches of one kind are steps of one record."""
+    return tuple((name, array.shape, array.dtype.str) for name, array in arrays.items())
+
+
+class Block:
+    """One block of device memory with a view for each array, filled by a single copy.
+
+    The copy begins in pinned memory; there are several such buffers, so that the next step's
+    arrays are written while the last ones' are on their way.
+    """
+
+    def __init__(self, kind: Kind, device: torch.device, *, buffers: int) -> None:
+        offsets, size = [], 0
+        for _, shape, dtype in kind:
+            offsets.append(size)
+            size += -(-math.prod(shape) * np.dtype(dtype).itemsize // ALIGNED) * ALIGNED
+        pinned = device.type == "cuda"
+        self.device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self.views: dict[str, Tensor] = {}
+        self.buffers: list[tuple[Tensor, dict[str, Array]]] = []
+        for (name, shape, dtype), offset in zip(kind, offsets, strict=True):
+            self.views[name] = _view(self.device_bytes, offset, shape, dtype)
+        for _ in range(buffers):
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            views = {
+                name: _view(host, offset, shape, dtype).numpy()
+                for (name, shape, dtype), offset in zip(kind, offsets, strict=True)
+            }
+            self.buffers.append((host, views))
+        self.sent: list[torch.cuda.Event | None] = [None] * buffers
+        self.turn = 0
+
+    def send(self, arrays: Mapping[str, Array]) -> None:
+        """Copy a step's arrays to the device, without waiting for it."""
+        sent = self.sent[self.turn]
+        if sent is not None:
+            sent.synchronize()
+        host, views = self.buffers[self.turn]
+        for name, array in arrays.items():
+            np.copyto(views[name], array)
+        self.device_bytes.copy_(host, non_blocking=True)
+        if host.is_pinned():
+            self.sent[self.turn] = torch.cuda.current_stream().record_event()
+        self.turn = (self.turn + 1) % len(self.buffers)
+
+
+def _view(block: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+    kind = torch.from_numpy(np.empty(0, dtype)).dtype
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return block[offset : offset + size].view(kind).view(shape)
+
+
+class RecordedSteps:
+    """Steps of one engine. `submit` returns at once; what it returns reads the result."""
+
+    def __init__(
+        self,
+        model: Model,
+        train: TrainSpec,
+        optimizer: torch.optim.Optimizer,
+        *,
+        random: bool,
+        compiled: bool = True,
+    ) -> None:
+        self.model, self.train, self.optimizer, self.random = model, train, optimizer, random
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.device = self.parameters[0].device
+        self.heads: tuple[str, ...] = ()
+        self.objective: Callable[..., tuple[Tensor, Tensor]] = self._objective
+        if compiled:
+            self.objective = torch.compile(self._objective, fullgraph=True, dynamic=False)
+        # With several batches a step their gradients add up in place; with one they are replaced.
+        self.adds = train.accumulate > 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop every record: the weights or the optimizer's tensors were replaced."""
+        self.seen: dict[Kind, int] = {}
+        self.taken: set[Kind] = set()
+        self.blocks: dict[Kind, Block] = {}
+        self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self.results: dict[Kind, Tensor] = {}
+        self.pool: Any = None
+        self.sums: Tensor | None = None
+
+    def pack(self, batches: Sequence[Batch], counts: Mapping[str, float]) -> list[dict[str, Array]]:
+        """Return the arrays of a step's batches, filled up to shapes that repeat."""
+        spec, rows = self.model.spec, self.train.batch_size
+        return [pack(batch, spec, counts, rows=rows) for batch in batches]
+
+    def takes(self, packed: Sequence[Mapping[str, Array]]) -> bool:
+        """Return True unless a shape is too rare to be worth compiling: not the run's first, and
+        seen fewer than three times.
+        """
+        for arrays in packed:
+            kind = kind_of(arrays)
+            self.seen[kind] = self.seen.get(kind, 0) + 1
+            often = self.seen[kind] > RARE and len(self.taken) < SHAPES
+            if often or not self.taken:
+                self.taken.add(kind)
+        return all(kind_of(arrays) in self.taken for arrays in packed)
+
+    def submit(
+        self,
+        packed: Sequence[Mapping[str, Array]],
+        *,
+        lr: float,
+        seed: int,
+        tokens: int,
+        heads: Sequence[str],
+    ) -> Callable[[], StepResult]:
+        """Begin a step; the returned function waits for it and returns its result."""
+        self.heads = tuple(heads)
+        rate = {"lr": np.array(lr, dtype=np.float32)}
+        with self._dropout_from(seed):
+            if self.adds:
+                for arrays in packed:
+                    self._run(arrays, self._add)
+                numbers = self._run(rate, self._update_sums)
+            else:
+                numbers = self._run({**packed[0], **rate}, self._whole)
+        if self.device.type != "cuda":
+            return _result(numbers, None, tokens, self.heads)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        return _result(host, torch.cuda.current_stream().record_event(), tokens, self.heads)
+
+    def _run(
+        self, arrays: Mapping[str, Array], compute: Callable[[Mapping[str, Tensor]], Tensor]
+    ) -> Tensor:
+        """Compute on a batch: by its record, by recording it the second time, or plainly."""
+        kind = kind_of(arrays)
+        first = kind not in self.blocks
+        if first:
+            self.blocks[kind] = Block(kind, self.device, buffers=AHEAD + 2)
+        block = self.blocks[kind]
+        block.send(arrays)
+        if kind not in self.graphs:
+            self.model.train()
+            with torch._dynamo.config.patch(recompile_limit=2 * SHAPES):
+                if first or self.device.type != "cuda":
+                    result = self._plainly(compute, block.views)
+                    self.model.eval()
+                    return result
+                self._record(kind, compute)
+            self.model.eval()
+        self.graphs[kind].replay()
+        # Autograd does not see what a record writes; whoever keeps results by version must.
+        torch.autograd.graph.increment_version(self.parameters)
+        return self.results[kind]
+
+    def _plainly(
+        self, compute: Callable[[Mapping[str, Tensor]], Tensor], views: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Compute without a record, on a stream of its own as CUDA graphs require of the first."""
+        if self.device.type != "cuda":
+            return compute(views)
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            result = compute(views)
+        here.wait_stream(aside)
+        return result
+
+    def _record(self, kind: Kind, compute: Callable[[Mapping[str, Tensor]], Tensor]) -> None:
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            self.results[kind] = compute(self.blocks[kind].views)
+        self.graphs[kind] = graph
+
+    @contextlib.contextmanager
+    def _dropout_from(self, seed: int) -> Iterator[None]:
+        """Seed dropout for this step; torch's own generator is restored afterwards."""
+        if not self.random:
+            yield
+            return
+        if self.device.type != "cuda":
+            with torch.random.fork_rng([]):
+                torch.manual_seed(seed)
+                yield
+            return
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        generator = torch.cuda.default_generators[index]
+        before = generator.initial_seed(), generator.get_offset()
+        generator.manual_seed(seed)
+        yield
+        generator.manual_seed(before[0])
+        generator.set_offset(before[1])
+
+    # --- what is computed -------------------------------------------------------------------------
+
+    def _whole(self, views: Mapping[str, Tensor]) -> Tensor:
+        """A step of one batch."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        return self._update(self._backward(views), views["lr"])
+
+    def _add(self, views: Mapping[str, Tensor]) -> Tensor:
+        """One of several batches: its gradients and sums are added to what is there."""
+        if self.sums is None:
+            self.sums = torch.zeros(1 + len(self.heads), dtype=torch.float64, device=self.device)
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        return self.sums.add_(self._backward(views))
+
+    def _update_sums(self, views: Mapping[str, Tensor]) -> Tensor:
+        """The update after several batches; the sums begin again at 0."""
+        assert self.sums is not None
+        result = self._update(self.sums, views["lr"])
+        torch._foreach_zero_([self.sums, *(cast(Tensor, p.grad) for p in self.parameters)])
+        return result
+
+    def _objective(self, views: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return a batch's share of the step's loss, and each head's plain loss."""
+        inputs = Inputs(
+            views["tokens"],
+            views.get("valid"),
+            views.get("segments"),
+            views.get("source"),
+            views.get("source_valid"),
+        )
+        with precision(self.train, self.device):
+            hidden_BTD = self.model.hidden(inputs, recompute=self.train.gradient_checkpointing)
+            total, sums = self.model.penalty() / self.train.accumulate, []
+            for head in self.heads:
+                loss = fixed_loss(
+                    self.model,
+                    hidden_BTD,
+                    head,
+                    views[f"targets.{head}"],
+                    views[f"weights.{head}"],
+                    rows_M=views.get(f"rows.{head}"),
+                    valid_BT=inputs.valid_BT,
+                    label_smoothing=self.train.label_smoothing,
+                )
+                scale = views[f"scale.{head}"].to(loss.nll.dtype)
+                total = total + self.train.head_weight(head) * loss.smoothed * scale
+                sums.append(loss.nll * scale)
+        return total, torch.stack(sums)
+
+    def _backward(self, views: Mapping[str, Tensor]) -> Tensor:
+        """Compute a batch's gradients; return its loss and each head's plain loss."""
+        total, sums = self.objective(views)
+        torch.autograd.backward(total)
+        return torch.cat((total.detach()[None].double(), sums.detach().double()))
+
+    def _update(self, numbers: Tensor, lr: Tensor) -> Tensor:
+        """Clip and apply, unless something is not finite; return loss, norm and the heads' losses.
+
+        The optimizer's kernel divides by `grad_scale` and does nothing where `found_inf` is 1.
+        """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
+        kernel = cast(Any, self.optimizer)
+        kernel.found_inf = (~finite).float()
+        kernel.grad_scale = None
+        if self.train.clip:
+            kernel.grad_scale = ((norm + 1e-6) / self.train.clip).clamp(min=1.0).float()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        kernel.found_inf = kernel.grad_scale = None
+        return torch.cat((numbers[:1], norm.double()[None], numbers[1:]))
+
+
+def precision(train: TrainSpec, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which a model computes in the training's precision."""
+    if train.precision == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def _result(
+    numbers: Tensor, done: torch.cuda.Event | None, tokens: int, heads: Sequence[str]
+) -> Callable[[], StepResult]:
+    def read() -> StepResult:
+        if done is not None:
+            done.synchronize()
+        loss, norm, *plain = numbers.tolist()
+        applied = math.isfinite(loss) and math.isfinite(norm)
+        return StepResult(loss, dict(zip(heads, plain, strict=True)), norm, tokens, applied)
+
+    return read
