@@ -22,8 +22,8 @@ from pages.quotes import ROOT
 FOLDER = ROOT / "build" / "screens"
 WIDTHS, THEMES = (1320, 390), ("light", "dark")
 HEIGHT = 900
-#: A view of each page, and what is there once it is complete. Runs of these names must exist.
-ROUTES = {
+#: A view of each page, and what is there once it is complete; the runs must be in the folder.
+PAGES = {
     "inspect": ("inspect?run=reverse", ".ranking table"),
     "runs": ("runs", "path.line"),
     "errors": ("errors?run=reverse", ".examples table"),
@@ -31,6 +31,21 @@ ROUTES = {
     "generate": ("generate?run=text&text=the%20glass&mode=sample", ".page[data-done]"),
     "quantize": ("quantize?run=text", "#speed[data-ready]"),
 }
+#: More of them: `PAGE-WHAT`.
+VIEWS = {
+    "inspect-digits": ("inspect?run=digits", ".ranking table"),
+    "inspect-text": ("inspect?run=text", ".ranking table"),
+    "inspect-compared": ("inspect?run=text&with=text%40best%3Aint8", ".ranking table"),
+    "inspect-long": ("inspect?run=long", "glass-heat canvas"),
+    "runs-seeds": ("runs?runs=digits-seed1,digits-seed2,digits-seed3&group=seed", "path.band"),
+    "errors-digits": ("errors?run=digits", ".confusion"),
+    "errors-text": ("errors?run=text", ".examples table"),
+    "design-none": ("design?params=1000&vocab=50000", "#why"),
+    "generate-beam": ("generate?run=reverse&text=3%201%204&mode=beam", "#hypotheses"),
+    "generate-digits": ("generate?run=digits&text=MAX%203%201", "#answer"),
+    "quantize-digits": ("quantize?run=digits", "#speed[data-ready]"),
+}
+ROUTES = PAGES | VIEWS
 #: Counts the requests in flight, so that a walk can wait for a page to settle.
 COUNTED = """
 window.flying = 0;
@@ -122,7 +137,7 @@ def visit(page: Any, name: str) -> None:
     """Go to a page in the tab as it is, and wait until it is complete."""
     route, complete = ROUTES[name]
     page.evaluate("route => { location.hash = `#/${route}`; }", route)
-    page.wait_for_selector(f".page.{name}")
+    page.wait_for_selector(f".page.{name.partition('-')[0]}")
     page.wait_for_selector(complete)
     settle(page)
 
@@ -217,4 +232,4 @@ def draw(runs: Path | None = None) -> dict[str, list[str]]:
             def keep(view: str) -> None:
                 page.screenshot(path=FOLDER / f"{view}.png", full_page=True)
 
-            return walk(page, every_pair(list(ROUTES)), keep=keep)
+            return walk(page, [*every_pair(list(PAGES)), *VIEWS], keep=keep)

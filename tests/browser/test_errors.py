@@ -59,7 +59,9 @@ def test_every_cell_is_pythons(open_page: Opener, own: Evaluation) -> None:
         for row in rows:
             total = sum(table[row].values())
             counts = [table[row].get(column, 0) for column in columns]
-            wanted.append([f"{count:,}|{100 * count / total:.1f} %" for count in counts])
+            wanted.append(
+                [f"{count:,}|{100 * count / total:.1f} %" if count else "·" for count in counts]
+            )
         found = page.evaluate(
             "[...document.querySelectorAll('.confusion tbody tr')].map(row => "
             "[...row.querySelectorAll('.cell')].map(cell => "
@@ -68,7 +70,7 @@ def test_every_cell_is_pythons(open_page: Opener, own: Evaluation) -> None:
         assert found == wanted
     facts = page.locator(".facts")
     expect(facts).to_contain_text(f"{100 * own.accuracy:.2f} %")
-    expect(facts).to_contain_text(f"{own.loss:.4f}")
+    expect(facts).to_contain_text(f"loss{own.loss:.3f} nats")
 
 
 def test_a_cell_opens_its_examples_and_back_closes_them(
@@ -79,7 +81,7 @@ def test_a_cell_opens_its_examples_and_back_closes_them(
     rows = [i for i, pair in enumerate(own.pairs["operation"]) if pair == (asked, answered)]
     page = open_page("errors?run=digits")
     measured(page)
-    expect(page.locator("#examples-title")).to_have_text("Some that are wrong")
+    expect(page.locator("#examples-title")).to_have_text(f"Wrong: the first 20 of {own.wrong}")
     page.get_by_role("button", name=f"target {asked}, predicted {answered}:").click()
     expect(page.locator("#examples-title")).to_have_text(
         f"Target {asked}, predicted {answered}: {count}"
@@ -87,7 +89,7 @@ def test_a_cell_opens_its_examples_and_back_closes_them(
     texts = page.locator(".examples tbody .text").all_inner_texts()
     assert texts == [task.describe("test", row) for row in rows]
     page.go_back()
-    expect(page.locator("#examples-title")).to_have_text("Some that are wrong")
+    expect(page.locator("#examples-title")).to_have_text(f"Wrong: the first 20 of {own.wrong}")
     page.go_forward()
     expect(page.locator("#examples-title")).to_contain_text(f"predicted {answered}")
     page.get_by_label(f"Inspect example {rows[0]}", exact=True).click()
@@ -129,17 +131,37 @@ def test_another_checkpoint_and_split(open_page: Opener, site: Site) -> None:
     expect(page.locator(".facts")).to_contain_text(f"step{step}")
     page.get_by_label("split").select_option("val")
     own = api.evaluate(site.runs / f"digits@{step}", split="val")
-    expect(page.locator(".facts")).to_contain_text(f"{own.loss:.4f}")
+    expect(page.locator(".facts")).to_contain_text(f"loss{own.loss:.3f} nats")
     page.locator('[data-copy="cli"]').click()
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied == f"glass evaluate digits@{step} --split val"
 
 
-def test_a_task_without_a_matrix_says_so(open_page: Opener, site: Site) -> None:
+def test_a_wrong_answer_stands_beside_the_right_one(open_page: Opener, own: Evaluation) -> None:
+    page = open_page("errors?run=digits&split=test")
+    measured(page)
+    heads = page.locator(".examples thead th").all_inner_texts()
+    assert heads[:4] == ["row", "input", "right answer", "predicted"]
+    rows = page.locator(".examples tbody tr")
+    expect(rows).to_have_count(len(own.errors))
+    for at, error in enumerate(own.errors[:5]):
+        expect(rows.nth(at).locator(".answer")).to_have_text(" ".join(error["target"]))
+        expect(rows.nth(at).locator(".said .bad")).to_have_text(error["predicted"])
+
+
+def test_a_task_without_a_matrix_shows_where_it_goes_wrong(open_page: Opener, site: Site) -> None:
     own = api.evaluate(site.runs / "reverse", split="test")
     page = open_page("errors?run=reverse")
     measured(page)
-    expect(page.locator("#matrix-title")).to_have_text("No confusion matrix")
+    expect(page.locator("#matrix-title")).to_have_text("Where it goes wrong")
+    places = page.locator(".places tbody tr")
+    for at, one in enumerate(own.tokens["positions"]):
+        expect(places.nth(at)).to_contain_text(f"{100 * one['accuracy']:.2f} %")
+    common = page.locator(".places > :last-child tbody tr").first.locator("code")
+    first = own.tokens["confused"][0]
+    expect(common).to_have_text([first["target"], first["predicted"]])
+    said = own.errors[0]
+    expect(page.locator(".examples .said").first).to_have_text(" ".join(said["predicted"]))
     for label, share in own.by["length"].items():
         row = page.locator("section[aria-labelledby=groups-title] tbody tr")
         row = row.filter(has=page.get_by_role("rowheader", name=label, exact=True))

@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from pages.screens import COUNTED, FLAWS, ROUTES, every_pair, walk
+from pages.screens import COUNTED, FLAWS, PAGES, ROUTES, every_pair, walk
 from playwright.sync_api import Browser, Page
 
 from tests.browser.conftest import Site, Watch
 
-FORWARD = list(ROUTES)
+FORWARD, EVERY = list(PAGES), list(ROUTES)
 #: What makes text unreadable, and the words with which the walk reports it.
 FAULTS = {
     ".page.errors h2 { margin-bottom: -24px; }": "lies on",
@@ -34,12 +34,12 @@ def tab(site: Site, browser: Browser, watch: Watch) -> Iterator[Page]:
     assert not watch.faults, "\n".join(watch.faults)
 
 
-@pytest.mark.parametrize("order", [FORWARD, FORWARD[::-1]], ids=["forward", "backward"])
+@pytest.mark.parametrize("order", [FORWARD, EVERY[::-1]], ids=["forward", "backward"])
 def test_no_text_lies_on_another_and_none_is_cut_off(tab: Page, order: list[str]) -> None:
     found = walk(tab, order)
     assert not found, "\n".join(f"{view}: {flaw}" for view, all_ in found.items() for flaw in all_)
     sheets = tab.evaluate("[...document.styleSheets].map(sheet => sheet.href.split('/').at(-1))")
-    assert set(sheets) >= {f"{name}.css" for name in order}, "all of them apply to all pages"
+    assert set(sheets) >= {f"{name}.css" for name in PAGES}, "all of them apply to all pages"
 
 
 def test_the_walk_finds_what_is_wrong(tab: Page) -> None:

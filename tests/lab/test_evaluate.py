@@ -1,7 +1,7 @@
 """Evaluation against a slow one that looks at one example and one position at a time."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.lab.measure import evaluate as module
-from glassformer.lab.measure.evaluate import evaluate
+from glassformer.lab.measure.evaluate import evaluate, token_namer
 from glassformer.spec.errors import InputError
 from glassformer.training.engine import log_softmax
 from glassformer.training.fit import fit
@@ -40,12 +40,13 @@ def one_at_a_time(engine, task, split: str, count: int):
     nll, right, seen = defaultdict(float), defaultdict(float), defaultdict(float)
     groups = defaultdict(lambda: defaultdict(list))
     exact, truth = {}, defaultdict(float)
+    places, confused, mistakes = defaultdict(list), Counter(), {}
     first = next(head for head in engine.spec.head_names() if head in task.heads)
     for row in range(count):
         batch = task.batch(split, np.array([row]))
         logits = engine.logits(batch)
         oracle = task.oracle(split, np.array([row]))
-        whole, asked = True, False
+        whole, asked, place_in_answer = True, False, 0
         for head, target in batch.targets.items():
             for place in np.ndindex(target.shape):
                 same_shape = batch.weights is not None and batch.weights.shape == target.shape
@@ -60,6 +61,12 @@ def one_at_a_time(engine, task, split: str, count: int):
                 hit = int(row_logits.argmax()) == answer
                 right[head] += weight * hit
                 seen[head] += weight
+                if head == first and not hit:
+                    confused[answer, int(row_logits.argmax())] += target.ndim - 1
+                    mistakes.setdefault(row, (answer, int(row_logits.argmax())))
+                if head == first and target.ndim == 2:
+                    places[place_in_answer].append(hit)
+                    place_in_answer += 1
                 if head == first:
                     whole, asked = whole and hit, True
                     if oracle is not None:
@@ -86,6 +93,9 @@ def one_at_a_time(engine, task, split: str, count: int):
         "by": {g: {k: sum(v) / len(v) for k, v in t.items()} for g, t in groups.items()},
         "counts": {g: {k: len(v) for k, v in t.items()} for g, t in groups.items()},
         "oracle": {key: value / seen[first] for key, value in truth.items()},
+        "places": [(sum(hits) / len(hits), len(hits)) for hits in places.values()],
+        "confused": {pair: number for pair, number in confused.items() if number},
+        "mistakes": mistakes,
         "errors": [row for row, whole in exact.items() if not whole],
     }
 
@@ -112,6 +122,31 @@ def evaluation_is_the_slow_one(name: str, kind: str = "torch") -> None:
         assert [error["row"] for error in found.errors] == want["errors"][:20]
         for error in found.errors:
             assert error["example"] == task.describe(split, error["row"])
+            answer, said = map(token_namer(task, first), want["mistakes"][error["row"]])
+            pairs = list(zip(error["target"], error["predicted"], strict=True))
+            assert next(pair for pair in pairs if pair[0] != pair[1]) == (answer, said)
+            assert 0 < error["right_probability"] < 1 <= error["wrong"] <= error["of"]
+        assert found.wrong == len(want["errors"])
+        tokens_are_counted(found.tokens, want, token_namer(task, first))
+
+
+def tokens_are_counted(found, want, named) -> None:
+    """Single positions as they are; a range is the mean of its positions; the commonest pairs."""
+    listed = found.get("positions", [])
+    single = [(one["accuracy"], one["count"]) for one in listed if one["position"].isdigit()]
+    assert single == want["places"][: len(single)]
+    for one in listed[len(single) :]:
+        low, high = map(int, one["position"].split(" to "))
+        inside = want["places"][low - 1 : high]
+        assert one["count"] == sum(number for _, number in inside)
+        right = sum(share * number for share, number in inside)
+        assert one["accuracy"] == pytest.approx(right / one["count"])
+    assert sum(one["count"] for one in listed) == sum(number for _, number in want["places"])
+    counts = [one["count"] for one in found.get("confused", [])]
+    assert counts == sorted(want["confused"].values(), reverse=True)[: module.CONFUSED]
+    pairs = {(named(a), named(b)): number for (a, b), number in want["confused"].items()}
+    for one in found.get("confused", []):
+        assert pairs[one["target"], one["predicted"]] == one["count"]
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -9,8 +9,8 @@ import io
 import json
 import math
 import textwrap
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -36,6 +36,12 @@ from glassformer.training.engine import (
 #: Examples evaluated at once, and logits made at once; only speed and memory depend on them.
 CHUNK = 256
 LOGITS = 1 << 26
+#: Wrong rows that are kept; tokens of each that are shown, and of running text before the first.
+ERRORS, TOKENS, BEFORE = 20, 48, 24
+#: Pairs of right and predicted tokens that are kept, the most frequent ones.
+CONFUSED = 12
+#: Positions of an answer that are counted one by one; beyond, each range is as long as all before.
+SINGLE = 16
 
 Value = TypeVar("Value")
 
@@ -46,9 +52,12 @@ class Evaluation:
 
     by: {group: {label: exact match}}; heads: {head: {loss, accuracy}}; oracle: the truth's
     entropy, the excess over it (divergence from the truth, free of the sample's luck), and legal
-    (probability given to what can occur); errors: some rows. pairs: target and
-    prediction of each row, by group, from row 0 on; `confusion` counts them. decoded: the same
-    answers with only the model's own tokens before each, where the task has a source.
+    (probability given to what can occur). wrong: the number of rows that are not completely right;
+    errors: the first of them, with the right tokens and the predicted ones. pairs: target and
+    prediction of each row, by group, from row 0 on; `confusion` counts them. tokens: of answers of
+    several tokens, the share that is right at each position and the most frequent confusions.
+    decoded: the same answers with only the model's own tokens before each, where the task has a
+    source.
     """
 
     split: str
@@ -61,8 +70,10 @@ class Evaluation:
     counts: Mapping[str, Mapping[str, int]]
     oracle: Mapping[str, float]
     confusion: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    wrong: int = 0
     errors: list[dict[str, Any]] = field(default_factory=list)
     pairs: Mapping[str, list[tuple[str, str]]] = field(default_factory=dict)
+    tokens: Mapping[str, Any] = field(default_factory=dict)
     decoded: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,6 +186,8 @@ class _Tally:
         self.legal = 0.0
         self.judged = 0.0
         self.errors: list[dict[str, Any]] = []
+        self.places = np.zeros((0, 2), dtype=np.int64)  # right and all, by position in the answer
+        self.confused: Counter[tuple[int, int]] = Counter()  # wrong ones: (target, predicted)
 
     def add(
         self, batch: Batch, judged: Mapping[str, Judged]
@@ -186,7 +199,8 @@ class _Tally:
         asked = exact
         for head, (nll, predicted) in judged.items():
             weights = loss_weights(batch, head).astype(np.float64)
-            right = predicted == batch.targets[head]
+            target = batch.targets[head]
+            right = predicted == target
             sums = self.heads[head]
             sums[0] += float((nll * weights).sum())
             sums[1] += float((right * weights).sum())
@@ -196,9 +210,32 @@ class _Tally:
                 wrong = counted & ~right.reshape(len(exact), -1)
                 asked = cast(NDArray[np.bool_], counted.any(axis=1))
                 exact = asked & ~wrong.any(axis=1)
+                if target.ndim > 1:
+                    self._add_tokens(counted, wrong, target, predicted)
         self.matches += int(exact.sum())
         self.asked += int(asked.sum())
         return exact, asked
+
+    def _add_tokens(
+        self,
+        counted_BT: NDArray[np.bool_],
+        wrong_BT: NDArray[np.bool_],
+        target_BT: NDArray[Any],
+        predicted_BT: NDArray[Any],
+    ) -> None:
+        """Count the right tokens by their position in the answer, and which are confused."""
+        place_BT = counted_BT.cumsum(axis=1) - 1
+        longer = int(place_BT.max(initial=-1)) + 1 - len(self.places)
+        self.places = np.pad(self.places, ((0, max(0, longer)), (0, 0)))
+        np.add.at(self.places[:, 1], place_BT[counted_BT], 1)
+        np.add.at(self.places[:, 0], place_BT[counted_BT & ~wrong_BT], 1)
+        pairs, counts = np.unique(
+            np.stack([target_BT[wrong_BT], predicted_BT[wrong_BT]], axis=1),
+            axis=0,
+            return_counts=True,
+        )
+        for (target, predicted), count in zip(pairs.tolist(), counts.tolist(), strict=True):
+            self.confused[target, predicted] += count
 
     def add_groups(
         self,
@@ -264,10 +301,81 @@ def evaluate(
         tally.add_confusions(task.confusions(split, rows, answers))
         if truth is not None and logits is not None:
             tally.add_truth(truth, batch, logits[tally.primary])
-        for row in rows[asked & ~exact][: 20 - len(tally.errors)]:
-            tally.errors.append({"row": int(row), "example": task.describe(split, int(row))})
+        for i in np.flatnonzero(asked & ~exact)[: ERRORS - len(tally.errors)]:
+            row = int(rows[i])
+            told = {"row": row, "example": task.describe(split, row)}
+            tally.errors.append(told | _mistake(task, batch, tally.primary, judged, int(i)))
     assert tally is not None
     return _evaluation(tally, task, split, count)
+
+
+def _mistake(
+    task: Task, batch: Batch, head: str, judged: Mapping[str, Judged], row: int
+) -> dict[str, Any]:
+    """Return what a row asks, its right tokens and the predicted ones, each after the right ones
+    before it; of running text only the first wrong token. `right_probability` is what the right
+    token had where the first wrong one was predicted, `wrong` and `of` count tokens.
+    """
+    named = token_namer(task, head)
+    target, nll = batch.targets[head][row], np.atleast_1d(judged[head].nll[row])
+    predicted = judged[head].predicted[row]
+    tokens = batch.tokens[row][batch.valid[row]].tolist()
+    counted = np.atleast_1d(loss_weights(batch, head)[row] > 0)
+    wrong = np.flatnonzero(counted & np.atleast_1d(predicted != target))
+    first = int(wrong[0])
+    share = float(np.exp(-nll[first]))
+    facts = {"right_probability": share, "wrong": len(wrong), "of": int(counted.sum())}
+    if target.ndim == 0:
+        one = {"target": [named(int(target))], "predicted": [named(int(predicted))]}
+        return {"input": task.tokenizer.decode(tokens), **one, **facts}
+    if batch.source is None:
+        until = int(batch.valid[row][: first + 1].sum())
+        text = task.tokenizer.decode(tokens[max(0, until - BEFORE) : until])
+        pair = {"target": [named(int(target[first]))], "predicted": [named(int(predicted[first]))]}
+        return {"input": text, **pair, **facts}
+    source = batch.source.tokens[row][batch.source.valid[row]].tolist()
+    kept = np.flatnonzero(counted)
+    kept = kept[max(0, int(np.searchsorted(kept, first)) - TOKENS // 2) :][:TOKENS]
+    return {
+        "input": task.tokenizer.decode(source),
+        "target": [named(int(target[t])) for t in kept],
+        "predicted": [named(int(predicted[t])) for t in kept],
+        **facts,
+    }
+
+
+def token_namer(task: Task, head: str) -> Callable[[int], str]:
+    """Return a function from a class of a head to its name: a token's text, else the number."""
+
+    def name(token: int) -> str:
+        known = head in ("next", "answer") and token < task.tokenizer.vocab_size
+        return task.tokenizer.decode([token]) if known else str(token)
+
+    return name
+
+
+def _tokens(tally: _Tally, task: Task) -> dict[str, Any]:
+    """Return the share of right tokens by position in the answer, and the commonest confusions."""
+    if not len(tally.places):
+        return {}
+    length = len(tally.places)
+    ends = [*range(1, min(SINGLE, length) + 1)]
+    while ends[-1] < length:
+        ends.append(min(length, 2 * ends[-1]))
+    positions = []
+    for first, end in zip([0, *ends], ends, strict=False):
+        right, all_ = tally.places[first:end].sum(axis=0).tolist()
+        label = str(end) if end == first + 1 else f"{first + 1} to {end}"
+        positions.append({"position": label, "accuracy": right / max(1, all_), "count": all_})
+    named = token_namer(task, tally.primary)
+    confused = sorted(tally.confused.items(), key=lambda item: (-item[1], item[0]))[:CONFUSED]
+    return {
+        "positions": positions,
+        "confused": [
+            {"target": named(target), "predicted": named(predicted), "count": count}
+            for (target, predicted), count in confused
+        ],
+    }
 
 
 def natural(label: str) -> tuple[int, str]:
@@ -328,8 +436,10 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
         },
         oracle=oracle,
         confusion=tally.confusion,
+        wrong=tally.asked - tally.matches,
         errors=tally.errors,
         pairs=tally.pairs,
+        tokens=_tokens(tally, task),
     )
 
 

@@ -60,9 +60,9 @@ def _centred(values: Floats, half: int) -> Floats:
     if half < 1:
         return values
     width = 2 * half + 1
-    blocks = np.zeros(-(-count // width) * width)
-    blocks[:count] = values
-    blocks = blocks.reshape(-1, width)
+    padded = np.zeros(-(-count // width) * width)
+    padded[:count] = values
+    blocks = padded.reshape(-1, width)
     before, after = np.cumsum(blocks, axis=1).ravel(), np.cumsum(blocks[:, ::-1], axis=1)
     first = np.arange(count - 2 * half)
     rest = np.where(first % width == 0, 0.0, after[:, ::-1].ravel()[first])

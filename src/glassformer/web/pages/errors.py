@@ -4,9 +4,11 @@ A checkpoint is evaluated once per split, on as many examples as the limits allo
 how many those are. Numbers are those of `glass evaluate`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError, nearest
 from glassformer.store.rundir import RunRef
 from glassformer.web.app import limits
@@ -87,8 +89,20 @@ def errors(query: Query, workspace: Workspace) -> dict[str, Any]:
         "splits": dict(sizes),
         "of": sizes[evaluation.split],
         "tables": tables,
-        "errors": evaluation.errors,
+        "wrong": evaluation.wrong,
+        "errors": [_shown(error) for error in evaluation.errors],
+        "positions": evaluation.tokens.get("positions", []),
+        "confused": [_shown(pair) for pair in evaluation.tokens.get("confused", [])],
     }
+
+
+def _shown(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was right and what was predicted, with tokens that can be seen."""
+
+    def seen(value: Any) -> Any:
+        return [shown(token) for token in value] if isinstance(value, list) else shown(value)
+
+    return {**told, "target": seen(told["target"]), "predicted": seen(told["predicted"])}
 
 
 def cell(query: Query, workspace: Workspace) -> dict[str, Any]:
@@ -110,6 +124,7 @@ def cell(query: Query, workspace: Workspace) -> dict[str, Any]:
             {
                 "row": row,
                 "text": found.task.describe(split, row),
+                "targets": {other: pairs[other][row][0] for other in pairs},
                 "answers": {other: pairs[other][row][1] for other in pairs},
             }
             for row in rows[: limits.EXAMPLES]

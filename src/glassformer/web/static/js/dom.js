@@ -97,6 +97,9 @@ export function busy(node, on) {
 export const scrolled = (label, ...children) =>
   el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, children);
 
+/** The head of a column of numbers. */
+export const right = (text) => ({ text, n: true });
+
 /** The head of a column that needs none to be understood by the eye. */
 export const silent = (text) => ({ text: el("span", { class: "visually-hidden" }, text) });
 

@@ -2,12 +2,15 @@
 
 import "./confusion.js";
 import { query } from "./api.js";
-import { busy, el, field, fill, meter, nothingYet, scrolled, select, silent, table } from "./dom.js";
-import { count, fixed, percent } from "./format.js";
+import { busy, el, field, fill, meter, nothingYet, right, scrolled, select, silent, table } from "./dom.js";
+import { count, percent, short } from "./format.js";
 import { latest } from "./state.js";
 
 const chooser = (label, options, value, choose) =>
   field(label, select(options, value, choose, { id: `errors-${label.replace(" ", "-")}` }));
+
+const SHARE = "0 … 100 %"; // the head of a column of bars
+const gauge = (share) => el("span", { class: "gauge" }, meter(share));
 
 class Errors {
   constructor(root, params, context) {
@@ -20,10 +23,11 @@ class Errors {
     this.confusion = el("glass-confusion");
     this.title = el("h2", { id: "matrix-title" });
     this.reading = el("p", { class: "note" });
+    this.places = el("div", { class: "columns places" });
     this.matrix = el("section", { class: "panel", "aria-labelledby": "matrix-title" }, this.title,
       el("p", { class: "hint" },
         "A row is the target, a column what was predicted; count, and per cent of the row."),
-      scrolled("Table of answers", this.confusion), this.reading);
+      scrolled("Table of answers", this.confusion), this.reading, this.places);
     this.confusion.addEventListener("cell", ({ detail }) => context.go(this.address(detail)));
     this.examples = el("section", { class: "panel examples", "aria-labelledby": "examples-title" });
     this.groups = el("section", { class: "panel", "aria-labelledby": "groups-title" });
@@ -105,27 +109,43 @@ class Errors {
       groups.length > 1 && chooser("table by", groups, this.table.group, (by) => go({ by })));
     const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
     fill(this.facts, fact("step", count(Number(found.step))), fact("accuracy", percent(found.accuracy, 2)),
-      fact("exact match", percent(found.exact_match, 2)), fact("loss", fixed(found.loss, 4)),
+      fact("exact match", percent(found.exact_match, 2)), fact("loss", `${short(found.loss)} nats`),
+      fact("wrong", count(found.wrong)),
       fact("examples", [found.examples < found.of && `the first ${count(found.examples)} of `, count(found.of)]));
     this.matrix.classList.toggle("none", !this.table);
-    this.title.textContent = this.table ? "Confusion matrix" : "No confusion matrix";
-    this.reading.textContent = !this.table
-      ? `The task ${about.task} has no confusion matrix: a wrong token is not the answer to another question.`
-      : `${this.table.reading && `A column is ${this.table.reading}. `}Choose a cell to see its examples.`;
+    this.title.textContent = this.table ? "Confusion matrix" : "Where it goes wrong";
+    this.reading.textContent = this.table
+      ? `${this.table.reading && `A column is ${this.table.reading}. `}Choose a cell to see its examples.` : "";
+    this.#places();
     const { target, predicted } = this.params;
     const chosen = target === undefined ? null : { target, predicted };
     if (this.table) this.confusion.data = { ...this.table, chosen };
     const shares = Object.entries(found.by).map(([group, labels]) => [el("h3", {}, `By ${group}`), table({
       caption: `Exact match by ${group}`,
-      head: [group, { text: "exact match", n: true }, { text: "examples", n: true }, silent("bar")],
+      head: [group, right("exact match"), right("examples"), SHARE],
       rows: Object.entries(labels).map(([name, share]) =>
-        [name, percent(share, 2), count(found.counts[group][name]), el("span", { class: "gauge" }, meter(share))]),
+        [name, percent(share, 2), count(found.counts[group][name]), gauge(share)]),
     })]);
     this.groups.hidden = !shares.length;
     fill(this.groups, el("h2", { id: "groups-title" }, "Right, by group"), shares);
   }
 
-  /** The examples of the chosen cell; without one, some that are wrong. */
+  /** Of answers of several tokens: which positions are right, and which tokens are taken for which. */
+  #places() {
+    const { positions, confused } = this.found;
+    const code = (text) => el("code", {}, text);
+    fill(this.places, positions.length > 0 && el("div", {}, el("h3", {}, "By position in the answer"),
+      scrolled("By position", table({ caption: "Right tokens by position in the answer",
+        head: ["position", right("accuracy"), right("of"), SHARE], rows: positions.map((one) =>
+          [one.position, percent(one.accuracy, 2), count(one.count), gauge(one.accuracy)]) }))),
+      confused.length > 0 && el("div", {}, el("h3", {}, "Tokens confused most often"),
+        scrolled("Confused tokens", table({ caption: "Tokens confused most often",
+          head: ["right token", "predicted", right("times"), "relative"],
+          rows: confused.map((one) => [code(one.target), code(one.predicted), count(one.count),
+            gauge(one.count / confused[0].count)]) }))));
+  }
+
+  /** The examples of the chosen cell; without one, the first that are wrong. */
   async list() {
     const { target, predicted } = this.params;
     const { found, table: chosen } = this;
@@ -134,18 +154,29 @@ class Errors {
     const cell = target !== undefined && predicted !== undefined && chosen
       ? await this.open(query(path, { step, split, group: chosen.group, target, predicted })) : null;
     if (this.gone || (cell === undefined)) return;
-    const rows = cell ? cell.examples : found.errors.map(({ row, example }) => ({ row, text: example }));
-    const said = rows.some((each) => each.answers?.answer !== undefined);
-    const title = cell ? `Target ${target}, predicted ${predicted}: ${count(cell.count)}` : "Some that are wrong";
+    const rows = cell ? cell.examples.map(({ row, text, targets, answers }) =>
+      ({ row, input: text, target: [targets.answer ?? target], predicted: [answers.answer ?? predicted] }))
+      : found.errors;
+    const title = cell ? `Target ${target}, predicted ${predicted}: ${count(cell.count)}`
+      : rows.length < found.wrong ? `Wrong: the first ${count(rows.length)} of ${count(found.wrong)}`
+        : `Wrong: ${count(rows.length)}`;
     const link = ({ row }) => el("a", { class: "open",
       href: this.context.href("inspect", { run: this.run, step, split: found.split, row }),
       "aria-label": `Inspect example ${row}` }, "Inspect");
+    const sure = rows.some(({ probability }) => probability !== undefined);
+    const said = (each) => [each.predicted.map((word, i) => [i > 0 && " ",
+      word === each.target[i] ? word : el("strong", { class: "bad" }, word)]),
+      each.of > each.predicted.length && el("span", { class: "muted" }, ` ${each.wrong} of ${each.of} tokens wrong`)];
     fill(this.examples, el("h2", { id: "examples-title" }, title),
       rows.length ? scrolled("Table of examples", table({ caption: title,
-        head: [{ text: "row", n: true }, "example", ...(said ? ["predicted"] : []), silent("link")],
-        rows: rows.map((each) => [each.row, el("span", { class: "mono text" }, each.text),
-          ...(said ? [el("strong", { class: "mono" }, each.answers.answer)] : []), link(each)]),
-      })) : el("p", { class: "muted" }, "None."),
+        head: [right("row"), "input", "right answer", "predicted", ...(sure ? [right("p")] : []), silent("link")],
+        rows: rows.map((each) => [each.row, el("span", { class: "mono text" }, each.input),
+          el("span", { class: "mono good answer" }, each.target.join(" ")), el("span", { class: "mono said" }, said(each)),
+          ...(sure ? [percent(each.probability)] : []), link(each)]),
+      })) : el("p", { class: "muted" }, cell ? "None." : "No answer is wrong."),
+      !cell && found.positions.length > 0 && rows.length > 0 && el("p", { class: "note" },
+        "Predicted: the likeliest token at each position, after the right tokens before it; p is that of the first ",
+        "wrong one."),
       cell && cell.count > rows.length && el("p", { class: "note" }, `The first ${count(rows.length)} are shown.`));
     if (cell) this.context.announce(`${title} examples`);
   }

@@ -1,7 +1,7 @@
 // Generate: text as it is made. Each token with its probability, what else could have come, and branches from there.
 // The controls are the options that the server lists by mode: name, flag, label, kind, limits and default.
 
-import { alertBox, busy, check, el, field, fill, meter, scrolled, select, silent, table } from "./dom.js";
+import { alertBox, busy, check, el, field, fill, meter, right, scrolled, select, silent, table } from "./dom.js";
 import { fixed, short } from "./format.js";
 import { ModelForm } from "./generate-model.js";
 import "./generate-tokens.js";
@@ -224,7 +224,6 @@ class Generate {
   }
 
   #table() {
-    const right = (text) => ({ text, n: true });
     return scrolled("Table of tokens", table({ caption: "Generated tokens", props: { id: "tokens-table" },
       head: [right("position"), "token", right("id"), right("probability"), right("log")],
       rows: this.tokens.map(({ position, word, id, probability, logprob, forced }) =>

@@ -1,6 +1,6 @@
 // Quantize: float32 beside every scheme on one text. Where they part, by how much, and what the bits save.
 
-import { busy, el, field, fill, scrolled, select, silent, table } from "./dom.js";
+import { busy, el, field, fill, right, scrolled, select, silent, table } from "./dom.js";
 import { count, fixed, percent, short } from "./format.js";
 import { ModelForm } from "./generate-model.js";
 import { modelPath, quoted } from "./inspect-commands.js";
@@ -15,7 +15,6 @@ const parse = (params) => ({ run: params.run ?? null, step: params.step ?? "best
 const address = ({ run, step, text, pos, way }) =>
   ({ run, step: step === "best" ? null : step, text, pos, way: way === "there" ? null : way });
 const bytes = (value) => `${count(value)} B`;
-const right = (text) => ({ text, n: true });
 
 /** Thin bars over one another, one a precision, on one scale. */
 function bars(values, most, first = 0) {
