@@ -8,7 +8,9 @@ import pytest
 STATIC = Path(__file__).parents[2] / "src" / "glassformer" / "web" / "static"
 SCRIPTS = sorted((STATIC / "js").glob("*.js"))
 SHEETS = sorted(path for path in STATIC.glob("*.css") if path.name != "app.css")
-LINES, WIDE = 4_000, 120
+#: A limit to notice growth by. A page takes 300 to 700 lines, and there are seven, with a table that
+#: sorts, a picture of the model and a beam tree. Whoever needs more looks for duplicates first.
+LINES, WIDE = 4_500, 120
 FORBIDDEN = (
     r"\binnerHTML\b", r"\bouterHTML\b", r"\binsertAdjacentHTML\b", r"\bdocument\.write",
     r"\beval\(", r"\bnew Function\b", r"\bsetHTMLUnsafe\b", r"\bcreateContextualFragment\b",

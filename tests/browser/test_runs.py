@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from glassformer.lab.runs.curves import read_curves
+from glassformer.lab.runs.table import runs
 from glassformer.store.rundir import RunDirectory
 from tests.browser.conftest import FORMS, Opener, Site, Watch
 
@@ -48,10 +49,16 @@ def test_the_numbers_are_pythons(open_page: Opener, site: Site) -> None:
     drawn(page)
     for name in ("digits", "reverse", "text"):
         record = json.loads((site.runs / name / "run.json").read_text(encoding="utf-8"))
-        cells = page.locator(f'tr[data-run="{name}"] td')
-        expect(cells.nth(0)).to_have_text("finished")
-        expect(cells.nth(2)).to_have_text(f"{record['val']['loss']:.4f}")
-        expect(cells.nth(3)).to_have_text(f"{100 * record['val']['accuracy']:.2f} %")
+        row = page.locator(f'tr[data-run="{name}"]')
+        shown = {
+            "status": "finished",
+            "val_loss": f"{record['val']['loss']:.4f}",
+            "val_accuracy": f"{100 * record['val']['accuracy']:.2f} %",
+            "seed": str(record["seed"]),
+            "task": record["task"],
+        }
+        for key, text in shown.items():
+            expect(row.locator(f'[data-key="{key}"]')).to_have_text(text)
     series = read_curves(site.runs / "digits")["val.loss"]
     page.locator(".chart").focus()
     page.keyboard.press("Home")
@@ -78,7 +85,7 @@ def test_axes_can_be_logarithmic_and_of_three_kinds(open_page: Opener, site: Sit
     drawn(page)
     before = page.locator("path.line.smooth").get_attribute("d")
     page.get_by_label("log y").check()
-    expect(page.locator(".chart")).to_contain_text("loss (log)")
+    expect(page.locator(".chart")).to_contain_text("loss, nats (log)")
     assert page.locator("path.line.smooth").get_attribute("d") != before
     page.get_by_label("log x").check()
     expect(page.locator(".chart")).to_contain_text("step (log)")
@@ -99,6 +106,58 @@ def test_seeds_become_one_band(open_page: Opener, shoot: Callable) -> None:
     expect(page.locator(".alerts")).to_contain_text(f"mean of {SEEDS.replace(',', ', ')}")
     expect(page.locator("path.line.raw")).to_have_count(3)
     shoot(page, "runs-seeds")
+
+
+def test_a_group_is_named_and_its_runs_are_not(open_page: Opener) -> None:
+    page = open_page(f"runs?runs={SEEDS}&group=seed")
+    page.wait_for_selector("path.band")
+    expect(page.locator("text.end")).to_have_text(["digits × 3"])
+
+
+def test_the_table_sorts_by_any_column(open_page: Opener, site: Site) -> None:
+    page = open_page("runs")
+    drawn(page)
+    listed = runs(site.runs)
+    ids = "[...document.querySelectorAll('tr[data-run]')].map(row => row.dataset.run)"
+    newest = sorted(listed, key=lambda row: (-row["written"], row["id"]))
+    assert page.evaluate(ids) == [row["id"] for row in newest]
+    for key, head in (("val_loss", "val loss"), ("parameters", "parameters"), ("id", "run")):
+        button = page.get_by_role("button", name=head, exact=True)
+        button.click()
+        way = "ascending" if key == "id" else "descending"
+        expect(page.locator(f"th[aria-sort={way}]")).to_have_text(head)
+        wanted = sorted(listed, key=lambda row: row["id"])
+        wanted.sort(key=lambda row: row[key], reverse=key != "id")
+        assert page.evaluate(ids) == [row["id"] for row in wanted]
+        button.click()
+        wanted = sorted(listed, key=lambda row: row["id"])
+        wanted.sort(key=lambda row: row[key], reverse=key == "id")
+        assert page.evaluate(ids) == [row["id"] for row in wanted]
+    assert "sort=-id" in page.url
+    page.reload()
+    drawn(page)
+    assert page.evaluate(ids) == [row["id"] for row in wanted]
+
+
+def test_all_that_are_listed_are_ticked_at_once(open_page: Opener) -> None:
+    page = open_page("runs?runs=digits")
+    drawn(page)
+    page.get_by_label("Filter").fill("seed")
+    page.get_by_label("draw all that are listed").check()
+    expect(page.locator("text.end")).to_have_count(3)
+    page.get_by_label("draw all that are listed").uncheck()
+    expect(page.locator("text.end")).to_have_count(0)
+    expect(page.locator(".note").last).to_contain_text("Tick a run to draw its curve")
+
+
+def test_the_first_view_is_of_one_task_and_two_are_warned_of(open_page: Opener) -> None:
+    page = open_page("runs")
+    drawn(page)
+    tasks = "[...document.querySelectorAll('tr.picked [data-key=task]')].map(c => c.textContent)"
+    assert len(set(page.evaluate(tasks))) == 1
+    expect(page.locator(".alerts .warn")).to_have_count(0)
+    page.goto(page.url.partition("#")[0] + "#/runs?runs=digits,reverse")
+    expect(page.locator(".alerts .warn")).to_contain_text("their losses do not compare")
 
 
 def test_only_the_settings_that_differ(open_page: Opener) -> None:

@@ -3,6 +3,9 @@
 Live curves are polled: the page sends the cursors it has, and receives the runs that have grown.
 """
 
+import itertools
+import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -37,10 +40,14 @@ def about(query: Query, workspace: Workspace) -> dict[str, Any]:
 def list_runs(query: Query, workspace: Workspace) -> dict[str, Any]:
     """List every run and model of the folder, by name."""
     query.only()
-    rows = [
-        table.run_summary(name, folder, kind) | {"path": f"{workspace.display_path}/{folder.name}"}
-        for name, folder, kind in workspace.folders()
-    ]
+    rows = []
+    for name, folder, kind in workspace.folders():
+        row = table.run_summary(name, folder, kind)
+        seconds, written = row.get("seconds"), row.get("written")
+        row["path"] = f"{workspace.display_path}/{folder.name}"
+        row["time"] = None if seconds is None else table.duration(seconds)
+        row["date"] = written and time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        rows.append(row)
     return {"folder": workspace.display_path, "runs": rows}
 
 
@@ -158,8 +165,16 @@ def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
             held = [by_run[run] for run in members if run in by_run and len(by_run[run])]
             if len(held) > 1:
                 drawn = run_reader.band(held, axis=axis, most=most, span=span)
-                bands.append({"runs": [run for run in members if run in by_run], **drawn})
+                named = [run for run in members if run in by_run]
+                bands.append({"name": group_name(named), "runs": named, **drawn})
     return {"names": list(names), "curves": lines, "unchanged": unchanged, "bands": bands}
+
+
+def group_name(runs: Sequence[str]) -> str:
+    """Name runs that differ in their seed alone: what their names begin with, and their number."""
+    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*runs, strict=False))
+    start = "".join(letters[0] for letters in same).rstrip("0123456789").rstrip("-_.")
+    return f"{start.removesuffix('seed').rstrip('-_.') or runs[0]} × {len(runs)}"
 
 
 def _picked(query: Query) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ customElements.define("glass-confusion", class extends HTMLElement {
           + `${count(counts[i][j])}, ${percent(shares[i][j])} of the row`,
         disabled: counts[i][j] === 0,
         onclick: () => this.dispatchEvent(new CustomEvent("cell", { detail: { target, predicted } })),
-      }, counts[i][j] === 0 ? el("span", { class: "none" }, "·") : [el("span", { class: "count" }, count(counts[i][j])),
-        el("span", { class: "share" }, percent(shares[i][j]))]);
+      }, counts[i][j] === 0 ? el("span", { class: "none" }, "·") : [
+        el("span", { class: "count" }, count(counts[i][j])), el("span", { class: "share" }, percent(shares[i][j]))]);
       button.style.setProperty("--share", shares[i][j].toFixed(4));
       return button;
     };

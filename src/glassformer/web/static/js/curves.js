@@ -82,7 +82,9 @@ customElements.define("glass-curves", class extends HTMLElement {
     for (const band of bands) inside.append(...this.#band(band, x, y));
     const grouped = new Set(bands.flatMap((band) => band.runs));
     for (const line of lines) inside.append(...this.#line(line, x, y, grouped.has(line.run)));
-    if (wide) drawn.append(...this.#labels(lines, x, y, box));
+    const named = [...lines.filter((line) => !grouped.has(line.run)),
+      ...bands.map((band) => ({ run: band.name, index: band.index, x: band.x, y: band.mean }))];
+    if (wide) drawn.append(...this.#labels(named, x, y, box));
     this.cursor = svg("g", { class: "cursor" });
     drawn.append(this.cursor);
     fill(this.chart, drawn);

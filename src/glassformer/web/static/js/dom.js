@@ -97,6 +97,11 @@ export function busy(node, on) {
 export const scrolled = (label, ...children) =>
   el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, children);
 
+/** A part of a page under its heading. */
+export const panel = (name, title, ...children) =>
+  el("section", { class: `panel ${name}`, "aria-labelledby": `${name}-title` },
+    title instanceof Node ? title : el("h2", { id: `${name}-title` }, title), children);
+
 /** The head of a column of numbers. */
 export const right = (text) => ({ text, n: true });
 

@@ -4,7 +4,7 @@ import "./confusion.js";
 import { query } from "./api.js";
 import { busy, el, field, fill, meter, nothingYet, right, scrolled, select, silent, table } from "./dom.js";
 import { count, percent, short } from "./format.js";
-import { latest } from "./state.js";
+import { latest, mounted } from "./state.js";
 
 const chooser = (label, options, value, choose) =>
   field(label, select(options, value, choose, { id: `errors-${label.replace(" ", "-")}` }));
@@ -13,7 +13,7 @@ const SHARE = "0 … 100 %"; // the head of a column of bars
 const gauge = (share) => el("span", { class: "gauge" }, meter(share));
 
 class Errors {
-  constructor(root, params, context) {
+  constructor(root, context, params) {
     Object.assign(this, { root, context, params });
     this.measure = latest(async (signal, path, options) => [await context.api.get(path, { signal }),
       await context.api.get(query(`${path}/errors`, options), { signal })]);
@@ -171,7 +171,8 @@ class Errors {
       rows.length ? scrolled("Table of examples", table({ caption: title,
         head: [right("row"), "input", "right answer", "predicted", ...(sure ? [right("p")] : []), silent("link")],
         rows: rows.map((each) => [each.row, el("span", { class: "mono text" }, each.input),
-          el("span", { class: "mono good answer" }, each.target.join(" ")), el("span", { class: "mono said" }, said(each)),
+          el("span", { class: "mono good answer" }, each.target.join(" ")),
+          el("span", { class: "mono said" }, said(each)),
           ...(sure ? [percent(each.probability)] : []), link(each)]),
       })) : el("p", { class: "muted" }, cell ? "None." : "No answer is wrong."),
       !cell && found.positions.length > 0 && rows.length > 0 && el("p", { class: "note" },
@@ -195,12 +196,4 @@ class Errors {
   unmount() { this.gone = true; }
 }
 
-export const page = {
-  title: "Errors",
-  styles: "errors.css",
-  async mount(root, params, context) {
-    const view = new Errors(root, params, context);
-    queueMicrotask(() => view.start().catch(context.alert));
-    return view;
-  },
-};
+export const page = { title: "Errors", styles: "errors.css", mount: mounted(Errors) };

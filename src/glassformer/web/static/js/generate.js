@@ -1,14 +1,14 @@
 // Generate: text as it is made. Each token with its probability, what else could have come, and branches from there.
 // The controls are the options that the server lists by mode: name, flag, label, kind, limits and default.
 
-import { alertBox, busy, check, el, field, fill, meter, right, scrolled, select, silent, table } from "./dom.js";
+import { alertBox, busy, check, el, field, fill, meter, panel, right, scrolled, select, silent, table } from "./dom.js";
 import { fixed, short } from "./format.js";
 import { ModelForm } from "./generate-model.js";
 import "./generate-tokens.js";
 import "./generate-tree.js";
 import { command, modelPath, quoted } from "./inspect-commands.js";
 import * as keys from "./keys.js";
-import { perFrame } from "./state.js";
+import { mounted, perFrame } from "./state.js";
 
 const MODES = [["greedy", "greedy: always the likeliest token"], ["sample", "sample: at random, by probability"],
   ["beam", "beam: search for the likeliest sequence"]];
@@ -75,9 +75,6 @@ class Generate {
     this.beside = el("div", { class: "beside" });
     this.timing = el("div", { class: "timing" });
     this.asTable = el("div", {});
-    const panel = (name, title, ...children) =>
-      el("section", { class: `panel ${name}`, "aria-labelledby": `${name}-title` },
-      el("h2", { id: `${name}-title` }, title), children);
     this.made = panel("made", "Generated", this.what, this.said, this.strip, this.tree, this.timing);
     fill(root, el("div", { class: "two" }, panel("ask", "Prompt", this.form.root),
       el("div", { class: "stack" }, this.made,
@@ -333,12 +330,4 @@ class Generate {
   }
 }
 
-export const page = {
-  title: "Generate",
-  styles: "generate.css",
-  mount(root, params, context) {
-    const generate = new Generate(root, context);
-    queueMicrotask(() => generate.update(params).catch(context.alert));
-    return generate;
-  },
-};
+export const page = { title: "Generate", styles: "generate.css", mount: mounted(Generate) };

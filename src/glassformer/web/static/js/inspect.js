@@ -11,7 +11,7 @@ import { effect, facts, rankingTable } from "./inspect-parts.js";
 import * as keys from "./keys.js";
 import "./lens.js";
 import "./norms.js";
-import { latest, perFrame } from "./state.js";
+import { latest, mounted, perFrame } from "./state.js";
 import "./tokens.js";
 
 const RANKED_AT_ONCE = 64 * 16; // tokens x heads up to which every head is tried without being asked
@@ -320,12 +320,4 @@ class Inspect {
   }
 }
 
-export const page = {
-  title: "Inspect",
-  styles: "inspect.css",
-  mount(root, params, context) {
-    const inspect = new Inspect(root, context);
-    queueMicrotask(() => inspect.start(params).catch(context.alert)); // the shell must hold the page first
-    return inspect;
-  },
-};
+export const page = { title: "Inspect", styles: "inspect.css", mount: mounted(Inspect) };

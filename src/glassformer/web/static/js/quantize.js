@@ -1,12 +1,12 @@
 // Quantize: float32 beside every scheme on one text. Where they part, by how much, and what the bits save.
 
-import { busy, el, field, fill, right, scrolled, select, silent, table } from "./dom.js";
+import { busy, el, field, fill, panel, right, scrolled, select, silent, table } from "./dom.js";
 import { count, fixed, percent, short } from "./format.js";
 import { ModelForm } from "./generate-model.js";
 import { modelPath, quoted } from "./inspect-commands.js";
 import "./quantize-chart.js";
 import * as keys from "./keys.js";
-import { latest } from "./state.js";
+import { latest, mounted } from "./state.js";
 
 const WAYS = [["there", "from float32 to the small one: what it misses"],
   ["back", "from the small one to float32: what it invents"]];
@@ -42,15 +42,13 @@ class Quantize {
     this.answers = el("div", {});
     this.answersTitle = el("h2", { id: "next-title" }, "Next token");
     this.layers = el("div", {});
-    const panel = (id, title, ...children) => el("section", { class: `panel ${id}`, "aria-labelledby": id },
-      title instanceof Node ? title : el("h2", { id }, title), children);
     fill(root, el("div", { class: "two" },
-      el("div", { class: "stack" }, panel("ask-title", "Model and text", this.form.root),
-        panel("size-title", "Size", this.sizes), panel("speed-title", "Speed, measured here", this.speed)),
-      el("div", { class: "stack" }, panel("kl-title", "Divergence by position", this.verdict, this.way, this.chart,
+      el("div", { class: "stack" }, panel("ask", "Model and text", this.form.root),
+        panel("size", "Size", this.sizes), panel("speed", "Speed, measured here", this.speed)),
+      el("div", { class: "stack" }, panel("kl", "Divergence by position", this.verdict, this.way, this.chart,
         this.worst),
-        el("div", { class: "columns" }, panel("next-title", this.answersTitle, this.answers),
-          panel("layers-title", "Error of each layer", this.layers)))));
+        el("div", { class: "columns" }, panel("next", this.answersTitle, this.answers),
+          panel("layers", "Error of each layer", this.layers)))));
     this.compare = latest((signal) => this.#compare(signal));
     const along = (by) => () => this.found && this.#step(by);
     this.unbind = keys.bind({ ArrowLeft: ["position to the left", along(-1)],
@@ -237,12 +235,4 @@ class Quantize {
   unmount() { this.unbind(); }
 }
 
-export const page = {
-  title: "Quantize",
-  styles: "quantize.css",
-  mount(root, params, context) {
-    const quantize = new Quantize(root, context);
-    queueMicrotask(() => quantize.update(params).catch(context.alert));
-    return quantize;
-  },
-};
+export const page = { title: "Quantize", styles: "quantize.css", mount: mounted(Quantize) };

@@ -3,15 +3,52 @@
 import "./curves.js";
 import { query } from "./api.js";
 import { sparkline, swatch } from "./curves.js";
-import { check, el, field, fill, scrolled, select } from "./dom.js";
-import { count, fixed, missing, percent } from "./format.js";
-import { latest } from "./state.js";
+import { check, el, field, fill, nothingYet, panel, scrolled, select } from "./dom.js";
+import { count, fixed, missing, percent, size } from "./format.js";
+import { latest, mounted } from "./state.js";
 
 const MOST = 20; // runs on one chart; the server draws the same line
 const FIRST = 6; // shown where nothing was picked
 const EVERY = 1000;
 const TONE = { running: "good", finished: "", stopped: "muted", stalled: "warn", diverged: "bad", damaged: "bad",
   model: "muted" };
+
+const NEWEST = "-written";
+
+const written = (value) => (Array.isArray(value) ? value.join(", ") : String(value));
+/** Columns: by what they sort, their head, and a cell; `n`: numbers. */
+const COLUMNS = [
+  { key: "id", head: "run" },
+  { key: "status", head: "status", cell: ({ status, why }) => el("span", { class: `status ${TONE[status] ?? ""}` },
+    status, why && el("span", { class: "why" }, why)) },
+  { key: "task", head: "task",
+    cell: ({ task, tags = [] }) => [task, tags.map((tag) => el("span", { class: "chip" }, tag))] },
+  { key: "parameters", head: "parameters", n: true, cell: (run) => size(run.parameters) },
+  { key: "step", head: "step", n: true,
+    cell: ({ step, steps }) => (steps ? `${count(step)} / ${count(steps)}` : count(step)) },
+  { key: "seconds", head: "time", n: true, cell: (run) => run.time },
+  { key: "val_loss", head: "val loss", n: true, cell: (run) => fixed(run.val_loss, 4) },
+  { key: "val_accuracy", head: "val accuracy", n: true, cell: (run) => percent(run.val_accuracy, 2) },
+  { key: "seed", head: "seed", n: true, cell: (run) => (missing(run.seed) ? "–" : String(run.seed)) },
+  { key: "written", head: "date", cell: (run) => run.date },
+  { head: "curve", cell: (run) => sparkline(run.spark ?? [], `loss of ${run.id}, from first to last`) },
+  { head: "differs in", cell: (run, differs, keys) => {
+    const each = (key) => el("span", { class: "chip", title: `${key} ${written(differs[key])}` },
+      key.split(".").filter((part) => !/^\d+$/.test(part)).slice(-2).join("."), " ",
+      el("b", {}, written(differs[key])));
+    const own = differs ? keys.filter((key) => !missing(differs[key])) : [];
+    return [own.slice(0, 3).map(each), own.length > 3
+      && el("details", {}, el("summary", {}, `${own.length - 3} more`), own.slice(3).map(each))];
+  } },
+];
+
+/** Runs by a column, `-written` from large to small; what is missing comes last. */
+export function sorted(runs, by) {
+  const [key, down] = [by.replace("-", ""), by.startsWith("-") ? -1 : 1];
+  return [...runs].sort((a, b) => (missing(a[key]) - missing(b[key])) || (missing(a[key]) ? 0
+    : down * (typeof a[key] === "number" ? a[key] - b[key] : String(a[key]).localeCompare(b[key])))
+    || a.id.localeCompare(b.id));
+}
 
 /** The view, from the parameters of the address. */
 export function parse(params) {
@@ -22,12 +59,13 @@ export function parse(params) {
     y, x: ["tokens", "time"].includes(params.x) ? params.x : "step",
     logX: params.logx === "1", logY: params.logy === "1", group: params.group === "seed",
     span: span >= 1 && span <= 1e6 ? span : 1,
+    sort: COLUMNS.some(({ key }) => key && key === params.sort?.replace(/^-/, "")) ? params.sort : NEWEST,
   };
 }
 
 class Runs {
-  constructor(root, params, context) {
-    Object.assign(this, { context, view: parse(params), runs: [], lines: new Map(), cursors: new Map(),
+  constructor(root, context, params) {
+    Object.assign(this, { root, context, view: parse(params), runs: [], lines: new Map(), cursors: new Map(),
       rows: new Map() });
     this.ask = latest((signal, path) => context.api.get(path, { signal }));
     this.askSettings = latest((signal, path) => context.api.get(path, { signal }));
@@ -39,27 +77,25 @@ class Runs {
     this.curves.addEventListener("said", ({ detail }) => context.announce(detail));
     this.alerts = el("div", { class: "alerts" });
     this.body = el("tbody", {});
-    this.filter = el("input", { type: "search", placeholder: "part of a name", oninput: () => this.sift() });
+    this.filter = el("input", { type: "search", placeholder: "name, task or tag", oninput: () => this.sift() });
     this.note = el("p", { class: "note" });
-    const heads = ["run", "status", "step", "val loss", "val accuracy", "curve", "differs in"];
+    this.all = el("input", { type: "checkbox", "aria-label": "draw all that are listed",
+      onchange: (event) => this.pickAll(event.target.checked) });
+    this.heads = COLUMNS.map(({ key, head, n }) => el("th", { scope: "col", class: n ? "n" : null },
+      key === "id" && el("label", { class: "pick" }, this.all),
+      key ? el("button", { type: "button", class: "sort", onclick: () => this.sort(key) }, head) : head));
     fill(root,
-      el("section", { class: "panel", "aria-labelledby": "curves-title" },
-        el("div", { class: "row spread" }, el("h2", { id: "curves-title" }, "Curves"), this.live), this.controls,
-          this.curves, this.alerts),
-      el("section", { class: "panel", "aria-labelledby": "table-title" },
-        el("div", { class: "row spread" }, el("h2", { id: "table-title" }, "Runs"),
-          field("Filter", this.filter, { hidden: true })),
-        scrolled("Table of runs",
-          el("table", { class: "data runs-table" },
-            el("caption", { class: "visually-hidden" }, "Runs; tick those to draw"),
-            el("thead", {}, el("tr", {},
-              heads.map((text, i) => el("th", { scope: "col", class: i > 1 && i < 5 ? "n" : null }, text)))),
-            this.body)),
+      panel("curves", "Curves", this.live, this.controls, this.curves, this.alerts),
+      panel("table", "Runs", field("Filter", this.filter, { hidden: true }),
+        scrolled("Table of runs", el("table", { class: "data runs-table" },
+          el("caption", { class: "visually-hidden" }, "Runs; tick those to draw"),
+          el("thead", {}, el("tr", {}, this.heads)), this.body)),
         this.note));
   }
 
   async start() {
     await this.list();
+    if (!this.runs.length) { this.gone = true; fill(this.root, nothingYet()); return; }
     await this.draw();
     this.tick();
   }
@@ -90,17 +126,17 @@ class Runs {
     fill(this.live, growing ? said : "nothing is running");
   }
 
-  /** Those that run, then the newest. */
+  /** Those that run, then the newest; only of one task: losses of two do not compare. */
   suggested() {
-    const order = this.runs.filter((run) => run.kind === "run" && run.status !== "damaged");
-    order.sort((a, b) => (b.status === "running") - (a.status === "running") || b.written - a.written);
-    return order.slice(0, FIRST).map((run) => run.id);
+    const order = sorted(this.runs.filter((run) => run.kind === "run" && run.status !== "damaged"), NEWEST);
+    order.sort((a, b) => (b.status === "running") - (a.status === "running"));
+    return order.filter((run) => run.task === order[0]?.task).slice(0, FIRST).map((run) => run.id);
   }
 
   /** The picked runs that are here. */
   shown() {
     const drawn = new Map(this.runs.filter((run) => run.kind === "run").map((run) => [run.id, run]));
-    return this.view.picked.map((id) => drawn.get(id)).filter(Boolean);
+    return (this.view.picked ?? []).map((id) => drawn.get(id)).filter(Boolean);
   }
 
   async draw() {
@@ -131,11 +167,15 @@ class Runs {
     const lines = this.shown().map(({ id, status }, index) =>
       ({ ...none, ...this.lines.get(id), run: id, index, diverged: status === "diverged" }));
     const bands = (this.bands ?? []).map((band) => ({ ...band, index: picked.indexOf(band.runs[0]) }));
+    const tasks = new Set(this.shown().map((run) => run.task));
     const xName = { step: "step", tokens: "tokens", time: "seconds of training" }[x];
-    this.curves.data = { lines, bands, logX, logY, xName, yName: y };
+    const yName = /loss|nll|objective|entropy|excess/.test(y) ? `${y}, nats` : y;
+    this.curves.data = { lines, bands, logX, logY, xName, yName };
     const told = lines.flatMap((line) => line.alerts.map((alert) => ({ run: line.run, ...alert }))).slice(-8).reverse();
-    fill(this.alerts, bands.map((band) => el("p", { class: "note" }, swatch(band.index),
-      ` mean of ${band.runs.join(", ")}; the band is their lowest to highest`)),
+    fill(this.alerts, tasks.size > 1 && /loss/.test(y) && el("p", { class: "note warn" },
+      `These runs learn ${[...tasks].join(", ")}: their losses do not compare.`),
+    bands.map((band) => el("p", { class: "note" }, swatch(band.index), el("b", {}, ` ${band.name}`),
+      `: mean of ${band.runs.join(", ")}; the band is their lowest to highest`)),
     told.length > 0 && [el("h3", {}, "Alerts, newest first"),
       el("ul", { class: "plain" }, told.map(({ run, step, kind, message }) => el("li", {},
         el("span", { class: "bad" }, "✕ "), `${run}, step ${count(step)}: ${kind}. ${message}`)))]);
@@ -169,13 +209,27 @@ class Runs {
   }
 
   params() {
-    const { picked, y, x, logX, logY, group, span } = this.view;
+    const { picked, y, x, logX, logY, group, span, sort } = this.view;
     const usual = y === "loss" ? 16 : 1;
     return {
       runs: picked?.join(","), y: y === "loss" ? null : y, x: x === "step" ? null : x,
       smooth: span === usual ? null : span,
-      logx: logX ? 1 : null, logy: logY ? 1 : null, group: group ? "seed" : null,
+      logx: logX ? 1 : null, logy: logY ? 1 : null, group: group ? "seed" : null, sort: sort === NEWEST ? null : sort,
     };
+  }
+
+  /** By this column; numbers from the largest first, once more the other way round. */
+  sort(key) {
+    const { sort } = this.view;
+    const down = typeof this.runs.find((run) => !missing(run[key]))?.[key] === "number" ? `-${key}` : key;
+    this.set({ sort: sort === down ? (down === key ? `-${key}` : key) : down });
+  }
+
+  pickAll(on) {
+    const listed = sorted(this.runs, this.view.sort)
+      .filter(({ id, kind }) => kind === "run" && !this.rows.get(id).node.hidden).map(({ id }) => id);
+    if (listed.length > MOST && on) this.context.toast(`The first ${MOST} are drawn.`);
+    this.set({ runs: (on ? listed.slice(0, MOST).join(",") : "") || "," });
   }
 
   set(change, again = false) {
@@ -184,7 +238,9 @@ class Runs {
   }
 
   async update(params) {
-    this.view = { ...parse(params), picked: parse(params).picked ?? this.suggested() };
+    this.view = parse(params);
+    if (!this.runs.length) return; // the list is on its way, and then this view
+    this.view.picked ??= this.suggested();
     this.table();
     this.control();
     await this.draw();
@@ -212,7 +268,7 @@ class Runs {
     const order = new Map(this.shown().map((run, index) => [run.id, index]));
     const here = new Set(this.runs.map((run) => run.id));
     for (const [id, row] of this.rows) if (!here.has(id)) { row.node.remove(); this.rows.delete(id); }
-    for (const [place, run] of this.runs.entries()) {
+    for (const [place, run] of sorted(this.runs, this.view.sort).entries()) {
       const index = order.get(run.id);
       const differs = index === undefined ? null : this.differs?.runs[run.id];
       const now = JSON.stringify([run, index, differs]);
@@ -221,6 +277,10 @@ class Runs {
       row.now = now;
       if (this.body.children[place] !== row.node) this.body.insertBefore(row.node, this.body.children[place] ?? null);
     }
+    COLUMNS.forEach(({ key }, i) => {
+      const way = { [key]: "ascending", [`-${key}`]: "descending" }[this.view.sort];
+      if (key && way) this.heads[i].setAttribute("aria-sort", way); else this.heads[i].removeAttribute("aria-sort");
+    });
     this.sift();
   }
 
@@ -229,7 +289,7 @@ class Runs {
       onchange: (event) => this.pick(run.id, event.target.checked) });
     const mark = el("span", { class: "mark-cell" });
     const name = el("a", { href: this.context.href("inspect", { run: run.id }) }, run.id);
-    const cells = Array.from({ length: 6 }, (_, i) => el("td", { class: i > 0 && i < 4 ? "n" : null }));
+    const cells = COLUMNS.slice(1).map(({ key, n }) => el("td", { class: n ? "n" : null, "data-key": key }));
     const head = el("th", { scope: "row" }, el("span", { class: "run-cell" }, el("label", { class: "pick" }, box),
       mark, name));
     const made = { node: el("tr", { "data-run": run.id }, head, cells), box, mark, cells };
@@ -242,30 +302,22 @@ class Runs {
     box.checked = picked;
     node.classList.toggle("picked", picked);
     fill(mark, picked && swatch(index));
-    const steps = run.steps ? `${count(run.step)} / ${count(run.steps)}` : count(run.step);
-    const keys = differs ? this.differs.keys.filter((key) => !missing(differs[key])) : [];
-    const each = (key) => el("span", { class: "chip", title: `${key} ${written(differs[key])}` },
-      key.split(".").filter((part) => !/^\d+$/.test(part)).slice(-2).join("."), " ",
-        el("b", {}, written(differs[key])));
-    const content = [
-      el("span", { class: `status ${TONE[run.status] ?? ""}` }, run.status,
-        run.why && el("span", { class: "why" }, run.why)),
-      run.kind === "run" ? steps : null, fixed(run.val_loss, 4), percent(run.val_accuracy, 2),
-      sparkline(run.spark ?? [], `loss of ${run.id}, from first to last`),
-      [keys.slice(0, 3).map(each), keys.length > 3
-        && el("details", {}, el("summary", {}, `${keys.length - 3} more`), keys.slice(3).map(each))],
-    ];
-    content.forEach((part, i) => fill(cells[i], run.kind === "run" || i === 0 ? part : null));
+    COLUMNS.slice(1).forEach(({ key, cell }, i) =>
+      fill(cells[i], (run.kind === "run" || key === "status") && cell(run, differs, this.differs?.keys)));
   }
 
   sift() {
     const part = this.filter.value.trim().toLowerCase();
     let shown = 0;
-    for (const [id, { node }] of this.rows) { node.hidden = !id.toLowerCase().includes(part); shown += !node.hidden; }
-    const all = this.runs.length;
-    this.note.textContent = all
-      ? `${count(shown)} of ${count(all)} shown, ${count(this.view.picked.length)} drawn (at most ${MOST}).`
-      : "No runs here yet. Train one: glass train digits";
+    for (const { id, task = "", tags = [] } of this.runs) {
+      const { node } = this.rows.get(id);
+      node.hidden = ![id, task, ...tags].some((text) => text.toLowerCase().includes(part));
+      shown += !node.hidden;
+    }
+    const drawn = this.shown().length;
+    [this.all.checked, this.all.indeterminate] = [drawn >= Math.min(MOST, shown), drawn > 0 && drawn < shown];
+    this.note.textContent = `${count(shown)} of ${count(this.runs.length)} listed, ${count(drawn)} drawn `
+      + `(at most ${MOST}).${drawn ? "" : " Tick a run to draw its curve."}`;
   }
 
   commands() {
@@ -286,14 +338,5 @@ class Runs {
 }
 
 const words = (span) => (span > 1 ? `over ${count(span)} points` : "off");
-const written = (value) => (Array.isArray(value) ? value.join(", ") : String(value));
 
-export const page = {
-  title: "Runs",
-  styles: "runs.css",
-  async mount(root, params, context) {
-    const view = new Runs(root, params, context);
-    await view.start();
-    return view;
-  },
-};
+export const page = { title: "Runs", styles: "runs.css", mount: mounted(Runs) };

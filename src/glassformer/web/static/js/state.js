@@ -17,6 +17,13 @@ export function latest(work) {
   };
 }
 
+/** A page's `mount`: the shell must hold the page before it begins, and shows what goes wrong. */
+export const mounted = (View) => (root, params, context) => {
+  const view = new View(root, context, params);
+  queueMicrotask(() => (view.start ?? view.update).call(view, params).catch(context.alert));
+  return view;
+};
+
 /** At most one run a frame, with the newest arguments. */
 export function perFrame(run) {
   let waiting = null;
