@@ -163,21 +163,22 @@ class Errors {
     const link = ({ row }) => el("a", { class: "open",
       href: this.context.href("inspect", { run: this.run, step, split: found.split, row }),
       "aria-label": `Inspect example ${row}` }, "Inspect");
-    const sure = rows.some(({ probability }) => probability !== undefined);
+    const sure = !cell;
     const said = (each) => [each.predicted.map((word, i) => [i > 0 && " ",
       word === each.target[i] ? word : el("strong", { class: "bad" }, word)]),
       each.of > each.predicted.length && el("span", { class: "muted" }, ` ${each.wrong} of ${each.of} tokens wrong`)];
     fill(this.examples, el("h2", { id: "examples-title" }, title),
       rows.length ? scrolled("Table of examples", table({ caption: title,
-        head: [right("row"), "input", "right answer", "predicted", ...(sure ? [right("p")] : []), silent("link")],
+        head: [right("row"), "input", "right answer", "predicted", ...(sure ? [right("p of right")] : []),
+          silent("link")],
         rows: rows.map((each) => [each.row, el("span", { class: "mono text" }, each.input),
           el("span", { class: "mono good answer" }, each.target.join(" ")),
           el("span", { class: "mono said" }, said(each)),
-          ...(sure ? [percent(each.probability)] : []), link(each)]),
+          ...(sure ? [percent(each.right_probability)] : []), link(each)]),
       })) : el("p", { class: "muted" }, cell ? "None." : "No answer is wrong."),
       !cell && found.positions.length > 0 && rows.length > 0 && el("p", { class: "note" },
-        "Predicted: the likeliest token at each position, after the right tokens before it; p is that of the first ",
-        "wrong one."),
+        "Predicted: the likeliest token at each position, after the right tokens before it. p: what the right token ",
+        "had where the first wrong one was predicted."),
       cell && cell.count > rows.length && el("p", { class: "note" }, `The first ${count(rows.length)} are shown.`));
     if (cell) this.context.announce(`${title} examples`);
   }
