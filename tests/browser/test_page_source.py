@@ -8,7 +8,7 @@ import pytest
 STATIC = Path(__file__).parents[2] / "src" / "glassformer" / "web" / "static"
 SCRIPTS = sorted((STATIC / "js").glob("*.js"))
 SHEETS = sorted(path for path in STATIC.glob("*.css") if path.name != "app.css")
-#: A limit to notice growth by. A page takes 300 to 700 lines, and there are seven, with a table that
+#: A limit to notice growth by. A page takes 300 to 700 lines; there are seven, with a table that
 #: sorts, a picture of the model and a beam tree. Whoever needs more looks for duplicates first.
 LINES, WIDE = 4_500, 120
 FORBIDDEN = (
