@@ -34,14 +34,13 @@ from glassformer.data.task import Task
 from glassformer.data.tasks.fsm import BOS, EOS, FIRST, Fsm
 from glassformer.kernels.threads import taking
 from glassformer.lab.api import engine_for, opened
-from glassformer.lab.measure.evaluate import log_softmax
 from glassformer.lab.plots.machine_graph import Edge, dot_text, machine_svg
 from glassformer.lab.runs.threads import threads_of_decoding
 from glassformer.models.model import Model
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import Task as TaskSpec
-from glassformer.training.engine import Engine
+from glassformer.training.engine import Engine, log_softmax
 
 # N strings, T tokens, V vocabulary, Q states, E events (the symbols, then the end)
 

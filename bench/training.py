@@ -1,0 +1,329 @@
+"""Training steps: ours beside plain PyTorch and transformers; the complete loop beside its step.
+
+Llama shapes of 0.3 to 124 M parameters, the same batches, AdamW, bf16 on a GPU and float32 on a
+CPU. Every side runs blocks of steps in turn; a row is the median time of one step. FLOPs are
+6 N + 12 L D T a token. The loop is a run as `glass train` makes it, with evaluations, samples,
+probes and checkpoints.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.clock import Row, interleave, said
+from glassformer.data.batch import Batch
+from glassformer.lab.recipes import plan_run
+from glassformer.lab.runs.run import TrainingRun
+from glassformer.spec import presets
+from glassformer.spec.manifest import count_parameters
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.train import AdamW, TrainSpec
+from glassformer.training.fit import StepRecord
+from glassformer.training.torch_engine import TorchEngine
+
+
+class Size(NamedTuple):
+    """A Llama shape with tied embeddings, and its batch."""
+
+    vocab: int
+    width: int
+    ff: int
+    layers: int
+    heads: int
+    batch: int
+    length: int
+
+    def spec(self) -> ModelSpec:
+        """The model as ours."""
+        return presets.modern_lm(
+            vocab_size=self.vocab,
+            d_model=self.width,
+            d_ff=self.ff,
+            n_layers=self.layers,
+            n_heads=self.heads,
+            n_kv_heads=self.heads,
+            max_seq_len=self.length,
+        )
+
+    def flops(self) -> float:
+        """Operations of a step."""
+        tokens, parameters = self.batch * self.length, count_parameters(self.spec())
+        return tokens * (6.0 * parameters + 12.0 * self.layers * self.width * self.length)
+
+
+SIZES = {
+    "0.3 M": Size(1_000, 64, 192, 3, 4, 16, 128),
+    "3 M": Size(4_000, 192, 512, 6, 6, 32, 256),
+    "10 M": Size(16_000, 256, 688, 8, 8, 32, 256),
+    "124 M": Size(50_257, 768, 2_048, 12, 12, 32, 1_024),
+}
+#: Steps of a block, and blocks.
+STEPS, ROUNDS = {"0.3 M": 50, "3 M": 30, "10 M": 30, "124 M": 8}, 7
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What to run."""
+    parser.add_argument(
+        "--sizes", nargs="*", default=[*SIZES], choices=[*SIZES], help="which shapes"
+    )
+    parser.add_argument("--loops", nargs="*", default=["lm", "lm-10m"], help="recipes, whole loop")
+    parser.add_argument("--sides", nargs="*", help="only these")
+
+
+# --- plain PyTorch ------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A block as one writes it by hand."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm1, self.norm2 = nn.RMSNorm(size.width, 1e-6), nn.RMSNorm(size.width, 1e-6)
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.gate_up = nn.Linear(size.width, 2 * size.ff, bias=False)
+        self.down = nn.Linear(size.ff, size.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = (
+            part.view(B, T, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).split(D, -1)
+        )
+        q, k = (
+            torch.cat((-u.chunk(2, -1)[1], u.chunk(2, -1)[0]), -1) * sin + u * cos for u in (q, k)
+        )
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).reshape(B, T, D))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Plain(nn.Module):
+    """The model in fifty lines, loss included, as nanoGPT has it."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocab, size.width)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width, 1e-6)
+        half = size.width // size.heads // 2
+        turns = 10_000.0 ** (-torch.arange(half) / half)
+        angles = torch.outer(torch.arange(size.length), turns).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def llama(size: Size) -> nn.Module:
+    """transformers' model of the same shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.width,
+        intermediate_size=size.ff,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        max_position_embeddings=size.length,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+# --- one step -----------------------------------------------------------------------------------
+
+
+def batches(size: Size) -> list[Batch]:
+    """Four batches of random tokens."""
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(4):
+        ids = rng.integers(0, size.vocab, (size.batch, size.length + 1))
+        real = np.ones((size.batch, size.length), dtype=np.bool_)
+        made.append(Batch(tokens=ids[:, :-1], valid=real, targets={"next": ids[:, 1:]}))
+    return made
+
+
+def our_steps(size: Size, device: str, *, compile: str, steps: int) -> Callable[[], object]:
+    """A block of our engine's steps, as `fit` takes them."""
+    train = TrainSpec(
+        precision="bf16" if device == "cuda" else "float32",
+        batch_size=size.batch,
+        lr=1e-4,
+        optimizer=AdamW(weight_decay=0.1),
+        compile=compile,  # type: ignore[arg-type]
+    )
+    engine, given = TorchEngine.fresh(size.spec(), train, device=device), batches(size)
+
+    def block() -> None:
+        waiting: deque[Callable[[], object]] = deque()
+        for i in range(steps):
+            waiting.append(engine.submit([given[i % 4]], lr=1e-4, seed=i))
+            if len(waiting) > engine.ahead:
+                waiting.popleft()()
+        for read in waiting:
+            read()
+
+    return block
+
+
+def their_steps(
+    model: nn.Module, size: Size, device: str, *, compiled: bool, steps: int
+) -> Callable[[], object]:
+    """A block of steps as a training script writes them: autocast, clipping, fused AdamW."""
+    model = model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    given = [
+        (
+            torch.from_numpy(batch.tokens).to(device),
+            torch.from_numpy(np.ascontiguousarray(batch.targets["next"])).to(device),
+        )
+        for batch in batches(size)
+    ]
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        if isinstance(model, Plain):
+            return model(tokens, targets)
+        logits = model(input_ids=tokens).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    objective = torch.compile(loss_of) if compiled else loss_of
+
+    def block() -> None:
+        for i in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                loss = objective(*given[i % 4])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        loss.item()
+
+    return block
+
+
+def makers(size: Size, device: str, steps: int) -> dict[str, Callable[[], Callable[[], object]]]:
+    """What builds each side."""
+    return {
+        "transformers, compiled": lambda: their_steps(
+            llama(size), size, device, compiled=True, steps=steps
+        ),
+        "transformers": lambda: their_steps(llama(size), size, device, compiled=False, steps=steps),
+        "plain PyTorch, compiled": lambda: their_steps(
+            Plain(size), size, device, compiled=True, steps=steps
+        ),
+        "plain PyTorch": lambda: their_steps(
+            Plain(size), size, device, compiled=False, steps=steps
+        ),
+        "ours, off": lambda: our_steps(size, device, compile="off", steps=steps),
+        "ours, auto": lambda: our_steps(size, device, compile="auto", steps=steps),
+        "ours, on": lambda: our_steps(size, device, compile="on", steps=steps),
+    }
+
+
+def peak_product(device: str) -> float:
+    """TFLOP/s of a large matrix product, in the format that training uses."""
+    n, dtype = (8_192, torch.bfloat16) if device == "cuda" else (1_024, torch.float32)
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    (a @ a).sum().item()
+    began = time.perf_counter()
+    for _ in range(10):
+        b = a @ a
+    b.sum().item()
+    return 10 * 2 * n**3 / (time.perf_counter() - began) / 1e12
+
+
+def step_rows(name: str, device: str, asked: argparse.Namespace) -> Iterator[Row]:
+    """Every side of one size, in turn; on a GPU also its peak of memory."""
+    size, steps = SIZES[name], STEPS[name] if device == "cuda" else 3
+    built, peaks = {}, {}
+    for side, make in makers(size, device, steps).items():
+        if asked.sides and side not in asked.sides:
+            continue
+        if device == "cuda":
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        built[side] = make()
+        built[side]()
+        if device == "cuda":
+            peaks[side] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    times = interleave(built, rounds=ROUNDS, inner=1, warmup=1)
+    limit, first = peak_product(device), next(iter(built))
+    for side, blocks in times.items():
+        each = statistics.median(blocks) / steps
+        rate = size.flops() / each / 1e9
+        shares = [a / b for a, b in zip(blocks, times[first], strict=True)]
+        tokens = size.batch * size.length / each * 1e3
+        memory = f", {peaks[side]:.1f} GiB" if side in peaks else ""
+        yield {
+            "bench": "training",
+            "case": f"{name}, {size.batch} x {size.length}, {tokens:,.0f} tokens/s, "
+            f"{rate:.3g} TFLOP/s{memory}",
+            "name": side,
+            "median_ms": round(each, 4),
+            "ratio": round(statistics.median(shares), 3),
+            "of_limit": rate / limit,
+        }
+    del built
+    gc.collect()
+
+
+def loop_rows(recipe: str, device: str, steps: int) -> Iterator[Row]:
+    """A run as users make it: time to the first step, and time a step with everything around."""
+    with TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        planned = plan_run(recipe, [f"train.steps={steps}"], cache=Path(folder) / "cache")
+        run = TrainingRun(planned, Path(folder) / "run", device=device)
+        run.prepare()
+        moments, plain = [], []
+        for event in run.events():
+            if isinstance(event, StepRecord):
+                moments.append(time.perf_counter())
+                plain.append(event.seconds)
+        end = time.perf_counter()
+    settle = min(50, steps // 4)
+    each = (end - moments[settle]) / (steps - settle - 1) * 1e3
+    bare = statistics.median(plain[settle:]) * 1e3
+    yield said("training", f"{recipe}: first step", f"{moments[0] - began:.1f} s")
+    yield {
+        "bench": "training",
+        "case": f"{recipe}, {steps} steps with everything, step alone {bare:.2f} ms",
+        "name": "a step of the loop",
+        "median_ms": round(each, 3),
+        "ratio": round(bare / each, 3),
+        "of_limit": None,
+    }
+
+
+def run(*, device: str = "cpu", quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
+    """Rows of every size and loop; the ratio is to the first side, of the loop to its bare step."""
+    yield said("training", "a large matrix product", f"{peak_product(device):.3g} TFLOP/s")
+    sizes = asked.sizes if not quick else asked.sizes[:1]
+    for name in sizes:
+        if device == "cuda" or name != "124 M":
+            yield from step_rows(name, device, asked)
+    for recipe in asked.loops if not quick else asked.loops[:1]:
+        yield from loop_rows(recipe, device, 40 if quick or device == "cpu" else 400)
