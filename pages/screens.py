@@ -25,6 +25,7 @@ HEIGHT = 900
 #: A view of each page, and what is there once it is complete; the runs must be in the folder.
 PAGES = {
     "inspect": ("inspect?run=reverse", ".ranking table"),
+    "model": ("model?run=reverse", ".way image"),
     "runs": ("runs", "path.line"),
     "errors": ("errors?run=reverse", ".examples table"),
     "design": ("design", "glass-landscape[data-ready]"),

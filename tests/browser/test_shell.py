@@ -106,7 +106,7 @@ def test_without_runs_every_page_says_how_to_make_one(browser: Browser, tmp_path
     context = browser.new_context()
     page = context.new_page()
     page.goto(f"{address}/#t={token}/inspect")
-    for name in ("inspect", "errors", "generate", "quantize", "runs"):
+    for name in ("inspect", "model", "errors", "generate", "quantize", "runs"):
         page.goto(f"{address}/#/{name}")
         expect(page.locator("#page")).to_contain_text("glass train digits")
         expect(page.locator(".alert")).to_have_count(0)

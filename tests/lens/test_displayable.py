@@ -34,6 +34,7 @@ def values_of(name):
     yield from (seen.norms, seen.ablate("L0H1", "L1H1"), seen.ranking())
     yield from (seen.attention.of(kind) for kind in seen.kinds)
     yield gf.patch_activations(model, seen, inspect(model, inputs_of(name, seed=5)), answers=(3, 8))
+    yield seen.token_path(2)
 
 
 CASES = [
@@ -57,7 +58,7 @@ def test_a_value_shows_itself(value, tmp_path):
 
 
 #: Each kind of value once: drawing is slow.
-SAVED = [CASES[number] for number in (0, 1, 2, 4, 5, 6, 7, 9)]
+SAVED = [CASES[number] for number in (0, 1, 2, 4, 5, 6, 7, 9, 10)]
 
 
 @pytest.mark.parametrize("value", SAVED)

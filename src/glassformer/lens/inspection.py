@@ -18,7 +18,9 @@ from torch import Tensor
 from glassformer.lens.capture import (
     HasModel,
     OneSequence,
+    ablations,
     capture,
+    edits_by_tap,
     eval_mode,
     one_row,
     tapped_model,
@@ -43,6 +45,7 @@ from glassformer.lens.measure.predictions import (
     readout_position,
     top_predictions,
 )
+from glassformer.lens.measure.token_path import TokenPath, read_token_path
 from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import Names, checked_words, naming, shown
@@ -143,6 +146,22 @@ class Inspection(Displayable):
         """Return the id and word that should have been predicted; None without a target."""
         target = int(self.readout.targets_T[self.lens.position(position)])
         return None if target == NONE else (target, self.readout.word(target))
+
+    def token_path(self, position: int | None = None) -> TokenPath:
+        """Return the residual stream at one position, after every half-layer: one more pass.
+
+        Heads that are ablated in this inspection are ablated there too.
+        """
+        self.check_unchanged()
+        t = self.lens.position(position)
+        return read_token_path(
+            self.readout,
+            t,
+            edits=edits_by_tap(ablations(self.model.spec, self.ablated)),
+            word=self.words[t],
+            lens=self.lens,
+            norms=self.norms,
+        )
 
     # --- what would change it ---------------------------------------------------------------------
 

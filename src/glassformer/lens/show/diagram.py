@@ -4,6 +4,7 @@ The residual stream is a vertical line; sublayers branch off it and are added ba
 stands beside its decoder, or above it in the narrow layout. Equal blocks are drawn once.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,8 @@ _LOW = 28  # height of a norm's box
 class _Pen:
     """Draws one column from top to bottom; `flip` puts the stream on the right side."""
 
-    def __init__(self, x: float, y: float, *, flip: bool, interactive: bool) -> None:
-        self.left, self.y, self.flip, self.interactive = x, y, flip, interactive
+    def __init__(self, x: float, y: float, *, flip: bool, chosen: str | None) -> None:
+        self.left, self.y, self.flip, self.chosen = x, y, flip, chosen
         self.drawn: list[Element] = []
         self.lines: list[Element] = []  # under everything else
         self.edges: dict[str, tuple[float, float]] = {}  # y of top and bottom, by key
@@ -82,7 +83,7 @@ class _Pen:
         if part.kind != "norm":
             note = short(part.note, last - first - inset - end)
             inside.append(text(first + inset, y + 36, note))
-        self.drawn.append(_group(part, inside, interactive=self.interactive))
+        self.drawn.append(_group(part, inside, chosen=self.chosen))
         self.edges[part.key] = (y, y + tall)
         self.y += tall
 
@@ -159,13 +160,16 @@ class _Pen:
             self.drawn.append(text(middle, top + 19, f"layers {layer.first} to {last}"))
 
 
-def _group(part: Part, inside: list[Element], *, interactive: bool) -> Element:
+def _group(part: Part, inside: list[Element], *, chosen: str | None) -> Element:
+    """Join what is drawn of a part; it is a button unless `chosen` is None."""
     words = f"{part.title}: {part.note}; {counted(part.count, 'parameter')}"
     if part.tied:
         words += f", the weights of {part.tied} again"
     props = {"class": f"part {part.kind}", "data-part": part.key}
-    if interactive:
-        props |= {"role": "button", "tabindex": "0", "aria-label": words}
+    if chosen is not None:
+        pressed = "true" if part.key == chosen else "false"
+        props |= {"role": "button", "tabindex": "0", "aria-label": words, "aria-pressed": pressed}
+        props |= {"id": f"part-{part.key}", "data-go": json.dumps({"part": part.key})}
         return Element("g", props, tuple(inside))
     return Element("g", props, (Element("title", {}, (words,)), *inside))
 
@@ -215,7 +219,7 @@ def _column(pen: _Pen, column: Column, model: ModelSpec) -> None:
 def _sizes(model: ModelSpec) -> Iterator[str]:
     for head, name in zip(model.heads, model.head_names(), strict=True):
         size = f"{model.head_size(name):,}"
-        yield size if head.readout is not None else f"T × {size}"
+        yield f"1 × {size}" if head.readout is not None else f"T × {size}"
 
 
 def _tokens(pen: _Pen, title: str, note: str) -> None:
@@ -325,14 +329,16 @@ class Diagram:
     """A picture of a model. A notebook shows it; `save` writes an SVG file; `print` lists it.
 
     `layout` "wide" (about 870 pixels) has the insides of a block beside the stack; "narrow" (384
-    pixels) is the stack alone. Equal blocks are drawn once unless `every_block`.
+    pixels) is the stack alone, as is a picture without `insides`. Equal blocks are drawn once
+    unless `every_block`. With a part `chosen`, or "", parts are buttons for the explorer's page.
     """
 
     spec: ModelSpec
     layout: Layout = "wide"
     every_block: bool = False
-    interactive: bool = False
     title: str = ""
+    insides: bool = True
+    chosen: str | None = None
 
     def __post_init__(self) -> None:
         one_of("layout", self.layout, get_args(Layout))
@@ -375,7 +381,7 @@ class Diagram:
         props = {
             "xmlns": "http://www.w3.org/2000/svg",
             "class": "glass-diagram",
-            "role": "group" if self.interactive else "img",
+            "role": "img" if self.chosen is None else "group",
             "aria-label": f"diagram of the model: {label}",
             "viewBox": f"0 0 {width:g} {height:g}",
             "width": f"{width:g}",
@@ -419,18 +425,18 @@ class Diagram:
             text(pad + 6, 28, f"{self.title}: {first}" if self.title else first, kind="big"),
             text(pad + 6, 47, second),
         ]
-        if self.layout == "narrow":
+        if self.layout == "narrow" or not (two or self.insides):
             drawn, bottom = self._narrow(columns, pad, top)
             return [*heading, *drawn], WIDTH + 2 * pad, bottom + pad
         if two:
             drawn, bottom = self._two(columns, pad, top)
-            width = 2 * WIDTH + 60 + 2 * pad
+            width = 2 * WIDTH + 60 + 2 * pad - 10
             left, start = pad + 6, bottom + 30
         else:
             drawn, bottom = self._narrow(columns, pad, top)
             width = WIDTH + 46 + INSIDE + 2 * pad
             left, start = pad + WIDTH + 34, top
-        panels = self._insides(columns[-1])
+        panels = self._insides(columns[-1]) if self.insides else []
         for panel, tall in panels:
             move = {"transform": f"translate({left:g} {start:g})"}
             drawn.append(Element("g", move, (panel,)))
@@ -441,7 +447,7 @@ class Diagram:
                 start += tall + 34
         if not two:
             bottom = max(bottom, start - 34)
-        if two:
+        if two and panels:
             width = max(width, left - 34 + pad)
         return [*heading, *drawn], width, bottom + pad
 
@@ -458,7 +464,7 @@ class Diagram:
         over: list[Element] = []
         source: tuple[_Pen, float] | None = None
         for column in columns:
-            pen = _Pen(x, y, flip=False, interactive=self.interactive)
+            pen = _Pen(x, y, flip=False, chosen=self.chosen)
             _column(pen, column, self.spec)
             if source is not None:
                 lane = pen.x(WIDTH - 12)
@@ -473,8 +479,8 @@ class Diagram:
 
     def _two(self, columns: Sequence[Column], x: float, y: float) -> tuple[list[Element], float]:
         """Draw encoder and decoder side by side, the decoder's stream on the far side."""
-        left = _Pen(x, y, flip=False, interactive=self.interactive)
-        right = _Pen(x + WIDTH + 60, y, flip=True, interactive=self.interactive)
+        left = _Pen(x, y, flip=False, chosen=self.chosen)
+        right = _Pen(x + WIDTH + 60, y, flip=True, chosen=self.chosen)
         for pen, column in zip((left, right), columns, strict=True):
             _column(pen, column, self.spec)
         lane = x + WIDTH + 30

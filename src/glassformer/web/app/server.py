@@ -23,6 +23,7 @@ from starlette.routing import Route as Path_
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from glassformer.lens.show.block_picture import STYLE
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.web.app import limits
 from glassformer.web.app.guard import HEADERS, LOOPBACK, Guard, refuse
@@ -41,7 +42,7 @@ from glassformer.web.app.query import (
     to_json,
 )
 from glassformer.web.app.workspace import Workspace
-from glassformer.web.pages import design, errors, generate, inspect, quantize, runs
+from glassformer.web.pages import design, errors, generate, inspect, model, quantize, runs
 
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -92,7 +93,7 @@ def static_files() -> list[tuple[str, bytes]]:
         for file in sorted(folder.iterdir(), key=lambda item: item.name):
             if file.is_file() and file.name != "index.html" and Path(file.name).suffix in KINDS:
                 found.append((prefix + file.name, file.read_bytes()))
-    return found
+    return [*found, ("/static/diagram.css", STYLE.encode())]
 
 
 def _file(path: str, data: bytes) -> Callable[[Request], Any]:
@@ -266,6 +267,7 @@ ROUTES: tuple[Route, ...] = (
     *runs.ROUTES,
     *errors.ROUTES,
     *inspect.ROUTES,
+    *model.ROUTES,
     *design.ROUTES,
     *generate.ROUTES,
     *quantize.ROUTES,

@@ -190,9 +190,9 @@ def inspect(query: Query, workspace: Workspace) -> dict[str, Any]:
     if snapshot := _snapshot(run, step, query, workspace):
         return snapshot
     precision = query.choice("precision", PRECISIONS, default="float32")
-    example = _example(query, workspace)
+    example = requested_example(query, workspace, run=run)
     with workspace.working(run, step) as adapter:
-        inspection = _inspect(_quantized(adapter, run, step, precision, workspace), example)
+        inspection = inspect_example(_quantized(adapter, run, step, precision, workspace), example)
         result = InspectionResult(
             inspection=inspection,
             loaded=adapter,
@@ -253,9 +253,10 @@ def _snapshot(run: str, step: str, query: Query, workspace: Workspace) -> dict[s
     return {"key": workspace.results.put(result), **result.header()}
 
 
-def _example(query: Query, workspace: Workspace) -> Example:
+def requested_example(query: Query, workspace: Workspace, *, run: str) -> Example:
+    """Return the row of a run's task, or the text, that a request names."""
     if query.has("row"):
-        task = task_of(query.text("run"), workspace)
+        task = task_of(run, workspace)
         row = query.integer("row", low=0, high=1 << 40)
         return example_of(task, query.text("split", default="val"), row)
     text = query.text("text", most=limits.PROMPT_CHARACTERS)
@@ -263,7 +264,8 @@ def _example(query: Query, workspace: Workspace) -> Example:
     return Example(text=text, target=target or None)
 
 
-def _inspect(adapter: "BaseAdapter", example: Example) -> "Inspection":
+def inspect_example(adapter: "BaseAdapter", example: Example) -> "Inspection":
+    """Run one pass over an example."""
     from glassformer.adapters.text_inputs import Words
     from glassformer.lens import inspection
 

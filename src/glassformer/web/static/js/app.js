@@ -8,6 +8,7 @@ import * as theme from "./theme.js";
 
 const PAGES = {
   inspect: ["Inspect", () => import("./inspect.js")],
+  model: ["Model", () => import("./model.js")],
   runs: ["Runs", () => import("./runs.js")],
   errors: ["Errors", () => import("./errors.js")],
   design: ["Design", () => import("./design.js")],
@@ -102,7 +103,7 @@ async function show({ name, params }) {
   fill($("page"), root);
   try {
     const { page } = await load();
-    await dress(page.styles);
+    await Promise.all([page.styles].flat().map(dress));
     if (mine !== turn) return;
     document.title = `${page.title} · glass explorer`;
     $("title").textContent = page.title;
@@ -154,7 +155,7 @@ async function copy(kind) {
   }
 }
 
-/** A page may bring a style sheet of its own: page.styles = "runs.css". */
+/** A page may bring a style sheet of its own, or several: page.styles = "runs.css". */
 function dress(sheet) {
   const href = `/static/${sheet}`;
   if (!sheet || document.querySelector(`link[href="${href}"]`)) return null;
