@@ -23,6 +23,7 @@ from glassformer.lab.finetune import recipe as finetuning
 from glassformer.lab.finetune.base import Base
 from glassformer.lab.finetune.recipe import plan_finetune
 from glassformer.lab.measure import evaluate as module
+from glassformer.lab.quantize import Wish, quantize_folder
 from glassformer.lab.recipes import read_config, recipe
 from glassformer.lab.runs import assemble as assembling
 from glassformer.lab.runs.assemble import assemble
@@ -34,6 +35,7 @@ from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.finetune import LoRA
+from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.serialize import to_json
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import RunDirectory
@@ -144,6 +146,14 @@ def test_a_checkpoint_holds_what_trains_and_what_came_with_the_base(both):
         told = RunDirectory(both / kind).read_json("run.json")["tuning"]
         assert told["base"] == str(both / "qwen")
         assert told["sha256"] == weights_hash(base.model)
+
+
+def test_sizes_of_a_quantized_lora_run_are_of_two_complete_models(both, tmp_path):
+    outcome = quantize_folder(str(both / "lora@last"), tmp_path / "small", Wish(spec=QuantSpec()))
+    before, after = outcome.comparison.disk
+    assert before == sum(4 * p.numel() for p in gf.load(both / "lora@last").parameters())
+    assert after < before / 2
+    assert "LoRA alone" in outcome.note
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.lab.measure.precision import layer_errors
+from glassformer.lab.measure.precision import in_precisions, layer_errors
 from glassformer.quant.contents import resident_bytes
 from glassformer.spec.errors import InputError
+from glassformer.spec.presets import budget_lm
 from glassformer.spec.schemes import NAMES
 from glassformer.web.app.query import Query, TooLarge, to_json
 from glassformer.web.app.workspace import Workspace
@@ -31,8 +32,9 @@ def test_divergence_is_that_of_the_distributions(talkers: Workspace) -> None:
     ids = torch.tensor([model.tokenizer.encode(TEXT)])
     with torch.no_grad():
         p = model(ids)[0].double().log_softmax(-1)
-        for name in NAMES:
-            small = gf.quantize(model, scheme=name, indivisible="int8")
+        for scheme in NAMES:
+            small = gf.quantize(model, scheme=scheme, indivisible="int8")
+            name = next(one["name"] for one in found["precisions"] if one["scheme"] == scheme)
             q = small(ids)[0].double().log_softmax(-1)
             one = found["against"][name]
             there = (p.exp() * (p - q)).sum(-1)
@@ -55,7 +57,10 @@ def test_divergence_is_that_of_the_distributions(talkers: Workspace) -> None:
 def test_sizes_are_those_of_the_files(talkers: Workspace, tmp_path: Any) -> None:
     from glassformer.adapters.native import save_model
 
-    model, sizes = talkers.model("text"), {one["name"]: one for one in told(talkers)["precisions"]}
+    model, sizes = (
+        talkers.model("text"),
+        {one["scheme"]: one for one in told(talkers)["precisions"]},
+    )
     folder = talkers.checkpoint("text")
     assert sizes["float32"]["file_bytes"] == (folder / "model.safetensors").stat().st_size
     for name in NAMES:
@@ -113,3 +118,15 @@ def test_what_is_refused(talkers: Workspace, tmp_path: Any) -> None:
     small.save_checkpoint(tmp_path / "small")
     with pytest.raises(InputError, match="quantized already"):
         told(Workspace(tmp_path), run="small")
+
+
+def test_a_copy_is_named_for_what_its_layers_are() -> None:
+    """32 divides neither width, one of them, both: never int8 under the name of int4."""
+    names = {}
+    for d_model, d_ff in ((20, 24), (32, 24), (32, 64)):
+        spec = budget_lm(vocab_size=11, d_model=d_model, d_ff=d_ff, n_layers=1, n_heads=4)
+        copies = in_precisions(gf.build(spec))
+        names[d_model, d_ff] = [one.name for one in copies if one.scheme == "int4"]
+        kinds = [kind for one in copies if one.name == "int4" for kind in one.schemes]
+        assert all(kind.startswith("int4") or kind == "int8" for kind in kinds)
+    assert names == {(20, 24): [], (32, 24): ["int4 and int8"], (32, 64): ["int4"]}

@@ -283,12 +283,18 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The folder that was written, the comparison, and the timings that `auto` went by."""
+    """The folder that was written, the comparison, and the timings that `auto` went by.
+
+    `schemes` counts the layers of each scheme; `note` says what the sizes before are of, where that
+    is not the file of the run.
+    """
 
     folder: Path
     comparison: Comparison
     layers: int
+    schemes: dict[str, int]
     kept: tuple[str, ...]
+    note: str = ""
     timings: list[Timing] = field(default_factory=list)
 
 
@@ -303,8 +309,12 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         raise InputError(
             "the model is quantized already", where=path, hint="--dequantize undoes it"
         )
-    full = adapter.model.float()
+    before, note = _bytes(folder_of(path)), ""
     run = run_of(path)
+    if run is not None and run.tuning is not None and run.tuning.lora is not None:
+        note = f"before: the base with LoRA merged; the run's own file is LoRA alone, {before:,}"
+        before = sum(p.numel() * p.element_size() for p in adapter.model.parameters())
+    full = adapter.model.float()
     recorded = None if run is None else recorded_hash(_folder(path), run.task)
     task = None if run is None else assemble(run).task
     if task is not None:
@@ -327,15 +337,17 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     save_model(out, small, files=files)
     opened = load(out).model
     assert isinstance(opened, Model), "save_model has written one of ours"
-    disk = (_bytes(folder_of(path)), _bytes(out))
+    disk = (before, _bytes(out))
     comparison = compare(full, opened, material.measuring, material=material.origin)
     kept = tuple(timing.path for timing in timings if not timing.wins)
-    layers = len(quantization_report(opened).layers)
+    report = quantization_report(opened)
     return Outcome(
         folder=out,
         comparison=replace(comparison, disk=disk),
-        layers=layers,
+        layers=len(report.layers),
+        schemes=report.schemes(),
         kept=kept,
+        note=note,
         timings=timings,
     )
 

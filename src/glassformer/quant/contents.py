@@ -4,6 +4,7 @@
 `restored_model` are the way to a file and back.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -73,6 +74,10 @@ class QuantizationReport:
         if not self.layers:
             return None
         return "qat" if any(layer.method == "qat" for layer in self.layers.values()) else "ptq"
+
+    def schemes(self) -> dict[str, int]:
+        """Return the number of layers of each scheme, by its description."""
+        return dict(Counter(layer.scheme.describe() for layer in self.layers.values()))
 
     @property
     def backends(self) -> tuple[str, ...]:

@@ -49,7 +49,9 @@ def outcome_json(outcome: Outcome) -> str:
     found = {
         "folder": str(outcome.folder),
         "layers": outcome.layers,
+        "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
+        "note": outcome.note,
         "timings": [
             asdict(timing) | {"scheme": timing.scheme.describe()} for timing in outcome.timings
         ],
@@ -64,15 +66,20 @@ def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
     before, after = agreement.perplexity
     there, back = agreement.full_to_small, agreement.small_to_full
     error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
+    schemes = " and ".join(
+        scheme if count == outcome.layers else f"{count} {scheme}"
+        for scheme, count in outcome.schemes.items()
+    )
     lines = [
         f"written to {outcome.folder}",
-        f"{outcome.layers} layers, {spec.scheme.describe()} by {spec.resolved_method}, "
+        f"{outcome.layers} layers, {schemes} by {spec.resolved_method}, "
         f"run by {', '.join(found.backends)}",
         "",
         f"{'':<22}{'before':>14}{'after':>14}{'':>10}",
     ]
     if found.disk is not None:
         lines.append(_bytes_line("bytes on disk", found.disk))
+        lines += [f"  {outcome.note}"] if outcome.note else []
     lines += [
         _bytes_line("bytes resident", found.resident),
         f"{'perplexity':<22}{before:>14.4f}{after:>14.4f}{agreement.change:>+10.2%}{error}",

@@ -39,7 +39,8 @@ from glassformer.quant.contents import (
 from glassformer.quant.convert import quantized_layers
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
-from glassformer.spec.schemes import NAMES
+from glassformer.spec.quantization import coverage
+from glassformer.spec.schemes import NAMES, scheme_class
 from glassformer.store.tensors import CODES, Arrays, tensor_chunks
 from glassformer.training.engine import loss_weights
 
@@ -281,9 +282,14 @@ TOP = 6
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A copy of a model; `name` is float32 or a scheme's, `schemes` the layers of each."""
+    """A copy of a model; `name` says what its layers are, `schemes` how many are of each.
+
+    `scheme` is the one requested: with int4, a copy is named "int4 and int8" where layers that int4
+    does not fit are int8.
+    """
 
     name: str
+    scheme: str
     model: Model
     schemes: dict[str, int]
     backends: tuple[str, ...]
@@ -327,7 +333,10 @@ class Prompted:
 
 
 def in_precisions(adapter: BaseAdapter, *, schemes: Sequence[str] = NAMES) -> tuple[Precision, ...]:
-    """Return the model in float32, and a copy in each scheme; layers it does not fit get int8."""
+    """Return the model in float32, and a copy in each scheme that fits some layer of it.
+
+    Layers that a scheme does not fit get int8, which the copy's name says.
+    """
     model = adapter.model
     if not isinstance(model, Model):
         raise InputError("only a model of our own parts can be quantized")
@@ -338,23 +347,23 @@ def in_precisions(adapter: BaseAdapter, *, schemes: Sequence[str] = NAMES) -> tu
     full = model
     if next(model.parameters()).dtype != torch.float32:
         full = copy.deepcopy(model).float()
-    made = [_measured("float32", full)]
-    for name in schemes:
-        made.append(_measured(name, quantize(full, scheme=name, indivisible="int8")))
+    made = [_measured("float32", "float32", full)]
+    for scheme in schemes:
+        name = coverage(full.spec, scheme_class(scheme)()).name
+        if name:
+            small = quantize(full, scheme=scheme, indivisible="int8")
+            made.append(_measured(name, scheme, small))
     return tuple(made)
 
 
-def _measured(name: str, model: Model) -> Precision:
+def _measured(name: str, scheme: str, model: Model) -> Precision:
     report = quantization_report(model)
-    schemes: dict[str, int] = {}
-    for layer in report.layers.values():
-        described = layer.scheme.describe()
-        schemes[described] = schemes.get(described, 0) + 1
     arrays = quantized_arrays(model)[1] if report else weights_of(model)
     return Precision(
         name=name,
+        scheme=scheme,
         model=model,
-        schemes=schemes,
+        schemes=report.schemes(),
         backends=report.backends,
         file_bytes=_file_bytes(arrays),
         resident_bytes=resident_bytes(model),

@@ -19,7 +19,9 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.schemes import NAMES
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.quantization import coverage
+from glassformer.spec.schemes import NAMES, SCHEMES
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.units import plain_digits
 from glassformer.store.rundir import cache_folder
@@ -138,6 +140,11 @@ def one_line(text: str, *, most: int) -> str:
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
+def _fitting(model: ModelSpec) -> list[str]:
+    """Return the schemes that fit every layer: none is offered that would be another in part."""
+    return [scheme.name for scheme in SCHEMES if not coverage(model, scheme()).unfit]
+
+
 # --- one inspection -------------------------------------------------------------------------------
 
 
@@ -153,6 +160,7 @@ def about(query: Query, workspace: Workspace) -> dict[str, Any]:
         nothing["precisions"] = PRECISIONS
         return nothing | {"splits": {}, "split": None, "examples": [], "note": ""}
     from glassformer.lab.runs.artifacts import probe_files
+    from glassformer.lab.runs.record import load_run_spec
     from glassformer.web.pages.inspect_results import SPLIT, probed_rows
 
     directory = workspace.run(name)
@@ -167,7 +175,7 @@ def about(query: Query, workspace: Workspace) -> dict[str, Any]:
     first = probed_rows(directory) if split == SPLIT else []
     return {
         "run": name,
-        "precisions": PRECISIONS,
+        "precisions": ["float32", *_fitting(load_run_spec(directory).model)],
         "checkpoints": directory.steps(),
         "best": directory.pointed("best"),
         "last": directory.pointed("last"),
@@ -292,7 +300,7 @@ def _quantized(
     kept = workspace.results.find(QUANTIZED)
     if kept is None or kept[0] != name or kept[1] is not adapter:
         native = cast("NativeAdapter", adapter)  # another is refused by `quantize`
-        kept = (name, adapter, quantize(native, scheme=precision, indivisible="int8"))
+        kept = (name, adapter, quantize(native, scheme=precision))
         workspace.results.put(kept, key=QUANTIZED, model=adapter)
     copy: BaseAdapter = kept[2]
     return copy

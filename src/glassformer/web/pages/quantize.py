@@ -7,6 +7,8 @@ Nothing is written: the copies live in memory, and their sizes are those of the 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from glassformer.spec.quantization import coverage
+from glassformer.spec.schemes import SCHEMES
 from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route, TooLarge
 from glassformer.web.app.workspace import Workspace
@@ -77,6 +79,7 @@ def _told(found: "Prompted") -> dict[str, Any]:
     from glassformer.lens.show.text import shown
 
     look, reading = found.look, found.look.readout
+    spec = found.precisions[0].model.spec
     names = [one.name for one in found.precisions]
     source = look.source_words
     return {
@@ -85,9 +88,19 @@ def _told(found: "Prompted") -> dict[str, Any]:
         "source_words": None if source is None else [shown(word) for word in source],
         "positions": list(found.positions),
         "precisions": [
-            {"name": one.name, "schemes": one.schemes, "backends": list(one.backends)}
+            {
+                "name": one.name,
+                "scheme": one.scheme,
+                "schemes": one.schemes,
+                "backends": list(one.backends),
+            }
             | {"file_bytes": one.file_bytes, "resident_bytes": one.resident_bytes}
             for one in found.precisions
+        ],
+        "missing": [
+            f"{scheme.name} is not possible: {coverage(spec, scheme()).why()}"
+            for scheme in SCHEMES
+            if scheme.name not in {one.scheme for one in found.precisions}
         ],
         "answers": [
             [

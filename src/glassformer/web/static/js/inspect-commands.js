@@ -20,8 +20,8 @@ function opened(model, paths) {
   const loaded = `gf.load(${python(path)})`;
   if (model.precision === "float32") return { name: quoted(path), loaded };
   const name = quoted(`${model.run}${model.step === "best" ? "" : `-${model.step}`}-${model.precision}`);
-  return { name, before: `glass quantize ${quoted(path)} --scheme ${model.precision} --indivisible int8 --out ${name}`,
-    loaded: `gf.quantize(${loaded}, scheme=${python(model.precision)}, indivisible="int8")` };
+  return { name, before: `glass quantize ${quoted(path)} --scheme ${model.precision} --out ${name}`,
+    loaded: `gf.quantize(${loaded}, scheme=${python(model.precision)})` };
 }
 
 /** The same from a terminal and from Python; other: the look that is compared, if there is one. */

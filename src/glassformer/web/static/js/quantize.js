@@ -118,8 +118,6 @@ class Quantize {
     this.#drawSpeed();
   }
 
-  #names() { return this.found.precisions.map(({ name }) => name); }
-
   #draw() {
     const { view, found } = this;
     const index = found.positions.indexOf(view.pos);
@@ -145,16 +143,16 @@ class Quantize {
   }
 
   #drawWorst() {
-    const { found, view } = this;
+    const { found, view, view: { run, text } } = this;
     const step = view.step === "best" ? null : view.step;
-    const { run, text } = view;
+    const plain = new Set(found.precisions.filter((one) => one.name === one.scheme).map((one) => one.name));
     const link = (name, pos) => el("a", { href: this.context.href("inspect", { run, step, text, pos,
       with: `${view.run}@${view.step}:${name}` }), "aria-label": `Inspect position ${pos} beside ${name}` }, "Inspect");
     const lists = Object.entries(found.against).map(([name, one]) => el("div", {}, el("h3", {}, `Farthest in ${name}`),
       el("ol", { class: "worst-list" }, one.worst.map((at) => el("li", {},
         el("button", { type: "button", class: "small", onclick: () => this.#pick(found.positions[at]) },
           `${found.positions[at]} ${found.words[found.positions[at]]}`),
-        el("span", { class: "number" }, short(one.there[at])), link(name, found.positions[at]))))));
+        el("span", { class: "number" }, short(one.there[at])), plain.has(name) && link(name, found.positions[at]))))));
     fill(this.worst, lists);
   }
 
@@ -171,6 +169,7 @@ class Quantize {
         .map((one, i) => [keyed(one.name, i), [bytes(one.file_bytes), smaller(one)], bytes(one.resident_bytes)]) })),
       precisions.filter((one) => one.backends.length)
         .map((one) => el("p", { class: "note" }, `${one.name}: ${schemes(one)}; run by ${one.backends.join(", ")}`)),
+      this.found.missing.map((line) => el("p", { class: "note" }, line)),
       el("p", { class: "note" }, "On disk: the weights' file as glass quantize would write it. Nothing was written."));
   }
 
@@ -198,7 +197,7 @@ class Quantize {
 
   #drawAnswers(index) {
     const { found, view } = this;
-    const names = this.#names();
+    const names = found.precisions.map(({ name }) => name);
     fill(this.answersTitle, found.head === "answer" ? "Answer" : "Next token",
       el("span", { class: "muted" }, ` at ${view.pos} `), el("code", {}, found.words[view.pos]));
     fill(this.answers, scrolled("Likeliest answers", table({
@@ -224,8 +223,8 @@ class Quantize {
   commands() {
     if (!this.view?.run) return { cli: "", python: "" };
     const path = modelPath(this.view, this.form.known.paths);
-    return { cli: Object.keys(this.found?.against ?? {})
-      .map((name) => `glass quantize ${quoted(path)} --scheme ${name} --indivisible int8`).join(" && "),
+    return { cli: (this.found?.precisions.slice(1) ?? []).map(({ name, scheme }) =>
+      `glass quantize ${quoted(path)} --scheme ${scheme}${name === scheme ? "" : " --indivisible int8"}`).join(" && "),
       python: ["import glassformer as gf",
         "from glassformer.lab.measure.precision import in_precisions, prompted", "",
         `model = gf.load(${JSON.stringify(path)})`,
