@@ -17,8 +17,9 @@ class Model {
     Object.assign(this, { root, params, context, drawn: {} });
     this.get = ["picture", "way"].reduce((all, name) =>
       ({ ...all, [name]: latest((signal, path) => context.api.get(path, { signal })) }), {});
-    this.prompt = el("input", { type: "text", name: "prompt", spellcheck: "false", autocomplete: "off", maxlength: 16000,
-      onkeydown: (event) => { if (isEnter(event)) this.#go({ text: this.prompt.value, row: null, position: null }); } });
+    const send = (event) => isEnter(event) && this.#go({ text: this.prompt.value, row: null, position: null });
+    this.prompt = el("input", { type: "text", name: "prompt", spellcheck: "false", autocomplete: "off",
+      maxlength: 16000, onkeydown: send });
     this.controls = el("div", { class: "controls" });
     const panel = (name, label) => el("section", { class: `panel ${name}`, "aria-label": label });
     this.picture = panel("picture", "Picture of the model");
