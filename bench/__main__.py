@@ -16,7 +16,15 @@ import bench
 
 def main() -> None:
     """Run one benchmark and print its rows."""
-    skip = ("__main__", "bare", "clock", "peers", "translation")
+    skip = (
+        "__main__",
+        "bare",
+        "audit_reproductions",
+        "clock",
+        "peers",
+        "tiny_models",
+        "translation",
+    )
     names = [m.name for m in pkgutil.iter_modules(bench.__path__) if m.name not in skip]
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("name", nargs="?")

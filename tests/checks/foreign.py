@@ -30,6 +30,39 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def bert() -> nn.Module:
+    """A tiny random BERT of transformers."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    return BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    """A tiny random T5 of transformers."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=97,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
 def x_transformer() -> nn.Module:
     """A tiny decoder of x-transformers."""
     from x_transformers import Decoder, TransformerWrapper

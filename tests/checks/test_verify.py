@@ -55,25 +55,31 @@ def test_groups_are_closed():
 def test_models_of_other_libraries_pass(factory):
     report = gf.verify(factory())
     assert report.failed == 0, str(report)
-    assert report.passed >= 7
+    assert report.passed >= (30 if factory is foreign.llama else 11)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_known_fault_of_another_library_is_found():
-    """With a mask alone GPT-2 counts padding as positions: left padding moves its logits."""
+def test_a_convention_is_told_from_a_bug():
+    """With a mask alone GPT-2 counts padding as positions; given positions it does not."""
     report = gf.verify(foreign.gpt2())
-    assert {f.name for f in report.findings if f.failed} == {
-        "more padding on the left changes nothing",
-        "a batch = each sequence alone",
-    }
+    assert report.failed == 0, str(report)
+    limits = {f.name: f.note for f in report.findings if f.verdict == "limit"}
+    assert (
+        limits["more padding on the left changes nothing"] == "it holds when position_ids are given"
+    )
+    assert report.warnings == len(limits) > 0
+    assert f", {report.warnings} warning" in str(report)
 
 
 def test_a_leaky_model_is_found_out():
-    failed = {f.name: f for f in gf.verify(foreign.leaky()).findings if f.failed}
+    findings = {f.name: f for f in gf.verify(foreign.leaky()).findings}
+    failed = {name for name, f in findings.items() if f.failed}
     assert "the future changes no bit of the past" in failed
     assert "what PAD holds changes no bit" in failed
-    assert "idle" in failed["every parameter gets a gradient"].note
-    assert all(f.verdict == "bug" for f in failed.values())
+    assert findings["the future changes no bit of the past"].note.startswith("tokens from ")
+    assert all(findings[name].verdict == "bug" for name in failed)
+    idle = findings["every parameter gets a gradient"]
+    assert (idle.verdict, "idle" in idle.note) == ("limit", True)
 
 
 class Shaky(nn.Module):
@@ -88,10 +94,12 @@ class Shaky(nn.Module):
         return self.embed(tokens) + big - big
 
 
-def test_rounding_is_called_rounding():
+def test_rounding_is_called_rounding_and_fails_nothing():
     torch.manual_seed(0)
-    failed = [f for f in gf.verify(Shaky(), causal=True).findings if f.failed]
-    assert {f.verdict for f in failed} == {"rounding"}
+    report = gf.verify(Shaky(), causal=True, only="padding")
+    assert report.failed == 0
+    assert {f.verdict for f in report.findings if f.warned} == {"rounding"}
+    report.raise_if_failed()
 
 
 def test_a_part_check_tells_rounding_from_bug():
@@ -117,15 +125,18 @@ def test_nan_never_passes():
     assert all(f.failed for f in run_part_check(PartCheck("n", "g", nan)))
 
 
-def test_a_model_that_raises_has_failed():
+def test_a_check_that_could_not_run_is_no_bug():
     def logits(tokens, valid):
         raise RuntimeError("out of order")
 
     subject = Subject(name="broken", logits=logits, vocab_size=7, max_length=16)
     check = SubjectCheck("c", "g", lambda s: Measure(0.0, 0.0) if s.logits(None, None) else None)
     finding = run_subject_check(check, subject)
-    assert finding.verdict == "failed"
-    assert "out of order" in finding.note
+    assert finding.verdict == "raised"
+    assert finding.note == "the model raised RuntimeError: out of order"
+    assert "could not run\n  the model raised RuntimeError: out of order: c" in str(
+        Report((finding,))
+    )
 
 
 def test_what_is_not_offered_is_never_passed():
@@ -202,7 +213,7 @@ def test_what_was_not_offered_is_listed_by_reason_on_lines_that_fit():
     assert max(map(len, listed.splitlines())) <= 100
     read = dict(line.strip().split(": ", 1) for line in listed.replace("\n    ", " ").splitlines())
     silent = [f for f in report.findings if f.verdict == "not offered"]
-    assert len(silent) > 10
+    assert len(silent) > 5
     assert {name for names in read.values() for name in names.split("; ")} == {
         f.name for f in silent
     }

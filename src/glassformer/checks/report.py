@@ -3,13 +3,19 @@
 import math
 import textwrap
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from glassformer.adapters.base import BaseAdapter
 from glassformer.checks.catalogue import Finding, verify_parts, verify_subject
+from glassformer.checks.foreign import looks_fresh, redraw, untouched
 from glassformer.checks.preset_subjects import sample_subjects
-from glassformer.checks.subject import Logits, subject_of
+from glassformer.checks.subject import Logits, Subject, subject_of
 from glassformer.kernels.threads import verifying
+from glassformer.models.model import Model
 from glassformer.spec.errors import CheckFailed
 
 Style = Callable[[str, str], str]  # (text, verdict) -> text with or without colour
@@ -29,6 +35,7 @@ class Report:
     """The findings of a verification; printed, and shown in a notebook, as text."""
 
     findings: tuple[Finding, ...]
+    redrawn: bool = False  # fresh weights were given noise of unit scale for the checks
 
     @property
     def passed(self) -> int:
@@ -39,6 +46,11 @@ class Report:
     def failed(self) -> int:
         """The number of findings that failed."""
         return sum(f.failed for f in self.findings)
+
+    @property
+    def warnings(self) -> int:
+        """The number of findings that are rounding, a limit that is named, or unclear."""
+        return sum(f.warned for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `--json` prints; a gap that is not finite becomes null."""
@@ -55,9 +67,16 @@ class Report:
                     "tolerance": f.tolerance,
                     "verdict": f.verdict,
                     "note": f.note,
+                    "seconds": round(f.seconds, 4),
                 }
             )
-        return {"passed": self.passed, "failed": self.failed, "checks": checks}
+        return {
+            "passed": self.passed,
+            "failed": self.failed,
+            "warnings": self.warnings,
+            "redrawn": self.redrawn,
+            "checks": checks,
+        }
 
     def raise_if_failed(self) -> None:
         """Raise an exception that names the first failure."""
@@ -72,7 +91,7 @@ class Report:
         """Return a row for each check over all subjects, then each failure on its own."""
         rows: dict[tuple[str, str], list[Finding]] = {}
         for f in self.findings:
-            if f.verdict != "not offered":
+            if f.verdict not in ("not offered", "raised"):
                 rows.setdefault((f.group, f.name), []).append(f)
         lines: list[str] = []
         width = max((len(name) for _, name in rows), default=0)
@@ -85,9 +104,15 @@ class Report:
                 lines.append(f"\n{group}" if lines else group)
             lines.append(_row(name.ljust(width), findings, style))
         lines += [_failure(f, style) for f in self.findings if f.failed]
-        lines += _not_offered(self.findings, style)
-        verdict = "failed" if self.failed else "passed"
+        lines += _warnings(self.findings, style)
+        lines += _by_reason(self.findings, "raised", "could not run", style)
+        lines += _by_reason(self.findings, "not offered", "not offered", style)
+        if self.redrawn:
+            lines += ["", "weights: fresh ones, so noise of unit scale was added for the checks"]
+        verdict = "bug" if self.failed else "rounding" if self.warnings else "passed"
         total = f"{self.passed} passed, {self.failed} failed"
+        if self.warnings:
+            total += f", {self.warnings} warning{'s' * (self.warnings > 1)}"
         return "\n".join([*lines, "", style(total, verdict)])
 
 
@@ -112,15 +137,29 @@ def _row(name: str, findings: list[Finding], style: Style) -> str:
         columns.append(f"{dtype} {_number(worst.worst):>8} of {_bar(worst):<7}")
     subjects = list(dict.fromkeys(f.subject for f in findings))
     size = findings[0].size if len(subjects) == 1 else f"{len(subjects)} models"
-    verdict = next((f.verdict for f in findings if f.failed), "passed")
+    verdict = next((f.verdict for f in findings if f.failed), "")
+    verdict = verdict or next((f.verdict for f in findings if f.warned), "passed")
     return f"  {name}  {style(verdict.ljust(8), verdict)}  {'  '.join(columns)}  {size}"
 
 
-def _not_offered(findings: Iterable[Finding], style: Style) -> list[str]:
-    """List the checks that were not offered, by reason: never counted as passed."""
+def _warnings(findings: Iterable[Finding], style: Style) -> list[str]:
+    """List what does not hold as it stands and fails nothing: one line a row, then its reason."""
+    lines = []
+    for f in findings:
+        if f.warned:
+            size = "" if f.verdict == "limit" else f": {_number(f.worst)}, allowed {_bar(f)}"
+            lines.append(style(f"  {f.verdict.ljust(8)}  {f.name}{size}", f.verdict))
+            lines += textwrap.wrap(
+                f.note, LINE, initial_indent=" " * 12, subsequent_indent=" " * 12
+            )
+    return ["", "warnings", *lines] if lines else []
+
+
+def _by_reason(findings: Iterable[Finding], verdict: str, title: str, style: Style) -> list[str]:
+    """List the checks with a verdict by its reason: never counted as passed."""
     reasons: dict[str, list[str]] = {}
     for f in findings:
-        if f.verdict == "not offered":
+        if f.verdict == verdict:
             reasons.setdefault(f.note, []).append(f.name)
     lines = []
     for reason, names in reasons.items():
@@ -134,7 +173,7 @@ def _not_offered(findings: Iterable[Finding], style: Style) -> list[str]:
             break_on_hyphens=False,
         )
         lines += [style(line, "not offered") for line in wrapped]
-    return ["", style("not offered", "not offered"), *lines] if lines else []
+    return ["", style(title, "not offered"), *lines] if lines else []
 
 
 def _failure(f: Finding, style: Style) -> str:
@@ -152,21 +191,50 @@ def verify(
     name: str = "",
     logits: Logits | None = None,
     vocab_size: int | None = None,
-    causal: bool = True,
+    max_length: int | None = None,
+    causal: bool | None = None,
 ) -> Report:
     """Check a model, ours or anyone's; without one, our parts and every preset.
 
-    `logits=lambda tokens, valid: ...` calls a module whose forward has other arguments.
+    `logits=lambda tokens, valid: ...` calls a module whose forward has other arguments; `causal`
+    tells a model that reads forwards from one that reads both ways, where its config does not.
+    The model comes back as it was: weights, gradients, modes, buffers, random generators.
     """
     if thing is not None:
-        subject = subject_of(thing, name=name, logits=logits, vocab_size=vocab_size, causal=causal)
-        with verifying(subject.parameter_count()):
-            return Report(tuple(verify_subject(subject, only=only, deep=deep)))
+        module = _module_of(thing)
+        redrawn = module is not None and not _is_ours(thing) and looks_fresh(module)
+        with untouched(module, weights=redrawn) if module is not None else nullcontext():
+            if redrawn and module is not None:
+                redraw(module)
+            subject = subject_of(
+                thing,
+                name=name,
+                logits=logits,
+                vocab_size=vocab_size,
+                max_length=max_length,
+                causal=causal,
+            )
+            with verifying(subject.parameter_count()):
+                findings = tuple(verify_subject(subject, only=only, deep=deep))
+        return Report(findings, redrawn)
     with verifying(0):
-        findings = list(verify_parts(only=only, deep=deep))
+        findings = tuple(verify_parts(only=only, deep=deep))
         for subject in sample_subjects():
-            findings += verify_subject(subject, only=only, deep=deep)
+            findings += tuple(verify_subject(subject, only=only, deep=deep))
         if deep:
             for subject in sample_subjects(deep=True):
-                findings += verify_subject(subject, only=only)
-    return Report(tuple(findings))
+                findings += tuple(verify_subject(subject, only=only))
+    return Report(findings)
+
+
+def _module_of(thing: object) -> nn.Module | None:
+    """Return the module whose state a verification must leave as it is."""
+    if isinstance(thing, Subject):
+        return thing.foreign.module if thing.foreign is not None else thing.model
+    return thing if isinstance(thing, nn.Module) else None
+
+
+def _is_ours(thing: object) -> bool:
+    if isinstance(thing, Subject):
+        return thing.foreign is None
+    return isinstance(thing, (Model, BaseAdapter))

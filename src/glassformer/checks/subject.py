@@ -1,19 +1,18 @@
 """`Subject`: a model that `verify` checks, given as a name and a few functions.
 
-Our models, adapters, live modules of any library and `package.module:factory` become subjects here;
-a foreign module is called by the argument names of its forward. Only `logits` is required: what a
-subject does not offer is reported as "not offered", never as passed.
+Our models, adapters, live modules of any library and `package.module:factory` become subjects here.
+Only `logits` is required: what a subject does not offer is reported as "not offered", never as
+passed.
 """
 
 import copy
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,22 @@ from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.load import adapt
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
-from glassformer.checks.measure import NotOffered, seeded
+from glassformer.checks.foreign import (
+    Foreign,
+    first_position,
+    foreign_of,
+    longest,
+    vocabulary_of,
+)
+from glassformer.checks.measure import (
+    LARGEST,
+    TOLERANCE,
+    UNITS,
+    NotOffered,
+    rounding_noise,
+    seeded,
+    short,
+)
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, model_of
 from glassformer.models.state import load_weights, weights_of
@@ -40,96 +54,6 @@ from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
 Logits = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def through_state_dict(module: nn.Module) -> nn.Module:
-    """Return a copy whose tensors were erased and reloaded from the state dict."""
-    twin = copy.deepcopy(module)
-    saved = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    twin.load_state_dict(saved)
-    return twin
-
-
-#: The names that libraries give to the token ids and the mask (True or 1 = real token).
-TOKEN_ARGUMENTS = ("input_ids", "tokens", "x", "ids", "idx", "token_ids")
-MASK_ARGUMENTS = ("attention_mask", "valid", "mask")
-
-
-def call_by_signature(module: nn.Module) -> Logits:
-    """Call `module(tokens, mask)` under the names that its forward uses."""
-    arguments = list(inspect.signature(module.forward).parameters.values())
-    names = [argument.name for argument in arguments]
-    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
-    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
-    mask_name = next((n for n in MASK_ARGUMENTS if n in names), "mask" if takes_any else None)
-    if token_name is None:
-        raise InputError(
-            f"cannot tell which argument of {type(module).__name__}.forward takes token ids",
-            where=f"forward({', '.join(names)})",
-            hint="pass logits=lambda tokens, valid: ..., or let the factory return a Subject",
-        )
-
-    def logits(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
-        call = {token_name: tokens_BT}
-        if valid_BT is not None:
-            if mask_name is None:
-                raise NotOffered("its forward takes no mask")
-            as_number = mask_name == "attention_mask"
-            call[mask_name] = valid_BT.long() if as_number else valid_BT
-        return tensor_of(module(**call))
-
-    return logits
-
-
-def step_by_signature(module: nn.Module) -> Logits | None:
-    """Return a function that runs token by token through `past_key_values`, if there is one."""
-    names = inspect.signature(module.forward).parameters
-    if not {"input_ids", "attention_mask", "past_key_values", "use_cache"} <= set(names):
-        return None
-
-    def step(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
-        valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT
-        past, columns = None, []
-        for t in range(tokens_BT.shape[1]):
-            result = module(
-                input_ids=tokens_BT[:, t : t + 1],
-                attention_mask=valid_BT[:, : t + 1].long(),
-                past_key_values=past,
-                use_cache=True,
-            )
-            past = result.past_key_values
-            columns.append(result.logits)
-        return torch.cat(columns, 1)
-
-    return step
-
-
-def tensor_of(result: Any) -> Tensor:
-    """Return the logits in what a forward returned."""
-    if isinstance(result, Tensor):
-        return result
-    if isinstance(result, Mapping) and isinstance(result.get("logits"), Tensor):
-        return cast(Tensor, result["logits"])
-    if isinstance(result, (tuple, list)) and isinstance(result[0], Tensor):
-        return result[0]
-    raise InputError(
-        f"the module returned a {type(result).__name__}",
-        hint="pass logits=lambda tokens, valid: ... that returns a tensor",
-    )
-
-
-def vocabulary_of(module: nn.Module) -> int:
-    """Return the number of rows of the module's first embedding."""
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):
-            return part.num_embeddings
-    raise InputError(
-        f"{type(module).__name__} has no nn.Embedding, so its vocabulary is unknown",
-        hint="pass vocab_size=",
-    )
-
-
 # B batch, T length, S source length, V logits
 
 
@@ -144,7 +68,8 @@ class Subject:
     the model saved and loaded again, `double` for the same model in float64, `weights` for
     the attention weights by tap name, `reference` for logits of another library's same model.
     For a quantized model of ours, `quantized` is that model; `model` and all else are its float
-    twin, whose weights are exactly those that it uses.
+    twin, whose weights are exactly those that it uses. `foreign` is how a live module of another
+    library is called; `pad` fills padding, and tokens of `specials` are never drawn.
     """
 
     name: str
@@ -164,6 +89,42 @@ class Subject:
     reference: Logits | None = None
     quantized: Model | None = None
     model: Model | None = None
+    foreign: Foreign | None = None
+    pad: int = 0
+    specials: frozenset[int] = frozenset()
+    _noise: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def stranger(self) -> Foreign:
+        """Return the module if it is another library's; otherwise the check is not offered."""
+        if self.foreign is None:
+            raise NotOffered("not a live module of another library")
+        return self.foreign
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Return how far apart, relative to the largest, two computations of logits may be.
+
+        A multiple of the model's own rounding noise, measured once; where the parameters are not
+        shown, the tolerance of a model of a few layers.
+        """
+        if not self.parameters:
+            return TOLERANCE[dtype]
+        if not self._noise:
+            tokens = self.draw(3, 11, seed=59)
+            with torch.no_grad():
+                self._noise.append(
+                    rounding_noise(
+                        lambda: self.logits(tokens, None), list(self.parameters.values())
+                    )
+                )
+        return min(LARGEST[dtype], UNITS[dtype] * self._noise[0])
+
+    def draw(self, rows: int, length: int, *, seed: int) -> Tensor:
+        """Return random tokens within the vocabulary and the context, none of them special."""
+        shape = (rows, min(length, self.max_length))
+        if not self.specials:
+            return torch.randint(0, self.vocab_size, shape, generator=seeded(seed))
+        allowed = torch.tensor([i for i in range(self.vocab_size) if i not in self.specials])
+        return allowed[torch.randint(0, len(allowed), shape, generator=seeded(seed))]
 
     def ours(self) -> Model:
         """Return the model if it is one of ours; otherwise the check is not offered."""
@@ -269,31 +230,85 @@ def subject_of_module(
     logits: Logits | None = None,
     vocab_size: int | None = None,
     max_length: int | None = None,
-    causal: bool = True,
+    causal: bool | None = None,
+    fresh: Callable[[], nn.Module] | None = None,
 ) -> Subject:
     """Make a subject of any module, called by `logits` or by its forward's argument names."""
-    vocab_size = vocab_size or vocabulary_of(module)
-    call = logits or call_by_signature(module)
-
-    def again(twin: nn.Module) -> Subject:
-        return subject_of_module(
-            twin, name=name, vocab_size=vocab_size, max_length=max_length, causal=causal
+    if logits is not None:  # a function of the caller's is bound to its module, not to a copy
+        vocab_size = vocab_size or vocabulary_of(module)
+        return Subject(
+            name=name or type(module).__name__,
+            logits=logits,
+            vocab_size=vocab_size,
+            max_length=max_length or 64,
+            causal=causal is not False,
+            size=f"V{vocab_size}",
+            parameters=dict(module.named_parameters()),
+            train=module.train,
         )
+    foreign = foreign_of(module, vocab_size=vocab_size, causal=causal, fresh=fresh)
+    length = longest(foreign, told=max_length)
+    return _of_foreign(foreign, name=name or type(module).__name__, max_length=length)
 
-    plain = logits is None  # a function of the caller's is bound to its module, not to a copy
+
+def _of_foreign(foreign: Foreign, *, name: str, max_length: int) -> Subject:
+    module = foreign.module
+    with torch.no_grad():
+        tokens = foreign.draw(2, min(5, max_length), seed=60)
+        shape = foreign.logits(tokens).shape
+    per_position = len(shape) == 3 and shape[1] == tokens.shape[1]
+    mask = foreign.mask_name
+
+    def double() -> Subject:
+        twin = foreign.twin(copy.deepcopy(module).double())
+        return _of_foreign(twin, name=name, max_length=max_length)
+
+    refused = _refused_mask(foreign, tokens)
+
+    def logits(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
+        if valid_BT is not None and refused:
+            raise NotOffered(refused)
+        return foreign.logits(tokens_BT, valid_BT)
+
     return Subject(
-        name=name or type(module).__name__,
-        logits=call,
-        vocab_size=vocab_size,
-        max_length=max_length or 64,
-        causal=causal,
-        size=f"V{vocab_size}",
+        name=name,
+        logits=logits,
+        vocab_size=foreign.vocab_size,
+        max_length=max_length,
+        causal=foreign.kind != "encoder",
+        per_position=per_position,
+        size=f"V{foreign.vocab_size}",
         parameters=dict(module.named_parameters()),
         train=module.train,
-        step=step_by_signature(module) if plain else None,
-        reload=(lambda: again(through_state_dict(module))) if plain else None,
-        double=(lambda: again(copy.deepcopy(module).double())) if plain else None,
+        reload=lambda: _of_foreign(foreign.reloaded(), name=name, max_length=max_length),
+        double=double,
+        foreign=replace(
+            foreign,
+            mask_name=None if refused else mask,
+            first_position=first_position(foreign),
+        ),
+        pad=foreign.pad,
+        specials=foreign.specials,
     )
+
+
+@torch.no_grad()
+def _refused_mask(foreign: Foreign, tokens_BT: Tensor) -> str:
+    """Return why a mask of shape (B, T) is not taken; empty where it is."""
+    if foreign.mask_name is None:
+        return "its forward takes no mask"
+    valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    valid_BT[0, -1] = False
+    try:
+        masked = foreign.logits(tokens_BT, valid_BT)
+        if foreign.mask_name not in foreign.arguments:  # swallowed, perhaps, by **kwargs
+            heeded = not torch.equal(masked, foreign.logits(tokens_BT))
+            return "" if heeded else "its forward takes no mask"
+    except Exception as error:  # a stranger's model may raise anything
+        if foreign.mask_name not in foreign.arguments:
+            return "its forward takes no mask"
+        return f"a mask of shape (B, T) is refused: the model raised {short(error)}"
+    return ""
 
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -326,7 +341,7 @@ def _compared(subject: Subject, reference: nn.Module | None) -> Subject:
 
     return replace(
         subject,
-        reference=call_by_signature(reference.eval()),
+        reference=foreign_of(reference.eval()).logits,
         double=None if again is None else double,
     )
 
@@ -364,7 +379,9 @@ def subject_of(
     name: str = "",
     logits: Logits | None = None,
     vocab_size: int | None = None,
-    causal: bool = True,
+    max_length: int | None = None,
+    causal: bool | None = None,
+    fresh: Callable[[], nn.Module] | None = None,
 ) -> Subject:
     """Make a subject of a Subject, of what gf.build and gf.load return, or of any module."""
     match thing:
@@ -380,7 +397,13 @@ def subject_of(
             return subject_of_hand(thing.model, name=name or "by hand")
         case nn.Module():
             return subject_of_module(
-                thing.eval(), name=name, logits=logits, vocab_size=vocab_size, causal=causal
+                thing.eval(),
+                name=name,
+                logits=logits,
+                vocab_size=vocab_size,
+                max_length=max_length,
+                causal=causal,
+                fresh=fresh,
             )
     raise InputError(
         f"cannot verify a {type(thing).__name__}",
@@ -388,7 +411,7 @@ def subject_of(
     )
 
 
-def subject_of_factory(reference: str, *, causal: bool = True) -> Subject:
+def subject_of_factory(reference: str, *, causal: bool | None = None) -> Subject:
     """Call `package.module:factory`, without arguments; the current folder is searched too."""
     module_name, _, attribute = reference.partition(":")
     if "" not in sys.path:
@@ -397,13 +420,26 @@ def subject_of_factory(reference: str, *, causal: bool = True) -> Subject:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InputError(f"no module named '{error.name}'", where=reference) from error
-    except ImportError as error:
-        raise FileError(f"the module cannot be imported: {error}", where=reference) from error
+    except Exception as error:  # a stranger's file may raise anything
+        raise FileError(
+            f"the module cannot be imported: {short(error)}", where=reference
+        ) from error
     factory = getattr(module, attribute, None)
+    if isinstance(factory, (nn.Module, Subject)):
+        return subject_of(factory, name=reference, causal=causal)
     if not callable(factory):
         raise InputError(
             f"'{module_name}' has no function '{attribute}'",
             where=reference,
             hint="name a function that returns a module or a glassformer Subject",
         )
-    return subject_of(factory(), name=reference, causal=causal)
+    try:
+        made = factory()
+    except Exception as error:
+        raise InputError(
+            f"the factory raised {short(error)}",
+            where=reference,
+            hint="it is called without arguments and returns a module or a glassformer Subject",
+        ) from error
+    fresh = factory if isinstance(made, nn.Module) else None
+    return subject_of(made, name=reference, causal=causal, fresh=fresh)

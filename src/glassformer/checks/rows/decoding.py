@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from glassformer.byhand.model import Model as HandModel
-from glassformer.checks.measure import EXACT, Measure, NotOffered
-from glassformer.checks.rows.invariants import scaled_gap, tokens_of, tolerance_of
+from glassformer.checks.measure import EXACT, Measure, NotOffered, relative_gap, scale_of
+from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
 from glassformer.generation.beam import Hypothesis, beam_search
@@ -265,7 +265,8 @@ def every_step_is_uncached(subject: Subject) -> Measure:
     """Logits of every way at every step, and the token they choose, are the uncached ones."""
     model, prompts = _case(subject)
     steppers = _steppers(model)
-    return _followed(steppers, NaiveStepper(model), prompts, f"{subject.size}, {NEW} steps")
+    size = f"{subject.size}, {NEW} steps"
+    return _followed(subject, steppers, NaiveStepper(model), prompts, size)
 
 
 def every_wide_step_is_uncached(subject: Subject) -> Measure:
@@ -273,13 +274,19 @@ def every_wide_step_is_uncached(subject: Subject) -> Measure:
     _case(subject)
     if subject.double is None:
         raise NotOffered("it cannot be had in float64")
-    model, prompts = _case(subject.double())
+    wide = subject.double()
+    model, prompts = _case(wide)
     size = f"{subject.size}, {NEW} steps"
-    return _followed(_steppers(model), NaiveStepper(model), prompts, size, dtype="float64")
+    return _followed(wide, _steppers(model), NaiveStepper(model), prompts, size, dtype="float64")
 
 
 def _followed(
-    steppers: dict[str, Stepper], witness: Stepper, prompts: Prompts, size: str, dtype: str = ""
+    subject: Subject,
+    steppers: dict[str, Stepper],
+    witness: Stepper,
+    prompts: Prompts,
+    size: str,
+    dtype: str = "",
 ) -> Measure:
     """Return the worst gap of the steppers' logits to the uncached ones, along greedy tokens."""
     wanted_BV, past = witness.start(prompts, room=NEW)
@@ -290,16 +297,17 @@ def _followed(
     for step in range(NEW):
         chosen_B = wanted_BV.argmax(-1)
         for name, logits_BV in logits.items():
-            apart = scaled_gap(logits_BV, wanted_BV)
-            if not torch.equal(logits_BV.argmax(-1), chosen_B):
-                apart = float("inf")
+            apart = relative_gap(logits_BV, wanted_BV)
+            theirs_B1 = logits_BV.argmax(-1, keepdim=True)
+            behind_B = wanted_BV.amax(-1) - wanted_BV.gather(-1, theirs_B1)[:, 0]
+            apart = max(apart, float(behind_B.max()) / (scale_of(wanted_BV) or 1.0))
             if not apart <= worst:
                 worst, where = apart, f"worst: {name}, step {step + 1}"
         if step + 1 < NEW:
             wanted_BV = witness.step(chosen_B, past=past)
             for name, stepper in steppers.items():
                 logits[name] = stepper.step(chosen_B, past=pasts[name])
-    return Measure(worst, tolerance_of(wanted_BV), size, where, dtype)
+    return Measure(worst, subject.tolerance(wanted_BV.dtype), size, where, dtype)
 
 
 def a_batch_decodes_as_its_rows(subject: Subject) -> Measure:
@@ -393,7 +401,7 @@ def beams_are_brute_force(subject: Subject) -> Measure:
     dtype = next(model.parameters()).dtype
     worst = float(wrong) if wrong else scores
     size = f"{subject.size}, {2 ** (longest + 1) - 1} sequences, 2 penalties"
-    return Measure(worst, tolerance_of(torch.zeros(0, dtype=dtype)), size)
+    return Measure(worst, subject.tolerance(dtype), size)
 
 
 def _apart(score: float, wanted: float) -> float:
@@ -427,7 +435,7 @@ def compiled_steps_are_eager(subject: Subject) -> Measure:
     model, prompts = _case(subject)
     check_compiler()
     sides: dict[str, Stepper] = {"compiled": _lean(model, compiled=True)}
-    return _followed(sides, _lean(model), prompts, f"{subject.size}, {NEW} steps")
+    return _followed(subject, sides, _lean(model), prompts, f"{subject.size}, {NEW} steps")
 
 
 def one_token_a_step(subject: Subject) -> Measure:

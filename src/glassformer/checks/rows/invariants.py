@@ -8,54 +8,68 @@ same, bits must be equal.
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from glassformer.checks.measure import EXACT, TOLERANCE, Measure, NotOffered, gap, seeded
+from glassformer.checks.foreign import (
+    Foreign,
+    counting_real_tokens,
+    position_tables,
+    training,
+)
+from glassformer.checks.measure import (
+    EXACT,
+    TOLERANCE,
+    Gaps,
+    Measure,
+    NotOffered,
+    gap,
+    relative_gap,
+    seeded,
+)
 from glassformer.checks.subject import Subject
 
 # B batch, T length
 
 LENGTH = 11
+WITH_POSITIONS = "it holds when position_ids are given"
 
 
 def tokens_of(subject: Subject, batch: int, length: int, *, seed: int) -> Tensor:
     """Return random tokens within the subject's vocabulary and context."""
-    length = min(length, subject.max_length)
-    return torch.randint(0, subject.vocab_size, (batch, length), generator=seeded(seed))
+    return subject.draw(batch, length, seed=seed)
 
 
 def other_tokens(subject: Subject, tokens: Tensor) -> Tensor:
-    """Return a different token at every position."""
-    shift = torch.randint(1, max(2, subject.vocab_size), tokens.shape, generator=seeded(61))
-    return (tokens + shift) % subject.vocab_size
+    """Return a different token at every position, none of them special."""
+    allowed = torch.tensor([i for i in range(subject.vocab_size) if i not in subject.specials])
+    at = torch.searchsorted(allowed, tokens).clamp(max=len(allowed) - 1)
+    shift = torch.randint(1, max(2, len(allowed)), tokens.shape, generator=seeded(61))
+    return allowed[(at + shift) % len(allowed)]
 
 
-def scaled_gap(ours: Tensor, reference: Tensor) -> float:
-    """Return the gap: absolute, or relative to the largest logit if that exceeds 1."""
-    return gap(ours, reference) / max(1.0, float(reference.detach().abs().max()))
-
-
-def tolerance_of(logits: Tensor) -> float:
-    """Return the tolerance for this precision."""
-    return TOLERANCE[logits.dtype]
+def tolerance_of(logits: Tensor, subject: Subject) -> float:
+    """Return how far apart two computations of these logits may be, relative to the largest."""
+    return subject.tolerance(logits.dtype)
 
 
 @torch.no_grad()
 def causality(subject: Subject) -> Measure:
     """Changing tokens from t on leaves every logit before t bit for bit the same."""
-    if not subject.causal or not subject.per_position:
+    if not subject.causal:
         raise NotOffered("it attends in both directions")
+    if not subject.per_position:
+        raise NotOffered("it returns one result for a sequence")
     tokens = tokens_of(subject, 3, LENGTH, seed=62)
-    before, worst = subject.logits(tokens, None), 0.0
+    before, gaps = subject.logits(tokens, None), Gaps()
     moved = False
     for t in range(1, tokens.shape[1]):
         changed = torch.cat((tokens[:, :t], other_tokens(subject, tokens[:, t:])), 1)
         after = subject.logits(changed, None)
-        worst = max(worst, gap(after[:, :t], before[:, :t]))
+        gaps.compare(after[:, :t], before[:, :t], f"tokens from {t} on changed")
         moved |= not torch.equal(after[:, t:], before[:, t:])
     if not moved:
         return Measure(math.inf, EXACT, subject.size, "the logits do not depend on the tokens")
-    return Measure(worst, EXACT, subject.size)
+    return gaps.measure(tolerance_of(before, subject), subject.size, exact=True)
 
 
 def _at_valid(subject: Subject, logits: Tensor, valid: Tensor) -> Tensor:
@@ -63,11 +77,11 @@ def _at_valid(subject: Subject, logits: Tensor, valid: Tensor) -> Tensor:
 
 
 def _padded(
-    tokens: Tensor, lengths: list[int], *, left: bool, extra: int = 0
+    subject: Subject, tokens: Tensor, lengths: list[int], *, left: bool, extra: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Row b keeps its first lengths[b] tokens; the rest, and `extra` more, is padding."""
     B, T = tokens.shape
-    padded = torch.zeros(B, T + extra, dtype=torch.long)
+    padded = torch.full((B, T + extra), subject.pad)
     valid = torch.zeros(B, T + extra, dtype=torch.bool)
     for row, length in enumerate(lengths):
         place = slice(T + extra - length, None) if left else slice(0, length)
@@ -78,30 +92,96 @@ def _padded(
 
 def _lengths(tokens: Tensor) -> list[int]:
     T = tokens.shape[1]
-    return [T - 2, max(1, T // 2), max(1, T - 5)]
+    return [max(1, T - 2), max(1, T // 2), max(1, T - 5)]
+
+
+def _sides(subject: Subject) -> tuple[bool, ...]:
+    """Return the sides on which padding is checked: False right, True left.
+
+    The targets of an encoder-decoder are padded on the right; so is what has no positions to give.
+    """
+    foreign = subject.foreign
+    return (False,) if foreign is not None and foreign.kind == "encoder-decoder" else (False, True)
+
+
+def _name(left: bool) -> str:
+    return "padded on the left" if left else "padded on the right"
 
 
 @torch.no_grad()
 def padding_content(subject: Subject) -> Measure:
     """The content of padding changes no bit of the other positions, on either side."""
-    tokens, worst = tokens_of(subject, 3, LENGTH, seed=63), 0.0
-    for left in (False, True):
-        padded, valid = _padded(tokens, _lengths(tokens), left=left)
-        before = subject.logits(padded, valid)
-        changed = torch.where(valid, padded, other_tokens(subject, padded))
-        after = subject.logits(changed, valid)
-        worst = max(worst, gap(_at_valid(subject, after, valid), _at_valid(subject, before, valid)))
-    return Measure(worst, EXACT, subject.size)
+    tokens = tokens_of(subject, 3, LENGTH, seed=63)
+    foreign, bar = subject.foreign, 0.0
+
+    def measured(ask: object = None) -> Gaps:
+        nonlocal bar
+        gaps, logits = Gaps(), ask or subject.logits
+        for left in _sides(subject):
+            padded, valid = _padded(subject, tokens, _lengths(tokens), left=left)
+            before = logits(padded, valid)  # type: ignore[operator]
+            bar = tolerance_of(before, subject)
+            changed = torch.where(valid, padded, other_tokens(subject, padded))
+            after = logits(changed, valid)  # type: ignore[operator]
+            gaps.compare(
+                _at_valid(subject, after, valid), _at_valid(subject, before, valid), _name(left)
+            )
+        return gaps
+
+    gaps = measured()
+    limit = ""
+    if gaps.worst > bar and foreign is not None:
+        if foreign.offers("position_ids") and foreign.kind != "encoder-decoder":
+            given = measured(foreign.at_positions)
+            if given.worst <= bar:
+                limit = f"positions depend on which tokens are PAD; {WITH_POSITIONS}"
+        if not limit and foreign.mask_name is not None:
+            turned = measured(lambda t, v: foreign.logits(t, ~v))
+            if turned.worst <= bar:
+                limit = "it holds with the mask inverted: here True marks padding"
+    return gaps.measure(bar, subject.size, exact=True, limit=limit)
 
 
 def _padding_amount(subject: Subject, *, left: bool) -> Measure:
     room = min(4, subject.max_length - 1)
     tokens = tokens_of(subject, 3, min(LENGTH, subject.max_length - room), seed=64)
-    few, few_valid = _padded(tokens, _lengths(tokens), left=left)
-    many, many_valid = _padded(tokens, _lengths(tokens), left=left, extra=room)
-    before = _at_valid(subject, subject.logits(few, few_valid), few_valid)
-    after = _at_valid(subject, subject.logits(many, many_valid), many_valid)
-    return Measure(scaled_gap(after, before), tolerance_of(before), subject.size)
+    foreign, bar = subject.foreign, 0.0
+
+    def measured(ask: object = None) -> Gaps:
+        nonlocal bar
+        gaps, logits = Gaps(), ask or subject.logits
+        few, few_valid = _padded(subject, tokens, _lengths(tokens), left=left)
+        many, many_valid = _padded(subject, tokens, _lengths(tokens), left=left, extra=room)
+        before = _at_valid(subject, logits(few, few_valid), few_valid)  # type: ignore[operator]
+        after = _at_valid(subject, logits(many, many_valid), many_valid)  # type: ignore[operator]
+        bar = tolerance_of(before, subject)
+        gaps.compare(after, before, "tokens in order" if subject.per_position else "")
+        return gaps
+
+    gaps = measured()
+    limit = ""
+    if left and gaps.worst > bar and foreign is not None:
+        if foreign.offers("position_ids"):
+            given = measured(foreign.at_positions)
+            limit = WITH_POSITIONS if given.worst <= bar else ""
+        if not limit:
+            limit = _counts_padding(subject, foreign, measured, tokens)
+    return gaps.measure(bar, subject.size, limit=limit)
+
+
+def _counts_padding(subject: Subject, foreign: Foreign, measured: object, tokens: Tensor) -> str:
+    """Return the name of the table whose positions count padding, where that is the whole cause."""
+    padded, valid = _padded(subject, tokens, _lengths(tokens), left=True)
+    tables = position_tables(foreign, padded, valid)
+    if not tables:
+        return ""
+    given = measured(  # type: ignore[operator]
+        lambda t, v: counting_real_tokens(foreign, tables, t, v)
+    )
+    names = {id(part): name for name, part in foreign.module.named_modules()}
+    if given.worst > subject.tolerance(next(foreign.module.parameters()).dtype):
+        return ""
+    return f"{names[id(tables[0])]} counts padding, and no position_ids are taken: pad on the right"
 
 
 @torch.no_grad()
@@ -113,28 +193,40 @@ def padding_right(subject: Subject) -> Measure:
 @torch.no_grad()
 def padding_left(subject: Subject) -> Measure:
     """More padding before the tokens changes nothing: positions count real tokens."""
+    if True not in _sides(subject):
+        raise NotOffered("targets are padded on the right")
     return _padding_amount(subject, left=True)
 
 
 @torch.no_grad()
 def batch_is_singles(subject: Subject) -> Measure:
     """A batch of mixed lengths gives each sequence what it gets alone, whichever side is padded."""
-    tokens, worst = tokens_of(subject, 3, LENGTH, seed=65), 0.0
-    for left in (False, True):
-        padded, valid = _padded(tokens, _lengths(tokens), left=left)
-        together = subject.logits(padded, valid)
+    tokens, gaps, foreign = tokens_of(subject, 3, LENGTH, seed=65), Gaps(), subject.foreign
+    for left in _sides(subject):
+        padded, valid = _padded(subject, tokens, _lengths(tokens), left=left)
+        if left and foreign is not None:  # a mask alone on the left is a row of its own
+            if not foreign.offers("position_ids"):
+                continue
+            together = foreign.at_positions(padded, valid)
+        else:
+            together = subject.logits(padded, valid)
         for row, length in enumerate(_lengths(tokens)):
-            alone = subject.logits(tokens[row : row + 1, :length], None)[0]
+            single = tokens[row : row + 1, :length]
+            if left and foreign is not None:
+                ones = torch.ones_like(single, dtype=torch.bool)
+                alone = foreign.at_positions(single, ones)[0]
+            else:
+                alone = subject.logits(single, None)[0]
             shared = together[row][valid[row]] if subject.per_position else together[row]
-            worst = max(worst, scaled_gap(shared, alone))
-    return Measure(worst, tolerance_of(together), subject.size)
+            gaps.compare(shared, alone, f"{_name(left)}, row {row}")
+    return gaps.measure(tolerance_of(together, subject), subject.size)
 
 
 @torch.no_grad()
 def determinism(subject: Subject) -> Measure:
     """The same tokens twice, with torch's generator in two states: the same bits."""
     tokens = tokens_of(subject, 3, LENGTH, seed=66)
-    results = []
+    results, gaps = [], Gaps()
     with torch.random.fork_rng():
         for seed in (1, 2):
             torch.manual_seed(seed)
@@ -142,51 +234,133 @@ def determinism(subject: Subject) -> Measure:
                 subject.train(True)
                 subject.train(False)
             results.append(subject.logits(tokens, None))
-    return Measure(gap(*results), EXACT, subject.size)
+    gaps.compare(results[1], results[0])
+    return gaps.measure(0.0, subject.size, exact=True)
 
 
 @torch.no_grad()
 def cached_is_full(subject: Subject) -> Measure:
     """One token at a time through a cache, padded on either side, against all at once."""
-    if subject.step is None:
-        raise NotOffered("no step by step forward")
+    gaps = Gaps()
     tokens = tokens_of(subject, 3, LENGTH, seed=67)
     whole = subject.logits(tokens, None)
-    worst = scaled_gap(subject.step(tokens, None), whole)
+    bar = tolerance_of(whole, subject)
+    if subject.foreign is not None:
+        gaps.compare(subject.foreign.in_pieces(tokens, [1] * tokens.shape[1]), whole)
+        if subject.foreign.mask_name is not None and True in _sides(subject):
+            with gaps.attempt("left-padded prompt, then token by token"):
+                _prompt_then_steps(subject, subject.foreign, tokens, gaps)
+        return gaps.measure(bar, subject.size)
+    if subject.step is None:
+        raise NotOffered("no step by step forward")
+    gaps.compare(subject.step(tokens, None), whole)
     for left in (False, True):
-        padded, valid = _padded(tokens, _lengths(tokens), left=left)
-        full = subject.logits(padded, valid)[valid]
-        worst = max(worst, scaled_gap(subject.step(padded, valid)[valid], full))
-    return Measure(worst, tolerance_of(whole), subject.size)
+        with gaps.attempt(_name(left)):
+            padded, valid = _padded(subject, tokens, _lengths(tokens), left=left)
+            full = subject.logits(padded, valid)[valid]
+            gaps.compare(subject.step(padded, valid)[valid], full, f"{_name(left)}, real tokens")
+    return gaps.measure(bar, subject.size)
+
+
+def _prompt_then_steps(subject: Subject, foreign: Foreign, tokens: Tensor, gaps: Gaps) -> None:
+    """Compare a left-padded prompt at once, then token by token, as text is generated."""
+    T = tokens.shape[1]
+    prompt = max(2, T - 4)
+    padded, valid = _padded(
+        subject, tokens[:, :prompt], [prompt, prompt - 1, max(1, prompt - 3)], left=True
+    )
+    padded = torch.cat((padded, tokens[:, prompt:]), 1)
+    valid = torch.cat((valid, torch.ones(len(tokens), T - prompt, dtype=torch.bool)), 1)
+    full = foreign.logits(
+        padded,
+        valid,
+        **({"position_ids": foreign.positions(valid)} if foreign.offers("position_ids") else {}),
+    )
+    stepped = foreign.in_pieces(padded, [prompt] + [1] * (T - prompt), valid)
+    gaps.compare(stepped[valid], full[valid], "left-padded prompt, then steps")
 
 
 def gradient_flow(subject: Subject) -> Measure:
     """Every parameter gets a gradient, save those whose gradient is zero by theory."""
     if subject.parameters is None:
         raise NotOffered("no parameters")
-    for parameter in subject.parameters.values():
-        parameter.grad = None
-    tokens = tokens_of(subject, 5, min(23, subject.max_length), seed=68)
-    logits = subject.logits(tokens, None)
-    push = torch.randn(logits.shape, generator=seeded(69), dtype=torch.float64).to(logits)
-    (logits * push).sum().backward()
+    if not any(p.requires_grad for p in subject.parameters.values()):
+        raise NotOffered("every parameter is frozen")
+    largest, logits = _gradients(subject)
     theory = subject.zero_by_theory or {}
-    largest = {
-        name: 0.0 if p.grad is None else float(p.grad.abs().max())
-        for name, p in subject.parameters.items()
-        if p.requires_grad
-    }
-    for parameter in subject.parameters.values():
-        parameter.grad = None
     dead = [name for name, size in largest.items() if not size > 0 and name not in theory]
     strange = [name for name, size in largest.items() if not math.isfinite(size)]
-    if dead or strange:
-        words = f"no gradient: {', '.join(dead)}" if dead else f"not finite: {', '.join(strange)}"
-        return Measure(math.inf, EXACT, subject.size, words)
+    if strange:
+        return Measure(math.inf, EXACT, subject.size, f"not finite: {', '.join(strange)}")
+    if dead:
+        listed = ", ".join(dead[:6]) + (" ..." if len(dead) > 6 else "")
+        note = f"no gradient: {listed}"
+        cut = [name for name in dead if _acts(subject, name)] if subject.foreign else dead
+        if cut:
+            if subject.foreign is not None:
+                note = f"no gradient, yet the logits depend on it: {', '.join(cut[:6])}"
+            return Measure(math.inf, EXACT, subject.size, note)
+        limit = f"this forward does not use {len(dead)} of {len(largest)} parameters: {listed}"
+        return Measure(float(len(dead)), EXACT, subject.size, note, limit=limit)
     scale = max(largest.values())
     worst = max((largest[name] / scale for name in theory if name in largest), default=0.0)
     note = f"zero by theory: {len(theory)}" if theory else ""
-    return Measure(worst, tolerance_of(logits), subject.size, note)
+    return Measure(worst, tolerance_of(logits, subject), subject.size, note)
+
+
+def _gradients(subject: Subject) -> tuple[dict[str, float], Tensor]:
+    """Return the largest entry of each gradient; a foreign module is in training mode."""
+    parameters = subject.parameters or {}
+    for parameter in parameters.values():
+        parameter.grad = None
+    tokens = tokens_of(subject, 5, min(23, subject.max_length), seed=68)
+    try:
+        if subject.foreign is None:
+            logits = subject.logits(tokens, None)
+        else:
+            try:
+                with training(subject.foreign.module):
+                    logits = subject.logits(tokens, None)
+            except Exception:  # a model that asks for more in training is asked in eval mode
+                logits = subject.logits(tokens, None)
+        push = torch.randn(logits.shape, generator=seeded(69), dtype=torch.float64).to(logits)
+        kept = logits.abs() < 1e30
+        (torch.where(kept, logits, 0.0) * push).sum().backward()
+        largest = {
+            name: 0.0 if p.grad is None else float(p.grad.abs().max())
+            for name, p in parameters.items()
+            if p.requires_grad and p.numel()
+        }
+    finally:
+        for parameter in parameters.values():
+            parameter.grad = None
+    return largest, logits
+
+
+@torch.no_grad()
+def _acts(subject: Subject, name: str) -> bool:
+    """True if the logits follow a parameter smoothly: half the change, half the effect.
+
+    A parameter that only chooses (which experts, which keys) jumps or does nothing.
+    """
+    parameter = (subject.parameters or {})[name]
+    tokens = tokens_of(subject, 5, min(23, subject.max_length), seed=68)
+    kept = parameter.detach().clone()
+    before = subject.logits(tokens, None)
+    noise = torch.randn(kept.shape, generator=seeded(58)).to(kept)
+    for part in subject.stranger().module.modules():  # the row of PAD never gets a gradient
+        if isinstance(part, nn.Embedding) and part.weight is parameter:
+            noise[part.padding_idx if part.padding_idx is not None else slice(0)] = 0.0
+    size = float(kept.abs().max()) or 1.0
+    effects = []
+    try:
+        for share in (1e-2, 5e-3):
+            parameter.copy_(kept + share * size * noise)
+            effects.append(relative_gap(subject.logits(tokens, None), before))
+    finally:
+        parameter.copy_(kept)
+    bar = tolerance_of(before, subject)
+    return effects[1] > bar and 1.5 < effects[0] / effects[1] < 2.7
 
 
 @torch.no_grad()
@@ -194,12 +368,10 @@ def reloaded(subject: Subject) -> Measure:
     """Saved, loaded and run again: the same bits."""
     if subject.reload is None:
         raise NotOffered("no way to save it")
-    tokens = tokens_of(subject, 2, LENGTH, seed=70)
-    return Measure(
-        gap(subject.reload().logits(tokens, None), subject.logits(tokens, None)),
-        EXACT,
-        subject.size,
-    )
+    tokens, gaps = tokens_of(subject, 2, LENGTH, seed=70), Gaps()
+    before = subject.logits(tokens, None)
+    gaps.compare(subject.reload().logits(tokens, None), before)
+    return gaps.measure(tolerance_of(before, subject), subject.size, exact=True)
 
 
 @torch.no_grad()
@@ -207,14 +379,14 @@ def like_reference(subject: Subject) -> Measure:
     """The same logits as the module it was made of, with padding and without."""
     if subject.reference is None:
         raise NotOffered("nothing to compare it with")
-    tokens = tokens_of(subject, 3, 64, seed=72)
+    tokens, gaps = tokens_of(subject, 3, 64, seed=72), Gaps()
     whole = subject.logits(tokens, None)
-    worst = scaled_gap(whole, subject.reference(tokens, None))
-    padded, valid = _padded(tokens, _lengths(tokens), left=False)
+    gaps.compare(whole, subject.reference(tokens, None))
+    padded, valid = _padded(subject, tokens, _lengths(tokens), left=False)
     ours, theirs = subject.logits(padded, valid), subject.reference(padded, valid)
     real = valid if subject.per_position else slice(None)
-    worst = max(worst, scaled_gap(ours[real], theirs[real]))
-    return Measure(worst, tolerance_of(whole), subject.size)
+    gaps.compare(ours[real], theirs[real], "padded on the right, real tokens")
+    return gaps.measure(tolerance_of(whole, subject), subject.size)
 
 
 @torch.no_grad()
@@ -223,10 +395,10 @@ def attention_rows(subject: Subject) -> Measure:
     if subject.weights is None:
         raise NotOffered("no attention weights")
     tokens = tokens_of(subject, 3, LENGTH, seed=71)
-    padded, valid = _padded(tokens, _lengths(tokens), left=False)
+    padded, valid = _padded(subject, tokens, _lengths(tokens), left=False)
     worst, tolerance = 0.0, 0.0
     for name, weights_BNTS in subject.weights(padded, valid).items():
-        tolerance = tolerance_of(weights_BNTS)
+        tolerance = TOLERANCE[weights_BNTS.dtype]  # weights sum to 1
         sums = weights_BNTS.sum(-1)
         if "cross." in name or "encoder." in name:
             worst = max(worst, gap(sums.amax(-1), torch.ones_like(sums[..., 0])))

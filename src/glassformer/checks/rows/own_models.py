@@ -13,8 +13,8 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from glassformer.checks.measure import EXACT, Measure, NotOffered, gap, seeded
-from glassformer.checks.rows.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
+from glassformer.checks.measure import EXACT, Measure, NotOffered, gap, relative_gap, seeded
+from glassformer.checks.rows.invariants import LENGTH, tokens_of, tolerance_of
 from glassformer.checks.subject import Subject, size_of, with_source
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Model, build
@@ -75,8 +75,8 @@ def tied(subject: Subject) -> Measure:
         bias = model.heads["next"].bias
         expected = expected if bias is None else expected + bias
     names = [name for name, _ in model.named_parameters() if name.startswith("heads.next.")]
-    worst = math.inf if set(names) - {"heads.next.bias"} else scaled_gap(logits, expected)
-    return Measure(worst, tolerance_of(logits), subject.size)
+    worst = math.inf if set(names) - {"heads.next.bias"} else relative_gap(logits, expected)
+    return Measure(worst, tolerance_of(logits, subject), subject.size)
 
 
 @torch.no_grad()
@@ -87,8 +87,8 @@ def explicit_is_fused(subject: Subject) -> Measure:
     for read in ("*.weights", "*.scores", "*"):
         taps = Taps(read=read)
         for head, logits in model(inputs, taps=taps).items():
-            worst = max(worst, scaled_gap(logits, plain[head]))
-            bar = tolerance_of(logits)
+            worst = max(worst, relative_gap(logits, plain[head]))
+            bar = tolerance_of(logits, subject)
         if not taps.seen:
             worst = math.inf
     return Measure(worst, bar, subject.size)
@@ -183,7 +183,7 @@ def growing_is_fixed(subject: Subject) -> Measure:
         start += width
     parts[-1] = parts[-1].flip(0)
     result = torch.cat(parts, 1)
-    return Measure(scaled_gap(result, expected), tolerance_of(expected), subject.size)
+    return Measure(relative_gap(result, expected), tolerance_of(expected, subject), subject.size)
 
 
 @torch.no_grad()
@@ -211,11 +211,11 @@ def cross_reads_encoder(subject: Subject) -> Measure:
         assert isinstance(block, TransformerBlock) and block.cross is not None
         for leaf, projection in (("k", block.cross.k_proj), ("v", block.cross.v_proj)):
             seen = taps.seen[f"decoder.blocks.{i}.cross.{leaf}"]
-            worst = max(worst, scaled_gap(seen.transpose(1, 2).flatten(2), projection(memory)))
+            worst = max(worst, relative_gap(seen.transpose(1, 2).flatten(2), projection(memory)))
         out = f"decoder.blocks.{i}.cross.out"
         if gap(other.seen[out], taps.seen[out]) == 0.0:
             worst = math.inf
-    return Measure(worst, tolerance_of(memory), subject.size)
+    return Measure(worst, tolerance_of(memory, subject), subject.size)
 
 
 def same_seed_same_weights(subject: Subject) -> Measure:
@@ -251,10 +251,10 @@ def compiled_is_eager(subject: Subject) -> Measure:
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         results.append((hidden, gradients))
     (fast, fast_gradients), (slow, slow_gradients) = results
-    worst = scaled_gap(fast, slow)
+    worst = relative_gap(fast, slow)
     for ours, theirs in zip(fast_gradients, slow_gradients, strict=True):
-        worst = max(worst, scaled_gap(ours, theirs))
-    return Measure(worst, tolerance_of(slow), subject.size)
+        worst = max(worst, relative_gap(ours, theirs))
+    return Measure(worst, tolerance_of(slow, subject), subject.size)
 
 
 #: For each dropout: the tap that is still the same, and the one that first differs.

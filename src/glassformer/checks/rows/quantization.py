@@ -13,8 +13,16 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from glassformer.checks.measure import EXACT, Measure, NotOffered, gap, seeded
-from glassformer.checks.rows.invariants import LENGTH, scaled_gap, tokens_of, tolerance_of
+from glassformer.checks.measure import (
+    EXACT,
+    TOLERANCE,
+    Measure,
+    NotOffered,
+    gap,
+    relative_gap,
+    seeded,
+)
+from glassformer.checks.rows.invariants import LENGTH, tokens_of, tolerance_of
 from glassformer.checks.subject import Subject, with_source
 from glassformer.models.model import Model
 from glassformer.quant.backends.choose import BACKENDS, REFERENCE, ROUNDING, why_not
@@ -76,7 +84,9 @@ def equals_rounded(subject: Subject) -> Measure:
         (small,) = _quantized(subject, backend=REFERENCE)
         expected = _logits(model, subject)
         return Measure(
-            scaled_gap(_logits(small, subject), expected), tolerance_of(expected), subject.size
+            relative_gap(_logits(small, subject), expected),
+            tolerance_of(expected, subject),
+            subject.size,
         )
     pairs = zip(_quantized(subject, backend=REFERENCE), _fitting(model), strict=True)
     for small, spec in pairs:
@@ -108,10 +118,10 @@ def rows_stand_alone(subject: Subject) -> Measure:
             x = torch.randn(NEIGHBOURS + 1, layer.shape[1], generator=seeded(72))
             x[1:] *= 20.0
             alone, beside = layer.times(x[:1], None), layer.times(x, None)[:1]
-            apart = scaled_gap(beside, alone)
+            apart = relative_gap(beside, alone)
             names.add(layer.backend)
             if layer.backend not in INVARIANT:
-                bar = max(bar, tolerance_of(alone))
+                bar = max(bar, TOLERANCE[alone.dtype])
             elif apart > 0:  # these promise the same bits, whatever the others may do
                 apart = float("inf")
             worst = max(worst, apart)

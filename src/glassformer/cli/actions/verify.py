@@ -19,10 +19,14 @@ COLOURS = {
     "passed": typer.colors.GREEN,
     "not offered": typer.colors.BRIGHT_BLACK,
     "rounding": typer.colors.YELLOW,
+    "limit": typer.colors.YELLOW,
+    "unclear": typer.colors.YELLOW,
 }
 
 
-def certificate(model: str | None, *, only: str | None, deep: bool, causal: bool) -> Report:
+def certificate(
+    model: str | None, *, only: str | None, deep: bool, causal: bool | None = None
+) -> Report:
     """Return the report on a preset, a factory's model, a model on disk, or on glassformer."""
     if model is None or model in PRESETS:
         subject = None if model is None else sample_subject(model, deep=deep)

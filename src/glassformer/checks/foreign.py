@@ -1,0 +1,642 @@
+"""`Foreign`: a live module of any library, called by the argument names of its forward.
+
+No library is named here: what a module offers is read from its signature, from its config where it
+has one, and from a first call. Its state (weights, gradients, modes, buffers, attributes, random
+generators) is put back when the checks end.
+"""
+
+import contextlib
+import copy
+import inspect
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.checks.measure import NotOffered, relative_gap, seeded, short
+from glassformer.spec.errors import InputError
+
+# B batch, T length, S source length, V vocab
+
+Kind = Literal["decoder", "encoder", "encoder-decoder"]
+
+#: The names that libraries give to the token ids and the mask (True or 1 = real token).
+TOKEN_ARGUMENTS = ("input_ids", "tokens", "x", "ids", "idx", "token_ids")
+MASK_ARGUMENTS = ("attention_mask", "valid", "mask")
+#: The names of a cache, as argument and in the result.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state", "past_buckets_states")
+#: The names of a config's or a module's context length.
+LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_target_positions",
+    "max_decoder_position_embeddings",
+    "max_seq_len",
+    "max_sequence_length",
+    "block_size",
+    "n_ctx",
+    "context_length",
+)
+#: Lengths at which a module is tried when it does not say its own.
+TRIED = (23, 16, 11, 8, 5, 3)
+SOURCE_LENGTH = 7
+
+
+# --- what a module is ---------------------------------------------------------------------------
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """Return the module whose forward names its arguments, inside compiled or adapted ones."""
+    while True:
+        kinds = {p.kind for p in inspect.signature(module.forward).parameters.values()}
+        if not kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            return module
+        deeper = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        base = getattr(module, "get_base_model", None)
+        deeper = base() if deeper is None and callable(base) else deeper
+        if not isinstance(deeper, nn.Module):
+            return module
+        module = deeper
+
+
+def config_of(module: nn.Module, *, decoder: bool = False) -> Any:
+    """Return the config of the text model, or None."""
+    return _text_config(getattr(inner(module), "config", None), decoder=decoder)
+
+
+def _text_config(config: Any, *, decoder: bool = False) -> Any:
+    pick = getattr(config, "get_text_config", None)
+    if callable(pick):
+        with contextlib.suppress(Exception):
+            return pick(decoder=decoder)
+    return config
+
+
+def number(config: Any, *names: str) -> int | None:
+    """Return the first of these attributes that is a positive whole number."""
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # configs that refuse a general answer for all layers
+            value = None
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def vocabulary_of(module: nn.Module, *, decoder: bool = False) -> int:
+    """Return the number of token ids: the input embedding's rows, or what the config says."""
+    plain = inner(module)
+    config = config_of(module, decoder=decoder)
+    table = getattr(plain, "get_input_embeddings", None)
+    found = number(config, "tgt_vocab_size", "vocab_size")
+    if callable(table) and not decoder:
+        with contextlib.suppress(Exception):
+            found = int(table().weight.shape[0]) if found is None else found
+    if found is not None:
+        return found
+    seen = _embedding_of_ids(plain)
+    if seen is not None:
+        return seen
+    for part in plain.modules():
+        if isinstance(part, nn.Embedding):
+            return part.num_embeddings
+    raise InputError(
+        f"{type(module).__name__} has no nn.Embedding, so its vocabulary is unknown",
+        hint="pass vocab_size=",
+    )
+
+
+@torch.no_grad()
+def _embedding_of_ids(module: nn.Module) -> int | None:
+    """Return the rows of the embedding that receives the token ids in a call."""
+    names = list(inspect.signature(module.forward).parameters)
+    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
+    parts = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    if token_name is None or len(parts) < 2:
+        return None
+    ids, rows = torch.tensor([[1, 0, 1]], device=device_of(module)), []
+
+    def note(part: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and torch.equal(args[0].reshape(-1), ids[0]):
+            rows.append(cast(nn.Embedding, part).num_embeddings)
+
+    handles = [part.register_forward_pre_hook(note) for part in parts]
+    try:
+        module(**{token_name: ids})
+    except Exception:  # the first real call reports it
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return rows[0] if rows else None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of the first parameter."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def tensor_of(result: Any) -> Tensor:
+    """Return the logits, or the last hidden state, in what a forward returned."""
+    if isinstance(result, Tensor):
+        return result
+    if isinstance(result, Mapping):
+        for name in ("logits", "prediction_logits", "last_hidden_state"):
+            if isinstance(result.get(name), Tensor):
+                return cast(Tensor, result[name])
+    if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
+        return result[0]
+    raise InputError(
+        f"the module returned a {type(result).__name__}",
+        hint="pass logits=lambda tokens, valid: ... that returns a tensor",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Foreign:
+    """A module of another library and how it is called.
+
+    For an encoder-decoder `tokens` are the target's, and every call has the same source.
+    """
+
+    module: nn.Module
+    kind: Kind
+    arguments: frozenset[str]
+    any_argument: bool
+    token_name: str
+    mask_name: str | None
+    vocab_size: int
+    pad: int
+    specials: frozenset[int]
+    first_position: int = 0
+    fresh: Callable[[], nn.Module] | None = None
+
+    # --- calling ---
+
+    def offers(self, *names: str) -> bool:
+        """True if the forward names all of these arguments."""
+        return set(names) <= self.arguments
+
+    def needs(self, *names: str) -> None:
+        """Refuse a check whose arguments the forward does not take."""
+        missing = [name for name in names if name not in self.arguments]
+        if missing:
+            raise NotOffered(f"its forward takes no {' and no '.join(missing)}")
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the module is asked."""
+        return device_of(self.module)
+
+    def source(self, rows: int, *, extra: int = 0, pad: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the source of an encoder-decoder: the second half of the last rows is padding."""
+        tokens_1S = self.draw(1, SOURCE_LENGTH, seed=51)
+        valid_1S = torch.ones(1, SOURCE_LENGTH + extra, dtype=torch.bool)
+        valid_1S[0, SOURCE_LENGTH // 2 + 2 :] = False
+        tokens_1S = torch.cat((tokens_1S, torch.full((1, extra), self.pad)), 1)
+        fill = torch.full_like(tokens_1S, self.pad) if pad is None else pad
+        tokens_1S = torch.where(valid_1S, tokens_1S, fill)
+        return {
+            "input_ids": tokens_1S.repeat(rows, 1).to(self.device),
+            "attention_mask": valid_1S.long().repeat(rows, 1).to(self.device),
+        }
+
+    def draw(self, rows: int, length: int, *, seed: int) -> Tensor:
+        """Return random tokens that are no special ones."""
+        allowed = torch.tensor([i for i in range(self.vocab_size) if i not in self.specials])
+        at = torch.randint(0, len(allowed), (rows, length), generator=seeded(seed))
+        return allowed[at]
+
+    def call(
+        self, tokens_BT: Tensor | None, valid_BT: Tensor | None = None, /, **extra: Any
+    ) -> Any:
+        """Call the module's forward and return its result as it is."""
+        given: dict[str, Any] = {}
+        if tokens_BT is not None:
+            given[self.token_name] = tokens_BT.to(self.device)
+        if valid_BT is not None:
+            if self.mask_name is None:
+                raise NotOffered("its forward takes no mask")
+            as_number = self.mask_name.endswith("attention_mask")
+            given[self.mask_name] = (valid_BT.long() if as_number else valid_BT).to(self.device)
+        if self.kind == "encoder-decoder" and not {"input_ids", "encoder_outputs"} & set(extra):
+            rows = len(tokens_BT) if tokens_BT is not None else extra.get("rows", 1)
+            given |= self.source(rows)
+        moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in extra.items()}
+        return self.module(**{**given, **moved})
+
+    def logits(self, tokens_BT: Tensor, valid_BT: Tensor | None = None, /, **extra: Any) -> Tensor:
+        """Return the logits of a call, on the CPU."""
+        return tensor_of(self.call(tokens_BT, valid_BT, **extra)).cpu()
+
+    def positions(self, valid_BT: Tensor) -> Tensor:
+        """Count the real tokens: the documented `position_ids` of a padded batch."""
+        return positions_of(valid_BT) + self.first_position
+
+    def at_positions(self, tokens_BT: Tensor, valid_BT: Tensor) -> Tensor:
+        """Return logits where the caller gives the position of each token."""
+        self.needs("position_ids")
+        return self.logits(tokens_BT, valid_BT, position_ids=self.positions(valid_BT))
+
+    # --- the cache ---
+
+    @property
+    def cache_name(self) -> str | None:
+        """The argument that takes a cache, or None."""
+        if self.kind == "encoder":
+            return None
+        return next((name for name in CACHE_ARGUMENTS if name in self.arguments), None)
+
+    def feed(
+        self,
+        tokens_BT: Tensor,
+        valid_BT: Tensor | None = None,
+        *,
+        past: Any = None,
+    ) -> tuple[Tensor, Any]:
+        """Read tokens after a cache; return logits and cache. `valid_BT` covers the past too."""
+        name = self.cache_name
+        if name is None:
+            raise NotOffered("its forward takes no cache")
+        extra: dict[str, Any] = {name: past, "use_cache": True}
+        if valid_BT is not None and self.offers("position_ids"):
+            extra["position_ids"] = self.positions(valid_BT)[:, -tokens_BT.shape[1] :]
+        result = self.call(tokens_BT, valid_BT, **extra)
+        past = result.get(name) if isinstance(result, Mapping) else None
+        if past is None:
+            raise NotOffered(f"its result holds no {name}")
+        return tensor_of(result).cpu(), past
+
+    def in_pieces(
+        self, tokens_BT: Tensor, pieces: list[int], valid_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits of tokens that are read in pieces of these lengths, through a cache."""
+        past, begin, columns = None, 0, []
+        for length in pieces:
+            end = begin + length
+            valid = None if valid_BT is None else valid_BT[:, :end]
+            logits, past = self.feed(tokens_BT[:, begin:end], valid, past=past)
+            columns.append(logits)
+            begin = end
+        return torch.cat(columns, 1)
+
+    # --- copies ---
+
+    def twin(self, module: nn.Module) -> "Foreign":
+        """Return the same way of calling another module of this kind."""
+        return replace(self, module=module.eval())
+
+    def rebuilt(self, **changes: Any) -> "Foreign":
+        """Return a new object of the same class, its config changed, with the same weights."""
+        plain = inner(self.module)
+        config = getattr(plain, "config", None)
+        if config is None:
+            raise NotOffered("it has no config to build it from again")
+        config = copy.deepcopy(config)
+        for name, value in changes.items():
+            for part in (config, _text_config(config, decoder=True)):
+                if hasattr(part, name):
+                    setattr(part, name, value)
+        with torch.random.fork_rng(devices=[]):
+            again = type(plain)(config)
+        again.load_state_dict(plain.state_dict())
+        like = next(plain.parameters())
+        return self.twin(again.to(device=like.device, dtype=like.dtype))
+
+    def reloaded(self) -> "Foreign":
+        """Return a new object that read this one's state dict from a file.
+
+        New is what the factory makes again, or the class builds from the config; otherwise a copy
+        whose tensors were erased, in which attributes outside the state dict survive.
+        """
+        plain = inner(self.module)
+        if self.fresh is not None:
+            again = inner(self.fresh())
+        elif getattr(plain, "config", None) is not None:
+            with torch.random.fork_rng(devices=[]):
+                again = type(plain)(copy.deepcopy(plain.config))
+        else:
+            again = erased(plain)
+        with TemporaryDirectory() as place:
+            file = Path(place) / "state.pt"
+            torch.save(plain.state_dict(), file)
+            again.load_state_dict(torch.load(file, weights_only=True))
+        like = next(plain.parameters())
+        return self.twin(again.to(device=like.device, dtype=like.dtype))
+
+
+@torch.no_grad()
+def erased(module: nn.Module) -> nn.Module:
+    """Return a copy whose saved tensors are zero."""
+    twin = copy.deepcopy(module)
+    for tensor in twin.state_dict().values():
+        tensor.zero_()
+    return twin
+
+
+def positions_of(valid_BT: Tensor) -> Tensor:
+    """Count the real tokens from 0; padding before the first is 0 too."""
+    return (valid_BT.long().cumsum(1) - 1).clamp(min=0)
+
+
+def foreign_of(
+    module: nn.Module,
+    *,
+    vocab_size: int | None = None,
+    causal: bool | None = None,
+    fresh: Callable[[], nn.Module] | None = None,
+) -> Foreign:
+    """Read from its signature and config how a module is called."""
+    plain = inner(module)
+    parameters = list(inspect.signature(plain.forward).parameters.values())
+    names = frozenset(p.name for p in parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    config = config_of(module)
+    outer = getattr(plain, "config", None)
+    both = "decoder_input_ids" in names and bool(getattr(outer, "is_encoder_decoder", True))
+    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
+    mask_name = next((n for n in MASK_ARGUMENTS if n in names), "mask" if takes_any else None)
+    vocab = vocab_size or vocabulary_of(module, decoder=both)
+    if token_name is None:
+        raise InputError(
+            f"cannot tell which argument of {type(plain).__name__}.forward takes token ids",
+            where=f"forward({', '.join(p.name for p in parameters)})",
+            hint="pass logits=lambda tokens, valid: ..., or let the factory return a Subject",
+        )
+    kind: Kind = (
+        "decoder" if causal or (causal is None and _reads_forward_only(plain)) else "encoder"
+    )
+    if both:
+        kind, token_name = "encoder-decoder", "decoder_input_ids"
+        mask_name = "decoder_attention_mask" if "decoder_attention_mask" in names else None
+    pad = getattr(config, "pad_token_id", None)
+    pad = getattr(outer, "pad_token_id", None) if pad is None else pad
+    specials = _specials(config) | _specials(outer)
+    if len([i for i in specials if 0 <= i < vocab]) > vocab // 2:
+        specials = frozenset()
+    pad = pad if isinstance(pad, int) and 0 <= pad < vocab else 0
+    return Foreign(
+        module=module,
+        kind=kind,
+        arguments=names,
+        any_argument=takes_any,
+        token_name=token_name,
+        mask_name=mask_name,
+        vocab_size=vocab,
+        pad=pad,
+        specials=specials | {pad} if vocab > 2 else frozenset(),
+        fresh=fresh,
+    )
+
+
+def _specials(config: Any) -> frozenset[int]:
+    """Return every token id that a config gives a meaning of its own."""
+    found: set[int] = set()
+    for name in dir(config) if config is not None else ():
+        if name.endswith(("token_id", "token_index", "token_ids")) and not name.startswith("_"):
+            with contextlib.suppress(Exception):
+                value = getattr(config, name)
+                listed = value if isinstance(value, (list, tuple)) else [value]
+                found |= {i for i in listed if isinstance(i, int) and not isinstance(i, bool)}
+    return frozenset(found)
+
+
+def _reads_forward_only(module: nn.Module) -> bool:
+    """Tell a causal model from one that reads both ways, where nobody says.
+
+    A config's word counts first (`causal`, `is_decoder`), then whether it can generate; a module
+    without a config is taken for causal.
+    """
+    config = getattr(module, "config", None)
+    if config is None:
+        return True
+    if getattr(config, "causal", None) is False:
+        return False
+    can = getattr(module, "can_generate", None)
+    if callable(can) and can():
+        return True
+    return bool(getattr(config, "is_decoder", False)) or (
+        "use_cache" in inspect.signature(module.forward).parameters
+        and "past_key_values" in inspect.signature(module.forward).parameters
+        and bool(getattr(config, "is_decoder", True))
+    )
+
+
+def longest(foreign: Foreign, *, told: int | None = None) -> int:
+    """Return the context length: told, read from the config, or found by trying."""
+    config = config_of(foreign.module, decoder=foreign.kind == "encoder-decoder")
+    said = told or number(config, *LENGTHS) or number(inner(foreign.module), *LENGTHS) or 64
+    reason: Exception | None = None
+    for length in (length for length in TRIED if length <= said):
+        try:
+            with torch.no_grad():
+                foreign.logits(foreign.draw(2, length, seed=60))
+        except Exception as error:  # a stranger's model may raise anything
+            reason = reason or error
+        else:
+            return said if length == TRIED[0] or length + 1 > said else length
+    if reason is None:
+        return said
+    if isinstance(reason, InputError):
+        raise reason
+    raise InputError(
+        f"the model raised {short(reason)}",
+        where=f"forward({foreign.token_name} of shape (2, {min(said, TRIED[0])}))",
+        hint="pass logits=lambda tokens, valid: ... if it is called in another way",
+    ) from reason
+
+
+# --- leaving no trace ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module, *, weights: bool = True) -> Iterator[None]:
+    """Put everything back: weights, gradients, modes, buffers, attributes, configs, generators.
+
+    Weights that nobody will change (`weights=False`) are not copied.
+    """
+    parts = list(module.modules())
+    attributes = [dict(part.__dict__) for part in parts]
+    tables = [
+        {name: dict(part.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
+        for part in parts
+    ]
+    tensors = [*(module.parameters() if weights else ()), *module.buffers()]
+    values = [t.detach().clone() for t in tensors]
+    gradients = [(p, p.grad, p.requires_grad) for p in module.parameters()]
+    configs = [(config, dict(vars(config))) for config in _configs(module)]
+    for p, _, _ in gradients:
+        p.grad = None  # the caller's tensors stay as they are, out of reach
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), quiet():
+        try:
+            yield
+        finally:
+            for part, before, table in zip(parts, attributes, tables, strict=True):
+                for name in set(part.__dict__) - set(before):
+                    del part.__dict__[name]
+                part.__dict__.update(before)
+                for name, entries in table.items():
+                    part.__dict__[name].clear()
+                    part.__dict__[name].update(entries)
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            for p, grad, required in gradients:
+                p.requires_grad_(required)
+                p.grad = grad
+            for config, before in configs:
+                vars(config).clear()
+                vars(config).update(before)
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """Return the config objects of a module and those in them, each once."""
+    found: dict[int, Any] = {}
+
+    def add(config: Any) -> None:
+        is_plain = config is None or isinstance(config, (nn.Module, type, str))
+        if is_plain or not hasattr(config, "__dict__") or id(config) in found:
+            return
+        found[id(config)] = config
+        for name, value in vars(config).items():
+            if name.endswith("config"):
+                add(value)
+
+    for part in module.modules():
+        add(part.__dict__.get("config"))
+        add(part.__dict__.get("generation_config"))
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence warnings and log lines of libraries."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def looks_fresh(module: nn.Module) -> bool:
+    """True if most vectors (biases, gains) are constant, as they are before any training."""
+    vectors = [p.detach() for p in module.parameters() if p.ndim == 1 and p.numel() > 1]
+    constant = sum(bool((v == v[0]).all()) for v in vectors)
+    return bool(vectors) and 2 * constant > len(vectors)
+
+
+@torch.no_grad()
+def redraw(module: nn.Module) -> None:
+    """Add noise of unit scale to fresh weights: zero biases and equal gains hide mistakes."""
+    generator = seeded(86)
+    for parameter in module.parameters():  # a frozen one may be a table that files leave out
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
+            noise = torch.randn(parameter.shape, generator=generator)
+            scale = 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
+            parameter.add_((noise * scale).to(parameter))
+
+
+@contextlib.contextmanager
+def training(module: nn.Module) -> Iterator[None]:
+    """Switch to training mode with every rate of dropout and jitter at 0; then restore."""
+    changed: list[tuple[Any, str, object]] = []
+    modes = [(part, part.training) for part in module.modules()]
+    owners = [*module.modules(), *_configs(module)]
+    for owner in owners:
+        for name, value in list(vars(owner).items()):
+            is_rate = (
+                "drop" in name
+                or "jitter" in name
+                or (name == "p" and "Dropout" in type(owner).__name__)
+            )
+            if is_rate and isinstance(value, float):
+                changed.append((owner, name, value))
+                owner.__dict__[name] = 0.0
+    module.train()
+    try:
+        yield
+    finally:
+        for owner, name, value in changed:
+            owner.__dict__[name] = value
+        for part, mode in modes:
+            part.training = mode
+
+
+# --- positions ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def first_position(foreign: Foreign) -> int:
+    """Return the position of the first token: some tables begin behind the row of PAD."""
+    if not foreign.offers("position_ids") or foreign.kind == "encoder-decoder":
+        return 0
+    tokens = foreign.draw(1, 3, seed=53)
+    plain, counted = foreign.logits(tokens), positions_of(torch.ones_like(tokens))
+    for first in (0, foreign.pad + 1, 1, 2):
+        with contextlib.suppress(Exception):  # a stranger's model may raise anything
+            if relative_gap(foreign.logits(tokens, position_ids=counted + first), plain) < 1e-3:
+                return first
+    return 0
+
+
+@torch.no_grad()
+def position_tables(foreign: Foreign, tokens_BT: Tensor, valid_BT: Tensor) -> list[nn.Module]:
+    """Return the parts whose results have a row for each position, whatever the tokens are."""
+    seen: list[dict[int, Tensor]] = []
+    for tokens in (tokens_BT, foreign.draw(*tokens_BT.shape, seed=52)):
+        found: dict[int, Tensor] = {}
+
+        def note(part: nn.Module, _: object, result: Any, found: dict[int, Tensor] = found) -> None:
+            if isinstance(result, Tensor) and result.ndim >= 2 and result.is_floating_point():
+                found.setdefault(id(part), result.detach().clone())
+
+        handles = [p.register_forward_hook(note) for p in foreign.module.modules()]
+        try:
+            foreign.logits(tokens, valid_BT)
+        finally:
+            for handle in handles:
+                handle.remove()
+        seen.append(found)
+    first, second = seen
+    B, T = tokens_BT.shape
+    return [
+        part
+        for part in foreign.module.modules()
+        if (one := first.get(id(part))) is not None
+        and (two := second.get(id(part))) is not None
+        and one.shape[-2] == T
+        and one.shape[:-2].numel() in (1, B)
+        and torch.equal(one, two)
+        and not torch.equal(one[..., 0, :], one[..., 1, :])
+    ]
+
+
+@torch.no_grad()
+def counting_real_tokens(
+    foreign: Foreign, tables: list[nn.Module], tokens_BT: Tensor, valid_BT: Tensor
+) -> Tensor:
+    """Return logits where each position table is read at the count of real tokens."""
+    at_BT = positions_of(valid_BT).to(foreign.device)
+
+    def moved(part: nn.Module, _: object, result: Tensor) -> Tensor:
+        rows = result.reshape(-1, *result.shape[-2:])
+        return torch.stack([rows[b % len(rows)][at_BT[b]] for b in range(len(at_BT))])
+
+    handles = [part.register_forward_hook(moved) for part in tables]
+    try:
+        return foreign.logits(tokens_BT, valid_BT)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,246 @@
+"""The certificate on modules of other libraries: what it finds, what it excuses, what it leaves."""
+
+import copy
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import glassformer as gf
+from glassformer.checks.catalogue import SUBJECT_CHECKS
+from glassformer.checks.foreign import config_of, foreign_of, looks_fresh, untouched
+from glassformer.checks.subject import Subject, subject_of_factory
+from glassformer.spec.errors import InputError
+from tests.checks import foreign, strangers
+from tests.checks.strangers import FAULTS, LIMITS, StrangeGPT, made
+
+GROUP = {check.name: check.group for check in SUBJECT_CHECKS}
+
+
+def test_the_healthy_model_passes_many_rows():
+    report = gf.verify(made()())
+    assert report.failed == 0, str(report)
+    assert [f.name for f in report.findings if f.warned] == ["packed = each sequence alone"]
+    assert report.passed >= 22
+
+
+@pytest.mark.parametrize("fault", [f for f, row in FAULTS.items() if row])
+def test_a_planted_fault_turns_its_row_red(fault):
+    row = FAULTS[fault]
+    report = gf.verify(made(fault)(), only=GROUP[row])
+    found = {f.name: f for f in report.findings}
+    assert found[row].verdict == "bug", str(report)
+    assert found[row].note
+
+
+@pytest.mark.parametrize("habit", LIMITS)
+def test_a_habit_is_a_warning_that_names_its_condition(habit):
+    row, word = LIMITS[habit]
+    found = {f.name: f for f in gf.verify(made(habit)(), only=GROUP[row]).findings}
+    assert found[row].verdict == "limit", found[row]
+    assert word in found[row].note
+
+
+def test_one_cause_one_line():
+    report = gf.verify(made("dropout in eval")())
+    assert report.failed == 1
+    assert all("not asked" in f.note for f in report.findings if f.verdict not in ("bug", "passed"))
+    leaky = gf.verify(made("PAD is attended to")(), only="padding")
+    assert [f.name for f in leaky.findings if f.failed] == [strangers.PAD_HOLDS]
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+@pytest.mark.parametrize(
+    ("factory", "kind", "rows"),
+    [
+        (foreign.llama, "decoder", 22),
+        (foreign.bert, "encoder", 14),
+        (foreign.t5, "encoder-decoder", 20),
+    ],
+)
+def test_rows_by_signature(factory, kind, rows):
+    model = factory()
+    assert foreign_of(model).kind == kind
+    report = gf.verify(model)
+    assert report.failed == 0, str(report)
+    offered = [f for f in report.findings if f.verdict not in ("not offered", "raised")]
+    assert len(offered) >= rows
+    assert not [f for f in report.findings if f.verdict == "raised"], str(report)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_logits_as_large_as_a_real_models_pass():
+    """Real weights reach logits of 30; rounding grows with them, and an absolute bar would not."""
+    model = foreign.llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+        model.lm_head.weight.mul_(20)
+        tokens = torch.randint(3, 97, (1, 11))
+        assert model(tokens).logits.abs().max() > 31
+    assert gf.verify(model).failed == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_model_comes_back_as_it_was():
+    model = foreign.llama().train()
+    model.model.norm.eval()
+    model.lm_head.weight.requires_grad_(False)
+    model(torch.randint(3, 97, (1, 5))).logits.sum().backward()
+    model.register_buffer("own", torch.ones(3))
+    before = copy.deepcopy(model.state_dict())
+    modes = [part.training for part in model.modules()]
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    required = [p.requires_grad for p in model.parameters()]
+    config = model.config.to_dict()
+    attributes = [set(vars(part)) for part in model.modules()]
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    gf.verify(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [part.training for part in model.modules()] == modes
+    assert [p.requires_grad for p in model.parameters()] == required
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (p.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(p.grad, gradient)
+    assert model.config.to_dict() == config
+    assert [set(vars(part)) for part in model.modules()] == attributes
+
+
+def test_a_model_that_fails_comes_back_too():
+    model = made("state kept in eval")().train()
+    seen = model.blocks[0].seen.clone()
+    gf.verify(model)
+    assert torch.equal(model.blocks[0].seen, seen)
+    assert model.training
+
+    def interrupted():
+        with untouched(model):
+            model.blocks[0].seen += 3
+            model.eval()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    assert torch.equal(model.blocks[0].seen, seen)
+    assert model.training
+
+
+def test_a_gap_already_measured_does_not_vanish():
+    """The padded half of the check is not offered; the unpadded half was wrong all the same."""
+    table = torch.randn(11, 11, generator=torch.Generator().manual_seed(0))
+
+    def logits(tokens, valid):
+        if valid is not None:
+            raise gf.checks.measure.NotOffered("no mask")
+        return table[tokens]
+
+    subject = Subject(
+        name="half",
+        logits=logits,
+        vocab_size=11,
+        max_length=32,
+        step=lambda tokens, valid: logits(tokens, valid) * 1.1,
+    )
+    found = {f.name: f for f in gf.verify(subject, only="cache").findings}
+    assert found["cached = uncached, token by token"].verdict == "bug"
+
+
+def test_saved_means_through_a_file_into_a_new_object(monkeypatch):
+    """What training left outside the state dict is not saved, and a fresh object shows it."""
+    module = ModuleType("trained_elsewhere")
+
+    def trained(scale=[1.0]):  # noqa: B006
+        model = StrangeGPT().eval()
+        model.scale, scale[0] = scale[0], 0.5  # only the first object was trained
+        return model
+
+    module.trained = trained
+    monkeypatch.setitem(sys.modules, "trained_elsewhere", module)
+    report = gf.verify(subject_of_factory("trained_elsewhere:trained"), only="files")
+    assert [f.name for f in report.findings if f.failed] == ["saved and loaded, same bits"]
+
+
+def test_a_factory_that_raises_is_a_usage_error(monkeypatch):
+    module = ModuleType("broken_factories")
+
+    def raises():
+        raise RuntimeError("no weights here")
+
+    module.raises, module.wants, module.instance = raises, lambda size: size, made()()
+    monkeypatch.setitem(sys.modules, "broken_factories", module)
+    with pytest.raises(InputError, match="the factory raised RuntimeError: no weights here"):
+        subject_of_factory("broken_factories:raises")
+    with pytest.raises(InputError, match="the factory raised TypeError"):
+        subject_of_factory("broken_factories:wants")
+    assert subject_of_factory("broken_factories:instance").vocab_size == strangers.V
+
+
+def test_a_model_that_raises_is_one_error_and_not_thirty():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(7, 7)
+
+        def forward(self, tokens):
+            raise KeyError("nowhere")
+
+    with pytest.raises(InputError, match="the model raised KeyError: 'nowhere'"):
+        gf.verify(Broken())
+
+
+def test_lengths_shapes_and_vocabularies_are_found_by_asking():
+    class NanoGPT(nn.Module):
+        """Positions registered first, a context of 8, the last position's logits alone."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.wpe, self.wte = nn.Embedding(8, 16), nn.Embedding(29, 16)
+            self.head = nn.Linear(16, 29)
+
+        def forward(self, idx):
+            assert idx.shape[1] <= 8, "too long"
+            x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
+            return self.head((x.cumsum(1) / 4)[:, [-1]])
+
+    report = gf.verify(NanoGPT())
+    assert report.failed == 0, str(report)
+    assert not [f for f in report.findings if f.verdict == "raised"], str(report)
+    assert report.findings[0].size == "V29"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pad_is_the_models_own_and_never_drawn():
+    model = foreign.llama()
+    model.config.pad_token_id = 5
+    found = foreign_of(model)
+    assert found.pad == 5
+    assert {1, 2, 5} <= found.specials
+    assert not set(found.draw(50, 50, seed=0).flatten().tolist()) & {1, 2, 5}
+    assert config_of(model) is model.config
+
+
+def test_fresh_weights_hide_nothing():
+    """Zero biases and equal gains are given noise for the checks; trained ones are left alone."""
+    model = made()()
+    assert not looks_fresh(model) or gf.verify(model, only="causality").redrawn
+    fresh = nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5))
+    assert looks_fresh(fresh)
+    with torch.no_grad():
+        for p in fresh.parameters():
+            p.add_(torch.randn(5))
+    assert not looks_fresh(fresh)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_merged_and_unmerged():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    report = gf.verify(get_peft_model(foreign.llama(), config), only="names")
+    found = {f.name: f.verdict for f in report.findings}
+    assert found["adapters merged = beside the weights"] == "passed", str(report)
