@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from glassformer.checks.measure import NotOffered, relative_gap, seeded, short
@@ -326,9 +327,10 @@ class Foreign:
         else:
             again = erased(plain)
         with TemporaryDirectory() as place:
-            file = Path(place) / "state.pt"
-            torch.save(plain.state_dict(), file)
-            again.load_state_dict(torch.load(file, weights_only=True))
+            file, state = Path(place) / "state.safetensors", plain.state_dict()
+            tensors = {name: t for name, t in state.items() if isinstance(t, Tensor)}
+            save_file({name: t.detach().clone().contiguous() for name, t in tensors.items()}, file)
+            again.load_state_dict({**state, **load_file(file)})
         like = next(plain.parameters())
         return self.twin(again.to(device=like.device, dtype=like.dtype))
 
