@@ -43,6 +43,26 @@ def test_evaluate_takes_a_model_and_a_task(run):
             assert gf.evaluate(model, task).to_json() == own.to_json()
 
 
+def test_a_finished_run_tells_its_results(tmp_path, capsys):
+    spec = sample("torch", "train.steps=4")
+    run = gf.train(spec, runs=tmp_path, name="here")
+    assert capsys.readouterr() == ("", ""), "nobody watches"
+    assert run.path == tmp_path / "here"
+    assert (run.loss, run.val_loss) == (run.progress.loss, run.progress.val["loss"])
+    assert run.metrics["accuracy"] == run.val_accuracy
+    assert repr(run).splitlines()[0] == "run here: 4 of 4 steps"
+    assert f"{run.val_loss:.4g} nats" in repr(run) and str(run.path) in repr(run)
+    weights = gf.load(run.path).state_dict()
+    assert all((weights[name] == each).all() for name, each in run.model.state_dict().items())
+    assert gf.evaluate(run).to_json() == gf.evaluate(run.path).to_json()
+    with pytest.raises(InputError, match="overwrite=True starts anew"):
+        gf.train(spec, runs=tmp_path, name="here")
+    gf.train(spec, runs=tmp_path, name="here", overwrite=True, progress=True)
+    assert "step=4/4 loss=" in capsys.readouterr().err
+    longer = gf.train(spec, steps=6, runs=tmp_path, name="here", resume=True, progress=False)
+    assert longer.progress.step == 6 and capsys.readouterr().err == ""
+
+
 def test_evaluate_refuses_what_it_cannot_measure(run):
     model = gf.load(run)
     with pytest.raises(InputError, match="measured on a task"):

@@ -207,7 +207,9 @@ def test_a_run_that_exists_is_refused_with_three_ways_out(tmp_path):
     before = outcome(tmp_path / "run")
     with pytest.raises(InputError) as caught:
         trained(sample(), tmp_path / "run")
-    assert all(way in caught.value.hint for way in ("--resume", "--overwrite", "--name"))
+    assert all(way in caught.value.hint for way in ("resume=True", "overwrite=True", "name"))
+    command = caught.value.in_command().hint
+    assert all(way in command for way in ("--resume", "--overwrite", "--name"))
     assert_same(outcome(tmp_path / "run"), before)
 
 

@@ -34,3 +34,10 @@ def test_nearest_names_one_choice_or_all():
     assert nearest("d_modle", ["d_model", "d_ff"]) == "did you mean 'd_model'?"
     assert nearest("zzz", ["d_ff", "d_model"]) == "known: d_ff, d_model"
     assert nearest("zzz", []) == "nothing is known here"
+
+
+def test_options_are_spelled_as_the_reader_would_type_them():
+    error = InputError("{--a|a=1} is odd", where="{x}", hint="use {--b-c|b_c=True}, not {d, e}")
+    assert str(error) == "a=1 is odd\n  at: {x}\nhint: use b_c=True, not {d, e}"
+    assert str(error.in_command()) == "--a is odd\n  at: {x}\nhint: use --b-c, not {d, e}"
+    assert error.args == ("a=1 is odd",)

@@ -44,7 +44,7 @@ def counterpart(
     raise InputError(
         "no Hugging Face architecture computes this model",
         where=nearest_of(tried),
-        hint="--to native keeps every spec",
+        hint="{--to native|to='native'} keeps every spec",
     )
 
 

@@ -143,13 +143,14 @@ def main() -> None:
         _tell(trouble(error))
 
 
-def _tell(error: GlassError) -> NoReturn:
+def _tell(raised: GlassError) -> NoReturn:
+    error = raised.in_command()
     if "--json" in sys.argv:
         problem = {"what": error.what, "where": error.where, "hint": error.hint}
         tell(json.dumps({"error": problem}))
     else:
         tell(f"error: {error}")
-    sys.exit(error.exit_code)
+    sys.exit(raised.exit_code)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from glassformer.lab.recipes import (
 )
 from glassformer.lab.runs.artifacts import engine_stepper
 from glassformer.lab.runs.assemble import Parts, PlannedRun, assemble, check_fit, read_checkpoint
+from glassformer.lab.runs.progress import Narrator, is_watched
 from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import (
@@ -62,10 +63,13 @@ def train(
     threads: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    progress: bool | None = None,
 ) -> TrainingRun:
     """Train a recipe by name, a config file or a `RunSpec` to its end; return the finished run.
 
     `resume` continues a run that exists. Without `threads`, a batch decides how many are worth it.
+    `progress` shows a bar (lines, where there is no terminal); without it, one is shown on a
+    terminal and in a notebook.
     """
     given = list(overrides)
     given += [f"train.steps={steps}"] if steps is not None else []
@@ -75,9 +79,20 @@ def train(
     )
     with run.directory.locked(), taking(count):
         begin(run, resume=resume, overwrite=overwrite)
+        follow(run, progress=is_watched() if progress is None else progress)
+    return run
+
+
+def follow(run: TrainingRun, *, progress: bool = True) -> None:
+    """Train a run that has begun to its end or to a stop, showing progress."""
+    if not progress:
         for _ in run.events():
             pass
-    return run
+        return
+    title, steps = run.directory.folder.name, run.spec.train.steps
+    with Narrator(title, steps=steps, start=run.progress.step) as narrator:
+        for event in run.events():
+            narrator.see(event)
 
 
 def finetune(
@@ -94,6 +109,7 @@ def finetune(
     threads: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    progress: bool | None = None,
 ) -> TrainingRun:
     """Fine-tune a model on a file of examples, all of its parameters or by LoRA of a rank.
 
@@ -117,6 +133,7 @@ def finetune(
         threads=threads,
         resume=resume,
         overwrite=overwrite,
+        progress=progress,
     )
 
 
@@ -187,14 +204,14 @@ def resumed_spec(folder: Path, what: str | Path | RunSpec, overrides: list[str])
         title = "this spec" if isinstance(what, RunSpec) else what
         raise InputError(
             f"the run {folder.name} is not one of {title}",
-            hint="resume it by its own task or config, or start a run of another --name",
+            hint="resume it by its own task or config, or start a run of another {--name|name}",
         )
     other = [text for text in overrides if not text.startswith("train.steps=")]
     if override_parts(spec, other) != spec:
         changes = [text for text in other if override_parts(spec, [text]) != spec]
         raise InputError(
             f"a resumed run keeps its spec, and {', '.join(changes)} changes it",
-            hint="leave it out, or start a run of another --name",
+            hint="leave it out, or start a run of another {--name|name}",
         )
     return override(spec, [text for text in overrides if text.startswith("train.steps=")])
 
@@ -207,7 +224,7 @@ def _name(what: str | Path | RunSpec) -> str:
 
 
 def evaluate(
-    model: str | Path | AnyModel,
+    model: str | Path | TrainingRun | AnyModel,
     task: "Task | TaskSpec | str | None" = None,
     *,
     split: str | None = None,
@@ -221,6 +238,7 @@ def evaluate(
     encoder-decoder also decodes each source on its own, token after token. `write` leaves the
     results in the run's `eval/` folder, as `glass evaluate` does. A model stays on its device.
     """
+    model = model.path if isinstance(model, TrainingRun) else model
     if task is None and isinstance(model, str | Path):
         engine, built = opened(model, device=device or "cpu")
         spec = load_run_spec(RunRef.parse(model).directory)

@@ -35,6 +35,7 @@ from glassformer.data.tasks.fsm import BOS, EOS, FIRST, Fsm
 from glassformer.kernels.threads import taking
 from glassformer.lab.api import engine_for, opened
 from glassformer.lab.plots.machine_graph import Edge, dot_text, machine_svg
+from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import threads_of_decoding
 from glassformer.models.model import Model
 from glassformer.spec.checks import at_least, one_of
@@ -432,7 +433,7 @@ def _walks(asked: _Asked, *, length: int, seed: int) -> list[Word]:
 
 
 def extract(
-    model: str | Path | BaseAdapter | Model,
+    model: str | Path | TrainingRun | BaseAdapter | Model,
     task: Task | TaskSpec | str | None = None,
     *,
     by: By | None = None,
@@ -446,6 +447,7 @@ def extract(
 
     `task` is needed for anything but a run. The other options are those of `extract_machine`.
     """
+    model = model.path if isinstance(model, TrainingRun) else model
     if task is None and isinstance(model, str | Path):
         engine, built = opened(model, device=device or "cpu")
     else:

@@ -301,13 +301,13 @@ class Outcome:
 def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = None) -> Outcome:
     """Open, calibrate or train if requested, quantize, write, open again, compare."""
     if out.exists():
-        raise InputError(f"{out} exists", hint="choose another --out, or remove it first")
+        raise InputError(f"{out} exists", hint="choose another {--out|out}, or remove it first")
     adapter = load(path)
     if not isinstance(adapter, NativeAdapter):
         raise InputError("only a model of our own parts can be quantized", where=path)
     if is_model_quantized(adapter.model):
         raise InputError(
-            "the model is quantized already", where=path, hint="--dequantize undoes it"
+            "the model is quantized already", where=path, hint="{--dequantize|dequantize} undoes it"
         )
     before, note = _bytes(folder_of(path)), ""
     run = run_of(path)
@@ -327,7 +327,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
             raise InputError(
                 "float is faster for every layer of this model, on this machine",
                 where=path,
-                hint="leave out --auto to save memory all the same",
+                hint="leave out {--auto|auto=True} to save memory all the same",
             )
         select = keeping_float(timings)
     small = _quantized(small, wish, material, run, task, select, watch)
@@ -355,7 +355,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
 def dequantize_folder(path: str, out: Path) -> Path:
     """Write the float32 model with exactly the weights of a quantized folder."""
     if out.exists():
-        raise InputError(f"{out} exists", hint="choose another --out, or remove it first")
+        raise InputError(f"{out} exists", hint="choose another {--out|out}, or remove it first")
     adapter = load(path)
     dequantize_model(cast(Model, adapter.model))  # refuses what has no quantized layer of ours
     assert isinstance(adapter, NativeAdapter)

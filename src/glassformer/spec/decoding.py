@@ -272,7 +272,8 @@ class ConstraintSpec:
     def __post_init__(self) -> None:
         if self.regex is not None and self.machine is not None:
             raise InputError(
-                "--constrain and --machine are two constraints", hint="give one of them"
+                "{--constrain|regex} and {--machine|machine} are two constraints",
+                hint="give one of them",
             )
 
 
@@ -286,7 +287,10 @@ class StepSpec:
 
     def __post_init__(self) -> None:
         if not self.cached and (self.fast or self.compile):
-            raise InputError("--no-cache is the plain loop", hint="leave out --lean and --compile")
+            raise InputError(
+                "{--no-cache|cached=False} is the plain loop",
+                hint="leave out {--lean and --compile|fast and compile}",
+            )
 
 
 # --- options by name ------------------------------------------------------------------------------

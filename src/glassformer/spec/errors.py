@@ -5,19 +5,31 @@ failed check from a bad file without reading the message.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
+
+#: `{on the command line|in Python}`
+_EITHER = re.compile(r"\{([^{}|]+)\|([^{}|]+)\}")
 
 
 class GlassError(Exception):
-    """An error for users: what went wrong, where, and a hint of what to do; at most three lines."""
+    """An error for users: what went wrong, where, and a hint of what to do; at most three lines.
+
+    An option is named as the reader would type it: `{--resume|resume=True}` in a text is the first
+    on the command line and the second in Python.
+    """
 
     exit_code = 2
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
-        super().__init__(what)
-        self.what = what
-        self.where = where
-        self.hint = hint
+        self._texts = (what, where, hint)
+        self.what, self.where, self.hint = (_spelled(text, 2) for text in self._texts)
+        super().__init__(self.what)
+
+    def in_command(self) -> "GlassError":
+        """Return an error of the same texts with its options spelled as on the command line."""
+        what, where, hint = (_spelled(text, 1) for text in self._texts)
+        return GlassError(what, where=where, hint=hint)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -26,6 +38,10 @@ class GlassError(Exception):
         if self.hint:
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
+
+
+def _spelled(text: str, which: int) -> str:
+    return _EITHER.sub(lambda found: found[which], text)
 
 
 class CheckFailed(GlassError):

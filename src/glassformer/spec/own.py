@@ -247,7 +247,7 @@ def running(part: OwnPart) -> Iterator[None]:
         raise InputError(
             f"{part.source} failed: {type(error).__name__}: {error}",
             where=_line_of(error, part),
-            hint="--debug shows the whole traceback",
+            hint="{--debug shows|the cause has} the whole traceback",
         ) from error
 
 
@@ -307,7 +307,8 @@ def _refusal(part: OwnPart, module: str) -> InputError:
         return _changed(part, module)
     return InputError(
         f"this needs code of its author's own, {part.source}, which is not run unless you allow it",
-        hint=f"--own-code {module}, if you have read that file and trust it",
+        hint=f"{{--own-code {module}|glassformer.spec.own.allow_own_code({module!r})}}, if you "
+        "have read that file and trust it",
     )
 
 

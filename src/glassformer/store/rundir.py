@@ -39,7 +39,8 @@ def run_folder(runs: Path, name: str) -> Path:
     if not NAME.fullmatch(name):
         raise InputError(
             f"{name[:80]!r} cannot be the name of a run",
-            hint="up to 64 letters, digits, dots, - and _, not a dot first; --runs names a folder",
+            hint="up to 64 letters, digits, dots, - and _, not a dot first; {--runs|runs} names a "
+            "folder",
         )
     return runs / name
 
@@ -73,7 +74,7 @@ class RunDirectory:
                 raise MachineError(
                     f"another process (id {holder}) is writing this run",
                     where=str(self.folder),
-                    hint="wait for it, or choose another --name",
+                    hint="wait for it, or choose another {--name|name}",
                 ) from error
             file.truncate(0)
             file.write(str(os.getpid()))
@@ -111,7 +112,8 @@ class RunDirectory:
             raise MachineError(
                 f"could not write the run: {error.strerror or error}",
                 where=str(self.folder),
-                hint="make room and go on with --resume; earlier checkpoints are untouched",
+                hint="make room and go on with {--resume|resume=True}; earlier checkpoints are "
+                "untouched",
             ) from error
 
     def write(self, name: str, data: str | bytes) -> None:

@@ -312,5 +312,5 @@ def architecture_of(spec: ModelSpec, *, first: str = "") -> tuple[str, Plan]:
     raise InputError(
         "no GGUF architecture that is written here computes this model",
         where=nearest_of(tried),
-        hint="--to native keeps every spec",
+        hint="{--to native|to='native'} keeps every spec",
     )

@@ -102,7 +102,7 @@ def packed(tensor: Tensor, kind: Kind, *, name: str) -> Iterator[NDArray[Any]]:
         if largest > LARGEST[kind.number]:
             raise InputError(
                 f"{name} holds {largest:g}, which is too large for {kind.name}",
-                hint="--dtype f32",
+                hint="{--dtype f32|dtype='f32'}",
             )
         array = np.ascontiguousarray(numbers.float().numpy())
         yield gguf.quants.quantize(array, gguf.GGMLQuantizationType(kind.number))

@@ -116,7 +116,7 @@ def chat(conversation: Conversation, *, first: str | None = None, as_json: bool 
         except GlassError as error:
             if not live:
                 raise
-            tell(f"error: {error}")
+            tell(f"error: {error.in_command()}")
 
 
 def obey(conversation: Conversation, line: str) -> None:

@@ -17,8 +17,7 @@ from glassformer.adapters.load import load_model
 from glassformer.checks.catalogue import SUBJECT_CHECKS, verify_subject
 from glassformer.checks.report import Report
 from glassformer.checks.subject import subject_of
-from glassformer.cli.actions.train import follow, stopping
-from glassformer.cli.shell.progress import Bar
+from glassformer.cli.actions.train import stopping
 from glassformer.cli.shell.terminal import is_unicode, tell
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.vocab import Vocab
@@ -27,6 +26,7 @@ from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.measure.exact_match import Decoded, answers, decode_split, wanted
 from glassformer.lab.recipes import plan_run
+from glassformer.lab.runs.progress import Bar
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import threads_of_run
 from glassformer.lens.inspection import inspect
@@ -128,7 +128,7 @@ def _train(run: TrainingRun, *, overwrite: bool) -> tuple[int, dict[str, Any]]:
     began = time.perf_counter()
     with run.directory.locked(), stopping(run) as caught:
         run.prepare(overwrite=overwrite)
-        follow(run)
+        api.follow(run)
     result = api.result_of(run) | {"seconds": round(time.perf_counter() - began, 1)}
     if not run.stopped:
         return 0, result

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 from glassformer.cli.shell.process import check_device, keep_freed_memory
-from glassformer.cli.shell.progress import Narrator
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
 from glassformer.kernels.threads import taking
@@ -60,7 +59,7 @@ def train(
     with run.directory.locked(), stopping(run) as caught, taking(count):
         for note in api.begin(run, resume=resume, overwrite=overwrite):
             tell(note)
-        follow(run)
+        api.follow(run)
     if run.stopped:
         tell(f"stopped at step {run.progress.step}, state saved; go on with --resume")
         code = 128 + (caught[0] if caught else signal.SIGINT)
@@ -68,14 +67,6 @@ def train(
     result["seconds"] = round(time.perf_counter() - began, 2)
     show_result(result, as_json=as_json)
     return code
-
-
-def follow(run: TrainingRun) -> None:
-    """Train to the end or to a stop, printing progress."""
-    title, steps = run.directory.folder.name, run.spec.train.steps
-    with Narrator(title, steps=steps, start=run.progress.step) as narrator:
-        for event in run.events():
-            narrator.see(event)
 
 
 @contextlib.contextmanager

@@ -136,7 +136,9 @@ def run_harness(
             hint="pip install 'glassformer[eval]'",
         ) from error
     if not tasks:
-        raise InputError("no tasks", hint="--tasks arc_easy,my_task")
+        raise InputError(
+            "no tasks", hint="{--tasks arc_easy,my_task|tasks=['arc_easy', 'my_task']}"
+        )
     if tasks_dir is not None and not tasks_dir.is_dir():
         raise InputError(f"there is no folder {tasks_dir}", hint="a folder of YAML tasks")
     own = None if tasks_dir is None else str(tasks_dir)

@@ -111,10 +111,10 @@ def curve_figure(
     log: bool | None = None,
 ) -> "Figure":
     """Return a matplotlib figure, one panel above the other."""
-    from matplotlib.figure import Figure
+    from glassformer.lens.show.mpl import Picture
 
     made = panels(curves, names=names, span=span, log=log)
-    figure = Figure(figsize=(8.2, 0.7 + 2.9 * len(made)), layout="constrained")
+    figure = Picture(figsize=(8.2, 0.7 + 2.9 * len(made)), layout="constrained")
     rows = figure.subplots(len(made), 1, sharex=True, squeeze=False)[:, 0]
     for panel, axes in zip(made, rows, strict=True):
         _draw_panel(axes, panel, curves, axis)

@@ -31,12 +31,12 @@ def confusion_figure(confusion: Mapping[str, Table], *, title: str) -> "Figure":
             f"nothing can be confused in {title}",
             hint="digits has operations that one can take for another",
         )
-    from matplotlib.figure import Figure
+    from glassformer.lens.show.mpl import Picture
 
     widths = [max(4, len(order(table)[1])) for table in confusion.values()]
     height = max(len(table) for table in confusion.values())
     size = (1.6 * len(widths) + 0.56 * sum(widths), 1.9 + 0.5 * height)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Picture(figsize=size, layout="constrained")
     grids = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     for axes, (group, table) in zip(grids, confusion.items(), strict=True):
         _draw(axes, group, table)
@@ -81,9 +81,9 @@ def lr_text(found: "RateRange", *, width: int = 80, unicode: bool = True) -> str
 
 def lr_figure(found: "RateRange", *, title: str) -> "Figure":
     """Draw the smoothed loss over the rate, with the stable range and the suggestion marked."""
-    from matplotlib.figure import Figure
+    from glassformer.lens.show.mpl import Picture
 
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    figure = Picture(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
     rates, losses = zip(*found.curve, strict=True)
     axes.plot(rates, losses, color=SERIES[0], linewidth=1.6)
@@ -125,9 +125,9 @@ MOST_DRIFT = 5.0
 
 def design_figure(answer: Answer) -> bytes:
     """Return a PNG: the allocation as a bar, the landscape as a grid of layers x d_model."""
-    from matplotlib.figure import Figure
+    from glassformer.lens.show.mpl import Picture
 
-    figure = Figure(figsize=(10.5, 5.2), layout="constrained")
+    figure = Picture(figsize=(10.5, 5.2), layout="constrained")
     bar, grid = figure.subplots(1, 2, width_ratios=(1, 4))
     _draw_allocation(bar, answer)
     _draw_landscape(figure, grid, answer.budget)

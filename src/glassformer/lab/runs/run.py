@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.load import load
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
 from glassformer.lab.runs.artifacts import (
     Sample,
@@ -120,6 +122,58 @@ class TrainingRun:
         self.stepper = sample_stepper(self.engine, self.task)
         self.seconds = 0.0  # of all steps, also those before a resume
 
+    # --- results ------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """The folder of the run; `gf.load`, `gf.evaluate` and every command take it."""
+        return self.directory.folder
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the last batch, in nats a token."""
+        return self.progress.loss
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The last evaluation on the validation split: loss, accuracy, exact_match, by, oracle."""
+        return dict(self.progress.val or {})
+
+    @property
+    def val_loss(self) -> float | None:
+        """The loss on the validation split, at the last evaluation."""
+        return self.metrics.get("loss")
+
+    @property
+    def val_accuracy(self) -> float | None:
+        """The accuracy on the validation split, at the last evaluation."""
+        return self.metrics.get("accuracy")
+
+    @property
+    def model(self) -> BaseAdapter:
+        """The trained model, from the best checkpoint, as `gf.load` returns it."""
+        return load(str(self.path), device=self.device)
+
+    def summary(self) -> list[str]:
+        """Return the results in a few lines: how far, how well, where."""
+        progress, steps = self.progress, self.spec.train.steps
+        lines = [f"run {self.path.name}: {progress.step:,} of {steps:,} steps"]
+        if progress.loss is not None:
+            lines.append(f"loss {progress.loss:.4g} nats on the last batch")
+        if self.val_loss is not None:
+            accuracy = (
+                f", accuracy {self.val_accuracy:.1%}" if self.val_accuracy is not None else ""
+            )
+            lines.append(f"validation {float(self.val_loss):.4g} nats{accuracy}")
+        if progress.best_step is not None:
+            lines.append(f"best checkpoint: step {progress.best_step:,}")
+        lines.append(f"saved in {self.path}")
+        return lines
+
+    def __repr__(self) -> str:
+        following = f'next: run.model, gf.evaluate(run), gf.report("{self.path}")'
+        return "\n  ".join([*self.summary(), following])
+
     # --- starting -----------------------------------------------------------------------------
 
     def prepare(self, *, overwrite: bool = False) -> None:
@@ -129,7 +183,8 @@ class TrainingRun:
             if not overwrite:
                 raise InputError(
                     f"the run {folder.name} exists",
-                    hint="--resume goes on with it, --overwrite starts anew, --name gives another",
+                    hint="{--resume|resume=True} goes on with it, {--overwrite|overwrite=True} "
+                    "starts anew, {--name|name} gives another",
                 )
             for name in ("checkpoints", "eval", "probes", "samples", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)

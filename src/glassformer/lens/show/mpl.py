@@ -31,6 +31,13 @@ def figure_bytes(figure: Figure, kind: str) -> bytes:
     return made.getvalue()
 
 
+class Picture(Figure):
+    """A figure that a notebook draws; matplotlib's own needs the inline backend of pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        return figure_bytes(self, "png")
+
+
 #: The most words on one axis.
 READABLE = 40
 #: The ground of a map: the colour of nothing.
@@ -108,7 +115,7 @@ def maps_figure(maps: Sequence[Mapped], *, columns: int, words: bool = True) -> 
     lines = -(-len(maps) // columns)
     T, S = maps[0].tensor.shape
     side = min(9.0, max(3.2, 0.34 * max(T, S))) if words else 1.7
-    figure = Figure(figsize=(side * columns + 0.8, side * lines + 0.4), layout="constrained")
+    figure = Picture(figsize=(side * columns + 0.8, side * lines + 0.4), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
     image: Any = None
     for number, axis in enumerate(axes.flat):
@@ -123,7 +130,7 @@ def maps_figure(maps: Sequence[Mapped], *, columns: int, words: bool = True) -> 
 def difference_figure(difference: Mapped) -> Figure:
     """Draw one map on a scale from -1 to 1, masked cells hatched."""
     side = min(9.0, max(3.2, 0.34 * max(difference.tensor.shape)))
-    figure = Figure(figsize=(side + 0.8, side + 0.4), layout="constrained")
+    figure = Picture(figsize=(side + 0.8, side + 0.4), layout="constrained")
     axis = figure.subplots()
     image = draw_map(axis, difference, signed=True)
     figure.colorbar(image, ax=axis, shrink=0.7, label="difference of the weights")
@@ -150,7 +157,7 @@ def draw_map(axis: Any, each: Mapped, *, words: bool = True, signed: bool = Fals
 def lens_figure(lens: Lensed) -> Figure:
     """Draw KL(final || row) by row and position, the likeliest words written in."""
     R, T = lens.kl.shape
-    figure = Figure(figsize=(min(16.0, 2.0 + 0.75 * T), 1.2 + 0.3 * R), layout="constrained")
+    figure = Picture(figsize=(min(16.0, 2.0 + 0.75 * T), 1.2 + 0.3 * R), layout="constrained")
     axis = figure.subplots()
     image = draw_lens(axis, lens)
     figure.colorbar(image, ax=axis, label="KL(final || row), nats")
@@ -186,7 +193,7 @@ def inspection_figure(means: Sequence[Mapped], lens: Lensed, *, title: str) -> F
     R, T = lens.kl.shape
     heights = (2.9 * lines + 0.6, 0.9 + 0.26 * R)
     width = min(17.0, max(7.5, 2.6 * columns + 1.4, 2.0 + 0.36 * T))
-    figure = Figure(figsize=(width, sum(heights) + 0.4), layout="constrained")
+    figure = Picture(figsize=(width, sum(heights) + 0.4), layout="constrained")
     subfigures: Any = figure.subfigures(2, 1, height_ratios=heights)
     above, below = subfigures
     axes = above.subplots(lines, columns, squeeze=False)
@@ -210,7 +217,7 @@ def inspection_figure(means: Sequence[Mapped], lens: Lensed, *, title: str) -> F
 
 def norms_figure(norms: Normed) -> Figure:
     """Draw the residual by depth and position; what the layers add, by layer."""
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    figure = Picture(figsize=(9.0, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     image = left.imshow(
         norms.residual.numpy(), cmap=heat_colours(), origin="lower", aspect="auto", vmin=0.0
@@ -233,7 +240,7 @@ def norms_figure(norms: Normed) -> Figure:
 
 def series_figure(series: dict[str, list[float]], words: Sequence[str], *, title: str) -> Figure:
     """Draw values by position."""
-    figure = Figure(figsize=(min(14.0, 2.5 + 0.4 * len(words)), 3.2), layout="constrained")
+    figure = Picture(figsize=(min(14.0, 2.5 + 0.4 * len(words)), 3.2), layout="constrained")
     axis = figure.subplots()
     axis.set_prop_cycle(color=SERIES)
     for name, values in series.items():
@@ -246,7 +253,7 @@ def series_figure(series: dict[str, list[float]], words: Sequence[str], *, title
 
 def bars_figure(names: Sequence[str], values: Sequence[float], *, title: str) -> Figure:
     """Draw horizontal bars, the first at the top."""
-    figure = Figure(figsize=(6.0, 0.9 + 0.22 * len(names)), layout="constrained")
+    figure = Picture(figsize=(6.0, 0.9 + 0.22 * len(names)), layout="constrained")
     axis = figure.subplots()
     axis.barh(range(len(names)), values, color=[SERIES[0 if v >= 0 else 1] for v in values])
     axis.set_yticks(range(len(names)), list(names), fontsize=7, **PLAIN)
@@ -259,7 +266,7 @@ def grid_figure(
     values: Any, *, rows: Sequence[str], columns: Sequence[str], title: str, label: str
 ) -> Figure:
     """Draw a matrix of signed values around 0."""
-    figure = Figure(
+    figure = Picture(
         figsize=(min(14.0, 2.2 + 0.5 * len(columns)), 1.4 + 0.32 * len(rows)), layout="constrained"
     )
     axis = figure.subplots()

@@ -108,7 +108,7 @@ def check_backend(
         if reason:
             raise MachineError(
                 f"the backend '{name}' cannot run {scheme.describe()} here: {reason}",
-                hint="backend='auto' takes one that can",
+                hint="{--backend auto|backend='auto'} takes one that can",
             )
 
 
