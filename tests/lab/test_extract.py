@@ -169,7 +169,7 @@ def test_the_command_prints_and_writes_it(run, tmp_path):
     glass("-o", str(tmp_path / "m.dot"))
     assert "1 [shape=doublecircle" in (tmp_path / "m.dot").read_text()
     wrong = glass("-o", "m.png")
-    assert "ends in none of" in str(wrong.exception)
+    assert "not end in .svg, .json or .dot" in str(wrong.exception)
 
 
 def test_a_notebook_shows_the_drawing(run):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.load import AnyModel
 from glassformer.data.automata.machine import NOWHERE, Machine, counterexample
 from glassformer.data.automata.query_learning import (
     BEYOND,
@@ -37,7 +37,6 @@ from glassformer.lab.api import engine_for, opened
 from glassformer.lab.plots.machine_graph import Edge, dot_text, machine_svg
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import threads_of_decoding
-from glassformer.models.model import Model
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import Task as TaskSpec
@@ -433,7 +432,7 @@ def _walks(asked: _Asked, *, length: int, seed: int) -> list[Word]:
 
 
 def extract(
-    model: str | Path | TrainingRun | BaseAdapter | Model,
+    model: str | Path | TrainingRun | AnyModel,
     task: Task | TaskSpec | str | None = None,
     *,
     by: By | None = None,
