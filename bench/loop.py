@@ -54,7 +54,7 @@ def measure(engine: str) -> tuple[dict[str, float], float]:
         run._evaluate = meter.watch("looking", run._evaluate)  # type: ignore[method-assign]
         run._snapshot = meter.watch("saving", run._snapshot)  # type: ignore[method-assign]
         run.prepare()
-        narrator = Narrator(STEPS, start=0)
+        narrator = Narrator("loop", steps=STEPS, start=0)
         began = time.process_time()
         for event in run.events():
             narrator.see(event)
