@@ -79,8 +79,8 @@ class QuantSpec:
                 raise InputError(
                     problem,
                     where=layer_of(target.name),
-                    hint="choose a group that fits, or 8 bits; {--indivisible int8|indivisible='int8'} "
-                    "rounds such layers to 8 bits",
+                    hint="choose a group that fits, or 8 bits; {--indivisible int8|"
+                    "indivisible='int8'} rounds such layers to 8 bits",
                 )
 
 
