@@ -161,8 +161,8 @@ def needs_first(names: list[str]) -> list[str]:
         if package := name.rpartition(".")[0]:
             visit(package)
         for target in sorted(imports(TREES[name]) if package_of(name) else ()):
-            if target in wanted and target != name:
-                visit(target)
+            if target in wanted and not f"{target}.".startswith(f"{name}."):
+                visit(target)  # what a package has inside it imports when first used
         ordered[name] = None
 
     wanted = set(names)

@@ -6,6 +6,7 @@ Tokens are grouped by expert, so that each expert is one product over its tokens
 dropped. `BalanceLosses` is passed into a forward like a cache, and collects the routers' losses.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -133,6 +134,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, ffn: spec.MoE, d_model: int, *, dropout: float = 0.0) -> None:
         super().__init__()
+        _end_graphs_at_the_experts()
         self.n_experts = ffn.n_experts
         self.experts_per_token = ffn.experts_per_token
         self.normalize = ffn.normalize
@@ -196,8 +198,6 @@ class MixtureOfExperts(nn.Module):
             chosen_BTA = used_BTE.sort(dim=-1, descending=True, stable=True).indices[..., :most]
         return routing_BTE.gather(-1, chosen_BTA), chosen_BTA
 
-    # The sizes of the groups are data: a compiled graph ends here.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _experts_of(self, rows_MD: Tensor, chosen_MA: Tensor) -> Tensor:
         """Return each row's expert outputs (M, A, D): one product for the rows of an expert."""
         (M, A), E = chosen_MA.shape, self.n_experts
@@ -216,6 +216,17 @@ class MixtureOfExperts(nn.Module):
         groups = torch.split(rows_MD[row_P], sizes)
         out_PD = torch.cat([expert(x) for expert, x in zip(self.experts, groups, strict=True)])
         return out_PD[place_J].view(M, A, -1)
+
+
+@functools.cache
+def _end_graphs_at_the_experts() -> None:
+    """Let compiled graphs end at `_experts_of`: the sizes of its groups are data.
+
+    When the first mixture is built, not when this file is imported: `disable` loads torch's
+    compiler, which takes longer than torch itself, and every command would wait for it.
+    """
+    graph_end = torch.compiler.disable(MixtureOfExperts._experts_of)
+    MixtureOfExperts._experts_of = graph_end  # type: ignore[method-assign]
 
 
 def build_feed_forward(
