@@ -4,6 +4,10 @@ A page marks a table with a comment; `python -m pages options` writes the table 
 compares every table with its spec:
 
     <!-- options: glassformer/spec/decoding.py DecodeSpec -->
+
+With a prefix, the table lists settings that are given as `train.lr=1e-3`, not options of a command:
+
+    <!-- options: glassformer/spec/train.py TrainSpec train. -->
 """
 
 import importlib
@@ -14,23 +18,28 @@ from glassformer.spec.options import Option, options_of
 from pages.quotes import PAGES
 
 MARK = re.compile(
-    r"^(?P<mark><!-- options: (?P<file>\S+)\.py (?P<name>\w+) -->)\n(?:\n(?:\|.*\n)+)?", re.M
+    r"^(?P<mark><!-- options: (?P<file>\S+)\.py (?P<name>\w+)(?: (?P<prefix>\w+\.))? -->)\n"
+    r"(?:\n(?:\|.*\n)+)?",
+    re.M,
 )
 
 
-def table_of(file: str, name: str) -> str:
-    """The options of a spec as a Markdown table."""
+def table_of(file: str, name: str, prefix: str | None = None) -> str:
+    """The options of a spec as a Markdown table; with a prefix, its settings."""
     cls = getattr(importlib.import_module(file.replace("/", ".")), name)
     rows = ["| field | command | default | allowed | |", "|---|---|---|---|---|"]
-    return "\n".join([*rows, *map(_row, options_of(cls))]) + "\n"
+    if prefix is not None:
+        rows = ["| setting | default | allowed | |", "|---|---|---|---|"]
+    return "\n".join([*rows, *(_row(each, prefix) for each in options_of(cls))]) + "\n"
 
 
-def _row(option: Option) -> str:
+def _row(option: Option, prefix: str | None) -> str:
     repeated = ", repeatable" if option.repeated else ""
     allowed = option.limits.replace("|", "\\|")
+    command = () if prefix is not None else (f"`{option.flag}`{repeated}",)
     cells = (
-        f"`{option.name}`",
-        f"`{option.flag}`{repeated}",
+        f"`{prefix or ''}{option.name}`",
+        *command,
         f"{option.default_text}",
         f"`{allowed}`" if allowed else "",
         option.help,
@@ -40,7 +49,7 @@ def _row(option: Option) -> str:
 
 def refreshed(page: str) -> str:
     """The page with every table as its spec is now."""
-    return MARK.sub(lambda m: f"{m['mark']}\n\n{table_of(m['file'], m['name'])}", page)
+    return MARK.sub(lambda m: f"{m['mark']}\n\n{table_of(m['file'], m['name'], m['prefix'])}", page)
 
 
 def refresh(folder: Path = PAGES) -> list[Path]:

@@ -6,6 +6,10 @@ import pytest
 from pages.options import refresh, refreshed, table_of
 from pages.quotes import PAGES, SOURCES
 
+from glassformer.cli.main import main
+from glassformer.spec.options import options_of
+from glassformer.spec.train import TrainSpec
+
 
 def test_tables_are_up_to_date():
     for page in sorted(PAGES.rglob("*.md")):
@@ -37,3 +41,15 @@ def test_a_sampler_is_named_in_three_files_at_most(name):
     assert len(named) <= 3, named
     if name == "typical_p":
         assert named == home, "the page `adding a sampler` names two files"
+
+
+def test_every_setting_of_training_is_listed_with_its_default(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["glass", "train", "--settings"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    for each in options_of(TrainSpec):
+        assert f"train.{each.name}=" in said
+        assert each.help in said
+    assert "train.lr=0.001\n    Learning rate at the schedule's peak. [x > 0]\n" in said

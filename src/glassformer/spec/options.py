@@ -272,6 +272,16 @@ def _options_of(cls: Any) -> tuple[Option, ...]:
     return tuple(found)
 
 
+def settings_text(cls: type, *, prefix: str) -> str:
+    """Return the options of a spec as settings, two lines each: `train.lr=0.001` and what it is."""
+    lines = []
+    for each in options_of(cls):
+        limits = f" [{each.limits}]" if each.limits else ""
+        value = each.default_text or str(each.default)
+        lines += [f"{prefix}{each.name}={value}", f"    {each.help}{limits}"]
+    return "\n".join(lines)
+
+
 def check_options(value: Any) -> None:
     """Require that every option of a spec keeps its limits; for `__post_init__`."""
     for each in options_of(type(value)):
@@ -323,4 +333,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _written(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__
     return f"{value:g}" if isinstance(value, float) else str(value)

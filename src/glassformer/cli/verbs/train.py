@@ -7,6 +7,15 @@ import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Overrides, Runs, Threads, Trainable
 from glassformer.kernels.threads import one_blas_thread
+from glassformer.spec.options import settings_text
+from glassformer.spec.train import TrainSpec
+
+
+def _list_settings(wanted: bool) -> None:
+    """Print the settings of training, with defaults and limits, and end."""
+    if wanted:
+        typer.echo(settings_text(TrainSpec, prefix="train."))
+        raise typer.Exit()
 
 
 def train(
@@ -25,6 +34,12 @@ def train(
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the run of this name and start anew.")
+    ] = False,
+    settings: Annotated[
+        bool,
+        typer.Option(
+            "--settings", is_eager=True, callback=_list_settings, help="List every train.KEY."
+        ),
     ] = False,
     runs: Runs = "runs",
     as_json: AsJson = False,
