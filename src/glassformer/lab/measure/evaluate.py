@@ -114,28 +114,31 @@ class Evaluation:
             lines += ["", confusion_text(group, table, width=width)]
         return "\n".join(lines)
 
+    def headline(self) -> str:
+        """Return the numbers that count most, in words."""
+        if not self.is_of_a_random_process:
+            return (
+                f"loss {self.loss:.4f}  accuracy {self.accuracy:.2%}  "
+                f"exact match {self.exact_match:.2%}"
+            )
+        excess = max(0.0, self.oracle["excess"])
+        return (
+            f"The model's predictions cost {excess:.4f} nats a token above the entropy of the "
+            f"machine itself, {self.oracle['entropy']:.4f}; 0 would be perfect. It gives "
+            f"{self.oracle['legal']:.2%} of its probability to what can occur."
+        )
+
     def _summary(self, width: int) -> list[str]:
         """Return what counts most, first."""
         lines = [f"{self.split}: {self.examples:,} examples"]
-        truth, excess = self.oracle, max(0.0, self.oracle.get("excess", 0.0))
-        if self.is_of_a_random_process:
-            words = (
-                f"The model's predictions cost {excess:.4f} nats a token above the "
-                f"entropy of the machine itself, {truth['entropy']:.4f}; 0 would be perfect. It "
-                f"gives {truth['legal']:.2%} of its probability to what can occur."
-            )
-            lines += textwrap.wrap(words, width, initial_indent="  ", subsequent_indent="  ")
-        else:
-            lines.append(
-                f"  loss {self.loss:.4f}  accuracy {self.accuracy:.2%}  "
-                f"exact match {self.exact_match:.2%}"
-            )
+        words = textwrap.wrap(self.headline(), width - 2)
+        lines += [f"  {line}" for line in words]
         for head, values in self.heads.items():
             if len(self.heads) > 1 or self.is_of_a_random_process:
                 score = f"loss {values['loss']:.4f}, accuracy {values['accuracy']:.2%}"
                 lines.append(f"  {head}: {score}")
-        if "bits_per_byte" in truth:
-            lines.append(f"  bits per byte {truth['bits_per_byte']:.4f}")
+        if "bits_per_byte" in self.oracle:
+            lines.append(f"  bits per byte {self.oracle['bits_per_byte']:.4f}")
         return lines
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ SECTIONS: tuple[tuple[str, str, Writer], ...] = (
     ("trained", "What was trained", report_run.trained),
     ("curves", "Curves", report_run.curves),
     ("errors", "Errors", errors.errors),
+    ("machine", "The machine it computes", errors.machine),
     ("examples", "Right and wrong", errors.examples),
     ("written", "What it writes", report_run.written),
     ("attention", "Attention", inside.attention),

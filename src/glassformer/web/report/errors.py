@@ -8,6 +8,8 @@ import numpy as np
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
+from glassformer.data.tasks.fsm import Fsm
+from glassformer.lab.extract import extract_machine
 from glassformer.lab.measure.evaluate import (
     READINGS,
     ROWS,
@@ -54,10 +56,14 @@ def errors(run: Subject) -> Iterator[str]:
     """Loss and accuracy on the test split, by the task's groups, and confusion matrices."""
     engine, task = run.measured
     found = evaluate(engine, task, examples=MEASURED)
-    yield say(
-        f"{found.examples:,} examples of the split '{found.split}': loss {found.loss:.4f} nats, "
-        f"accuracy {found.accuracy:.2%}, exact match {found.exact_match:.2%}."
-    )
+    measured = f"{found.examples:,} examples of the split '{found.split}'"
+    if found.is_of_a_random_process:
+        yield say(f"{measured}. {found.headline()}")
+    else:
+        yield say(
+            f"{measured}: loss {found.loss:.4f} nats, accuracy {found.accuracy:.2%}, "
+            f"exact match {found.exact_match:.2%}."
+        )
     rows: list[list[Cell]] = [
         [head, v["loss"], f"{v['accuracy']:.2%}"] for head, v in found.heads.items()
     ]
@@ -68,7 +74,8 @@ def errors(run: Subject) -> Iterator[str]:
             [TRUTHS.get(name, name), f"{value:.4f}"] for name, value in found.oracle.items()
         ]
         yield table(["measure", "value"], truths, caption="against the oracle")
-    yield beside(_groups(found))
+    if not found.is_of_a_random_process:  # whose strings are matched by luck
+        yield beside(_groups(found))
     if not found.confusion:
         yield missing(
             f"The task {task.name} has no confusion matrix: a wrong token is not the answer to "
@@ -93,6 +100,21 @@ def _groups(found: Evaluation) -> Iterator[str]:
         ]
         part = table([group, "exact match", "n"], lines, caption=f"by {group}")
         yield part if len(lines) <= LONG else folded(f"by {group}: {len(lines)} lines", part)
+
+
+def machine(run: Subject) -> Iterator[str]:
+    """The finite-state machine that the model computes; nothing for other tasks."""
+    engine, task = run.measured
+    if not isinstance(task, Fsm):
+        return
+    found = extract_machine(engine, task)
+    yield "".join(map(say, found.sentences()))
+    yield f'<div class="scroll">{found.svg()}</div>'
+    yield say(
+        "A double circle: a string may end here. On the edges, a symbol and the model's mean "
+        f"probability of it. As a file: glass extract {run.name} -o machine.svg",
+        kind="note",
+    )
 
 
 def examples(run: Subject) -> Iterator[str]:
