@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from glassformer.lab.api import train as train
     from glassformer.lab.budget_report import design as design
     from glassformer.lab.extract import extract as extract
+    from glassformer.lab.quantize import compare_precision as compare_precision
     from glassformer.lab.show import show as show
     from glassformer.lens.show.diagram import diagram as diagram
     from glassformer.models.inputs import Inputs as Inputs
@@ -69,6 +70,7 @@ _HOME = {
     "TrainSpec": "glassformer.spec.train",
     "beam_search": "glassformer.generation.generate",
     "build": "glassformer.adapters.load",
+    "compare_precision": "glassformer.lab.quantize",
     "count_parameters": "glassformer.spec.manifest",
     "design": "glassformer.lab.budget_report",
     "diagram": "glassformer.lens.show.diagram",

@@ -62,6 +62,10 @@ def test_the_folder_is_a_model_for_every_command(runs):
     assert len(said["tokens"]) <= 4
     result = CliRunner().invoke(app, ["verify", str(runs / "text-int4"), "--only", "quantization"])
     assert result.exit_code == 0 and "5 passed, 0 failed" in result.stdout
+    again = gf.compare_precision(runs / "text", runs / "text-int4")
+    assert again.disk == tuple(found["disk"]) and again.resident == tuple(found["resident"])
+    assert again.agreement.perplexity == pytest.approx(agreement["perplexity"], rel=1e-6)
+    assert str(again).splitlines()[1].startswith("bytes on disk")
     back = runs / "text-back"
     glass(runs, "quantize", "text-int4", "--dequantize", "--out", str(back))
     model = load_model(back)

@@ -40,6 +40,7 @@ PUBLIC = [
     "inspect",
     "patch_activations",
     "quantize",
+    "compare_precision",
     "verify",
     "design",
     "diagram",

@@ -2,6 +2,7 @@
 
 import pytest
 
+import glassformer as gf
 from glassformer.data.build_task import build_task
 from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnTask, name_part
@@ -66,3 +67,12 @@ def test_an_unknown_option_is_reported_with_the_line(tmp_path):
     part = name_part(OwnTask, f"{PARTS}:Palindromes", {"size": 3})
     with pytest.raises(InputError, match="unexpected keyword argument 'size'"):
         build_task(part)
+
+
+def test_a_model_is_evaluated_on_a_task_by_its_source(tmp_path):
+    (tmp_path / "mine.py").write_text(HEAD)
+    model = gf.build(gf.preset("core", vocab_size=2, d_model=8, n_heads=2, d_ff=8, max_seq_len=8))
+    found = gf.evaluate(model, f"{tmp_path / 'mine.py'}:Mine", split="val")
+    assert found.examples == 2 and found.loss > 0
+    with pytest.raises(InputError, match="no task 'mime'"):
+        gf.evaluate(model, "mime")

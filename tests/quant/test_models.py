@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import glassformer as gf
 from glassformer.data.build_task import build_task
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
@@ -238,3 +239,17 @@ def test_a_backend_that_is_not_here_is_refused_or_replaced_with_one_warning(monk
     assert len(caught) == 1
     assert quantization_report(small).backends == ("reference",)
     assert torch.equal(found, logits(use_backend(small, "reference")))
+
+
+def test_precisions_of_models_in_memory_are_compared(tmp_path):
+    full = gf.build(gf.preset("digits", d_model=32, d_ff=64), seed=0)
+    small = gf.quantize(full, bits=8)
+    found = gf.compare_precision(full, small, task="digits")
+    assert found.disk is None and found.material == "the task's own examples (val)"
+    assert found.resident[1] < found.resident[0] and found.agreement.top1 > 0.8
+    shown = str(found)
+    assert "bytes resident" in shown and "perplexity" in shown and "bytes on disk" not in shown
+    with pytest.raises(InputError, match="both a task and a text"):
+        gf.compare_precision(full, small, task="digits", text=tmp_path / "text")
+    with pytest.raises(InputError, match="no tokenizer"):
+        gf.compare_precision(full, small, text=tmp_path / "text")

@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model
-from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
@@ -19,8 +18,8 @@ from glassformer.lab.measure import evaluate as evaluation
 from glassformer.lab.measure.exact_match import decoded_scores
 from glassformer.lab.own_parts import override_parts, own_task_overrides
 from glassformer.lab.recipes import (
+    built_task,
     is_config,
-    named_task,
     planned_run,
     read_config,
     trains_on,
@@ -234,9 +233,10 @@ def evaluate(
 ) -> "evaluation.Evaluation":
     """Measure a model on one split of a task: a run (`RUN`, `RUN@last`, `RUN@120`) on its own.
 
-    `task`: a task, its spec, or the name of a recipe; needed for anything but a run. An
-    encoder-decoder also decodes each source on its own, token after token. `write` leaves the
-    results in the run's `eval/` folder, as `glass evaluate` does. A model stays on its device.
+    `task`: a task, its spec, the name of a recipe, or `file.py:Name` of one's own; needed for
+    anything but a run. An encoder-decoder also decodes each source on its own, token after token.
+    `write` leaves the results in the run's `eval/` folder, as `glass evaluate` does. A model stays
+    on its device.
     """
     model = model.path if isinstance(model, TrainingRun) else model
     if task is None and isinstance(model, str | Path):
@@ -269,12 +269,7 @@ def engine_for(
         raise InputError(
             "a model is measured on a task", hint='evaluate(model, "digits"), or give a run'
         )
-    if isinstance(task, str):
-        task = named_task(task)
-    if isinstance(task, get_args(TaskSpec)):
-        built = build_task(cast(TaskSpec, task))
-    else:
-        built = cast(Task, task)
+    built = built_task(task)
     bare = load_model(model) if isinstance(model, str | Path) else model_of(adapt(model))
     check_fit(bare.spec, built)
     bare = bare.eval() if device is None else bare.eval().to(device)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.adapters.load import folder_of, load
+from glassformer.adapters.load import AnyModel, adapt, folder_of, load
 from glassformer.adapters.native import NativeAdapter, save_model
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
@@ -29,6 +29,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lab.measure.precision import Comparison, compare
+from glassformer.lab.recipes import built_task
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.record import check_data, data_file, load_run_spec, recorded_hash
 from glassformer.models.model import Model
@@ -51,6 +52,7 @@ from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Scheme
 from glassformer.spec.serialize import to_json
 from glassformer.spec.tasks import FinetuneTask
+from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import CosineSchedule, RunSpec
 from glassformer.store.checkpoint import WEIGHTS
 from glassformer.store.rundir import RunDirectory, RunRef
@@ -285,8 +287,7 @@ class Wish:
 class Outcome:
     """The folder that was written, the comparison, and the timings that `auto` went by.
 
-    `schemes` counts the layers of each scheme; `note` says what the sizes before are of, where that
-    is not the file of the run.
+    `schemes` counts the layers of each scheme.
     """
 
     folder: Path
@@ -294,7 +295,6 @@ class Outcome:
     layers: int
     schemes: dict[str, int]
     kept: tuple[str, ...]
-    note: str = ""
     timings: list[Timing] = field(default_factory=list)
 
 
@@ -309,11 +309,8 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         raise InputError(
             "the model is quantized already", where=path, hint="{--dequantize|dequantize} undoes it"
         )
-    before, note = _bytes(folder_of(path)), ""
     run = run_of(path)
-    if run is not None and run.tuning is not None and run.tuning.lora is not None:
-        note = f"before: the base with LoRA merged; the run's own file is LoRA alone, {before:,}"
-        before = sum(p.numel() * p.element_size() for p in adapter.model.parameters())
+    before, note = _complete_bytes(path, run, adapter.model)
     full = adapter.model.float()
     recorded = None if run is None else recorded_hash(_folder(path), run.task)
     task = None if run is None else assemble(run).task
@@ -343,13 +340,53 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     report = quantization_report(opened)
     return Outcome(
         folder=out,
-        comparison=replace(comparison, disk=disk),
+        comparison=replace(comparison, disk=disk, note=note),
         layers=len(report.layers),
         schemes=report.schemes(),
         kept=kept,
-        note=note,
         timings=timings,
     )
+
+
+def compare_precision(
+    full: str | Path | AnyModel,
+    small: str | Path | AnyModel,
+    *,
+    task: "Task | TaskSpec | str | None" = None,
+    text: str | Path | None = None,
+) -> Comparison:
+    """Measure what rounding costs a model: bytes, speed, perplexity, divergence, worst layers.
+
+    Models in memory, or the folders of both. They are compared on a task's held-out examples, on
+    the end of a text, on a run's own task, or else on sequences sampled from the full model. Times
+    are of this machine, now.
+    """
+    if task is not None and text is not None:
+        raise InputError("both a task and a text to measure on", hint="give one of the two")
+    before, after = _native(full), _native(small)
+    run = run_of(str(full)) if isinstance(full, str | Path) else None
+    if task is not None:
+        material = of_task(built_task(task))
+    elif text is not None:
+        material = of_text(Path(text), before.tokenizer, before.model)
+    else:
+        material = of_model(before.model) if run is None else of_task(assemble(run).task)
+    found = compare(before.model, after.model, material.measuring, material=material.origin)
+    if not isinstance(full, str | Path) or not isinstance(small, str | Path):
+        return found
+    there, note = _complete_bytes(str(full), run, before.model)
+    return replace(found, disk=(there, _bytes(folder_of(small))), note=note)
+
+
+def _native(model: str | Path | AnyModel) -> NativeAdapter:
+    adapter = load(model) if isinstance(model, str | Path) else adapt(model)
+    if not isinstance(adapter, NativeAdapter):
+        raise InputError(
+            f"{type(adapter.model).__name__} is another library's module",
+            hint='load it with backend="native"',
+        )
+    adapter.eval()
+    return adapter
 
 
 def dequantize_folder(path: str, out: Path) -> Path:
@@ -434,6 +471,16 @@ def _trained(model: Model, run: RunSpec, task: Task, *, steps: int) -> Iterator[
         run.train, steps=steps, lr=run.train.lr * QAT_RATE, schedule=CosineSchedule(), compile="off"
     )
     yield from fit(TorchEngine(model, train), task, train)
+
+
+def _complete_bytes(path: str, run: RunSpec | None, model: Model) -> tuple[int, str]:
+    """Return the bytes of a complete model of this folder, and a note where its file has fewer."""
+    own = _bytes(folder_of(path))
+    if run is None or run.tuning is None or run.tuning.lora is None:
+        return own, ""
+    complete = sum(p.numel() * p.element_size() for p in model.parameters())
+    note = f"before: the base with LoRA merged; the run's own file is LoRA alone, {own:,}"
+    return complete, note
 
 
 def _bytes(folder: Path) -> int:

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast, get_args
 
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
@@ -21,7 +21,7 @@ from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.own import OwnTask, installed_parts, is_source
+from glassformer.spec.own import OwnTask, installed_parts, is_source, name_part
 from glassformer.spec.serialize import from_dict, override
 from glassformer.spec.tasks import NAMED_TASKS, FinetuneTask
 from glassformer.spec.tasks import Task as TaskSpec
@@ -109,6 +109,16 @@ def named_task(name: str) -> TaskSpec:
     if name not in RECIPES:
         raise InputError(f"no task '{name}'", hint=nearest(name, [*RECIPES, *installed_parts()]))
     return RECIPES[name].task
+
+
+def built_task(task: "Task | TaskSpec | str") -> Task:
+    """Return a task: as it is, of its spec, by a recipe's name, or of a user's `file.py:Name`."""
+    if isinstance(task, str):
+        source = None if task in RECIPES else own_source(task)
+        task = named_task(task) if source is None else name_part(OwnTask, source, {})
+    if isinstance(task, get_args(TaskSpec)):
+        return build_task(cast(TaskSpec, task))
+    return cast(Task, task)
 
 
 def trains_on(name: str, task: TaskSpec) -> bool:

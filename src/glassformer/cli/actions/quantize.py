@@ -7,7 +7,6 @@ from pathlib import Path
 
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
-from glassformer.lab.measure.precision import Comparison
 from glassformer.lab.quantize import Outcome, Wish, dequantize_folder, quantize_folder
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.serialize import json_numbers
@@ -51,7 +50,6 @@ def outcome_json(outcome: Outcome) -> str:
         "layers": outcome.layers,
         "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
-        "note": outcome.note,
         "timings": [
             asdict(timing) | {"scheme": timing.scheme.describe()} for timing in outcome.timings
         ],
@@ -62,10 +60,6 @@ def outcome_json(outcome: Outcome) -> str:
 
 def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
     """Format the comparison for the terminal."""
-    found, agreement = outcome.comparison, outcome.comparison.agreement
-    before, after = agreement.perplexity
-    there, back = agreement.full_to_small, agreement.small_to_full
-    error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
     schemes = " and ".join(
         scheme if count == outcome.layers else f"{count} {scheme}"
         for scheme, count in outcome.schemes.items()
@@ -73,45 +67,10 @@ def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
     lines = [
         f"written to {outcome.folder}",
         f"{outcome.layers} layers, {schemes} by {spec.resolved_method}, "
-        f"run by {', '.join(found.backends)}",
+        f"run by {', '.join(outcome.comparison.backends)}",
         "",
-        f"{'':<22}{'before':>14}{'after':>14}{'':>10}",
+        str(outcome.comparison),
     ]
-    if found.disk is not None:
-        lines.append(_bytes_line("bytes on disk", found.disk))
-        lines += [f"  {outcome.note}"] if outcome.note else []
-    lines += [
-        _bytes_line("bytes resident", found.resident),
-        f"{'perplexity':<22}{before:>14.4f}{after:>14.4f}{agreement.change:>+10.2%}{error}",
-        *_speed_lines(found),
-        "",
-        f"measured on {found.material}, {agreement.examples:,} examples, "
-        f"{agreement.positions:,} positions",
-        f"same likeliest answer  {agreement.top1:.2%}",
-    ]
-    for name, one in (("before to after", there), ("after to before", back)):
-        lines.append(
-            f"divergence, {name}  mean {one.mean:.5f}, worst {one.worst:.4f} "
-            f"(example {one.example}, position {one.position})"
-        )
-    lines.append("worst layers           " + "; ".join(f"{p} {e:.2%}" for p, e in found.layers))
     if outcome.kept:
         lines.append(f"kept in float, which is faster for them: {', '.join(outcome.kept)}")
     return "\n".join(lines)
-
-
-def _bytes_line(name: str, pair: tuple[int, int]) -> str:
-    return f"{name:<22}{pair[0]:>14,}{pair[1]:>14,}{pair[1] / pair[0]:>9.3f}x"
-
-
-def _speed_lines(found: Comparison) -> list[str]:
-    lines = []
-    for name, speed in (("prefill", found.prefill), ("decode", found.decode)):
-        if speed is None:
-            continue
-        before, after = speed.tokens_per_second
-        said = "" if speed.ratio < 1 else "  slower than before"
-        lines.append(
-            f"{name + ' tokens/s':<22}{before:>14,.0f}{after:>14,.0f}{1 / speed.ratio:>9.2f}x{said}"
-        )
-    return lines

@@ -88,7 +88,11 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Everything that `glass quantize` prints. Bytes on disk are None before it is written."""
+    """Everything that `glass quantize` prints, as text when printed.
+
+    Pairs are of (full, small). Bytes on disk are None for models in memory; `note` says what those
+    before are of, where that is not plain.
+    """
 
     resident: tuple[int, int]
     agreement: Agreement
@@ -98,10 +102,55 @@ class Comparison:
     backends: tuple[str, ...]
     material: str
     disk: tuple[int, int] | None = None
+    note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        agreement = self.agreement
+        before, after = agreement.perplexity
+        error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
+        lines = [f"{'':<22}{'before':>14}{'after':>14}{'':>10}"]
+        if self.disk is not None:
+            lines.append(_bytes_line("bytes on disk", self.disk))
+            lines += [f"  {self.note}"] if self.note else []
+        lines += [
+            _bytes_line("bytes resident", self.resident),
+            f"{'perplexity':<22}{before:>14.4f}{after:>14.4f}{agreement.change:>+10.2%}{error}",
+            *self._speed_lines(),
+            "",
+            f"measured on {self.material}, {agreement.examples:,} examples, "
+            f"{agreement.positions:,} positions",
+            f"same likeliest answer  {agreement.top1:.2%}",
+        ]
+        ways = {
+            "before to after": agreement.full_to_small,
+            "after to before": agreement.small_to_full,
+        }
+        for name, one in ways.items():
+            lines.append(
+                f"divergence, {name}  mean {one.mean:.5f}, worst {one.worst:.4f} "
+                f"(example {one.example}, position {one.position})"
+            )
+        worst = "; ".join(f"{path} {error:.2%}" for path, error in self.layers)
+        return "\n".join([*lines, f"worst layers           {worst}"])
+
+    def _speed_lines(self) -> list[str]:
+        lines = []
+        for name, speed in (("prefill", self.prefill), ("decode", self.decode)):
+            if speed is None:
+                continue
+            before, after = speed.tokens_per_second
+            said = "" if speed.ratio < 1 else "  slower than before"
+            name = f"{name} tokens/s"
+            lines.append(f"{name:<22}{before:>14,.0f}{after:>14,.0f}{1 / speed.ratio:>9.2f}x{said}")
+        return lines
+
+
+def _bytes_line(name: str, pair: tuple[int, int]) -> str:
+    return f"{name:<22}{pair[0]:>14,}{pair[1]:>14,}{pair[1] / pair[0]:>9.3f}x"
 
 
 def compare(
