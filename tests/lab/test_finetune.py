@@ -153,7 +153,7 @@ def test_sizes_of_a_quantized_lora_run_are_of_two_complete_models(both, tmp_path
     before, after = outcome.comparison.disk
     assert before == sum(4 * p.numel() for p in gf.load(both / "lora@last").parameters())
     assert after < before / 2
-    assert "LoRA alone" in outcome.note
+    assert "LoRA alone" in outcome.comparison.note
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

@@ -42,7 +42,7 @@ def tokens_of(subject: Subject, batch: int, length: int, *, seed: int) -> Tensor
 def other_tokens(subject: Subject, tokens: Tensor) -> Tensor:
     """Return a different token at every position, none of them special."""
     allowed = torch.tensor([i for i in range(subject.vocab_size) if i not in subject.specials])
-    at = torch.searchsorted(allowed, tokens).clamp(max=len(allowed) - 1)
+    at = torch.searchsorted(allowed, tokens.contiguous()).clamp(max=len(allowed) - 1)
     shift = torch.randint(1, max(2, len(allowed)), tokens.shape, generator=seeded(61))
     return allowed[(at + shift) % len(allowed)]
 
