@@ -6,6 +6,7 @@ glassformer is imported, so that a disagreement seen twice is the model's.
 """
 
 import copy
+import inspect
 import sys
 import tempfile
 import warnings
@@ -36,6 +37,10 @@ def _is_both(model: Model) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False)) and hasattr(
         model, "get_encoder"
     )
+
+
+def _takes(model: Model, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
 
 
 def _ask(model: Model, tokens: Tensor, mask: Tensor | None = None, **more: Any) -> Any:
@@ -85,7 +90,7 @@ def padded_left(model: Model) -> float:
     """A row padded on the left, with position_ids where they are taken, and the same row alone."""
     tokens, mask, _ = _padded(left=True)
     more = {}
-    if "position_ids" in model.forward.__code__.co_varnames:
+    if _takes(model, "position_ids"):
         more = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     return _gap(
         _ask(model, tokens, mask, **more).logits[1:, 4:], _ask(model, tokens[1:, 4:]).logits
@@ -94,15 +99,12 @@ def padded_left(model: Model) -> float:
 
 def _fed(model: Model, tokens: Tensor, pieces: list[int], mask: Tensor | None = None) -> Tensor:
     past, at, columns = None, 0, []
-    name = (
-        "cache_params"
-        if "cache_params" in model.forward.__code__.co_varnames
-        else "past_key_values"
-    )
+    names = ("past_key_values", "cache_params", "state")
+    name = next(name for name in names if _takes(model, name))
     for length in pieces:
         seen = None if mask is None else mask[:, : at + length]
         more = {name: past, "use_cache": True}
-        if seen is not None and "position_ids" in model.forward.__code__.co_varnames:
+        if seen is not None and _takes(model, "position_ids"):
             more["position_ids"] = (seen.cumsum(1) - 1).clamp(min=0)[:, at:]
         result = _ask(model, tokens[:, at : at + length], seen, **more)
         past = getattr(result, name)
@@ -119,7 +121,7 @@ def steps(model: Model) -> float:
         return plain
     padded, mask, _ = _padded(left=True)
     more = {}
-    if "position_ids" in model.forward.__code__.co_varnames:
+    if _takes(model, "position_ids"):
         more = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     whole = _ask(model, padded, mask, **more).logits[mask.bool()]
     return max(plain, _gap(_fed(model, padded, [6, 1, 1, 1], mask)[mask.bool()], whole))
@@ -231,7 +233,10 @@ def second_turn(model: Model) -> float:
 def window(model: Model) -> float:
     """With a sliding window of 4: token by token, and all at once."""
     config = copy.deepcopy(model.config)
-    config.sliding_window = 4
+    name = next(
+        n for n in ("sliding_window", "attention_window_size", "window_size") if hasattr(config, n)
+    )
+    setattr(config, name, 4)
     narrow = type(model)(config).eval()
     narrow.load_state_dict(model.state_dict())
     tokens = _tokens(2, 9)

@@ -2,10 +2,11 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from xml.etree import ElementTree
 
 from torch import nn
 
@@ -77,6 +78,63 @@ class Report:
             "redrawn": self.redrawn,
             "checks": checks,
         }
+
+    def markdown(self) -> str:
+        """Return a table of what does not hold, for a pull request; the rest is counted."""
+        lines = [f"**{self.passed} passed, {self.failed} failed, {self.warnings} warnings**", ""]
+        rows = [f for f in self.findings if f.failed or f.warned]
+        if rows:
+            lines += ["| verdict | check | gap | allowed | note |", "|---|---|---|---|---|"]
+        for f in rows:
+            note = f.note.replace("|", "\\|")
+            lines.append(f"| {f.verdict} | {f.name} | {_number(f.worst)} | {_bar(f)} | {note} |")
+        return "\n".join(lines) + "\n"
+
+    def junit(self) -> str:
+        """Return JUnit XML: a test for each check; what was not offered is skipped."""
+        suite = ElementTree.Element(
+            "testsuite",
+            name="glass verify",
+            tests=str(len(self.findings)),
+            failures=str(self.failed),
+            skipped=str(sum(f.verdict in ("not offered", "raised") for f in self.findings)),
+        )
+        for f in self.findings:
+            case = ElementTree.SubElement(
+                suite,
+                "testcase",
+                classname=f"{f.subject}.{f.group}",
+                name=f.name,
+                time=f"{f.seconds:.4f}",
+            )
+            said = f"{f.verdict}: {_number(f.worst)}, allowed {_bar(f)}. {f.note}"
+            if f.failed:
+                ElementTree.SubElement(case, "failure", message=said)
+            elif f.verdict in ("not offered", "raised"):
+                ElementTree.SubElement(case, "skipped", message=f.note)
+            elif f.warned:
+                ElementTree.SubElement(case, "system-out").text = said
+        return ElementTree.tostring(suite, encoding="unicode")
+
+    def compare(self, older: Mapping[str, Any]) -> list[str]:
+        """Return what changed since an older certificate (`to_dict()`): "was 3e-07, is 2e-03".
+
+        A check is named if its verdict changed, or if it is gone.
+        """
+        before = {(c["subject"], c["name"], c["dtype"]): c for c in older["checks"]}
+        lines = []
+        for f in self.findings:
+            was = before.get((f.subject, f.name, f.dtype))
+            if was is None or was["verdict"] == f.verdict:
+                continue
+            gap = "no match" if was["worst"] is None else _number(was["worst"])
+            lines.append(
+                f"{f.name}: was {was['verdict']} ({gap}), is {f.verdict} ({_number(f.worst)})"
+            )
+        gone = set(before) - {(f.subject, f.name, f.dtype) for f in self.findings}
+        return lines + [
+            f"{name}: was {before[s, name, d]['verdict']}, is gone" for s, name, d in sorted(gone)
+        ]
 
     def raise_if_failed(self) -> None:
         """Raise an exception that names the first failure."""
