@@ -42,7 +42,7 @@ RATIO_REACH, GLU_REACH = 0.05, 0.15
 #: The same for a ratio that any rank can meet.
 RANKED_REACH = 0.01
 #: How far, as a factor, they may be from the best design's own shape where a wish is free.
-ASPECT_REACH, EXPANSION_REACH = 2.0, 0.5
+ASPECT_REACH = 2.0
 #: From this drift of the ratio on, the answer suggests dropping the wish.
 FAR = 0.1
 #: Widths are multiples that int4 takes if that adds at most this drift: FAR, in units.
@@ -359,6 +359,7 @@ def _gave_way(budget: Budget, asked: Budget, best: Design) -> tuple[str, ...]:
             )
     if lines and budget.multiple != asked.multiple:
         lines.append(
-            f"widths are multiples of {budget.multiple}, which int4 needs; --multiple 1 is nearer"
+            f"widths are multiples of {budget.multiple}, which int4 needs; multiple 1 would be "
+            "nearer"
         )
     return tuple(lines)

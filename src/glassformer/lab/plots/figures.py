@@ -138,6 +138,10 @@ def design_figure(answer: Answer) -> bytes:
     return picture.getvalue()
 
 
+#: The colours of the parts, as on the page Design: token, position, head, attention, FFN, norms.
+PARTS = (0, 1, 2, 4, 6, 7)
+
+
 def _draw_allocation(axes: Any, answer: Answer) -> None:
     found = allocate(answer.spec)
     layers = {
@@ -152,14 +156,17 @@ def _draw_allocation(axes: Any, answer: Answer) -> None:
     parts |= {**layers, "norms": rest}
     low = 0
     for number, (name, count) in enumerate(parts.items()):
-        axes.bar(0, count, bottom=low, width=0.6, color=SERIES[number])
-        if count / found.total >= 0.03:
-            text = f"{name}\n{count / found.total:.1%}"
-            axes.text(
-                0, low + count / 2, text, ha="center", va="center", fontsize=7.5, color="white"
-            )
+        axes.bar(0, count, bottom=low, width=0.6, color=SERIES[PARTS[number]])
+        share, middle = count / found.total, low + count / 2
+        if share >= 0.03:
+            text = f"{name}\n{share:.1%}"
+            axes.text(0, middle, text, ha="center", va="center", fontsize=7.5, color="white")
+        elif share >= 0.001:  # too thin for a label inside
+            text = f"{name}\n{share:.1%}"
+            axes.text(0.33, middle, text, va="center", fontsize=7, color=SERIES[PARTS[number]])
         low += count
     axes.axhline(answer.best.target, color=COLOURS["ink"].light, linewidth=0.8, linestyle="--")
+    axes.set_xlim(-0.35, 0.62)
     axes.set_xticks([])
     axes.yaxis.set_major_formatter(lambda count, _: f"{count / 1e6:g}M")
     axes.set_ylabel("parameters (dashed: the target)")

@@ -144,7 +144,7 @@ def design(query: Query, lab: Workspace) -> dict[str, Any]:
             "verdict": best.portability.verdict(),
             "reasons": best.portability.reasons(),
             "settings": best.portability.change,
-            "label": command_of(best.portability.change),
+            "label": _request(best.portability.change),
         },
         "within": abs(best.error) <= answer.budget.tolerance,
         "lines": [
@@ -167,6 +167,11 @@ def design(query: Query, lab: Workspace) -> dict[str, Any]:
             for each in (best, *answer.alternatives)
         ],
     }
+
+
+def _request(change: dict[str, Any]) -> str:
+    """Return the label of the button that makes a change; empty without one."""
+    return f"request {command_of(change).replace('--', '')}" if change else ""
 
 
 def _infeasible(found: Infeasible) -> dict[str, Any]:
