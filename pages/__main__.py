@@ -1,20 +1,24 @@
-"""`python -m pages quotes|options|figures|screens [NAME ...]`, from the repository's root."""
+"""`python -m pages WHAT [NAME ...]`, from the repository's root: what docs/ shows of us."""
 
 import argparse
+from pathlib import Path
 
-from pages import options, quotes, screens
-from pages.figures import FIGURES, draw
+from pages import animation, notebooks, options, quotes, screens
+from pages.figures import FIGURES, PICTURES, draw
 from pages.quotes import ROOT
 
 
 def main() -> None:
     """Write what was asked for, and tell which files changed."""
+    known = [*PICTURES, *FIGURES]
     parser = argparse.ArgumentParser(prog="python -m pages", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("quotes", help="write every quote of docs/ as its source is now")
     verbs.add_parser("options", help="write every table of options as its spec is now")
+    verbs.add_parser("notebooks", help="write a notebook for each chapter of docs/learn")
+    verbs.add_parser("animation", help="train a model and draw it learning; about two minutes")
     figures = verbs.add_parser("figures", help="draw the figures of docs/learn; about two minutes")
-    figures.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
+    figures.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     verbs.add_parser("screens", help="pictures of every page of the explorer after every other one")
     asked = parser.parse_args()
     if asked.verb == "screens":
@@ -23,16 +27,23 @@ def main() -> None:
             print("\n".join([view, *(f"  {flaw}" for flaw in flaws)]))
         print(f"{screens.FOLDER.relative_to(ROOT)}: {len(found)} views with a flaw")
         raise SystemExit(bool(found))
+    if asked.verb == "animation":
+        _tell(animation.draw())
+        return
     if asked.verb != "figures":
-        changed = quotes.refresh() if asked.verb == "quotes" else options.refresh()
+        writers = {"quotes": quotes, "options": options, "notebooks": notebooks}
+        changed = writers[asked.verb].refresh()
         print("\n".join(str(path.relative_to(ROOT)) for path in changed) or "nothing has changed")
         return
-    unknown = [name for name in asked.names if name not in FIGURES]
+    unknown = [name for name in asked.names if name not in known]
     if unknown:
-        parser.error(f"no figure '{unknown[0]}'; there are {', '.join(FIGURES)}")
-    for name in asked.names or FIGURES:
-        path = draw(name)
-        print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1000:.0f} kB", flush=True)
+        parser.error(f"no figure '{unknown[0]}'; there are {', '.join(known)}")
+    for name in asked.names or known:
+        _tell(draw(name))
+
+
+def _tell(path: Path) -> None:
+    print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1000:.0f} kB", flush=True)
 
 
 if __name__ == "__main__":

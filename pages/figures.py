@@ -14,8 +14,12 @@ from matplotlib.figure import Figure
 
 from glassformer.byhand.embedding import sinusoids
 from glassformer.data.batch import Batch
+from glassformer.lens.show.block_picture import inside_picture
+from glassformer.lens.show.diagram import diagram
+from glassformer.lens.show.outline import outline
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import core, preset
 from glassformer.spec.serialize import override
 from pages import runs
@@ -204,8 +208,35 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 }
 
 
+def model_picture() -> str:
+    """The stack of chapter 0's model."""
+    return diagram(_smallest(), layout="narrow").svg()
+
+
+def attention_picture() -> str:
+    """The inside of that model's attention."""
+    layer = outline(_smallest())[0].layers[0]
+    part = next(part for part in layer.parts if part.kind == "attn")
+    return inside_picture(part, layer.block, _smallest(), style=True).svg()
+
+
+def _smallest() -> ModelSpec:
+    return preset("core", vocab_size=8, d_model=32, n_heads=2, d_ff=64, max_seq_len=16)
+
+
+#: Pictures that are drawn from a spec, as SVG.
+PICTURES: dict[str, Callable[[], str]] = {
+    "model": model_picture,
+    "attention-inside": attention_picture,
+}
+
+
 def draw(name: str, *, folder: Path = FOLDER) -> Path:
-    """One figure as a PNG file."""
+    """One figure as a PNG file, or a picture as SVG."""
+    if name in PICTURES:
+        path = folder / f"{name}.svg"
+        path.write_text(PICTURES[name]() + "\n", encoding="utf-8")
+        return path
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     with runs.one_thread():

@@ -6,10 +6,14 @@ import struct
 import subprocess
 import sys
 import unittest.mock
+import xml.etree.ElementTree as ElementTree
 from contextlib import nullcontext
 
+import nbformat
+import numpy as np
 import pytest
-from pages.figures import FIGURES, FOLDER, draw
+from pages import animation, notebooks
+from pages.figures import FIGURES, FOLDER, PICTURES, draw
 from pages.quotes import PAGES, QUOTE, BadQuote, excerpt, refresh, refreshed, source_of
 
 from glassformer.checks.catalogue import PART_CHECKS, SUBJECT_CHECKS
@@ -93,10 +97,11 @@ def test_a_quote_of_nothing_is_refused(text, what):
 # --- chapters -------------------------------------------------------------------------------------
 
 
-def test_there_is_a_chapter_for_each_of_the_eight_outcomes():
+def test_there_is_a_chapter_for_each_of_the_eight_outcomes_after_the_whole_model():
     index = (LEARN / "index.md").read_text()
-    assert len(CHAPTERS) == 8
-    assert re.findall(r"\((\d\d-\w+\.md)\)", index) == [page.name for page in CHAPTERS]
+    assert len(CHAPTERS) == 1 + 8
+    listed = re.findall(r"^\| \d \| \[[^]]+\]\((\d\d-\w+\.md)\)", index, re.M)
+    assert listed == [page.name for page in CHAPTERS]
 
 
 @pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.name)
@@ -106,7 +111,7 @@ def test_a_chapter_has_all_its_parts(page):
     assert [heading for heading in headings if heading in PARTS] == list(PARTS)
     quoted = {found["file"].split("/")[1] for found in QUOTE.finditer(text)}
     assert "byhand" in quoted and len(quoted) > 1, quoted
-    assert re.findall(r"!\[[^]]+\]\(\.\./images/learn/(\w+)\.png\)", text), "no figure"
+    assert re.findall(r"!\[[^]]+\]\(\.\./images/learn/([\w-]+)\.(?:png|svg)\)", text), "no figure"
     answers = re.findall(r"<details.*?</details>", text, re.S)
     assert len(answers) >= 3
     assert all(re.search(r"^ *assert ", "".join(BLOCK.findall(answer)), re.M) for answer in answers)
@@ -157,3 +162,37 @@ def test_a_figure_drawn_twice_has_the_same_bytes(tmp_path):
     for name in ("attention", "masks"):
         first, second = (draw(name, folder=tmp_path / place).read_bytes() for place in "ab")
         assert first == second
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_the_spec_draws(name):
+    assert (FOLDER / f"{name}.svg").read_text("utf-8") == PICTURES[name]() + "\n"
+
+
+def test_the_moving_picture_is_small_moves_and_has_no_script():
+    film = animation.PATH.read_text("utf-8")
+    assert len(film.encode()) < 500_000
+    assert "@keyframes" in film and "prefers-reduced-motion" in film and "<script" not in film
+    frames = [animation.Frame(step, 1.0, ("1",), np.eye(2)) for step in (1, 2)]
+    drawn = animation.picture(animation.Film(("1", "EOS"), ("1", "EOS"), tuple(frames), (2.0, 1.0)))
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+
+
+# --- notebooks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", notebooks.chapters(), ids=lambda page: page.name)
+def test_a_notebook_is_its_chapter(page):
+    written = (notebooks.FOLDER / f"{page.stem}.ipynb").read_text("utf-8")
+    assert written == notebooks.notebook(page), "run: python -m pages notebooks"
+    found = nbformat.reads(written, as_version=4)
+    nbformat.validate(found)
+    code = ["".join(cell.source) for cell in found.cells if cell.cell_type == "code"]
+    assert len(code) == len(BLOCK.findall(page.read_text()))
+    for cell in code:
+        compile(cell, page.name, "exec")
+
+
+def test_a_picture_that_a_chapter_prints_is_drawn_in_its_notebook():
+    text = notebooks.notebook(LEARN / "00-model.md")
+    assert "display(gf.diagram(spec))" in text and "display(seen.token_path(8))" in text

@@ -32,7 +32,7 @@ Overrides = Annotated[
 Runs = Annotated[str, typer.Option(help="The folder that holds the runs.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[
-    int | None, typer.Option(help="CPU threads; as many as the work is worth unless said.")
+    int | None, typer.Option(help="CPU threads; by default chosen by the size of the work.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 

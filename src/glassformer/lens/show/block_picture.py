@@ -9,10 +9,12 @@ from typing import Any, assert_never, get_args
 
 from glassformer.lens.show.html import escape_line
 from glassformer.lens.show.outline import Kind, Part, ffn_words, format_count, norm_name
+from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
     MLP,
     ALiBi,
     Attention,
+    Block,
     FeedForward,
     ModelSpec,
     MoE,
@@ -321,3 +323,34 @@ def _experts(ffn: MoE, D: int, y: float, part: Part) -> tuple[list[Element], flo
     funnel, bottom = _funnel(ffn.expert, D, 0)
     drawn.append(Element("g", {"transform": f"translate(0 {y + 18:g})"}, tuple(funnel)))
     return drawn, y + 18 + bottom
+
+
+def inside_picture(part: Part, block: Block, model: ModelSpec, *, style: bool = False) -> Element:
+    """Return the inside of an attention or a feed-forward as a picture of its own."""
+    match part.kind:
+        case "cross":
+            assert block.cross is not None
+            drawn, height = inside_attention(part, block.cross, model)
+        case "attn":
+            drawn, height = inside_attention(part, block.attention, model)
+        case "ffn":
+            drawn, height = inside_ffn(part, block.ffn, model)
+        case "embed" | "position" | "norm" | "head":
+            raise InputError(f"nothing is drawn inside a part of the kind '{part.kind}'")
+        case _ as unreachable:
+            assert_never(unreachable)
+    pad, width, tall = 14 if style else 2, INSIDE, height + 6
+    box = f"{-pad} {-pad if style else 0} {width + 2 * pad} {tall + (2 * pad if style else 0):g}"
+    props = {
+        "class": "glass-diagram",
+        "role": "img",
+        "aria-label": f"inside the {part.title.lower()}",
+        "viewBox": box,
+        "width": box.split()[2],
+        "height": box.split()[3],
+    }
+    if not style:
+        return Element("svg", props, (drawn,))
+    paper = rect(-pad, -pad, width + 2 * pad, tall + 2 * pad, "paper", round_=10)
+    props = {"xmlns": "http://www.w3.org/2000/svg", **props}
+    return Element("svg", props, (Element("style", {}, (STYLE,)), paper, drawn))

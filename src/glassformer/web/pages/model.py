@@ -10,12 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from glassformer.lab.runs.record import load_run_spec
-from glassformer.lens.show.block_picture import (
-    INSIDE,
-    Element,
-    inside_attention,
-    inside_ffn,
-)
+from glassformer.lens.show.block_picture import Element, inside_picture
 from glassformer.lens.show.diagram import Diagram
 from glassformer.lens.show.outline import Layer, Part, outline
 from glassformer.lens.show.text import shown
@@ -95,7 +90,8 @@ def _detail(
         key = f"{layer.prefix}blocks.{at}.{key.rpartition('.')[2]}"
         if layer.count > 1:
             words.append(_layer_choice(layer, at))
-        words += _inside(spec, part, layer)
+        if part.kind in ("attn", "cross", "ffn"):
+            words.append(inside_picture(part, layer.block, spec))
         if part.kind in ("attn", "cross"):
             words.append(_head_links(layer, part, at, run))
     tables = [*_parameter_table(_at_key(spec, part, key)), *_tap_table(spec, key)]
@@ -120,27 +116,6 @@ def _layer_choice(layer: Layer, at: int) -> Element:
     chooser = Element("select", {"id": "model-layer", "data-param": "layer"}, options)
     label = Element("label", {"for": "model-layer"}, ("Layer",))
     return Element("div", {"class": "field"}, (label, chooser))
-
-
-def _inside(spec: ModelSpec, part: Part, layer: Layer) -> list[Element]:
-    block = layer.block
-    if part.kind == "attn":
-        drawn, height = inside_attention(part, block.attention, spec)
-    elif part.kind == "cross" and block.cross is not None:
-        drawn, height = inside_attention(part, block.cross, spec)
-    elif part.kind == "ffn":
-        drawn, height = inside_ffn(part, block.ffn, spec)
-    else:
-        return []
-    props = {
-        "class": "glass-diagram",
-        "role": "img",
-        "aria-label": f"inside the {part.title.lower()}",
-        "viewBox": f"-2 0 {INSIDE + 4} {height + 6:g}",
-        "width": f"{INSIDE + 4}",
-        "height": f"{height + 6:g}",
-    }
-    return [Element("svg", props, (drawn,))]
 
 
 def _head_links(layer: Layer, part: Part, at: int, run: str) -> Element:
