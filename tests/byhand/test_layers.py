@@ -179,5 +179,8 @@ def test_without_rng_first_values_are_new_each_time() -> None:
     for make in makers:
         one, other = make(), make()
         assert any(not np.array_equal(one.params[n], other.params[n]) for n in one.params)
+    layer = 4 * (D * D + D) + 2 * D * F + F + D + 4 * D
+    assert repr(one).startswith(f"<Transformer: {2 * V * D + V + layer:,} parameters, 1 layers")
     norm = LayerNorm(D)
+    assert repr(norm) == "<LayerNorm: weight (12,), bias (12,)>"
     assert norm.gamma is norm.params["weight"] and norm.beta is norm.params["bias"]

@@ -77,6 +77,7 @@ def test_verify(case):
     report = gf.verify(model, only="names")
     assert report.passed and not report.failed
     assert gf.verify(model, only="cache").passed
+    assert model.training
 
 
 def test_trace(case):

@@ -70,6 +70,10 @@ class Layer:
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] = {}
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in self.params.items())
+        return f"<{type(self).__name__}: {shapes or 'no parameters'}>"
+
     def slots(self) -> list[Slot]:
         """Return slots for `Adam(layer.slots())`, after the first backward; only matrices decay."""
         return [Slot(p, self.grads[name], p.ndim == 2) for name, p in self.params.items()]
@@ -428,6 +432,14 @@ class Transformer:
     def spec(self) -> spec.ModelSpec:
         """What the model is."""
         return self.model.spec
+
+    def __repr__(self) -> str:
+        size, heads = self.model.storage.vector.size, next(self.spec.decoder.blocks()).attention
+        return (
+            f"<{type(self).__name__}: {size:,} parameters, {self.spec.n_layers} layers, d_model "
+            f"{self.spec.d_model}, {heads.n_heads} heads, vocabulary {self.spec.vocab_size}, "
+            f"{self.model.dtype} in NumPy>"
+        )
 
     def slots(self) -> list[Slot]:
         """Return slots for an optimizer; norms and biases do not decay."""
