@@ -21,10 +21,10 @@ TWO, SMALL = "model.decoder.layers.count=2", "train.batch_size=64"
 #: Recipe and overrides, by machine; parity is the hardest to learn.
 MACHINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "parity": ("parity", ("train.steps=5000", TWO)),
-    "mod-3": ("mod-3", ("train.steps=3500", TWO, SMALL)),
+    "mod-3": ("mod-3", ("train.steps=3000", TWO, SMALL)),
     "brackets-2": (
         "brackets",
-        ("task.machine=brackets-2", "task.max_length=32", "train.steps=3000", SMALL),
+        ("task.machine=brackets-2", "task.max_length=32", "train.steps=1500", SMALL),
     ),
 }
 #: Two states that the last symbol decides: learned in seconds.

@@ -4,7 +4,9 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
+from bench.extract import QUICK
 
+import glassformer as gf
 from glassformer.lab import api
 from glassformer.lab.measure.evaluate import order, shares
 from glassformer.web.app import limits
@@ -43,6 +45,20 @@ def test_a_cell_shows_the_examples_that_it_counts(client: Client, runs: Path) ->
                     assert asked in example["text"].split()
                 seen += [example["row"] for example in got["examples"]]
         assert sorted(seen) == list(range(found["examples"]))
+
+
+def test_a_machine_is_extracted_and_drawn(open_app: Opener, tmp_path: Path) -> None:
+    ((recipe, overrides),) = QUICK.values()
+    small = ["model.d_model=16", "train.steps=8"]
+    gf.train(recipe, name="machine", runs=tmp_path, overrides=[*overrides, *small])
+    client = open_app(tmp_path)
+    assert client.get("/api/runs/machine/errors")["is_machine"]
+    found = client.get("/api/runs/machine/machine")
+    own = gf.extract(tmp_path / "machine")
+    assert found["text"] == " ".join(own.sentences())
+    tag, props, *inside = found["drawing"]
+    assert tag == "svg" and props["aria-label"] == own.sentences()[0]
+    assert [each[0] for each in inside].count("circle") >= own.machine.n_states
 
 
 def test_a_checkpoint_is_measured_once(

@@ -156,10 +156,13 @@ class Extraction:
                 f"{_string(self.difference)} they differ."
             )
         for one in self.fidelity:
+            kind = (
+                "longer strings than in training" if one.split == "longer" else "held-out strings"
+            )
             lines.append(
-                f"It agrees with the model on {one.agreed:,} of {one.strings:,} strings of "
-                f"'{one.split}' ({one.share:.1%}), at {one.positions_agreed / one.positions:.2%} "
-                "of their positions."
+                f"It agrees with the model on {one.agreed:,} of {one.strings:,} {kind} "
+                f"({one.share:.1%}), at {one.positions_agreed / one.positions:.2%} of their "
+                "positions."
             )
         if self.disagreement is None:
             lines.append(

@@ -12,7 +12,7 @@ from glassformer.data.automata.machine import Machine
 from glassformer.lens.show.html import escape, escape_line
 from glassformer.lens.show.svg import SERIES
 
-RADIUS, SPACE, LOOP, LINE = 30.0, 190.0, 46.0, 15.0
+RADIUS, SPACE, LOOP, LINE = 33.0, 196.0, 46.0, 15.0
 #: An edge bends by this much for each state that it spans.
 BEND = 34.0
 Point = tuple[float, float]

@@ -7,6 +7,7 @@ how many those are. Numbers are those of `glass evaluate`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError, nearest
@@ -63,6 +64,7 @@ def _evaluate(run: Any, checkpoint: str, split: str | None) -> Evaluated:
 
 def errors(query: Query, workspace: Workspace) -> dict[str, Any]:
     """Return the whole evaluation: shares by group, confusion tables, some wrong rows."""
+    from glassformer.data.tasks.fsm import Fsm
     from glassformer.lab.measure.evaluate import READINGS, order, shares
 
     query.only("split", "step")
@@ -89,6 +91,7 @@ def errors(query: Query, workspace: Workspace) -> dict[str, Any]:
         "splits": dict(sizes),
         "of": sizes[evaluation.split],
         "tables": tables,
+        "is_machine": isinstance(found.task, Fsm),
         "wrong": evaluation.wrong,
         "errors": [_shown(error) for error in evaluation.errors],
         "positions": evaluation.tokens.get("positions", []),
@@ -132,6 +135,39 @@ def cell(query: Query, workspace: Workspace) -> dict[str, Any]:
     }
 
 
+def machine(query: Query, workspace: Workspace) -> dict[str, Any]:
+    """Return the finite-state machine that a model computes, in words and drawn."""
+    query.only("step")
+    name = query.text("id")
+    workspace.run(name)
+    folder = workspace.checkpoint(name, query.text("step", default="best", most=20))
+    key = ("machine", folder, written_at(folder))
+    result: dict[str, Any] | None = workspace.results.find(key)
+    if result is None:
+        with workspace.heavy():
+            result = workspace.results.find(key) or _machine(workspace.folder(name), folder.name)
+        workspace.results.put(result, key=key)
+    return result
+
+
+def _machine(run: Any, checkpoint: str) -> dict[str, Any]:
+    from glassformer.lab.extract import extract
+
+    found = extract(str(RunRef(str(run), str(int(checkpoint.removeprefix("step-"))))))
+    return {
+        "text": " ".join(found.sentences()),
+        "drawing": _tree(ElementTree.fromstring(found.svg())),
+    }
+
+
+def _tree(node: ElementTree.Element) -> list[Any]:
+    """Return a drawing of ours as the nested lists of which the page builds its nodes."""
+    inside: list[Any] = [node.text] if node.text else []
+    for each in node:
+        inside += [_tree(each), *([each.tail] if each.tail else [])]
+    return [node.tag.rpartition("}")[2], dict(node.attrib), *inside]
+
+
 def _requested(query: Query, workspace: Workspace) -> Evaluated:
     return evaluated(
         query.text("id"),
@@ -144,4 +180,5 @@ def _requested(query: Query, workspace: Workspace) -> Evaluated:
 ROUTES: tuple[Route, ...] = (
     ("GET", "/api/runs/{id}/errors", errors),
     ("GET", "/api/runs/{id}/errors/cell", cell),
+    ("GET", "/api/runs/{id}/machine", machine),
 )

@@ -108,8 +108,8 @@ def machine(run: Subject) -> Iterator[str]:
     if not isinstance(task, Fsm):
         return
     found = extract_machine(engine, task)
-    yield "".join(map(say, found.sentences()))
     yield f'<div class="scroll">{found.svg()}</div>'
+    yield say(" ".join(found.sentences()))
     yield say(
         "A double circle: a string may end here. On the edges, a symbol and the model's mean "
         f"probability of it. As a file: glass extract {run.name} -o machine.svg",

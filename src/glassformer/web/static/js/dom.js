@@ -33,6 +33,12 @@ export function svg(tag, props, ...children) {
   return apply(put(document.createElementNS(SVG, tag), ...children), props);
 }
 
+/** Nodes of a tree that the server made: [tag, attributes, inside …]; text stays text. */
+export function build([tag, props, ...inside], make = el) {
+  const own = tag === "svg" ? svg : make;
+  return own(tag, props, inside.map((each) => (typeof each === "string" ? each : build(each, own))));
+}
+
 /** Replace what a node holds. */
 export function fill(node, ...children) {
   node.replaceChildren();

@@ -2,7 +2,7 @@
 
 import "./confusion.js";
 import { query } from "./api.js";
-import { busy, el, field, fill, meter, nothingYet, right, scrolled, select, silent, table } from "./dom.js";
+import { build, busy, el, field, fill, meter, nothingYet, right, scrolled, select, silent, table } from "./dom.js";
 import { count, percent, short } from "./format.js";
 import { latest, mounted } from "./state.js";
 
@@ -18,6 +18,8 @@ class Errors {
     this.measure = latest(async (signal, path, options) => [await context.api.get(path, { signal }),
       await context.api.get(query(`${path}/errors`, options), { signal })]);
     this.open = latest((signal, path) => context.api.get(path, { signal }));
+    this.extract = latest((signal, path) => context.api.get(path, { signal }));
+    this.machine = el("section", { class: "panel", "aria-labelledby": "machine-title", hidden: true });
     this.controls = el("div", { class: "controls" });
     this.facts = el("dl", { class: "facts" });
     this.confusion = el("glass-confusion");
@@ -33,7 +35,7 @@ class Errors {
     this.groups = el("section", { class: "panel", "aria-labelledby": "groups-title" });
     this.detail = el("div", { class: "columns" }, this.examples, this.groups);
     fill(root, el("section", { class: "panel", "aria-label": "What is measured" }, this.controls, this.facts),
-      this.matrix, this.detail);
+      this.machine, this.matrix, this.detail);
   }
 
   async start() {
@@ -67,6 +69,7 @@ class Errors {
       if (!found || this.gone) return false;
       Object.assign(this, { about, found });
       this.context.alert(null);
+      this.#machine(run, step).catch(this.context.alert);
       return true;
     } catch (error) {
       Object.assign(this, { key: null, found: null });
@@ -76,6 +79,16 @@ class Errors {
     } finally {
       if (this.key === key || this.key === null) busy(this.root, false);
     }
+  }
+
+  /** The finite-state machine that the model computes, where it was trained on one. */
+  async #machine(run, step) {
+    this.machine.hidden = !this.found.is_machine;
+    if (this.machine.hidden) return;
+    const title = el("h2", { id: "machine-title" }, "The machine it computes");
+    fill(this.machine, title, el("p", { class: "muted", role: "status" }, "Asking the model about strings."));
+    const found = await this.extract(query(`/api/runs/${encodeURIComponent(run)}/machine`, { step }));
+    if (found) fill(this.machine, title, scrolled("The machine", build(found.drawing)), el("p", {}, found.text));
   }
 
   address(change) {
@@ -108,8 +121,11 @@ class Errors {
       chooser("split", splits, found.split, (split) => go({ split })),
       groups.length > 1 && chooser("table by", groups, this.table.group, (by) => go({ by })));
     const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
-    fill(this.facts, fact("step", count(Number(found.step))), fact("accuracy", percent(found.accuracy, 2)),
-      fact("exact match", percent(found.exact_match, 2)), fact("loss", `${short(found.loss)} nats`),
+    const random = found.oracle.entropy > 0; // strings of a random walk are matched by luck
+    fill(this.facts, fact("step", count(Number(found.step))),
+      random && fact("above the machine's own entropy", `${short(found.oracle.excess)} nats (0 is perfect)`),
+      fact("accuracy", percent(found.accuracy, 2)),
+      !random && fact("exact match", percent(found.exact_match, 2)), fact("loss", `${short(found.loss)} nats`),
       fact("wrong", count(found.wrong)),
       fact("examples", [found.examples < found.of && `the first ${count(found.examples)} of `, count(found.of)]));
     this.matrix.classList.toggle("none", !this.table);
@@ -120,7 +136,7 @@ class Errors {
     const { target, predicted } = this.params;
     const chosen = target === undefined ? null : { target, predicted };
     if (this.table) this.confusion.data = { ...this.table, chosen };
-    const shares = Object.entries(found.by).map(([group, labels]) => [el("h3", {}, `By ${group}`), table({
+    const shares = Object.entries(random ? {} : found.by).map(([group, labels]) => [el("h3", {}, `By ${group}`), table({
       caption: `Exact match by ${group}`,
       head: [group, right("exact match"), right("examples"), SHARE],
       rows: Object.entries(labels).map(([name, share]) =>

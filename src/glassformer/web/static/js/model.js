@@ -1,16 +1,10 @@
 // Model: the picture of a model, a part of it in detail, one token's way through it. The server draws all three.
 
 import { query } from "./api.js";
-import { busy, el, field, fill, isEnter, nothingYet, select, svg } from "./dom.js";
+import { build, busy, el, field, fill, isEnter, nothingYet, select } from "./dom.js";
 import { latest, mounted } from "./state.js";
 
 const wide = matchMedia("(min-width: 1180px)");
-
-/** Nodes of a tree that the server made: [tag, attributes, inside …]; text stays text. */
-function build([tag, props, ...inside], make = el) {
-  const own = tag === "svg" ? svg : make;
-  return own(tag, props, inside.map((each) => (typeof each === "string" ? each : build(each, own))));
-}
 
 class Model {
   constructor(root, context, params) {
