@@ -289,6 +289,8 @@ def _module_of(thing: object) -> nn.Module | None:
     """Return the module whose state a verification must leave as it is."""
     if isinstance(thing, Subject):
         return thing.foreign.module if thing.foreign is not None else thing.model
+    if isinstance(thing, BaseAdapter):
+        return thing.model  # which has the mode; the adapter shares its tables
     return thing if isinstance(thing, nn.Module) else None
 
 
