@@ -492,9 +492,12 @@ def run_part_check(check: PartCheck) -> Iterator[Finding]:
     for dtype, (measure, seconds) in measures.items():
         verdict: Verdict = "passed" if measure.holds else "bug"
         if dtype == torch.float32 and not measure.holds:
-            shrank = wide.holds or wide.worst < PARTS_SHARE * measure.worst
-            verdict = "rounding" if shrank else "bug"
+            verdict = _cause(measure, wide)
         yield _finding(check, "parts", str(dtype), measure, verdict, seconds)
+
+
+def _cause(narrow: Measure, wide: Measure) -> Verdict:
+    return "rounding" if wide.holds or wide.worst < PARTS_SHARE * narrow.worst else "bug"
 
 
 def _part_measure(check: PartCheck, dtype: torch.dtype) -> Measure:
