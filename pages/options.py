@@ -8,6 +8,8 @@ compares every table with its spec:
 With a prefix, the table lists settings that are given as `train.lr=1e-3`, not options of a command:
 
     <!-- options: glassformer/spec/train.py TrainSpec train. -->
+
+`<!-- help: train -->` marks the help of a command, at 80 columns.
 """
 
 import importlib
@@ -22,6 +24,23 @@ MARK = re.compile(
     r"(?:\n(?:\|.*\n)+)?",
     re.M,
 )
+
+
+HELP = re.compile(
+    r"^(?P<mark><!-- help: (?P<verb>[a-z -]*?) ?-->)\n(?:\n```text\n(?:.*\n)*?```\n)?", re.M
+)
+
+
+def help_of(verb: str) -> str:
+    """What `glass VERB --help` prints at 80 columns, as a block."""
+    from typer.testing import CliRunner
+
+    from glassformer.cli.main import app
+
+    shown = CliRunner().invoke(
+        app, [*verb.split(), "--help"], env={"COLUMNS": "80"}, prog_name="glass"
+    )
+    return f"```text\n{shown.stdout.strip()}\n```\n"
 
 
 def table_of(file: str, name: str, prefix: str | None = None) -> str:
@@ -49,6 +68,7 @@ def _row(option: Option, prefix: str | None) -> str:
 
 def refreshed(page: str) -> str:
     """The page with every table as its spec is now."""
+    page = HELP.sub(lambda m: f"{m['mark']}\n\n{help_of(m['verb'])}", page)
     return MARK.sub(lambda m: f"{m['mark']}\n\n{table_of(m['file'], m['name'], m['prefix'])}", page)
 
 

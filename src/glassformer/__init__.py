@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from glassformer.lab.api import lr_find as lr_find
     from glassformer.lab.api import train as train
     from glassformer.lab.budget_report import design as design
+    from glassformer.lab.compare import compare as compare
     from glassformer.lab.extract import extract as extract
     from glassformer.lab.quantize import compare_precision as compare_precision
+    from glassformer.lab.runs.table import runs as runs
     from glassformer.lab.show import show as show
     from glassformer.lens.show.diagram import diagram as diagram
     from glassformer.models.inputs import Inputs as Inputs
@@ -71,6 +73,7 @@ _HOME = {
     "beam_search": "glassformer.generation.generate",
     "build": "glassformer.adapters.load",
     "compare_precision": "glassformer.lab.quantize",
+    "compare": "glassformer.lab.compare",
     "count_parameters": "glassformer.spec.manifest",
     "design": "glassformer.lab.budget_report",
     "diagram": "glassformer.lens.show.diagram",
@@ -88,6 +91,7 @@ _HOME = {
     "preset": "glassformer.spec.presets",
     "quantize": "glassformer.adapters.any_model",
     "report": "glassformer.web.report.document",
+    "runs": "glassformer.lab.runs.table",
     "save": "glassformer.adapters.load",
     "show": "glassformer.lab.show",
     "stream_tokens": "glassformer.generation.generate",

@@ -1,15 +1,18 @@
 """The command as a person or a script meets it."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import glassformer as gf
-from glassformer.cli.main import VERBS, app
+from glassformer.cli.main import GROUPS, OUR_FAULT, VERBS, app, main
 
 
 def glass(*words: str) -> subprocess.CompletedProcess[str]:
@@ -32,15 +35,113 @@ def test_help_imports_no_torch():
 
 def test_help_says_each_verb_in_one_whole_line():
     shown = CliRunner().invoke(app, ["--help"], terminal_width=80).stdout
-    listed = shown.partition("Commands:\n")[2].rstrip().splitlines()
-    verbs = [line.split()[0] for line in listed]
-    assert len(verbs) == len(VERBS) == len(set(verbs))
-    assert verbs[:5] == ["demo", "list", "show", "design", "train"]  # the way a person goes
-    assert all(line.endswith(".") and not line.endswith("...") for line in listed)
-    for verb in verbs:
-        shown = CliRunner().invoke(app, [verb, "--help"]).stdout
-        assert "[[" not in shown, verb
-        assert shown.count(f"glass {verb}") >= 2 or verb in ("demo", "list"), f"{verb}: no example"
+    listed = [line for line in shown.splitlines() if line.startswith("  ") and line.endswith(".")]
+    verbs = [line.split()[0] for line in listed if line.split()[0] in VERBS]
+    assert tuple(verbs) == VERBS  # each on one line, in the order in which they are grouped
+    assert [line for line in shown.splitlines() if line.endswith(":")] == [
+        *(f"{title}:" for title in GROUPS),
+        "Options:",
+    ]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_help_of_a_verb_fits_and_is_in_peoples_words(verb, width):
+    shown = CliRunner().invoke(app, [verb, "-h"], env={"COLUMNS": str(width)}).stdout
+    assert not re.search("<(str|int|float|list|bool)", shown), "a type of Python's"
+    assert "[[" not in shown and "--output" not in shown
+    examples = shown.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert examples or verb == "demo"
+    for line in set(shown.splitlines()) - {*examples}:
+        assert len(line) <= width, line
+    for line in examples:
+        assert "glass" in line, "each example is one line"
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        ("train digits --lr 1e-3", "glass train has no option --lr", "train.lr=1e-3"),
+        ("train digits --batch-size=4", "no option --batch-size", "train.batch_size=4"),
+        ("lr-find digits --layers 3", "no option --layers", "model.decoder.layers.count=3"),
+        ("train digits --step 5", "no option --step", "did you mean '--steps'?"),
+        ("trian digits", "there is no command 'trian'", "did you mean 'train'?"),
+        ("train reverze", "no task 'reverze'", "did you mean 'reverse'?"),
+        ("train", "glass train needs TASK|CONFIG", "glass train --help"),
+        ("train digits position=NoPosition", "unknown key 'position'", "'model.position'"),
+        ("runs --sort zzz --runs tests/fixtures", "no column or setting", "a column: run"),
+        ("evaluate x --limit y", "'--limit'", "glass evaluate --help"),
+    ],
+)
+def test_a_guess_is_answered_in_one_voice(words, what, hint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["glass", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and shown.out == ""
+    first, *rest = shown.err.splitlines()
+    assert first.startswith("error: ") and what in first
+    assert rest[-1].startswith("hint: ") and hint in rest[-1]
+
+
+def test_a_mistake_of_ours_is_three_lines_and_a_file(monkeypatch, capsys):
+    def broken(*_, **__):
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr("glassformer.lab.show.catalogue", broken)
+    monkeypatch.setattr(sys, "argv", ["glass", "list"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    what, where, hint = capsys.readouterr().err.splitlines()
+    assert ended.value.code == OUR_FAULT
+    assert "ZeroDivisionError: by nothing" in what and "our fault" in hint
+    file = Path(where.removeprefix("  at: "))
+    assert "in broken" in file.read_text() and "glass list" in file.read_text()
+    file.unlink()
+
+
+WITHOUT_TORCH = """
+import os, sys
+from glassformer.cli.main import main
+for words in {commands}:
+    sys.argv = ["glass", *words.split()]
+    sys.stderr = sys.stdout = open(os.devnull, "w")
+    try: main()
+    except SystemExit: pass
+    sys.stdout = sys.__stdout__
+    print(words, *(m for m in ("torch", "numpy") if m in sys.modules), sep=",")
+"""
+LIGHT = (
+    *("--help", "list", "runs", "trian", "train reverze", "train digits --lr 1", "completion zsh"),
+    *("compare a b", "show qwen", "help train", "evaluate nothing", "inspect nothing x"),
+    *("generate nothing x", "verify nothing", "quantize nothing", "convert nothing --to hf -o x"),
+)
+
+
+def test_lists_typos_and_help_need_no_torch():
+    script = WITHOUT_TORCH.format(commands=LIGHT)
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert shown.stdout.splitlines() == list(LIGHT), shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("glass tra", "train"),
+        ("glass train rev", "reverse"),
+        ("glass train digits --th", "--threads"),
+    ],
+)
+def test_a_shell_completes(typed, offered):
+    words = typed.split(" ")
+    asked = {"_GLASS_COMPLETE": "complete_bash", "COMP_WORDS": typed}
+    done = subprocess.run(
+        [sys.executable, "-m", "glassformer"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **asked, "COMP_CWORD": str(len(words) - 1)},
+    )
+    assert offered in done.stdout.split()
 
 
 def test_verify_prints_one_json_object():

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from glassformer.cli.actions.list import listing, listing_text
 from glassformer.cli.shell.output import write_file
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import CUT_OFF, is_cut_off, tell, trouble
 from glassformer.lab.runs.record import load_run_spec
+from glassformer.lab.show import catalogue
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.store.rundir import RunDirectory
 
@@ -104,7 +104,7 @@ def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_only_devices_that_exist_are_taken():
     check_device("cpu")
-    for name in ("cpux", "cpu:3", "", "CPU", "cuda:", "cuda:x", "cuda:99999999", "mps"):
+    for name in ("cpux", "cpu:3", "", "CPU", "cuda:", "cuda:x", "cuda:99999999", "mps:1"):
         with pytest.raises(InputError, match="unknown device"):
             check_device(name)
 
@@ -120,11 +120,9 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path):
         (tmp_path / name / "run.json").write_text(json.dumps(record))
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "run.json").write_text('{"status":')
-    lines = listing_text(listing(tmp_path)).splitlines()[-4:]
-    for line, words in zip(
-        lines, ("good finished 25.00%", "nan diverged nan", "odd", "torn damaged"), strict=True
-    ):
-        assert all(word in line for word in words.split())
+    lines = catalogue(tmp_path).text().splitlines()[-4:]
+    for words in ("good finished 25.0%", "nan diverged", "odd", "torn damaged"):
+        assert any(all(word in line for word in words.split()) for line in lines), words
 
 
 def test_a_config_that_is_no_runs_is_told_as_what_it_is(tmp_path: Path):

@@ -84,4 +84,4 @@ def test_the_listing_shows_the_suites_and_the_recipes(glass, runs):  # noqa: F81
     found = json.loads(glass("list", f"--runs={runs}", "--json")[1])
     assert "smallbench" in found["suites"]
     assert {"lm", "lm-modern", "lm-10m"} <= set(found["tasks"])
-    assert "suites   smallbench" in glass("list", f"--runs={runs}")[1]
+    assert "  smallbench " in glass("list", f"--runs={runs}")[1]

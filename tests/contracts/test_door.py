@@ -32,6 +32,8 @@ PUBLIC = [
     "extract",
     "lr_find",
     "report",
+    "runs",
+    "compare",
     "show",
     "generate",
     "stream_tokens",

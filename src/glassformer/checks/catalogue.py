@@ -471,7 +471,7 @@ GROUPS = tuple(dict.fromkeys(check.group for check in (*PART_CHECKS, *SUBJECT_CH
 def check_group(only: str | None) -> None:
     """Refuse a group that does not exist."""
     if only is not None and only not in GROUPS:
-        raise InputError(f"no group of checks '{only}'", hint=nearest(only, GROUPS))
+        raise InputError(f"no group of checks '{only}'", hint=nearest(only, GROUPS, cutoff=0.7))
 
 
 def verify_parts(*, only: str | None = None, deep: bool = False) -> Iterator[Finding]:

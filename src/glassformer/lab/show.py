@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
+from glassformer.lab.runs.table import RunTable
+from glassformer.lab.runs.table import runs as list_runs
 from glassformer.spec.errors import FileError, InputError, nearest
 from glassformer.spec.finetune import lora_manifest
 from glassformer.spec.manifest import count_active_parameters, count_parameters
@@ -32,10 +34,16 @@ from glassformer.spec.model import (
     SwiGLU,
 )
 from glassformer.spec.own import OwnPosition, installed_parts, is_source
-from glassformer.spec.presets import PRESETS, preset, preset_summary
+from glassformer.spec.presets import PRESET_SUMMARIES, PRESETS, preset
 from glassformer.spec.serialize import from_json, override, to_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
 from glassformer.spec.train import RunSpec
+
+#: Suites that `glass evaluate --suite NAME` knows, in a line each.
+SUITE_SUMMARIES = {
+    "smallbench": "eight exams for small language models, with chance",
+    "lm-eval": "tasks of lm-evaluation-harness, offline",
+}
 
 Kind = Literal["task", "preset", "run", "model"]
 
@@ -109,7 +117,7 @@ def show(what: str | Path, *, overrides: Iterable[str] = (), runs: str | Path = 
         return _show_task(name, given)
     if name in PRESETS:
         spec = override(preset(name), [text.removeprefix("model.") for text in given])
-        return Shown(name=name, kind="preset", about=preset_summary(name), model=spec)
+        return Shown(name=name, kind="preset", about=PRESET_SUMMARIES[name], model=spec)
     known = [*TASK_SUMMARIES, *installed_parts(), *PRESETS]
     raise InputError(
         f"there is no task, preset, run or model '{name[:80]}'",
@@ -174,6 +182,64 @@ def _show_task(name: str, overrides: list[str]) -> Shown:
     return Shown(
         name=name, kind="task", about=about, model=plan.spec.model, run=plan.spec, sizes=sizes
     )
+
+
+# --- the catalogue --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """Everything that has a name here: tasks, presets, suites, and the runs of a folder."""
+
+    tasks: Mapping[str, str]
+    presets: Mapping[str, str]
+    suites: Mapping[str, str]
+    runs: RunTable
+
+    def text(self, *, width: int = 100) -> str:
+        """Return a line for each, by group, the newest runs first."""
+        groups = {
+            "tasks to train (glass train NAME)": self.tasks,
+            "presets of models (glass show NAME, glass verify NAME)": self.presets,
+            "suites to measure with (glass evaluate MODEL --suite NAME)": self.suites,
+        }
+        longest = max(len(name) for names in groups.values() for name in names)
+        parts = []
+        for title, names in groups.items():
+            room = max(20, width - longest - 4)
+            lines = (f"  {name:<{longest}}  {_cut(text, room)}" for name, text in names.items())
+            parts.append("\n".join([title, *lines]))
+        if self.runs:
+            table = "\n".join(f"  {row}" for row in self.runs.text(width=width - 2).split("\n"))
+            parts.append(f"runs, the newest first\n{table}")
+        else:
+            parts.append("no runs yet: glass train reverse makes one, in a minute")
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values: names, and the rows of the runs."""
+        return {
+            "tasks": list(self.tasks),
+            "presets": list(self.presets),
+            "suites": list(self.suites),
+            "about": {k: dict(getattr(self, k)) for k in ("tasks", "presets", "suites")},
+            "runs": [{"run": row["id"], **row} for row in self.runs],
+        }
+
+
+def catalogue(runs: str | Path = "runs") -> Catalogue:
+    """Collect tasks, presets, suites and runs, without torch."""
+    own = {name: f"a part of yours: {source}" for name, source in installed_parts().items()}
+    return Catalogue(
+        tasks={**TASK_SUMMARIES, **own},
+        presets=PRESET_SUMMARIES,
+        suites=SUITE_SUMMARIES,
+        runs=list_runs(runs),
+    )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3].rstrip() + "..."
 
 
 # --- words ----------------------------------------------------------------------------------------

@@ -72,10 +72,10 @@ class MachineError(GlassError):
     exit_code = 5
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'd_model'?`, or the list of known names."""
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return `did you mean 'd_model'?`, or the list of known names if none is near."""
     choices = sorted(set(known))
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(choices)}" if choices else "nothing is known here"

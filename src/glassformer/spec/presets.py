@@ -407,11 +407,21 @@ PRESETS: dict[str, Callable[..., ModelSpec]] = {
 }
 
 
-def preset_summary(name: str) -> str:
-    """Return a preset in a line: the first of its docstring."""
-    made = PRESETS[name]
-    origin = made.func if isinstance(made, partial) else made
-    return (inspect.getdoc(origin) or "").partition("\n")[0].rstrip(".")
+#: Each preset in a line, for lists.
+PRESET_SUMMARIES: dict[str, str] = {
+    "digits": "post-norm, ReLU, sinusoids; one answer a sequence",
+    "fsm-probe": "one pre-norm block with next, class and state heads",
+    "fsm-factorized": "the same with a factorized embedding, L1 on it",
+    "budget-lm": "pre-norm SwiGLU, learned positions; 10 M parameters",
+    "modern-lm": "the same with rotary positions and RMSNorm",
+    "alibi-lm": "Bloom's parts: linear biases, GELU, LayerNorm",
+    "core": "GPT-2's parts, with an output head of its own",
+    "qwen": "Qwen3's parts: grouped keys, q/k-norm, rotary",
+    "qwen-sliding": "Qwen2's parts with a sliding window",
+    "moe": "Qwen's mixture of experts, one expert shared",
+    "seq2seq": "the encoder-decoder of 2017, post-norm",
+    "seq2seq-pre": "the same, pre-norm: steadier when deep",
+}
 
 
 def preset(name: str, **sizes: Any) -> ModelSpec:

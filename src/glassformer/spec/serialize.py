@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from glassformer.spec.errors import InputError, nearest
@@ -141,12 +141,29 @@ def _assign(data: Any, keys: list[str], value: Any, path: str) -> None:
         if not isinstance(data, dict):
             raise InputError(f"{path}: '{data}' has no fields")
         if key not in data and not _is_open(path, keys):
-            raise InputError(f"{path}: unknown key '{key}'", hint=nearest(key, data))
+            raise InputError(f"{path}: unknown key '{key}'", hint=_meant(path, key, data))
         index = key
     if rest:
         _assign(data[index], rest, value, path)
     else:
         data[index] = value
+
+
+def _meant(path: str, key: str, data: dict[str, Any]) -> str:
+    """Return a hint: the complete path of a field that was named alone, else the nearest key."""
+    below = [] if "." in path else [full for full in _paths(data) if full.endswith(f".{key}")]
+    if below:
+        return f"did you mean '{min(below, key=len)}'?"
+    return nearest(key, data)
+
+
+def _paths(data: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of every field; the items of a list share their paths."""
+    for item in data if isinstance(data, list) else [data]:
+        for key, value in item.items() if isinstance(item, dict) else ():
+            full = f"{prefix}{key}"
+            yield full
+            yield from _paths(value, f"{full}.")
 
 
 def _is_open(path: str, keys: list[str]) -> bool:

@@ -3,8 +3,8 @@
 from typing import Literal, get_args
 
 from glassformer.spec.checks import at_least, one_of, positive, spec
-from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnTask, OwnTokenizer
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.own import OwnTask, OwnTokenizer, installed_parts, is_source
 
 OPERATIONS = ("FIRST", "SECOND", "LAST", "MAX", "MIN", "LENGTH", "SUM")
 
@@ -208,15 +208,24 @@ TASK_SUMMARIES: dict[str, str] = {
     "copy": "write a row of symbols again; encoder-decoder",
     "reverse": "write a row of symbols backwards; encoder-decoder",
     "sort": "write a row of symbols in order; encoder-decoder",
-    "translate": "numbers and dates between figures, English and German; encoder-decoder",
+    "translate": "figures, English and German words for numbers and dates",
     "parity": "follow a two-state machine, with exact answers",
     "mod-3": "follow a machine that counts modulo 3, with exact answers",
     "brackets": "follow nested brackets, four deep, with exact answers",
     "fsm": "follow a random machine of four states, with exact answers",
-    "text": "predict the next token of a text: Python's manuals, or task.path=FILE",
-    "lm": "the same, longer: a language model of 0.3 M parameters, minutes on a CPU",
-    "lm-modern": "the same with rotary positions, RMSNorm and grouped keys and values",
+    "text": "predict a text: Python's manuals, or task.path=FILE",
+    "lm": "a language model of 0.3 M parameters, minutes on a CPU",
+    "lm-modern": "the same with rotary positions and grouped keys",
     "lm-moe": "the same with a mixture of experts",
     "lm-10m": "the same with 10 M parameters, for a GPU",
-    "finetune": "go on with a model that exists, on your data: glass finetune MODEL FILE",
+    "finetune": "train a model further: glass finetune MODEL FILE",
 }
+
+
+def check_task_name(name: str) -> None:
+    """Refuse what is neither a task, nor a config file, nor a source or part of the user's own."""
+    if name in TASK_SUMMARIES or name.endswith((".toml", ".json")) or is_source(name):
+        return
+    own = installed_parts()
+    if name not in own:
+        raise InputError(f"no task '{name[:80]}'", hint=nearest(name, [*TASK_SUMMARIES, *own]))

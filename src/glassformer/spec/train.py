@@ -263,3 +263,56 @@ class RunSpec:
                 raise InputError("the NumPy engine has no LoRA", hint="engine=torch, or no lora")
         if isinstance(self.task, FinetuneTask) and self.tuning is None:
             raise InputError("fine-tuning needs a base", hint="base=MODEL")
+
+
+#: Settings by other words that people type for them.
+_OTHER_WORDS = {
+    "learning_rate": "train.lr",
+    "rate": "train.lr",
+    "batch": "train.batch_size",
+    "bs": "train.batch_size",
+    "epochs": "train.steps",
+    "iters": "train.steps",
+    "max_steps": "train.steps",
+    "eval_every": "train.evaluate_every",
+    "save_every": "train.checkpoint_every",
+    "dtype": "train.precision",
+    "bf16": "train.precision",
+    "grad_clip": "train.clip",
+    "weight_decay": "train.optimizer.weight_decay",
+    "momentum": "train.optimizer.momentum",
+    "warmup": "train.schedule.warmup",
+    "layers": "model.decoder.layers.count",
+    "n_layers": "model.decoder.layers.count",
+    "depth": "model.decoder.layers.count",
+    "heads": "model.decoder.layers.block.attention.n_heads",
+    "n_heads": "model.decoder.layers.block.attention.n_heads",
+    "d_ff": "model.decoder.layers.block.ffn.d_ff",
+    "ffn": "model.decoder.layers.block.ffn.d_ff",
+    "norm": "model.decoder.layers.block.norm",
+    "dropout": "model.decoder.dropout",
+    "d_model": "model.d_model",
+    "width": "model.d_model",
+    "dim": "model.d_model",
+    "hidden_size": "model.d_model",
+    "embed_dim": "model.d_model",
+    "position": "model.position",
+    "max_seq_len": "model.max_seq_len",
+    "context": "model.max_seq_len",
+    "vocab": "task.vocab_size",
+    "vocab_size": "task.vocab_size",
+    "length": "task.length",
+    "seq_len": "task.length",
+    "max_length": "task.max_length",
+    "data": "task.path",
+    "path": "task.path",
+    "examples": "task.examples",
+    "rank": "lora",
+}
+
+
+def setting_for(word: str) -> str | None:
+    """Return the setting that a word means (`lr`: `train.lr`, `layers`: ...), or None."""
+    if word in TrainSpec.__dataclass_fields__:
+        return f"train.{word}"
+    return _OTHER_WORDS.get(word)

@@ -49,7 +49,7 @@ def open_conversation(
     number of threads that suits the model: a chat lasts as long as the command.
     """
     _refuse_foreign(options)
-    check_device(device)
+    device = check_device(device)
     check_threads(threads)
     adapter = load(path).to(device)
     torch.set_num_threads(threads_of_decoding(adapter.spec, asked=threads, device=device))

@@ -7,22 +7,21 @@ from typing import cast, get_args
 from glassformer.adapters.any_model import Format, export
 from glassformer.adapters.gguf.export_gguf import DTYPES
 from glassformer.adapters.load import load_native
-from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.output import end
 from glassformer.cli.shell.terminal import tell
+from glassformer.lab.next_steps import after_converting
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 
 
-def convert(
-    model: str, folder: Path, *, to: str, dtype: str | None, runs: Path, as_json: bool
-) -> None:
+def convert(model: str, folder: Path, *, to: str, dtype: str | None, as_json: bool) -> None:
     """Read the model, write it, and print what was written."""
     one_of("--to", to, get_args(Format))
     if dtype is not None:
         if to != "gguf":
             raise InputError(f"--dtype does not go with --to {to}", hint="it is for --to gguf")
         one_of("--dtype", dtype, DTYPES)
-    adapter = load_native(find_model(model, runs=runs))
+    adapter = load_native(model)
     tell(f"read {model}: {adapter.report}")
     written = export(adapter, folder, to=cast(Format, to), dtype=dtype)
     result = {
@@ -40,4 +39,5 @@ def convert(
         print(json.dumps(result))
         return
     kind = f", model_type {result['model_type']}" if "model_type" in result else ""
-    print(f"{folder}: {result['parameters']:,} parameters, {result['dtype']}{kind}")
+    print(f"{folder}: {result['parameters']:,} parameters, {result['dtype']}{kind}", flush=True)
+    end("", after_converting(folder, to))

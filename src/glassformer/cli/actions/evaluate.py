@@ -5,19 +5,21 @@ only another suite takes are refused.
 """
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from glassformer.adapters.load import load_native
 from glassformer.adapters.native import NativeAdapter
+from glassformer.cli.shell import figures, terminal
+from glassformer.cli.shell.output import end, target_of
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.resolve import find_run
 from glassformer.kernels.threads import taking
 from glassformer.lab import api
-from glassformer.lab.measure.evaluate import Evaluation
+from glassformer.lab.next_steps import after_evaluation
 from glassformer.lab.runs.threads import check_threads, threads_of_decoding
 from glassformer.lab.smallbench.question import examinee_of
 from glassformer.lab.smallbench.suite import ITEMS, smallbench
@@ -26,12 +28,24 @@ from glassformer.store.rundir import RunDirectory, RunRef
 
 
 def evaluate_run(
-    text: str, *, runs: Path, split: str | None, device: str, threads: int | None
-) -> Evaluation:
-    """Measure a run's checkpoint on a split, and write the result to its eval folder."""
-    check_device(device)
-    path = find_run(text, runs)
-    return api.evaluate(path, split=split, device=device, threads=threads, write=True)
+    path: str,
+    *,
+    split: str | None,
+    out: str | None,
+    device: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Measure a run's checkpoint, print the result, and write it and the requested figure."""
+    device = check_device(device)
+    target = target_of(out, figures.CONFUSION_ENDINGS)
+    result = api.evaluate(path, split=split, device=device, threads=threads, write=True)
+    print(result.to_json() if as_json else result.text(width=terminal.columns()))
+    if target is not None:
+        figures.save_confusion(result, target, title=f"{path}, {result.split}")
+    if not as_json:
+        ref = RunRef.parse(path)
+        end(f"{ref.folder}/eval/{result.split}.json", after_evaluation(path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +76,13 @@ class Outcome:
     text: str
 
 
-def run_suite(name: str, path: str, asked: Asked) -> Outcome:
-    """Run the suite of that name on the model at a path."""
+def run_suite(name: str, path: str, asked: Asked, *, as_json: bool) -> None:
+    """Run the suite of that name on the model at a path, and print its result."""
     if name not in SUITES:
         raise InputError(f"no suite '{name}'", hint=nearest(name, SUITES))
     check_threads(asked.threads)
-    return SUITES[name](path, asked)
+    outcome = SUITES[name](path, replace(asked, device=check_device(asked.device)))
+    print(json.dumps(outcome.data) if as_json else outcome.text)
 
 
 def harness(path: str, asked: Asked) -> Outcome:

@@ -48,7 +48,7 @@ def run(
     """Generate, streaming; with beams, print the n best. Return the exit code: 130 after Ctrl-C."""
     tokenizer = load_tokenizer(path)
     request = read_options(options, tokenizer)
-    check_device(device)
+    device = check_device(device)
     check_threads(threads)
     model = load(path).to(device)
     stepper = make_stepper(model, request.step)

@@ -4,15 +4,15 @@ Ablating heads takes a second forward pass; `--against` takes one of another mod
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from glassformer.adapters.load import load
 from glassformer.cli.shell import terminal
-from glassformer.cli.shell.output import target_of, write_file
-from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.output import end, target_of, write_file
+from glassformer.cli.shell.process import check_device
+from glassformer.lab.next_steps import after_inspecting
 from glassformer.lens.heads import HeadName, heads_of
 from glassformer.lens.inspection import Ablation, Comparison, Inspection
 from glassformer.lens.measure.ablation import Ranking
@@ -166,26 +166,27 @@ COLUMN_WIDTHS = (12, 8, 6, 5, 4, 3, 2)
 
 
 def run(
-    model: str,
+    path: str,
     text: str,
     options: Options,
     *,
-    runs: Path,
-    output: str | None,
+    other: str | None,
+    device: str,
+    out: str | None,
     as_json: bool,
-    write: Callable[[str], None],
 ) -> None:
-    """Inspect, then print or write the result."""
-    target = target_of(output, ENDINGS)
-    adapter = load(find_model(model, runs=runs))
-    other = None if options.against is None else load(find_model(options.against, runs=runs)).eval()
-    result = inspect(adapter.eval(), text, options, other=other)
+    """Inspect, then print and write the result."""
+    target, device = target_of(out, ENDINGS), check_device(device)
+    adapter = load(path, device=device).eval()
+    against = None if other is None else load(other, device=device).eval()
+    result = inspect(adapter, text, options, other=against)
     if target is not None:
         write_file(target, encoded(result, target.suffix.lower().removeprefix("."), options))
     if as_json:
-        write(json.dumps(record(result), allow_nan=False))
+        print(json.dumps(record(result), allow_nan=False))
         return
-    write(terminal.printable(result_text(result)))
+    print(terminal.printable(result_text(result)), flush=True)
+    end("", after_inspecting(path, text))
 
 
 # --- text -----------------------------------------------------------------------------------------

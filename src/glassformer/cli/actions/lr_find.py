@@ -9,7 +9,7 @@ from glassformer.training.lr_find import RateRange
 
 def find(what: str, overrides: list[str], *, device: str, threads: int | None) -> RateRange:
     """Measure the loss at rising rates, and the range in which it falls."""
-    check_device(device)
+    device = check_device(device)
     return api.lr_find(what, overrides=overrides, device=device, threads=threads)
 
 

@@ -5,8 +5,9 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.output import end
 from glassformer.cli.shell.terminal import tell
+from glassformer.lab.next_steps import after_quantizing
 from glassformer.lab.quantize import Outcome, Wish, dequantize_folder, quantize_folder
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.serialize import json_numbers
@@ -14,21 +15,23 @@ from glassformer.store.rundir import RunRef
 from glassformer.training.fit import StepRecord
 
 
-def run(text: str, wish: Wish, *, out: Path | None, runs: Path, as_json: bool) -> None:
+def run(path: str, wish: Wish, *, out: Path, as_json: bool) -> None:
     """Quantize, and print the comparison."""
-    path = find_model(text, runs=runs)
-    folder = out or default_folder(text, wish.spec, runs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        outcome = quantize_folder(path, folder, wish, watch=_tell_step)
+        outcome = quantize_folder(path, out, wish, watch=_tell_step)
     for warning in caught:
         tell(f"warning: {warning.message}")
-    print(outcome_json(outcome) if as_json else outcome_text(outcome, wish.spec))
+    if as_json:
+        print(outcome_json(outcome))
+        return
+    print(outcome_text(outcome, wish.spec), flush=True)
+    end(outcome.folder, after_quantizing(outcome.folder))
 
 
-def undo(text: str, *, out: Path, runs: Path, as_json: bool) -> None:
+def undo(path: str, *, out: Path, as_json: bool) -> None:
     """Write the float model of a quantized one."""
-    folder = dequantize_folder(find_model(text, runs=runs), out)
+    folder = dequantize_folder(path, out)
     print(json.dumps({"folder": str(folder)}) if as_json else f"written to {folder}")
 
 
@@ -65,7 +68,6 @@ def outcome_text(outcome: Outcome, spec: QuantSpec) -> str:
         for scheme, count in outcome.schemes.items()
     )
     lines = [
-        f"written to {outcome.folder}",
         f"{outcome.layers} layers, {schemes} by {spec.resolved_method}, "
         f"run by {', '.join(outcome.comparison.backends)}",
         "",

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from glassformer.cli.shell import terminal
-from glassformer.cli.shell.output import target_of, write_file
+from glassformer.cli.shell.output import end, target_of, write_file
 from glassformer.cli.shell.resolve import find_run
 from glassformer.cli.shell.terminal import tell
 from glassformer.lab.measure.evaluate import rows_csv
+from glassformer.lab.next_steps import after_report
 from glassformer.lab.plots.curves import (
     X_TITLES,
     Panel,
@@ -108,6 +109,7 @@ def write_report(
         said(json.dumps({"report": str(target), "bytes": size}))
     else:
         said(f"{target}  {size:,} bytes, opens in any browser, offline")
+        end("", after_report(name))
 
 
 # --- curves ---------------------------------------------------------------------------------------

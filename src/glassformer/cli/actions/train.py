@@ -4,17 +4,18 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from glassformer.cli.shell.output import end
 from glassformer.cli.shell.process import check_device, keep_freed_memory
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
 from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
+from glassformer.lab.next_steps import after_training, before_training, trained_text
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
@@ -42,7 +43,7 @@ def train(
     as_json: bool,
 ) -> int:
     """Train, handle signals, print the result, and return the exit code."""
-    check_device(device)
+    device = check_device(device)
     keep_freed_memory()
     if resume and overwrite:
         raise InputError(
@@ -59,13 +60,20 @@ def train(
     with run.directory.locked(), stopping(run) as caught, taking(count):
         for note in api.begin(run, resume=resume, overwrite=overwrite):
             tell(note)
+        for line in before_training(run, threads=count):
+            tell(line)
+        began = time.perf_counter()
         api.follow(run)
     if run.stopped:
         tell(f"stopped at step {run.progress.step}, state saved; go on with --resume")
         code = 128 + (caught[0] if caught else signal.SIGINT)
     result = api.result_of(run)
     result["seconds"] = round(time.perf_counter() - began, 2)
-    show_result(result, as_json=as_json)
+    if as_json:
+        print(json.dumps(json_numbers(result), allow_nan=False))
+    else:
+        print(trained_text(run, result), flush=True)
+        end("", after_training(run))
     return code
 
 
@@ -86,11 +94,3 @@ def stopping(run: TrainingRun) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def show_result(result: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print the last line: what was trained, and how well."""
-    if as_json:
-        print(json.dumps(json_numbers(result), allow_nan=False))
-    else:
-        print(" ".join(f"{key}={value}" for key, value in result.items() if value is not None))

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import typer
 
@@ -12,7 +11,7 @@ from glassformer.adapters.load import folder_of, load
 from glassformer.checks.preset_subjects import sample_subject
 from glassformer.checks.report import Report, verify
 from glassformer.checks.subject import subject_of_factory
-from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.process import check_device
 from glassformer.spec.presets import PRESETS
 
 COLOURS = {
@@ -25,7 +24,13 @@ COLOURS = {
 
 
 def certificate(
-    model: str | None, *, only: str | None, deep: bool, causal: bool | None = None
+    model: str | None,
+    *,
+    name: str = "",
+    only: str | None = None,
+    deep: bool = False,
+    causal: bool | None = None,
+    device: str = "cpu",
 ) -> Report:
     """Return the report on a preset, a factory's model, a model on disk, or on glassformer."""
     if model is None or model in PRESETS:
@@ -33,12 +38,12 @@ def certificate(
         return verify(subject, only=only, deep=deep)
     if ":" in model:
         return verify(subject_of_factory(model, causal=causal), only=only, deep=deep)
-    place = find_model(model, runs=Path("runs"), also=PRESETS)
-    folder = folder_of(place)
+    folder = folder_of(model)
     is_foreign = not is_native(folder) and folder.is_dir()
     # compared with transformers too, where it is installed and time does not matter
     compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
-    return verify(load(place, reference=compared), name=model, only=only, deep=deep)
+    adapter = load(model, reference=compared, device=check_device(device))
+    return verify(adapter, name=name, only=only, deep=deep)
 
 
 def show(report: Report, *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -11,32 +12,94 @@ from glassformer.spec.options import Option, options_of
 
 T = TypeVar("T")
 
+#: Former spellings of options, which scripts may still use; help does not list them.
+FORMER = ("--output", "--save", "--png")
+
+
+def complete_tasks(incomplete: str) -> list[tuple[str, str]]:
+    """Return the tasks that begin so, and what each is."""
+    from glassformer.spec.tasks import TASK_SUMMARIES
+
+    return [pair for pair in TASK_SUMMARIES.items() if pair[0].startswith(incomplete)]
+
+
+def complete_runs(incomplete: str) -> list[str]:
+    """Return the runs of ./runs that begin so; files are completed by the shell."""
+    try:
+        names = sorted(os.listdir("runs"))
+    except OSError:
+        return []
+    return [name for name in names if name.startswith(incomplete) and not name.startswith(".")]
+
+
+def complete_names(incomplete: str) -> list[str]:
+    """Return runs, tasks and presets that begin so."""
+    from glassformer.spec.presets import PRESETS
+    from glassformer.spec.tasks import TASK_SUMMARIES
+
+    known = [*TASK_SUMMARIES, *PRESETS]
+    found = [*complete_runs(incomplete), *(n for n in known if n.startswith(incomplete))]
+    return list(dict.fromkeys(found))
+
+
 AnyModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A run, RUN@120, a checkpoint, a Hugging Face folder, a .gguf, org/name.",
+        autocompletion=complete_runs,
     ),
 ]
+RunName = Annotated[str, typer.Argument(help="The name of a run.", autocompletion=complete_runs)]
 Trainable = Annotated[
     str,
     typer.Argument(
         metavar="TASK|CONFIG",
         help="A task of `glass list`, a config file, or a task of your own: my_task.py:MyTask.",
+        autocompletion=complete_tasks,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="train.lr=1e-3, task.max_length=8, ..."),
+    typer.Argument(metavar="SETTING=VALUE", help="train.lr=1e-3, task.max_length=8, ..."),
 ]
-Runs = Annotated[str, typer.Option(help="The folder that holds the runs.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+
+def out_file(help_text: str, *former: str) -> Any:
+    """Return the option `-o/--out FILE`, spelled once; former spellings still work."""
+    names = ("-o", "--out", *(former or FORMER[:1]))
+    return typer.Option(*names, metavar="FILE", help=help_text)
+
+
+Runs = Annotated[str, typer.Option("--runs", metavar="FOLDER", help="The folder of the runs.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE",
+        help="cpu, cuda, cuda:1, mps, or auto: the fastest that is here.",
+        autocompletion=lambda: ["auto", "cpu", "cuda", "mps"],
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads; by default chosen by the size of the work.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")
+]
 
 
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Chat: instructions for the model.")
+]
+ChatOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="Chat: a variable of the template: enable_thinking=false."
+    ),
+]
+Download = Annotated[
+    bool, typer.Option("--download", help="Fetch org/name if it is not here; asks first.")
+]
 OwnCode = Annotated[
     list[str] | None,
     typer.Option(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from glassformer.cli.shell.terminal import tell
+from glassformer.cli.shell.terminal import columns, tell
 from glassformer.spec.errors import InputError, MachineError
 
 
@@ -40,6 +40,21 @@ def write_file(path: Path, content: bytes) -> None:
         hint = "the folder must be there, and be yours to write to"
         raise InputError(what, where=str(path), hint=hint) from error
     tell(f"saved {path}")
+
+
+def end(path: object, commands: Sequence[tuple[str, str]]) -> None:
+    """Print, on stderr, where the result is and what to do next; in one column if it is narrow.
+
+    Commands are never broken, so that they can be pasted.
+    """
+    lines = [*([f"written to {path}"] if path else []), "", "next:"]
+    width = max(len(command) for command, _ in commands)
+    beside = [f"  {command:<{width}}  {what}" for command, what in commands]
+    if max(map(len, beside)) <= columns():
+        lines += beside
+    else:
+        lines += [line for command, what in commands for line in (f"  # {what}", f"  {command}")]
+    tell("\n".join(lines))
 
 
 def target_of(output: str | None, endings: tuple[str, ...]) -> Path | None:

@@ -23,18 +23,27 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, KEPT))
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that this machine does not have."""
+def check_device(device: str) -> str:
+    """Return the device to compute on, `auto` resolved; refuse one that this machine lacks."""
     number = re.fullmatch(r"cuda(?::([0-9]{1,3}))?", device)
-    if number is None and device != "cpu":
-        raise InputError(f"unknown device '{device[:60]}'", hint="cpu, cuda, or cuda:1")
-    if number is None:
-        return
+    if number is None and device not in ("cpu", "mps", "auto"):
+        raise InputError(f"unknown device '{device[:60]}'", hint="auto, cpu, cuda, cuda:1 or mps")
+    if device == "cpu":
+        return device
     import torch
 
+    if device == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    if number is None:
+        if not torch.backends.mps.is_available():
+            raise MachineError("no Apple GPU on this machine", hint="--device cpu")
+        return device
     if not torch.cuda.is_available():
         raise MachineError("no CUDA device on this machine", hint="--device cpu")
     if int(number[1] or 0) >= torch.cuda.device_count():
         raise MachineError(
             f"no device {device} on this machine", hint=f"it has {torch.cuda.device_count()}"
         )
+    return device

@@ -71,6 +71,16 @@ def find_run(text: str, runs: Path) -> str:
     return found
 
 
+def find_data(text: str) -> str:
+    """Return the path of a file of examples; refuse one that is not there, with the nearest."""
+    path = Path(text)
+    if path.exists():
+        return text
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = _close(path.name, beside) or "JSON lines with messages, prompt and completion, or text"
+    raise InputError(f"there is no file {text[:LONGEST]}", hint=hint)
+
+
 def _here(text: str, runs: Path) -> str | None:
     """Return the existing path of a name: itself, else in the runs folder, else None."""
     name = RunRef.parse(text).path
@@ -120,12 +130,12 @@ def _close(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else ""
 
 
-def agreed(question: str) -> bool:
-    """Return True if a user at the terminal confirms; without a terminal, False."""
+def agreed(question: str, *, instead: str = "fetch the model before: hf download") -> bool:
+    """Return True if a user at the terminal confirms; without a terminal, refuse to go on."""
     if not sys.stdin.isatty():
         raise InputError(
-            "--download asks first, and there is no terminal to ask at",
-            hint="run it in a terminal, or fetch the model before: hf download",
+            "this asks first, and there is no terminal to ask at",
+            hint=f"run it in a terminal, or {instead}",
         )
     tell(f"{question} [y/N]")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

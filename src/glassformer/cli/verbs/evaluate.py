@@ -1,12 +1,12 @@
 """`glass evaluate`: a run on its own task's held-out examples, or any model on a suite."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Device, Runs, Threads
+from glassformer.cli.shell import resolve
+from glassformer.cli.shell.options import AsJson, Device, Runs, Threads, complete_runs, out_file
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.errors import InputError
 
@@ -14,18 +14,26 @@ from glassformer.spec.errors import InputError
 def evaluate(
     run: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A run, RUN@last, RUN@120; with a suite any model."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A run, RUN@last, RUN@120; with a suite any model.",
+            autocompletion=complete_runs,
+        ),
     ],
     split: Annotated[
         str | None, typer.Option(help="test (the default), val, train, or another of the task's.")
     ] = None,
-    suite: Annotated[str | None, typer.Option(help="smallbench or lm-eval.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Some of the suite's: names, with commas.")
+    suite: Annotated[
+        str | None, typer.Option(metavar="NAME", help="smallbench or lm-eval.")
     ] = None,
-    tasks_dir: Annotated[str | None, typer.Option(help="A folder of lm-eval's YAML tasks.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Some of the suite's tasks, with commas.")
+    ] = None,
+    tasks_dir: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="A folder of lm-eval's YAML tasks.")
+    ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="lm-eval: at most so many examples of a task.")
+        int | None, typer.Option(help="lm-eval: maximum number of examples of a task.")
     ] = None,
     items: Annotated[
         int | None, typer.Option(help="smallbench: questions of each exam, in whole groups.")
@@ -33,9 +41,9 @@ def evaluate(
     seed: Annotated[
         int | None, typer.Option(help="smallbench: the seed that draws the questions.")
     ] = None,
-    output: Annotated[
+    out: Annotated[
         str | None,
-        typer.Option("-o", "--output", help="The table of confusions, as .png, .svg or .csv."),
+        out_file("Write the confusion matrix, as .png, .svg or .csv."),
     ] = None,
     device: Device = "cpu",
     threads: Threads = None,
@@ -54,30 +62,27 @@ def evaluate(
 
       glass evaluate Qwen/Qwen3-0.6B --suite lm-eval --tasks-dir my_tasks --tasks my_task
     """
+    place = Path(runs)
     if suite is None:
         if any(given is not None for given in (tasks, tasks_dir, limit, items, seed)):
             raise InputError(
                 "--tasks, --tasks-dir, --limit, --items and --seed are a suite's",
                 hint="--suite smallbench, or --suite lm-eval",
             )
-        _on_its_task(
-            run,
-            split=split,
-            output=output,
-            device=device,
-            threads=threads,
-            runs=Path(runs),
-            as_json=as_json,
+        path = resolve.find_run(run, place)
+        one_blas_thread()
+        from glassformer.cli.actions import evaluate as evaluating
+
+        evaluating.evaluate_run(
+            path, split=split, out=out, device=device, threads=threads, as_json=as_json
         )
         return
-    from glassformer.cli.actions import evaluate as suites
-    from glassformer.cli.shell import resolve
-    from glassformer.cli.shell.process import check_device
-
-    check_device(device)
-    if split is not None or output is not None:
+    if split is not None or out is not None:
         raise InputError("--split and -o are of a run's own task", hint="leave out --suite")
-    asked = suites.Asked(
+    path = resolve.find_model(run, runs=place)
+    from glassformer.cli.actions import evaluate as evaluating
+
+    asked = evaluating.Asked(
         tasks=tuple(filter(None, (tasks or "").split(","))),
         tasks_dir=None if tasks_dir is None else Path(tasks_dir),
         limit=limit,
@@ -86,31 +91,4 @@ def evaluate(
         device=device,
         threads=threads,
     )
-    outcome = suites.run_suite(suite, resolve.find_model(run, runs=Path(runs)), asked)
-    typer.echo(json.dumps(outcome.data) if as_json else outcome.text)
-
-
-def _on_its_task(
-    run: str,
-    *,
-    split: str | None,
-    output: str | None,
-    device: str,
-    threads: int | None,
-    runs: Path,
-    as_json: bool,
-) -> None:
-    """Measure, print, and write the requested figure."""
-    one_blas_thread()
-    from glassformer.cli.actions import evaluate as evaluating
-    from glassformer.cli.shell import figures, terminal
-    from glassformer.cli.shell import output as output_file
-
-    target = output_file.target_of(output, figures.CONFUSION_ENDINGS)
-    result = evaluating.evaluate_run(run, runs=runs, split=split, device=device, threads=threads)
-    if as_json:
-        typer.echo(result.to_json())
-    else:
-        typer.echo(result.text(width=terminal.columns()))
-    if target is not None:
-        figures.save_confusion(result, target, title=f"{run}, {result.split}")
+    evaluating.run_suite(suite, path, asked, as_json=as_json)

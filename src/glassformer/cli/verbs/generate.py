@@ -5,7 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
-from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs, Threads, takes
+from glassformer.cli.shell.options import (
+    AnyModel,
+    AsJson,
+    ChatOption,
+    Device,
+    Download,
+    Runs,
+    System,
+    Threads,
+    takes,
+)
 from glassformer.spec.decoding import BeamSpec, ConstraintSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import InputError
 
@@ -19,16 +29,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Hold a conversation; PROMPT is its first message.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="Chat: instructions for the model.")] = None,
-    chat_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="Chat: a variable of the template: enable_thinking=false."
-        ),
-    ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="Fetch org/name if it is not here; asks first.")
-    ] = False,
+    system: System = None,
+    chat_option: ChatOption = None,
+    download: Download = False,
     *,
     options: dict[str, Any],
     device: Device = "cpu",
@@ -46,7 +49,7 @@ def generate(
 
       glass generate parity "0 1" --temperature 1 --machine parity
 
-      glass generate Qwen/Qwen3-0.6B --chat
+      glass chat Qwen/Qwen3-0.6B
     """
     from glassformer.cli.shell import resolve
 
@@ -66,7 +69,7 @@ def generate(
     if prompt is None or system is not None or chat_option:
         raise InputError(
             "a prompt is missing" if prompt is None else "--system and --chat-option are a chat's",
-            hint="glass generate MODEL PROMPT, or glass generate MODEL --chat",
+            hint="glass generate MODEL PROMPT, or glass chat MODEL",
         )
     from glassformer.cli.actions import generate as generating
 

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import AnyModel, AsJson, Runs
+from glassformer.cli.shell import resolve
+from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs, out_file
 
 
 def inspect(
@@ -35,9 +36,11 @@ def inspect(
         str | None,
         typer.Option(metavar="MODEL", help="Another model at the same text: what differs."),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", help="A .png, .svg, .html or .json to write.")
+    out: Annotated[
+        str | None,
+        out_file("Write a .png, .svg, .html or .json."),
     ] = None,
+    device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -54,6 +57,8 @@ def inspect(
 
       glass inspect reverse "3 1 4 15 9" --kind cross --layer 1 -o cross.png
     """
+    place = resolve.find_model(model, runs=Path(runs))
+    other = None if against is None else resolve.find_model(against, runs=Path(runs))
     from glassformer.cli.actions import inspect as action
 
     options = action.Options(
@@ -66,6 +71,4 @@ def inspect(
         target=target,
         against=against,
     )
-    action.run(
-        model, text, options, runs=Path(runs), output=output, as_json=as_json, write=typer.echo
-    )
+    action.run(place, text, options, other=other, device=device, out=out, as_json=as_json)

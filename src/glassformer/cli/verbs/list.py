@@ -1,7 +1,6 @@
-"""`glass list`: its options; `actions.list` does the work."""
+"""`glass list`: everything that has a name; `lab.show` collects it, without torch."""
 
 import json
-from pathlib import Path
 
 import typer
 
@@ -9,8 +8,16 @@ from glassformer.cli.shell.options import AsJson, Runs
 
 
 def list_all(runs: Runs = "runs", as_json: AsJson = False) -> None:
-    """List tasks, presets, suites and your runs."""
-    from glassformer.cli.actions import list
+    """List tasks, presets, suites and your runs.
 
-    found = list.listing(Path(runs))
-    typer.echo(json.dumps(found) if as_json else list.listing_text(found))
+    Examples:
+
+      glass list
+
+      glass list --json
+    """
+    from glassformer.cli.shell import terminal
+    from glassformer.lab.show import catalogue
+
+    found = catalogue(runs)
+    typer.echo(json.dumps(found.to_dict()) if as_json else found.text(width=terminal.columns()))

@@ -5,15 +5,17 @@ from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Device, Overrides, Threads, Trainable
+from glassformer.cli.shell.options import AsJson, Device, Overrides, Threads, Trainable, out_file
 from glassformer.kernels.threads import one_blas_thread
+from glassformer.spec.tasks import check_task_name
 
 
 def lr_find(
     what: Trainable,
     overrides: Overrides = None,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", help="The curve, as .png, .svg or .csv.")
+    out: Annotated[
+        str | None,
+        out_file("Write the curve, as .png, .svg or .csv."),
     ] = None,
     device: Device = "cpu",
     threads: Threads = None,
@@ -27,12 +29,13 @@ def lr_find(
 
       glass lr-find digits train.batch_size=128 -o rates.png
     """
+    check_task_name(what)  # before torch is imported
     one_blas_thread()
     from glassformer.cli.actions import lr_find as rate_finding
     from glassformer.cli.shell import figures
     from glassformer.cli.shell import output as output_file
 
-    target = output_file.target_of(output, figures.LR_ENDINGS)
+    target = output_file.target_of(out, figures.LR_ENDINGS)
     tested = rate_finding.find(what, list(overrides or []), device=device, threads=threads)
     found = rate_finding.lr_json(tested, what, list(overrides or []))
     if target is not None:

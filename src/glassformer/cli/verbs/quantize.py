@@ -5,7 +5,8 @@ from typing import Annotated, cast
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Runs
+from glassformer.cli.shell import resolve
+from glassformer.cli.shell.options import AnyModel, AsJson, Runs
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import SCHEMES, Method
 
@@ -13,13 +14,7 @@ SCHEME_HELP = "; ".join(f"{scheme.name}: {scheme.summary}" for scheme in SCHEMES
 
 
 def quantize(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run, RUN@120, a checkpoint, a Hugging Face folder, a .gguf, org/name.",
-        ),
-    ],
+    model: AnyModel,
     bits: Annotated[
         int | None, typer.Option(help="8 (int8) or 4 (int4), instead of --scheme.")
     ] = None,
@@ -43,7 +38,7 @@ def quantize(
     ] = None,
     qat: Annotated[
         int,
-        typer.Option(metavar="STEPS", help="Train on with rounded weights, so many steps, before."),
+        typer.Option(metavar="STEPS", help="Train this many steps with rounded weights before."),
     ] = 0,
     auto: Annotated[
         bool, typer.Option("--auto", help="Time each layer, and keep float where it is faster.")
@@ -56,11 +51,14 @@ def quantize(
     ] = "refuse",
     backend: Annotated[str, typer.Option(help="auto, c, fbgemm, aten or reference.")] = "auto",
     dequantize: Annotated[
-        bool, typer.Option("--dequantize", help="The way back: float weights, to --out.")
+        bool,
+        typer.Option("--dequantize", help="Write a quantized model's float weights."),
     ] = False,
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", help="The folder to write; by default RUNS/MODEL-SCHEME."),
+        typer.Option(
+            "-o", "--out", metavar="FOLDER", help="The folder to write; by default MODEL-SCHEME."
+        ),
     ] = None,
     runs: Runs = "runs",
     as_json: AsJson = False,
@@ -75,12 +73,13 @@ def quantize(
 
       glass quantize text --scheme int4 --qat 200
     """
+    path = resolve.find_model(model, runs=Path(runs))
     if dequantize:
         from glassformer.cli.actions import quantize as quantizing
 
         if out is None:
             raise InputError("--dequantize writes a folder", hint="name it with --out")
-        quantizing.undo(model, out=Path(out), runs=Path(runs), as_json=as_json)
+        quantizing.undo(path, out=Path(out), as_json=as_json)
         return
     from glassformer.spec.quantization import Indivisible, Tied, quant_spec
 
@@ -105,8 +104,8 @@ def quantize(
         auto=auto,
         backend=backend,
     )
-    place = None if out is None else Path(out)
-    quantizing.run(model, wish, out=place, runs=Path(runs), as_json=as_json)
+    place = quantizing.default_folder(model, spec, Path(runs)) if out is None else Path(out)
+    quantizing.run(path, wish, out=place, as_json=as_json)
 
 
 def _way(method: str | None, *, calibrate: str | None, qat: int) -> str | None:

@@ -5,27 +5,32 @@ from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Runs
+from glassformer.cli.shell.options import AsJson, Runs, complete_runs, out_file
+from glassformer.cli.shell.resolve import find_run
 
 
 def report(
     run: Annotated[
         list[str],
-        typer.Argument(metavar="RUN", help="A run, or RUN@120; several give their curves."),
+        typer.Argument(
+            metavar="RUN",
+            help="A run, or RUN@120; several give their curves.",
+            autocompletion=complete_runs,
+        ),
     ],
     curves: Annotated[
         bool, typer.Option("--curves", help="Curves in the terminal instead of a report.")
     ] = False,
-    output: Annotated[
+    out: Annotated[
         str | None,
-        typer.Option("-o", "--output", help="A report .html, or curves as .png, .svg or .csv."),
+        out_file("Write the report to this .html, or curves as .png, .svg or .csv."),
     ] = None,
     series: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Curves: lr, val.by.operation.MAX, ...; repeatable."),
     ] = None,
     x: Annotated[
-        str | None, typer.Option(help="Curves: step (the default), tokens or time.")
+        str | None, typer.Option(metavar="AXIS", help="Curves: step (the default), tokens or time.")
     ] = None,
     smooth: Annotated[
         float | None, typer.Option(help="Curves: points that the mean covers; 1 is no mean.")
@@ -51,6 +56,8 @@ def report(
 
       glass report first second -o curves.png --x tokens
     """
+    for name in run:
+        find_run(name, Path(runs))  # before torch is imported
     from glassformer.cli.actions import report as reporting
 
     asked = reporting.Asked(
@@ -61,4 +68,4 @@ def report(
         log=log,
         verify=not no_verify,
     )
-    reporting.run(run, asked, output=output, runs=Path(runs), as_json=as_json, said=typer.echo)
+    reporting.run(run, asked, output=out, runs=Path(runs), as_json=as_json, said=typer.echo)

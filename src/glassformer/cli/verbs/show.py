@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Overrides, Runs
+from glassformer.cli.shell.options import AsJson, Overrides, Runs, out_file
 
 
 def show(
@@ -28,7 +28,7 @@ def show(
     ] = False,
     out: Annotated[
         str | None,
-        typer.Option("-o", "--out", metavar="FILE", help="Write a .toml, .json or .svg."),
+        out_file("Write a .toml, .json or .svg."),
     ] = None,
     runs: Runs = "runs",
     as_json: AsJson = False,

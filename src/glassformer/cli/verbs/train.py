@@ -8,6 +8,7 @@ import typer
 from glassformer.cli.shell.options import AsJson, Device, Overrides, Runs, Threads, Trainable
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.options import settings_text
+from glassformer.spec.tasks import check_task_name
 from glassformer.spec.train import TrainSpec
 
 
@@ -54,6 +55,7 @@ def train(
 
       glass train runs/reverse/config.toml --name again
     """
+    check_task_name(what)  # before torch is imported
     one_blas_thread()
     from glassformer.cli.actions import train as training
 

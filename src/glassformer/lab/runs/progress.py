@@ -18,6 +18,8 @@ from glassformer.training.fit import StepRecord
 #: Seconds between two redraws of a bar, in a notebook, and between lines where there is neither.
 LIVE_SECONDS, CELL_SECONDS = 0.1, 0.5
 QUIET_SECONDS = 10.0
+#: The step after which the first line tells how long it will take.
+EARLY = 10
 
 
 def in_notebook() -> bool:
@@ -159,10 +161,11 @@ class Narrator:
             val = "" if self.val != self.val else f"  val {self.val:.4f}"
             facts = f"{step:,}/{self.steps:,}  loss {self.loss:.4f}{val}  {speed:,.0f} tokens/s"
             self.bar.show(step, f"{facts}  {clock(left)} left")
-        elif now or moment - self.told >= QUIET_SECONDS:
+        elif now or step == self.start + EARLY or moment - self.told >= QUIET_SECONDS:
             self.told = moment
+            val = "" if self.val != self.val else f"val={self.val:.4f} "
             self.bar.tell(
-                f"step={step}/{self.steps} loss={self.loss:.4f} val={self.val:.4f} "
+                f"step={step}/{self.steps} loss={self.loss:.4f} {val}"
                 f"lr={self.rate:.2e} tokens/s={speed:,.0f} left={left:.0f}s"
             )
 

@@ -1,0 +1,104 @@
+"""Help: values in people's words, text as wide as the terminal, examples on one line each."""
+
+import inspect
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from glassformer.cli.shell.options import FORMER
+from glassformer.cli.shell.terminal import WIDEST
+
+#: Settings of every command.
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
+
+
+class Verb(TyperCommand):
+    """A command whose help is laid out by this module."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return `TASK [SETTING=VALUE ...] [OPTIONS]`."""
+        pieces = []
+        for param in self.params:
+            if param.param_type_name == "argument" and not getattr(param, "hidden", False):
+                name = value_name(param) + (" ..." if param.nargs == -1 else "")
+                pieces.append(name if param.required else f"[{name}]")
+        return [*pieces, "[OPTIONS]"]
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write the text and the examples."""
+        write_text(self.help or "", formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """List arguments, then options."""
+        write_parameters(self.get_params(ctx), ctx, formatter)
+
+
+class VerbGroup(TyperGroup):
+    """A command with commands of its own, such as `glass runs`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return `[OPTIONS] [COMMAND ...]`."""
+        return ["[OPTIONS]", "[COMMAND ...]"]
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write the text and the examples."""
+        write_text(self.help or "", formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """List the options, then the commands."""
+        write_parameters(self.get_params(ctx), ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+def write_text(help_text: str, formatter: Any) -> None:
+    """Wrap the text to the terminal's width; the examples stay as they are written."""
+    text, _, examples = inspect.cleandoc(help_text).partition("Examples:\n")
+    formatter.write_paragraph()
+    with formatter.indentation():
+        for paragraph in filter(str.strip, text.split("\n\n")):
+            formatter.write_text(" ".join(paragraph.split()))
+            formatter.write_paragraph()
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    if lines:
+        formatter.write("Examples:\n" + "".join(f"  {line}\n" for line in lines))
+
+
+def write_parameters(params: Any, ctx: Any, formatter: Any) -> None:
+    """List arguments, then options; each with its value's name and its default."""
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for param in params:
+        if getattr(param, "hidden", False):
+            continue
+        if param.param_type_name == "argument":
+            sections["Arguments"].append((value_name(param), _help_of(param, ctx)))
+        else:
+            sections["Options"].append((_spelled(param), _help_of(param, ctx)))
+    for title, rows in sections.items():
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def value_name(param: Any) -> str:
+    """Return what stands for a parameter's value: its own metavar, N for a number, else a name."""
+    if param.metavar:
+        return str(param.metavar)
+    kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+    if kind in (int, float):
+        return "N" if kind is int else "NUMBER"
+    return str(param.name).replace("_", "-").upper()
+
+
+def _spelled(param: Any) -> str:
+    names = ", ".join(sorted((name for name in param.opts if name not in FORMER), key=len))
+    if param.secondary_opts:
+        return f"{names} / {', '.join(param.secondary_opts)}"
+    return names if getattr(param, "is_flag", False) else f"{names} {value_name(param)}"
+
+
+def _help_of(param: Any, ctx: Any) -> str:
+    text = param.help or ""
+    default = param.get_default(ctx) if getattr(param, "show_default", False) else None
+    if default is None or isinstance(default, bool) or default in ((), []):
+        return text
+    return f"{text} [default: {default}]"

@@ -1,0 +1,114 @@
+"""`glass runs`: list, sort and filter runs; rename, tag and delete them. No torch."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from glassformer.cli.shell.help import SETTINGS, Verb, VerbGroup
+from glassformer.cli.shell.options import AsJson, RunName, Runs, out_file
+
+EXAMPLES = """List your runs, sort and filter them; rename, tag, delete.
+
+Examples:
+
+  glass runs
+
+  glass runs --sort val_loss --where task=digits
+
+  glass runs --where 'val_loss<0.5' --where tags=paper -o runs.csv
+
+  glass runs rename digits baseline
+
+  glass runs tag baseline paper
+
+  glass runs delete tmp-1 tmp-2
+"""
+
+runs = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    invoke_without_command=True,
+    cls=VerbGroup,
+    context_settings=SETTINGS,
+    help=EXAMPLES,
+)
+
+
+@runs.callback()
+def list_runs(
+    context: typer.Context,
+    sort: Annotated[
+        str, typer.Option(metavar="COLUMN", help="A column, or a setting such as train.lr.")
+    ] = "written",
+    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONDITION", help="task=digits, 'val_loss<0.5', 'run=big-*'; repeatable."
+        ),
+    ] = None,
+    out: Annotated[str | None, out_file("Write the table, as .csv or .json.")] = None,
+    folder: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """List your runs, sort and filter them; rename, tag, delete."""
+    context.obj = folder
+    if context.invoked_subcommand is not None:
+        return
+    from glassformer.cli.shell import terminal
+    from glassformer.cli.shell.output import target_of, write_file
+    from glassformer.lab.runs import table
+
+    target = target_of(out, ("csv", "json"))
+    found = table.runs(folder, sort=sort, reverse=reverse, where=where or ())
+    data = json.dumps({"runs": [dict(row) for row in found]})
+    if target is not None:
+        is_csv = target.suffix.lower() == ".csv"
+        write_file(target, (found.csv() if is_csv else data + "\n").encode())
+    if as_json:
+        typer.echo(data)
+    elif target is None:
+        none = "no run fits" if where else f"no runs in {folder}: glass train reverse makes one"
+        typer.echo(found.text(width=terminal.columns()) if found else none)
+
+
+@runs.command(cls=Verb, context_settings=SETTINGS)
+def rename(context: typer.Context, run: RunName, name: RunName) -> None:
+    """Give a run another name."""
+    from glassformer.lab.runs import table
+
+    typer.echo(f"{run} is now {table.rename_run(run, name, folder=context.obj)}")
+
+
+@runs.command(cls=Verb, context_settings=SETTINGS)
+def tag(
+    context: typer.Context,
+    run: RunName,
+    tags: Annotated[list[str], typer.Argument(metavar="TAG", help="Words to find it by.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Take these tags off.")] = False,
+) -> None:
+    """Add tags to a run, or take them off."""
+    from glassformer.lab.runs import table
+
+    change: dict[str, Any] = {"remove" if remove else "add": tags}
+    has = table.tag_run(run, folder=context.obj, **change)
+    typer.echo(f"{run}: {' '.join(has) or 'no tags'}")
+
+
+@runs.command(cls=Verb, context_settings=SETTINGS)
+def delete(
+    context: typer.Context,
+    names: Annotated[list[str], typer.Argument(metavar="RUN", help="Names of runs.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete runs, with everything in their folders."""
+    from glassformer.cli.shell.resolve import agreed
+    from glassformer.lab.runs import table
+    from glassformer.spec.errors import InputError
+
+    if not yes and not agreed(f"delete {', '.join(names)} for good?", instead="add --yes"):
+        raise InputError("nothing was deleted")
+    for place in table.delete_runs(names, folder=context.obj):
+        typer.echo(f"deleted {place}")
