@@ -96,6 +96,7 @@ def test_attention_without_heads_is_attention_with_one() -> None:
     out, weights, _ = scaled_dot_product_attention(q, k, v, mask=mask)
     headed = scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], mask=mask)
     assert out.shape == (B, T, 4) and weights.shape == (B, T, T)
+    assert not weights[:, ~mask].any()
     np.testing.assert_array_equal(out, headed[0][:, 0])
     np.testing.assert_array_equal(weights, headed[1][:, 0])
     batched = scaled_dot_product_attention(q, k, v, mask=np.broadcast_to(mask, (B, T, T)))

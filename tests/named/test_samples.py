@@ -485,8 +485,7 @@ def test_004_inference():
     assert all(found[0].score >= found[1].score for found in beams)
     (one, *_), *_ = seq2seq.beam_search(model, source, **asked, beam_width=1)
     assert one.tokens == greedy[0]
-    short = seq2seq.beam_search(model, source, **asked, length_penalty=-2.0)
-    long = seq2seq.beam_search(model, source, **asked, length_penalty=3.0)
-    lengths = [sum(len(found[0].tokens) for found in each) for each in (short, long)]
-    assert lengths[0] <= lengths[1]
+    for hypothesis in seq2seq.beam_search(model, source, **asked, length_penalty=2.0)[0]:
+        penalty = ((5 + len(hypothesis.tokens)) / 6) ** 2.0
+        assert hypothesis.score == pytest.approx(hypothesis.logprob / penalty)
     assert model.training
