@@ -5,6 +5,7 @@ counted again; the default budget and a grid around it; the time of an answer; p
 measured training memory and step time at three sizes. One thread; on the CPU, times are CPU time.
 """
 
+import functools
 import itertools
 import statistics
 import time
@@ -22,7 +23,7 @@ from glassformer.budget.question import Budget
 from glassformer.costs.estimates import training_memory
 from glassformer.costs.timing import step_time
 from glassformer.data.batch import Batch
-from glassformer.lab.budget_report import design
+from glassformer.lab import budget_report
 from glassformer.lab.measure.machine_rates import calibrate
 from glassformer.models.model import build
 from glassformer.spec.model import ModelSpec
@@ -35,6 +36,8 @@ RATIOS, EXPANSIONS, HEADS = (0.25, 0.35, 0.45), (2.0, 2.66, 3.0, 4.0), (4, 8, 12
 #: Parameters, vocabulary, batch and length of what is measured.
 SIZES = (("300k", 2_000, 8, 128), ("3M", 8_000, 8, 128), ("10M", 16_000, 8, 128))
 PAIRS = 5
+#: The source's shape, whose figures the docs hold.
+design = functools.partial(budget_report.design, shape="classic")
 
 
 def naive_depth(budget: Budget, ratio: float, glu: float) -> int:

@@ -14,7 +14,7 @@ from glassformer.adapters.families.llama import LLAMA
 from glassformer.adapters.gguf.config import architecture_of
 from glassformer.budget.answer import Answer, Design, Portability
 from glassformer.budget.design import EVALUATIONS, LANDSCAPE_EVALUATIONS, ask, best_design, solve
-from glassformer.budget.effort import Effort, Stop
+from glassformer.budget.effort import Effort, SearchStopped, Stop
 from glassformer.budget.infeasible import Undecided, command_of
 from glassformer.budget.question import HEAD_WIDTHS, Budget, Sizes, build_spec
 from glassformer.costs.estimates import cache_bytes, flops, training_memory, weight_bytes
@@ -101,6 +101,8 @@ def _change(budget: Budget, effort: Effort) -> dict[str, Any]:
             found = best_design(replace(budget, **change), effort=limited)
         except (InputError, Undecided):  # options that exclude one another, or no result in time
             continue
+        except SearchStopped:  # the answer itself is there
+            return {}
         if found is not None and not portability(found.spec).reasons():
             return change
     return {}
