@@ -51,6 +51,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench training
 	$(BIN)/python -m bench kills
 	$(BIN)/python -m bench learning
+	$(BIN)/python -m bench extract
 	$(BIN)/python -m bench language
 	$(BIN)/python -m bench budget
 	$(BIN)/python -m bench adapters
