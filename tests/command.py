@@ -2,6 +2,7 @@
 of the time of a command that starts from nothing."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from glassformer.cli.main import main
+
+#: Seconds after which a command that does not end is ended.
+PATIENCE = 120
 
 
 def glass(
@@ -51,6 +55,7 @@ def _run(
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # as long as the process
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+    signal.alarm(PATIENCE)
     warnings.resetwarnings()  # in pytest they are errors
     sys.argv = ["glass", *words]
     if folder is not None:

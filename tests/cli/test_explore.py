@@ -18,14 +18,9 @@ from typer.testing import CliRunner
 from glassformer.cli.actions import explore
 from glassformer.cli.main import app
 from glassformer.spec.errors import GlassError, InputError
+from tests.command import glass
 
 LINK = re.compile(r"http://127\.0\.0\.1:(\d+)/#t=([A-Za-z0-9_-]{32})\n")
-
-
-def glass(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A call that must end by itself."""
-    command = [sys.executable, "-m", "glassformer", "explore", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 @contextmanager
@@ -59,7 +54,7 @@ def test_it_prints_a_link_answers_and_ends_quietly(tmp_path: Path) -> None:
             assert "server" not in {name.lower() for name in page.headers}
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert "libtorch" not in maps, "the page is up before torch"
-        second = glass(str(tmp_path), "--port", str(port))
+        second = glass("explore", str(tmp_path), "--port", str(port))
         assert second.returncode == 5
         assert f"port {port} is in use" in second.stderr
         assert "--port 0" in second.stderr

@@ -13,11 +13,7 @@ from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.cli.main import GROUPS, OUR_FAULT, VERBS, app, main
-
-
-def glass(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "glassformer", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+from tests.command import glass
 
 
 def test_help_imports_no_torch():
