@@ -61,10 +61,13 @@ def _padded(left: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def future(model: Model) -> float:
-    """Logits of the first 4 positions, when the tokens behind them change."""
-    tokens = _tokens(2, 9)
-    other = torch.cat((tokens[:, :4], _tokens(2, 5, 1)), 1)
-    return _gap(_ask(model, other).logits[:, :4], _ask(model, tokens).logits[:, :4])
+    """Logits before position t, when the tokens from t on change; the worst t."""
+    tokens, other = _tokens(2, 9), _tokens(2, 9, 1)
+    plain, gaps = _ask(model, tokens).logits, []
+    for t in range(1, 9):
+        changed = torch.cat((tokens[:, :t], other[:, t:]), 1)
+        gaps.append(_gap(_ask(model, changed).logits[:, :t], plain[:, :t]))
+    return max(gaps)
 
 
 def pad_content(model: Model) -> float:
