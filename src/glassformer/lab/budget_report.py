@@ -306,7 +306,8 @@ def step_time_text(model: ModelSpec, *, batch: int, device: str) -> str:
     length = model.max_seq_len
     rates = calibrate(device=device)
     seconds = step_time(model, rates, batch=batch, length=length).total
-    threads = f", {rates.threads} threads" if device == "cpu" else ""
+    plural = "" if rates.threads == 1 else "s"
+    threads = f", {rates.threads} thread{plural}" if device == "cpu" else ""
     return (
         f"training step      about {format_seconds(seconds)} at batch {batch} x {length} on this "
         f"machine ({device}{threads}): {batch * length / seconds:,.0f} tokens a second"

@@ -59,10 +59,10 @@ def predicted_seconds(run: TrainingRun, *, steps: int) -> float | None:
     first steps then tell.
     """
     spec = run.spec
-    if steps < FEW_STEPS or spec.engine != "torch" or run.device not in ("cpu", "cuda"):
+    if steps < FEW_STEPS or spec.engine != "torch" or run.device != "cpu":
         return None
-    if spec.train.precision != "float32" or spec.train.compile:
-        return None  # the rates are those of eager float32
+    if spec.train.precision != "float32":
+        return None  # the rates are those of float32
     rates = _rates(run.device, cache_folder(run.directory.folder.parent))
     length, source = _lengths(run.task)
     one = step_time(

@@ -1,6 +1,7 @@
 """Run `glass design`: solve, print the answer or why there is none, save a config, draw."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import typer
 from glassformer.budget.answer import Answer
 from glassformer.budget.infeasible import InfeasibleBudget, Undecided
 from glassformer.budget.question import Budget
-from glassformer.cli.shell.output import write_file
+from glassformer.cli.shell.output import ending_of, write_file
+from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import tell
 from glassformer.lab.budget_report import design, design_text, run_of_design, step_time_text
 from glassformer.spec.checks import at_least
@@ -25,10 +27,14 @@ def run(
     timed: bool,
     save: str | None,
     png: str | None,
+    out: Sequence[str],
     as_json: bool,
 ) -> None:
     """Print the answer; exit 1 if there is none, 5 if that is not known."""
     at_least("batch", batch)
+    targets = {path: ending_of(Path(path), ("toml", "png")) for path in out}
+    if device != "cpu":
+        device = check_device(device)
     if "params" not in options:
         raise InputError("the number of parameters is missing", hint="--params 10M")
     try:
@@ -47,14 +53,13 @@ def run(
     else:
         typer.echo(design_text(answer, batch=batch, device=device))
         if timed:
-            from glassformer.cli.shell.process import check_device
-
-            check_device(device)
             typer.echo(step_time_text(answer.spec, batch=batch, device=device))
-    if save is not None:
-        save_config(answer, Path(save), batch=batch)
-    if png is not None:
-        draw(answer, Path(png))
+    configs = [path for path, ending in targets.items() if ending == "toml"]
+    figures = [path for path, ending in targets.items() if ending == "png"]
+    for path in [*configs, *([] if save is None else [save])]:
+        save_config(answer, Path(path), batch=batch)
+    for path in [*figures, *([] if png is None else [png])]:
+        draw(answer, Path(path))
 
 
 def save_config(answer: Answer, path: Path, *, batch: int) -> None:

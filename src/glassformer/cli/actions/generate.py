@@ -95,3 +95,5 @@ def _stream(
     one = made.result(made.text)
     result = {"text": one.text, "tokens": one.tokens, "logprobs": one.logprobs}
     print(json.dumps(result | {"finish": one.finish}) if as_json else "")
+    if not one.text and not as_json:
+        tell("(nothing: the model predicted the end at once; --min-new 5 asks for more)")

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from glassformer.budget.question import Budget
-from glassformer.cli.shell.options import AsJson, takes
+from glassformer.cli.shell.options import AsJson, Device, takes
 
 
 @takes(Budget, into="options")
@@ -15,12 +15,21 @@ def design(
         bool, typer.Option("--thorough", help="Search to the end, however long it takes.")
     ] = False,
     batch: Annotated[int, typer.Option(help="Batch size, for memory and time.")] = 8,
-    device: Annotated[str, typer.Option(help="cpu or cuda, for memory and time.")] = "cpu",
+    device: Device = "cpu",
     no_time: Annotated[
         bool, typer.Option("--no-time", help="Do not measure this machine: no step time.")
     ] = False,
-    save: Annotated[str | None, typer.Option(help="Write a config for `glass train`.")] = None,
-    png: Annotated[str | None, typer.Option(help="Draw allocation and landscape.")] = None,
+    out: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            help="Write a config for `glass train` (.toml), or a figure (.png); repeatable.",
+        ),
+    ] = None,
+    save: Annotated[str | None, typer.Option(hidden=True)] = None,
+    png: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the dimensions that meet a parameter budget.
@@ -32,7 +41,7 @@ def design(
 
       glass design --params 10M --vocab 16000
 
-      glass design --params 500k --vocab 2000 --length 128 --heads 4 --save small.toml
+      glass design --params 500k --vocab 2000 --length 128 --heads 4 -o small.toml
 
       glass design --params 10M --vocab 16000 --shape classic
 
@@ -48,5 +57,6 @@ def design(
         timed=not no_time,
         save=save,
         png=png,
+        out=out or (),
         as_json=as_json,
     )
