@@ -187,7 +187,7 @@ FAULTS = (
     Fault("memory of the encoder's embedding", "models.model:EncoderDecoder.hidden", "self.encode(inputs, taps=taps, recompute=recompute, balance=balance)", "self.encoder.embed(inputs.source_BS)", WHOLE),
     # embeddings and heads
     Fault("sqrt(d_model) missing", "nn.embedding:TokenEmbedding.forward", "x_BTD * self.scale", "x_BTD", WHOLE),
-    Fault("tied head from one factor", "nn.embedding:FactorizedTokenEmbedding.as_linear", "F.linear(F.linear(x_BTD, self.v), self.u)", "F.linear(F.linear(x_BTD, self.v.detach()), self.u.sign())", "factorized embedding = U @ V"),
+    Fault("tied head from one factor", "nn.embedding:FactorizedTokenEmbedding.as_linear", "linear(linear(x_BTD, self.v), self.u)", "linear(linear(x_BTD, self.v.detach()), self.u.sign())", "factorized embedding = U @ V"),
     Fault("L1 without l1", "nn.embedding:FactorizedTokenEmbedding.penalty", "self.l1 * ", "", "factorized embedding = U @ V"),
     Fault("untied copy", "models.model:build_heads", "heads[name] = TiedHead(size, bias=head.bias)", "heads[name] = Linear(spec.d_model, size, bias=head.bias)", MANIFEST, "qwen"),
     Fault("answer read at the last column", "nn.embedding:read_out", "T - 1 - valid_BT.flip(1).int().argmax(1)", "torch.full((len(x_BTD),), T - 1)", "a batch = each sequence alone", "digits"),
