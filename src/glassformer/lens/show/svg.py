@@ -122,6 +122,19 @@ def heatmap_svg(
     return "".join(out) + "</svg>"
 
 
+def colour_key(label: str, *, low: float = 0.0, high: float = 1.0) -> str:
+    """Return the ramp of the maps with its ends: the weight of no colour and of the strongest."""
+    ramp = data_uri(heatmap_png(np.linspace(0.0, 1.0, 64)[None, :]))
+    width = 170 + 7 * len(label)
+    return (
+        _open(width, 16, f"{label}: no colour is {low:g}, the strongest {high:g}")
+        + f'<text x="0" y="12">{low:g}</text><image x="14" y="2" width="120" height="12" '
+        f'preserveAspectRatio="none" href="{ramp}"/><rect x="14" y="2" width="120" height="12" '
+        'fill="none" stroke="currentColor" stroke-opacity=".35"/>'
+        f'<text x="140" y="12">{high:g} {escape_line(label)}</text></svg>'
+    )
+
+
 def _longest(words: Sequence[str]) -> int:
     return max((len(shown(word, most=12)) for word in words), default=0)
 

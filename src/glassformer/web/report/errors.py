@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
@@ -26,8 +27,8 @@ from glassformer.web.report.run import Subject
 
 # B examples, T positions, V vocabulary
 
-#: Examples evaluated, examples searched for right and wrong ones, and how many are shown of each.
-MEASURED, SEARCHED, SHOWN = 2_000, 200, 6
+#: Examples evaluated, those searched for right ones; right and wrong ones that are shown.
+MEASURED, SEARCHED, SHOWN, MOST_WRONG = 2_000, 200, 6, 12
 LONG = 16  # lines of a table that is shown unfolded
 FEW = 8  # rows searched if every position has a prediction
 #: Names of the numbers of an evaluation against the oracle.
@@ -54,14 +55,13 @@ class Prediction:
 
 def errors(run: Subject) -> Iterator[str]:
     """Loss and accuracy on the test split, by the task's groups, and confusion matrices."""
-    engine, task = run.measured
-    found = evaluate(engine, task, examples=MEASURED)
-    measured = f"{found.examples:,} examples of the split '{found.split}'"
+    found, task = measured(run), run.task
+    examples = f"{found.examples:,} examples of the split '{found.split}'"
     if found.is_of_a_random_process:
-        yield say(f"{measured}. {found.headline()}")
+        yield say(f"{examples}. {found.headline()}")
     else:
         yield say(
-            f"{measured}: loss {found.loss:.4f} nats, accuracy {found.accuracy:.2%}, "
+            f"{examples}: loss {found.loss:.4f} nats, accuracy {found.accuracy:.2%}, "
             f"exact match {found.exact_match:.2%}."
         )
     rows: list[list[Cell]] = [
@@ -74,9 +74,10 @@ def errors(run: Subject) -> Iterator[str]:
             [TRUTHS.get(name, name), f"{value:.4f}"] for name, value in found.oracle.items()
         ]
         yield table(["measure", "value"], truths, caption="against the oracle")
-    if not found.is_of_a_random_process:  # whose strings are matched by luck
-        yield beside(_groups(found))
-    if not found.confusion:
+    lucky = found.is_of_a_random_process  # whose strings are matched by luck
+    if not lucky:
+        yield beside([*_groups(found), *_tokens(found)])
+    if not found.confusion and (lucky or not found.tokens):
         yield missing(
             f"The task {task.name} has no confusion matrix: a wrong token is not the answer to "
             "another question."
@@ -90,6 +91,32 @@ def errors(run: Subject) -> Iterator[str]:
         reading = READINGS.get(group, group)
         caption = f"{ROWS.get(group, group)} in the rows, per cent of the row; columns: {reading}"
         yield table(["", *columns, "n"], lines, caption=caption)
+
+
+def measured(run: Subject) -> Evaluation:
+    """Evaluate the checkpoint, once for all sections."""
+    if "evaluation" not in run.memory:
+        run.memory["evaluation"] = evaluate(*run.measured, examples=MEASURED)
+    found: Evaluation = run.memory["evaluation"]
+    return found
+
+
+def _tokens(found: Evaluation) -> Iterator[str]:
+    """Of answers of several tokens: right ones by position, and which are taken for which."""
+    if not found.tokens:
+        return
+    lines: list[list[Cell]] = [
+        [one["position"], Shaded(f"{one['accuracy']:.1%}", one["accuracy"]), one["count"]]
+        for one in found.tokens["positions"]
+    ]
+    yield table(["position", "accuracy", "n"], lines, caption="by position in the answer")
+    pairs: list[list[Cell]] = [
+        [shown(one["target"]), Text(shown(one["predicted"])), one["count"]]
+        for one in found.tokens["confused"]
+    ]
+    if pairs:
+        heading = ["right token", "predicted", "times"]
+        yield table(heading, pairs, caption="tokens confused most often")
 
 
 def _groups(found: Evaluation) -> Iterator[str]:
@@ -118,20 +145,32 @@ def machine(run: Subject) -> Iterator[str]:
 
 
 def examples(run: Subject) -> Iterator[str]:
-    """Some right predictions, and the wrong ones with the highest probability."""
+    """The wrong predictions first, then some right ones."""
     engine, task = run.measured
-    split = "test" if "test" in task.sizes() else "val"
-    searched, found = predictions(run, engine, task, split)
-    right = [one for one in found if one.right]
-    wrong = sorted((one for one in found if not one.right), key=lambda one: -(one.probability or 0))
-    yield say(f"{len(found):,} predictions for the first {searched} examples of '{split}'.")
-    sure = any(one.probability is not None for one in found)
-    heading = ["", "input", "target", "predicted", *(["probability"] if sure else [])]
-    for name, kept, all_ in (("right", right[:SHOWN], right), ("wrong", wrong[:SHOWN], wrong)):
+    found = measured(run)
+    split, size = found.split, task.sizes()[found.split]
+    rows = np.array([error["row"] for error in found.errors[:MOST_WRONG]], dtype=np.int64)
+    some = np.arange(min(SEARCHED, size), dtype=np.int64)
+    several = found.tokens and task.batch(split, some[:1]).source is None  # one at every position
+    looked = predictions(run, engine, task, split, some[:FEW] if several else some)
+    right = [one for one in looked if one.right]
+    if several:
+        wrong = [one for one in looked if not one.right]
+        total, of = len(wrong), f"{len(looked):,} predictions for the first {FEW} examples"
+    else:
+        wrong = [one for one in predictions(run, engine, task, split, rows) if not one.right]
+        total, of = found.wrong, f"{found.examples:,} examples"
+    wrong.sort(key=lambda one: -(one.probability or 0))
+    yield say(f"{total:,} of {of} of '{split}' are wrong.")
+    sure = any(one.probability is not None for one in looked)
+    heading = ["", "input", "right answer", "predicted", *(["probability"] if sure else [])]
+    parts = []
+    kinds = (("wrong", wrong[:MOST_WRONG], total), ("right", right[:SHOWN], len(right)))
+    for name, kept, all_ in kinds:
         if not kept:
-            yield missing(f"None of these {len(found)} predictions is {name}.")
+            parts.append(missing(f"No prediction is {name}."))
             continue
-        rows: list[list[Cell]] = [
+        lines: list[list[Cell]] = [
             [
                 str(number + 1),
                 Text(one.input),
@@ -142,26 +181,24 @@ def examples(run: Subject) -> Iterator[str]:
             for number, one in enumerate(kept)
         ]
         order_text = ", the most probable first" if name == "wrong" and sure else ""
-        caption = f"{name}: {len(kept)} of {len(all_):,}{order_text}"
-        yield table(heading, rows, caption=caption)
+        some_of = f"{len(kept)} of {all_:,}" if len(kept) < all_ else f"all {all_:,}"
+        parts.append(table(heading, lines, caption=f"{name}: {some_of}{order_text}"))
+    yield beside(parts)
 
 
 def predictions(
-    run: Subject, engine: Engine, task: Task, split: str
-) -> tuple[int, list[Prediction]]:
-    """Return the number of examples, and every prediction for them."""
-    rows = np.arange(min(SEARCHED, task.sizes()[split]), dtype=np.int64)
+    run: Subject, engine: Engine, task: Task, split: str, rows: NDArray[np.int64]
+) -> list[Prediction]:
+    """Return every prediction for these rows."""
+    if not len(rows):
+        return []
     batch = task.batch(split, rows)
     if batch.source is not None:
-        return len(rows), list(_decoded(run, task, batch))
+        return list(_decoded(run, task, batch))
     head = next(name for name in engine.spec.head_names() if name in batch.targets)
-    if batch.targets[head].ndim > 1:  # one per position: a few rows give thousands
-        rows = rows[:FEW]
-        batch = task.batch(split, rows)
     logits = engine.logits(batch)[head]
     counted = zip(*np.nonzero(loss_weights(batch, head) > 0), strict=True)
-    found = [_prediction(task, batch, head, logits, tuple(map(int, at))) for at in counted]
-    return len(rows), found
+    return [_prediction(task, batch, head, logits, tuple(map(int, at))) for at in counted]
 
 
 def _prediction(

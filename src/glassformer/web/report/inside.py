@@ -13,10 +13,11 @@ from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.measure.probes import read_probes
 from glassformer.lens.measure.roles import ROLES, head_roles
 from glassformer.lens.measure.snapshot import truncate
+from glassformer.lens.show import svg
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.html import escape_line
 from glassformer.lens.show.text import shown
-from glassformer.web.report.page import Cell, Shaded, Text, folded, missing, say, table
+from glassformer.web.report.page import Cell, Shaded, Text, beside, folded, missing, say, table
 from glassformer.web.report.run import Subject
 
 #: Tokens of the inspected example; the most small maps, steps and large maps.
@@ -59,7 +60,7 @@ def attention(run: Subject) -> Iterator[str]:
         f"the more of its attention.{' Hatched cells are masked.' if masked else ''}",
         kind="note",
     )
-    yield from _steps(run, seen)
+    yield svg.colour_key("attention weight")
     ranked = seen.ranking().heads if len(heads) > LARGE else ()
     kept = [each for each in heads if not ranked or each.head in ranked[:LARGE]]
     left_out = f"; the {LARGE} of {len(heads)} whose ablation changes most" if ranked else ""
@@ -67,6 +68,7 @@ def attention(run: Subject) -> Iterator[str]:
     maps = _by_layer(figures, kind="large")
     yield f"<h3>Step {run.step}, with words{escape_line(left_out)}</h3>"
     yield maps if len(seen.words) <= 40 else folded(f"{len(kept)} maps", maps)
+    yield from _steps(run, seen)
 
 
 def _all_heads(seen: Inspection) -> Iterator[AttentionMap]:
@@ -80,7 +82,10 @@ def _steps(run: Subject, seen: Inspection) -> Iterator[str]:
     if not files:
         yield missing("This run has no probes, so only its checkpoint can be shown.")
         return
-    chosen = spread(files, most=max(1, min(STEPS, THUMBNAILS // len(list(_all_heads(seen))))))
+    before = {step: file for step, file in files.items() if step != run.step}
+    chosen = spread(
+        before or files, most=max(1, min(STEPS, THUMBNAILS // len(list(_all_heads(seen)))))
+    )
     panels: dict[str, str] = {}
     for step, file in chosen.items():
         probes = read_probes(file)
@@ -100,7 +105,7 @@ def _steps(run: Subject, seen: Inspection) -> Iterator[str]:
     bodies = "".join(f'<div class="at at-{name}">{body}</div>' for name, body in panels.items())
     yield f"<style>@media screen{{{rules}}}</style>"
     yield (
-        f'<div class="steps"><h3>While it trained</h3><fieldset><legend>Step</legend>{inputs}'
+        f'<div class="steps"><h3>Earlier</h3><fieldset><legend>Step</legend>{inputs}'
         f"</fieldset>{bodies}</div>"
     )
 
@@ -111,7 +116,8 @@ def _by_layer(figures: Sequence[tuple[HeadName, str]], *, kind: str) -> str:
     for name, image in figures:
         figure = f"<figure>{image}<figcaption>{name}</figcaption></figure>"
         lines.setdefault((name.kind, name.layer), []).append(figure)
-    return "".join(f'<div class="{kind}">{"".join(line)}</div>' for line in lines.values())
+    rows = "".join(f'<div class="{kind}">{"".join(line)}</div>' for line in lines.values())
+    return f'<div class="layers">{rows}</div>'
 
 
 def spread(files: Mapping[int, Path], *, most: int) -> dict[int, Path]:
@@ -137,9 +143,11 @@ def lens(run: Subject) -> Iterator[str]:
     cut_off = f", the last {COLUMNS} positions" if first else ""
     yield say(f"The same example: {_words(seen)}")
     caption = f"likeliest token after each half-layer, from the bottom up{cut_off}; KL at {readout}"
-    yield table(["", *heading, "KL to the end"], lines, caption=caption)
+    yield table(["", *heading, "KL to the end, nats"], lines, caption=caption)
     answer: list[list[Cell]] = [[shown(word), f"{p:.2%}"] for _, word, p in seen.next(None, 5)]
-    yield table(["token", "probability"], answer, caption=f"predictions at position {readout}")
+    next_table = table(
+        ["token", "probability"], answer, caption=f"predictions at position {readout}"
+    )
     ranking = seen.ranking()
     rows: list[list[Cell]] = [
         [
@@ -151,7 +159,8 @@ def lens(run: Subject) -> Iterator[str]:
     ]
     more = f", the first {RANKED} of {len(ranking.heads)}" if len(ranking.heads) > RANKED else ""
     caption = f"what ablating one head changes, largest first{more}"
-    yield table(["head", "loss", "KL"], rows, caption=caption)
+    ranked = table(["head", "loss, nats", "KL, nats"], rows, caption=caption)
+    yield beside([next_table, ranked])
 
 
 def roles(run: Subject) -> Iterator[str]:

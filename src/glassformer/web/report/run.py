@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +30,7 @@ from glassformer.lab.runs.artifacts import read_samples
 from glassformer.lab.runs.curves import Curves, read_curves
 from glassformer.lab.runs.metrics_file import Floats
 from glassformer.lab.runs.record import load_run_spec, spec_hash
-from glassformer.lab.runs.table import number, settings
+from glassformer.lab.runs.table import duration, number, settings
 from glassformer.lens.show.html import escape_line
 from glassformer.spec.errors import InputError
 from glassformer.spec.train import RunSpec
@@ -37,13 +38,23 @@ from glassformer.spec.units import format_bytes
 from glassformer.store.checkpoint import verify_folder
 from glassformer.store.rundir import RunDirectory, RunRef
 from glassformer.training.engine import Engine
-from glassformer.web.report.page import Cell, Text, facts, folded, missing, say, scrolled, table
+from glassformer.web.report.page import (
+    Cell,
+    Text,
+    beside,
+    facts,
+    folded,
+    missing,
+    say,
+    scrolled,
+    table,
+)
 
 #: Alerts that are listed one by one.
 LISTED = 20
 #: The size and margins of a curve in pixels.
-WIDTH, HEIGHT = 740, 240
-LEFT, RIGHT, TOP, BOTTOM = 52, 108, 14, 40
+WIDTH, HEIGHT = 560, 250
+LEFT, RIGHT, TOP, BOTTOM = 46, 100, 14, 40
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 #: Points of a drawn line; an SVG keeps them all.
 POINTS = 600
@@ -130,7 +141,17 @@ def lead(run: Subject) -> str:
         if number(val.get(name)) is not None
     )
     shown = f"This report is of the checkpoint of step {run.step}."
-    return say(f"{text} Last validation: {scores or 'none'}. {shown}", kind="lead")
+    return say(f"{text} Last validation: {scores or 'none'}. {shown} {_when(run)}", kind="lead")
+
+
+def _when(run: Subject) -> str:
+    """Return how long it trained and when it ended; an older run's time is that of its steps."""
+    clock = run.part("clock")
+    seconds, at = number(clock.get("seconds")), number(clock.get("at"))
+    spent = run.curves.spent.seconds if seconds is None else seconds
+    moment = (run.directory.folder / "run.json").stat().st_mtime if at is None else at
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+    return f"It trained for {duration(spent)}, until {day}."
 
 
 def _score(name: str, value: Any) -> str:
@@ -144,7 +165,7 @@ def trained(run: Subject) -> Iterator[str]:
     made = run.part("fingerprint")
     folder = run.directory.folder.resolve()  # only as much of the path as a command needs
     config = shlex.quote(f"{folder.parent.name}/{folder.name}/config.json")
-    yield facts(
+    told = facts(
         [
             ("task", record.get("task")),
             ("model", _model_text(run)),
@@ -162,12 +183,13 @@ def trained(run: Subject) -> Iterator[str]:
             ("repeat with", f"glass train {config} --name again"),
         ]
     )
-    if spec.tuning is not None:
-        yield say(f"Fine-tuned from {spec.tuning.base}; the base is not part of this run.")
     rows: list[list[Cell]] = [
         [row.component, row.parameters, f"{row.share:.2%}"] for row in parameter_table(model)
     ]
-    yield table(["component", "parameters", "share"], rows, caption="where the parameters are")
+    heading = ["component", "parameters", "share"]
+    yield beside([told, table(heading, rows, caption="where the parameters are")])
+    if spec.tuning is not None:
+        yield say(f"Fine-tuned from {spec.tuning.base}; the base is not part of this run.")
     every = sorted(settings(run.directory.folder).items())
     lines: list[list[Cell]] = [
         [name, Text("" if value is None else str(value))] for name, value in every
@@ -190,9 +212,10 @@ def _model_text(run: Subject) -> str:
 def curves(run: Subject) -> Iterator[str]:
     """Training and validation over the steps, with the alerts."""
     made = panels([run.curves])
-    for panel, svg in zip(made, panels_svg(made, [run.curves]), strict=True):
-        yield f"<h3>{panel.title}</h3>"
-        yield scrolled(svg, label=f"curve of {panel.title}")
+    yield beside(
+        f"<div><h3>{panel.title}</h3>{scrolled(svg, label=f'curve of {panel.title}')}</div>"
+        for panel, svg in zip(made, panels_svg(made, [run.curves]), strict=True)
+    )
     if text := smoothing_text(made):
         yield say(f"The faint line is every step, not smoothed; {text}.", kind="note")
     if len(run.spec.model.head_names()) > 1:

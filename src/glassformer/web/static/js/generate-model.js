@@ -4,6 +4,8 @@ import { el, field, fill, isEnter, nothingYet, select } from "./dom.js";
 
 const ABOUT = new Map(); // what a run offers: asked once
 const SHOWN = 60; // signs of an example in the list
+/** The first text for a model whose task is not known. */
+export const EXAMPLE = "The quick brown fox jumps over the lazy";
 
 export class ModelForm {
   /** change(patch): another model or step; submit(): the button, or Enter in the text. */
@@ -30,7 +32,7 @@ export class ModelForm {
       ABOUT.set(view.run, await api.get(`/api/runs/${encodeURIComponent(view.run)}/inspect`));
     }
     const about = ABOUT.get(view.run);
-    view.text ??= about.examples[0]?.prompt ?? "";
+    view.text ??= about.examples[0]?.prompt ?? EXAMPLE;
     this.#draw(view, about);
     return true;
   }

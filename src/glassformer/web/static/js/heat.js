@@ -7,7 +7,7 @@ import { ground, hatch, palette, shade } from "./ramp.js";
 import * as theme from "./theme.js";
 
 const FONT = 12;
-const LARGEST = 56; // pixels of a cell
+const LARGEST = 72; // pixels of a cell
 const LABEL = 92; // pixels of a row's label
 const family = () => getComputedStyle(document.documentElement).getPropertyValue("--mono");
 
@@ -23,7 +23,8 @@ customElements.define("glass-heat", class extends HTMLElement {
       this.#canvas = el("canvas", { role: "img",
         onpointermove: (event) => this.#point(event), onpointerleave: () => this.#leave(),
         onclick: (event) => { const cell = this.#cell(event); if (cell) this.#tell("pick", cell); } });
-      this.append(this.#canvas);
+      this.note = el("p", { class: "note every" });
+      this.append(this.#canvas, this.note);
     }
     const resized = new ResizeObserver(() => this.draw());
     resized.observe(this);
@@ -133,6 +134,8 @@ customElements.define("glass-heat", class extends HTMLElement {
     const { rows, columns, row } = this.#data;
     const { left, top, cell } = this.#box;
     const every = Math.max(1, Math.ceil((FONT + 2) / cell));
+    this.note.hidden = every === 1;
+    this.note.textContent = `One token in ${every} is named; point at a cell for the others.`;
     const over = this.#hover ?? {};
     const write = (word, x, y, chosen, turned) => {
       context.save();
@@ -160,12 +163,12 @@ customElements.define("glass-heat", class extends HTMLElement {
 });
 
 /** The strongest cell of a row, in words: the text of the picture. */
-export function strongest({ values, shape: [, S], rows, columns }, row, digits = 3) {
+export function strongest({ values, shape: [, S], rows, columns }, row) {
   let best = -1;
   for (let j = 0; j < S; j += 1) {
     const value = values[row * S + j];
     if (!Number.isNaN(value) && (best < 0 || Math.abs(value) > Math.abs(values[row * S + best]))) best = j;
   }
-  if (best < 0) return `${rows[row]} may look nowhere`;
-  return `from ${rows[row]} strongest to ${columns[best]}: ${fixed(values[row * S + best], digits)}`;
+  if (best < 0) return `‘${rows[row]}’ (position ${row}) may attend to nothing`;
+  return `‘${rows[row]}’ attends most to ‘${columns[best]}’ (position ${best}): ${fixed(values[row * S + best])}`;
 }

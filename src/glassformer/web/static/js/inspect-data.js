@@ -23,7 +23,8 @@ export function parse(params) {
     kind: params.kind ?? (params.L || params.H ? "self" : null), layer: number(params.L, params.H ? 0 : null),
     head: params.H === "mean" ? "mean" : number(params.H, params.L ? 0 : null),
     pos: number(params.pos, null), src: number(params.src, 0),
-    table: params.table === "1", auto: params.scale === "auto", difference: params.view === "difference",
+    table: params.table === "1",
+    auto: { auto: true, one: false }[params.scale] ?? null, difference: params.view === "difference",
     other: parseModel(params.with),
   };
 }
@@ -38,7 +39,8 @@ export function address(view) {
     ablate: view.ablate.join(","), kind: view.kind === "self" && view.head !== null ? null : view.kind,
     L: view.layer, H: view.head, pos: view.pos,
     src: view.kind === "self" || view.kind === null ? null : view.src,
-    table: view.table ? 1 : null, scale: view.auto ? "auto" : null, view: view.difference ? "difference" : null,
+    table: view.table ? 1 : null,
+    scale: { true: "auto", false: "one" }[view.auto], view: view.difference ? "difference" : null,
     with: view.other && modelName(view.other),
   };
 }

@@ -104,9 +104,12 @@ export class Controls {
     fill(this.switches,
       check("mean of the layer", view.head === "mean", (on) => this.change({ head: on ? "mean" : 0 }),
         { name: "mean" }),
-      check("auto scale", view.auto, (auto) => this.change({ auto }), { name: "auto" }),
+      this.scale = check("auto scale", false, (auto) => this.change({ auto }), { name: "auto" }),
       check("as a table", view.table, (table) => this.change({ table }), { name: "table" }));
   }
+
+  /** Whether the map in view is scaled to its peak: as the address says, or since the peak is low. */
+  showScale(auto) { this.scale.querySelector("input").checked = auto; }
 
   #drawCompare(view, runs, { checkpoints: steps, precisions }) {
     const { run: own, step: now, precision: bits } = view;

@@ -5,7 +5,8 @@ import { fixed } from "./format.js";
 import { strongest } from "./heat.js";
 import { legend, mapTable } from "./inspect-parts.js";
 
-const LARGE = 64 * 64; // cells; in a causal map the first rows have few keys, and would set the scale alone
+const LARGE = 24 * 24; // cells; in a causal map the first rows have few keys, and would set the scale alone
+const LOW = 0.3; // a peak below this leaves a pale map on a scale from 0 to 1
 const WIDE = 20; // tokens from which a map gets the whole width
 
 /** The value that auto scale draws darkest: the largest; of a large map all but a hundredth lie below. */
@@ -38,7 +39,9 @@ export class MapView {
 
   /** maps: [{values, shape, exact, rows, columns, row, name, caption}] */
   draw(maps, { auto, table, difference, title }) {
-    this.#scale = { top: auto ? Math.max(1e-6, ...maps.map(darkest)) : 1, difference };
+    const peak = Math.max(1e-6, ...maps.map(darkest));
+    this.auto = auto ?? peak < LOW;
+    this.#scale = { top: this.auto ? peak : 1, difference };
     this.#shown = maps;
     fill(this.title, title);
     this.drawLegend();
@@ -74,6 +77,7 @@ export class MapView {
     const value = map.values[cell.row * map.shape[1] + cell.column];
     const written = Number.isNaN(value) ? "masked" : `${map.exact ? "" : "≈ "}${fixed(value)}`;
     const word = (text) => el("bdi", {}, text); // a word from right to left turns nothing but itself
-    fill(this.cell, `from `, word(map.rows[cell.row]), ` to `, word(map.columns[cell.column]), `: ${written}`);
+    fill(this.cell, "‘", word(map.rows[cell.row]), `’ (position ${cell.row}) to ‘`, word(map.columns[cell.column]),
+      `’ (position ${cell.column}): ${written}`);
   }
 }

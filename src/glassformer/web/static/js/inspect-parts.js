@@ -1,7 +1,7 @@
 // Parts of the Inspect page that are too small to be elements: facts, ablation, ranking, a map in numbers, the legend.
 
 import { el, fill, meter, silent, table } from "./dom.js";
-import { fixed, signed } from "./format.js";
+import { fixed, nats, probability, short, signed } from "./format.js";
 import { ramp } from "./ramp.js";
 
 const WHOLE = 40; // tokens up to which a map is written out; beyond, the strongest cells of one row
@@ -12,22 +12,22 @@ export function facts(look, at, otherName) {
     && el("div", {}, el("dt", {}, name), el("dd", { class: "number", id }, value));
   const several = look.losses.filter((loss) => loss !== null).length > 1;
   return el("dl", { class: "facts" }, fact("target", at.target?.word, "target"),
-    fact("loss", fixed(at.loss), "loss-here"), fact("entropy", fixed(at.entropy), "entropy"),
-    several && fact("mean loss", fixed(look.loss), "loss"),
-    at.against && [fact(`loss, ${otherName}`, fixed(at.against.loss), "loss-against"),
-      fact(`KL from ${otherName}`, fixed(at.against.kl, 4), "kl-against")]);
+    fact("loss", nats(at.loss), "loss-here"), fact("entropy", nats(at.entropy), "entropy"),
+    several && fact("mean loss", nats(look.loss), "loss"),
+    at.against && [fact(`loss, ${otherName}`, nats(at.against.loss), "loss-against"),
+      fact(`KL from ${otherName}`, nats(at.against.kl), "kl-against")]);
 }
 
 /** What the ablated heads did: loss before and after, the prediction before and after. */
 export function effect(look, { before, next }) {
   if (!look.ablated.length || !before) return null;
   const number = (text, id) => el("b", { class: "number", id }, text);
-  const word = ({ word: text, p }) => [el("b", { class: "word" }, text), ` ${fixed(p)}`];
-  const change = look.loss !== null && el("p", {}, "loss ", number(fixed(look.loss_before), "loss-before"), " → ",
-    number(fixed(look.loss), "loss-after"), ` (${signed(look.loss - look.loss_before)})`);
+  const word = ({ word: text, p }) => [el("b", { class: "word" }, text), ` ${probability(p)}`];
+  const change = look.loss !== null && el("p", {}, "loss ", number(short(look.loss_before), "loss-before"), " → ",
+    number(short(look.loss), "loss-after"), ` nats (${signed(look.loss - look.loss_before)})`);
   return el("div", { class: "effect" }, change,
     el("p", {}, "predicted ", word(before.top), " → ", word(next[0])),
-    el("p", {}, "KL from before ", number(fixed(before.kl), "kl-before")));
+    el("p", {}, "KL from before ", number(nats(before.kl), "kl-before")));
 }
 
 /** Every head by its effect; a click shows it, a second button ablates it. */
@@ -38,7 +38,7 @@ export function rankingTable({ by, rows }, chosen, { pick, toggle }) {
     el("button", { type: "button", class: "quiet small", "aria-label": label, onclick: run }, text);
   return table({
     caption: `Heads by ${by === "loss" ? "change of the loss" : "divergence"} when ablated`,
-    head: ["head", { text: by === "loss" ? "Δ loss" : "KL", n: true }, silent("bar"), silent("ablate")],
+    head: ["head", { text: by === "loss" ? "Δ loss, nats" : "KL, nats", n: true }, silent("bar"), silent("ablate")],
     rows: rows.map(({ head, effect: size }) => el("tr", { class: head === chosen ? "marked" : null },
       el("th", { scope: "row" }, button(head, `Show ${head}`, () => pick(head))),
       el("td", { class: "n" }, by === "loss" ? signed(size, digits) : fixed(size, digits)),
@@ -71,5 +71,6 @@ export function legend(box, { top, difference }) {
     context.fillRect(x, 0, 1, 1);
   }
   const end = top === 1 ? "1" : fixed(top, top < 0.1 ? 3 : 2);
-  fill(box, el("span", {}, difference ? `−${end}` : "0"), strip, el("span", {}, difference ? `+${end}` : end));
+  fill(box, el("span", {}, difference ? `−${end}` : "0"), strip, el("span", {}, difference ? `+${end}` : end),
+    top < 1 && el("span", {}, "(scaled to the peak)"));
 }

@@ -5,6 +5,7 @@ import { busy, el, fill, nothingYet, scrolled } from "./dom.js";
 import "./grid.js";
 import { commands } from "./inspect-commands.js";
 import { Looks, address, headName, parse, placeOf, question } from "./inspect-data.js";
+import { EXAMPLE } from "./generate-model.js";
 import { Controls, Form } from "./inspect-form.js";
 import { MapView } from "./inspect-maps.js";
 import { effect, facts, rankingTable } from "./inspect-parts.js";
@@ -175,10 +176,10 @@ class Inspect {
     if (view.text === null) {
       view.split ??= about.split;
       view.row ??= about.examples[0]?.row ?? null;
+      if (view.row === null) view.text = EXAMPLE; // of a model whose task is not known
     }
     this.form.draw(view, this.runs, about);
     this.root.classList.toggle("blank", !this.look);
-    if (view.text === null && view.row === null) { this.form.prompt.focus(); return; }
     const look = await this.looks.ask(question(view), signal);
     const other = view.other && await this.looks.ask(question(view, view.other), signal);
     if (signal.aborted) return;
@@ -238,6 +239,7 @@ class Inspect {
     this.map.draw(maps.map((map, i) => ({ ...map, ...models[i].wordsOf(kind), name,
       row: row < map.shape[0] ? row : null, caption: i ? this.otherName() : "this model" })),
       { ...view, difference, title: difference ? `${name}, minus ${this.otherName()}'s` : name });
+    this.controls.showScale(this.map.auto);
     this.#drawAblation(view, at);
     await this.#drawRanking(signal);
   }
@@ -250,7 +252,7 @@ class Inspect {
       names: beside && ["p", at.against ? this.otherName() : "before"],
       rows: at.next.map(({ word, p }, i) => ({ word, p, other: beside?.p[i] })) };
     fill(this.answers, facts(this.look, at, view.other && this.otherName()));
-    fill(this.where, `at ${view.pos} `, el("span", { class: "word" }, this.look.words[view.pos]));
+    fill(this.where, `position ${view.pos}, token ‘`, el("span", { class: "word" }, this.look.words[view.pos]), "’");
     this.lens.data = { target, caption: `Prediction of each half-layer at position ${view.pos}`, rows: named(at.lens) };
     this.norms.data = { caption: `Norms at position ${view.pos}`, rows: named(at.norms) };
   }
@@ -283,8 +285,13 @@ class Inspect {
     const show = async () => {
       const found = await look.ranking();
       if (signal.aborted) return;
+      const long = found.rows.length > 8 && !this.ranking.classList.contains("whole");
       fill(this.ranking, scrolled("Ranking of heads",
-        rankingTable(found, this.headName(), { pick, toggle: (name) => this.toggle(name) })));
+        rankingTable(found, this.headName(), { pick, toggle: (name) => this.toggle(name) })),
+      long && el("button", { type: "button", class: "quiet", onclick: (event) => {
+        this.ranking.classList.add("whole");
+        event.target.remove();
+      } }, `Show all ${found.rows.length} heads`));
     };
     const ask = () => { look.ranked = true; show().catch(this.context.alert); };
     if (look.snapshot) fill(this.ranking, el("p", { class: "muted" }, "A snapshot holds no model to try this on."));

@@ -3,10 +3,7 @@
 import { el, fill, svg, table } from "./dom.js";
 import { fixed, short } from "./format.js";
 
-const [WIDTH, HEIGHT, LEFT, TOP, BOTTOM] = [320, 128, 38, 8, 24];
-
-/** L1 attn as a1, embed as e. */
-const brief = (name) => name.replace(/^L(\d+) (\w).*$/, "$2$1").replace("embed", "e");
+const [WIDTH, HEIGHT, LEFT, TOP, BOTTOM] = [320, 164, 38, 8, 60];
 
 customElements.define("glass-norms", class extends HTMLElement {
   /** {rows: [{name, residual, added}]}: added is what this half-layer wrote, null for the embedding */
@@ -17,7 +14,7 @@ customElements.define("glass-norms", class extends HTMLElement {
     const bar = (value, x, width, name) => typeof value === "number" && svg("rect", { class: name, rx: 1.5,
       x: x.toFixed(1), y: y(value).toFixed(1), width: width.toFixed(1),
       height: (HEIGHT - BOTTOM - y(value)).toFixed(1) });
-    const every = Math.ceil(rows.length / 8);
+    const every = Math.ceil(rows.length / 20);
     const told = rows.map(({ name, residual }) => `${name} ${short(residual)}`).join(", ");
     const rules = [0, most / 2, most].map((value) => [
       svg("line", { x1: LEFT, x2: WIDTH, y1: y(value), y2: y(value), class: "rule" }),
@@ -25,8 +22,8 @@ customElements.define("glass-norms", class extends HTMLElement {
     const bars = rows.map(({ name, residual, added }, i) => [
       bar(residual, LEFT + (i + 0.12) * step, 0.42 * step, "residual"),
       bar(added, LEFT + (i + 0.58) * step, 0.26 * step, "added"),
-      i % every === 0
-        && svg("text", { x: LEFT + (i + 0.45) * step, y: HEIGHT - 8, "text-anchor": "middle" }, brief(name))]);
+      i % every === 0 && svg("text", { "text-anchor": "end",
+        transform: `translate(${LEFT + (i + 0.45) * step + 4} ${HEIGHT - BOTTOM + 7}) rotate(-90)` }, name)]);
     const key = (name, text) => [el("span", { class: `key ${name}` }), ` ${text} `];
     const head = ["after", { text: "residual", n: true }, { text: "written", n: true }];
     const seen = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${caption}: ${told}` };

@@ -53,7 +53,7 @@ class Quantize {
     const along = (by) => () => this.found && this.#step(by);
     this.unbind = keys.bind({ ArrowLeft: ["position to the left", along(-1)],
       ArrowRight: ["position to the right", along(1)],
-      w: ["the worst position", () => this.found && this.#pick(this.#worst())],
+      w: ["the worst position in view", () => this.found && this.#pick(this.#worst())],
       "/": ["write a text", () => this.form.text.focus()] });
   }
 
@@ -78,7 +78,8 @@ class Quantize {
   }
   #worst() {
     const { against, positions } = this.found;
-    return positions[Object.values(against).at(-1).worst[0]];
+    const highest = positions.map((_, at) => Math.max(...Object.values(against).map((one) => one[this.view.way][at])));
+    return positions[highest.indexOf(Math.max(...highest))];
   }
 
   async #compare(signal) {
@@ -89,6 +90,7 @@ class Quantize {
     const name = JSON.stringify(asked);
     if (this.asked !== name) {
       busy(this.root, true);
+      if (!this.found) fill(this.verdict, "The model is loaded and quantized in every scheme; this takes some seconds.");
       try {
         this.found = await this.context.api.post("/api/quantize", asked, { signal });
         this.asked = name;
@@ -199,7 +201,7 @@ class Quantize {
     const { found, view } = this;
     const names = found.precisions.map(({ name }) => name);
     fill(this.answersTitle, found.head === "answer" ? "Answer" : "Next token",
-      el("span", { class: "muted" }, ` at ${view.pos} `), el("code", {}, found.words[view.pos]));
+      el("span", { class: "muted" }, ` at position ${view.pos}, token `), el("code", {}, found.words[view.pos]));
     fill(this.answers, scrolled("Likeliest answers", table({
       caption: "The likeliest answers in each precision", props: { id: "answers" },
       head: ["token", ...names.map((name, i) => right(keyed(name, i))), silent("bars")],
