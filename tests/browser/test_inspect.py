@@ -1,6 +1,7 @@
 """The page Inspect in Chromium: its numbers are Python's, and every way through it is open."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,24 @@ def press(page: Page, key: str) -> None:
 
 
 def text(page: Page, selector: str) -> str:
-    """What stands there; a real minus is a hyphen for Python."""
-    return page.locator(selector).first.inner_text().strip().replace("\N{MINUS SIGN}", "-")
+    """What stands there; a real minus is a hyphen for Python, and quotation marks are plain."""
+    found = page.locator(selector).first.inner_text().strip().replace("\N{MINUS SIGN}", "-")
+    return re.sub("[\u2018\u2019]", "'", found)
+
+
+def three(value: float) -> str:
+    """A number as the page writes it: three decimals, or two figures where those are 0.000."""
+    if value == 0 or abs(value) >= 5e-4:
+        return f"{value:.3f}" if value else "0"
+    figures, power = f"{value:.1e}".split("e")
+    return f"{figures}e{int(power)}"
+
+
+def nats(page: Page, selector: str) -> float:
+    """The number that stands there with its unit."""
+    number, unit = text(page, selector).split()
+    assert unit == "nats"
+    return float(number)
 
 
 def seen(site: Site, run: str = "digits", **asked: Any) -> Inspection:
@@ -83,8 +100,9 @@ def test_numbers_are_pythons(open_page, site):
     look_ = seen(site, target="3")
     adapter = gf.load(site.runs / "digits")
     assert text(page, "#parameters") == f"{adapter.get_num_parameters():,}"
-    assert text(page, "#loss-here") == f"{float(look_.losses[4]):.3f}" == f"{look_.loss:.3f}"
-    assert text(page, "#entropy") == f"{float(look_.entropy[4]):.3f}"
+    assert text(page, "#loss-here") == f"{three(float(look_.losses[4]))} nats"
+    assert text(page, "#entropy") == f"{three(float(look_.entropy[4]))} nats"
+    assert text(page, ".lens h2 .muted") == f"position 4, token '{look_.words[4]}'"
     assert text(page, "#target") == "3"
     # every cell of the map
     cells = page.locator(".attention table.data tbody td").all_inner_texts()
@@ -93,18 +111,19 @@ def test_numbers_are_pythons(open_page, site):
     best = int(look_.attention[1, 2].tensor[4].argmax())
     peak = f"{float(look_.attention[1, 2].tensor[4, best]):.3f}"
     words = look_.words
-    assert text(page, "#cell") == f"from {words[4]} strongest to {words[best]}: {peak}"
+    said = f"'{words[4]}' attends most to '{words[best]}' (position {best}): {peak}"
+    assert text(page, "#cell") == said
     # the bars
     rows = page.locator("glass-bars tbody tr").all()
     for row, (_, word, share) in zip(rows, look_.next(4, 8), strict=True):
-        assert row.inner_text().split() == [word, f"{share:.3f}"]
+        assert row.inner_text().split() == [word, three(share)]
     # lens and norms
     lens = page.locator("glass-lens tbody tr").all()
     for row, name, kl in zip(lens, look_.lens.row_names, look_.lens.kl[:, 4].tolist(), strict=True):
         (first, share), *_ = look_.lens.top(4, 1, row=name)
         cells = [cell.strip() for cell in row.inner_text().split("\t")]
         assert cells[:3] == [name, first, f"{share:.2f}"]
-        assert cells[5] == f"{kl:.3f}"
+        assert cells[5] == three(kl)
     page.locator("glass-norms summary").click()
     norms = page.locator("glass-norms tbody tr").all_inner_texts()
     assert [line.split("\t")[1] for line in norms] == [
@@ -129,17 +148,17 @@ def test_ablation_by_click_and_by_key_is_pythons(open_page, site):
     page.locator("#ablate").click()
     settled(page, after=before)
     one = seen(site, target="3").ablate("L1H3")
-    assert text(page, "#loss-before") == f"{one.before.loss:.3f}"
-    assert text(page, "#loss-after") == f"{one.after.loss:.3f}"
-    assert text(page, "#kl-before") == f"{float(one.kl[4]):.3f}"
+    assert text(page, "#loss-before") == three(one.before.loss)
+    assert text(page, "#loss-after") == three(one.after.loss)
+    assert text(page, "#kl-before") == f"{three(float(one.kl[4]))} nats"
     assert text(page, "glass-bars tbody th") == one.after.next(4, 1)[0][1]
     press(page, "ArrowUp")
     press(page, "x")  # L0H3 as well
     two = seen(site, target="3").ablate("L1H3", "L0H3")
-    assert text(page, "#loss-after") == f"{two.after.loss:.3f}"
+    assert text(page, "#loss-after") == three(two.after.loss)
     expect(page.locator(".head.ablated")).to_have_count(2)
     press(page, "x")
-    assert text(page, "#loss-after") == f"{one.after.loss:.3f}"
+    assert text(page, "#loss-after") == three(one.after.loss)
     expect(page.get_by_role("button", name="Layer 1, head 3, ablated")).to_have_count(1)
 
 
@@ -150,7 +169,7 @@ def test_an_example_of_the_task_is_the_same_as_its_text(open_page, site):
         given = page.locator("[name=prompt]").input_value()
         target = page.locator("[name=target]").input_value()
         loss = text(page, "#loss" if run == "reverse" else "#loss-here")
-        assert loss == f"{seen(site, run, text=given, target=target).loss:.3f}"
+        assert loss == f"{three(seen(site, run, text=given, target=target).loss)} nats"
 
 
 def test_a_pixel_is_the_ramp_of_its_value(open_page, site):
@@ -201,12 +220,12 @@ def test_diff_of_precisions_and_steps_is_pythons(open_page, site):
     assert [abs(float(cell.replace("\N{MINUS SIGN}", "-"))) for cell in cells] == pytest.approx(
         [abs(float(f"{value:.3f}")) for value in expected], abs=1.01e-3
     )
-    assert text(page, "#loss-against") == f"{b.loss:.3f}"
+    assert text(page, "#loss-against") == f"{three(b.loss)} nats"
     before = drawn(page)
     page.get_by_label("Compare with").select_option(label="its step 320")
     settled(page, after=before)
     assert text(page, "#loss-against") == (
-        f"{gf.load(f'{site.runs}/digits@320').inspect(DIGITS, target='3').loss:.3f}"
+        f"{three(gf.load(f'{site.runs}/digits@320').inspect(DIGITS, target='3').loss)} nats"
     )
 
 
@@ -310,7 +329,7 @@ def test_the_view_is_copied_as_link_command_and_python(open_page, site, monkeypa
     )
     monkeypatch.chdir(site.runs.parent)
     names = ran(copied(page, "Python"))  # what people will do with it
-    assert f"{names['seen'].loss:.3f}" == text(page, "#loss-here")
+    assert f"{three(names['seen'].loss)} nats" == text(page, "#loss-here")
     command_runs(command, loss=names["seen"].loss)
 
 
@@ -327,7 +346,7 @@ def test_fewer_bits_are_copied_as_two_commands(open_page, site, monkeypatch):
     settled(page)
     quantize, inspect = copied(page, "command").split(" && ")
     monkeypatch.chdir(site.runs.parent)
-    loss = float(text(page, "#loss-here"))
+    loss = nats(page, "#loss-here")
     command_runs(quantize, loss=None)
     command_runs(inspect, loss=loss)
 
@@ -338,22 +357,22 @@ def test_a_comparison_is_copied_with_its_numbers(open_page, site, monkeypatch, o
     settled(page)
     cells = page.locator(".attention table.data tbody td").all_inner_texts()
     told = [float(cell.replace("\N{MINUS SIGN}", "-")) for cell in cells]
-    loss, kl = float(text(page, "#loss-against")), float(text(page, "#kl-against"))
+    loss, kl = nats(page, "#loss-against"), nats(page, "#kl-against")
     shares = [float(row.inner_text().split()[2]) for row in page.locator("glass-bars tr").all()[1:]]
     monkeypatch.chdir(site.runs.parent)
     *before, inspect = copied(page, "command").split(" && ")
     for command in before:
         command_runs(command, loss=None)
-    found = command_runs(f"{inspect} --top {len(shares)}", loss=float(text(page, "#loss-here")))
+    found = command_runs(f"{inspect} --top {len(shares)}", loss=nats(page, "#loss-here"))
     against = found["against"]
     flat = [value for row in against["difference"] for value in row]
     assert told == [float(f"{value:.3f}") for value in flat]
-    assert (loss, kl) == (float(f"{against['loss']:.3f}"), float(f"{against['kl']:.4f}"))
-    assert shares == [float(f"{value:.3f}") for value in against["shares"]]
+    assert (loss, kl) == (float(three(against["loss"])), float(three(against["kl"])))
+    assert shares == [float(three(value)) for value in against["shares"]]
     names = ran(copied(page, "Python"))
     difference, _, beside = names["shown"]
     assert told == [float(f"{value:.3f}") for value in difference.tensor.flatten().tolist()]
-    assert (loss, kl) == (float(f"{beside.loss:.3f}"), float(f"{beside.kl:.4f}"))
+    assert (loss, kl) == (float(three(beside.loss)), float(three(beside.kl)))
 
 
 def ran(source: str) -> dict[str, Any]:
@@ -431,7 +450,9 @@ def test_hovering_links_tokens_rows_and_lens(open_page):
     at = page.evaluate("document.querySelector('glass-heat').place(2, 1)")
     page.locator("glass-heat canvas").hover(position=at)
     expect(page.locator(".token.over")).to_have_text(["7", "3"])
-    expect(page.locator("#cell")).to_contain_text("from 3 to 7: 0.")
+    expect(page.locator("#cell")).to_have_text(
+        re.compile(r".3. \(position 2\) to .7. \(position 1\): 0\.")
+    )
     page.locator("glass-lens tr[data-layer='1']").first.hover()
     expect(page.locator(".layer.over")).to_have_attribute("data-layer", "1")
 

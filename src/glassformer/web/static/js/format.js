@@ -22,10 +22,10 @@ export function short(value) {
   return fixed(value, size < 1 ? 3 : size < 100 ? 2 : 0);
 }
 
-/** A probability: three decimals, more figures where those would say nothing; never 0.000. */
-export const probability = (value) => (missing(value) || value >= 5e-4 ? fixed(value) : short(value));
+/** Three decimals, or two figures where those would be 0.000. */
+export const three = (value) => (missing(value) || Math.abs(value) >= 5e-4 ? fixed(value) : short(value));
 /** A loss, a divergence, an entropy. */
-export const nats = (value) => (missing(value) ? NONE : `${short(value)} nats`);
+export const nats = (value) => (missing(value) ? NONE : `${three(value)} nats`);
 
 export const count = (value) => (missing(value) ? NONE : Math.round(value).toLocaleString("en"));
 export const percent = (value, digits = 1) => (missing(value) ? NONE : `${fixed(100 * value, digits)} %`);

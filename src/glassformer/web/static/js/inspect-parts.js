@@ -1,7 +1,7 @@
 // Parts of the Inspect page that are too small to be elements: facts, ablation, ranking, a map in numbers, the legend.
 
 import { el, fill, meter, silent, table } from "./dom.js";
-import { fixed, nats, probability, short, signed } from "./format.js";
+import { fixed, nats, signed, three } from "./format.js";
 import { ramp } from "./ramp.js";
 
 const WHOLE = 40; // tokens up to which a map is written out; beyond, the strongest cells of one row
@@ -22,9 +22,9 @@ export function facts(look, at, otherName) {
 export function effect(look, { before, next }) {
   if (!look.ablated.length || !before) return null;
   const number = (text, id) => el("b", { class: "number", id }, text);
-  const word = ({ word: text, p }) => [el("b", { class: "word" }, text), ` ${probability(p)}`];
-  const change = look.loss !== null && el("p", {}, "loss ", number(short(look.loss_before), "loss-before"), " → ",
-    number(short(look.loss), "loss-after"), ` nats (${signed(look.loss - look.loss_before)})`);
+  const word = ({ word: text, p }) => [el("b", { class: "word" }, text), ` ${three(p)}`];
+  const change = look.loss !== null && el("p", {}, "loss ", number(three(look.loss_before), "loss-before"), " → ",
+    number(three(look.loss), "loss-after"), ` nats (${signed(look.loss - look.loss_before)})`);
   return el("div", { class: "effect" }, change,
     el("p", {}, "predicted ", word(before.top), " → ", word(next[0])),
     el("p", {}, "KL from before ", number(nats(before.kl), "kl-before")));
