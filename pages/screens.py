@@ -31,7 +31,6 @@ PAGES = {
     "design": ("design", "glass-landscape[data-ready]"),
     "generate": ("generate?run=text&text=the%20glass&mode=sample", ".page[data-done]"),
     "quantize": ("quantize?run=text", "#speed[data-ready]"),
-    "model": ("model?run=reverse", ".page.model svg"),
 }
 #: More of them: `PAGE-WHAT`.
 VIEWS = {
