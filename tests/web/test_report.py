@@ -135,8 +135,24 @@ def test_each_kind_of_run_has_a_report_that_asks_for_nothing(runs, name):
     assert report_html(str(runs / name), certificate=NO_CHECKS) == text
 
 
+def test_the_wrong_answers_come_first_all_of_a_few(runs):
+    engine, task = opened(runs / "digits")
+    found = evaluate(engine, task)
+    assert 0 < found.wrong < found.examples
+    text = report_html(str(runs / "digits"), certificate=NO_CHECKS)
+    seen = Read(text)
+    assert f"{found.wrong:,} of {found.examples:,} examples of 'test' are wrong." in seen.text
+    listed = {tuple(cells[1:4]) for cells in seen.cells if len(cells) == 5}
+    for error in found.errors[:12]:
+        assert (error["input"], *error["target"], *error["predicted"]) in listed
+    assert 0 < text.index("wrong: ") < text.index("right: ")
+    assert re.search(r"It trained for [\d.]+ s, until \d{4}-\d\d-\d\d \d\d:\d\d\.", seen.text)
+    assert "no colour is 0, the strongest 1" in text
+
+
 def test_what_a_run_does_not_have_is_said(runs):
-    assert "has no confusion matrix" in report_html(str(runs / "machine"), certificate=NO_CHECKS)
+    machine = report_html(str(runs / "machine"), certificate=NO_CHECKS)
+    assert "by position in the answer" in machine and "tokens confused most often" in machine
     shutil.copytree(runs / "digits", runs / "bare")
     shutil.rmtree(runs / "bare" / "probes")
     (runs / "bare" / "metrics.jsonl").write_text("")
