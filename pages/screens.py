@@ -148,7 +148,7 @@ def forms(page: Any) -> Iterator[tuple[int, str]]:
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": HEIGHT})
         for theme in THEMES:
-            page.evaluate("t => { document.documentElement.dataset.theme = t; }", theme)
+            page.evaluate("async t => (await import('/static/js/theme.js')).choose(t)", theme)
             settle(page)
             yield width, theme
 

@@ -66,6 +66,9 @@ export class MapView {
       el("div", { class: "scroll", tabindex: 0, role: "group" }, heat()))));
   }
 
+  /** The weight that has the strongest colour. */
+  get top() { return this.#scale.top; }
+
   drawLegend() { legend(this.legend, this.#scale); }
 
   set hover(cell) { for (const heat of this.heats) heat.hover = cell; }

@@ -233,13 +233,13 @@ class Inspect {
       ...models.map((each) => each.map(kind, layer, head, difference ? alike : null))]);
     if (signal.aborted) return;
     this.#drawPosition(view, at);
-    this.#drawGrid(view, small);
     const name = this.headName() ?? `${kind === "self" ? "" : `${kind}.`}L${layer} mean`;
     const row = kind === "encoder" ? view.src : pos;
     this.map.draw(maps.map((map, i) => ({ ...map, ...models[i].wordsOf(kind), name,
       row: row < map.shape[0] ? row : null, caption: i ? this.otherName() : "this model" })),
       { ...view, difference, title: difference ? `${name}, minus ${this.otherName()}'s` : name });
     this.controls.showScale(this.map.auto);
+    this.#drawGrid(view, small);
     this.#drawAblation(view, at);
     await this.#drawRanking(signal);
   }
@@ -260,7 +260,7 @@ class Inspect {
   #drawGrid(view, small) {
     const { heads } = this.look.kinds[view.kind];
     const ablated = view.ablate.map(placeOf).filter(({ kind }) => kind === view.kind);
-    this.grid.data = { bytes: small.values, shape: small.shape, heads, kind: view.kind };
+    this.grid.data = { bytes: small.values, shape: small.shape, heads, kind: view.kind, top: this.map.top };
     this.grid.chosen = { layer: view.layer, head: view.head,
       ablated: new Set(ablated.map(({ layer, head }) => `${layer}.${head}`)) };
   }
