@@ -82,10 +82,7 @@ def _steps(run: Subject, seen: Inspection) -> Iterator[str]:
     if not files:
         yield missing("This run has no probes, so only its checkpoint can be shown.")
         return
-    before = {step: file for step, file in files.items() if step != run.step}
-    chosen = spread(
-        before or files, most=max(1, min(STEPS, THUMBNAILS // len(list(_all_heads(seen)))))
-    )
+    chosen = spread(files, most=max(1, min(STEPS, THUMBNAILS // len(list(_all_heads(seen))))))
     panels: dict[str, str] = {}
     for step, file in chosen.items():
         probes = read_probes(file)
@@ -105,7 +102,7 @@ def _steps(run: Subject, seen: Inspection) -> Iterator[str]:
     bodies = "".join(f'<div class="at at-{name}">{body}</div>' for name, body in panels.items())
     yield f"<style>@media screen{{{rules}}}</style>"
     yield (
-        f'<div class="steps"><h3>Earlier</h3><fieldset><legend>Step</legend>{inputs}'
+        f'<div class="steps"><h3>While it trained</h3><fieldset><legend>Step</legend>{inputs}'
         f"</fieldset>{bodies}</div>"
     )
 
