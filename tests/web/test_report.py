@@ -152,8 +152,9 @@ def test_the_wrong_answers_come_first_all_of_a_few(runs):
 
 
 def test_what_a_run_does_not_have_is_said(runs):
-    machine = report_html(str(runs / "machine"), certificate=NO_CHECKS)
-    assert "by position in the answer" in machine and "tokens confused most often" in machine
+    assert "has no confusion matrix" in report_html(str(runs / "machine"), certificate=NO_CHECKS)
+    places = report_html(str(runs / "reverse"), certificate=NO_CHECKS)
+    assert "by position in the answer" in places and "tokens confused most often" in places
     shutil.copytree(runs / "digits", runs / "bare")
     shutil.rmtree(runs / "bare" / "probes")
     (runs / "bare" / "metrics.jsonl").write_text("")

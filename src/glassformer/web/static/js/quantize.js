@@ -90,7 +90,7 @@ class Quantize {
     const name = JSON.stringify(asked);
     if (this.asked !== name) {
       busy(this.root, true);
-      if (!this.found) fill(this.verdict, "The model is loaded and quantized in every scheme; this takes some seconds.");
+      if (!this.found) fill(this.verdict, "The model is quantized in every scheme: this takes some seconds.");
       try {
         this.found = await this.context.api.post("/api/quantize", asked, { signal });
         this.asked = name;
