@@ -61,6 +61,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench explore
 	$(BIN)/python -m bench findings --jobs 2
 	$(BIN)/python -m pages figures
+	$(BIN)/python -m pages animation
 
 # torch is requested first and exactly: a looser request may pull gigabytes of CUDA libraries. It
 # comes through pip, which also searches local wheels; the rest through uv, several times as fast,
