@@ -80,6 +80,10 @@ def test_a_model_folder_is_shown_without_curves(tmp_path: Path) -> None:
         path = Path(model.pop("path"))  # for commands to copy: a few names, no place of the disk
         assert path.name == folder.name
         assert not path.is_absolute()
+        assert (model.pop("date"), model.pop("time")) == (
+            None,
+            None,
+        )  # it has not been trained here
         assert model == {"id": "a-model--v2-", "kind": "model", "status": "model"}
         assert asked(port, token, f"/api/runs/{runs[0]['id']}")["checkpoints"] == []
 
