@@ -73,7 +73,7 @@ def test_curves_in_the_terminal(glass, monkeypatch):
     assert "loss over tokens trained on" in both
     assert "one" in both
     assert "two" in both
-    assert "exponential mean over 5 points" in both
+    assert "centred mean over 5 points" in both
 
 
 def test_curves_as_files(glass, runs, tmp_path):
