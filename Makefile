@@ -54,6 +54,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench extract
 	$(BIN)/python -m bench language
 	$(BIN)/python -m bench budget
+	$(BIN)/python -m bench diff
 	$(BIN)/python -m bench adapters
 	$(BIN)/python -m bench generate
 	$(BIN)/python -m bench quant

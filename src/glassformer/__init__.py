@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from glassformer.adapters.load import build as build
     from glassformer.adapters.load import load as load
     from glassformer.adapters.load import save as save
+    from glassformer.checks.diff import diff as diff
     from glassformer.checks.report import verify as verify
     from glassformer.checks.subject import Subject as Subject
     from glassformer.data.batch import Batch as Batch
@@ -77,6 +78,7 @@ _HOME = {
     "count_parameters": "glassformer.spec.manifest",
     "design": "glassformer.lab.budget_report",
     "diagram": "glassformer.lens.show.diagram",
+    "diff": "glassformer.checks.diff",
     "evaluate": "glassformer.lab.api",
     "export": "glassformer.adapters.any_model",
     "extract": "glassformer.lab.extract",

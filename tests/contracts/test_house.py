@@ -320,6 +320,7 @@ def test_what_is_public_is_documented(module):
 #: Why a module with a single importer is a file of its own. A verb's action is imported when the
 #: verb runs, so that `--help` needs no torch; a member of a table has the table as its importer.
 ONE_IMPORTER = {
+    "checks.causes": "the catalogue of causes; diff finds the place, this file what is wrong there",
     "training.recorded": "the recorded form of a step; it needs no engine to be read or tested",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
@@ -336,6 +337,7 @@ ONE_IMPORTER = {
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
     "cli.actions.convert": "what the verb does",
     "cli.actions.demo": "what the verb does",
+    "cli.actions.diff": "what the verb does",
     "cli.actions.design": "what the verb does",
     "cli.actions.evaluate": "what the verb does",
     "cli.actions.explore": "what the verb does",

@@ -411,8 +411,11 @@ def subject_of(
     )
 
 
-def subject_of_factory(reference: str, *, causal: bool | None = None) -> Subject:
-    """Call `package.module:factory`, without arguments; the current folder is searched too."""
+def called(reference: str) -> tuple[Any, Callable[[], Any] | None]:
+    """Return what `package.module:factory` makes, and the factory; the current folder counts too.
+
+    It is called without arguments. A module or a subject of that name is taken as it is.
+    """
     module_name, _, attribute = reference.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -426,7 +429,7 @@ def subject_of_factory(reference: str, *, causal: bool | None = None) -> Subject
         ) from error
     factory = getattr(module, attribute, None)
     if isinstance(factory, (nn.Module, Subject)):
-        return subject_of(factory, name=reference, causal=causal)
+        return factory, None
     if not callable(factory):
         raise InputError(
             f"'{module_name}' has no function '{attribute}'",
@@ -441,5 +444,10 @@ def subject_of_factory(reference: str, *, causal: bool | None = None) -> Subject
             where=reference,
             hint="it is called without arguments and returns a module or a glassformer Subject",
         ) from error
-    fresh = factory if isinstance(made, nn.Module) else None
+    return made, factory if isinstance(made, nn.Module) else None
+
+
+def subject_of_factory(reference: str, *, causal: bool | None = None) -> Subject:
+    """Make a subject of what `package.module:factory` returns."""
+    made, fresh = called(reference)
     return subject_of(made, name=reference, causal=causal, fresh=fresh)

@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Measure": ("evaluate", "runs", "compare", "report"),
     "Use": ("generate", "chat", "explore"),
     "Look inside": ("inspect", "extract"),
-    "Check and move": ("verify", "quantize", "convert"),
+    "Check and move": ("verify", "diff", "quantize", "convert"),
     "Shell": ("completion",),
 }
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)

@@ -1,0 +1,337 @@
+"""`gf.diff` on planted faults: does it name the first module that differs, and the cause?
+
+Six architectures, ours and transformers', random weights of unit scale. Each fault changes one
+module, or the code between modules, of a copy; `diff` is given the model and the copy, and nothing
+else. A module is right if it is the damaged one, or for code between modules the smallest module
+that contains it. Faults that change nothing are not counted (an epsilon below rounding).
+"""
+
+import copy
+import random
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.clock import Row, said
+from glassformer.checks.diff import diff
+from glassformer.checks.preset_subjects import perturb
+from glassformer.models.model import build
+from glassformer.spec import presets
+
+COUNT = 200
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The names of an architecture's modules, by what they do; `{}` is the layer."""
+
+    attention: str
+    q: str
+    o: str
+    norm: str
+    up: str
+    down: str
+    ffn: str
+    block: str
+
+
+OURS = Parts(
+    "blocks.{}.attn", "blocks.{}.attn.q_proj", "blocks.{}.attn.o_proj", "blocks.{}.ffn_norm",
+    "blocks.{}.ffn.up_proj", "blocks.{}.ffn.down_proj", "blocks.{}.ffn", "blocks.{}",
+)  # fmt: skip
+LLAMA = Parts(
+    "model.layers.{}.self_attn", "model.layers.{}.self_attn.q_proj",
+    "model.layers.{}.self_attn.o_proj", "model.layers.{}.post_attention_layernorm",
+    "model.layers.{}.mlp.up_proj", "model.layers.{}.mlp.down_proj", "model.layers.{}.mlp",
+    "model.layers.{}",
+)  # fmt: skip
+NEOX = Parts(
+    "gpt_neox.layers.{}.attention", "gpt_neox.layers.{}.attention.query_key_value",
+    "gpt_neox.layers.{}.attention.dense", "gpt_neox.layers.{}.post_attention_layernorm",
+    "gpt_neox.layers.{}.mlp.dense_h_to_4h", "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+    "gpt_neox.layers.{}.mlp", "gpt_neox.layers.{}",
+)  # fmt: skip
+
+
+def models() -> dict[str, tuple[nn.Module, Parts]]:
+    """Six architectures, three layers each."""
+    from transformers import (
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+    sizes = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": 101}
+    sizes |= {"max_position_embeddings": 64}
+    grouped = {"num_key_value_heads": 2, "intermediate_size": 80, "head_dim": 8}
+    made: dict[str, tuple[nn.Module, Parts]] = {
+        "ours, Llama shape": (build(presets.modern_lm(vocab_size=101, d_model=48, d_ff=80,
+            n_layers=3, n_heads=6, n_kv_heads=2, max_seq_len=64)), OURS),
+        "ours, learned positions": (build(presets.budget_lm(vocab_size=101, d_model=48, d_ff=80,
+            n_layers=3, n_heads=6, max_seq_len=64)), OURS),
+        "ours, Qwen3": (build(presets.qwen(vocab_size=101, d_model=48, d_ff=80, n_layers=3,
+            n_heads=6, n_kv_heads=2, d_head=8, max_seq_len=64)), OURS),
+        "Llama": (LlamaForCausalLM(LlamaConfig(**sizes, **grouped)), LLAMA),
+        "Qwen3": (Qwen3ForCausalLM(Qwen3Config(**sizes, **grouped)), LLAMA),
+        "GPT-NeoX": (GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=80,
+            use_parallel_residual=False)), NEOX),
+    }  # fmt: skip
+    return {
+        name: (perturb(model, dtype=torch.float32, seed=1).eval(), parts)
+        for name, (model, parts) in made.items()
+    }
+
+
+# --- faults: (model, parts, layer) -> (the module that differs, a word of the cause) ------------
+
+Found = tuple[str, str] | None
+Plant = Callable[[nn.Module, Parts, int, random.Random], Found]
+
+
+def _weight(model: nn.Module, name: str) -> Tensor:
+    return model.get_submodule(name).weight.data
+
+
+def transposed(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """A square weight, transposed."""
+    name = parts.o.format(layer)
+    weight = _weight(model, name)
+    weight.copy_(weight.T.clone())
+    return name, "transposed"
+
+
+def bias_missing(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """A bias that one side lacks, or has alone."""
+    name = draw.choice((parts.q, parts.up, parts.down)).format(layer)
+    part = model.get_submodule(name)
+    if part.bias is None:
+        part.bias = nn.Parameter(torch.randn(part.weight.shape[0]) * 0.5)
+    else:
+        part.bias = None
+    return name, "bias"
+
+
+def epsilon(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """Another epsilon."""
+    name = parts.norm.format(layer)
+    part: Any = model.get_submodule(name)
+    for attribute in ("eps", "variance_epsilon"):
+        if hasattr(part, attribute):
+            setattr(part, attribute, 0.05)
+    return name, "epsilon"
+
+
+def scaled(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """A factor too many."""
+    name = draw.choice((parts.q, parts.o, parts.down)).format(layer)
+    _weight(model, name).mul_(draw.choice((0.5, 48**0.5, 8**-0.5)))
+    return name, "scale" if model.get_submodule(name).bias is None else "weight"
+
+
+def reordered(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """The rows of heads in another order."""
+    name = parts.q.format(layer)
+    weight = _weight(model, name)
+    weight.copy_(weight.unflatten(0, (-1, 8)).flip(0).flatten(0, 1).clone())
+    return name, "order"
+
+
+def other_rows(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """Some rows that were not loaded."""
+    name = draw.choice((parts.up, parts.down)).format(layer)
+    _weight(model, name)[3:7] = torch.randn_like(_weight(model, name)[3:7])
+    return name, "weights"
+
+
+def one_more(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """1 + weight instead of the weight."""
+    name = parts.norm.format(layer)
+    _weight(model, name).add_(1.0)
+    return name, "norm"
+
+
+def rounded(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """One product in half precision."""
+    name = draw.choice((parts.up, parts.down)).format(layer)
+    part = model.get_submodule(name)
+    plain = part.forward
+    part.forward = lambda x: plain(x).bfloat16().float()  # type: ignore[method-assign]
+    return name, "dtype"
+
+
+def _with_attention(model: nn.Module, name: str, change: Callable[..., Tensor]) -> None:
+    """Run one layer's attention with another kernel."""
+    part = model.get_submodule(name)
+    plain, kernel = part.forward, F.scaled_dot_product_attention
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        def changed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            return change(kernel, q, k, v, **options)
+
+        with mock.patch.object(F, "scaled_dot_product_attention", changed):
+            return plain(*args, **kwargs)
+
+    part.forward = forward  # type: ignore[method-assign]
+
+
+def attention_scale(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """Scores without their scale, or with another."""
+    factor = draw.choice((1.0, 48**-0.5, 1 / 8))
+    _with_attention(
+        model, parts.attention.format(layer),
+        lambda kernel, q, k, v, **o: kernel(q, k, v, **{**o, "scale": factor}),
+    )  # fmt: skip
+    return parts.attention.format(layer), "scale"
+
+
+def attention_mask(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """No mask, one position ahead, inverted."""
+    which = draw.choice(("none", "ahead", "inverted"))
+
+    def change(kernel: Any, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> Tensor:
+        T = q.shape[2]
+        order = torch.arange(T)[:, None] - torch.arange(T)
+        allow = {"none": order < T, "ahead": order >= -1, "inverted": order <= 0}[which]
+        return kernel(q, k, v, **{**o, "attn_mask": allow, "is_causal": False})
+
+    _with_attention(model, parts.attention.format(layer), change)
+    return parts.attention.format(layer), "mask"
+
+
+def grouping(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """Key heads repeated in turn."""
+
+    def change(kernel: Any, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> Tensor:
+        if k.shape[1] == q.shape[1]:
+            k, v = k[:, ::3].repeat(1, 3, 1, 1), v[:, ::3].repeat(1, 3, 1, 1)
+        else:
+            k, v = k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1)
+        return kernel(q, k, v, **{**o, "enable_gqa": False})
+
+    if parts is NEOX or "position" in dict(model.named_children()):
+        return None
+    _with_attention(model, parts.attention.format(layer), change)
+    return parts.attention.format(layer), "head"
+
+
+def rotation(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """Neighbours turned instead of halves, or backwards."""
+    which = draw.choice(("neighbours", "backwards"))
+
+    def halves(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
+        if which == "backwards":
+            sign = -sign
+            one, two = x.chunk(2, -1)
+            return torch.cat((one * cos - sign * two * sin, two * cos + sign * one * sin), -1)
+        one, two = x[..., ::2], x[..., 1::2]
+        return torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
+
+    name = parts.attention.format(layer)
+    part = model.get_submodule(name)
+    plain = part.forward
+    if parts is OURS:
+        if not model.rotary:
+            return None
+        import glassformer.nn.attention as module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(module, "rotate", lambda x, c, s: halves(x, c, s)):
+                return plain(*args, **kwargs)
+    elif parts is LLAMA:
+        import sys
+
+        module = sys.modules[type(part).__module__]  # type: ignore[assignment]
+
+        def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Any:
+            cos, sin = (t[:, None, :, : t.shape[-1] // 2] for t in (cos, sin))
+            return halves(q, cos, sin), halves(k, cos, sin)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(module, "apply_rotary_pos_emb", both):
+                return plain(*args, **kwargs)
+    else:
+        return None
+    part.forward = forward  # type: ignore[method-assign]
+    return name, "rotation"
+
+
+def activation(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """Another activation."""
+    act = draw.choice((F.relu, lambda x: F.gelu(x, approximate="tanh"), torch.sigmoid))
+    part: Any = model.get_submodule(parts.ffn.format(layer))
+    if parts is OURS:
+        import glassformer.nn.ffn as module
+
+        plain = part.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(module, "activate", lambda x, _: act(x)):
+                return plain(*args, **kwargs)
+
+        part.forward = forward
+    else:
+        name = "act_fn" if hasattr(part, "act_fn") else "act"
+        changed = nn.Module()
+        changed.forward = act  # type: ignore[method-assign]
+        setattr(part, name, changed)
+    return parts.ffn.format(layer), "activation"
+
+
+def residual(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """The attention's output added twice, or the stream left out."""
+    share = draw.choice((2.0, -1.0))
+    part = model.get_submodule(parts.attention.format(layer))
+    plain = part.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        if isinstance(result, tuple):
+            return (share * result[0], *result[1:])
+        return share * result
+
+    part.forward = types.MethodType(forward, part)  # type: ignore[method-assign]
+    return parts.attention.format(layer) + "|" + parts.block.format(layer), "residual"
+
+
+PLANTS: tuple[Plant, ...] = (
+    transposed, bias_missing, epsilon, scaled, reordered, other_rows, one_more, rounded,
+    attention_scale, attention_mask, grouping, rotation, activation, residual,
+)  # fmt: skip
+
+
+def run(*, quick: bool = False) -> Iterator[Row]:
+    """A line for each miss, then the counts."""
+    draw, made = random.Random(0), models()
+    count, place, cause, planted = (40 if quick else COUNT), 0, 0, 0
+    names = list(made)
+    turn = 0
+    while planted < count:
+        name, plant = names[turn % len(names)], PLANTS[(turn // len(names)) % len(PLANTS)]
+        turn += 1
+        model, parts = made[name]
+        twin = copy.deepcopy(model)
+        layer = draw.randrange(3)
+        with torch.no_grad():
+            expected = plant(twin, parts, layer, draw)
+        if expected is None:
+            continue
+        planted += 1
+        found = diff(model, twin)
+        right = not found.same and found.module in expected[0].split("|")
+        named = any(expected[1] in text for text in found.causes)
+        place, cause = place + right, cause + named
+        if not right or not named:
+            told = "no difference" if found.same else f"{found.module}: {'; '.join(found.causes)}"
+            yield said("diff", f"{name}, {plant.__name__}, layer {layer}", told)
+    yield said(
+        "diff", f"{planted} faults", f"module {place / planted:.1%}, cause {cause / planted:.1%}"
+    )

@@ -1,0 +1,519 @@
+"""Why two computations differ: what commonly goes wrong in a port, tried one by one.
+
+A cause is named only where it reproduces what both sides computed from the same tensors: an
+activation, a gate, a sum of residuals, attention with another scale, mask, rotation or grouping; or
+where the weights themselves show it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# B batch, T length, N heads, K key-value heads, H d_head
+
+#: Tensors closer than this, as a part of the larger one's spread, are the same computation. Float32
+#: rounding of a deep model stays below it, a wrong constant of a norm at usual weights above.
+SAME = 2e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One call of a module: its name, its kind, and the tensors that went in and came out."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+    @property
+    def kind(self) -> str:
+        """The module's class."""
+        return type(self.module).__name__
+
+
+def gap_of(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors as a part of their spread; inf if not alike.
+
+    Layouts may differ by the order of axes and by splitting the last one: (B, T, N x H) beside
+    (B, N, T, H) or (T, B, N x H).
+    """
+    best = math.inf
+    for other in layouts(b, a.shape):
+        spread = max(float(a.std()), float(other.std()), 1e-12)
+        best = min(best, float((a - other).abs().max()) / spread)
+    return best
+
+
+def layouts(x: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """Yield a tensor in that shape, under every order of its axes that libraries use."""
+    if x.numel() != math.prod(shape):
+        return
+    if x.shape == shape:
+        yield x
+    forms = [x]
+    if x.ndim == 4:
+        forms += [x.transpose(1, 2), x.permute(2, 0, 1, 3)]
+    if x.ndim == 3:
+        forms.append(x.transpose(0, 1))
+    if x.ndim == 2 and len(shape) == 3:
+        forms.append(x)
+    for form in forms:
+        if form.shape != x.shape or form.shape != shape:
+            yield form.reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is known at the first difference: the two modules, the equal pairs before them, and
+    everything that both sides computed.
+    """
+
+    one: Computed
+    other: Computed
+    matched: Sequence[tuple[Computed, Computed]]
+    left: Sequence[Computed]
+    right: Sequence[Computed]
+
+
+def module_causes(scene: Scene) -> Iterator[str]:
+    """Yield what explains another output of the same input, the most telling first."""
+    a, b = scene.one, scene.other
+    ours, theirs = own_weights(a.module), own_weights(b.module)
+    eps = _eps(a.module), _eps(b.module)
+    if eps[0] is not None and eps[1] is not None and eps[0] != eps[1]:
+        yield f"epsilon: {eps[0]:g} beside {eps[1]:g}"
+        return
+    only = _only_one_bias(ours, theirs)
+    if only:
+        yield f"bias missing: only {(a, b)[only - 1].name} adds one"
+        return
+    output = next(layouts(b.output, a.output.shape), None)
+    changed = [*_changed_weights(a, b, ours, theirs)]
+    yield from changed
+    if output is None or changed:
+        return
+    ratio = ratio_of(a.output, output)
+    shift = (a.output - output).reshape(-1, output.shape[-1])
+    if ratio is not None:
+        yield f"scale: the outputs differ by a factor of {ratio:.6g}{_root(ratio, a)}"
+    elif float(shift.std(0).max()) < 10 * SAME * float(output.std()):
+        yield "bias: the outputs differ by one vector, the same at every position"
+    elif _scaled_by_one_more(a, b, ours, output):
+        yield "norm: one side multiplies by 1 + weight, the other by the weight"
+    elif _by_row(a.output, output):
+        yield "norm: each row differs by a factor of its own, as from another statistic or epsilon"
+    elif _bf16(a.output, output):
+        yield "dtype: the gap is that of half precision on one side"
+
+
+def _changed_weights(
+    a: Computed, b: Computed, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Yield how the weights themselves differ: transposed, in another order, scaled, other ones."""
+    stored_apart = (
+        "Conv1D" in a.kind or "Conv1D" in b.kind
+    )  # holds (in, out): another library's way
+    for name, weight in ours.items():
+        twin = theirs.get(name)
+        if twin is None or close(weight, twin):
+            continue
+        if weight.ndim == 2 and not stored_apart and close(weight.T.contiguous(), twin):
+            yield f"transposed weight: {a.name}.{name} is the other side's, transposed"
+        elif twin.shape != weight.shape:
+            continue
+        elif close(weight.flatten().sort().values, twin.flatten().sort().values):
+            yield f"order: {a.name}.{name} holds the same numbers in another order"
+        elif (ratio := ratio_of(weight, twin)) is not None:
+            yield f"scale: {a.name}.{name} is {ratio:.6g} times the other{_root(ratio, a)}"
+        elif close(weight, twin + 1) or close(weight + 1, twin):
+            yield "norm: one side multiplies by 1 + weight, the other by the weight"
+        else:
+            apart = (weight - twin).abs()
+            rows = int((apart.flatten(1).amax(1) > 0).sum()) if weight.ndim > 1 else 0
+            detail = f" in {rows} of {len(weight)} rows" if rows else ""
+            yield f"weights: {a.name}.{name} has other values{detail}; a tied copy, or not loaded"
+
+
+def _scaled_by_one_more(
+    a: Computed, b: Computed, ours: Mapping[str, Tensor], output: Tensor
+) -> bool:
+    """True if the outputs fit (1 + w) beside w, with the same w."""
+    for weight in ours.values():
+        if weight.ndim == 1 and len(weight) == a.output.shape[-1]:
+            safe = torch.where(weight.abs() < 1e-6, torch.ones_like(weight), weight)
+            plain = a.output / safe
+            return any(
+                gap_of(output, plain * factor) < 1e-3
+                for factor in (1 + weight, weight * weight / (1 + weight))
+            )
+    return False
+
+
+def _by_row(a: Tensor, b: Tensor) -> bool:
+    """True if every row of one is a multiple of the other's."""
+    power = (b * b).sum(-1, keepdim=True).clamp(min=1e-12)
+    factor = (a * b).sum(-1, keepdim=True) / power
+    return float((a - factor * b).abs().max()) < 10 * SAME * float(a.std())
+
+
+def own_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's own parameters, not those of the modules inside it."""
+    return {name: p.detach().float().cpu() for name, p in module.named_parameters(recurse=False)}
+
+
+def _eps(module: nn.Module) -> float | None:
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def _only_one_bias(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> int:
+    """Return 1 or 2 for the only side with a bias that is not zero, 0 for both or neither."""
+    has = [
+        any(p.ndim == 1 and "bias" in name and bool(p.any()) for name, p in side.items())
+        for side in (ours, theirs)
+    ]
+    return 0 if has[0] == has[1] else (1 if has[0] else 2)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors are equal up to the last digits."""
+    return a.shape == b.shape and float((a - b).abs().max()) <= 1e-6 * max(
+        1e-6, float(a.abs().max())
+    )
+
+
+def ratio_of(a: Tensor, b: Tensor) -> float | None:
+    """Return r where a = r b everywhere, r not 1; None where there is none."""
+    power = float((b * b).sum())
+    if power == 0.0:
+        return None
+    ratio = float((a * b).sum()) / power
+    rest = float((a - ratio * b).abs().max()) / max(float(a.std()), 1e-12)
+    return ratio if rest < 10 * SAME and abs(ratio - 1) > SAME else None
+
+
+def _root(ratio: float, one: Computed) -> str:
+    """Say which width's root a factor is, if it is one."""
+    widths = {one.output.shape[-1], *(x.shape[-1] for x in one.inputs)}
+    for width in widths:
+        for exponent, word in ((0.5, "√"), (1.0, "")):
+            for sign, form in ((1, "{}{}"), (-1, "1 / {}{}")):
+                if abs(ratio / width ** (sign * exponent) - 1) < 1e-4:
+                    return f" = {form.format(word, width)}"
+    return ""
+
+
+def _bf16(a: Tensor, b: Tensor) -> bool:
+    relative = ((a - b).abs() / a.abs().clamp(min=1e-6)).flatten()
+    return 1e-4 < float(relative.median()) < 2**-7
+
+
+def region_causes(scene: Scene) -> Iterator[str]:
+    """Yield what explains another input of the same module: the code between modules."""
+    for explain in (_attention_cause, _activation_cause, _residual_cause, _position_cause):
+        found = explain(scene)
+        if found:
+            yield found
+            return
+    a, b = _main_input(scene.one), _main_input(scene.other)
+    if a is None or b is None or a.numel() != b.numel():
+        return
+    other = next(layouts(b, a.shape), None)
+    if other is None:
+        return
+    ratio = ratio_of(a, other)
+    if ratio is not None:
+        yield f"scale: what goes in differs by a factor of {ratio:.6g}{_root(ratio, scene.one)}"
+    elif _bf16(a, other):
+        yield "dtype: the gap is that of half precision on one side"
+
+
+def _main_input(one: Computed) -> Tensor | None:
+    """Return the tensor that a module reads; of the logits, the tensor itself."""
+    if one.name == "logits":
+        return one.output
+    return one.inputs[0] if one.inputs else None
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ReLU": F.relu,
+    "GELU": F.gelu,
+    "GELU by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "SiLU": F.silu,
+    "x sigmoid(1.702 x)": lambda x: x * torch.sigmoid(1.702 * x),
+    "ReLU squared": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "nothing": lambda x: x,
+}
+
+
+def _activation_cause(scene: Scene) -> str:
+    """Try activations and gates of the last equal outputs against what each side feeds on."""
+    one, other = _main_input(scene.one), _main_input(scene.other)
+    if one is None or other is None:
+        return ""
+    recent = [pair[0].output for pair in scene.matched[-2:]]
+    if not recent:
+        return ""
+    forms: dict[str, Tensor] = {}
+    last = recent[-1]
+    for name, act in ACTIVATIONS.items():
+        forms[name] = act(last)
+        if len(recent) == 2 and recent[0].shape == last.shape:
+            forms[f"{name}(first) x second"] = act(recent[0]) * last
+            forms[f"{name}(second) x first"] = act(last) * recent[0]
+        if last.shape[-1] % 2 == 0:
+            left, right = last.chunk(2, -1)
+            forms[f"{name}(first half) x second"] = act(left) * right
+            forms[f"{name}(second half) x first"] = act(right) * left
+    found = [_fitting(forms, wanted) for wanted in (one, other)]
+    if found[0] and found[1] and found[0] != found[1]:
+        return f"activation: {found[0]} beside {found[1]}"
+    return ""
+
+
+def _fitting(forms: Mapping[str, Tensor], wanted: Tensor) -> str:
+    """Return the name of the form that equals a tensor, or nothing."""
+    best, name = 1e-4, ""
+    for form, tensor in forms.items():
+        if tensor.numel() == wanted.numel():
+            gap = gap_of(wanted, tensor)
+            if gap < best:
+                best, name = gap, form
+    return name
+
+
+def _residual_cause(scene: Scene) -> str:
+    """Express what each side reads as a sum of the last equal tensors: stream, output, norm."""
+    a, b = _main_input(scene.one), _main_input(scene.other)
+    if a is None or b is None or len(scene.matched) < 2:
+        return ""
+    terms: dict[str, Tensor] = {}
+    for pair in reversed(scene.matched[-14:]):
+        one = pair[0]
+        candidates = [(f"the output of {one.name}", one.output)]
+        candidates += [(f"the input of {one.name}", x) for x in one.inputs[:1]]
+        for name, tensor in candidates:
+            if tensor.shape == a.shape and not any(close(tensor, t) for t in terms.values()):
+                terms[name] = tensor
+    sums = [_sum_of(terms, x) for x in (a, b) if x.shape == a.shape]
+    if len(sums) == 2 and all(sums) and sums[0] != sums[1]:
+        return f"residual: {sums[0]} beside {sums[1]}"
+    return ""
+
+
+def _sum_of(terms: Mapping[str, Tensor], wanted: Tensor) -> str:
+    """Write a tensor as a sum of one, two or three of some tensors; nothing if it is none."""
+    names = list(terms)[:10]
+    groups = [[i] for i in range(len(names))]
+    groups += [[i, j] for i in range(len(names)) for j in range(i)]
+    y = wanted.flatten()
+    for group in groups:
+        x = torch.stack([terms[names[i]].flatten() for i in group], 1)
+        factors = torch.linalg.lstsq(x.double(), y.double()[:, None]).solution[:, 0]
+        rest = (x.double() @ factors - y.double()).abs().max() / y.std().clamp(min=1e-12)
+        if float(rest) < 1e-4 and float(factors.abs().min()) > 1e-3:
+            parts = [
+                names[i] if abs(float(f) - 1) < 1e-4 else f"{float(f):.4g} x {names[i]}"
+                for i, f in zip(group, factors, strict=True)
+            ]
+            return " + ".join(parts)
+    return ""
+
+
+def _position_cause(scene: Scene) -> str:
+    """Compare what each side adds to the embedding: a scale, another table, an offset."""
+    a, b = _main_input(scene.one), _main_input(scene.other)
+    if a is None or b is None or a.shape != b.shape or a.ndim != 3:
+        return ""
+    tables = [x for pair in scene.matched[-2:] for x in (pair[0].output,) if x.shape == a.shape]
+    for embedded in tables:
+        added = [x - embedded for x in (a, b)]
+        if all(float((x - x[:1]).abs().max()) < 1e-4 for x in added):
+            one, two = added[0][0], added[1][0]
+            for way, (p, q) in {"first": (one, two), "second": (two, one)}.items():
+                if float((p[1:] - q[:-1]).abs().max()) < 1e-4 * float(q.std().clamp(min=1e-6)):
+                    return f"position: off by one, the {way} side's are one behind"
+            if not one.any() or not two.any():
+                return "position: only one side adds any"
+            return "position: the two sides add other vectors"
+    return ""
+
+
+# --- attention by hand, in every way it goes wrong -----------------------------------------------
+
+
+def _attention_cause(scene: Scene) -> str:
+    """Compute attention from the equal queries, keys and values in many ways; name each side's."""
+    one, other = _main_input(scene.one), _main_input(scene.other)
+    parts = _projections(scene)
+    if parts is None or one is None or other is None:
+        return ""
+    q, k, v = parts
+    for H in _head_widths(scene, q.shape[-1], k.shape[-1]):
+        found = [
+            next((way for way, out in _attentions(q, k, v, H, scene) if _equal(out, x)), None)
+            for x in (one, other)
+        ]
+        if found[0] is not None and found[1] is not None and found[0] != found[1]:
+            apart = [
+                f"{way} beside {another}"
+                for way, another in zip(found[0], found[1], strict=True)
+                if way != another
+            ]
+            return f"attention: {'; '.join(apart)}"
+    return ""
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.numel() == b.numel() and gap_of(a, b) < 1e-4
+
+
+def _projections(scene: Scene) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return q, k, v (B, T, ...) as the last equal outputs before an attention's projection."""
+    wanted = _main_input(scene.one)
+    if wanted is None or not scene.matched:
+        return None
+    width, parent = wanted.shape[-1], _parent(scene.matched[-1][0].name)
+    products: list[Tensor] = []
+    norms: list[Tensor] = []
+    for one, _ in scene.matched:
+        if _parent(one.name) != parent:
+            continue
+        x = one.output
+        if x.ndim == 4:  # (B, T, N, H) or (B, N, T, H): each head by itself
+            x = (x if x.shape[1] == wanted.shape[1] else x.transpose(1, 2)).flatten(2)
+        wide = any(p.ndim > 1 for p in one.module.parameters(recurse=False))
+        (products if wide else norms).append(x)
+    if len(products) == 1 and products[0].shape[-1] > width:
+        rest = (products[0].shape[-1] - width) // 2
+        products = [*products[0].split([width, rest, rest], -1)]
+    if len(products) < 3:
+        return None
+    q, k, v = products[:3]
+    if len(norms) >= 2:
+        q, k = norms[:2]
+    return q, k, v
+
+
+def _head_widths(scene: Scene, queries: int, keys: int) -> list[int]:
+    """Return possible widths of a head: what the modules say, then every divisor."""
+    widths = [
+        value
+        for module in _around(scene)
+        for name in ("d_head", "head_dim", "head_size")
+        if isinstance(value := getattr(module, name, None), int)
+    ]
+    for module in _around(scene):
+        for name in ("n_heads", "num_heads", "n_head", "num_attention_heads", "heads"):
+            value = getattr(module, name, None)
+            if isinstance(value, int) and value and queries % value == 0:
+                widths.append(queries // value)
+    rest = [h for h in range(2, queries + 1) if math.gcd(queries, keys) % h == 0]
+    return list(dict.fromkeys([w for w in widths if queries % w == 0 and keys % w == 0] + rest))
+
+
+def _around(scene: Scene) -> list[nn.Module]:
+    """Return the modules that contain the difference, and their configs."""
+    found: list[nn.Module] = []
+    for side, trace in ((scene.one, scene.left), (scene.other, scene.right)):
+        parent = _parent(side.name)
+        found += [one.module for one in trace if one.name == parent]
+        if hasattr(side.module, "config"):
+            found.append(side.module)
+    return found
+
+
+def _attentions(
+    q: Tensor, k: Tensor, v: Tensor, H: int, scene: Scene
+) -> Iterator[tuple[tuple[str, str, str, str], Tensor]]:
+    """Yield attention in every combination of scale, mask, rotation and grouping, by name."""
+    B, T = q.shape[:2]
+    heads = [x.reshape(B, T, -1, H).transpose(1, 2) for x in (q, k, v)]
+    group = heads[0].shape[1] // heads[1].shape[1]
+    scales = {
+        "scale 1 / √d_head": H**-0.5,
+        "no scale": 1.0,
+        "scale 1 / √d_model": q.shape[-1] ** -0.5,
+        "scale 1 / d_head": 1.0 / H,
+        "scale √d_head": H**0.5,
+    }
+    order = torch.arange(T)[:, None] - torch.arange(T)
+    masks = {
+        "a causal mask": order >= 0,
+        "no mask": order < T,
+        "a mask that hides the position itself": (order > 0) | (order == order.max()),
+        "a mask that shows one position ahead": order >= -1,
+        "an inverted mask": order <= 0,
+    }
+    groupings: dict[str, Callable[[Tensor], Tensor]] = {
+        "each key head serves neighbouring query heads": lambda x: x.repeat_interleave(group, 1)
+    }
+    if group > 1:
+        groupings["key heads are repeated in turn"] = lambda x: x.repeat(1, group, 1, 1)
+    for turned, (one, two) in _rotations(heads[0], heads[1], scene):
+        for grouped, spread in groupings.items():
+            raw = one @ spread(two).transpose(-2, -1)
+            for scaled, scale in scales.items():
+                for masked, allow in masks.items():
+                    scores = (raw * scale).masked_fill(~allow, -math.inf)
+                    weights = torch.nan_to_num(torch.softmax(scores, -1))
+                    out = (weights @ spread(heads[2])).transpose(1, 2).flatten(2)
+                    yield (scaled, masked, turned, grouped), out
+
+
+def _rotations(q: Tensor, k: Tensor, scene: Scene) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Yield queries and keys turned in every usual way, and not at all."""
+    yield "no rotation", (q, k)
+    H, T = q.shape[-1], q.shape[2]
+    if H % 2:
+        return
+    for base in _bases(scene):
+        for offset in (0, 1):
+            angle = (torch.arange(T) + offset)[:, None] * base ** (-torch.arange(0, H, 2) / H)
+            later = f", positions from {offset}" if offset else ""
+            for way, turn in (("halves", _by_halves), ("neighbours", _by_neighbours)):
+                for sign, word in ((1.0, ""), (-1.0, ", backwards")):
+                    cos, sin = angle.cos(), sign * angle.sin()
+                    name = f"rotation of {way}, base {base:g}{later}{word}"
+                    yield name, (turn(q, cos, sin), turn(k, cos, sin))
+                    if not offset and sign > 0:
+                        yield f"{name}, of queries only", (turn(q, cos, sin), k)
+                        yield f"{name}, of keys only", (q, turn(k, cos, sin))
+
+
+def _by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    one, two = x.chunk(2, -1)
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+
+
+def _by_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    one, two = x[..., ::2], x[..., 1::2]
+    return torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
+
+
+def _bases(scene: Scene) -> list[float]:
+    """Return bases of rotation: those that the models' settings hold, and the usual ones."""
+    found: list[float] = []
+    for trace in (scene.left, scene.right):
+        for one in trace:
+            config = getattr(one.module, "config", None)
+            given = getattr(config, "rope_parameters", None)
+            if isinstance(given, Mapping):
+                found.append(given.get("rope_theta", 0.0))
+            found.append(getattr(config, "rope_theta", 0.0))
+            found += [getattr(one.module, name, 0.0) for name in ("base", "theta", "rope_theta")]
+    usable = [float(b) for b in found if isinstance(b, (int, float)) and b > 1]
+    return list(dict.fromkeys([*usable, 10_000.0, 1_000_000.0, 500_000.0]))

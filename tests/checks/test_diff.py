@@ -1,0 +1,161 @@
+"""`diff` names the first module that differs, and why; and it is silent where nothing differs."""
+
+import copy
+import json
+
+import pytest
+import torch
+from bench import diff as faults
+from torch import nn
+from typer.testing import CliRunner
+
+import glassformer as gf
+from glassformer.adapters.load import adapt
+from glassformer.checks.causes import gap_of
+from glassformer.checks.diff import diff
+from glassformer.cli.main import app
+from glassformer.spec import presets
+
+
+@pytest.fixture(scope="module")
+def made():
+    return faults.models()
+
+
+@pytest.mark.parametrize("plant", faults.PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found_and_named(made, plant):
+    """In one of our models and in another library's, where the fault exists there."""
+    for name in ("ours, Llama shape", "Llama"):
+        model, parts = made[name]
+        twin, draw = copy.deepcopy(model), faults.random.Random(3)
+        with torch.no_grad():
+            module, cause = plant(twin, parts, 1, draw)
+        found = diff(model, twin)
+        assert not found.same and found.module in module.split("|"), f"{name}: {found}"
+        assert any(cause in text for text in found.causes), f"{name}: {found}"
+
+
+def test_two_implementations_of_one_model_do_not_differ():
+    """Ours and transformers' Llama, with other names, in float32: forwards and backwards."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 101}
+    theirs = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2)
+    ).eval()
+    ours = adapt(theirs)
+    found = diff(ours, theirs)
+    assert found.same and found.compared > 15 and found.gap < 1e-5
+    with torch.no_grad():
+        theirs.model.layers[1].mlp.up_proj.weight[3] += 1
+    found = diff(ours, theirs)
+    assert found.module == "blocks.1.ffn.up_proj" and found.second == "model.layers.1.mlp.up_proj"
+    assert "other values in 1 of 80 rows" in found.causes[0]
+
+
+class Joined(nn.Module):
+    """A port with joined projections and another layout of names, as people write it."""
+
+    def __init__(self, model, *, up_first=False):
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(model.embed.weight.detach().clone())
+        self.blocks, self.last = copy.deepcopy(model.blocks), copy.deepcopy(model.final_norm)
+        self.rotary, self.up_first = copy.deepcopy(model.rotary), up_first
+        for block in self.blocks:
+            weights = [getattr(block.attn, f"{x}_proj").weight.detach() for x in "qkv"]
+            block.attn.wqkv = nn.Linear(1, 1, bias=False)
+            block.attn.wqkv.weight = nn.Parameter(torch.cat(weights))
+            del block.attn.q_proj, block.attn.k_proj, block.attn.v_proj
+
+    def forward(self, tokens):
+        from glassformer.nn.attention import attend, join_heads, split_heads
+        from glassformer.nn.mask import Mask
+        from glassformer.nn.position import rotate
+
+        x = self.table(tokens)
+        turns = next(iter(self.rotary.values())).at(slice(0, tokens.shape[1]))
+        for block in self.blocks:
+            attn, y = block.attn, block.attn_norm(x)
+            q, k, v = (split_heads(z, 8) for z in attn.wqkv(y).split([48, 16, 16], -1))
+            heads = attend(rotate(q, *turns), rotate(k, *turns), v, mask=Mask(causal=True))
+            x = x + attn.o_proj(join_heads(heads))
+            y = block.ffn_norm(x)
+            gate, up = block.ffn.gate_proj(y), block.ffn.up_proj(y)
+            if self.up_first:
+                gate, up = up, gate
+            x = x + block.ffn.down_proj(nn.functional.silu(gate) * up)
+        return self.last(x) @ self.table.weight.T
+
+
+@pytest.fixture(scope="module")
+def original(made):
+    return made["ours, Llama shape"][0]
+
+
+def test_joined_weights_and_other_names_are_paired_by_value(original):
+    found = diff(original, Joined(original), backward=False)
+    assert found.same and found.gap < 1e-5, found
+    found = diff(original, Joined(original, up_first=True))
+    assert found.module == "blocks.0.ffn"
+    assert found.causes == ("activation: SiLU(first) x second beside SiLU(second) x first",)
+
+
+def test_a_model_is_left_as_it_was(original):
+    model = copy.deepcopy(original).train()
+    model.blocks[1].eval()
+    model.embed.weight.grad = torch.ones_like(model.embed.weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    diff(model, original)
+    assert [block.training for block in model.blocks] == [True, False, True] and model.training
+    assert model.embed.weight.grad.sum() == model.embed.weight.numel()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_gradients_are_compared_where_forwards_agree(original):
+    twin = copy.deepcopy(original)
+    part = twin.blocks[1].ffn.down_proj
+    plain = part.forward
+    part.forward = lambda x: plain(2 * x - x.detach())
+    found = diff(original, twin)
+    assert found.stage == "backward" and not found.same
+    assert diff(original, twin, backward=False).same
+
+
+def test_gaps_do_not_depend_on_the_layout():
+    x = torch.randn(2, 11, 3, 5)
+    assert gap_of(x.flatten(2), x.transpose(1, 2)) == 0.0
+    assert gap_of(x.flatten(2), x.flatten(2).transpose(0, 1)) == 0.0
+    assert gap_of(x.flatten(2), -x.flatten(2)) > 1
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import glassformer as gf\n"
+        "def right(): return gf.build(gf.preset('qwen', n_layers=1), seed=0)\n"
+        "def wrong():\n"
+        "    model = right()\n"
+        "    model.model.final_norm.eps = 0.1\n"
+        "    return model\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def glass(*words):
+        result = CliRunner().invoke(app, ["diff", *words])
+        return result.exit_code, result.output
+
+    code, text = glass("mine:right", "mine:right")
+    assert code == 0 and "no difference" in text
+    code, text = glass("mine:right", "mine:wrong")
+    assert code == 1 and "epsilon: 1e-06 beside 0.1" in text
+    code, text = glass("mine:right", "mine:wrong", "--json")
+    assert code == 1 and json.loads(text)["module"] == "final_norm"
+    assert glass("mine:right", "nowhere")[0] != 0
+
+
+def test_other_sizes_are_a_difference_not_a_crash(original):
+    other = gf.build(
+        presets.modern_lm(vocab_size=101, d_model=24, d_ff=40, n_layers=1, n_heads=3, n_kv_heads=3)
+    )
+    assert not diff(original, other).same
