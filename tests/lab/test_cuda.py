@@ -28,7 +28,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_activations_are_what_autograd_keeps_on_a_gpu(name):
     spec = SPECS[name]
-    engine = TorchEngine.fresh(spec, TrainSpec(), device="cuda")
+    engine = TorchEngine.fresh(spec, TrainSpec(compile="off"), device="cuda")
     kept = saved_bytes(engine, batch_for(spec, batch=4, length=32))
     said = activations(spec, batch=4, length=32, device="cuda").kept
     assert said == pytest.approx(kept, rel=1e-3)

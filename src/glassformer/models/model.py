@@ -19,7 +19,8 @@ from glassformer.models.stack import Stack, StackParts, add_stack_parts, run_sta
 from glassformer.nn.cache import Cache
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding, read_out
 from glassformer.nn.ffn import BalanceLosses
-from glassformer.nn.linear import Linear, initialise
+from glassformer.nn.init import initialise
+from glassformer.nn.linear import Linear
 from glassformer.nn.lora import Specified
 from glassformer.nn.taps import Taps
 from glassformer.spec.checks import check_tree

@@ -1,23 +1,17 @@
-"""`Linear`, and the initial values of all parameters by the rules of the manifest.
+"""`Linear`: the only product with a weight matrix in the package, so that counting, quantization
+and low-rank adapters find all of them."""
 
-It is the only product with a weight matrix in the package, so that counting, quantization and
-low-rank adapters find all of them. Random values come from a generator that the caller passes.
-"""
-
-from collections.abc import Iterable, Sequence
-from typing import TypeVar, assert_never
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.spec.execution import GPU_JOINED, GPU_WIDTHS
-from glassformer.spec.init import Constant, Gaussian, Uniform
-from glassformer.spec.manifest import Parameter
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, weight (out, in). Values come from `initialise`."""
+    """y = x W^T + b, weight (out, in). Values come from `init.initialise`."""
 
     def __init__(self, d_in: int, d_out: int, *, bias: bool) -> None:
         super().__init__()
@@ -75,41 +69,3 @@ class PackedWeight(nn.Module):
     """
 
     loads: int = 0
-
-
-Part = TypeVar("Part", bound=nn.Module)
-
-
-def initialised(
-    part: Part, rules: Iterable[Parameter], *, generator: torch.Generator | None = None
-) -> Part:
-    """Initialise a single part by the manifest's rules for it, and return it."""
-    initialise(part, tuple(rules), generator=generator)
-    return part
-
-
-@torch.no_grad()
-def initialise(
-    module: nn.Module,
-    parameters: tuple[Parameter, ...],
-    *,
-    generator: torch.Generator | None = None,
-) -> None:
-    """Initialise each named parameter in the manifest's order; the default is torch's generator.
-
-    The order and the rules come from the spec, so that the same seed gives the same weights however
-    the module was assembled.
-    """
-    own = dict(module.named_parameters())
-    for parameter in parameters:
-        if parameter.tied_to is not None:
-            continue
-        match parameter.init:
-            case Constant(value=value):
-                own[parameter.name].fill_(value)
-            case Uniform(bound=bound):
-                own[parameter.name].uniform_(-bound, bound, generator=generator)
-            case Gaussian(std=std):
-                own[parameter.name].normal_(0.0, std, generator=generator)
-            case _ as unreachable:
-                assert_never(unreachable)

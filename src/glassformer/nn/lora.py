@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.nn.linear import Linear, initialise
+from glassformer.nn.init import initialise
+from glassformer.nn.linear import Linear
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA, lora_manifest, lora_targets
 from glassformer.spec.model import ModelSpec

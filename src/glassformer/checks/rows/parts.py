@@ -17,7 +17,7 @@ from glassformer.checks.preset_subjects import perturb
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.ffn import MLP, SwiGLU, build_ffn
-from glassformer.nn.linear import initialise
+from glassformer.nn.init import initialise
 from glassformer.nn.norm import LayerNorm, build_norm
 from glassformer.nn.position import ALiBiPosition, SinusoidalPosition, rotate, rotations
 from glassformer.spec import model as spec
