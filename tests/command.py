@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from glassformer.cli.main import main
+from glassformer.spec.own import forget_own_code
 
 #: Seconds after which a command that does not end is ended.
 PATIENCE = 120
@@ -57,6 +58,7 @@ def _run(
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     signal.alarm(PATIENCE)
     warnings.resetwarnings()  # in pytest they are errors
+    forget_own_code()  # a new process has given none
     sys.argv = ["glass", *words]
     if folder is not None:
         os.chdir(folder)

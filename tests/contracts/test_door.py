@@ -29,6 +29,7 @@ PUBLIC = [
     "train",
     "finetune",
     "evaluate",
+    "diff",
     "extract",
     "lr_find",
     "report",

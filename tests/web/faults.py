@@ -8,7 +8,7 @@ CHECK, OURS, BODY = (
     "web.app.guard:_complete_body",
 )
 ORIGIN, FOLDER = "web.app.guard:Guard._is_our_origin", "web.app.workspace:Workspace.folder"
-STATUS = "web.app.run_reader:current_status"
+STATUS = "lab.runs.table:current_status"
 
 FAULTS = (
     # the guard
@@ -40,8 +40,8 @@ FAULTS = (
     Fault("a held lock looks free", "store.rundir:RunDirectory.held", "return True", "return False", "running"),
     Fault("a cut file goes unnoticed", "web.app.run_reader:CurveReader.read", "cursor_of(path, kept[0].next) != kept[1]", "False", "cut back"),
     Fault("the band's floor is its mean", "web.app.run_reader:band", "values.min(axis=0)", "values.mean(axis=0)", "band"),
-    Fault("seeds are settings", "web.app.run_reader:same_but_seed", 'if k != "train.seed"', "", "band"),
-    Fault("two runs never differ", "web.app.run_reader:differing", "> 1", "> 2", "differ"),
+    Fault("seeds are settings", "lab.runs.table:same_but_seed", 'if k != "train.seed"', "", "band"),
+    Fault("two runs never differ", "lab.runs.table:differing", "> 1", "> 2", "differ"),
     Fault("a cell by its row only", "web.pages.errors:cell", "if pair == wanted", "if pair[0] == wanted[0]", "cell"),
     Fault("measured every time", "web.pages.errors:evaluated", "workspace.results.put(result, key=key)", "pass", "once"),
 )  # fmt: skip

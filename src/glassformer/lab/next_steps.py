@@ -24,7 +24,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import from_json, to_json
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.train import RunSpec
-from glassformer.store.rundir import cache_folder
+from glassformer.store.rundir import RunRef, cache_folder
 
 #: Commands to paste, and what each does.
 Commands = list[tuple[str, str]]
@@ -152,7 +152,7 @@ def resume_command(spec: RunSpec, folder: Path) -> str:
 
 def after_evaluation(path: str) -> Commands:
     """Return commands for a run that was measured."""
-    name = short_name(Path(path.partition("@")[0]))
+    name = short_name(RunRef.parse(path).folder)
     return [
         (f"glass report {name}", "all of it on one page, with curves and heads"),
         (f"glass compare {name} OTHER", "side by side with another run"),

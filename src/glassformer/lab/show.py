@@ -38,6 +38,7 @@ from glassformer.spec.presets import PRESET_SUMMARIES, PRESETS, preset
 from glassformer.spec.serialize import from_json, override, to_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
 from glassformer.spec.train import RunSpec
+from glassformer.store.rundir import RunRef
 
 #: Suites that `glass evaluate --suite NAME` knows, in a line each.
 SUITE_SUMMARIES = {
@@ -127,7 +128,7 @@ def show(what: str | Path, *, overrides: Iterable[str] = (), runs: str | Path = 
 
 def _place(name: str, runs: Path) -> Path | None:
     """Return the folder or file that a name means, here or among the runs."""
-    path = name.partition("@")[0]
+    path = RunRef.parse(name).path
     if not path or path.endswith((".toml", ".json", ".py")):
         return None
     for place in (Path(path), runs / path):
