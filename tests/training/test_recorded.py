@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from glassformer.data.build_task import build_task
-from glassformer.lab.recipes import recipe
+from glassformer.lab.recipes import plan_run, recipe
 from glassformer.models.model import build
 from glassformer.training import losses
 from glassformer.training.engine import loss_weights
@@ -36,8 +36,15 @@ RUNS = {
 }
 
 
-def engines(name, *more):
-    run = recipe(name, [f"train.steps={STEPS}", "train.batch_size=8", *EXACT, *more])
+@pytest.fixture(scope="module")
+def token_files(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokens")
+
+
+def engines(token_files, name, *more):
+    settings = [f"train.steps={STEPS}", "train.batch_size=8", *EXACT, *more]
+    planned = plan_run(name, settings, cache=token_files)
+    run, task = planned.spec, planned.task
     plain, recorded = (TorchEngine.fresh(run.model, run.train) for _ in range(2))
     ((optimizer, _),) = recorded.optimizers
     if isinstance(optimizer, torch.optim.SGD):  # as on a GPU
@@ -46,7 +53,7 @@ def engines(name, *more):
     recorded.recorded = RecordedSteps(
         recorded.model, run.train, optimizer, random=recorded.random, compiled=False
     )
-    return run, build_task(run.task), plain, recorded
+    return run, task, plain, recorded
 
 
 def gap(ours, theirs):
@@ -54,9 +61,9 @@ def gap(ours, theirs):
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_the_recorded_step_is_the_plain_step(case):
+def test_the_recorded_step_is_the_plain_step(case, token_files):
     name, *more = RUNS[case]
-    run, task, plain, recorded = engines(name, "train.clip=0", *more)
+    run, task, plain, recorded = engines(token_files, name, "train.clip=0", *more)
     for ours, theirs in zip(
         fit(recorded, task, run.train), fit(plain, task, run.train), strict=True
     ):
@@ -68,8 +75,8 @@ def test_the_recorded_step_is_the_plain_step(case):
     assert recorded.steps == plain.steps == STEPS
 
 
-def test_clipping_and_its_norm():
-    run, task, plain, recorded = engines("digits", DRY, "train.clip=0.3")
+def test_clipping_and_its_norm(token_files):
+    run, task, plain, recorded = engines(token_files, "digits", DRY, "train.clip=0.3")
     for ours, theirs in zip(
         fit(recorded, task, run.train), fit(plain, task, run.train), strict=True
     ):
@@ -79,8 +86,8 @@ def test_clipping_and_its_norm():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_that_is_not_finite_changes_nothing(accumulate):
-    _, task, _, engine = engines("digits", f"train.accumulate={accumulate}")
+def test_a_step_that_is_not_finite_changes_nothing(accumulate, token_files):
+    _, task, _, engine = engines(token_files, "digits", f"train.accumulate={accumulate}")
     batches = [task.batch("train", np.arange(8)) for _ in range(accumulate)]
     assert engine.step(batches, lr=0.01, seed=0).applied
     scale = engine.model.get_parameter("embed.weight")

@@ -387,6 +387,8 @@ def _projections(scene: Scene) -> tuple[Tensor, Tensor, Tensor] | None:
     if wanted is None or not scene.matched:
         return None
     width, parent = wanted.shape[-1], _parent(scene.matched[-1][0].name)
+    if _parent(scene.one.name) != parent:
+        return None  # another part has begun: the attention before it is equal
     products: list[Tensor] = []
     norms: list[Tensor] = []
     for one, _ in scene.matched:
