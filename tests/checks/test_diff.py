@@ -159,3 +159,11 @@ def test_other_sizes_are_a_difference_not_a_crash(original):
         presets.modern_lm(vocab_size=101, d_model=24, d_ff=40, n_layers=1, n_heads=3, n_kv_heads=3)
     )
     assert not diff(original, other).same
+
+
+def test_another_embedding_is_a_difference_of_its_weights(original):
+    twin = copy.deepcopy(original)
+    with torch.no_grad():
+        twin.embed.weight.add_(torch.randn_like(twin.embed.weight))
+    found = diff(original, twin)
+    assert found.module == "embed" and found.causes[0].startswith("weights: embed.weight has other")

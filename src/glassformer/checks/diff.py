@@ -258,7 +258,8 @@ def _described(
     # The other side may have a module that this one lacks: a norm of queries, say.
     early = free[0] if free else other
     inputs = min((_same(a, b) for a in one.inputs for b in other.inputs), default=math.inf)
-    inside = inputs <= SAME
+    read_tokens = not one.inputs and not other.inputs
+    inside = inputs <= SAME or read_tokens
     after = (matched[-1][0].name, matched[-1][1].name) if matched else ("", "")
     gap = gap_of(one.output, other.output)
     values, worst = _worst(one.output, other.output)
