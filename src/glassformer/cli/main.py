@@ -226,9 +226,12 @@ def _option_hint(option: str, verb: str, known: list[str]) -> str:
         if setting is not None and not close:
             value = _typed_value(option)
             return f"settings have no dashes: {setting}={value or '...'}"
-    if close:
-        return f"did you mean '{close[0]}'?"
-    return ""
+    if not close:  # the same words, more or fewer: --max-new-tokens for --max-new
+        typed = {*word.split("_")}
+        shared = {name: len(typed & {*name.strip("-").split("-")}) for name in known}
+        most = max(shared.values(), default=0)
+        close = [name for name, count in shared.items() if count == most > 0][:1]
+    return f"did you mean '{close[0]}'?" if close else ""
 
 
 def _typed_value(option: str) -> str:
