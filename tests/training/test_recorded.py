@@ -12,6 +12,7 @@ import torch
 from glassformer.data.build_task import build_task
 from glassformer.lab.recipes import plan_run, recipe
 from glassformer.models.model import build
+from glassformer.spec.errors import MachineError
 from glassformer.training import losses
 from glassformer.training.engine import loss_weights
 from glassformer.training.fit import fit
@@ -154,3 +155,15 @@ def test_compiling_is_chosen_by_the_length_of_the_run():
     small, large = recipe("digits"), recipe("lm-10m")
     assert not pays_to_compile(small.model, small.train, parameters=20_000)
     assert pays_to_compile(large.model, replace(large.train, steps=50_000), parameters=10_000_000)
+
+
+def test_a_step_that_cannot_be_compiled_is_told(token_files):
+    _, task, _, engine = engines(token_files, "digits")
+
+    def fails(views):
+        raise torch._dynamo.exc.Unsupported("no such operation\nand much more")
+
+    engine.recorded.objective = fails
+    with pytest.raises(MachineError, match=r"could not compile.*: no such operation\n") as caught:
+        engine.step([task.batch("train", np.arange(8))], lr=0.01, seed=0)
+    assert "train.compile=off" in caught.value.hint

@@ -1,4 +1,4 @@
-"""From a budget to its answer: the best design, alternatives, and the wishes not fully met.
+"""The answer to a budget: the best design, alternatives, and the wishes not fully met.
 
 Every design is counted again by the manifest before it is shown. If there is no design, the result
 is `InfeasibleBudget`, with a certificate.

@@ -13,6 +13,7 @@ from typing import Any, Literal, assert_never
 
 from glassformer.lab.runs.table import RunTable
 from glassformer.lab.runs.table import runs as list_runs
+from glassformer.lens.show.outline import norm_name
 from glassformer.spec.errors import FileError, InputError, nearest
 from glassformer.spec.finetune import lora_manifest
 from glassformer.spec.manifest import count_active_parameters, count_parameters
@@ -21,14 +22,11 @@ from glassformer.spec.model import (
     ALiBi,
     Block,
     FeedForward,
-    LayerNorm,
     Learned,
     ModelSpec,
     MoE,
     NoPosition,
-    Norm,
     Position,
-    RMSNorm,
     Rotary,
     Sinusoidal,
     SwiGLU,
@@ -259,7 +257,7 @@ def model_lines(model: ModelSpec) -> list[str]:
     return [
         f"model: {kind}, {total:,} parameters{active}, {shape} of width {model.d_model}, "
         f"{_heads(block)}",
-        f"parts: {_ffn(block.ffn)}, {_norm(block.norm)} "
+        f"parts: {_ffn(block.ffn)}, {norm_name(block.norm)} "
         f"{'before' if block.placement == 'pre' else 'after'} each part, "
         f"{_position(model.position)}; vocabulary {model.vocab_size:,}, "
         f"up to {model.max_seq_len:,} tokens",
@@ -306,16 +304,6 @@ def _ffn(ffn: FeedForward) -> str:
         case MoE():
             chosen = f"{ffn.experts_per_token} of {_count(ffn.n_experts, 'expert')}"
             return f"{chosen}, each {_ffn(ffn.expert)}"
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
-def _norm(norm: Norm) -> str:
-    match norm:
-        case LayerNorm():
-            return "LayerNorm"
-        case RMSNorm():
-            return "RMSNorm"
         case _ as unreachable:
             assert_never(unreachable)
 

@@ -9,6 +9,7 @@ are large it takes their gradient chunk by chunk in the forward, so that they ar
 and nothing is computed twice.
 """
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from glassformer.nn.norm import as_float
 from glassformer.spec.execution import GPU_CLASSES, PIECE, RECORDED_PIECE
 
 # B batch, T length, D d_model, M rows that count, V logits
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class LossSums(NamedTuple):
@@ -199,7 +202,7 @@ def loss_and_gradient(
 
     On a GPU one kernel writes the gradient over the logits.
     """
-    if logits_CP.is_cuda and logits_CP.dtype != torch.float64:
+    if logits_CP.is_cuda and logits_CP.dtype != torch.float64 and HAS_TRITON:
         from glassformer.kernels.triton_loss import loss_rows
 
         sums_C2 = loss_rows(logits_CP, targets_C, weights_C, classes, smoothing)

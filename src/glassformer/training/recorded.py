@@ -21,6 +21,7 @@ from torch import Tensor
 from glassformer.data.batch import Batch
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model
+from glassformer.spec.errors import MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnPosition
 from glassformer.spec.train import SGD, AdamW, TrainSpec
@@ -369,7 +370,14 @@ class RecordedSteps:
 
     def _backward(self, views: Mapping[str, Tensor]) -> Tensor:
         """Compute a batch's gradients; return its loss and each head's plain loss."""
-        total, sums = self.objective(views)
+        try:
+            total, sums = self.objective(views)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise MachineError(
+                f"torch.compile could not compile the training step: {reason[:200]}",
+                hint="train.compile=off trains without it; compiling needs Triton and a C compiler",
+            ) from error
         torch.autograd.backward(total)
         return torch.cat((total.detach()[None].double(), sums.detach().double()))
 

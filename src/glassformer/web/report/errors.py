@@ -102,7 +102,7 @@ def measured(run: Subject) -> Evaluation:
 
 
 def _tokens(found: Evaluation) -> Iterator[str]:
-    """Of answers of several tokens: right ones by position, and which are taken for which."""
+    """Show where answers of several tokens go wrong: by position, and which token for which."""
     if not found.tokens:
         return
     lines: list[list[Cell]] = [
