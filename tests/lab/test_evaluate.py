@@ -12,7 +12,7 @@ from glassformer.data.build_task import build_task
 from glassformer.lab.measure import evaluate as module
 from glassformer.lab.measure.evaluate import evaluate, token_namer
 from glassformer.spec.errors import InputError
-from glassformer.training.engine import log_softmax
+from glassformer.training.engine import AtOnce, log_softmax
 from glassformer.training.fit import fit
 from tests.training.samples import ENGINES, RUNS, digits, engine_of, machine, reverse
 
@@ -183,7 +183,7 @@ def test_the_truth_is_never_beaten():
     assert untrained.oracle["excess"] > 0
     assert 0 < untrained.oracle["legal"] < 1
 
-    class Knowing:
+    class Knowing(AtOnce):
         spec = run.model
 
         def logits(self, batch):

@@ -447,7 +447,7 @@ def test_logits_are_made_in_pieces_that_fit(tmp_path, monkeypatch):
     own_base(tmp_path)
     parts = assemble(own_spec(tmp_path))
     whole = module.evaluate(parts.engine, parts.task, split="train")
-    monkeypatch.setattr(module, "LOGITS", 1)
+    monkeypatch.setattr(type(parts.engine), "logits_at_once", 1)
     sizes = []
     made = parts.engine.logits
 

@@ -134,6 +134,11 @@ def test_large_logits_are_never_all_there(monkeypatch):
             model, hidden, "next", targets.view(3, 5), weights.view(3, 5), label_smoothing=smoothing
         )
         assert one.smoothed.item() == pytest.approx(plain.smoothed.item(), rel=1e-12)
+        frozen = model.requires_grad_(False)  # as under LoRA: the rows' gradient alone, the same
+        loss = fixed_loss(frozen, hidden, "next", targets, weights, label_smoothing=smoothing)
+        (rows,) = torch.autograd.grad(3 * loss.smoothed, [hidden])
+        assert torch.equal(rows, second[0])
+        model.requires_grad_(True)
 
 
 def test_batches_are_filled_up_to_few_shapes():

@@ -54,14 +54,16 @@ def tapped_model(model: Model | HasModel) -> Model:
 
 @contextmanager
 def eval_mode(model: Model) -> Iterator[None]:
-    """Within the block: no dropout, no gradients. The model's mode is restored afterwards."""
-    was_training = model.training
-    model.eval()
+    """Within the block: no dropout, no gradients. Every part's mode is restored afterwards."""
+    training = [part for part in model.modules() if part.training]
+    for part in training:
+        part.training = False
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        for part in training:
+            part.training = True
 
 
 def one_row(model: Model, inputs: OneSequence) -> Inputs:

@@ -14,6 +14,10 @@ from glassformer.spec.model import ModelSpec
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 
+#: Logits of a batch that are computed at once: on a CPU, and on a GPU, which waits for its host
+#: where they are few.
+LOGITS, GPU_LOGITS = 1 << 26, 1 << 29
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -42,6 +46,10 @@ class Engine(Protocol):
     """A model with its optimizer; `weights` and `state` determine every later step."""
 
     spec: ModelSpec
+
+    @property
+    def logits_at_once(self) -> int:
+        """Logits that `logits` and `judge` may be asked for at once; only memory depends on it."""
 
     @property
     def ahead(self) -> int:
@@ -105,6 +113,7 @@ class AtOnce:
     """The half of an engine that never runs ahead: a submitted step is done when it returns."""
 
     ahead = 0
+    logits_at_once = LOGITS
 
     def submit(
         self: "Engine", batches: Sequence[Batch], *, lr: float, seed: int

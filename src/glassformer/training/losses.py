@@ -119,7 +119,10 @@ def fixed_loss(
         dtype = torch.get_autocast_dtype(rows_MD.device.type)
         rows_MD, weight_VD = rows_MD.to(dtype), weight_VD.to(dtype)
     chunked: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLoss.apply
-    smoothed, nll = chunked(rows_MD, weight_VD, bias_V, targets_M, weights_M, label_smoothing, step)
+    trains = weight_VD.requires_grad, bias_V is not None and bias_V.requires_grad
+    smoothed, nll = chunked(
+        rows_MD, weight_VD, bias_V, targets_M, weights_M, label_smoothing, step, trains
+    )
     return LossSums(smoothed, nll.detach())
 
 
@@ -136,7 +139,8 @@ def _plain_head(model: Model, head: str) -> tuple[Tensor, Tensor | None] | None:
 class _ChunkedLoss(torch.autograd.Function):
     """sum_m weight_m * loss(rows_m W^T + b), with the gradient made in the forward.
 
-    On a GPU the classes are filled up to a multiple that its matrix units take.
+    On a GPU the classes are filled up to a multiple that its matrix units take. `trains` says
+    whether weight and bias are trained: the gradient of a frozen weight is not computed.
     """
 
     @staticmethod
@@ -149,6 +153,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weights_M: Tensor,
         smoothing: float,
         step: int,
+        trains: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         V, M = len(weight_VD), len(rows_MD)
         filling = -V % GPU_CLASSES if rows_MD.is_cuda else 0
@@ -168,13 +173,14 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             sums.append(sums_C2.sum(0))
             grad_rows.append(grad_CP @ weight_PD)
-            part_PD = as_float(grad_CP.T @ x_CD)
-            grad_weight = part_PD if grad_weight is None else grad_weight + part_PD
-            if bias_V is not None:
+            if trains[0]:
+                part_PD = as_float(grad_CP.T @ x_CD)
+                grad_weight = part_PD if grad_weight is None else grad_weight + part_PD
+            if trains[1]:
                 part_P = as_float(grad_CP).sum(0)
                 grad_bias = part_P if grad_bias is None else grad_bias + part_P
-        assert grad_weight is not None
-        ctx.save_for_backward(torch.cat(grad_rows), grad_weight[:V], grad_bias)
+        grad_weight = None if grad_weight is None else grad_weight[:V]
+        ctx.save_for_backward(torch.cat(grad_rows), grad_weight, grad_bias)
         ctx.dtype, ctx.classes = weight_VD.dtype, V
         nll, smoothed = torch.stack(sums).sum(0)
         nll, smoothed = nll.clone(), smoothed.clone()
@@ -186,8 +192,9 @@ class _ChunkedLoss(torch.autograd.Function):
         rows, weight, bias = ctx.saved_tensors
         return (
             rows * grad.to(rows.dtype),
-            (weight * grad).to(ctx.dtype),
+            None if weight is None else (weight * grad).to(ctx.dtype),
             None if bias is None else bias[: ctx.classes] * grad,
+            None,
             None,
             None,
             None,

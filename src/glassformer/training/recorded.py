@@ -77,8 +77,8 @@ def pack(
 ) -> dict[str, Array]:
     """Return the arrays that a step reads, checked, in one of a few shapes.
 
-    Lengths are filled up to a multiple of an eighth of the greatest; a batch of that length whose
-    tokens are all real has no mask. An epoch's short batch is filled up to `rows` sequences by
+    Lengths are filled up to a multiple of an eighth of the next power of two; a batch that needs no
+    filling and whose tokens are all real has no mask. An epoch's short batch is filled up to `rows` sequences by
     copies that do not count. Where few positions count, the loss is taken of those alone: their
     indices, filled up to a multiple of an eighth of all.
     """
@@ -86,15 +86,18 @@ def pack(
     B = len(batch.tokens)
     again = np.arange(max(B, rows)) % B
 
+    def filling(length: int) -> int:
+        piece = -(-(1 << (length - 1).bit_length()) // SHARE)
+        return min(spec.max_seq_len, -(-length // piece) * piece) - length
+
     def grown(array: Array) -> Array:
         if array.ndim == 2:
-            piece = -(-spec.max_seq_len // SHARE)
-            length = min(spec.max_seq_len, -(-array.shape[1] // piece) * piece)
-            array = np.pad(array, ((0, 0), (0, length - array.shape[1])))
+            more = filling(array.shape[1])
+            array = np.pad(array, ((0, 0), (0, more))) if more else array
         return array[again] if len(again) > B else array
 
     arrays = {"tokens": grown(inputs.tokens_BT.numpy())}
-    if inputs.valid_BT is not None or batch.tokens.shape[1] != spec.max_seq_len:
+    if inputs.valid_BT is not None or filling(batch.tokens.shape[1]):
         arrays["valid"] = grown(batch.valid)
     if batch.segments is not None:
         arrays["segments"] = grown(batch.segments)

@@ -24,6 +24,8 @@ from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer, open_part, running
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.engine import (
+    GPU_LOGITS,
+    LOGITS,
     Array,
     Arrays,
     Judged,
@@ -95,6 +97,11 @@ class TorchEngine:
         )
 
     @property
+    def logits_at_once(self) -> int:
+        """Logits that may be asked for at once: more on a GPU, which has the memory."""
+        return LOGITS if self.device.type == "cpu" else GPU_LOGITS
+
+    @property
     def ahead(self) -> int:
         """Steps that may be submitted before the first one's result is read."""
         return AHEAD if self.recorded is not None else 0
@@ -121,7 +128,12 @@ class TorchEngine:
                     packed, lr=lr, seed=seed, tokens=tokens, heads=[*counts]
                 )
                 return functools.partial(self._counted, read)
+        # Records add to the gradients that were there when they were made: those stay.
+        kept = [parameter.grad for parameter in self.parameters]
         result = self._step(batches, counts, lr=lr, seed=seed)
+        if self.recorded is not None:
+            for parameter, gradient in zip(self.parameters, kept, strict=True):
+                parameter.grad = gradient
         return lambda: result
 
     def _counted(self, read: Callable[[], StepResult]) -> StepResult:

@@ -33,9 +33,8 @@ from glassformer.training.engine import (
 
 # B batch, T length, V logits
 
-#: Examples evaluated at once, and logits made at once; only speed and memory depend on them.
+#: Examples evaluated at once at most; only speed and memory depend on it.
 CHUNK = 256
-LOGITS = 1 << 26
 #: Wrong rows that are kept; tokens of each that are shown, and of running text before the first.
 ERRORS, TOKENS, BEFORE = 20, 48, 24
 #: Pairs of right and predicted tokens that are kept, the most frequent ones.
@@ -230,15 +229,13 @@ class _Tally:
         place_BT = counted_BT.cumsum(axis=1) - 1
         longer = int(place_BT.max(initial=-1)) + 1 - len(self.places)
         self.places = np.pad(self.places, ((0, max(0, longer)), (0, 0)))
-        np.add.at(self.places[:, 1], place_BT[counted_BT], 1)
-        np.add.at(self.places[:, 0], place_BT[counted_BT & ~wrong_BT], 1)
-        pairs, counts = np.unique(
-            np.stack([target_BT[wrong_BT], predicted_BT[wrong_BT]], axis=1),
-            axis=0,
-            return_counts=True,
-        )
-        for (target, predicted), count in zip(pairs.tolist(), counts.tolist(), strict=True):
-            self.confused[target, predicted] += count
+        for column, chosen_BT in ((1, counted_BT), (0, counted_BT & ~wrong_BT)):
+            self.places[:, column] += np.bincount(place_BT[chosen_BT], minlength=len(self.places))
+        targets, answers = target_BT[wrong_BT].astype(np.int64), predicted_BT[wrong_BT]
+        classes = int(answers.max(initial=0)) + 1
+        pairs, counts = np.unique(targets * classes + answers, return_counts=True)
+        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+            self.confused[divmod(pair, classes)] += count
 
     def add_groups(
         self,
@@ -290,7 +287,7 @@ def evaluate(
     size = int(task.lengths(split)[:count].max()) * max(
         map(engine.spec.head_size, engine.spec.head_names())
     )
-    for rows in _chunks(count, max(1, min(CHUNK, LOGITS // size))):
+    for rows in _chunks(count, max(1, min(CHUNK, engine.logits_at_once // size))):
         batch = task.batch(split, rows)
         truth = task.oracle(split, rows)
         # Complete logits leave the device only where the truth is a distribution.

@@ -46,7 +46,8 @@ class Pass(NamedTuple):
     hidden_BTD: NDArray[Any]
     logits: NDArray[Any]  # of one output head: (B, T, V), or (B, V)
     normed: Callable[[NDArray[Any]], NDArray[Any]]
-    project: Callable[[NDArray[Any]], NDArray[Any]]  # (M, D) to (M, V)
+    likeliest: Callable[[NDArray[Any], int], tuple[NDArray[Any], NDArray[Any]]]
+    # (M, D) to the ids and probabilities (M, K) of the K likeliest classes
 
 
 def one_pass(model: Model | HandModel, batch: Batch, head: str) -> Pass:
@@ -65,12 +66,16 @@ def _torch(model: Model, batch: Batch, head: str) -> Pass:
     def array(x: torch.Tensor) -> NDArray[Any]:
         return as_float(x).cpu().numpy()
 
-    def through(part: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., NDArray[Any]]:
-        def call(x: NDArray[Any]) -> NDArray[Any]:
-            with eval_mode(model):
-                return array(part(torch.from_numpy(x).to(hidden_BTD)))
+    def normed(x: NDArray[Any]) -> NDArray[Any]:
+        if norm is None:
+            return x
+        with eval_mode(model):
+            return array(norm(torch.from_numpy(x).to(hidden_BTD)))
 
-        return call
+    def likeliest(rows_MD: NDArray[Any], top: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        with eval_mode(model):
+            logits_MV = model.project(torch.from_numpy(rows_MD).to(hidden_BTD), head)
+            return _likeliest(as_float(logits_MV), top)
 
     with eval_mode(model):
         inputs = model.inputs(batch)
@@ -80,8 +85,8 @@ def _torch(model: Model, batch: Batch, head: str) -> Pass:
         {name: array(x) for name, x in taps.seen.items()},
         array(hidden_BTD),
         array(logits),
-        (lambda x: x) if norm is None else through(norm),
-        through(lambda rows: model.project(rows, head)),
+        normed,
+        likeliest,
     )
 
 
@@ -105,14 +110,17 @@ def _by_hand(model: HandModel, batch: Batch, head: str) -> Pass:
             return x
         return norm_forward(x, norm=final, params=parts.own, name="final_norm")[0]
 
-    # Each row becomes a sequence of one token, so that an answer head reads every one of them.
-    return Pass(
-        taps,
-        taps[f"{at}final"],
-        logits[head],
-        normed,
-        lambda rows: model.logits(rows[:, None], head=head).reshape(len(rows), -1),
-    )
+    def likeliest(rows_MD: NDArray[Any], top: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        # Each row becomes a sequence of one token, so that an answer head reads every one of them.
+        logits_MV = model.logits(rows_MD[:, None], head=head).reshape(len(rows_MD), -1)
+        return _likeliest(torch.from_numpy(logits_MV), top)
+
+    return Pass(taps, taps[f"{at}final"], logits[head], normed, likeliest)
+
+
+def _likeliest(logits_MV: torch.Tensor, top: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    best = torch.softmax(logits_MV, dim=-1).topk(top)
+    return best.indices.cpu().numpy(), best.values.cpu().numpy()
 
 
 def size_limits(spec: ModelSpec) -> tuple[int, int]:
@@ -205,7 +213,7 @@ def max_bytes(probes: Probes, vocab_size: int) -> int:
 def _maps(
     spec: ModelSpec, taps: Mapping[str, NDArray[Any]], inputs: Inputs
 ) -> dict[str, NDArray[np.uint8]]:
-    """Return the weights as bytes, mtargeted cells marked."""
+    """Return the weights as bytes, masked cells marked."""
     maps = {}
     for (kind, layer), allowed_BTS in allowed_maps(spec, inputs).items():
         weights_BNTS = taps[HeadName(kind, layer, 0).tap(spec, "weights")]
@@ -224,10 +232,9 @@ def _lens(passed: Pass, ends: list[NDArray[Any]]) -> tuple[NDArray[np.int32], ND
     top, step = min(TOP, V), max(1, PIECE // V)
     ids, shares = [], []
     for start in range(0, len(rows_MD), step):
-        logits_MV = torch.from_numpy(passed.project(rows_MD[start : start + step]))
-        best = torch.softmax(logits_MV, dim=-1).topk(top)
-        ids.append(best.indices.numpy())
-        shares.append(best.values.numpy())
+        some_ids, some_shares = passed.likeliest(rows_MD[start : start + step], top)
+        ids.append(some_ids)
+        shares.append(some_shares)
     shape = (B, R, T, top)
     made_ids = np.concatenate(ids).reshape(shape).astype(np.int32)
     return made_ids, np.concatenate(shares).reshape(shape).astype(np.float16)
