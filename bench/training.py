@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,10 @@ from bench.clock import Row, interleave, said
 from glassformer.data.batch import Batch
 from glassformer.lab.recipes import plan_run
 from glassformer.lab.runs.run import TrainingRun
+from glassformer.models.model import build
+from glassformer.nn.lora import apply_lora
 from glassformer.spec import presets
+from glassformer.spec.finetune import LoRA
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import AdamW, TrainSpec
@@ -79,6 +82,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--loops", nargs="*", default=["lm", "lm-10m"], help="recipes, whole loop")
     parser.add_argument("--sides", nargs="*", help="only these")
+    parser.add_argument("--lora", action=argparse.BooleanOptionalAction, default=True, help="LoRA")
 
 
 # --- plain PyTorch ------------------------------------------------------------------------------
@@ -243,6 +247,151 @@ def makers(size: Size, device: str, steps: int) -> dict[str, Callable[[], Callab
     }
 
 
+# --- LoRA ---------------------------------------------------------------------------------------
+
+#: Qwen2.5-0.5B's shape, rows of packed examples, and the correction.
+QWEN = {
+    "vocab_size": 151_936, "d_model": 896, "n_heads": 14, "n_kv_heads": 2, "d_head": 64,
+    "d_ff": 4_864, "n_layers": 24, "max_seq_len": 2_048, "qk_norm": False,
+}  # fmt: skip
+LORA_ROWS, LORA_RANK, LORA_EXAMPLES = 8, 16, 6
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def packed_rows(shape: dict[str, Any]) -> Batch:
+    """Rows of some examples each, of random lengths, which do not see each other."""
+    rng, length = np.random.default_rng(1), shape["max_seq_len"]
+    ids = rng.integers(0, shape["vocab_size"], (LORA_ROWS, length + 1))
+    cuts = np.sort(rng.integers(1, length, (LORA_ROWS, LORA_EXAMPLES - 1)), axis=1)
+    segments = (np.arange(length)[None, :, None] >= cuts[:, None]).sum(2)
+    real = np.ones((LORA_ROWS, length), dtype=np.bool_)
+    return Batch(tokens=ids[:, :-1], valid=real, targets={"next": ids[:, 1:]}, segments=segments)
+
+
+def our_lora(shape: dict[str, Any], device: str, *, steps: int) -> Callable[[], object]:
+    """Steps of our engine on packed rows."""
+    train = TrainSpec(
+        precision="bf16" if device == "cuda" else "float32",
+        batch_size=LORA_ROWS,
+        lr=1e-4,
+        optimizer=AdamW(weight_decay=0.0),
+        compile="on",
+    )
+    lora = LoRA(rank=LORA_RANK, alpha=2.0 * LORA_RANK, targets=LORA_TARGETS)
+    model = build(presets.qwen(**shape), device=device)
+    apply_lora(model, lora)
+    engine, batch = TorchEngine(model, train, lora=lora), packed_rows(shape)
+
+    def block() -> None:
+        waiting: deque[Callable[[], object]] = deque()
+        for i in range(steps):
+            waiting.append(engine.submit([batch], lr=1e-4, seed=i))
+            if len(waiting) > engine.ahead:
+                waiting.popleft()()
+        for read in waiting:
+            read()
+
+    return block
+
+
+def peft_lora(
+    shape: dict[str, Any], device: str, *, packed: bool, steps: int
+) -> Callable[[], object]:
+    """transformers and peft, compiled: the base in bf16; positions that begin again are how it is
+    told of packed examples. Without, a row is one example: less work, and no mask.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["d_model"],
+        intermediate_size=shape["d_ff"],
+        num_hidden_layers=shape["n_layers"],
+        num_attention_heads=shape["n_heads"],
+        num_key_value_heads=shape["n_kv_heads"],
+        max_position_embeddings=shape["max_seq_len"],
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    base = Qwen2ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32)
+    wanted = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=[*LORA_TARGETS])
+    model = get_peft_model(base, wanted).to(device).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
+    batch = packed_rows(shape)
+    assert batch.segments is not None
+    tokens = torch.from_numpy(batch.tokens).to(device)
+    targets = torch.from_numpy(np.ascontiguousarray(batch.targets["next"])).to(device)
+    begins = np.diff(batch.segments, axis=1, prepend=-1) > 0
+    places = np.arange(batch.tokens.shape[1])
+    starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    positions = torch.from_numpy(places - starts).to(device)
+
+    def loss_of(tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        more = {"position_ids": positions} if packed else {}
+        logits = model(input_ids=tokens, **more).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    objective = torch.compile(loss_of)
+
+    def block() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                loss = objective(tokens, targets, positions)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+        loss.item()
+
+    return block
+
+
+def lora_rows(device: str, *, quick: bool) -> Iterator[Row]:
+    """LoRA on Qwen2.5-0.5B's shape; on a CPU on a fraction of it."""
+    shape = QWEN | ({} if device == "cuda" else {"n_layers": 2, "vocab_size": 2_000})
+    shape |= {} if device == "cuda" else {"d_ff": 512, "max_seq_len": 256}
+    steps = 5 if device == "cuda" else 1
+    built: dict[str, Callable[[], object]] = {}
+    peaks: dict[str, float] = {}
+    for name, make in (
+        (
+            "transformers + peft, compiled",
+            lambda: peft_lora(shape, device, packed=False, steps=steps),
+        ),
+        (
+            "the same, examples kept apart",
+            lambda: peft_lora(shape, device, packed=True, steps=steps),
+        ),
+        ("ours", lambda: our_lora(shape, device, steps=steps)),
+    ):
+        if device == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        built[name] = make()
+        built[name]()
+        if device == "cuda":
+            peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    times = interleave(built, rounds=3 if quick else ROUNDS, inner=1, warmup=1)
+    first = next(iter(built))
+    for name, blocks in times.items():
+        each = statistics.median(blocks) / steps
+        shares = [a / b for a, b in zip(blocks, times[first], strict=True)]
+        tokens = LORA_ROWS * shape["max_seq_len"] / each * 1e3
+        memory = f", {peaks[name]:.1f} GiB" if name in peaks else ""
+        yield {
+            "bench": "training",
+            "case": f"LoRA, {LORA_ROWS} x {shape['max_seq_len']}, {tokens:,.0f} tokens/s{memory}",
+            "name": name,
+            "median_ms": round(each, 3),
+            "ratio": round(statistics.median(shares), 3),
+            "of_limit": None,
+        }
+    del built
+    gc.collect()
+
+
 def peak_product(device: str) -> float:
     """TFLOP/s of a large matrix product, in the format that training uses."""
     n, dtype = (8_192, torch.bfloat16) if device == "cuda" else (1_024, torch.float32)
@@ -325,5 +474,7 @@ def run(*, device: str = "cpu", quick: bool = False, asked: argparse.Namespace) 
     for name in sizes:
         if device == "cuda" or name != "124 M":
             yield from step_rows(name, device, asked)
+    if asked.lora:
+        yield from lora_rows(device, quick=quick)
     for recipe in asked.loops if not quick else asked.loops[:1]:
         yield from loop_rows(recipe, device, 40 if quick or device == "cpu" else 400)

@@ -78,9 +78,9 @@ def pack(
     """Return the arrays that a step reads, checked, in one of a few shapes.
 
     Lengths are filled up to a multiple of an eighth of the next power of two; a batch that needs no
-    filling and whose tokens are all real has no mask. An epoch's short batch is filled up to `rows` sequences by
-    copies that do not count. Where few positions count, the loss is taken of those alone: their
-    indices, filled up to a multiple of an eighth of all.
+    filling and whose tokens are all real has no mask. An epoch's short batch is filled up to `rows`
+    sequences by copies that do not count. Where few positions count, the loss is taken of those
+    alone: their indices, filled up to a multiple of an eighth of all.
     """
     inputs = as_inputs(batch, spec, device=torch.device("cpu"))
     B = len(batch.tokens)
