@@ -341,6 +341,39 @@ def test_free_wishes_settle_at_a_usual_shape():
     assert abs(design("10M", 256, embedding_ratio="free").best.glu_drift) < 0.0125
 
 
+@pytest.mark.parametrize(
+    ("params", "vocab"),
+    [
+        *(("100k", 256), ("350k", 2000), ("1M", 8000), ("3M", 16000), ("10M", 4096)),
+        *(("10M", 16000), ("30M", 16000), ("124M", 50257), ("1G", 32000), ("7G", 32000)),
+    ],
+)
+@pytest.mark.parametrize("ratio", ["usual", "free"])
+def test_a_design_that_no_ratio_is_requested_of_has_a_usual_shape(params, vocab, ratio):
+    answer = budget_report.design(params, vocab, embedding_ratio=ratio)
+    made = [answer.best, *(each for each in answer.alternatives if "ratio" not in each.name)]
+    assert all(12 <= each.aspect <= 64 and each.sizes.n_layers >= 2 for each in made)
+    assert not answer.not_proven
+
+
+def test_the_usual_ratio_gives_way_in_words_and_a_requested_one_does_not():
+    answer = budget_report.design("3M", 16000)
+    assert (answer.best.sizes.d_model, answer.best.sizes.n_layers) == (128, 5)
+    assert answer.gave_way[0] == (
+        "embedding ratio: usual 35.00%, got 68.46% (+33.46 points), for a usual shape; requesting "
+        "0.35 gives 40 layers of width 64"
+    )
+    deep = budget_report.design("3M", 16000, embedding_ratio=0.35)
+    assert abs(deep.best.ratio_drift) < 0.01
+    assert deep.best.sizes.d_model == 64
+    # limits that were requested come before the shape that was not
+    for wish in ({"min_layers": 30}, {"max_layers": 1}, {"min_aspect": 0.1, "max_aspect": 3.0}):
+        best = budget_report.design("3M", 16000, **wish).best
+        assert not 12 <= best.aspect <= 64 or best.sizes.n_layers == 1
+    # the classic shape has no such preference
+    assert design("3M", 16000).best == design("3M", 16000, embedding_ratio=0.35).best
+
+
 def test_exact_is_as_near_as_whole_numbers_allow():
     best = design("10M", 16000, exact_ratio=True).best
     assert abs(best.ratio_drift) <= 8 * 16000 / 2 / best.params

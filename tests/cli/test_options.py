@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from typing import Annotated
 
 import pytest
 import typer
+from typer.core import TyperCommand
 from typer.testing import CliRunner
 
+from glassformer.cli.shell.help import Verb
 from glassformer.cli.shell.options import AsJson, takes
 from glassformer.spec.checks import spec
 from glassformer.spec.options import option
@@ -73,6 +76,49 @@ def test_two_flags_for_one_field_are_a_mistake_of_ours():
 
     with pytest.raises(AssertionError):
         takes(Sample, Clash, into="given")
+
+
+def converted(cls: type, *words: str):
+    app, got = typer.Typer(rich_markup_mode=None), []
+
+    @app.command(cls=cls)
+    def verb(
+        name: str,
+        more: list[str] | None = None,
+        count: int | None = None,
+        share: float = 0.5,
+        at_least_one: Annotated[int, typer.Option(min=1)] = 1,
+        is_on: bool | None = None,
+    ) -> None:
+        got.append((name, more, count, share, at_least_one, is_on))
+
+    return CliRunner().invoke(app, list(words)), got
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "x",
+        "7 --count 3 --share 2 --more a --more b",
+        "x --at-least-one 2 --is-on",
+        "x --no-is-on --share 1e-3",
+        "x --at-least-one 0",
+        "x --count 1.5",
+        "x --share half",
+    ],
+)
+def test_values_are_read_as_typer_reads_them(words):
+    (ours, got), (plain, wanted) = (
+        converted(Verb, *words.split()),
+        converted(TyperCommand, *words.split()),
+    )
+    assert got == wanted
+    assert [type(value) for each in got for value in each] == [
+        type(value) for each in wanted for value in each
+    ]
+    assert ours.exit_code == plain.exit_code
+    if "1.5" in words or "half" in words:
+        assert "is not a " in ours.output
 
 
 def test_options_need_no_torch():

@@ -114,7 +114,7 @@ def test_unusual_shapes_are_warned_of_and_the_button_mends_them() -> None:
     (odd,) = asked(shape="classic")["warnings"]
     assert odd["what"] == "an unusual width of heads: 27"
     assert not asked(shape="classic", **odd["settings"])["warnings"]
-    wide = asked(params="1G", vocab=50_000)
+    wide = asked(params="1G", vocab=50_000, embedding_ratio=0.35)
     assert "one layer of width" in wide["warnings"][0]["what"]
     assert "width of heads" in wide["warnings"][1]["what"]
     narrower = {k: v for warning in wide["warnings"] for k, v in warning["settings"].items()}

@@ -92,9 +92,8 @@ def solve(
     if found is None:
         raise InfeasibleBudget(certificate(budget, effort))
     asked = budget
-    not_proven: list[str] = []
-    if budget.is_open:
-        budget, search, found, not_proven = _rounded(budget, search, found, effort)
+    nearest = _design("nearest to the wishes", budget, found)
+    budget, search, found, not_proven = _settled(budget, search, found, effort)
     best = _design("best", budget, found)
     if not search.is_proven:
         not_proven.append(_not_best(found, search.least))
@@ -107,9 +106,28 @@ def solve(
         budget=asked,
         best=best,
         alternatives=others,
-        gave_way=_gave_way(budget, asked, best),
+        gave_way=_gave_way(budget, asked, best, nearest),
         not_proven=tuple(not_proven),
     )
+
+
+def _settled(
+    budget: Budget, search: Search, found: Found, effort: Effort
+) -> tuple[Budget, Search, Found, list[str]]:
+    """Choose what was left open: a usual shape if any design has one, then the multiple."""
+    doubts = []
+    if budget.prefers_usual_shape:
+        usual = budget.in_usual_shape()
+        other = Search(usual, effort=effort.share(2))
+        better = other.best()
+        if better is not None:
+            budget, search, found = usual, other, better
+        elif not other.is_proven:
+            doubts.append(f"a usual d_model / layers: {NOT_FOUND}")
+    if budget.is_open:
+        budget, search, found, more = _rounded(budget, search, found, effort)
+        doubts += more
+    return budget, search, found, doubts
 
 
 def _rounded(
@@ -134,8 +152,8 @@ def best_design(budget: Budget, *, effort: Effort) -> Design | None:
     found = search.best()
     if found is None and not search.is_proven:
         raise undecided(budget, Effort(0))
-    if found is not None and budget.is_open:
-        budget, _, found, _ = _rounded(budget, search, found, effort)
+    if found is not None:
+        budget, _, found, _ = _settled(budget, search, found, effort)
     return None if found is None else _design("best", budget, found)
 
 
@@ -276,11 +294,19 @@ def _goals(budget: Budget, asked: Budget, best: Design) -> Iterator[Goal]:
         if wish is not None and not wish.exact:
             within = {"exact_ratio": "ratio_within", "exact_expansion": "glu_within"}[option]
             changed: dict[str, Any] = {option: True, within: None}
-            yield Goal(name, replace(budget, **changed), Search.best, better, {option: True})
+            wished = _any_shape(budget, asked) if option == "exact_ratio" else budget
+            yield Goal(name, replace(wished, **changed), Search.best, better, {option: True})
     if budget.multiple != asked.multiple:
-        yield Goal("any width", replace(asked, multiple=1), Search.best, better, {"multiple": 1})
+        any_width = replace(budget, multiple=1, ffn_multiple=asked.ffn_multiple)
+        yield Goal("any width", any_width, Search.best, better, {"multiple": 1})
     yield Goal("deepest", near, Search.deepest, "a deeper one is not ruled out", {})
     yield Goal("widest", near, Search.widest, "a wider one is not ruled out", {})
+
+
+def _any_shape(budget: Budget, asked: Budget) -> Budget:
+    """Return the budget with the limits of the shape that were requested, and no others."""
+    limits = ("min_aspect", "max_aspect", "min_layers")
+    return replace(budget, **{name: getattr(asked, name) for name in limits})
 
 
 def _friendly(budget: Budget, effort: Effort) -> Iterator[Candidate]:
@@ -340,15 +366,24 @@ def _distinct(best: Design, candidates: tuple[Candidate, ...]) -> Iterator[Desig
 # --- wishes that gave way -----------------------------------------------------------------------
 
 
-def _gave_way(budget: Budget, asked: Budget, best: Design) -> tuple[str, ...]:
+def _gave_way(budget: Budget, asked: Budget, best: Design, nearest: Design) -> tuple[str, ...]:
     lines = []
     ratio, glu, sizes = budget.ratio, budget.expansion, best.sizes
+    is_shaped = asked.prefers_usual_shape and budget.max_aspect != asked.max_aspect
     if ratio is not None and best.ratio_drift is not None and abs(best.ratio_drift) >= 5e-5:
+        source = "usual" if asked.embedding_ratio == "usual" else "requested"
         lines.append(
-            f"embedding ratio: requested {ratio.value:.2%}, got {best.embedding_ratio:.2%} "
+            f"embedding ratio: {source} {ratio.value:.2%}, got {best.embedding_ratio:.2%} "
             f"({best.ratio_drift * 100:+.2f} points)"
-            + ("; 'free' would drop this wish" if abs(best.ratio_drift) > FAR else "")
         )
+        if is_shaped and not budget.min_aspect <= nearest.aspect <= (budget.max_aspect or math.inf):
+            layers = f"{nearest.sizes.n_layers} layer{'s' if nearest.sizes.n_layers > 1 else ''}"
+            lines[-1] += (
+                f", for a usual shape; requesting {ratio.value:g} gives {layers} of width "
+                f"{nearest.sizes.d_model}"
+            )
+        elif abs(best.ratio_drift) > FAR:
+            lines[-1] += "; 'free' would drop this wish"
     if glu is not None and best.glu_drift is not None:
         wished, step = glu.value * sizes.d_model, budget.ffn_step
         if abs(sizes.d_ff - wished) > step / 2:

@@ -42,6 +42,11 @@ from glassformer.spec.options import check_options, option, options_of
 from glassformer.spec.schemes import Int4
 from glassformer.spec.units import parse_count, parse_share
 
+#: The embedding ratio that is wished for if none is requested.
+USUAL_RATIO = 0.35
+#: A usual shape: d_model / n_layers between those of stories260K (64 wide, 5 deep) and GPT-2 (768
+#: wide, 12 deep), and at least two layers.
+USUAL_ASPECTS, USUAL_LAYERS = (12.0, 64.0), 2
 #: With `heads="any"`, the range of head widths; a model narrower than this has one head.
 HEAD_WIDTHS = (16, 128)
 #: With `free_head_width`, how far d_head may be from d_model / n_heads, in columns.
@@ -65,6 +70,10 @@ def _count_or_any(name: str, text: Any) -> int | Literal["any"]:
 
 def _share_or_free(name: str, text: Any) -> float | Literal["free"]:
     return "free" if text == "free" else parse_share(name, text)
+
+
+def _share_or_word(name: str, text: Any) -> float | Literal["usual", "free"]:
+    return "usual" if text == "usual" else _share_or_free(name, text)
 
 
 @spec
@@ -139,10 +148,12 @@ class Budget:
     norm: Literal["layernorm", "rmsnorm"] | None = option(
         None, help="Kind of norm; that of the shape by default."
     )
-    embedding_ratio: float | Literal["free"] = option(
-        0.35,
-        help="Wished share of the parameters in the embedding (and an untied head), or free.",
-        parse=_share_or_free,
+    embedding_ratio: float | Literal["usual", "free"] = option(
+        "usual",
+        help="Wished share of the parameters in the embedding (and an untied head); usual: "
+        f"{USUAL_RATIO:.0%}, in shape llama as far as d_model / layers stays usual "
+        f"({USUAL_ASPECTS[0]:g} to {USUAL_ASPECTS[1]:g}); free: no wish, a usual shape.",
+        parse=_share_or_word,
         above=0.0,
         below=1.0,
         hint="use 0.01 to 0.99, written 0.35 or 35%; 'free' drops the wish",
@@ -304,7 +315,8 @@ class Budget:
         """The wished embedding ratio; None if it is free."""
         if self.embedding_ratio == "free":
             return None
-        return Wish(value=self.embedding_ratio, exact=self.exact_ratio, within=self.ratio_within)
+        value = USUAL_RATIO if self.embedding_ratio == "usual" else self.embedding_ratio
+        return Wish(value=value, exact=self.exact_ratio, within=self.ratio_within)
 
     @property
     def expansion(self) -> Wish | None:
@@ -332,6 +344,20 @@ class Budget:
     def ffn_step(self) -> int:
         """The divisor of d_ff, resolved."""
         return self.ffn_multiple or self.model_step
+
+    @property
+    def prefers_usual_shape(self) -> bool:
+        """True if neither a ratio nor a limit of d_model / n_layers is requested."""
+        is_limited = self.exact_ratio or self.ratio_within is not None
+        is_wished = self.embedding_ratio not in ("usual", "free") or is_limited
+        has_aspect = self.min_aspect > 0.0 or self.max_aspect is not None
+        return self.shape == "llama" and not is_wished and not has_aspect
+
+    def in_usual_shape(self) -> "Budget":
+        """Return the same budget with a usual d_model / n_layers, and more than one layer."""
+        least, most = USUAL_ASPECTS
+        layers = max(self.min_layers, min(USUAL_LAYERS, self.max_layers or USUAL_LAYERS))
+        return replace(self, min_aspect=least, max_aspect=most, min_layers=layers)
 
     @property
     def is_open(self) -> bool:

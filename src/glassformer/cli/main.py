@@ -19,10 +19,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command
 
-from glassformer.cli.shell.help import SETTINGS, Verb, write_parameters
+from glassformer.cli.shell.help import SETTINGS, Verb, VerbGroup, write_parameters
 from glassformer.cli.shell.options import with_own_code
 from glassformer.cli.shell.terminal import (
     CUT_OFF,
@@ -82,7 +81,7 @@ def _command(name: str) -> Any:
     return get_command(one)
 
 
-class _Group(TyperGroup):
+class _Group(VerbGroup):
     """The group of all verbs."""
 
     def __init__(self, **settings: Any) -> None:

@@ -1,8 +1,12 @@
-"""Help: values in people's words, text as wide as the terminal, examples on one line each."""
+"""Commands as typer has them, but for two things: how help is laid out, and how texts are read.
+
+In help, values have people's words, text is as wide as the terminal, and an example is one line.
+"""
 
 import inspect
 from typing import Any
 
+from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
 from glassformer.cli.shell.options import FORMER
@@ -11,9 +15,51 @@ from glassformer.cli.shell.terminal import WIDEST
 #: Settings of every command.
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
 
+#: The kinds of numbers that are read here, in words.
+NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+class _Conversion:
+    """Read texts, numbers and what was not typed; leave everything else to typer.
+
+    typer converts every value by pydantic, whose import takes a third of the time of `glass list`,
+    and whose messages are written for programmers.
+    """
+
+    def coerce(self, value: Any, *, param: Any, ctx: Any) -> Any:
+        """Return the value of a parameter, as typer's own conversion does."""
+        several = param.multiple or param.nargs == -1
+        if value is None:
+            return () if several else None
+        kind = param.type_descriptor.annotation
+        if kind is str and isinstance(value, str) and not several:
+            return value
+        if kind == list[str] and not isinstance(value, str):
+            return list(value)
+        limits = param.type_descriptor.parameter_info
+        if kind in NUMBERS and not several and limits.min is None and limits.max is None:
+            try:
+                return kind(value)
+            except ValueError:
+                raise BadParameter(f"'{value}' is not {NUMBERS[kind]}", ctx, param) from None
+        param._runtime_param = None  # typer makes its own
+        return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
+
+
+def _read_quickly(params: list[Any]) -> list[Any]:
+    """Give parameters the conversion above; a release of typer without pydantic ignores it."""
+    for param in params:
+        if getattr(param, "_runtime_param", None) is None:
+            param._runtime_param = _Conversion()
+    return params
+
 
 class Verb(TyperCommand):
     """A command whose help is laid out by this module."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, `--help` too, which read texts without pydantic."""
+        return _read_quickly(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return `TASK [SETTING=VALUE ...] [OPTIONS]`."""
@@ -35,6 +81,10 @@ class Verb(TyperCommand):
 
 class VerbGroup(TyperGroup):
     """A command with commands of its own, such as `glass runs`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, `--help` too, which read texts without pydantic."""
+        return _read_quickly(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return `[OPTIONS] [COMMAND ...]`."""

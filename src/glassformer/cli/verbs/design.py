@@ -41,7 +41,7 @@ def design(
 
       glass design --params 10M --vocab 16000
 
-      glass design --params 500k --vocab 2000 --length 128 --heads 4 -o small.toml
+      glass design --params 600k --vocab 2000 --length 128 --heads 4 -o small.toml
 
       glass design --params 10M --vocab 16000 --shape classic
 

@@ -23,7 +23,7 @@ const SLIDERS = {
     snaps: [[1e6, "1M"], [5e6, "5M"], [10e6, "10M"], [25e6, "25M"], [100e6, "100M"]] },
   embedding_ratio: { scale: linear(0.02, 0.9, 0.005, 3), show: (x) => percent(x, 1),
     read: (text) => (/%/.test(text) ? text.replace(/\s/g, "") : text.trim()),
-    snaps: [[0.25, "25 %"], [0.35, "35 %"], [0.45, "45 %"], ["free", "free"]] },
+    snaps: [["usual", "usual"], [0.25, "25 %"], [0.35, "35 %"], [0.45, "45 %"], ["free", "free"]] },
   glu_expansion: { scale: linear(1, 6, 0.01, 2), show: (x) => `${fixed(x, 2)}×`,
     read: (text) => text.replace(/[×x\s]/g, ""),
     snaps: [[2, "2.0"], [2.66, "2.66"], [3, "3.0"], [4, "4.0"], ["free", "free"]] },
