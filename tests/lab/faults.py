@@ -5,7 +5,7 @@ from tests.checks.faults import Fault
 STEP, LOSS = "training.torch_engine:TorchEngine._step", "training.torch_engine:TorchEngine._loss"
 BY_HAND = "training.numpy_engine:NumpyEngine.step"
 FIT, SUMS = "training.fit:fit", "training.losses:_sums"
-RESUME, EVENTS = "lab.runs.run:TrainingRun.resume", "lab.runs.run:TrainingRun._train"
+RESUME, EVENTS = "lab.runs.run:TrainingRun.resume", "lab.runs.run:TrainingRun.after"
 WATCH, SAVE = "lab.runs.run:TrainingRun._watch", "lab.runs.run:TrainingRun._snapshot"
 RUNDIR, ADD = "store.rundir:RunDirectory", "lab.measure.evaluate:_Tally.add"
 FINITE = "applied = math.isfinite({}) and math.isfinite(size)"

@@ -5,7 +5,6 @@ from functools import partial
 from typing import assert_never, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +35,7 @@ class StackParts(nn.Module):
 
     embed: TokenEmbedding | FactorizedTokenEmbedding
     position: SinusoidalPosition | LearnedPosition | AddedPosition | None
+    dropout: nn.Dropout
     rotary: nn.ModuleDict
     alibi: nn.ModuleDict
     blocks: nn.ModuleList
@@ -49,6 +49,7 @@ def add_stack_parts(
     """Register the parts of one stack on a module, under the manifest's names."""
     holder.stack = stack
     holder.embed = build_embedding(model.embedding, vocab_size, model.d_model)
+    holder.dropout = nn.Dropout(stack.dropout.embedding)
     holder.position = None
     holder.rotary, holder.alibi = nn.ModuleDict(), nn.ModuleDict()
     match model.position:
@@ -135,7 +136,7 @@ def run_stack(
     x_BTD = parts.embed(tokens_BT)
     if parts.position is not None:
         x_BTD = parts.position(x_BTD, places)
-    x_BTD = F.dropout(x_BTD, parts.stack.dropout.embedding, parts.training)
+    x_BTD = parts.dropout(x_BTD)
     x_BTD = tap(at, "embed", x_BTD)
     for layer, block in enumerate(parts.stack.blocks()):
         module = cast(TransformerBlock, parts.blocks[layer])

@@ -29,11 +29,13 @@ def attend(
     v_BKSH: Tensor,
     *,
     mask: Mask,
-    dropout: float = 0.0,
+    dropout: nn.Dropout | None = None,
     taps: TapsAt | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(H) + bias) v; query head n reads key-value head n // (N / K)."""
-    if taps is not None and (taps.wants("scores") or taps.wants("weights")):
+    # Only torch's own dropout is part of the fused kernel.
+    own = dropout is not None and type(dropout) is not nn.Dropout and dropout.p > 0
+    if own or (taps is not None and (taps.wants("scores") or taps.wants("weights"))):
         out_BNTH = _attend_explicitly(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps)
     else:
         out_BNTH = _attend_fused(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout)
@@ -41,7 +43,7 @@ def attend(
 
 
 def _attend_fused(
-    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, mask: Mask, dropout: float
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, mask: Mask, dropout: nn.Dropout | None
 ) -> Tensor:
     T, H = q_BNTH.shape[2:]
     if q_BNTH.is_cuda and q_BNTH.dtype != torch.float64 and T > 1:
@@ -57,7 +59,7 @@ def _attend_fused(
         k_BKSH,
         v_BKSH,
         attn_mask=mask.allow if mask.bias is None else mask.added(q_BNTH),
-        dropout_p=dropout,
+        dropout_p=0.0 if dropout is None else dropout.p,
         is_causal=mask.causal and mask.bias is None,
         scale=1 / math.sqrt(H),
         enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
@@ -71,7 +73,7 @@ def _attend_explicitly(
     v_BKSH: Tensor,
     *,
     mask: Mask,
-    dropout: float,
+    dropout: nn.Dropout | None,
     taps: TapsAt | None,
 ) -> Tensor:
     k_BNSH, v_BNSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
@@ -88,7 +90,7 @@ def _attend_explicitly(
     if mask.empty is not None:
         weights_BNTS = weights_BNTS.masked_fill(mask.empty, 0.0)
     weights_BNTS = tap(taps, "weights", weights_BNTS)
-    return (F.dropout(weights_BNTS, dropout) if dropout else weights_BNTS) @ v_BNSH
+    return (weights_BNTS if dropout is None else dropout(weights_BNTS)) @ v_BNSH
 
 
 def _masked_scores(q_BNTH: Tensor, k_BNSH: Tensor, added: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ class MultiHeadAttention(nn.Module):
         norm = attention.qk_norm
         self.q_norm = None if norm is None else build_norm(norm, d_head)
         self.k_norm = None if norm is None else build_norm(norm, d_head)
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self,
@@ -167,7 +169,7 @@ class MultiHeadAttention(nn.Module):
             k_BKSH, v_BKSH = cache.cross[layer]
         q_BNTH = tap(taps, "q", q_BNTH)
         k_BKSH, v_BKSH = tap(taps, "k", k_BKSH), tap(taps, "v", v_BKSH)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout if self.training else None
         heads_BNTH = attend(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps)
         heads_BNTH = tap(taps, "heads", heads_BNTH)
         return tap(taps, "out", self.o_proj(join_heads(heads_BNTH)))

@@ -1,6 +1,5 @@
 """A transformer block: its residual lines, with the norm before or after each part."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.nn.attention import MultiHeadAttention
@@ -27,7 +26,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.layer = layer
         self.pre = block.placement == "pre"
-        self.residual_dropout = dropout.residual
+        self.dropout = nn.Dropout(dropout.residual)
         self.attn_norm = build_norm(block.norm, d_model)
         self.attn = MultiHeadAttention(block.attention, d_model, dropout=dropout.attention)
         self.cross_norm = self.cross = None
@@ -90,4 +89,5 @@ class TransformerBlock(nn.Module):
 
     def drop(self, x_BTD: Tensor) -> Tensor:
         """Apply dropout to a sublayer's output, before it is added to the residual stream."""
-        return F.dropout(x_BTD, self.residual_dropout, self.training)
+        dropped_BTD: Tensor = self.dropout(x_BTD)
+        return dropped_BTD

@@ -51,12 +51,11 @@ class MLP(nn.Module):
         self.activation = ffn.activation
         self.up_proj = Linear(d_model, ffn.d_ff, bias=ffn.bias)
         self.down_proj = Linear(ffn.d_ff, d_model, bias=ffn.bias)
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, *, taps: TapsAt | None = None) -> Tensor:
         hidden_BTF = tap(taps, "hidden", activate(self.up_proj(x_BTD), self.activation))
-        hidden_BTF = F.dropout(hidden_BTF, self.dropout, self.training)
-        return tap(taps, "out", self.down_proj(hidden_BTF))
+        return tap(taps, "out", self.down_proj(self.dropout(hidden_BTF)))
 
 
 class SwiGLU(nn.Module):
@@ -67,13 +66,12 @@ class SwiGLU(nn.Module):
         self.gate_proj = Linear(d_model, ffn.d_ff, bias=ffn.bias)
         self.up_proj = Linear(d_model, ffn.d_ff, bias=ffn.bias)
         self.down_proj = Linear(ffn.d_ff, d_model, bias=ffn.bias)
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, *, taps: TapsAt | None = None) -> Tensor:
         gate_BTF, up_BTF = side_by_side(x_BTD, (self.gate_proj, self.up_proj))
-        hidden_BTF = activate(gate_BTF, "silu") * up_BTF
-        hidden_BTF = F.dropout(tap(taps, "hidden", hidden_BTF), self.dropout, self.training)
-        return tap(taps, "out", self.down_proj(hidden_BTF))
+        hidden_BTF = tap(taps, "hidden", activate(gate_BTF, "silu") * up_BTF)
+        return tap(taps, "out", self.down_proj(self.dropout(hidden_BTF)))
 
 
 def build_ffn(ffn: spec.MLP | spec.SwiGLU, d_model: int, *, dropout: float = 0.0) -> MLP | SwiGLU:
@@ -158,7 +156,7 @@ class MixtureOfExperts(nn.Module):
             logits_BTE, chosen=self.experts_per_token, normalize=self.normalize
         )
         if balance is not None:
-            loss = balance_loss(p_BTE, chosen_BTA, valid_BT=balance.valid_BT)
+            loss = self.balance_loss(p_BTE, chosen_BTA, valid_BT=balance.valid_BT)
             balance.losses.add(balance.layer, loss, self.balance)
         if taps is not None:
             weights_BTA, chosen_BTA = self._tapped(taps, weights_BTA, chosen_BTA)
@@ -170,6 +168,10 @@ class MixtureOfExperts(nn.Module):
         if shared_BTD is not None:
             out_BTD = out_BTD + tap(taps, "shared", shared_BTD)
         return tap(taps, "out", out_BTD)
+
+    def balance_loss(self, p_BTE: Tensor, chosen_BTA: Tensor, *, valid_BT: Tensor | None) -> Tensor:
+        """Return the load-balancing loss of this layer's tokens."""
+        return balance_loss(p_BTE, chosen_BTA, valid_BT=valid_BT)
 
     def shared(self, x_BTD: Tensor) -> Tensor | None:
         """Return the gated output of the shared expert; None without one."""

@@ -32,13 +32,20 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
     The compiler makes the filling part of the kernels before and after.
     """
-    d_out, d_in = weight_OI.shape
-    more_in, more_out = -d_in % GPU_WIDTHS, -d_out % GPU_WIDTHS
-    if not (torch.compiler.is_compiling() and x.is_cuda and (more_in or more_out)):
+    more_in, more_out = missing_widths(x, weight_OI)
+    if not (more_in or more_out):
         return F.linear(x, weight_OI, bias_O)
     weight = F.pad(weight_OI, (0, more_in, 0, more_out))
     bias = None if bias_O is None else F.pad(bias_O, (0, more_out))
-    return F.linear(F.pad(x, (0, more_in)), weight, bias)[..., :d_out]
+    return F.linear(F.pad(x, (0, more_in)), weight, bias)[..., : len(weight_OI)]
+
+
+def missing_widths(x: Tensor, weight_OI: Tensor) -> tuple[int, int]:
+    """Return by how much inputs and outputs are filled up; nothing outside compiled GPU code."""
+    if not (torch.compiler.is_compiling() and x.is_cuda):
+        return 0, 0
+    d_out, d_in = weight_OI.shape[-2:]
+    return -d_in % GPU_WIDTHS, -d_out % GPU_WIDTHS
 
 
 def side_by_side(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:

@@ -188,7 +188,7 @@ class RecordedSteps:
         self,
         model: Model,
         train: TrainSpec,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         random: bool,
         compiled: bool = True,
@@ -326,20 +326,21 @@ class RecordedSteps:
         """A step of one batch."""
         for parameter in self.parameters:
             parameter.grad = None
-        return self._update(self._backward(views), views["lr"])
+        return self._update(self._backward(views), views)
 
     def _add(self, views: Mapping[str, Tensor]) -> Tensor:
         """One of several batches: its gradients and sums are added to what is there."""
         if self.sums is None:
-            self.sums = torch.zeros(1 + len(self.heads), dtype=torch.float64, device=self.device)
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
+            self.sums = self._backward(views).clone()
+            return self.sums
         return self.sums.add_(self._backward(views))
 
     def _update_sums(self, views: Mapping[str, Tensor]) -> Tensor:
         """The update after several batches; the sums begin again at 0."""
         assert self.sums is not None
-        result = self._update(self.sums, views["lr"])
+        result = self._update(self.sums, views)
         torch._foreach_zero_([self.sums, *(cast(Tensor, p.grad) for p in self.parameters)])
         return result
 
@@ -373,18 +374,22 @@ class RecordedSteps:
 
     def _backward(self, views: Mapping[str, Tensor]) -> Tensor:
         """Compute a batch's gradients; return its loss and each head's plain loss."""
+        total, sums = self._guarded(views)
+        torch.autograd.backward(total)
+        return torch.cat((total.detach()[None].double(), sums.detach().double()))
+
+    def _guarded(self, views: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Call the objective, compiled or not; say so if it cannot be compiled."""
         try:
-            total, sums = self.objective(views)
+            return self.objective(views)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise MachineError(
                 f"torch.compile could not compile the training step: {reason[:200]}",
                 hint="train.compile=off trains without it; compiling needs Triton and a C compiler",
             ) from error
-        torch.autograd.backward(total)
-        return torch.cat((total.detach()[None].double(), sums.detach().double()))
 
-    def _update(self, numbers: Tensor, lr: Tensor) -> Tensor:
+    def _update(self, numbers: Tensor, views: Mapping[str, Tensor]) -> Tensor:
         """Clip and apply, unless something is not finite; return loss, norm and the heads' losses.
 
         The optimizer's kernel divides by `grad_scale` and does nothing where `found_inf` is 1.
@@ -392,13 +397,14 @@ class RecordedSteps:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
+        assert self.optimizer is not None
         kernel = cast(Any, self.optimizer)
         kernel.found_inf = (~finite).float()
         kernel.grad_scale = None
         if self.train.clip:
             kernel.grad_scale = ((norm + 1e-6) / self.train.clip).clamp(min=1.0).float()
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = views["lr"]
         self.optimizer.step()
         kernel.found_inf = kernel.grad_scale = None
         return torch.cat((numbers[:1], norm.double()[None], numbers[1:]))

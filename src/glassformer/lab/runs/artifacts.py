@@ -28,6 +28,7 @@ from glassformer.spec.units import plain_digits
 from glassformer.store.rundir import STEP, RunDirectory
 from glassformer.training.engine import Engine
 from glassformer.training.numpy_engine import NumpyEngine
+from glassformer.training.stacked import Member
 from glassformer.training.torch_engine import TorchEngine
 
 #: Bytes of all probes of a run.
@@ -54,7 +55,7 @@ def take_probes(engine: Engine, task: Task, *, examples: int, step: int) -> Prob
         return task.tokenizer.decode([i]) if i < known else f"#{i}"
 
     batch = task.batch("val", rows)
-    return snapshot(_model(engine), batch, names=name, examples=rows, step=step)
+    return snapshot(engine_model(engine), batch, names=name, examples=rows, step=step)
 
 
 def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_size: int) -> None:
@@ -116,8 +117,9 @@ def _kept(step: int, every: int, digits: int) -> set[int]:
     )
 
 
-def _model(engine: Engine) -> Model | HandModel:
-    assert isinstance(engine, (TorchEngine, NumpyEngine))
+def engine_model(engine: Engine) -> Model | HandModel:
+    """Return an engine's model; a stack lends one, with the weights of this member."""
+    assert isinstance(engine, (TorchEngine, NumpyEngine, Member))
     return engine.model
 
 
@@ -180,5 +182,5 @@ def engine_stepper(engine: Engine) -> Stepper:
     """
     if isinstance(engine, NumpyEngine):
         return HandStepper(engine.model)
-    assert isinstance(engine, TorchEngine)
+    assert isinstance(engine, (TorchEngine, Member))
     return TorchStepper(engine.model) if engine.device.type == "cpu" else FastStepper(engine.model)

@@ -10,23 +10,30 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.load import load
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
 from glassformer.lab.runs.artifacts import (
     Sample,
+    engine_model,
     forget_probes,
     keep_samples,
     probe,
     sample_stepper,
     write_samples,
 )
-from glassformer.lab.runs.assemble import PlannedRun, assemble, read_checkpoint, write_checkpoint
+from glassformer.lab.runs.assemble import (
+    Parts,
+    PlannedRun,
+    assemble,
+    read_checkpoint,
+    write_checkpoint,
+)
 from glassformer.lab.runs.curves import read_curves
 from glassformer.lab.runs.record import (
     EVERY,
@@ -107,7 +114,14 @@ class Progress:
 class TrainingRun:
     """One run in one directory."""
 
-    def __init__(self, run: RunSpec | PlannedRun, folder: Path, *, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        run: RunSpec | PlannedRun,
+        folder: Path,
+        *,
+        device: str = "cpu",
+        parts: Parts | None = None,
+    ) -> None:
         self.spec = run.spec if isinstance(run, PlannedRun) else run
         self.directory = RunDirectory(folder)
         self.device = device
@@ -115,12 +129,14 @@ class TrainingRun:
         self.stop_requested = False
         self.stopped = False
         self.saving: Future[Saved] | None = None
-        parts = assemble(run, device=device, cache=cache_folder(folder.parent))
+        if parts is None:
+            parts = assemble(run, device=device, cache=cache_folder(folder.parent))
         self.task, self.engine, self.files = parts.task, parts.engine, parts.files
         self.notes = parts.notes
         self.facts = dict(self.task.facts())
         self.stepper = sample_stepper(self.engine, self.task)
         self.seconds = 0.0  # of all steps, also those before a resume
+        self.flushed, self.has_ended = 0.0, False
 
     # --- results ------------------------------------------------------------------------------
 
@@ -247,60 +263,69 @@ class TrainingRun:
 
     def events(self) -> Iterator[Event]:
         """Train to the end, or until a stop is requested."""
-        with self.directory.writing():
+        with self.training():
+            if not self.has_ended:
+                steps = fit(
+                    self.engine,
+                    self.task,
+                    self.spec.train,
+                    start=self.progress.step,
+                    stopping=lambda: self.stop_requested,
+                )
+                for record in steps:
+                    yield from self.after(record)
+                    if self.has_ended:
+                        break
+                yield from self.written()
+
+    @contextlib.contextmanager
+    def training(self, writer: Executor | None = None) -> Iterator[None]:
+        """Keep the run's files open for `after`, and its record true; `writer` is lent."""
+        self.has_ended = self._gave_up()
+        with self.directory.writing(), contextlib.ExitStack() as files:
             self._record("running")
-            if not self._gave_up():
-                with (
-                    ThreadPoolExecutor(1) as self.writer,
-                    self.directory.metrics.open("a", encoding="utf-8") as log,
-                    Board(self.directory.folder / "tensorboard") as board,
-                ):
-                    yield from self._train(log, board)
+            if not self.has_ended:
+                self.writer = writer or files.enter_context(ThreadPoolExecutor(1))
+                self.log = files.enter_context(self.directory.metrics.open("a", encoding="utf-8"))
+                self.board = files.enter_context(Board(self.directory.folder / "tensorboard"))
+            yield
+            files.close()
             unfinished = self.progress.step < self.spec.train.steps and not self._gave_up()
             self.stopped = self.stop_requested and unfinished
             self._record("stopped" if self.stopped else "finished")
 
-    def _train(self, log: TextIO, board: Board) -> Iterator[Event]:
-        train, flushed = self.spec.train, 0.0
-        steps = fit(
-            self.engine,
-            self.task,
-            train,
-            start=self.progress.step,
-            stopping=lambda: self.stop_requested,
-        )
-        for record in steps:
-            yield from self._written(wait=False)
-            self.progress.step = record.step
-            self.seconds += record.seconds
-            log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
-            if time.monotonic() - flushed > FLUSH_SECONDS:  # others watch the file grow
-                log.flush()
-                flushed = time.monotonic()
-            if record.step % EVERY == 0:
-                rest = {"lr": record.lr, "grad_norm": record.grad_norm}
-                board.add(record.step, {**losses(record), **balance(record), **rest})
-            yield record
-            yield from self._watch(record)
-            if not record.settled:
-                continue
-            last = record.step == train.steps or self.stop_requested
-            save = last or record.step % train.checkpoint_every == 0
-            if record.step % train.evaluate_every == 0 or record.step == train.steps:
-                evaluated = self._evaluate()
-                line = {"step": record.step, "val": self.progress.val}
-                log.write(json.dumps(line, allow_nan=False) + "\n")
-                found = evaluated.evaluation
-                board.add(record.step, {"val_loss": found.loss, "val_accuracy": found.accuracy})
-                yield evaluated
-                last |= self._gave_up()
-                save |= last or evaluated.best
-            if save:
-                log.flush()
-                yield from self._save()
-            if last:
-                break
-        yield from self._written()
+    def after(self, record: StepRecord) -> Iterator[Event]:
+        """Log and watch a step; evaluate and save where the run does; `has_ended` at its end."""
+        train, log = self.spec.train, self.log
+        yield from self.written(wait=False)
+        self.progress.step = record.step
+        self.seconds += record.seconds
+        log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
+        if time.monotonic() - self.flushed > FLUSH_SECONDS:  # others watch the file grow
+            log.flush()
+            self.flushed = time.monotonic()
+        if record.step % EVERY == 0:
+            rest = {"lr": record.lr, "grad_norm": record.grad_norm}
+            self.board.add(record.step, {**losses(record), **balance(record), **rest})
+        yield record
+        yield from self._watch(record)
+        if not record.settled:
+            return
+        last = record.step == train.steps or self.stop_requested
+        save = last or record.step % train.checkpoint_every == 0
+        if record.step % train.evaluate_every == 0 or record.step == train.steps:
+            evaluated = self._evaluate()
+            line = {"step": record.step, "val": self.progress.val}
+            log.write(json.dumps(line, allow_nan=False) + "\n")
+            found = evaluated.evaluation
+            self.board.add(record.step, {"val_loss": found.loss, "val_accuracy": found.accuracy})
+            yield evaluated
+            last |= self._gave_up()
+            save |= last or evaluated.best
+        if save:
+            log.flush()
+            yield from self._save()
+        self.has_ended = last
 
     def _gave_up(self) -> bool:
         """Return True after too many evaluations without a better one, also if resumed."""
@@ -318,6 +343,8 @@ class TrainingRun:
             self.progress.best_step = self.progress.step
         self.progress.stale = 0 if best else self.progress.stale + 1
         finite = math.isfinite(evaluation.loss)
+        if finite:
+            engine_model(self.engine)  # what the models of a stack share has these weights now
         samples = write_samples(self.stepper, self.task) if finite else ()
         keep_samples(self.directory, self.progress.step, samples)
         if finite:
@@ -358,14 +385,14 @@ class TrainingRun:
 
     def _save(self) -> Iterator[Saved]:
         """Save the state of this step. A GPU goes on training while a thread writes the files."""
-        yield from self._written()
+        yield from self.written()
         write = self._snapshot()
         if self.device == "cpu":
             yield write()
         else:
             self.saving = self.writer.submit(write)
 
-    def _written(self, *, wait: bool = True) -> Iterator[Saved]:
+    def written(self, *, wait: bool = True) -> Iterator[Saved]:
         """Yield the checkpoint that was being written, once it is; raise what went wrong."""
         if self.saving is not None and (wait or self.saving.done()):
             saving, self.saving = self.saving, None

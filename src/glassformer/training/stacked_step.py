@@ -1,0 +1,550 @@
+"""The step of a stack: loss, gradient norm, clipping and update of every model at once.
+
+All parameters of a model are one row of an array (M, P), decayed ones first, so that norms and
+updates are single operations. `fold_batches` makes the models' batches one, filled up to one shape.
+On a GPU the step is compiled and recorded as a single model's is; on a CPU it runs as it is.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, assert_never
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from glassformer.data.batch import Batch
+from glassformer.models.inputs import Inputs, as_inputs
+from glassformer.models.model import Model
+from glassformer.nn.embedding import FactorizedTokenEmbedding, read_out
+from glassformer.nn.ffn import BalanceLosses
+from glassformer.nn.norm import as_float
+from glassformer.nn.stacked import Extent, Fold
+from glassformer.spec.errors import InputError
+from glassformer.spec.execution import PIECE, RECORDED_PIECE
+from glassformer.spec.manifest import stored
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.own import OwnOptimizer
+from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
+from glassformer.training.engine import Array, StepResult, balance_shares, loss_weights, totals
+from glassformer.training.recorded import (
+    AHEAD,
+    SHARE,
+    RecordedSteps,
+    pays_to_compile,
+    precision,
+)
+
+# M models, B batch of one model, T length, D d_model, R rows that count, V logits, P parameters
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One model's share of a step: its batches, its rate, the seed of its dropout."""
+
+    batches: Sequence[Batch]
+    lr: float
+    seed: int
+
+
+# --- parameters in one array ----------------------------------------------------------------------
+
+#: Numbers between the starts of two parameters are filled up to a multiple of this.
+ALIGN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each parameter lies among the numbers of a model; decayed ones come first."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    starts: Mapping[str, int]
+    decayed: int
+    size: int
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return views of (..., P) by name: (..., *shape)."""
+        return {
+            name: flat[..., start : start + math.prod(self.shapes[name])].view(
+                *flat.shape[:-1], *self.shapes[name]
+            )
+            for name, start in self.starts.items()
+        }
+
+    def write(self, flat_P: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors to one model's numbers."""
+        views = self.views(flat_P)
+        for name, tensor in tensors.items():
+            views[name].copy_(tensor.detach())
+
+    def join(self, tensors_M: Mapping[str, Tensor]) -> Tensor:
+        """Return (M, P) of tensors (M, *shape); what is missing, and what fills up, is 0."""
+        first, parts, end = next(iter(tensors_M.values())), [], 0
+        for name, start in [*self.starts.items(), ("", self.size)]:
+            if start > end:
+                parts.append(first.new_zeros(len(first), start - end))
+            if name in tensors_M:
+                parts.append(tensors_M[name].flatten(1))
+                end = start + parts[-1].shape[1]
+            else:
+                end = start
+        return torch.cat(parts, dim=1)
+
+
+def layout_of(spec: ModelSpec) -> Layout:
+    """Return the layout of a model's parameters."""
+    rules = stored(spec)
+    names = sorted(rules, key=lambda name: not rules[name].decay)
+    starts, end, decayed = {}, 0, 0
+    for name in names:
+        starts[name] = end
+        end += -(-rules[name].size // ALIGN) * ALIGN
+        decayed = end if rules[name].decay else decayed
+    order = {name: starts[name] for name in names}
+    return Layout({name: rules[name].shape for name in rules}, order, decayed, end)
+
+
+def moments_of(train: TrainSpec) -> tuple[str, ...]:
+    """Return the names of what the optimizer keeps for every parameter, as torch spells them."""
+    match train.optimizer:
+        case SGD(momentum=momentum):
+            return ("momentum_buffer",) if momentum else ()
+        case AdamW():
+            return "exp_avg", "exp_avg_sq"
+        case Muon() | OwnOptimizer():
+            raise AssertionError("check_stack refuses them")
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+@dataclass(slots=True)
+class StackedModels:
+    """The models of a stack: one that computes all of them, and their arrays, a row each."""
+
+    model: Model
+    fold: Fold
+    layout: Layout
+    trains: Sequence[TrainSpec]
+    weights_MP: Tensor
+    moments: dict[str, Tensor]
+    counts_M: Tensor
+    random: bool
+
+
+# --- the step -------------------------------------------------------------------------------------
+
+
+class StackedSteps(RecordedSteps):
+    """Steps of a stack: recorded on a GPU, plain on a CPU."""
+
+    def __init__(self, stack: StackedModels) -> None:
+        trains, spec, device = stack.trains, stack.model.spec, stack.weights_MP.device
+        self.stack, self.fold, train = stack, stack.fold, trains[0]
+        cuda = device.type == "cuda"
+        fixed = cuda and not spec.mixtures() and train.compile != "off"
+        fixed = fixed and (train.compile == "on" or train.precision != "float64")
+        size = stack.weights_MP.numel()
+        longest = replace(train, steps=max(each.steps for each in trains))
+        compiled = fixed and (
+            train.compile == "on" or pays_to_compile(spec, longest, parameters=size)
+        )
+        self.fixed, self.compiled = fixed, compiled
+        self.settings = _settings(trains, spec, device)
+        sgd = isinstance(train.optimizer, SGD)
+        self.update = self.plain_update = _update_sgd if sgd else _update_adamw
+        if compiled:
+            self.update = torch.compile(self.update, fullgraph=True, dynamic=False)
+        super().__init__(stack.model, train, random=False, compiled=compiled)
+
+    @property
+    def ahead(self) -> int:
+        """Steps that may be submitted before the first one's result is read."""
+        return AHEAD if self.fixed else 0
+
+    def submit_all(
+        self, work: Mapping[int, Work], slots: Sequence[int]
+    ) -> Callable[[], dict[int, StepResult]]:
+        """Begin a step of the members that have work; `slots` says whose each row is."""
+        spec = self.model.spec
+        some = next(iter(work.values()))
+        all_work = [work.get(member, some) for member in slots]
+        counts = [totals(one.batches, spec) for one in all_work]
+        self.heads = tuple(counts[0])
+        tokens = [sum(int(batch.valid.sum()) for batch in one.batches) for one in all_work]
+        update = {
+            "lr": np.array([one.lr for one in all_work]),
+            "live": np.array([member in work for member in slots]),
+        }
+        shares = [balance_shares(one.batches, spec) for one in all_work] if spec.mixtures() else []
+        if not self.fixed and self.stack.random:
+            self.fold.generators = [
+                torch.Generator(self.device).manual_seed(one.seed) for one in all_work
+            ]
+        packed = []
+        for i in range(self.train.accumulate):
+            batches = [one.batches[i] for one in all_work]
+            arrays = fold_batches(
+                batches, spec, counts, rows=self.train.batch_size, fixed=self.fixed
+            )
+            if self.fixed and self.stack.random:
+                seeds = [(one.seed + 0x9E3779B9 * i) & 0xFFFFFFFF for one in all_work]
+                arrays["seeds"] = np.array(seeds, dtype=np.uint32).view(np.int32)
+            for layer in spec.mixtures():
+                arrays[f"share.{layer}"] = np.array([share[i][layer] for share in shares])
+            packed.append((arrays, [_extent(batch) for batch in batches]))
+        if self.adds:
+            for arrays, extents in packed:
+                self.fold.extents = extents
+                self._run(arrays, self._add)
+            numbers = self._run(update, self._update_sums)
+        else:
+            ((arrays, self.fold.extents),) = packed
+            numbers = self._run({**arrays, **update}, self._whole)
+        live = {member: slot for slot, member in enumerate(slots) if member in work}
+        return self._reader(numbers, live, tokens)
+
+    def _run(
+        self, arrays: Mapping[str, Array], compute: Callable[[Mapping[str, Tensor]], Tensor]
+    ) -> Tensor:
+        """Compute on arrays: recorded on a GPU, unless their shape is rare."""
+        if self.fixed and self.takes([arrays]):
+            return super()._run(arrays, compute)
+        views = {name: torch.as_tensor(a, device=self.device) for name, a in arrays.items()}
+        compiled = self.objective, self.update
+        self.objective, self.update = self._objective, self.plain_update
+        self.model.train()
+        try:
+            return compute(views)
+        finally:
+            self.model.eval()
+            self.objective, self.update = compiled
+
+    def _reader(
+        self, numbers: Tensor, live: Mapping[int, int], tokens: Sequence[int]
+    ) -> Callable[[], dict[int, StepResult]]:
+        done: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
+            numbers, done = host, torch.cuda.current_stream().record_event()
+        routed, heads = bool(self.model.spec.mixtures()), self.heads
+
+        def read() -> dict[int, StepResult]:
+            if done is not None:
+                done.synchronize()
+            rows = numbers.T.tolist()
+            results = {}
+            for member, slot in live.items():
+                loss, norm, balanced, added, *plain = rows[slot]
+                applied = math.isfinite(loss + added) and math.isfinite(norm)
+                means = dict(zip(heads, plain, strict=True))
+                both = (balanced, added) if routed else (None, 0.0)
+                results[member] = StepResult(loss, means, norm, tokens[slot], applied, *both)
+            return results
+
+        return read
+
+    def _objective(self, views: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what is differentiated, (M,), and the numbers to report, (3 + heads, M)."""
+        inputs = Inputs(
+            views["tokens"],
+            views.get("valid"),
+            views.get("segments"),
+            views.get("source"),
+            views.get("source_valid"),
+        )
+        settings, M = self.settings, self.fold.models
+        self.fold.batch, self.fold.seeds_M = len(inputs.tokens_BT) // M, views.get("seeds")
+        found = BalanceLosses() if self.model.spec.mixtures() else None
+        with precision(self.train, self.device):
+            hidden_BTD = self.model.hidden(inputs, balance=found)
+            loss_M, means = self._penalty() / self.train.accumulate, []
+            for head in self.heads:
+                smoothed_M, nll_M = self._head_loss(hidden_BTD, head, inputs.valid_BT, views)
+                scale_M = views[f"scale.{head}"].to(nll_M.dtype)
+                weight_M = settings[f"weight.{head}"].to(nll_M.dtype)
+                loss_M = loss_M + weight_M * smoothed_M * scale_M
+                means.append(nll_M.detach() * scale_M)
+        total_M, plain_M = loss_M, loss_M.detach()
+        balance_M = term_M = torch.zeros_like(plain_M)
+        if found is not None:
+            plain = [loss * views[f"share.{layer}"] for layer, loss in found.losses.items()]
+            factors = [*found.coefficients.values()]
+            terms = [c * one for c, one in zip(factors, plain, strict=True)]
+            balance_M, term_M = torch.stack(plain).mean(0), torch.stack(terms).mean(0)
+            total_M = total_M + term_M
+        report = [plain_M, balance_M.detach(), term_M.detach(), *means]
+        return total_M, torch.stack([number.double() for number in report])
+
+    def _penalty(self) -> Tensor:
+        parts = [p for p in self.model.modules() if isinstance(p, FactorizedTokenEmbedding)]
+        zero_M = self.stack.weights_MP.new_zeros(self.fold.models)
+        return functools.reduce(torch.add, [part.penalty() for part in parts], zero_M)
+
+    def _head_loss(
+        self, hidden_BTD: Tensor, head: str, valid_BT: Tensor | None, views: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return each model's weighted sums: of the smoothed loss, and of the plain one."""
+        M, kind = self.fold.models, self.model.spec.head(head)
+        if kind.readout is not None:
+            rows_MRD = read_out(hidden_BTD, valid_BT, readout=kind.readout).unflatten(0, (M, -1))
+        else:
+            rows_MRD = hidden_BTD.flatten(0, 1).unflatten(0, (M, -1))
+        rows_MR = views.get(f"rows.{head}")
+        if rows_MR is not None:
+            rows_MRD = torch.take_along_dim(rows_MRD, rows_MR[..., None], 1)
+        targets_MR, weights_MR = views[f"targets.{head}"], views[f"weights.{head}"]
+        sums = functools.partial(self._sums, head)
+        width = self.model.spec.head_size(head)
+        limit = RECORDED_PIECE if self.fixed else PIECE
+        step = max(1, limit // (M * width))
+        if rows_MRD.shape[1] <= step:
+            return sums(rows_MRD, targets_MR, weights_MR)
+        pieces = [
+            checkpoint(
+                sums, rows_MRD[:, at], targets_MR[:, at], weights_MR[:, at], use_reentrant=False
+            )
+            for at in (slice(start, start + step) for start in range(0, rows_MRD.shape[1], step))
+        ]
+        smoothed, nll = zip(*pieces, strict=True)
+        return torch.stack(smoothed).sum(0), torch.stack(nll).sum(0)
+
+    def _sums(
+        self, head: str, rows_MRD: Tensor, targets_MR: Tensor, weights_MR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logits_MRV = as_float(self.model.project(rows_MRD, head))
+        logp_MRV = F.log_softmax(logits_MRV, dim=-1)
+        nll_MR = -logp_MRV.gather(-1, targets_MR[..., None])[..., 0]
+        nll_M = (nll_MR * weights_MR).sum(1)
+        if not any(train.label_smoothing for train in self.stack.trains):
+            return nll_M, nll_M.detach()
+        smoothing_M1 = self.settings["smoothing"].to(nll_M.dtype)[:, None]
+        smoothed_MR = (1 - smoothing_M1) * nll_MR - smoothing_M1 * logp_MRV.mean(-1)
+        return (smoothed_MR * weights_MR).sum(1), nll_M.detach()
+
+    def _backward(self, views: Mapping[str, Tensor]) -> Tensor:
+        total_M, report = self._guarded(views)
+        torch.autograd.backward(total_M.sum())
+        return report
+
+    def _update(self, numbers: Tensor, views: Mapping[str, Tensor]) -> Tensor:
+        """Update each model by its own norm, rate and step count, unless it is not finite."""
+        stack = self.stack
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+        grad_MP = stack.layout.join(gradients)
+        norm_M = torch.linalg.vector_norm(grad_MP, dim=1)
+        applied_M = torch.isfinite(numbers[0] + numbers[2]) & torch.isfinite(norm_M)
+        applied_M = applied_M & views["live"]
+        stack.counts_M += applied_M
+        clip_M = (self.settings["clip"] / (norm_M.double() + 1e-6)).clamp(max=1.0)
+        with torch.no_grad():
+            self.update(
+                stack.weights_MP,
+                stack.moments,
+                grad_MP,
+                applied_M,
+                clip_M,
+                views["lr"],
+                stack.counts_M,
+                self.settings,
+                stack.layout.decayed,
+            )
+        return torch.cat((numbers[:1], norm_M.double()[None], numbers[1:]))
+
+
+def _settings(
+    trains: Sequence[TrainSpec], spec: ModelSpec, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the numbers in which the models may differ, each (M,), in float64."""
+    values: dict[str, list[float]] = {
+        "clip": [train.clip or math.inf for train in trains],
+        "smoothing": [train.label_smoothing for train in trains],
+    }
+    for head in spec.head_names():
+        values[f"weight.{head}"] = [train.head_weight(head) for train in trains]
+    for train in trains:
+        match train.optimizer:
+            case SGD(momentum=momentum):
+                values.setdefault("momentum", []).append(momentum)
+            case AdamW() as adam:
+                for name in ("beta1", "beta2", "eps", "weight_decay"):
+                    values.setdefault(name, []).append(getattr(adam, name))
+            case Muon() | OwnOptimizer():
+                raise AssertionError("check_stack refuses them")
+            case _ as unreachable:
+                assert_never(unreachable)
+    return {
+        name: torch.tensor(numbers, dtype=torch.float64, device=device)
+        for name, numbers in values.items()
+    }
+
+
+def _update_adamw(
+    weights_MP: Tensor,
+    moments: Mapping[str, Tensor],
+    grad_MP: Tensor,
+    applied_M: Tensor,
+    clip_M: Tensor,
+    lr_M: Tensor,
+    counts_M: Tensor,
+    settings: Mapping[str, Tensor],
+    decayed: int,
+) -> None:
+    """Apply torch's AdamW to each model that is finite; decay acts on the first `decayed`."""
+    first_MP, second_MP = moments["exp_avg"], moments["exp_avg_sq"]
+    dtype, applied_M1 = weights_MP.dtype, applied_M[:, None]
+
+    def column(numbers_M: Tensor) -> Tensor:
+        return numbers_M.to(dtype)[:, None]
+
+    beta1_M, beta2_M = settings["beta1"], settings["beta2"]
+    grad_MP = grad_MP * column(clip_M)
+    new_first = first_MP + (grad_MP - first_MP) * column(1 - beta1_M)
+    new_second = second_MP * column(beta2_M) + grad_MP * grad_MP * column(1 - beta2_M)
+    rate_M = lr_M / (1 - beta1_M**counts_M)
+    root_M = (1 - beta2_M**counts_M).sqrt()
+    step_MP = (
+        column(rate_M) * new_first / (new_second.sqrt() / column(root_M) + column(settings["eps"]))
+    )
+    keep_M1 = column(1 - lr_M * settings["weight_decay"])
+    index_P = torch.arange(weights_MP.shape[1], device=weights_MP.device)
+    kept_MP = torch.where(index_P < decayed, weights_MP * keep_M1, weights_MP)
+    weights_MP.copy_(torch.where(applied_M1, kept_MP - step_MP, weights_MP))
+    first_MP.copy_(torch.where(applied_M1, new_first, first_MP))
+    second_MP.copy_(torch.where(applied_M1, new_second, second_MP))
+
+
+def _update_sgd(
+    weights_MP: Tensor,
+    moments: Mapping[str, Tensor],
+    grad_MP: Tensor,
+    applied_M: Tensor,
+    clip_M: Tensor,
+    lr_M: Tensor,
+    counts_M: Tensor,
+    settings: Mapping[str, Tensor],
+    decayed: int,
+) -> None:
+    """Apply torch's SGD with momentum to each model that is finite."""
+    dtype, applied_M1 = weights_MP.dtype, applied_M[:, None]
+    step_MP = grad_MP * clip_M.to(dtype)[:, None]
+    if "momentum_buffer" in moments:
+        buffer_MP = moments["momentum_buffer"]
+        step_MP = buffer_MP * settings["momentum"].to(dtype)[:, None] + step_MP
+        buffer_MP.copy_(torch.where(applied_M1, step_MP, buffer_MP))
+    changed_MP = weights_MP - lr_M.to(dtype)[:, None] * step_MP
+    weights_MP.copy_(torch.where(applied_M1, changed_MP, weights_MP))
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def _extent(batch: Batch) -> Extent:
+    source = 0 if batch.source is None else batch.source.tokens.shape[1]
+    rows, length = batch.tokens.shape
+    return Extent(rows, length, source)
+
+
+def fold_batches(
+    batches: Sequence[Batch],
+    spec: ModelSpec,
+    counts: Sequence[Mapping[str, float]],
+    *,
+    rows: int,
+    fixed: bool,
+) -> dict[str, Array]:
+    """Return the arrays of one batch for each model, checked, filled up to one shape.
+
+    Rows and positions that fill up do not count. With `fixed` the lengths and the numbers of rows
+    that count take one of a few values, so that recorded shapes repeat.
+    """
+    most = max(rows if fixed else 0, *(len(batch.tokens) for batch in batches))
+
+    def length(lengths: Sequence[int]) -> int:
+        piece = -(-spec.max_seq_len // SHARE) if fixed else 1
+        return min(spec.max_seq_len, -(-max(lengths) // piece) * piece)
+
+    def folded(arrays: Sequence[Array], width: int | None = None) -> Array:
+        first = arrays[0]
+        same = all(array.shape == first.shape for array in arrays)
+        if same and len(first) == most and width in (None, first.shape[-1]):
+            return np.concatenate(arrays)
+        grown = []
+        for array in arrays:
+            if width is not None and array.ndim == 2:
+                array = np.pad(array, ((0, 0), (0, width - array.shape[1])))
+            grown.append(array[np.arange(most) % len(array)])
+        return np.concatenate(grown)
+
+    T = length([batch.tokens.shape[1] for batch in batches])
+    arrays: dict[str, Array] = {"tokens": folded([b.tokens for b in batches], T).astype(np.int64)}
+    valid = folded([b.valid for b in batches], T)
+    if not fixed:  # what fills up is no token of a model with experts
+        sizes = np.array([len(batch.tokens) for batch in batches])
+        valid &= (np.arange(most) < sizes[:, None]).reshape(-1, 1)
+    if not valid.all():
+        arrays["valid"] = valid
+    if batches[0].segments is not None:
+        arrays["segments"] = folded([_given(b.segments) for b in batches], T)
+    if batches[0].source is not None:
+        sources = [_given(b.source) for b in batches]
+        S = length([source.tokens.shape[1] for source in sources])
+        arrays["source"] = folded([s.tokens for s in sources], S).astype(np.int64)
+        arrays["source_valid"] = folded([s.valid for s in sources], S)
+        if not fixed and arrays["source_valid"].all():
+            del arrays["source_valid"]
+    _check_inputs(arrays, spec)
+    M = len(batches)
+    for head in counts[0]:
+        weights, targets = [], []
+        for batch in batches:
+            own = np.zeros((most, *loss_weights(batch, head).shape[1:]), dtype=np.float32)
+            own[: len(batch.tokens)] = loss_weights(batch, head)
+            weights.append(own)
+            targets.append(batch.targets[head])
+        width = T if targets[0].ndim == 2 else None
+        weights_MR = folded(weights, width).reshape(M, -1)
+        targets_MR = np.where(weights_MR > 0, folded(targets, width).reshape(M, -1), 0)
+        counted = int(np.count_nonzero(weights_MR, axis=1).max())
+        share = -(-SHARE * counted // weights_MR.shape[1])
+        if counted and (share < SHARE if fixed else counted < weights_MR.shape[1]):
+            size = -(-weights_MR.shape[1] * max(1, share) // SHARE) if fixed else counted
+            # Rows that count come first; a stable sort keeps their order.
+            index_MR = np.argsort(weights_MR == 0, axis=1, kind="stable")[:, :size]
+            arrays[f"rows.{head}"] = index_MR
+            weights_MR = np.take_along_axis(weights_MR, index_MR, 1)
+            targets_MR = np.take_along_axis(targets_MR, index_MR, 1)
+        arrays[f"targets.{head}"] = targets_MR.astype(np.int64, copy=False)
+        arrays[f"weights.{head}"] = weights_MR
+        arrays[f"scale.{head}"] = np.array([1.0 / (count[head] or 1.0) for count in counts])
+    return arrays
+
+
+def _given(value: _Value | None) -> _Value:
+    if value is None:
+        raise InputError("a batch of the stack lacks what the first one has")
+    return value
+
+
+def _check_inputs(arrays: Mapping[str, Array], spec: ModelSpec) -> None:
+    def tensor(name: str) -> Tensor | None:
+        return torch.from_numpy(arrays[name]) if name in arrays else None
+
+    given = Inputs(
+        torch.from_numpy(arrays["tokens"]),
+        tensor("valid"),
+        tensor("segments"),
+        tensor("source"),
+        tensor("source_valid"),
+    )
+    as_inputs(given, spec, device=torch.device("cpu"))
