@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from glassformer.lab.quantize import compare_precision as compare_precision
     from glassformer.lab.runs.table import runs as runs
     from glassformer.lab.show import show as show
+    from glassformer.lab.sweeps.sweep import Sweep as Sweep
+    from glassformer.lab.sweeps.sweep import sweep as sweep
     from glassformer.lens.show.diagram import diagram as diagram
     from glassformer.models.inputs import Inputs as Inputs
     from glassformer.nn.taps import Taps as Taps
@@ -70,6 +72,7 @@ _HOME = {
     "RunSpec": "glassformer.spec.train",
     "Subject": "glassformer.checks.subject",
     "Taps": "glassformer.nn.taps",
+    "Sweep": "glassformer.lab.sweeps.sweep",
     "TrainSpec": "glassformer.spec.train",
     "beam_search": "glassformer.generation.generate",
     "build": "glassformer.adapters.load",
@@ -97,6 +100,7 @@ _HOME = {
     "save": "glassformer.adapters.load",
     "show": "glassformer.lab.show",
     "stream_tokens": "glassformer.generation.generate",
+    "sweep": "glassformer.lab.sweeps.sweep",
     "trace": "glassformer.nn.taps",
     "train": "glassformer.lab.api",
     "verify": "glassformer.checks.report",

@@ -19,11 +19,11 @@ from glassformer.lab.runs.curves import read_curves
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lens.measure.roles import head_roles
 from glassformer.lens.show.mpl import figure_bytes
+from glassformer.lens.show.report_page import POLICY
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import verify_folder
 from glassformer.web.report.document import report_html
 from glassformer.web.report.inside import spread
-from glassformer.web.report.page import POLICY
 from glassformer.web.report.run import panels_svg, ticks
 from tests.browser.hostile import HOSTILE
 from tests.training.samples import RUNS

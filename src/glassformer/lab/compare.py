@@ -25,9 +25,9 @@ from glassformer.lab.runs.table import (
     same_but_seed,
     settings,
 )
+from glassformer.lab.sweeps.ranking import t_quantile
 from glassformer.spec.errors import FileError, InputError, nearest
 
-CONFIDENCE = 0.95
 #: Settings in the terminal, and characters that a value needs to be worth a column.
 LISTED, NARROW = 30, 10
 SEED = "train.seed"
@@ -296,30 +296,6 @@ def _welch(ours: Sequence[float], theirs: Sequence[float]) -> float:
     below = sum(e**2 / (len(s) - 1) for e, s in zip(errors, (ours, theirs), strict=True))
     freedom = max(1, math.floor(sum(errors) ** 2 / below))
     return t_quantile(freedom) * math.sqrt(sum(errors))
-
-
-def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return t with P(|T| < t) = confidence of Student's distribution, by bisection.
-
-    Abramowitz and Stegun, 26.7.3 and 26.7.4: finite sums, exact for whole degrees of freedom.
-    """
-    low, high = 0.0, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
-    return (low + high) / 2
-
-
-def _within(t: float, freedom: int) -> float:
-    """Return P(|T| < t)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine, odd = math.cos(angle), freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(1 if odd else 0, freedom - 1, 2):
-        total += term
-        term *= cosine**2 * (k + 1) / (k + 2)
-    inner = math.sin(angle) * total
-    return 2 / math.pi * (angle + inner) if odd else inner
 
 
 # --- words ----------------------------------------------------------------------------------------

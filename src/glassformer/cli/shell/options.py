@@ -137,8 +137,10 @@ def with_own_code(verb: Callable[..., T]) -> Callable[..., T]:
 # --- options that a spec declares ----------------------------------------------------------------
 
 
-def takes(*specs: type, into: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Give a verb one command-line option for every option of some specs.
+def takes(
+    *specs: type | tuple[Option, ...], into: str
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a verb one command-line option for every option of some specs, or of a list.
 
     In `--help` they take the position of the parameter `into` in the signature. The verb receives
     through it a dict of the values that were typed, by the names of the specs' fields: what was
@@ -146,7 +148,8 @@ def takes(*specs: type, into: str) -> Callable[[Callable[..., T]], Callable[...,
     option.
     """
     options: dict[str, Option] = {}
-    for each in (each for cls in specs for each in options_of(cls)):
+    lists = (options_of(each) if isinstance(each, type) else each for each in specs)
+    for each in (each for found in lists for each in found):
         assert options.setdefault(each.name, each).flag == each.flag, each.name
 
     def decorate(verb: Callable[..., T]) -> Callable[..., T]:

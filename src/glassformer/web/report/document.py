@@ -9,11 +9,11 @@ from pathlib import Path
 
 from glassformer.checks.report import Report, verify
 from glassformer.lens.show.html import escape_line
+from glassformer.lens.show.report_page import Section, Text, missing, page, say, table
 from glassformer.spec.errors import GlassError
 from glassformer.store.rundir import RunRef
 from glassformer.web.report import errors, inside
 from glassformer.web.report import run as report_run
-from glassformer.web.report.page import Section, Text, missing, page, say, table
 from glassformer.web.report.run import Subject
 
 Writer = Callable[[Subject], Iterator[str]]

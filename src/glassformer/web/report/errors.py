@@ -20,9 +20,18 @@ from glassformer.lab.measure.evaluate import (
     shares,
 )
 from glassformer.lab.measure.exact_match import answers, wanted
+from glassformer.lens.show.report_page import (
+    Cell,
+    Shaded,
+    Text,
+    beside,
+    folded,
+    missing,
+    say,
+    table,
+)
 from glassformer.lens.show.text import shown
 from glassformer.training.engine import Engine, log_softmax, loss_weights
-from glassformer.web.report.page import Cell, Shaded, Text, beside, folded, missing, say, table
 from glassformer.web.report.run import Subject
 
 # B examples, T positions, V vocabulary

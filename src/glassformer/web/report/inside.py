@@ -16,8 +16,17 @@ from glassformer.lens.measure.snapshot import truncate
 from glassformer.lens.show import svg
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.html import escape_line
+from glassformer.lens.show.report_page import (
+    Cell,
+    Shaded,
+    Text,
+    beside,
+    folded,
+    missing,
+    say,
+    table,
+)
 from glassformer.lens.show.text import shown
-from glassformer.web.report.page import Cell, Shaded, Text, beside, folded, missing, say, table
 from glassformer.web.report.run import Subject
 
 #: Tokens of the inspected example; the most small maps, steps and large maps.

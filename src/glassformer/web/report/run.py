@@ -32,13 +32,7 @@ from glassformer.lab.runs.metrics_file import Floats
 from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.table import duration, number, settings
 from glassformer.lens.show.html import escape_line
-from glassformer.spec.errors import InputError
-from glassformer.spec.train import RunSpec
-from glassformer.spec.units import format_bytes
-from glassformer.store.checkpoint import verify_folder
-from glassformer.store.rundir import RunDirectory, RunRef
-from glassformer.training.engine import Engine
-from glassformer.web.report.page import (
+from glassformer.lens.show.report_page import (
     Cell,
     Text,
     beside,
@@ -49,6 +43,12 @@ from glassformer.web.report.page import (
     scrolled,
     table,
 )
+from glassformer.spec.errors import InputError
+from glassformer.spec.train import RunSpec
+from glassformer.spec.units import format_bytes
+from glassformer.store.checkpoint import verify_folder
+from glassformer.store.rundir import RunDirectory, RunRef
+from glassformer.training.engine import Engine
 
 #: Alerts that are listed one by one.
 LISTED = 20

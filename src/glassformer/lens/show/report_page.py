@@ -24,7 +24,7 @@ class Section:
 
 def page(title: str, lead: str, sections: Sequence[Section], foot: str) -> str:
     """Return the complete file."""
-    style = (resources.files("glassformer.web.report") / "report.css").read_text(encoding="utf-8")
+    style = (resources.files("glassformer.lens.show") / "report.css").read_text(encoding="utf-8")
     jumps = "".join(
         f'<li><a href="#{one.key}">{escape_line(one.title)}</a></li>' for one in sections
     )

@@ -1,0 +1,1 @@
+"""Sweeps: many runs, planned, executed, ranked and shown."""

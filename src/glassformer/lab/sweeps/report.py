@@ -1,0 +1,537 @@
+"""What a sweep shows: a table for the terminal, CSV, and pictures for the report and the page.
+
+Pictures are trees of elements, which the report writes as SVG and the explorer's page builds as
+nodes. Every number comes from `Ranking` or from a run's result.
+"""
+
+import csv
+import io
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from glassformer.lab.sweeps.executors import Result
+from glassformer.lab.sweeps.plan import Plan, run_name
+from glassformer.lab.sweeps.ranking import Comparison, Ranked, Ranking
+from glassformer.lens.show import palette
+from glassformer.lens.show.block_picture import Element
+from glassformer.lens.show.report_page import Cell, Section, Text, page, say, scrolled, table
+
+#: Cells that the terminal lists, and that a picture shows.
+LISTED, DRAWN, CURVES = 40, 60, 8
+#: Columns of a picture, in pixels.
+WIDE = 860
+
+
+def score_text(value: float | None, metric: str) -> str:
+    """Format a score: shares as percentages, losses to four decimals."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.2%}" if metric in ("accuracy", "exact_match") else f"{value:.4f}"
+
+
+def margin_text(row: Ranked, metric: str) -> str:
+    """Format half of a cell's interval."""
+    if row.low is None or row.high is None:
+        return ""
+    return f"±{score_text((row.high - row.low) / 2, metric)}"
+
+
+def gap_text(gap: Comparison | None, metric: str) -> str:
+    """Format a difference; `*` marks one that is told apart from zero."""
+    if gap is None:
+        return ""
+    sign = "+" if gap.difference >= 0 else "-"
+    return f"{sign}{score_text(abs(gap.difference), metric)}{' *' if gap.is_clear else '  '}"
+
+
+def _title(metric: str) -> str:
+    return metric.replace("_", " ")
+
+
+# --- the terminal ---------------------------------------------------------------------------------
+
+
+def ranking_text(
+    plan: Plan, ranking: Ranking, results: Mapping[str, Result], *, width: int = 120
+) -> str:
+    """Return the ranking in words and columns, no line longer than `width`."""
+    parts = [*_table_lines(plan, ranking, width)]
+    words = [ranking.group_text(group) for group in ranking.groups]
+    if ranking.rows:
+        parts += ["", "ties", *(f"  {line}" for line in words)]
+        how = f"±: 95 % interval over {ranking.seeds} seeds"
+        if ranking.seeds > 1 and len(ranking.rows) > 1:
+            how += "; *: told apart, paired by seed, corrected for all pairs (Holm)"
+        parts += ["", *textwrap.wrap(how, width)]
+    if ranking.effects:
+        parts += [
+            "",
+            f"main effects on {_title(ranking.metric)}, paired by seed",
+            *_effects(ranking),
+        ]
+    for crossing in ranking.crossings[:3]:
+        parts.append(f"the best was behind {crossing.ahead} until step {crossing.step:,}")
+    for note in ranking.notes:
+        parts += textwrap.wrap(f"note: {note}", width)
+    if ranking.incomplete:
+        parts += ["", "not ranked"]
+        parts += [f"  {name}: {why}"[:width] for _, name, why in ranking.incomplete[:LISTED]]
+        if len(ranking.incomplete) > LISTED:
+            parts.append(f"  and {len(ranking.incomplete) - LISTED} more")
+    return "\n".join(parts)
+
+
+def _table_lines(plan: Plan, ranking: Ranking, width: int) -> Iterator[str]:
+    if not ranking.rows:
+        yield "no cell has all its seeds yet"
+        return
+    metric = ranking.metric
+    heads = ["", "cell", _title(metric), "", "behind best", "vs baseline", "parameters"]
+    lines = []
+    for row in ranking.rows[:LISTED]:
+        lines.append(
+            [
+                str(row.rank),
+                row.name,
+                score_text(row.mean, metric),
+                margin_text(row, metric),
+                gap_text(row.best, metric),
+                gap_text(row.baseline, metric),
+                f"{plan.cells[row.cell].parameters:,}",
+            ]
+        )
+    used = [
+        column
+        for column in range(len(heads))
+        if column in (0, 1) or any(line[column].strip() for line in lines)
+    ]
+    widths = {
+        column: max(len(heads[column]), *(len(line[column]) for line in lines)) for column in used
+    }
+    spare = width - sum(widths[column] + 2 for column in used if column != 1)
+    widths[1] = max(12, min(widths[1], spare))
+
+    def line(words: Sequence[str]) -> str:
+        cells = []
+        for column in used:
+            text = words[column]
+            if column == 1:
+                cut = text if len(text) <= widths[1] else f"{text[: widths[1] - 1]}…"
+                cells.append(f"{cut:<{widths[1]}}")
+            else:
+                cells.append(f"{text:>{widths[column]}}")
+        return "  ".join(cells).rstrip()
+
+    yield line(heads)
+    group = 1
+    for row, words in zip(ranking.rows, lines, strict=False):
+        if row.group != group:
+            yield "-" * min(width, sum(widths.values()) + 2 * len(widths) - 2)
+            group = row.group
+        yield line(words)
+    if len(ranking.rows) > LISTED:
+        yield f"and {len(ranking.rows) - LISTED} more: table.csv has all"
+
+
+def _effects(ranking: Ranking) -> Iterator[str]:
+    long = max(len(f"{e.factor}={e.value}") for e in ranking.effects)
+    for effect in ranking.effects:
+        sure = effect.low * effect.high > 0
+        name = f"{effect.factor}={effect.value}"
+        yield (
+            f"  {name:<{long}}  {effect.effect:+.4f}  ({effect.low:+.4f} to {effect.high:+.4f})"
+            f"{'' if sure else '  no effect seen'}"
+        )
+
+
+# --- CSV ------------------------------------------------------------------------------------------
+
+
+def table_csv(plan: Plan, ranking: Ranking, results: Mapping[str, Result]) -> str:
+    """Return a line for each cell, ranked ones first: settings, scores, comparisons, seeds."""
+    factors = plan.factors()
+    seeds = [f"seed {seed}" for seed in range(plan.sweep.seeds)]
+    out = io.StringIO()
+    write = csv.writer(out, lineterminator="\n").writerow
+    write(
+        [
+            *("rank", "group", "cell", *factors, "parameters", ranking.metric, "low", "high"),
+            *("behind best", "p best", "vs baseline", "p baseline", *seeds, "status", "notes"),
+        ]
+    )
+    for row in ranking.rows:
+        cell = plan.cells[row.cell]
+        gaps: list[object] = []
+        for gap in (row.best, row.baseline):
+            gaps += ["", ""] if gap is None else [gap.difference, gap.p]
+        write(
+            [
+                *(row.rank, row.group, cell.name, *(cell.settings.get(f, "") for f in factors)),
+                *(cell.parameters, row.mean, row.low, row.high, *gaps, *row.seeds),
+                *("finished", "; ".join(cell.notes)),
+            ]
+        )
+    for index, name, why in ranking.incomplete:
+        cell = plan.cells[index]
+        found = [results.get(run_name(index, seed)) for seed in range(plan.sweep.seeds)]
+        values = [None if one is None else one.at(None, ranking.metric) for one in found]
+        write(
+            [
+                *("", "", name, *(cell.settings.get(factor, "") for factor in factors)),
+                *(cell.parameters, "", "", "", "", "", "", "", *values, why, "; ".join(cell.notes)),
+            ]
+        )
+    return out.getvalue()
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def _el(tag: str, *inside: "Element | str", **props: object) -> Element:
+    named = {key.rstrip("_").replace("_", "-"): str(value) for key, value in props.items()}
+    return Element(tag, named, inside)
+
+
+def _picture(width: float, height: float, label: str, inside: Iterable[Element]) -> Element:
+    return _el(
+        "svg",
+        _el("title", label),
+        *inside,
+        xmlns="http://www.w3.org/2000/svg",
+        role="img",
+        aria_label=label,
+        width=f"{width:.0f}",
+        height=f"{height:.0f}",
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        font_size="12",
+        fill="currentColor",
+    )
+
+
+class _Axis:
+    """Numbers onto pixels, with a few round ticks."""
+
+    def __init__(self, values: Iterable[float], start: float, end: float) -> None:
+        known = [value for value in values if math.isfinite(value)] or [0.0]
+        low, high = min(known), max(known)
+        pad = (high - low) * 0.04 or abs(high) * 0.01 or 1.0
+        self.low, self.high, self.start, self.end = low - pad, high + pad, start, end
+
+    def at(self, value: float) -> float:
+        """Return the pixel of a number."""
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Return round numbers inside."""
+        rough = (self.high - self.low) / count
+        power = 10 ** math.floor(math.log10(rough))
+        step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+        first = math.ceil(self.low / step)
+        return [i * step for i in range(first, math.floor(self.high / step) + 1)]
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, **props: object) -> Element:
+    ends = {"x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}"}
+    return _el("line", **{"stroke": "currentColor", **ends, **props})
+
+
+def _words(x: float, y: float, text: str, *, anchor: str = "start", **props: object) -> Element:
+    return _el("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, **props)
+
+
+def intervals_picture(ranking: Ranking, *, width: int = WIDE) -> Element:
+    """Draw each cell's mean with its interval, and every seed as a dot; the best on top."""
+    rows = ranking.rows[:DRAWN]
+    left = min(width * 0.42, 16 + 6.9 * max(len(row.name) for row in rows))
+    ends = [v for row in rows for v in (row.low, row.high) if v is not None]
+    axis = _Axis([*ends, *(v for row in rows for v in row.seeds)], left + 8, width - 12)
+    height = 20 * len(rows) + 34
+    parts: list[Element] = []
+    for tick in axis.ticks():
+        x = axis.at(tick)
+        parts.append(_line(x, 4, x, height - 28, stroke_opacity="0.15"))
+        parts.append(_words(x, height - 12, f"{tick:.4g}", anchor="middle", opacity="0.75"))
+    for index, row in enumerate(rows):
+        y = 20 * index + 16
+        colour = palette.SERIES_ON_EITHER[(row.group - 1) % len(palette.SERIES_ON_EITHER)]
+        if index and rows[index - 1].group != row.group:
+            parts.append(_line(4, y - 10, width - 4, y - 10, stroke_opacity="0.35"))
+        most = int(left / 6.9)
+        name = row.name if len(row.name) <= most else f"{row.name[: most - 1]}…"
+        parts.append(_words(left, y + 4, name, anchor="end"))
+        if row.low is not None and row.high is not None:
+            parts.append(
+                _line(axis.at(row.low), y, axis.at(row.high), y, stroke=colour, stroke_width=2)
+            )
+        parts += [
+            _el("circle", cx=f"{axis.at(v):.1f}", cy=y, r="2.6", fill=colour, fill_opacity="0.45")
+            for v in row.seeds
+        ]
+        x = axis.at(row.mean)
+        tip = _el("title", f"{row.name}: {score_text(row.mean, ranking.metric)}")
+        parts.append(
+            _el(
+                "rect",
+                tip,
+                x=f"{x - 2:.1f}",
+                y=y - 6,
+                width=4,
+                height=12,
+                fill=colour,
+                stroke="currentColor",
+            )
+        )
+    label = f"{_title(ranking.metric)} of each cell: mean, 95 % interval, every seed a dot"
+    return _picture(width, height, label, parts)
+
+
+def heat_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Element | None:
+    """Draw the mean score over the two factors with the largest main effects; None without two."""
+    span: dict[str, float] = {}
+    for effect in ranking.effects:
+        size = abs(effect.effect)
+        span[effect.factor] = max(span.get(effect.factor, 0.0), size)
+    chosen = sorted(span, key=lambda factor: -span[factor])[:2]
+    if len(chosen) < 2:
+        return None
+    order = plan.factors()
+    down, across = sorted(chosen, key=order.index)
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in ranking.rows:
+        settings = plan.cells[row.cell].settings
+        found.setdefault((settings[down], settings[across]), []).append(row.mean)
+    means = {key: math.fsum(values) / len(values) for key, values in found.items()}
+    rows = list(dict.fromkeys(key[0] for key in _in_order(plan, means, down, across)))
+    columns = list(dict.fromkeys(key[1] for key in _in_order(plan, means, down, across)))
+    low, high = min(means.values()), max(means.values())
+    left, top = 20 + 7.2 * max(len(f"{down.rpartition('.')[2]}={r}") for r in rows), 30
+    wide = min(120.0, (width - left - 8) / len(columns))
+    parts = [
+        _words(left + (i + 0.5) * wide, 20, f"{across.rpartition('.')[2]}={c}", anchor="middle")
+        for i, c in enumerate(columns)
+    ]
+    for r, row_value in enumerate(rows):
+        y = top + 30 * r
+        parts.append(
+            _words(left - 8, y + 19, f"{down.rpartition('.')[2]}={row_value}", anchor="end")
+        )
+        for c, column in enumerate(columns):
+            mean = means.get((row_value, column))
+            if mean is None:
+                continue
+            share = (mean - low) / (high - low) if high > low else 0.0
+            good = 1 - share if ranking.smaller_is_better else share
+            parts.append(
+                _el(
+                    "rect",
+                    x=f"{left + c * wide:.1f}",
+                    y=y,
+                    width=f"{wide - 2:.1f}",
+                    height=28,
+                    rx=3,
+                    fill=palette.COLOURS["heat-high"].either,
+                    fill_opacity=f"{0.08 + 0.5 * good:.3f}",
+                )
+            )
+            text = score_text(mean, ranking.metric)
+            parts.append(_words(left + (c + 0.5) * wide, y + 19, text, anchor="middle"))
+    label = f"Mean {_title(ranking.metric)} over {down} and {across}; the darker the better"
+    return _picture(left + wide * len(columns) + 8, top + 30 * len(rows) + 4, label, parts)
+
+
+def _in_order(
+    plan: Plan, means: Mapping[tuple[str, str], float], down: str, across: str
+) -> list[tuple[str, str]]:
+    """Return the pairs of values in the order in which the sweep lists them."""
+    seen = [(cell.settings[down], cell.settings[across]) for cell in plan.cells]
+    return [key for key in dict.fromkeys(seen) if key in means]
+
+
+def parallel_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Element | None:
+    """Draw each cell as a line through its settings to its score; the best group in colour."""
+    factors = plan.factors()
+    rows = ranking.rows[: DRAWN * 4]
+    if not factors or len(rows) < 3:
+        return None
+    height, top, bottom = 280.0, 34.0, 250.0
+    place = {f: 70 + i * (width - 150) / len(factors) for i, f in enumerate((*factors, ""))}
+    scores = _Axis([row.mean for row in rows], bottom, top)
+    if ranking.smaller_is_better:
+        scores.start, scores.end = top, bottom
+    levels: dict[str, dict[str, float]] = {}
+    for factor in factors:
+        values = list(dict.fromkeys(cell.settings.get(factor, "") for cell in plan.cells))
+        values.sort(key=_as_number)
+        gap = (bottom - top) / max(1, len(values) - 1)
+        levels[factor] = {v: bottom - gap * i for i, v in enumerate(values)}
+    parts: list[Element] = []
+    for row in reversed(rows):
+        settings = plan.cells[row.cell].settings
+        points = [(place[f], levels[f][settings.get(f, "")]) for f in factors]
+        points.append((place[""], scores.at(row.mean)))
+        first = row.group == 1
+        colour = palette.SERIES_ON_EITHER[0] if first else "currentColor"
+        parts.append(
+            _el(
+                "polyline",
+                _el("title", f"{row.name}: {score_text(row.mean, ranking.metric)}"),
+                points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points),
+                fill="none",
+                stroke=colour,
+                stroke_opacity="0.9" if first else "0.22",
+                stroke_width=2 if row.rank == 1 else 1.2,
+            )
+        )
+    for factor in factors:
+        x = place[factor]
+        parts.append(_line(x, top - 6, x, bottom + 6, stroke_opacity="0.5"))
+        parts.append(_words(x, 18, factor.rpartition(".")[2], anchor="middle", font_weight=600))
+        every = max(1, math.ceil(len(levels[factor]) / 12))
+        for value, y in list(levels[factor].items())[::every]:
+            parts.append(_words(x - 6, y + 4, value[:14], anchor="end", opacity="0.8"))
+    x = place[""]
+    parts.append(_line(x, top - 6, x, bottom + 6, stroke_opacity="0.5"))
+    parts.append(_words(x, 18, _title(ranking.metric), anchor="middle", font_weight=600))
+    parts += [
+        _words(x + 6, scores.at(tick) + 4, f"{tick:.4g}", opacity="0.8") for tick in scores.ticks()
+    ]
+    label = "Every cell as a line through its settings to its score; the first group in colour"
+    return _picture(width, height, label, parts)
+
+
+def _as_number(text: str) -> tuple[int, float, str]:
+    try:
+        return 0, float(text), text
+    except ValueError:
+        return 1, 0.0, text
+
+
+def curves_picture(
+    ranking: Ranking, curves: Mapping[int, Mapping[int, float]], *, width: int = WIDE
+) -> Element | None:
+    """Draw the mean score at every evaluation, of the best cells and of the last one."""
+    rows = [row for row in ranking.rows if len(curves.get(row.cell, {})) > 1]
+    chosen = rows[: CURVES - 1] + (rows[-1:] if len(rows) >= CURVES else [])
+    if not chosen:
+        return None
+    drawn = {row.cell: curves[row.cell] for row in chosen}
+    values = [v for curve in drawn.values() for v in curve.values()]
+    # early evaluations of a loss are far above the rest, which is where cells differ
+    top_value = sorted(values)[int(0.9 * (len(values) - 1))] if ranking.smaller_is_better else None
+    shown = [v for v in values if top_value is None or v <= top_value]
+    y_axis = _Axis(shown, 250, 12)
+    x_axis = _Axis([step for curve in drawn.values() for step in curve], 60, width - 12)
+    parts: list[Element] = []
+    for tick in y_axis.ticks():
+        y = y_axis.at(tick)
+        parts.append(_line(60, y, width - 12, y, stroke_opacity="0.15"))
+        parts.append(_words(54, y + 4, f"{tick:.4g}", anchor="end", opacity="0.75"))
+    for tick in x_axis.ticks():
+        if tick >= 0:
+            x = x_axis.at(tick)
+            parts.append(_words(x, 268, f"{tick:,.0f}", anchor="middle", opacity="0.75"))
+    for index, row in enumerate(chosen):
+        colour = palette.SERIES_ON_EITHER[index % len(palette.SERIES_ON_EITHER)]
+        dash = ("", "6 3", "2 3")[index // len(palette.SERIES_ON_EITHER) % 3]
+        points = [
+            f"{x_axis.at(step):.1f},{y_axis.at(value):.1f}"
+            for step, value in sorted(drawn[row.cell].items())
+            if top_value is None or value <= top_value
+        ]
+        style = {"fill": "none", "stroke": colour, "stroke_width": 1.8, "stroke_dasharray": dash}
+        parts.append(_el("polyline", points=" ".join(points), **style))
+        y = 292 + 18 * index
+        parts.append(_line(60, y - 4, 86, y - 4, **{**style, "fill": "none"}))
+        parts.append(_words(92, y, f"{row.rank}  {row.name}"))
+    label = f"Mean {_title(ranking.metric)} over seeds at every evaluation, by step"
+    return _picture(width, 296 + 18 * len(chosen), label, parts)
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def html(
+    plan: Plan,
+    ranking: Ranking,
+    results: Mapping[str, Result],
+    curves: Mapping[int, Mapping[int, float]],
+    *,
+    title: str,
+) -> str:
+    """Return one file without a script that fetches nothing: ranking, pictures, every cell."""
+    sweep = plan.sweep
+    ended = [one for one in results.values() if one.status in ("finished", "diverged", "failed")]
+    bad = sum(one.status in ("diverged", "failed") for one in ended)
+    seconds = math.fsum(one.seconds for one in results.values())
+    lead = say(
+        f"{sweep.what}: {len(plan.cells)} cells, {sweep.seeds} seeds each, {len(ended)} runs ended"
+        f"{f', {bad} of them failed or diverged' if bad else ''}; {seconds:,.0f} seconds of "
+        f"training. Ranked by {_title(ranking.metric)}."
+    )
+    sections = []
+    if ranking.rows:
+        body = "".join(say(ranking.group_text(group)) for group in ranking.groups[:12])
+        body += "".join(say(note, kind="note") for note in ranking.notes)
+        body += scrolled(intervals_picture(ranking).svg(), label="ranking")
+        body += _ranking_table(plan, ranking)
+        sections.append(Section("ranking", "Ranking", body))
+    pictures = (
+        ("factors", "Two factors", heat_picture(plan, ranking) if ranking.rows else None),
+        ("settings", "Settings", parallel_picture(plan, ranking) if ranking.rows else None),
+        ("curves", "Curves", curves_picture(ranking, curves) if ranking.rows else None),
+    )
+    for key, heading, picture in pictures:
+        if picture is not None:
+            body = scrolled(picture.svg(), label=heading)
+            if key == "curves":
+                body += "".join(
+                    say(f"The best was behind {one.ahead} until step {one.step:,}.")
+                    for one in ranking.crossings[:5]
+                )
+            sections.append(Section(key, heading, body))
+    if ranking.effects:
+        rows = [
+            [f"{e.factor}={e.value}", f"{e.effect:+.4f}", f"{e.low:+.4f}", f"{e.high:+.4f}"]
+            for e in ranking.effects
+        ]
+        head = ["value", "effect", "low", "high"]
+        note = say("The mean of all cells with this value minus the mean of all, paired by seed.")
+        body = note + table(head, rows, caption="main effects with 95 % intervals")
+        sections.append(Section("effects", "Main effects", body))
+    if ranking.incomplete:
+        lines: list[list[Cell]] = [[name, Text(why)] for _, name, why in ranking.incomplete]
+        body = table(["cell", "why"], lines, caption="cells that are not ranked")
+        sections.append(Section("rest", "Not ranked", body))
+    noted: list[list[Cell]] = [
+        [cell.name, Text("; ".join(cell.notes))] for cell in plan.cells if cell.notes
+    ]
+    if noted:
+        body = table(["cell", "design"], noted, caption="how each budget was met, what gave way")
+        sections.append(Section("designs", "Designs", body))
+    foot = say("Made by glass sweep. No script, nothing fetched.")
+    return page(title, lead, sections, foot)
+
+
+def _ranking_table(plan: Plan, ranking: Ranking) -> str:
+    based = bool(ranking.baseline)
+    head = ["cell", "rank", _title(ranking.metric), "95 % interval", "behind best"]
+    head += [f"vs {ranking.baseline}"] if based else []
+    rows = []
+    for row in ranking.rows:
+        interval = (
+            ""
+            if row.low is None or row.high is None
+            else f"{score_text(row.low, ranking.metric)} to {score_text(row.high, ranking.metric)}"
+        )
+        line: list[Cell] = [
+            row.name,
+            row.rank,
+            score_text(row.mean, ranking.metric),
+            interval,
+            gap_text(row.best, ranking.metric),
+        ]
+        line += [gap_text(row.baseline, ranking.metric)] if based else []
+        rows.append([*line, plan.cells[row.cell].parameters])
+    return table([*head, "parameters"], rows, caption="* told apart, corrected for all comparisons")
