@@ -32,6 +32,8 @@ PUBLIC = [
     "diff",
     "extract",
     "lr_find",
+    "sweep",
+    "Sweep",
     "report",
     "runs",
     "compare",

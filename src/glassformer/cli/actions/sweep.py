@@ -31,6 +31,7 @@ def run(
     threads: int,
     jobs: int | None,
     ray: str | None,
+    stack: bool | None,
     resume: bool,
     overwrite: bool,
     dry_run: bool,
@@ -46,7 +47,7 @@ def run(
             "--resume goes on with the sweep, --overwrite starts it anew",
             hint="leave out one of the two",
         )
-    how, execute = executor(jobs=jobs, ray=ray, device=device)
+    how, execute = executor(jobs=jobs, ray=ray, stack=stack, device=device)
     if (Path(what) / "sweep.json").is_file():
         if settings or options or design:
             raise InputError(

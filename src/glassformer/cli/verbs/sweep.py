@@ -78,6 +78,14 @@ def sweep(
         int | None,
         typer.Option(help="Runs at a time, a process each; by default one per core, one on a GPU."),
     ] = None,
+    stack: Annotated[
+        bool | None,
+        typer.Option(
+            "--stack/--no-stack",
+            help="Train runs of one shape as one; by default on a GPU.",
+            show_default=False,
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -130,6 +138,7 @@ def sweep(
         threads=threads,
         jobs=jobs,
         ray=ray,
+        stack=stack,
         resume=resume,
         overwrite=overwrite,
         dry_run=dry_run,

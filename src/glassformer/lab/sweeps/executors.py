@@ -31,6 +31,7 @@ from typing import IO, Any
 
 from glassformer.kernels.threads import taking
 from glassformer.lab.runs.run import TrainingRun
+from glassformer.lab.runs.stack import Left, StackedRuns, stack_groups
 from glassformer.lab.runs.table import number, read_record
 from glassformer.spec.errors import DivergedError, FileError, GlassError, InputError, MachineError
 from glassformer.spec.own import allow_own_code
@@ -48,6 +49,8 @@ REPORT_SECONDS = 0.5
 #: Seconds that a run's lock may still be held by a worker whose driver was killed.
 LOCK_SECONDS = 10.0
 FAILED = "failed.json"
+#: The most runs in one stack: more of them gain nothing on the largest GPU, and cost memory.
+STACKED = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -438,6 +441,66 @@ def work() -> None:
             if time.monotonic() - told > REPORT_SECONDS:
                 told = time.monotonic()
                 send(update)
+
+
+# --- stacked on one device ------------------------------------------------------------------------
+
+
+def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[Update]:
+    """Train runs of one shape as one, shape after shape; a run that cannot be stacked alone.
+
+    A stack that fails as a whole, for want of memory, is tried again in halves: each run goes on
+    from its last checkpoint.
+    """
+    every = list(jobs)
+    groups = [[every[i] for i in group] for group in stack_groups([job.spec for job in every])]
+    waiting = deque(
+        group[start : start + STACKED]
+        for group in groups
+        for start in range(0, len(group), STACKED)
+    )
+    while waiting and not stop():
+        group = waiting.popleft()
+        if len(group) == 1:
+            yield from run_here(group, stop=stop)
+            continue
+        ended: set[str] = set()
+        try:
+            for update in _train_stack(group, stop=stop):
+                if isinstance(update, Result):
+                    ended.add(update.name)
+                yield update
+        except (RuntimeError, MemoryError, GlassError):
+            rest = [job for job in group if job.name not in ended]
+            middle = (len(rest) + 1) // 2
+            waiting.extendleft(half for half in (rest[middle:], rest[:middle]) if half)
+
+
+def _train_stack(group: list[Job], *, stop: Stop) -> Iterator[Update]:
+    for job in group:
+        _wait_for_lock(job.folder)
+    stack = StackedRuns(
+        [job.spec for job in group], [job.folder for job in group], device=group[0].device
+    )
+    with taking(group[0].threads), stack.locked():
+        for job, run in zip(group, stack.runs, strict=True):
+            if (job.folder / "config.json").is_file():
+                run.resume()
+            else:
+                run.prepare()
+            yield Stepped(job.name, run.progress.step)
+        for number, event in stack.events():
+            job = group[number]
+            if isinstance(event, StepRecord):
+                yield Stepped(job.name, event.step)
+                if event.step == job.until:
+                    stack.runs[number].stop_requested = True
+                if stop():
+                    stack.stop_requested = stack.runs[number].stop_requested = True
+            elif isinstance(event, Left):
+                made = read_result(job.name, job.folder)
+                assert made is not None, "a run that was trained has a record"
+                yield made
 
 
 # --- Ray ------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from glassformer.lab.sweeps.executors import (
     run_here,
     run_processes,
     run_ray,
+    run_stacked,
 )
 from glassformer.lab.sweeps.plan import (
     Cell,
@@ -638,15 +639,25 @@ def _first(values: Choices | Range) -> str:
     return values.values[0] if isinstance(values, Choices) else values.at(0.5)
 
 
-def executor(*, jobs: int | None, ray: str | None, device: str) -> tuple[str, Execute]:
-    """Return how runs are executed, in words, and the executor."""
+def executor(
+    *, jobs: int | None, ray: str | None, stack: bool | None, device: str
+) -> tuple[str, Execute]:
+    """Return how runs are executed, in words, and the executor.
+
+    On a GPU runs of one shape are stacked unless `stack` is False, or `jobs` or `ray` is given.
+    """
     if jobs is not None:
         at_least("jobs", jobs)
+    if sum((jobs is not None, ray is not None, bool(stack))) > 1:
+        raise InputError(
+            "runs are executed in one way",
+            hint="one of {--jobs, --ray and --stack|jobs, ray and stack}",
+        )
     if ray is not None:
-        if jobs is not None:
-            raise InputError("Ray decides how many runs it trains at once", hint="one of the two")
         optional_library("ray")
         return f"Ray at {ray}", lambda work, stop: run_ray(work, address=ray, stop=stop)
+    if stack or (stack is None and jobs is None and device.startswith("cuda")):
+        return "runs of one shape as one", lambda work, stop: run_stacked(work, stop=stop)
     cores = (os.cpu_count() or 1) if device == "cpu" else 1
     count = jobs or cores
 
@@ -678,6 +689,7 @@ def sweep(
     threads: int = 1,
     jobs: int | None = None,
     ray: str | None = None,
+    stack: bool | None = None,
     resume: bool = False,
     overwrite: bool = False,
     yes: bool = False,
@@ -688,6 +700,8 @@ def sweep(
     `gf.sweep("digits", vary={"train.lr": [1e-3, 3e-3]}, seeds=5).ranking`. `design` are options of
     a parameter budget, lists where they vary: every cell's model is then the solver's. `what` may
     be a task, a config, a sweep's TOML file, its folder (which goes on), or complete runs by name.
+    Runs are trained `jobs` at a time in processes, those of one shape as one with `stack` (on a GPU
+    by default), or on a `ray` cluster; the ranking is the same.
     """
     if isinstance(what, (str, Path)) and (Path(what) / "sweep.json").is_file():
         made = Sweep.open(what)
@@ -714,7 +728,7 @@ def sweep(
             design=design,
             yes=yes,
         )
-    _, execute = executor(jobs=jobs, ray=ray, device=device)
+    _, execute = executor(jobs=jobs, ray=ray, stack=stack, device=device)
     with made.directory.locked():
         made.begin(resume=resume, overwrite=overwrite)
         run_sweep(
