@@ -359,6 +359,7 @@ ONE_IMPORTER = {
     "lab.plots.machine_graph": "a drawing of its own, read without the learner",
     "lab.smallbench.exams": "the questions; the suite asks them",
     "lab.smallbench.suite": "the suite; one option of evaluate runs it",
+    "lab.runs.stack": "many runs as one, public through sweeps; it reads beside the run alone",
     "lab.sweeps.report": "what a sweep shows; the driver writes it, the statistics need none of it",
     "lens.measure.patching": "a measurement on inspections; public through adapters",
     "lens.measure.roles": "a measurement; the report shows it",
