@@ -429,7 +429,7 @@ def test_losses_that_never_change_are_no_spikes(tmp_path):
 
 
 def test_what_is_not_finite_is_written_as_text():
-    line = metrics_line(record(1, math.nan, applied=False))
+    line = json.loads(metrics_line(record(1, math.nan, applied=False)))
     assert (line["loss"], line["nll"]["answer"]) == ("nan", "nan")
     values = {"a": [math.inf, 1], "b": {"c": (-math.inf, 2.5, True, None)}}
     assert json_numbers(values) == {"a": ["inf", 1], "b": {"c": ["-inf", 2.5, True, None]}}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.data.batch import Batch
+from glassformer.data.batch import Batch, Ints
 from glassformer.data.rng import Sampler
 from glassformer.data.task import Task
 from glassformer.models.inputs import Inputs, as_inputs
@@ -34,6 +34,8 @@ from glassformer.spec.own import OwnOptimizer, OwnPosition
 from glassformer.spec.train import AdamW, Muon, RunSpec
 from glassformer.store.tensors import explain_difference
 from glassformer.training.engine import (
+    GPU_LOGITS,
+    LOGITS,
     Array,
     Arrays,
     Judged,
@@ -44,11 +46,13 @@ from glassformer.training.engine import (
 from glassformer.training.fit import StepRecord, step_seed
 from glassformer.training.recorded import precision
 from glassformer.training.stacked_step import (
+    Joint,
     StackedModels,
     StackedSteps,
     Work,
     layout_of,
     moments_of,
+    rows_of,
 )
 
 # M models, B batch of one model, T length, D d_model, R rows that count, V logits, P parameters
@@ -101,6 +105,8 @@ class StackedEngine:
         self.layout = layout_of(self.spec)
         self.rates = [dropout_rates(build(run.model, device="meta")) for run in runs]
         self.random = any(map(any, self.rates))
+        self.joins = not self.random and not self.spec.mixtures()
+        self.batch_size, self.accumulate = runs[0].train.batch_size, runs[0].train.accumulate
         self.members = [Member(self, number) for number in range(len(runs))]
         #: Updates so far: whoever keeps results of the weights must forget them after each.
         self.version = 0
@@ -150,7 +156,7 @@ class StackedEngine:
         """Steps that may be submitted before the first one's result is read."""
         return self.steps.ahead
 
-    def submit(self, work: Mapping[int, Work]) -> Callable[[], dict[int, StepResult]]:
+    def submit(self, work: Mapping[int, Work] | Joint) -> Callable[[], dict[int, StepResult]]:
         """Begin a step of some members; the others stay as they are.
 
         The returned function waits for the results, and must be called in the order of the steps.
@@ -200,7 +206,7 @@ class StackedEngine:
         widest = max(map(self.spec.head_size, self.spec.head_names()))
         size = max(1, (1 << 27) // (len(self.slots) * batch.tokens.shape[1] * widest))
         for start in range(0, len(batch.tokens), size):
-            piece = _piece(batch, start, start + size)
+            piece = rows_of(batch, start, start + size)
             inputs = as_inputs(piece, self.spec, device=self.device)
             hidden_BTD, valid_BT = self._hidden(inputs)
             for head in heads:
@@ -345,17 +351,25 @@ def fit_stack(
     waiting = deque()
     began = time.perf_counter()
     while live := [m for m in engine.live if steps[m] < engine.runs[m].train.steps]:
-        work, told = {}, {}
+        told = {m: (steps[m] + 1, engine.runs[m].train.learning_rate(steps[m])) for m in live}
+        rows = {
+            m: [
+                samplers[m].rows(steps[m] * engine.accumulate + i) for i in range(engine.accumulate)
+            ]
+            for m in live
+        }
+        work: Mapping[int, Work] | Joint | None = _joint(engine, tasks, rows, told)
+        if work is None:
+            work = {
+                m: Work(
+                    [tasks[m].batch("train", one) for one in rows[m]],
+                    told[m][1],
+                    step_seed(engine.runs[m].train.seed, steps[m]),
+                )
+                for m in live
+            }
         for member in live:
-            train, step = engine.runs[member].train, steps[member]
-            first, task = step * train.accumulate, tasks[member]
-            rows = [samplers[member].rows(first + i) for i in range(train.accumulate)]
-            lr = train.learning_rate(step)
-            work[member] = Work(
-                [task.batch("train", one) for one in rows], lr, step_seed(train.seed, step)
-            )
             steps[member] += 1
-            told[member] = (step + 1, lr)
         waiting.append((told, engine.submit(work)))
         settle = stopping() or any(engine.runs[m].train.looks_after(steps[m]) for m in live)
         while len(waiting) > (0 if settle else engine.ahead):
@@ -382,6 +396,30 @@ def fit_stack(
             began = time.perf_counter()
 
 
+def _joint(
+    engine: StackedEngine,
+    tasks: Sequence[Task],
+    rows: Mapping[int, Sequence[Ints]],
+    told: Mapping[int, tuple[int, float]],
+) -> Joint | None:
+    """Return a step's work with one batch for all members, each time; None where it cannot be.
+
+    They must read one task, in full batches, and draw nothing whose shape a model's own batch
+    decides.
+    """
+    live = [*rows]
+    some, task = rows[live[0]], tasks[live[0]]
+    full = all(len(one) == engine.batch_size for own in rows.values() for one in own)
+    if not full or not engine.joins or any(tasks[m] is not task for m in live):
+        return None
+    by_slot = [rows.get(member, some) for member in engine.slots]
+    return Joint(
+        [task.batch("train", np.concatenate(turn)) for turn in zip(*by_slot, strict=True)],
+        [told[member][1] if member in told else 0.0 for member in engine.slots],
+        live,
+    )
+
+
 class Member:
     """One model of a stack, as an engine of its own."""
 
@@ -394,6 +432,11 @@ class Member:
     def ahead(self) -> int:
         """Steps that may be submitted before the first one's result is read."""
         return self.stack.ahead
+
+    @property
+    def logits_at_once(self) -> int:
+        """Logits that may be asked for at once; the stack computes them in pieces."""
+        return LOGITS if self.device.type == "cpu" else GPU_LOGITS
 
     @property
     def model(self) -> Model:
@@ -441,20 +484,3 @@ def check_stack(runs: Sequence[RunSpec]) -> None:
             "size, accumulate, the precision, compile or the kind of optimizer",
             hint="make a stack of each kind",
         )
-
-
-def _piece(batch: Batch, start: int, stop: int) -> Batch:
-    """Return some rows of a batch."""
-    at = slice(start, stop)
-    source = batch.source
-    return replace(
-        batch,
-        tokens=batch.tokens[at],
-        valid=batch.valid[at],
-        targets={head: target[at] for head, target in batch.targets.items()},
-        weights=None if batch.weights is None else batch.weights[at],
-        segments=None if batch.segments is None else batch.segments[at],
-        source=None
-        if source is None
-        else replace(source, tokens=source.tokens[at], valid=source.valid[at]),
-    )

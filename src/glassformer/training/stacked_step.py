@@ -123,6 +123,19 @@ def moments_of(train: TrainSpec) -> tuple[str, ...]:
             assert_never(unreachable)
 
 
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The work of members that read one task and draw nothing: their rows in one batch each time.
+
+    Each slot has a full batch of rows, in the order of the slots; those that are not among `live`
+    only fill up.
+    """
+
+    batches: Sequence[Batch]
+    rates: Sequence[float]
+    live: Sequence[int]
+
+
 @dataclass(slots=True)
 class StackedModels:
     """The models of a stack: one that computes all of them, and their arrays, a row each."""
@@ -168,36 +181,31 @@ class StackedSteps(RecordedSteps):
         return AHEAD if self.fixed else 0
 
     def submit_all(
-        self, work: Mapping[int, Work], slots: Sequence[int]
+        self, work: Mapping[int, Work] | Joint, slots: Sequence[int]
     ) -> Callable[[], dict[int, StepResult]]:
         """Begin a step of the members that have work; `slots` says whose each row is."""
-        spec = self.model.spec
-        some = next(iter(work.values()))
-        all_work = [work.get(member, some) for member in slots]
-        counts = [totals(one.batches, spec) for one in all_work]
-        self.heads = tuple(counts[0])
-        tokens = [sum(int(batch.valid.sum()) for batch in one.batches) for one in all_work]
-        update = {
-            "lr": np.array([one.lr for one in all_work]),
-            "live": np.array([member in work for member in slots]),
-        }
-        shares = [balance_shares(one.batches, spec) for one in all_work] if spec.mixtures() else []
-        if not self.fixed and self.stack.random:
+        spec, rows, random = self.model.spec, self.train.batch_size, self.stack.random
+        rates, seeds, live = _rates(work, slots)
+        by_batch = _by_batch(work, slots)
+        counts = [_counts(batches, spec, len(slots)) for batches in by_batch]
+        whole = {head: np.sum([count[head] for count in counts], axis=0) for head in counts[0]}
+        tokens = [_tokens(batches, len(slots)) for batches in by_batch]
+        self.heads = tuple(whole)
+        update = {"lr": np.array(rates), "live": np.array([member in live for member in slots])}
+        if not self.fixed and random:
             self.fold.generators = [
-                torch.Generator(self.device).manual_seed(one.seed) for one in all_work
+                torch.Generator(self.device).manual_seed(seed) for seed in seeds
             ]
         packed = []
-        for i in range(self.train.accumulate):
-            batches = [one.batches[i] for one in all_work]
+        shares = _shares(by_batch, spec)
+        for i, batches in enumerate(by_batch):
             arrays = fold_batches(
-                batches, spec, counts, rows=self.train.batch_size, fixed=self.fixed
+                batches, spec, whole, rows=rows, fixed=self.fixed, models=len(slots)
             )
-            if self.fixed and self.stack.random:
-                seeds = [(one.seed + 0x9E3779B9 * i) & 0xFFFFFFFF for one in all_work]
-                arrays["seeds"] = np.array(seeds, dtype=np.uint32).view(np.int32)
-            for layer in spec.mixtures():
-                arrays[f"share.{layer}"] = np.array([share[i][layer] for share in shares])
-            packed.append((arrays, [_extent(batch) for batch in batches]))
+            if self.fixed and random:
+                words = [(seed + 0x9E3779B9 * i) & 0xFFFFFFFF for seed in seeds]
+                arrays["seeds"] = np.array(words, dtype=np.uint32).view(np.int32)
+            packed.append(({**arrays, **shares[i]}, [*map(_extent, batches)]))
         if self.adds:
             for arrays, extents in packed:
                 self.fold.extents = extents
@@ -206,8 +214,8 @@ class StackedSteps(RecordedSteps):
         else:
             ((arrays, self.fold.extents),) = packed
             numbers = self._run({**arrays, **update}, self._whole)
-        live = {member: slot for slot, member in enumerate(slots) if member in work}
-        return self._reader(numbers, live, tokens)
+        places = {member: slot for slot, member in enumerate(slots) if member in live}
+        return self._reader(numbers, places, np.sum(tokens, axis=0).tolist())
 
     def _run(
         self, arrays: Mapping[str, Array], compute: Callable[[Mapping[str, Tensor]], Tensor]
@@ -449,6 +457,74 @@ def _update_sgd(
 # --- batches --------------------------------------------------------------------------------------
 
 
+def _rates(
+    work: Mapping[int, Work] | Joint, slots: Sequence[int]
+) -> tuple[Sequence[float], Sequence[int], Sequence[int]]:
+    """Return the rate and the seed of each slot, and the members that are updated."""
+    if isinstance(work, Joint):
+        return work.rates, (), work.live
+    some = next(iter(work.values()))
+    every = [work.get(member, some) for member in slots]
+    return [one.lr for one in every], [one.seed for one in every], [*work]
+
+
+def _by_batch(work: Mapping[int, Work] | Joint, slots: Sequence[int]) -> list[list[Batch]]:
+    """Return the batches of every slot, turn by turn; an idle slot reads another's."""
+    if isinstance(work, Joint):
+        return [[batch] for batch in work.batches]
+    some = next(iter(work.values()))
+    every = [work.get(member, some).batches for member in slots]
+    return [list(batches) for batches in zip(*every, strict=True)]
+
+
+def _counts(batches: Sequence[Batch], spec: ModelSpec, models: int) -> dict[str, Array]:
+    """Return the weight of each head's targets, by model; the targets are checked."""
+    if len(batches) == models:
+        every = [totals([batch], spec) for batch in batches]
+        return {head: np.array([count[head] for count in every]) for head in every[0]}
+    (joint,) = batches
+    return {
+        head: loss_weights(joint, head).reshape(models, -1).sum(1, dtype=np.float64)
+        for head in totals([joint], spec)
+    }
+
+
+def _tokens(batches: Sequence[Batch], models: int) -> list[int]:
+    """Return the number of real tokens, by model."""
+    if len(batches) == models:
+        return [int(batch.valid.sum()) for batch in batches]
+    (joint,) = batches
+    counts: list[int] = joint.valid.reshape(models, -1).sum(1).tolist()
+    return counts
+
+
+def _shares(by_batch: Sequence[Sequence[Batch]], spec: ModelSpec) -> list[dict[str, Array]]:
+    """Return the weights of the load-balancing losses, by turn and layer, (M,) each."""
+    if not spec.mixtures():
+        return [{} for _ in by_batch]
+    every = [balance_shares(own, spec) for own in zip(*by_batch, strict=True)]
+    return [
+        {f"share.{layer}": np.array([own[i][layer] for own in every]) for layer in spec.mixtures()}
+        for i in range(len(by_batch))
+    ]
+
+
+def rows_of(batch: Batch, start: int, stop: int) -> Batch:
+    """Return some rows of a batch."""
+    at, source = slice(start, stop), batch.source
+    return replace(
+        batch,
+        tokens=batch.tokens[at],
+        valid=batch.valid[at],
+        targets={head: target[at] for head, target in batch.targets.items()},
+        weights=None if batch.weights is None else batch.weights[at],
+        segments=None if batch.segments is None else batch.segments[at],
+        source=None
+        if source is None
+        else replace(source, tokens=source.tokens[at], valid=source.valid[at]),
+    )
+
+
 def _extent(batch: Batch) -> Extent:
     source = 0 if batch.source is None else batch.source.tokens.shape[1]
     rows, length = batch.tokens.shape
@@ -458,17 +534,20 @@ def _extent(batch: Batch) -> Extent:
 def fold_batches(
     batches: Sequence[Batch],
     spec: ModelSpec,
-    counts: Sequence[Mapping[str, float]],
+    counts: Mapping[str, Array],
     *,
     rows: int,
     fixed: bool,
+    models: int,
 ) -> dict[str, Array]:
     """Return the arrays of one batch for each model, checked, filled up to one shape.
 
-    Rows and positions that fill up do not count. With `fixed` the lengths and the numbers of rows
-    that count take one of a few values, so that recorded shapes repeat.
+    A single batch may have the rows of all models side by side. Rows and positions that fill up do
+    not count. With `fixed` the lengths and the numbers of rows that count take one of a few values,
+    so that recorded shapes repeat.
     """
-    most = max(rows if fixed else 0, *(len(batch.tokens) for batch in batches))
+    filled = rows if fixed and len(batches) == models else 0
+    most = max(filled, *(len(batch.tokens) for batch in batches))
 
     def length(lengths: Sequence[int]) -> int:
         piece = -(-spec.max_seq_len // SHARE) if fixed else 1
@@ -504,8 +583,8 @@ def fold_batches(
         if not fixed and arrays["source_valid"].all():
             del arrays["source_valid"]
     _check_inputs(arrays, spec)
-    M = len(batches)
-    for head in counts[0]:
+    M = models
+    for head, count_M in counts.items():
         weights, targets = [], []
         for batch in batches:
             own = np.zeros((most, *loss_weights(batch, head).shape[1:]), dtype=np.float32)
@@ -526,7 +605,7 @@ def fold_batches(
             targets_MR = np.take_along_axis(targets_MR, index_MR, 1)
         arrays[f"targets.{head}"] = targets_MR.astype(np.int64, copy=False)
         arrays[f"weights.{head}"] = weights_MR
-        arrays[f"scale.{head}"] = np.array([1.0 / (count[head] or 1.0) for count in counts])
+        arrays[f"scale.{head}"] = 1.0 / np.where(count_M > 0, count_M, 1.0)
     return arrays
 
 

@@ -130,22 +130,22 @@ def balance(record: StepRecord) -> dict[str, float]:
     return {} if record.balance is None else {"balance": record.balance}
 
 
-def metrics_line(record: StepRecord) -> dict[str, Any]:
+def metrics_line(record: StepRecord) -> str:
     """Return a step as a line of metrics.jsonl; `seconds` is the only clock in it."""
-    return dict(
-        json_numbers(
-            {
-                "step": record.step,
-                **losses(record),
-                **balance(record),
-                "nll": dict(record.nll),
-                "lr": record.lr,
-                "grad_norm": record.grad_norm,
-                "tokens": record.tokens,
-                "seconds": round(record.seconds, 6),
-            }
-        )
-    )
+    line = {
+        "step": record.step,
+        **losses(record),
+        **balance(record),
+        "nll": dict(record.nll),
+        "lr": record.lr,
+        "grad_norm": record.grad_norm,
+        "tokens": record.tokens,
+        "seconds": round(record.seconds, 6),
+    }
+    try:
+        return json.dumps(line, allow_nan=False) + "\n"
+    except ValueError:  # a number that is not finite is written as a string
+        return json.dumps(json_numbers(line), allow_nan=False) + "\n"
 
 
 def read_state(folder: Path) -> dict[str, Any]:

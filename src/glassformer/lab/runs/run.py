@@ -300,7 +300,7 @@ class TrainingRun:
         yield from self.written(wait=False)
         self.progress.step = record.step
         self.seconds += record.seconds
-        log.write(json.dumps(metrics_line(record), allow_nan=False) + "\n")
+        log.write(metrics_line(record))
         if time.monotonic() - self.flushed > FLUSH_SECONDS:  # others watch the file grow
             log.flush()
             self.flushed = time.monotonic()
@@ -371,10 +371,11 @@ class TrainingRun:
         progress.unapplied = 0
         if len(recent) == WINDOW:
             mean = math.fsum(recent) / WINDOW
-            spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in recent) / WINDOW)
-            if record.objective > mean + SPIKE * spread and spread > 0:
-                what = f"{[*losses(record)][-1]} {record.objective:.4g}, recent mean {mean:.4g}"
-                yield self._alert(record.step, "spike", what)
+            if record.objective > mean:
+                spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in recent) / WINDOW)
+                if record.objective > mean + SPIKE * spread and spread > 0:
+                    what = f"{[*losses(record)][-1]} {record.objective:.4g}, recent mean {mean:.4g}"
+                    yield self._alert(record.step, "spike", what)
         progress.recent = (*recent[-WINDOW + 1 :], record.objective)
         progress.loss = record.first_loss
 
