@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from glassformer.lab.api import train as train
     from glassformer.lab.budget_report import design as design
     from glassformer.lab.compare import compare as compare
+    from glassformer.lab.corpus import prepare as prepare
     from glassformer.lab.extract import extract as extract
     from glassformer.lab.quantize import compare_precision as compare_precision
     from glassformer.lab.runs.table import runs as runs
@@ -93,6 +94,7 @@ _HOME = {
     "manifest": "glassformer.spec.manifest",
     "override": "glassformer.spec.serialize",
     "patch_activations": "glassformer.adapters.any_model",
+    "prepare": "glassformer.lab.corpus",
     "preset": "glassformer.spec.presets",
     "quantize": "glassformer.adapters.any_model",
     "report": "glassformer.web.report.document",

@@ -22,6 +22,7 @@ PUBLIC = [
     "BeamSpec",
     "QuantSpec",
     "LoRA",
+    "prepare",
     "build",
     "load",
     "save",

@@ -49,7 +49,7 @@ OUTSIDE = {
     "spec": set(),
     "budget": set(),
     "costs": set(),
-    "data": {"numpy", "tokenizers", "num2words", "babel"},
+    "data": {"numpy", "tokenizers", "num2words", "babel", "pyarrow"},
     "store": {"numpy", "safetensors"},
     "kernels": {"numpy", "torch", "triton", "threadpoolctl"},
     "nn": {"torch"},

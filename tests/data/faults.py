@@ -75,7 +75,7 @@ FAULTS = (
     Fault("order depends on the past", "data.rng:Sampler.rows", "if epoch != self._epoch:", "if self._epoch < 0:", "step alone decides"),
     Fault("not sorted by length", "data.rng:Sampler._batches_of", "part[by_length]", "part", "like length"),
     Fault("short batches first", "data.rng:Sampler._batches_of", "rng.permutation(len(batches))", "range(len(batches))", "like length"),
-    Fault("pieces learned from all text", "data.tasks.text:_tokenizer", '_lines(texts["train"].decode("utf-8"))', '_lines(b"".join(texts.values()).decode("utf-8"))', "pieces"),
+    Fault("pieces learned from all text", "data.tasks.text:_tokenizer", 'learning_lines(texts["train"].decode("utf-8"))', 'learning_lines(b"".join(texts.values()).decode("utf-8"))', "pieces"),
     Fault("bytes counted as characters", "data.tasks.text:Text._tokens", "_Part(ids[split], len(text))", "_Part(ids[split], len(text.decode()))", "text parts"),
     Fault("val inside train", "data.tasks.text:Text.__init__", '"train": whole[:cut]', '"train": whole', "text parts"),
 )  # fmt: skip

@@ -204,14 +204,14 @@ def test_one_huge_line_is_learned_from_in_parts(tmp_path):
     (tmp_path / "spaces.txt").write_text("many words on one line " * 9_000)
     (tmp_path / "none.txt").write_text("abcde" * 60_000)
     task = Text(spec(tmp_path))
-    assert all(len(line) <= module.LONGEST_LINE for line in module._lines("x" * 5_000))
+    assert all(len(line) <= module.LONGEST_LINE for line in module.learning_lines("x" * 5_000))
     assert task.facts()["bytes_per_token"]["train"] > 4
     assert joined(task, "train").count("\n") <= 2  # between the files
 
 
 def parts_of_a_line_are_the_line():
     text = "a b" * 900 + "\n" + "y" * 3_500 + " end\nshort\n"
-    parts = list(module._lines(text))
+    parts = list(module.learning_lines(text))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= module.LONGEST_LINE
     assert parts[-1] == "short\n"

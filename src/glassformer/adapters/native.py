@@ -34,6 +34,7 @@ from glassformer.adapters.folder.weights import (
 )
 from glassformer.adapters.table import Family, identity_plan, make_plan
 from glassformer.data.batch import Batch
+from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.stepper import PrefixCacheStepper, Stepper, TorchStepper
 from glassformer.models.inputs import Inputs
@@ -270,7 +271,7 @@ class NativeAdapter(BaseAdapter):
         if self.kept:
             return {f"{ORIGIN}/{name}": data for name, data in self.kept.items()}
         tokenizer = self.get_tokenizer()
-        return {} if tokenizer is None else {"tokenizer.json": tokenizer.to_json().encode()}
+        return {} if tokenizer is None else tokenizer_files(tokenizer)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Copy weights from a checkpoint or a Hugging Face folder of the same architecture."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import assert_never
 
+from glassformer.data.corpus.windows import build_corpus, is_corpus
 from glassformer.data.task import Task, check_task
 from glassformer.data.tasks.digits import Digits
 from glassformer.data.tasks.fsm import Fsm
@@ -26,6 +27,8 @@ def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
         case spec.FsmTask():
             return Fsm(task)
         case spec.TextTask():
+            if is_corpus(task):
+                return build_corpus(task, cache=cache)
             return Text(task, cache=cache)
         case spec.TranslationTask():
             return Translation(task)

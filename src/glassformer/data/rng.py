@@ -58,6 +58,31 @@ def digest(arrays: Iterable[NDArray[Any]]) -> str:
     return total.hexdigest()
 
 
+def permuted(
+    places: Ints, size: int, *, seed: int, purpose: tuple[str | int, ...]
+) -> NDArray[np.int64]:
+    """Return where a permutation of 0 … size - 1 puts these numbers; nothing else is computed.
+
+    A Feistel network is a permutation of all numbers of an even number of bits, whatever its round
+    function is; a result beyond `size` is put in again until it is below. So an order of any number
+    of rows takes no memory, and its middle is found without its beginning.
+    """
+    at_least("size", size)
+    half = ((size - 1).bit_length() + 1) // 2 or 1
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    keys = stream(seed, *purpose).integers(0, 1 << 64, ROUNDS, dtype=np.uint64)
+    found = np.array(places, dtype=np.uint64)
+    outside = np.ones(found.shape, dtype=np.bool_)
+    while outside.any():
+        left, right = found[outside] >> shift, found[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        found[outside] = left << shift | right
+        outside = found >= np.uint64(size)
+    return found.astype(np.int64)
+
+
+ROUNDS = 6  # four make a random permutation of a random round function; two to spare
 POOL = 64  # batches; within one pool rows are sorted by length, across pools the order is random
 
 

@@ -8,13 +8,14 @@ else: the decoder's input is its target, one position later.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch, Bools, Ints, Source
-from glassformer.data.rng import digest
+from glassformer.data.rng import Sampler, digest
+from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
@@ -66,6 +67,13 @@ class Oracle:
         return self.probabilities
 
 
+class Order(Protocol):
+    """The rows of every batch of a training, by its number: nothing else needs to be saved."""
+
+    def rows(self, step: int) -> NDArray[np.int64]:
+        """Return the rows of the batch of this step, counted from 0."""
+
+
 class Task(ABC):
     """Examples by split and number. The same spec gives the same examples, on every machine.
 
@@ -100,6 +108,15 @@ class Task(ABC):
     def longest(self) -> int:
         """Return the number of tokens of the longest example of any split."""
         return max(int(self.lengths(split).max()) for split, size in self.sizes().items() if size)
+
+    def order(self, *, batch_size: int, seed: int) -> Order:
+        """Return the rows of every batch: a permutation each epoch, similar lengths together."""
+        lengths = self.lengths("train")
+        return Sampler(self.sizes()["train"], batch_size=batch_size, seed=seed, lengths=lengths)
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return the files that a checkpoint keeps of the task: its tokenizer."""
+        return tokenizer_files(self.tokenizer)
 
     def groups(self, split: str, rows: Ints) -> Mapping[str, list[str]]:
         """Return labels, one per row, by which results are broken down: {"length": ["3", "7"]}."""

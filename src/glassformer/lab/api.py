@@ -12,6 +12,7 @@ from typing import Any
 from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
+from glassformer.lab.bar import is_watched
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
 from glassformer.lab.finetune.recipe import spelled_out
 from glassformer.lab.measure import evaluate as evaluation
@@ -27,7 +28,7 @@ from glassformer.lab.recipes import (
 )
 from glassformer.lab.runs.artifacts import engine_stepper
 from glassformer.lab.runs.assemble import Parts, PlannedRun, assemble, check_fit, read_checkpoint
-from glassformer.lab.runs.progress import Narrator, is_watched
+from glassformer.lab.runs.progress import Narrator
 from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import (

@@ -9,6 +9,7 @@ from typing import NamedTuple, cast, get_args
 
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
+from glassformer.lab.corpus import built
 from glassformer.lab.finetune import recipe as finetune
 from glassformer.lab.own_parts import (
     TRAINING,
@@ -154,7 +155,7 @@ def plan_run(name: str, overrides: Iterable[str] = (), *, cache: Path | None = N
     task_spec = named_task(name)
     ours = [text.removeprefix("task.") for text in overrides if text.startswith("task.")]
     task_spec = override_parts(task_spec, ours)
-    task = build_task(task_spec, cache=cache)
+    task = built(task_spec, cache=cache)
     _, model_for, train = RECIPES[name]
     made = task.model() if model_for is None else model_for(task)
     spec = RunSpec(

@@ -5,7 +5,10 @@ from typing import Literal, get_args
 from glassformer.spec.checks import at_least, one_of, positive, spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.own import OwnTask, OwnTokenizer, installed_parts, is_source
+from glassformer.spec.units import parse_share
 
+#: The least share of a corpus in a mixture: a row in every few thousand.
+SMALLEST_SHARE = 0.001
 OPERATIONS = ("FIRST", "SECOND", "LAST", "MAX", "MIN", "LENGTH", "SUM")
 
 
@@ -100,8 +103,11 @@ class FsmTask:
 class TextTask:
     """Next-token prediction over the text of a file or folder; no path: Python's own manuals.
 
+    `path` is text, Markdown, JSON lines (the text under `text_field`), a table, a saved dataset, or
+    a corpus that `glass prepare` made; `mixture` names several of those, `FOLDER=WEIGHT`.
     `vocab_size` is that of BPE; characters and bytes have a size of their own. `tokenizer` may be a
-    user's own.
+    user's own. `packing`: documents that share a row are kept `apart`, or `joined`; by default text
+    in memory is joined, and a corpus kept apart.
     """
 
     path: str = ""
@@ -110,6 +116,9 @@ class TextTask:
     length: int = 128
     held_out: float = 0.1
     seed: int = 0
+    mixture: tuple[str, ...] = ()
+    packing: Literal["apart", "joined"] | None = None
+    text_field: str = "text"
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokenizer, OwnTokenizer):
@@ -119,6 +128,34 @@ class TextTask:
         positive("held_out", self.held_out)
         if self.held_out > 0.5:
             raise InputError(f"held_out {self.held_out} is more than half of the text", hint="0.1")
+        if self.packing is not None:
+            one_of("packing", self.packing, ("apart", "joined"))
+        if self.mixture and self.path:
+            raise InputError(
+                "a path and a mixture", hint="give the corpora in task.mixture, and no task.path"
+            )
+        self.shares()
+
+    def shares(self) -> tuple[tuple[str, float], ...]:
+        """Return the corpora of the mixture with their weights; 1 where none is given."""
+        found: dict[str, float] = {}
+        for text in self.mixture:
+            path, equals, weight = text.rpartition("=")
+            path, weight = (path, weight) if equals else (text, "1")
+            value = parse_share(f"the weight of {path}", weight)
+            positive(f"the weight of {path}", value)
+            if not path or path in found:
+                raise InputError(
+                    f"the mixture names {path or 'nothing'} {'twice' if path else ''}".rstrip(),
+                    hint='task.mixture=["corpora/prose=3","corpora/code=1"]',
+                )
+            found[path] = value
+        smallest = min(found.values(), default=1.0) / (sum(found.values()) or 1.0)
+        if smallest < SMALLEST_SHARE:
+            raise InputError(
+                f"a weight is {smallest:.2g} of all", hint=f"{SMALLEST_SHARE} is the least"
+            )
+        return tuple(found.items())
 
 
 LANGUAGES = ("de", "en", "es", "fr")
@@ -213,7 +250,7 @@ TASK_SUMMARIES: dict[str, str] = {
     "mod-3": "follow a machine that counts modulo 3, with exact answers",
     "brackets": "follow nested brackets, four deep, with exact answers",
     "fsm": "follow a random machine of four states, with exact answers",
-    "text": "predict a text: Python's manuals, or task.path=FILE",
+    "text": "predict a text: Python's manuals, or task.path=PATH",
     "lm": "a language model of 0.3 M parameters, minutes on a CPU",
     "lm-modern": "the same with rotary positions and grouped keys",
     "lm-moe": "the same with a mixture of experts",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glassformer.data.rng import Sampler
 from glassformer.data.task import Task
 from glassformer.spec.train import TrainSpec
 from glassformer.training.engine import Engine, StepResult
@@ -60,17 +59,12 @@ def fit(
     ahead of the records; it never does so past a step after which the run evaluates or saves, nor
     once `stopping` returns True.
     """
-    sampler = Sampler(
-        task.sizes()["train"],
-        batch_size=train.batch_size,
-        seed=train.seed,
-        lengths=task.lengths("train"),
-    )
+    order = task.order(batch_size=train.batch_size, seed=train.seed)
     waiting: deque[tuple[int, float, Callable[[], StepResult]]] = deque()
     began = time.perf_counter()
     for step in range(start, train.steps):
         first = step * train.accumulate
-        batches = [task.batch("train", sampler.rows(first + i)) for i in range(train.accumulate)]
+        batches = [task.batch("train", order.rows(first + i)) for i in range(train.accumulate)]
         lr = train.learning_rate(step)
         read = engine.submit(batches, lr=lr, seed=step_seed(train.seed, step))
         waiting.append((step + 1, lr, read))

@@ -6,7 +6,6 @@ It trains an engine that the caller makes for this purpose.
 import math
 from dataclasses import dataclass
 
-from glassformer.data.rng import Sampler
 from glassformer.data.task import Task
 from glassformer.spec.errors import InputError
 from glassformer.spec.train import TrainSpec
@@ -49,16 +48,11 @@ def find_rate(
             f"a range test from {lowest} to {highest} in {steps} steps",
             hint=f"0 < lowest < highest, and more than {2 * BURN_IN} steps",
         )
-    sampler = Sampler(
-        task.sizes()["train"],
-        batch_size=train.batch_size,
-        seed=train.seed,
-        lengths=task.lengths("train"),
-    )
+    order = task.order(batch_size=train.batch_size, seed=train.seed)
     smooth, curve, best = 0.0, [], math.inf
     for i in range(steps):
         rate = lowest * (highest / lowest) ** (i / (steps - 1))
-        batch = task.batch("train", sampler.rows(i))
+        batch = task.batch("train", order.rows(i))
         result = engine.step([batch], lr=rate, seed=step_seed(train.seed, i))
         if not result.applied:
             break

@@ -7,11 +7,12 @@ there is ever run.
 import json
 from pathlib import Path
 
-from glassformer.adapters.folder.files import ORIGIN
+from glassformer.adapters.folder.files import ORIGIN, read_sidecar
 from glassformer.adapters.gguf.header import is_gguf, read_head
 from glassformer.adapters.gguf.hf_files import why_no_tokenizer
-from glassformer.adapters.tokenizers.files import FILE_LIMIT
+from glassformer.adapters.tokenizers.files import CONFIG, FILE_LIMIT
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
+from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import FileError, InputError
@@ -88,7 +89,11 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     if is_native(folder) and (folder / "tokenizer.json").is_file():
         text = (folder / "tokenizer.json").read_bytes()
         try:
-            return tokenizer_from_json(text.decode())
+            tokenizer = tokenizer_from_json(text.decode())
+            ends = read_sidecar(folder, CONFIG)
+            if isinstance(tokenizer, BytePairs) and ends:
+                return tokenizer.with_config(ends)
+            return tokenizer
         except (InputError, UnicodeDecodeError) as error:
             raise FileError(f"tokenizer.json: {error}", where=str(folder)) from error
     place = origin_of(folder)

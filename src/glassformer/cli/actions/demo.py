@@ -24,9 +24,9 @@ from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.threads import taking
 from glassformer.lab import api
+from glassformer.lab.bar import Bar
 from glassformer.lab.measure.exact_match import Decoded, answers, decode_split, wanted
 from glassformer.lab.recipes import plan_run
-from glassformer.lab.runs.progress import Bar
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.threads import threads_of_run
 from glassformer.lens.inspection import inspect

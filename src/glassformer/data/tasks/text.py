@@ -129,6 +129,22 @@ FORMAT = 1  # version of the files in the cache; another number makes new ones
 LONGEST_LINE = 1_000  # characters that pieces are learned from at once
 
 
+#: For the small model below; the recipe `lm` trains for longer.
+SHORT_TRAINING = TrainSpec(steps=600, batch_size=16, lr=3e-3, schedule=CosineSchedule(warmup=50))
+
+
+def small_model(task: Task) -> ModelSpec:
+    """Return a language model for a text: 0.3 M parameters with 2,000 tokens."""
+    return presets.budget_lm(
+        vocab_size=task.tokenizer.vocab_size,
+        d_model=64,
+        d_ff=172,
+        n_layers=3,
+        n_heads=4,
+        max_seq_len=task.longest(),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One split: its ids, as a memory-mapped file, and how many bytes of text they stand for."""
@@ -174,18 +190,11 @@ class Text(Task):
 
     def model(self) -> ModelSpec:
         """Return a language model of 0.3 M parameters."""
-        return presets.budget_lm(
-            vocab_size=self.tokenizer.vocab_size,
-            d_model=64,
-            d_ff=172,
-            n_layers=3,
-            n_heads=4,
-            max_seq_len=self.longest(),
-        )
+        return small_model(self)
 
     def training(self) -> TrainSpec:
         """Return a short training; the recipe `lm` trains for longer."""
-        return TrainSpec(steps=600, batch_size=16, lr=3e-3, schedule=CosineSchedule(warmup=50))
+        return SHORT_TRAINING
 
     def sizes(self) -> dict[str, int]:
         """Return the number of windows of each part; a window's last target follows it."""
@@ -313,7 +322,7 @@ def _tokenizer(spec: TextTask, texts: Mapping[str, bytes]) -> Tokenizer:
             return Characters.of(text.decode("utf-8") for text in texts.values())
         case "bpe":
             return BytePairs.train(
-                _lines(texts["train"].decode("utf-8")), vocab_size=spec.vocab_size
+                learning_lines(texts["train"].decode("utf-8")), vocab_size=spec.vocab_size
             )
         case OwnTokenizer() as own:
             return Own.trained(own, [texts["train"].decode("utf-8")])
@@ -321,7 +330,7 @@ def _tokenizer(spec: TextTask, texts: Mapping[str, bytes]) -> Tokenizer:
             assert_never(unreachable)
 
 
-def _lines(text: str) -> Iterator[str]:
+def learning_lines(text: str) -> Iterator[str]:
     """Yield lines to learn pieces from; a long one in parts, at a space if it has one.
 
     The trainer's time for a word grows with the square of its length: a megabyte without a space

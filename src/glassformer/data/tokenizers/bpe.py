@@ -3,7 +3,7 @@
 Its JSON is that library's own format, so that other tools open a checkpoint's `tokenizer.json`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from glassformer.data.tokenizers.vocab import known_id, utf8
@@ -21,8 +21,8 @@ class BytePairs:
         # A text that spells a special token's name means the letters, never the token.
         engine.encode_special_tokens = True
         self._engine = engine
-        self._size = int(engine.get_vocab_size())
         added = engine.get_added_tokens_decoder()
+        self._size = max(int(engine.get_vocab_size()), max(added, default=-1) + 1)
         names = {token.content: int(i) for i, token in added.items() if token.special}
         self.pad, self.bos, self.eos = (names.get(name) for name in ("PAD", "BOS", "EOS"))
 
@@ -67,6 +67,33 @@ class BytePairs:
             return cls(Tokenizer.from_str(text))
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"not a tokenizer of the tokenizers library: {error}") from error
+
+    def with_ends(self, *, bos: int | None, eos: int | None) -> "BytePairs":
+        """Return the same pieces with these ids at a text's beginning and end."""
+        twin = BytePairs(self._engine)
+        twin.bos, twin.eos = bos, eos
+        return twin
+
+    @property
+    def names_its_ends(self) -> bool:
+        """True if the JSON alone says what begins and ends a text: tokens BOS and EOS."""
+        plain = BytePairs(self._engine)
+        return (plain.bos, plain.eos) == (self.bos, self.eos)
+
+    def ends_config(self) -> dict[str, object]:
+        """Return what begins and ends a text, as Hugging Face's tokenizer_config.json says it."""
+        names = {"bos_token": self.bos, "eos_token": self.eos}
+        config = {name: self._engine.id_to_token(i) for name, i in names.items() if i is not None}
+        return {**config, "add_bos_token": self.bos is not None}
+
+    def with_config(self, config: Mapping[str, object]) -> "BytePairs":
+        """Return the same pieces with the ends that `ends_config` wrote."""
+        ids = {
+            name: self._engine.token_to_id(text) if isinstance(text, str) else None
+            for name, text in config.items()
+        }
+        bos = ids.get("bos_token") if config.get("add_bos_token") else None
+        return self.with_ends(bos=bos, eos=ids.get("eos_token"))
 
     @property
     def vocab_size(self) -> int:

@@ -137,6 +137,18 @@ def _class_of(part: OwnTokenizer) -> type[TrainedTokenizer]:
     return kind
 
 
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files that a checkpoint keeps of a tokenizer: `tokenizer.json`.
+
+    Where that does not say which tokens begin and end a text, `tokenizer_config.json` does.
+    """
+    files = {"tokenizer.json": tokenizer.to_json().encode()}
+    if isinstance(tokenizer, BytePairs) and not tokenizer.names_its_ends:
+        text = json.dumps(tokenizer.ends_config(), indent=2) + "\n"
+        files["tokenizer_config.json"] = text.encode()
+    return files
+
+
 KINDS = ("vocab", "characters", "bytes", "own")
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from glassformer.adapters.folder.lora import TUNING, check_base, peft_files, read_peft, read_tuning
-from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
+from glassformer.lab.corpus import built
 from glassformer.lab.finetune.base import Base, open_base
 from glassformer.models.state import weights_of
 from glassformer.nn.lora import apply_lora
@@ -61,11 +61,10 @@ def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | No
     plan = run if isinstance(run, PlannedRun) else PlannedRun(spec=run)
     spec = plan.spec
     if spec.tuning is None:
-        task = plan.task or build_task(spec.task, cache=cache)
+        task = plan.task or built(spec.task, cache=cache)
         check_fit(spec.model, task)
-        files = {"tokenizer.json": task.tokenizer.to_json().encode()}
         engine = build_engine(spec, device=device)
-        return Parts(task=task, engine=engine, files=files, notes=task.notes())
+        return Parts(task=task, engine=engine, files=task.files(), notes=task.notes())
     base = plan.base or open_base(spec.tuning.base)
     plan.base = None
     check_base(base.model, spec.tuning, where=spec.tuning.base)
@@ -78,7 +77,7 @@ def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | No
     elif isinstance(spec.task, FinetuneTask):
         task = base.task(spec.task)
     else:
-        task = build_task(spec.task, cache=cache)
+        task = built(spec.task, cache=cache)
     check_fit(spec.model, task, has_base=True)
     notes = [*task.notes(), trainable(spec.model, spec.tuning)]
     engine = _tuned_engine(spec, base, device=device)

@@ -1,113 +1,18 @@
-"""Progress: a bar on a terminal or in a notebook, greppable lines on stderr elsewhere."""
+"""The progress of a training: a bar where somebody watches, greppable lines on stderr elsewhere."""
 
-import contextlib
-import importlib
-import sys
 import time
-from html import escape
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
+from glassformer.lab.bar import Bar, clock
 from glassformer.lab.runs.artifacts import Sample
 from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved
 from glassformer.training.fit import StepRecord
 
-#: Seconds between two redraws of a bar, in a notebook, and between lines where there is neither.
-LIVE_SECONDS, CELL_SECONDS = 0.1, 0.5
+#: Seconds between lines where there is no bar.
 QUIET_SECONDS = 10.0
 #: The step after which the first line tells how long it will take.
 EARLY = 10
-
-
-def in_notebook() -> bool:
-    """Return True in a notebook's kernel; IPython at a terminal is a terminal."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return getattr(shell, "kernel", None) is not None
-
-
-def is_watched() -> bool:
-    """Return True if somebody may be looking: at a terminal, or at a notebook."""
-    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
-
-
-class Bar:
-    """A bar `title ━━━━━━ 58%  facts`, on a terminal or in a notebook only.
-
-    A terminal's is removed when it is done, a notebook's stays as a line of text. It is redrawn
-    when progress is reported, never by a thread of its own.
-    """
-
-    def __init__(self, title: str, *, total: int, done: int = 0) -> None:
-        self.title, self.total, self.done, self.facts = title, total, done, ""
-        self.in_cell = in_notebook()
-        terminal = not self.in_cell and sys.stderr.isatty()
-        self.live = terminal or self.in_cell
-        self.drawn = 0.0
-        self._cell: Any = None  # the display that a notebook lets us redraw
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=28),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[facts]}", markup=False),
-            console=Console(stderr=True, highlight=False, force_jupyter=False),
-            auto_refresh=False,
-            transient=True,
-            disable=not terminal,
-        )
-        self._task = self._progress.add_task(title, total=total, completed=done, facts="")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-        if self._cell is not None:
-            self._draw_cell()
-
-    def show(self, done: int, facts: str = "") -> None:
-        """Set how much is done, and redraw if it is time."""
-        moment = time.perf_counter()
-        self.done, self.facts = done, facts
-        if not self.live or moment - self.drawn < (CELL_SECONDS if self.in_cell else LIVE_SECONDS):
-            return
-        self.drawn = moment
-        if self.in_cell:
-            self._draw_cell()
-        else:
-            self._progress.update(self._task, completed=done, facts=facts, refresh=True)
-
-    def _draw_cell(self) -> None:
-        """Draw the bar as one line of HTML, where the last one was."""
-        notebook: Any = importlib.import_module("IPython.display")
-        picture = notebook.HTML(
-            f"<div style='font-family:monospace;white-space:pre'>{escape(self.title)} "
-            f"<progress max='{self.total}' value='{self.done}'></progress> "
-            f"{escape(self.facts)}</div>"
-        )
-        if self._cell is None:
-            self._cell = notebook.display(picture, display_id=True)
-        else:
-            self._cell.update(picture)
-
-    def tell(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
-        if self.in_cell:
-            print(text)
-        elif self.live:
-            self._progress.console.print(text, markup=False, soft_wrap=True)
-        else:
-            with contextlib.suppress(OSError):  # nobody can read it: the work goes on
-                print(text, file=sys.stderr, flush=True)
 
 
 class Narrator:
@@ -168,10 +73,3 @@ class Narrator:
                 f"step={step}/{self.steps} loss={self.loss:.4f} {val}"
                 f"lr={self.rate:.2e} tokens/s={speed:,.0f} left={left:.0f}s"
             )
-
-
-def clock(seconds: float) -> str:
-    """Format seconds: 0:07, 12:30, 3:05:00."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

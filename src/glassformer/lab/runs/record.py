@@ -42,6 +42,8 @@ def recorded_hash(folder: Path, spec: tasks.Task) -> str | None:
         file = spec.source
     elif isinstance(spec, tasks.TextTask | tasks.FinetuneTask) and spec.path:
         file = spec.path
+    elif isinstance(spec, tasks.TextTask) and spec.mixture:
+        file = ", ".join(spec.mixture)
     else:
         return None
     directory, data = RunDirectory(folder), None
@@ -161,6 +163,11 @@ def spec_hash(spec: RunSpec) -> str:
     same = to_dict(replace(spec, train=replace(spec.train, steps=1)))
     del same["train"]["probes"]
     same["train"]["compile"] = spec.train.compile == "on"  # a choice of speed, once a boolean
+    if isinstance(spec.task, tasks.TextTask):
+        plain = to_dict(tasks.TextTask())
+        for field in ("mixture", "packing", "text_field"):  # a text had none of these at first
+            if same["task"][field] == plain[field]:
+                del same["task"][field]
     return hashlib.sha256((json.dumps(same, indent=2) + "\n").encode()).hexdigest()
 
 
