@@ -85,8 +85,7 @@ class PreparedCorpus:
 
     def __repr__(self) -> str:
         following = f'  next: gf.train("lm", overrides=["task.path={self.path}"])'
-        return "\n".join([*self.summary(), following])']
-        )
+        return "\n".join([*self.summary(), following])
 
 
 def prepare(
