@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model
+from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model, load_native
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.bar import is_watched
@@ -27,7 +27,14 @@ from glassformer.lab.recipes import (
     usual_name,
 )
 from glassformer.lab.runs.artifacts import engine_stepper
-from glassformer.lab.runs.assemble import Parts, PlannedRun, assemble, check_fit, read_checkpoint
+from glassformer.lab.runs.assemble import (
+    Parts,
+    PlannedRun,
+    assemble,
+    check_fit,
+    check_tokens,
+    read_checkpoint,
+)
 from glassformer.lab.runs.progress import Narrator
 from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
 from glassformer.lab.runs.run import TrainingRun
@@ -271,8 +278,10 @@ def engine_for(
             "a model is measured on a task", hint='evaluate(model, "digits"), or give a run'
         )
     built = built_task(task)
-    bare = load_model(model) if isinstance(model, str | Path) else model_of(adapt(model))
+    adapter = load_native(model) if isinstance(model, str | Path) else adapt(model)
+    bare = model_of(adapter)
     check_fit(bare.spec, built)
+    check_tokens(built, adapter.get_tokenizer(), where=str(model) if isinstance(model, str) else "")
     bare = bare.eval() if device is None else bare.eval().to(device)
     return TorchEngine(bare, TrainSpec(optimizer=SGD())), built
 

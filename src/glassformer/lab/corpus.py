@@ -108,7 +108,7 @@ def prepare(
     Face's library saved. Options that are not given have the defaults of `glass prepare`. The same
     call goes on after a kill, and leaves a corpus that is complete as it is.
     """
-    given = {
+    given: dict[str, Any] = {
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "vocab_size": vocab_size,
         "sample": sample,

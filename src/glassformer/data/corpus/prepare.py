@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +56,9 @@ GROUP, GROUP_PER_CORE, AHEAD = 1 << 20, 1 << 17, 3
 SCANNED = 1 << 25
 #: How much longer a text is than a compressed file of it, about; to choose a sample's files.
 UNPACKED = 4
-#: Bytes of a file that a sample takes at least, of those files that it takes anything of.
-SAMPLED = 1 << 16
+#: Bytes of a file that a sample takes at least, of those files that it takes anything of, or this
+#: share of the sample where it is small.
+SAMPLED, FEW_FILES = 1 << 16, 16
 _WHOLE = 1 << 64  # of the hashes that decide what is held out
 
 
@@ -371,12 +373,12 @@ def sample_texts(found: Found, spec: PrepareSpec, threshold: int = 0) -> Iterato
     share, left = spec.sample / max(1, sum(sizes)), spec.sample
     for source, size in zip(found.sources, sizes, strict=True):
         wanted = size * share if share < 1 else float("inf")
-        if wanted < min(SAMPLED, size):
-            if _hash(source.name.encode("utf-8", "surrogateescape"), spec.seed) >= (
-                wanted / min(SAMPLED, size) * _WHOLE
-            ):
+        least = min(size, SAMPLED, spec.sample / FEW_FILES)
+        if wanted < least:
+            name = source.name.encode("utf-8", "surrogateescape")
+            if _hash(name, spec.seed) >= wanted / least * _WHOLE:
                 continue
-            wanted = SAMPLED
+            wanted = least
         for document in read_documents(
             source, text_field=spec.text_field, longest_text=found.longest_text
         ):
@@ -414,9 +416,7 @@ def _units(
 ) -> Iterator[Progress]:
     """Encode what is left, a stretch of text after another; each ends in a line of the journal."""
     dtype = dtype_for(tokenizer.vocab_size)
-    begins = [0]
-    for source in found.sources:
-        begins.append(begins[-1] + source.size)
+    begins = [0, *accumulate(source.size for source in found.sources)]
     tokens = sum(shard.tokens for unit in units for shard in unit.shards)
     writers: dict[str, ShardWriter] = {}
     taken = 0

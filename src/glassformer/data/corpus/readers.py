@@ -256,9 +256,10 @@ def _line_text(line: str, text_field: str, source: Source, number: int) -> str:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"not JSON: {error}", where=where) from error
-    text = data.get(text_field) if isinstance(data, dict) else None
+    fields = data if isinstance(data, dict) else {}
+    text = fields.get(text_field)
     if not isinstance(text, str):
-        keys = [key for key, value in data.items() if isinstance(value, str)] if data else []
+        keys = [key for key, value in fields.items() if isinstance(value, str)]
         raise InputError(
             f"no text under '{text_field}'", where=where, hint=_which_field(text_field, keys)
         )
@@ -440,6 +441,6 @@ def _named_errors(path: Path) -> Iterator[None]:
             f"cannot be read: {error.strerror}", where=str(error.filename or path)
         ) from error
     except (OSError, ValueError) as error:  # also what pyarrow raises
-        known = isinstance(error, OSError) and error.strerror
-        what = f"cannot be read: {error.strerror}" if known else f"is damaged: {str(error)[:200]}"
+        system = error.strerror if isinstance(error, OSError) else None
+        what = f"cannot be read: {system}" if system else f"is damaged: {str(error)[:200]}"
         raise FileError(what, where=str(path), hint="copy it again, or leave it out") from error

@@ -37,7 +37,7 @@ SPLITS = ("train", "val")
 #: Bytes of token ids that are verified at once, and bytes of the sum of each such block.
 BLOCK, SUM = 1 << 16, 16
 INDEX_LIMIT = 1 << 30
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 Ids = NDArray[np.unsignedinteger[Any]]
 

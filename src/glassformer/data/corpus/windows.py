@@ -8,9 +8,12 @@ windows, then through another one.
 """
 
 import hashlib
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +82,6 @@ class Corpus(Task):
         self.spec = spec
         self.name = "text"
         self.apart = spec.packing != "joined"
-        self.temporary: tempfile.TemporaryDirectory[str] | None = None
         indexes = {folder: read_index(Path(folder)) for folder in folders}
         first = next(iter(indexes))
         for folder, index in indexes.items():
@@ -274,7 +276,8 @@ class WindowOrder:
         """Return the corpus of each row, and how many rows before it were of the same."""
         if len(self._windows) == 1:
             return np.zeros(len(numbers), dtype=np.int64), numbers.astype(np.int64)
-        corpora, ranks = np.empty_like(numbers), np.empty_like(numbers)
+        corpora = np.empty(len(numbers), dtype=np.int64)
+        ranks = np.empty(len(numbers), dtype=np.int64)
         for block in np.unique(numbers // BLOCK):
             self._fill(int(block))
             mine = numbers // BLOCK == block
@@ -296,7 +299,7 @@ class WindowOrder:
     def _counts(self, block: int) -> NDArray[np.int64]:
         """Return how many rows of each corpus come before this block."""
         bounds = [int(block * BLOCK * share) for share in self._shares]
-        return np.diff(np.array(bounds, dtype=np.int64))
+        return np.array([after - before for before, after in pairwise(bounds)], dtype=np.int64)
 
 
 def _meaning(index: Index) -> tuple[str, int | None, int | None]:
@@ -396,15 +399,22 @@ def build_corpus(spec: TextTask, *, cache: Path | None = None) -> Corpus:
             "the manuals are one text, in which nothing is packed",
             hint="task.packing goes with task.path or task.mixture",
         )
-    temporary = None
-    if cache is None:
-        temporary = tempfile.TemporaryDirectory(prefix="glass-corpus-")
-        cache = Path(temporary.name)
-    work = cached_corpus(spec, cache=cache)
+    work = cached_corpus(spec, cache=cache or Path())
     if work is None:
         return Corpus(spec, {spec.path: 1.0})
+    if cache is not None:
+        return _prepared(spec, work)
+    temporary = Path(tempfile.mkdtemp(prefix="glass-corpus-"))
+    try:
+        made = _prepared(spec, replace(work, folder=temporary / work.folder.name))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    weakref.finalize(made, shutil.rmtree, temporary, ignore_errors=True)
+    return made
+
+
+def _prepared(spec: TextTask, work: CachedCorpus) -> Corpus:
     for _ in work.preparing():
         pass
-    made = Corpus(spec, {str(work.folder): 1.0})
-    made.temporary = temporary
-    return made
+    return Corpus(spec, {str(work.folder): 1.0})

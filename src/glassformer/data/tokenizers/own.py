@@ -149,6 +149,18 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     return files
 
 
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return True if two tokenizers give every text the same ids."""
+    first, second = one.to_json(), other.to_json()
+    if first == second:
+        return True
+    parts = ("model", "normalizer", "pre_tokenizer", "added_tokens")
+    both = [json.loads(text) for text in (first, second)]
+    return all("model" in data for data in both) and all(
+        both[0].get(part) == both[1].get(part) for part in parts
+    )
+
+
 KINDS = ("vocab", "characters", "bytes", "own")
 
 

@@ -14,6 +14,8 @@ import torch
 
 from glassformer.adapters.folder.lora import TUNING, check_base, peft_files, read_peft, read_tuning
 from glassformer.data.task import Task
+from glassformer.data.tokenizers.own import same_tokens
+from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.corpus import built
 from glassformer.lab.finetune.base import Base, open_base
 from glassformer.models.state import weights_of
@@ -79,6 +81,7 @@ def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | No
     else:
         task = built(spec.task, cache=cache)
     check_fit(spec.model, task, has_base=True)
+    check_tokens(task, base.speech.tokenizer, where=spec.tuning.base)
     notes = [*task.notes(), trainable(spec.model, spec.tuning)]
     engine = _tuned_engine(spec, base, device=device)
     return Parts(task=task, engine=engine, files=base.files, notes=notes)
@@ -150,6 +153,18 @@ def check_fit(model: ModelSpec, task: Task, *, has_base: bool = False) -> None:
             f"the task has sequences of {task.longest()} tokens, the model a max_seq_len of "
             f"{model.max_seq_len}",
             hint=longer if not has_base else f"task.length={model.max_seq_len}",
+        )
+
+
+def check_tokens(task: Task, tokenizer: Tokenizer | None, *, where: str = "") -> None:
+    """Refuse running text in other tokens than the model's: its ids mean something else there."""
+    if not task.is_running_text or tokenizer is None:
+        return
+    if not same_tokens(task.tokenizer, tokenizer):
+        raise InputError(
+            "the text is encoded with another tokenizer than the model's: its ids mean other words",
+            where=where,
+            hint="glass prepare PATH -o FOLDER --tokenizer MODEL encodes it with the model's",
         )
 
 
