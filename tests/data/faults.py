@@ -10,6 +10,9 @@ TRAIN_WALK = "train follows the walk"
 DRAWS = "counted targets are draws from the oracle"
 COMMON = "_probabilities(walk, strings, prefix_NL, states_NL) * spec.examples > 1.0"
 
+CORPUS, ORDER = "data.corpus.windows:Corpus.", "data.corpus.windows:WindowOrder."
+PREPARE = "data.corpus.prepare:"
+
 FAULTS = (
     # labels
     Fault("seq2seq labels not shifted", ANSWERED, SHIFT, "tokens_BT[:] = next_BT", "sequences"),
@@ -78,4 +81,21 @@ FAULTS = (
     Fault("pieces learned from all text", "data.tasks.text:_tokenizer", 'learning_lines(texts["train"].decode("utf-8"))', 'learning_lines(b"".join(texts.values()).decode("utf-8"))', "pieces"),
     Fault("bytes counted as characters", "data.tasks.text:Text._tokens", "_Part(ids[split], len(text))", "_Part(ids[split], len(text.decode()))", "text parts"),
     Fault("val inside train", "data.tasks.text:Text.__init__", '"train": whole[:cut]', '"train": whole', "text parts"),
+    # corpora
+    Fault("corpus labels not shifted", CORPUS + "batch", '{"next": window_BT[:, 1:]}', '{"next": window_BT[:, :-1]}', "corpus windows"),
+    Fault("a document predicts the next one's first token", CORPUS + "batch", "weights_BT[row, ends - 1] = 0.0", "pass", "corpus windows"),
+    Fault("a document begins one token early", CORPUS + "batch", "np.searchsorted(ends, np.arange(shape[1]), side=\"right\")", "np.searchsorted(ends, np.arange(shape[1]) + 1, side=\"right\")", "corpus windows"),
+    Fault("corpus windows overlap", CORPUS + "_places", "(inside - int(part.starts[split][shard])) * self.spec.length", "(inside - int(part.starts[split][shard])) * (self.spec.length - 1)", "corpus windows"),
+    Fault("held-out documents trained on", PREPARE + "_encoded", "_hash(each, spec.seed) < plan.threshold", "_hash(each, spec.seed) > plan.threshold", "corpus documents"),
+    Fault("a corpus without ends", PREPARE + "_Encoder.__call__", "self._end if ended else ()", "()", "corpus documents"),
+    Fault("documents' ends one early", "data.corpus.shards:ShardWriter.add", "self._ends.append(self.tokens)", "self._ends.append(self.tokens - 1)", "corpus documents"),
+    Fault("a shard is read again from its file's beginning", PREPARE + "_units", "close(made.source, made.document.position)", "close(made.source, ())", "corpus stopped"),
+    Fault("a line of JSON read twice", "data.corpus.readers:_lines", "offset + len(line) + 1", "offset + len(line)", "corpus stopped"),
+    Fault("blocks never verified", "data.corpus.shards:OpenShard.read", "if not self.seen[block]:", "if False:", "corpus damage"),
+    Fault("small files never verified", "data.corpus.shards:ShardReader._small", "hashlib.sha256(data).hexdigest() != shard.sha256[ending]", "False", "corpus damage"),
+    Fault("the index never verified", "data.corpus.shards:read_index", "stated != _body_hash(data)", "False", "corpus damage"),
+    Fault("every epoch the same", ORDER + "rows", '("windows", int(corpus), int(epoch))', '("windows", int(corpus), 0)', "corpus epochs"),
+    Fault("rows beyond the corpus folded back", "data.rng:permuted", "outside = found >= np.uint64(size)", "found, outside = found % np.uint64(size), np.zeros(1, bool)", "corpus epochs"),
+    Fault("a mixture begins anew in every block", ORDER + "_fill", "count + np.arange(int(mine.sum()))", "np.arange(int(mine.sum()))", "corpus mixture"),
+    Fault("a mixture of equal shares", ORDER + "__init__", "np.cumsum([0.0, *weights]) / sum(weights)", "np.linspace(0, 1, len(weights) + 1)", "corpus mixture"),
 )  # fmt: skip

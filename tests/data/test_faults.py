@@ -11,6 +11,7 @@ from glassformer.data.tasks.translation import written
 from glassformer.spec.errors import GlassError
 from tests.checks.faults import planted
 from tests.data import (
+    test_corpus,
     test_digits,
     test_fsm,
     test_machine,
@@ -36,6 +37,23 @@ def in_a_folder(check: Callable[[Path], None]) -> Callable[[], None]:
             check(folder)
 
     return run
+
+
+def in_a_corpus(check: Callable[..., None], *, room: bool = False) -> Callable[[], None]:
+    """The corpus is prepared with the fault; `room` for what the check writes itself."""
+
+    def run() -> None:
+        with TemporaryDirectory() as name:
+            root = Path(name)
+            test_corpus.prepare(test_corpus.written("jsonl", root), root / "prepared")
+            (root / "room").mkdir()
+            check(root / "prepared", *([root / "room"] if room else []))
+
+    return run
+
+
+def stopped_corpus(folder: Path, room: Path) -> None:
+    test_corpus.stopping_anywhere_changes_no_bit(room, folder, every=60)
 
 
 def fresh(check: Callable[[], None]) -> Callable[[], None]:
@@ -103,6 +121,12 @@ CHECKS: dict[str, Callable[[], None]] = {
     "text targets": in_a_folder(test_text.targets_are_the_tokens_one_later),
     "text parts": in_a_folder(test_text.parts_are_the_text_in_two),
     "pieces": in_a_folder(test_text.pieces_are_learned_from_the_training_part),
+    "corpus documents": in_a_corpus(test_corpus.documents_are_encoded_and_split_by_their_hash),
+    "corpus windows": in_a_corpus(test_corpus.windows_are_the_shards_with_documents_apart),
+    "corpus stopped": in_a_corpus(stopped_corpus, room=True),
+    "corpus damage": in_a_corpus(test_corpus.damage_is_found_before_it_is_used, room=True),
+    "corpus epochs": test_corpus.an_epoch_is_a_permutation,
+    "corpus mixture": test_corpus.a_mixture_has_its_shares,
 }
 #: What a check says when it is red; anything else is a fault that is not one.
 RED = (AssertionError, GlassError, IndexError, ValueError)
