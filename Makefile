@@ -53,6 +53,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench learning
 	$(BIN)/python -m bench extract
 	$(BIN)/python -m bench language
+	$(BIN)/python -m bench corpus
 	$(BIN)/python -m bench budget
 	$(BIN)/python -m bench diff
 	$(BIN)/python -m bench adapters
