@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from glassformer.data.build_task import build_task
-from glassformer.data.corpus.prepare import Progress, note_lines, preparing
+from glassformer.data.corpus.prepare import ENCODING, Progress, note_lines, preparing
 from glassformer.data.corpus.shards import (
     SPLITS,
     Index,
@@ -186,7 +186,8 @@ def _follow(
         began = told = time.perf_counter()
         first: int | None = None
         for done in work:
-            if done.stage != "encoding":
+            if done.stage != ENCODING:
+                bar.drawn = 0.0  # it may take a while: shown at once
                 bar.show(0, done.stage)
                 continue
             now = time.perf_counter()

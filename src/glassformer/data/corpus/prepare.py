@@ -48,8 +48,11 @@ from glassformer.data.tokenizers.vocab import Bytes, Characters, Tokenizer
 from glassformer.spec.corpus import OWN_TOKENIZERS, PrepareSpec
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.serialize import to_dict
+from glassformer.spec.units import format_bytes
 
 JOURNAL = "preparing.jsonl"
+#: The stage of the work that takes the time.
+ENCODING = "encoding"
 #: Bytes of text that are encoded by one call, at least, and for every core; calls at a time.
 GROUP, GROUP_PER_CORE, AHEAD = 1 << 20, 1 << 17, 3
 #: A corpus of at most so many bytes is read once before, to be sure that something is held out.
@@ -288,7 +291,8 @@ def _planned(
         threshold = _dividing(found, spec, threshold)
     sample: dict[str, Any] = {}
     if tokenizer is None:
-        yield Progress("learning tokens", 0, found.size)
+        words = f"learning a tokenizer from up to {format_bytes(spec.sample)}"
+        yield Progress(words if spec.tokenizer == "bpe" else "reading", 0, found.size)
         tokenizer, sample = _made(found, spec, threshold)
     plan = _Plan(
         request=request,
@@ -435,7 +439,7 @@ def _units(
         }
         append_line(folder / JOURNAL, json.dumps(line))
 
-    yield Progress("encoding", begins[source], begins[-1], tokens)
+    yield Progress(ENCODING, begins[source], begins[-1], tokens)
     try:
         for made in _encoded(found, spec, plan, tokenizer, dtype, source, position):
             split = "val" if made.held_out else "train"
@@ -450,7 +454,7 @@ def _units(
             done = begins[made.source] + min(
                 made.document.consumed, found.sources[made.source].size
             )
-            yield Progress("encoding", done, begins[-1], tokens)
+            yield Progress(ENCODING, done, begins[-1], tokens)
         close(-1, ())
     finally:
         for writer in writers.values():

@@ -334,7 +334,10 @@ def is_corpus(spec: TextTask) -> bool:
         return False
     if _is_folder_of_shards(path):
         return True
-    found = find_sources([path])
+    try:
+        found = find_sources([path])
+    except InputError:
+        return False  # reading it into memory finds out what is wrong with it, if anything is
     plain = all(source.kind == "text" and not source.packed for source in found.sources)
     return not plain or found.size > LARGEST_IN_MEMORY
 
