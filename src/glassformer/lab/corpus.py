@@ -23,7 +23,7 @@ from glassformer.data.corpus.windows import cached_corpus
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.lab.bar import Bar, clock, is_watched
+from glassformer.lab.bar import LIVE_SECONDS, Bar, clock, is_watched
 from glassformer.spec.corpus import OWN_TOKENIZERS, PrepareSpec
 from glassformer.spec.errors import FileError
 from glassformer.spec.tasks import Task as TaskSpec
@@ -184,23 +184,24 @@ def _follow(
         for note in notes:
             bar.tell(note)
         began = told = time.perf_counter()
+        pause = LIVE_SECONDS if bar.live else QUIET_SECONDS
         first: int | None = None
         for done in work:
+            now = time.perf_counter()
             if done.stage != ENCODING:
                 bar.drawn = 0.0  # it may take a while: shown at once
                 bar.show(0, done.stage)
-                continue
-            now = time.perf_counter()
-            if first is None:
+            elif first is None:
                 first, began = done.done, now
                 bar.resize(done.total)
-            rate = (done.done - first) / max(1e-9, now - began)
-            left = (done.total - done.done) / rate if rate else 0.0
-            facts = (
-                f"{format_bytes(done.done)} of {format_bytes(done.total)}  {done.tokens:,} tokens"
-                f"  {format_bytes(rate)}/s  {clock(left)} left"
-            )
-            bar.show(done.done, facts)
-            if not bar.live and now - told >= QUIET_SECONDS:
+            elif now - told >= pause:
                 told = now
-                bar.tell(facts)
+                rate = (done.done - first) / (now - began)
+                left = (done.total - done.done) / rate if rate else 0.0
+                facts = (
+                    f"{format_bytes(done.done)} of {format_bytes(done.total)}"
+                    f"  {done.tokens:,} tokens  {format_bytes(rate)}/s  {clock(left)} left"
+                )
+                bar.show(done.done, facts)
+                if not bar.live:
+                    bar.tell(facts)

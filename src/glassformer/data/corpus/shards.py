@@ -17,6 +17,7 @@ is used that was not verified, and opening takes no longer for a larger corpus. 
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +102,7 @@ class ShardWriter:
         self._folder, self.name, self._dtype = folder, name, _DTYPES[dtype]
         self._file: IO[bytes] = (folder / f".{name}.bin.tmp").open("wb")
         self._hash, self._waiting = hashlib.sha256(), bytearray()
-        self._ends: list[int] = []
+        self._ends = array("Q")  # eight bytes each: a shard may hold millions
         self._sums: list[bytes] = []
         self.tokens = self.text_bytes = 0
 
