@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.data.batch import Batch, Ints
-from glassformer.data.rng import Sampler
 from glassformer.data.task import Task
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model, build
@@ -337,13 +336,8 @@ def fit_stack(
     The caller takes members out by `engine.leave`; the loop ends with the last one. A member's
     `seconds` are its share of the stack's.
     """
-    samplers = [
-        Sampler(
-            task.sizes()["train"],
-            batch_size=run.train.batch_size,
-            seed=run.train.seed,
-            lengths=task.lengths("train"),
-        )
+    orders = [
+        task.order(batch_size=run.train.batch_size, seed=run.train.seed)
         for task, run in zip(tasks, engine.runs, strict=True)
     ]
     steps = list(starts)
@@ -353,9 +347,7 @@ def fit_stack(
     while live := [m for m in engine.live if steps[m] < engine.runs[m].train.steps]:
         told = {m: (steps[m] + 1, engine.runs[m].train.learning_rate(steps[m])) for m in live}
         rows = {
-            m: [
-                samplers[m].rows(steps[m] * engine.accumulate + i) for i in range(engine.accumulate)
-            ]
+            m: [orders[m].rows(steps[m] * engine.accumulate + i) for i in range(engine.accumulate)]
             for m in live
         }
         work: Mapping[int, Work] | Joint | None = _joint(engine, tasks, rows, told)

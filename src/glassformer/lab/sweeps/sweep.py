@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.lab.recipes import usual_name
-from glassformer.lab.runs.progress import Bar, clock, is_watched
 from glassformer.lab.sweeps import report
 from glassformer.lab.sweeps.executors import (
     Job,
