@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from glassformer.spec.finetune import LoRA
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import AdamW, TrainSpec
-from glassformer.training.fit import StepRecord
+from glassformer.training.fit import StepRecord, fit
 from glassformer.training.torch_engine import TorchEngine
 
 
@@ -81,6 +82,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--sizes", nargs="*", default=[*SIZES], choices=[*SIZES], help="which shapes"
     )
     parser.add_argument("--loops", nargs="*", default=["lm", "lm-10m"], help="recipes, whole loop")
+    parser.add_argument(
+        "--parity", nargs="*", default=["text", "reverse"], help="recipes, recorded against plain"
+    )
     parser.add_argument("--sides", nargs="*", help="only these")
     parser.add_argument("--lora", action=argparse.BooleanOptionalAction, default=True, help="LoRA")
 
@@ -355,17 +359,16 @@ def lora_rows(device: str, *, quick: bool) -> Iterator[Row]:
     steps = 5 if device == "cuda" else 1
     built: dict[str, Callable[[], object]] = {}
     peaks: dict[str, float] = {}
-    for name, make in (
-        (
-            "transformers + peft, compiled",
-            lambda: peft_lora(shape, device, packed=False, steps=steps),
+    sides = {
+        "transformers + peft, compiled": lambda: peft_lora(
+            shape, device, packed=False, steps=steps
         ),
-        (
-            "the same, examples kept apart",
-            lambda: peft_lora(shape, device, packed=True, steps=steps),
-        ),
-        ("ours", lambda: our_lora(shape, device, steps=steps)),
-    ):
+        "the same, examples kept apart": lambda: peft_lora(shape, device, packed=True, steps=steps),
+        "ours": lambda: our_lora(shape, device, steps=steps),
+    }
+    if quick:
+        del sides["the same, examples kept apart"]
+    for name, make in sides.items():
         if device == "cuda":
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -467,6 +470,24 @@ def loop_rows(recipe: str, device: str, steps: int) -> Iterator[Row]:
     }
 
 
+def parity_rows(recipe: str, steps: int) -> Iterator[Row]:
+    """The losses of the recorded step beside the plain one, float32, no dropout: the worst gap."""
+    given = [f"train.steps={steps}", "train.precision=float32", "model.decoder.dropout=0"]
+    with TemporaryDirectory() as folder:
+        planned = plan_run(recipe, given, cache=Path(folder))
+        losses = []
+        for compile in ("on", "off"):
+            train = replace(planned.spec.train, compile=compile)
+            engine = TorchEngine.fresh(planned.spec.model, train, device="cuda")
+            losses.append([record.loss for record in fit(engine, planned.task, train)])
+    gaps = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(*losses, strict=True)]
+    yield said(
+        "training",
+        f"{recipe}: losses of {steps} steps, compiled and recorded against plain, float32",
+        f"worst relative gap {max(gaps):.1e}, at step {gaps.index(max(gaps)) + 1}",
+    )
+
+
 def run(*, device: str = "cpu", quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
     """Rows of every size and loop; the ratio is to the first side, of the loop to its bare step."""
     yield said("training", "a large matrix product", f"{peak_product(device):.3g} TFLOP/s")
@@ -476,5 +497,7 @@ def run(*, device: str = "cpu", quick: bool = False, asked: argparse.Namespace) 
             yield from step_rows(name, device, asked)
     if asked.lora:
         yield from lora_rows(device, quick=quick)
+    for recipe in asked.parity if device == "cuda" else ():
+        yield from parity_rows(recipe, 200)
     for recipe in asked.loops if not quick else asked.loops[:1]:
         yield from loop_rows(recipe, device, 40 if quick or device == "cpu" else 400)

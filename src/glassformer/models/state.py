@@ -38,7 +38,7 @@ def weights_of(model: Model, *, rules: Rules | None = None) -> dict[str, np.ndar
             f"the model has no plain weights for {lacking[0]} and {len(lacking) - 1} more",
             hint="a quantized model: quant.dequantize_model first",
         )
-    return {name: array_of(own[name].detach()) for name in names}
+    return arrays_of({name: own[name] for name in names})
 
 
 def weights_hash(model: Model) -> str:
@@ -75,13 +75,28 @@ def dtype_of(arrays: Mapping[str, np.ndarray]) -> torch.dtype:
     return max(found, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
 
 
+def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Copy tensors to NumPy; from a GPU through pinned memory, waiting once for all of them."""
+    here = {}
+    for name, tensor in tensors.items():
+        given = tensor.detach().contiguous()
+        here[name] = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda)
+        here[name].copy_(given, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return {name: _numpy(tensor) for name, tensor in here.items()}
+
+
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """Copy a tensor to NumPy."""
-    tensor = tensor.cpu().contiguous()
-    opaque = OPAQUE.get(str(tensor.dtype).removeprefix("torch."))
+    return arrays_of({"": tensor})[""]
+
+
+def _numpy(here: torch.Tensor) -> np.ndarray:
+    opaque = OPAQUE.get(str(here.dtype).removeprefix("torch."))
     if opaque is not None:
-        return tensor.view(_RAW[tensor.itemsize]).numpy().copy().view(opaque)
-    return tensor.numpy().copy()
+        return here.view(_RAW[here.itemsize]).numpy().view(opaque)
+    return here.numpy()
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:

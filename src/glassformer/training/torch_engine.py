@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glassformer.data.batch import Batch
 from glassformer.models.model import Model, build
-from glassformer.models.state import load_weights, weights_of
+from glassformer.models.state import arrays_of, load_weights, weights_of
 from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.norm import as_float
 from glassformer.spec.checks import check_tree
@@ -253,7 +253,7 @@ class TorchEngine:
             self.recorded.forget()
 
     def state(self) -> Arrays:
-        arrays: Arrays = {"steps": np.array(self.steps)}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             for optimizer, _ in self.optimizers:
                 for kind, value in optimizer.state.get(parameter, {}).items():
@@ -264,8 +264,8 @@ class TorchEngine:
                             hint="keep it as a tensor, so that a resumed run goes on alike",
                         )
                     if isinstance(value, Tensor):
-                        arrays[f"{kind}.{name}"] = value.detach().cpu().numpy().copy()
-        return arrays
+                        tensors[f"{kind}.{name}"] = value
+        return {"steps": np.array(self.steps), **arrays_of(tensors)}
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         self.steps = int(arrays["steps"])

@@ -9,7 +9,7 @@ import io
 import json
 import math
 import textwrap
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -39,6 +39,8 @@ CHUNK = 256
 ERRORS, TOKENS, BEFORE = 20, 48, 24
 #: Pairs of right and predicted tokens that are kept, the most frequent ones.
 CONFUSED = 12
+#: Bits of a token in a number that stands for two.
+PAIR = 32
 #: Positions of an answer that are counted one by one; beyond, each range is as long as all before.
 SINGLE = 16
 
@@ -189,7 +191,11 @@ class _Tally:
         self.judged = 0.0
         self.errors: list[dict[str, Any]] = []
         self.places = np.zeros((0, 2), dtype=np.int64)  # right and all, by position in the answer
-        self.confused: Counter[tuple[int, int]] = Counter()  # wrong ones: (target, predicted)
+        # Wrong tokens: each pair of target and prediction as one number, and how often it occurs.
+        self.confused: tuple[NDArray[np.int64], NDArray[np.int64]] = (
+            np.zeros(0, dtype=np.int64),
+            np.zeros(0, dtype=np.int64),
+        )
 
     def add(
         self, batch: Batch, judged: Mapping[str, Judged]
@@ -231,11 +237,12 @@ class _Tally:
         self.places = np.pad(self.places, ((0, max(0, longer)), (0, 0)))
         for column, chosen_BT in ((1, counted_BT), (0, counted_BT & ~wrong_BT)):
             self.places[:, column] += np.bincount(place_BT[chosen_BT], minlength=len(self.places))
-        targets, answers = target_BT[wrong_BT].astype(np.int64), predicted_BT[wrong_BT]
-        classes = int(answers.max(initial=0)) + 1
-        pairs, counts = np.unique(targets * classes + answers, return_counts=True)
-        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
-            self.confused[divmod(pair, classes)] += count
+        pairs = (target_BT[wrong_BT].astype(np.int64) << PAIR) + predicted_BT[wrong_BT]
+        new, counts = np.unique(pairs, return_counts=True)
+        known, before = self.confused
+        every, place = np.unique(np.concatenate([known, new]), return_inverse=True)
+        sums = np.bincount(place, weights=np.concatenate([before, counts]), minlength=len(every))
+        self.confused = every, sums.astype(np.int64)
 
     def add_groups(
         self,
@@ -368,12 +375,17 @@ def _tokens(tally: _Tally, task: Task) -> dict[str, Any]:
         label = str(end) if end == first + 1 else f"{first + 1} to {end}"
         positions.append({"position": label, "accuracy": right / max(1, all_), "count": all_})
     named = token_namer(task, tally.primary)
-    confused = sorted(tally.confused.items(), key=lambda item: (-item[1], item[0]))[:CONFUSED]
+    pairs, counts = tally.confused
+    most = np.lexsort((pairs, -counts))[:CONFUSED]
     return {
         "positions": positions,
         "confused": [
-            {"target": named(target), "predicted": named(predicted), "count": count}
-            for (target, predicted), count in confused
+            {
+                "target": named(pair >> PAIR),
+                "predicted": named(pair & ((1 << PAIR) - 1)),
+                "count": count,
+            }
+            for pair, count in zip(pairs[most].tolist(), counts[most].tolist(), strict=True)
         ],
     }
 
