@@ -83,7 +83,7 @@ def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
         here[name] = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda)
         here[name].copy_(given, non_blocking=True)
     if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return {name: _numpy(tensor) for name, tensor in here.items()}
 
 
