@@ -12,9 +12,10 @@ demo: $(CORE)
 	@echo
 	@echo 'The command glass is in $(BIN); to have it on the path: . $(BIN)/activate'
 
+# Three workers on two cores: the browser and other processes are waited for a third of the time.
+# Many tests start a new interpreter, so what was compiled is kept.
 test: $(STAMP) tokenizers chromium
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The official Qwen tokenizers (31 MB, checked by their hashes) for the tests that need them.
 tokenizers: $(STAMP)

@@ -1,6 +1,7 @@
 """`glass` as a command in a process of its own, forked: torch is loaded already, which takes most
 of the time of a command that starts from nothing."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ def glass(
     *words: str, folder: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in that folder, with these variables instead of ours; wait for its end."""
+    importlib.import_module("torch._dynamo")  # seconds, which every child that trains would take
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -3,10 +3,13 @@
 `GLASS_TEST_SEED=7 make test` draws every model anew: a bound that only one draw keeps shows itself.
 """
 
+import gc
 import os
 import random
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 # Two thread pools on two cores wait for each other; OpenBLAS reads this when NumPy is imported.
@@ -37,12 +40,44 @@ def pytest_runtest_setup() -> None:
     """A test's draws are its own: no other test, and no order of tests, changes them."""
     random.seed(SEED)
     np.random.seed(SEED)
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)
+    if torch.cuda.is_initialized():  # else torch keeps a stack trace of each request for later
+        torch.cuda.manual_seed_all(SEED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The browser last: its server lives on in a thread, and some tests count bytes."""
+    """The browser last: its server lives on in a thread, and some tests fork."""
     items.sort(key=lambda item: "/browser/" in item.path.as_posix())
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: the garbage collector need not look through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that counts bytes gets a process of its own, forked, with no other thread in it."""
+    if pyfuncitem.get_closest_marker("alone") is None:
+        return None
+    wanted = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in wanted}
+    with tempfile.TemporaryFile() as told:
+        child = os.fork()
+        if child == 0:
+            try:
+                pyfuncitem.obj(**arguments)
+            except BaseException:
+                told.write(traceback.format_exc().encode())
+                told.flush()
+            finally:
+                os._exit(0)  # nothing of pytest's may run here
+        _, status = os.waitpid(child, 0)
+        told.seek(0)
+        failure = told.read().decode()
+    assert status == 0 and not failure, failure or f"ended by signal {status}"
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,14 @@ from pathlib import Path
 import pytest
 import uvicorn
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    Request,
+    sync_playwright,
+)
 
 from glassformer.web.app.server import create_app
 from tests.browser.laboratory import train_all
@@ -103,6 +110,48 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+def new_context(browser: Browser, theme: str) -> BrowserContext:
+    """A browser context of its own: storage, permissions, the theme that is chosen at first."""
+    context = browser.new_context(
+        reduced_motion="reduce", permissions=["clipboard-read", "clipboard-write"]
+    )
+    context.set_default_timeout(15_000)
+    context.add_init_script(
+        f"localStorage.getItem('glass-theme') ?? localStorage.setItem('glass-theme', '{theme}')"
+    )
+    return context
+
+
+@dataclass
+class Tabs:
+    """A tab for each theme, used by test after test: a new window takes longer than most tests."""
+
+    browser: Browser
+    kept: dict[str, Page] = field(default_factory=dict)
+
+    def take(self, theme: str) -> Page:
+        """The kept tab, empty, while nobody else has it; else one in a context of its own."""
+        return self.kept.pop(theme, None) or new_context(self.browser, theme).new_page()
+
+    def give_back(self, page: Page, theme: str) -> None:
+        """Empty the tab and its storage; close it where there is one already."""
+        if theme in self.kept or page.is_closed():
+            page.context.close()
+            return
+        for other in page.context.pages:
+            if other is not page:
+                other.close()
+        page.evaluate("localStorage.clear(); sessionStorage.clear()")
+        page.goto("about:blank")
+        self.kept[theme] = page
+
+
+@pytest.fixture(scope="package")
+def tabs(browser: Browser) -> Tabs:
+    """The tabs of this browser."""
+    return Tabs(browser)
+
+
 @dataclass
 class Watch:
     """What a page must not do, and each request that it made."""
@@ -116,8 +165,17 @@ class Watch:
     def follow(self, page: Page) -> None:
         """Listen to everything."""
         page.on("console", self._said)
-        page.on("pageerror", lambda error: self.faults.append(f"exception: {error}"))
+        page.on("pageerror", self._raised)
         page.on("request", self._asked)
+
+    def leave(self, page: Page) -> None:
+        """Listen no longer."""
+        page.remove_listener("console", self._said)
+        page.remove_listener("pageerror", self._raised)
+        page.remove_listener("request", self._asked)
+
+    def _raised(self, error: Exception) -> None:
+        self.faults.append(f"exception: {error}")
 
     def _said(self, message: ConsoleMessage) -> None:
         expected = any(f"status of {status}" in message.text for status in self.expected)
@@ -141,29 +199,22 @@ def watch(site: Site) -> Watch:
 
 
 @pytest.fixture
-def open_page(site: Site, browser: Browser, watch: Watch) -> Iterator[Opener]:
+def open_page(site: Site, tabs: Tabs, watch: Watch) -> Iterator[Opener]:
     """open_page("inspect?run=digits", width=390, theme="dark"); guarded to the end of the test."""
-    contexts = []
+    taken: list[tuple[Page, str]] = []
 
     def opened(route: str = "", *, width: int = 1320, theme: str = "light") -> Page:
-        context = browser.new_context(
-            viewport={"width": width, "height": HEIGHTS.get(width, 900)},
-            reduced_motion="reduce",
-            permissions=["clipboard-read", "clipboard-write"],
-        )
-        context.set_default_timeout(15_000)
-        context.add_init_script(
-            f"localStorage.getItem('glass-theme') ?? localStorage.setItem('glass-theme', '{theme}')"
-        )
-        contexts.append(context)
-        page = context.new_page()
+        page = tabs.take(theme)
+        taken.append((page, theme))
+        page.set_viewport_size({"width": width, "height": HEIGHTS.get(width, 900)})
         watch.follow(page)
         page.goto(site.at(route))
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
+    for page, theme in taken:
+        watch.leave(page)
+        tabs.give_back(page, theme)
     assert not watch.faults, "\n".join(watch.faults)
 
 

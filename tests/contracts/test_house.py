@@ -1,6 +1,7 @@
 """The house: who may import whom, what each package may need, what no file may do."""
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -67,7 +68,12 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(HOUSE.rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every module's syntax tree, by its name."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
 def package_of(module: str) -> str:
@@ -76,10 +82,11 @@ def package_of(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in RANKS else ""
 
 
-def imports(tree: ast.AST) -> set[str]:
+@functools.cache
+def imports(module: str) -> frozenset[str]:
     """Full names of imported modules; `from a import b` gives a.b where that is a module."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(trees()[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -87,7 +94,7 @@ def imports(tree: ast.AST) -> set[str]:
             base = node.module or ""
             below = {f"{base}.{alias.name}" for alias in node.names}
             found |= (below & FILES.keys()) or {base}
-    return found
+    return frozenset(found)
 
 
 def test_every_package_has_a_place_in_the_table():
@@ -100,7 +107,7 @@ def test_imports_go_down_the_ranks(module):
     package = package_of(module)
     if not package:
         return  # the door opens on every room
-    for target in imports(TREES[module]):
+    for target in imports(module):
         if not target.startswith("glassformer"):
             continue
         other = package_of(target)
@@ -117,15 +124,15 @@ def test_packages_need_only_what_the_table_says(module):
     package = package_of(module)
     if package not in OUTSIDE:
         return
-    outside = {name.split(".")[0] for name in imports(TREES[module])} - {"glassformer"}
+    outside = {name.split(".")[0] for name in imports(module)} - {"glassformer"}
     outside -= sys.stdlib_module_names
     assert outside <= OUTSIDE[package], f"{module} imports {outside - OUTSIDE[package]}"
 
 
 def test_there_is_no_cycle():
     waiting = {
-        name: {target for target in imports(tree) if target in FILES and target != name}
-        for name, tree in TREES.items()
+        name: {target for target in imports(name) if target in FILES and target != name}
+        for name in FILES
         if package_of(name)
     }
     while waiting:
@@ -160,7 +167,7 @@ def needs_first(names: list[str]) -> list[str]:
             return
         if package := name.rpartition(".")[0]:
             visit(package)
-        for target in sorted(imports(TREES[name]) if package_of(name) else ()):
+        for target in sorted(imports(name) if package_of(name) else ()):
             if target in wanted and not f"{target}.".startswith(f"{name}."):
                 visit(target)  # what a package has inside it imports when first used
         ordered[name] = None
@@ -257,7 +264,7 @@ def dotted(node: ast.AST) -> str:
 @pytest.mark.parametrize("module", FILES)
 def test_nothing_dangerous_is_called(module):
     """No pickle in any dress, no code made of text, no waiting for a GPU outside bench/."""
-    assert not {name.split(".")[0] for name in imports(TREES[module])} & {
+    assert not {name.split(".")[0] for name in imports(module)} & {
         "pickle",
         "cPickle",
         "dill",
@@ -266,7 +273,7 @@ def test_nothing_dangerous_is_called(module):
         "shelve",
         "marshal",
     }
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(trees()[module]):
         if isinstance(node, ast.Call):
             name = dotted(node.func)
             where = f"{module}:{node.lineno} calls {name}"
@@ -278,11 +285,12 @@ def test_nothing_dangerous_is_called(module):
             assert node.value.value is False, module
 
 
+@functools.cache
 def documented_by_contract() -> set[str]:
     """Methods whose docstring stands once, on the protocol or abstract class that they fulfil."""
     return {
         item.name
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         and {"Protocol", "ABC"} & {dotted(base).split(".")[-1] for base in node.bases}
@@ -291,13 +299,10 @@ def documented_by_contract() -> set[str]:
     }
 
 
-CONTRACT = documented_by_contract()
-
-
 @pytest.mark.parametrize("module", FILES)
 def test_what_is_public_is_documented(module):
-    tree, path = TREES[module], FILES[module]
-    bare = []
+    tree, path = trees()[module], FILES[module]
+    bare, contract = [], documented_by_contract()
     if path.stat().st_size and not ast.get_docstring(tree):
         bare.append("the module itself")
 
@@ -307,7 +312,7 @@ def test_what_is_public_is_documented(module):
                 continue
             if node.name.startswith("_"):
                 continue
-            excused = owner and node.name in {"forward", "backward", "extra_repr"} | CONTRACT
+            excused = owner and node.name in {"forward", "backward", "extra_repr"} | contract
             if not excused and not ast.get_docstring(node):
                 bare.append(f"{owner}{node.name}")
             if isinstance(node, ast.ClassDef):
@@ -389,8 +394,8 @@ ONE_IMPORTER = {
 def test_a_module_with_one_importer_has_a_reason():
     """A file that is read with its only importer belongs in it."""
     importers: dict[str, set[str]] = {name: set() for name in FILES}
-    for name, tree in TREES.items():
-        for target in imports(tree):
+    for name in FILES:
+        for target in imports(name):
             if target in importers and target != name:
                 importers[target].add(name)
     alone = {

@@ -74,7 +74,7 @@ from glassformer.spec.quantization import (
 )
 from glassformer.spec.schemes import Int8, Scheme, scheme_bytes
 from glassformer.spec.taps import tap_shapes
-from glassformer.spec.tasks import FinetuneTask, Task
+from glassformer.spec.tasks import FinetuneTask, Task, TextTask, TranslationTask
 from glassformer.spec.train import Muon, Optimizer, RunSpec, Schedule, TrainSpec
 from glassformer.store.checkpoint import load_quantized, save_quantized
 from glassformer.training.numpy_engine import NumpyEngine
@@ -179,6 +179,8 @@ NEEDS: dict[type, dict[str, Any]] = {
     ClassHead: {"num_classes": 5},
     StateHead: {"num_states": 3},
     FinetuneTask: {"path": "data.jsonl"},
+    TextTask: {"tokenizer": "characters"},
+    TranslationTask: {"examples": 600},
     OwnTask: own_part(OwnTask, "Palindromes"),
     OwnOptimizer: own_part(OwnOptimizer, "Lion"),
     OwnPosition: own_part(OwnPosition, "Stripes")

@@ -175,7 +175,7 @@ def hold(folder: Path, ready) -> None:
 
 
 def a_second_writer_is_refused(folder: Path) -> None:
-    fork = multiprocessing.get_context("spawn")
+    fork = multiprocessing.get_context("fork")  # a new interpreter would load torch again
     ready = fork.Event()
     holder = fork.Process(target=hold, args=(folder, ready))
     holder.start()

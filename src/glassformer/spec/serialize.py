@@ -5,6 +5,7 @@ is an error that names the path; all problems of one document are reported toget
 """
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -18,9 +19,14 @@ T = TypeVar("T")
 _BAD = object()  # stands for a value that could not be read; the reason is in the list of problems
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
 def to_dict(node: Any) -> dict[str, Any]:
     """Return plain data for JSON. A node whose field allows several types carries its `kind`."""
-    hints = get_type_hints(type(node))
+    hints = _hints(node.__class__)
     return {
         field.name: _write(getattr(node, field.name), hints[field.name])
         for field in dataclasses.fields(node)
@@ -248,7 +254,7 @@ def _read_node(cls: Any, value: Any, path: str, problems: list[str]) -> Any:
         return _build(lambda: short(float(value)), path, problems)
     if not isinstance(value, Mapping):
         return _bad(problems, path, f"{value!r} is not a table of fields")
-    hints, fields = get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
+    hints, fields = _hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
     for key, item in value.items():
         below = f"{path}.{key}" if path else str(key)

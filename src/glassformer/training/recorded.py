@@ -309,7 +309,7 @@ class RecordedSteps:
             return
         if self.device.type != "cuda":
             with torch.random.fork_rng([]):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)
                 yield
             return
         index = torch.cuda.current_device() if self.device.index is None else self.device.index

@@ -291,7 +291,10 @@ class TorchEngine:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
+            # torch.manual_seed would also format a stack trace for each device that is not there.
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
             yield
 
 
