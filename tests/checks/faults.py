@@ -77,6 +77,7 @@ CACHED = "cached = uncached, token by token"
 GROWING = "growing cache in pieces, reordered = uncached"
 DETERMINISM = "same input, same bits; no dropout in eval"
 DROPOUT = "dropout acts where the spec says"
+TOGETHER = "trained together = trained alone"
 GRADIENTS = "every parameter gets a gradient"
 MANIFEST = "parameters = manifest"
 TAPS = "every tap seen, every edit felt, no hook"
@@ -212,6 +213,11 @@ FAULTS = (
     Fault("at most eight tokens an expert", "nn.ffn:MixtureOfExperts._experts_of", "torch.cat([expert(x) for expert, x in zip(self.experts, groups, strict=True)])", "torch.cat([torch.nn.functional.pad(expert(x[:8]), (0, 0, 0, max(0, len(x) - 8))) for expert, x in zip(self.experts, groups, strict=True)])", "no token is dropped"),
     Fault("a step takes the wrong experts", "generation.fast.projection:FastMixtureOfExperts._chosen", "= self.experts[expert](x_BD[rows])", "= self.experts[expert - 1](x_BD[rows])", STEPS, "moe"),
     Fault("a step forgets the shared expert", "generation.fast.projection:FastMixtureOfExperts.onto", "if self.shared is not None", "if False", STEPS, "moe"),
+    # models trained as one
+    Fault("mixed-up seeds", "training.stacked_step:StackedSteps.submit_all", "for seed in seeds\n", "for seed in reversed(seeds)\n", TOGETHER),
+    Fault("a clipping norm for all", "training.stacked_step:StackedSteps._update", "torch.linalg.vector_norm(grad_MP, dim=1)", "torch.linalg.vector_norm(grad_MP).expand(len(grad_MP))", TOGETHER),
+    Fault("one model's NaN stops the others", "training.stacked_step:StackedSteps._update", 'applied_M & views["live"]', 'applied_M.all() & views["live"]', TOGETHER),
+    Fault("one model's NaN in every loss", "training.stacked_step:StackedSteps._sums", "nll_M = (nll_MR * weights_MR).sum(1)", "nll_M = (nll_MR * weights_MR).sum(1) + 0 * nll_MR.sum()", TOGETHER),
     # dropout, init, files, taps
     Fault("dropout in eval", "nn.block:TransformerBlock.drop", "self.dropout(x_BTD)", "nn.functional.dropout(x_BTD, self.dropout.p)", DETERMINISM, "seq2seq"),
     Fault("attention dropout in eval", "nn.attention:MultiHeadAttention.forward", "self.dropout if self.training else None", "self.dropout", DETERMINISM, "seq2seq"),

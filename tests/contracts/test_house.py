@@ -337,6 +337,7 @@ ONE_IMPORTER = {
     "checks.rows.decoding": "rows about decoding; the catalogue is their table",
     "checks.rows.experts": "rows about mixtures of experts; the catalogue is their table",
     "checks.rows.foreign_cache": "rows about others' caches; the catalogue is their table",
+    "checks.rows.stacked": "rows about models trained as one; the catalogue is their table",
     "checks.rows.foreign_training": "rows about others' training; the catalogue is their table",
     "checks.rows.numpy_parity": "rows that compare the engines; the catalogue is their table",
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",

@@ -27,6 +27,7 @@ from glassformer.checks.rows import (
     own_models,
     parts,
     quantization,
+    stacked,
 )
 from glassformer.checks.subject import Subject
 from glassformer.spec.errors import InputError, nearest
@@ -148,6 +149,19 @@ PART_CHECKS = (
         "beams of random models = brute force",
         "decoding",
         decoding.searches_are_exact,
+        dtypes=(torch.float64,),
+    ),
+    PartCheck(
+        "trained together = trained alone",
+        "stacked",
+        stacked.together_is_alone,
+        dtypes=(torch.float64,),
+    ),
+    PartCheck(
+        "trained together = trained alone, every preset",
+        "stacked",
+        stacked.every_preset_together_is_alone,
+        deep=True,
         dtypes=(torch.float64,),
     ),
     PartCheck(
