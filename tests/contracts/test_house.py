@@ -326,7 +326,6 @@ def test_what_is_public_is_documented(module):
 #: verb runs, so that `--help` needs no torch; a member of a table has the table as its importer.
 ONE_IMPORTER = {
     "checks.causes": "the catalogue of causes; diff finds the place, this file what is wrong there",
-    "training.stacked_step": "the step of a stack; the engine beside it holds, loads and evaluates",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
     "adapters.folder.hub": "the only module that may download",
