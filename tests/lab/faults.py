@@ -34,7 +34,7 @@ FAULTS = (
     Fault("clipping forgotten", BY_HAND, "if self.train.clip:", "if False:", "engines, clipping"),
     Fault("smoothing forgotten", BY_HAND, "label_smoothing=self.train.label_smoothing", "label_smoothing=0.0", "engines, smoothing"),
     Fault("rate not passed on", "training.torch_engine:TorchEngine._update", 'group["lr"] = lr * share', 'group["lr"] = self.train.lr', "engines, AdamW"),
-    Fault("dropout from torch's own generator", "training.torch_engine:TorchEngine._dropout_from", "torch.manual_seed(seed)", "pass", "dropout"),
+    Fault("dropout from torch's own generator", "training.torch_engine:TorchEngine._dropout_from", "torch.default_generator.manual_seed(seed)", "pass", "dropout"),
     # the loop
     Fault("sampler restarted on resume", FIT, "first = step * train.accumulate", "first = (step - start) * train.accumulate", "step by number"),
     Fault("schedule restarted on resume", FIT, "train.learning_rate(step)", "train.learning_rate(step - start)", "step by number"),
