@@ -27,6 +27,7 @@ PAGES = {
     "inspect": ("inspect?run=reverse", ".ranking table"),
     "model": ("model?run=reverse", ".way image"),
     "runs": ("runs", "path.line"),
+    "sweeps": ("sweeps?sweep=rates", ".ranking table"),
     "errors": ("errors?run=reverse", ".examples table"),
     "design": ("design", "glass-landscape[data-ready]"),
     "generate": ("generate?run=text&text=the%20glass&mode=sample", ".page[data-done]"),

@@ -78,7 +78,8 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Path:
             train_all(shared / "runs")
             (shared / "complete").touch()
     runs = tmp_path_factory.mktemp("explorer") / "runs"
-    shutil.copytree(shared / "runs", runs, symlinks=True)
+    for name in ("runs", "sweeps"):
+        shutil.copytree(shared / name, runs.parent / name, symlinks=True)
     return runs
 
 

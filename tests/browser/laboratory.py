@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from glassformer.lab.api import train
+from glassformer.lab.sweeps.sweep import sweep
 
 #: A text of its own, so that the language models' tokens do not depend on the Python version.
 TEXT = "the glass is clear. a head looks back at the word before it. so it goes, and so it goes.\n"
@@ -11,6 +12,11 @@ DIGITS = (
     "task.examples=3000",
     'task.operations=["FIRST","SECOND","LAST","MAX"]',
     "train.batch_size=32",
+)
+#: What a sweep's runs share: hardly trained, so that its ranking has ties.
+SWEPT = (
+    *("task.examples=300", "model.d_model=16", "train.batch_size=16", "train.probes=1"),
+    *("train.evaluate_every=4", "train.checkpoint_every=12", "train.steps=12"),
 )
 SHORT = (*DIGITS, "train.evaluate_every=20", "train.checkpoint_every=20", "train.steps=40")
 
@@ -44,3 +50,14 @@ def train_all(runs: Path) -> None:
         *text, "task.length=512", "train.batch_size=2", "train.steps=2",
         "model.decoder.layers.0.count=6", "model.decoder.layers.0.block.attention.n_heads=8",
     ))  # fmt: skip
+    sweep(
+        "digits",
+        vary={"train.lr": ["1e-3", "1e-2"], "train.clip": ["0.5", "1.0"]},
+        overrides=SWEPT,
+        seeds=2,
+        baseline="lr=1e-3 clip=1.0",
+        name="rates",
+        sweeps=runs.parent / "sweeps",
+        jobs=1,
+        progress=False,
+    )

@@ -367,7 +367,6 @@ ONE_IMPORTER = {
     "lab.smallbench.exams": "the questions; the suite asks them",
     "lab.smallbench.suite": "the suite; one option of evaluate runs it",
     "lab.runs.stack": "many runs as one, public through sweeps; it reads beside the run alone",
-    "lab.sweeps.report": "what a sweep shows; the driver writes it, the statistics need none of it",
     "lens.measure.patching": "a measurement on inspections; public through adapters",
     "lens.measure.roles": "a measurement; the report shows it",
     "lens.measure.token_path": "a measurement with a picture of its own; inspection offers it",
@@ -386,6 +385,7 @@ ONE_IMPORTER = {
     "web.pages.model": "a page with its routes; the server is the table",
     "web.pages.quantize": "a page with its routes; the server is the table",
     "web.pages.runs": "a page with its routes; the server is the table",
+    "web.pages.sweeps": "a page with its routes; the server is the table",
     "web.report.errors": "a section of the report; the document is the table",
     "web.report.inside": "a section of the report; the document is the table",
 }

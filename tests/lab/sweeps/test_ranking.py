@@ -164,6 +164,6 @@ def test_main_effects_of_an_additive_grid():
 def test_a_crossing_is_the_last_time_that_another_was_ahead():
     made = rank(list("ab"), np.array([[1.0, 1.1], [2.0, 2.1]]))
     curves = {0: {10: 5.0, 20: 3.0, 30: 1.0}, 1: {10: 4.0, 20: 2.5, 30: 2.0}}
-    (found,) = crossings(made, curves)
+    (found,) = crossings(made, curves, most=5)
     assert (found.ahead, found.step) == ("b", 20)
-    assert crossings(made, {0: {10: 1.0, 20: 1.0}, 1: {10: 2.0, 20: 2.0}}) == ()
+    assert crossings(made, {0: {10: 1.0, 20: 1.0}, 1: {10: 2.0, 20: 2.0}}, most=5) == ()

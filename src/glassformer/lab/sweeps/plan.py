@@ -4,6 +4,7 @@ The task of a cell is built once for all cells that share it. A cell of a budget
 the solver, for the vocabulary and the length of its task, and keeps what gave way.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,19 +38,52 @@ LISTED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One combination of settings. `notes`: how its budget was met, and what gave way."""
+    """One combination of settings. `notes`: how its budget was met, and what gave way.
+
+    `text` is the complete run as JSON: it is parsed when it is needed, so that a list of hundreds
+    of cells is read at once.
+    """
 
     index: int
     name: str
     settings: Mapping[str, str]
-    spec: RunSpec
+    text: str
     parameters: int
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        name: str,
+        settings: Mapping[str, str],
+        spec: RunSpec,
+        notes: tuple[str, ...] = (),
+    ) -> "Cell":
+        """Make a cell of a run's spec."""
+        return cls(
+            index=index,
+            name=name,
+            settings=dict(settings),
+            text=json.dumps(to_dict(spec)),
+            parameters=count_parameters(spec.model),
+            notes=notes,
+        )
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run of the first seed."""
+        return _parsed(self.text)
 
     def run(self, seed: int) -> RunSpec:
         """Return the run of a seed, counted from 0: its order of the data is that of all cells."""
         train = self.spec.train
         return replace(self.spec, train=replace(train, seed=train.seed + seed))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> RunSpec:
+    return from_dict(RunSpec, json.loads(text))
 
 
 def run_name(cell: int, seed: int) -> str:
@@ -63,12 +97,13 @@ class Plan:
 
     sweep: SweepSpec
     cells: list[Cell] = field(default_factory=list)
+    score: str = field(default="", compare=False)
 
     @property
     def metric(self) -> str:
-        """The score by which cells are ranked."""
-        if self.sweep.metric:
-            return self.sweep.metric
+        """The score by which cells are ranked: as requested, as recorded, or as the task has it."""
+        if self.sweep.metric or self.score:
+            return self.sweep.metric or self.score
         text = bool(self.cells) and all(isinstance(c.spec.task, TextTask) for c in self.cells)
         return "bits_per_byte" if text else "loss"
 
@@ -143,14 +178,7 @@ class Planner:
             spec, notes = self._designed(plan, settings, given)
         if spec.tuning is None:
             check_fit(spec.model, self._task(plan, spec))
-        return Cell(
-            index=index,
-            name=cell_name(settings, self._varied()),
-            settings=dict(settings),
-            spec=spec,
-            parameters=count_parameters(spec.model),
-            notes=notes,
-        )
+        return Cell.of(index, cell_name(settings, self._varied()), settings, spec, notes)
 
     def length(self, spec: RunSpec) -> int:
         """Return the mean length of the task's examples, in tokens."""
@@ -256,9 +284,9 @@ def merged(cells: Sequence[Cell]) -> list[Cell]:
 
     The solver may give one design for two wishes, where whole widths leave it no other.
     """
-    first: dict[RunSpec, list[Cell]] = {}
+    first: dict[str, list[Cell]] = {}
     for cell in cells:
-        first.setdefault(cell.spec, []).append(cell)
+        first.setdefault(cell.text, []).append(cell)
     made = []
     for index, (one, *others) in enumerate(first.values()):
         notes = (*one.notes, *(f"the same design as: {other.name}" for other in others))
@@ -272,11 +300,7 @@ def plan_of_runs(sweep: SweepSpec, runs: Mapping[str, RunSpec], planner: Planner
     for index, (name, spec) in enumerate(runs.items()):
         if spec.tuning is None:
             check_fit(spec.model, planner._task(PlannedRun(spec=spec), spec))
-        count = count_parameters(spec.model)
-        settings = {"run": name}
-        plan.cells.append(
-            Cell(index=index, name=name, settings=settings, spec=spec, parameters=count)
-        )
+        plan.cells.append(Cell.of(index, name, {"run": name}, spec))
     _check_rungs(plan)
     _ = plan.baseline
     return plan
@@ -334,7 +358,7 @@ def plan_files(plan: Plan) -> dict[str, str]:
         "steps": max((cell.spec.train.steps for cell in plan.cells), default=0),
         "cells": cells,
     }
-    lines = "".join(json.dumps(to_dict(cell.spec)) + "\n" for cell in plan.cells)
+    lines = "".join(f"{cell.text}\n" for cell in plan.cells)
     return {"sweep.json": json.dumps(head, indent=1) + "\n", "cells.jsonl": lines}
 
 
@@ -343,14 +367,14 @@ def read_plan(folder: Path) -> Plan:
     try:
         head = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         specs = (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()
-        plan = Plan(from_dict(SweepSpec, head["sweep"]))
+        plan = Plan(from_dict(SweepSpec, head["sweep"]), score=str(head["metric"]))
         for index, (cell, line) in enumerate(zip(head["cells"], specs, strict=True)):
             plan.cells.append(
                 Cell(
                     index=index,
                     name=str(cell["name"]),
                     settings=dict(cell["settings"]),
-                    spec=from_dict(RunSpec, json.loads(line)),
+                    text=line,
                     parameters=int(cell["parameters"]),
                     notes=tuple(cell["notes"]),
                 )

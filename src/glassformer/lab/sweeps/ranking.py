@@ -474,7 +474,7 @@ def main_effects(
 
 
 def crossings(
-    ranking: Ranking, curves: Mapping[int, Mapping[int, float]], *, most: int = 10
+    ranking: Ranking, curves: Mapping[int, Mapping[int, float]], *, most: int
 ) -> tuple[Crossing, ...]:
     """Return for cells below the best until which evaluation their mean was ahead of its mean."""
     if not ranking.rows:

@@ -7,15 +7,21 @@ nodes. Every number comes from `Ranking` or from a run's result.
 import csv
 import io
 import math
+import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import assert_never
 
+from glassformer.budget.question import Budget
 from glassformer.lab.sweeps.executors import Result
 from glassformer.lab.sweeps.plan import Plan, run_name
 from glassformer.lab.sweeps.ranking import Comparison, Ranked, Ranking
 from glassformer.lens.show import palette
 from glassformer.lens.show.block_picture import Element
 from glassformer.lens.show.report_page import Cell, Section, Text, page, say, scrolled, table
+from glassformer.spec.options import options_of
+from glassformer.spec.sweep import Choices, Range, SweepSpec, Values
 
 #: Cells that the terminal lists, and that a picture shows.
 LISTED, DRAWN, CURVES = 40, 60, 8
@@ -143,6 +149,56 @@ def _effects(ranking: Ranking) -> Iterator[str]:
             f"  {name:<{long}}  {effect.effect:+.4f}  ({effect.low:+.4f} to {effect.high:+.4f})"
             f"{'' if sure else '  no effect seen'}"
         )
+
+
+# --- as it is typed -------------------------------------------------------------------------------
+
+
+def commands(sweep: SweepSpec, folder: str) -> dict[str, str]:
+    """Return the sweep as a command and as Python."""
+    vary = {factor.path: _typed(factor.values) for factor in sweep.factors}
+    design = {factor.path: _typed(factor.values) for factor in sweep.designs}
+    own = {o.name: getattr(sweep, o.name) for o in options_of(SweepSpec)}
+    given = {o.name: own[o.name] for o in options_of(SweepSpec) if own[o.name] != o.default}
+    words = ["glass sweep", sweep.what, *(f"{path}={v}" for path, v in vary.items()), *sweep.fixed]
+    flags = {each.name: each for each in options_of(Budget)}
+    for name, text in design.items():
+        if flags[name].typed is bool:
+            spelled = {"tied": {"true": "--tied", "false": "--untied"}}.get(name, {})
+            values = [spelled.get(v, flags[name].flag) for v in text.split(",")]
+            words.append(",".join(values))
+        else:
+            words += [flags[name].flag, text]
+    for name, value in given.items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--{name.replace('_', '-')}", text]
+    words = [word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words]
+    parts = [repr(sweep.what)]
+    parts += [f"vary={vary!r}"] if vary else []
+    parts += [f"overrides={list(sweep.fixed)!r}"] if sweep.fixed else []
+    parts += [f"design={design!r}"] if design else []
+    parts += [f"{name}={value!r}" for name, value in given.items()]
+    name = folder.rpartition("/")[2]
+    python = (
+        f"import glassformer as gf\n\ngf.sweep({', '.join([*parts, f'name={name!r}'])}).ranking"
+    )
+    return {"cli": " ".join([*words, "--name", name]), "python": python}
+
+
+_PLAIN = re.compile(r"glass sweep|[\w@%+=:,./-]+")
+
+
+def _typed(values: Values) -> str:
+    """Return values as they are typed behind `=`."""
+    match values:
+        case Choices():
+            return ",".join(values.values)
+        case Range():
+            whole = f"{values.low:g}..{values.high:g}"
+            step = f"/{values.step}" if values.step > 1 else ""
+            return f"{'log:' if values.log else ''}{whole}{step}"
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 # --- CSV ------------------------------------------------------------------------------------------

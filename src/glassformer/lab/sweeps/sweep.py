@@ -71,6 +71,10 @@ from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
 
 #: Seconds between two lines of progress where there is no terminal.
 QUIET_SECONDS = 10.0
+#: Seconds between two records of the progress, which the page shows.
+RECORD_SECONDS = 1.0
+#: Cells below the best whose curves are held against its.
+CROSSED = 10
 
 
 class Sweep:
@@ -102,6 +106,17 @@ class Sweep:
     def run_path(self, cell: int, seed: int) -> Path:
         """Return the folder of a run, which every command takes."""
         return self.path / "runs" / run_name(cell, seed)
+
+    @classmethod
+    def glance(cls, folder: Path) -> "Sweep":
+        """Open a sweep by its list of results alone: hundreds of cells in a moment."""
+        sweep = cls(folder, read_plan(folder))
+        with contextlib.suppress(OSError):
+            for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short by a kill
+                    found = Result.from_dict(json.loads(line))
+                    sweep.results[found.name] = found
+        return sweep
 
     def read_results(self) -> None:
         """Read what became of each run from its folder."""
@@ -269,11 +284,12 @@ def ranking_of(plan: Plan, results: Mapping[str, Result]) -> Ranking:
     effects: tuple[Effect, ...] = ()
     if plan.sweep.sampler == "grid" and not incomplete:
         effects = main_effects([cell.settings for cell in ranked], values_CS, plan.factors())
-    curves = {cell.index: mean_curve(plan, results, cell.index) for cell in ranked}
+    near = [row.cell for row in made.rows[: CROSSED + 1]]
+    curves = {cell: mean_curve(plan, results, cell) for cell in near}
     return replace(
         made,
         effects=effects,
-        crossings=crossings(made, curves),
+        crossings=crossings(made, curves, most=CROSSED),
         incomplete=tuple(incomplete),
         notes=tuple(_notes(plan, stopped)),
     )
@@ -516,6 +532,7 @@ class _Progress:
         self.running: set[str] = set()
         self.done = self.failed = 0
         self.began = self.told = time.monotonic()
+        self.recorded = 0.0
         self.bar = Bar(sweep.path.name, total=sum(self.goal.values()), done=self.first)
 
     def __enter__(self) -> "_Progress":
@@ -541,13 +558,21 @@ class _Progress:
             if bad and self.shown:
                 cell = self.sweep.plan.cells[int(update.name[1:].partition("-")[0])]
                 self.bar.tell(f"{update.name} ({cell.name}): {update.status}: {update.why}")
-        if self.shown:
-            self._show()
-
-    def _show(self) -> None:
         now, made = time.monotonic(), sum(self.steps.values())
+        if not self.shown and now - self.recorded < RECORD_SECONDS:
+            return
         rate = (made - self.first) / max(1e-9, now - self.began)
         left = (sum(self.goal.values()) - made) / rate if rate > 0 else 0.0
+        if now - self.recorded >= RECORD_SECONDS or not self.running:
+            self.recorded = now
+            self.sweep.directory.write_json(
+                "progress.json",
+                {"running": sorted(self.running), "left": round(left, 1), "steps": self.steps},
+            )
+        if self.shown:
+            self._show(now, made, left)
+
+    def _show(self, now: float, made: int, left: float) -> None:
         facts = (
             f"{self.done}/{len(self.goal)} runs done, {len(self.running)} running, "
             f"{self.failed} failed, {clock(left)} left"

@@ -42,7 +42,7 @@ from glassformer.web.app.query import (
     to_json,
 )
 from glassformer.web.app.workspace import Workspace
-from glassformer.web.pages import design, errors, generate, inspect, model, quantize, runs
+from glassformer.web.pages import design, errors, generate, inspect, model, quantize, runs, sweeps
 
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -271,4 +271,5 @@ ROUTES: tuple[Route, ...] = (
     *design.ROUTES,
     *generate.ROUTES,
     *quantize.ROUTES,
+    *sweeps.ROUTES,
 )

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
 
 
+#: The file that makes a folder a sweep.
+SWEEP = "sweep.json"
+
+
 def kind_of(folder: Path) -> str | None:
     """Return `run`, `model`, or None for a folder that is neither; no file is read."""
     if (folder / MANIFEST).is_file():  # a run's checkpoint has a run.json of its own
@@ -163,9 +167,39 @@ class Workspace:
             raise Unknown("that cannot be the name of a run", hint="letters, digits, . - and _")
         path = self.root / name
         if self._alone or not path.exists() or kind_of(path) is None:
-            raise Unknown(f"there is no run called '{name}'")
-        if not self._inside(path):
+            path = self._run_of_sweep(name)
+        elif not self._inside(path):
             raise Refused(f"'{name}' is a link that leads out of the runs folder")
+        return path
+
+    @property
+    def sweeps(self) -> Path:
+        """The folder of the sweeps: beside that of the runs, or the one that is shown."""
+        shown = any(self.root.glob(f"*/{SWEEP}")) if self.root.is_dir() else False
+        return self.root if shown else self.root.parent / "sweeps"
+
+    @property
+    def sweeps_path(self) -> str:
+        """The folder of the sweeps as commands name it."""
+        return _display_path(self.sweeps)
+
+    def sweep(self, name: str) -> Path:
+        """Return the folder of a sweep."""
+        path = self.sweeps / name
+        if not NAME.fullmatch(name) or not (path / SWEEP).is_file():
+            raise Unknown(f"there is no sweep called '{name[:80]}'")
+        if not path.resolve().is_relative_to(self.sweeps.resolve()):
+            raise Refused(f"'{name}' is a link that leads out of the folder of the sweeps")
+        return path
+
+    def _run_of_sweep(self, name: str) -> Path:
+        """Return the folder of `SWEEP.c003-s1`, a run of a sweep."""
+        sweep, _, run = name.rpartition(".")
+        path = self.sweeps / sweep / "runs" / run
+        if not sweep or kind_of(path) != "run":
+            raise Unknown(f"there is no run called '{name}'")
+        if not path.resolve().is_relative_to(self.sweep(sweep).resolve()):
+            raise Refused(f"'{name}' is a link that leads out of its sweep")
         return path
 
     def run(self, name: str) -> RunDirectory:

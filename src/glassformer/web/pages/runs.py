@@ -48,7 +48,7 @@ def list_runs(query: Query, workspace: Workspace) -> dict[str, Any]:
         row["time"] = None if seconds is None else table.duration(seconds)
         row["date"] = written and time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
         rows.append(row)
-    return {"folder": workspace.display_path, "runs": rows}
+    return {"folder": workspace.display_path, "sweeps": workspace.sweeps_path, "runs": rows}
 
 
 def one_run(query: Query, workspace: Workspace) -> dict[str, Any]:

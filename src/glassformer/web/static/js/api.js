@@ -72,12 +72,14 @@ async function call(path, { method = "GET", body, signal } = {}) {
 
 /** Runs and models that can be opened, and where a page begins: the newest run that has a checkpoint. */
 export async function models() {
-  const { runs, folder } = await get("/api/runs");
+  const { runs, folder, sweeps } = await get("/api/runs");
   const found = runs.filter(({ status }) => status !== "damaged");
   const trained = found.filter((run) => typeof run.best_step === "number").sort((a, b) => b.written - a.written);
   const first = trained[0] ?? found.find(({ kind }) => kind === "model") ?? found[0];
-  return { runs: found, folder, ids: found.map(({ id }) => id), first: first?.id ?? null,
-    paths: Object.fromEntries(found.map(({ id, path }) => [id, path])) };
+  const own = Object.fromEntries(found.map(({ id, path }) => [id, path]));
+  const ofSweep = (id) => /^(.+)[.](c\d+-s\d+)$/.exec(id)?.slice(1).join("/runs/");
+  const paths = new Proxy(own, { get: (_, id) => own[id] ?? (ofSweep(id) && `${sweeps}/${ofSweep(id)}`) });
+  return { runs: found, folder, ids: found.map(({ id }) => id), first: first?.id ?? null, paths };
 }
 
 export const get = async (path, { signal } = {}) => (await call(path, { signal })).json();

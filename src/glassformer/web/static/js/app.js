@@ -10,6 +10,7 @@ const PAGES = {
   inspect: ["Inspect", () => import("./inspect.js")],
   model: ["Model", () => import("./model.js")],
   runs: ["Runs", () => import("./runs.js")],
+  sweeps: ["Sweeps", () => import("./sweeps.js")],
   errors: ["Errors", () => import("./errors.js")],
   design: ["Design", () => import("./design.js")],
   generate: ["Generate", () => import("./generate.js")],
@@ -121,7 +122,7 @@ function carry(run) {
   if (!run) return;
   for (const link of $("pages").children) {
     const { page } = link.dataset;
-    if (!["runs", "design"].includes(page)) link.href = href(page, { run });
+    if (!["runs", "sweeps", "design"].includes(page)) link.href = href(page, { run });
   }
 }
 

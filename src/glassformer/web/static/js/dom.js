@@ -56,9 +56,10 @@ export function field(label, control, { hint, hidden = false } = {}) {
     control, hint && el("span", { class: "hint" }, hint));
 }
 
-/** options: [[value, text], …] or plain strings. */
+/** options: [[value, text], …] or plain strings; a value that is none of them is one more. */
 export function select(options, value, onchange, props) {
-  const made = options.map((each) => {
+  const known = !value || options.some((each) => value === (Array.isArray(each) ? each[0] : each));
+  const made = (known ? options : [value, ...options]).map((each) => {
     const [key, text] = Array.isArray(each) ? each : [each, each];
     return el("option", { value: key }, text);
   });
