@@ -2,8 +2,8 @@
 
 `kills`: a driver gets SIGKILL at a random moment, another one goes on; the ranking and the bytes of
 every run's last weights must be those of the sweep that never died, with no run lost or doubled.
-`Ray`: a cluster of two nodes on this machine; the same table bit for bit, also if a worker is killed
-while it trains (`--ray`, which takes minutes).
+`Ray`: a cluster of two nodes on this machine; the same table bit for bit, also if a worker is
+killed while it trains (`--ray`, which takes minutes).
 """
 
 import argparse

@@ -15,7 +15,7 @@ DIGITS = (
 )
 #: What a sweep's runs share: hardly trained, so that its ranking has ties.
 SWEPT = (
-    *("task.examples=300", "model.d_model=16", "train.batch_size=16", "train.probes=1"),
+    *("task.examples=300", "model.d_model=16", "train.probes=1"),
     *("train.evaluate_every=4", "train.checkpoint_every=12", "train.steps=12"),
 )
 SHORT = (*DIGITS, "train.evaluate_every=20", "train.checkpoint_every=20", "train.steps=40")
@@ -52,10 +52,10 @@ def train_all(runs: Path) -> None:
     ))  # fmt: skip
     sweep(
         "digits",
-        vary={"train.lr": ["1e-3", "1e-2"], "train.clip": ["0.5", "1.0"]},
+        vary={"train.lr": ["1e-3", "1e-2"], "train.batch_size": ["16", "32"]},
         overrides=SWEPT,
         seeds=2,
-        baseline="lr=1e-3 clip=1.0",
+        baseline="lr=1e-3 batch_size=16",
         name="rates",
         sweeps=runs.parent / "sweeps",
         jobs=1,

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from glassformer.lab.sweeps import executors
 from glassformer.lab.sweeps.executors import Job, Result, read_result, run_here, train_job
 from glassformer.lab.sweeps.plan import Planner, make_plan, plan_files, read_plan, run_name
 from glassformer.lab.sweeps.sweep import Sweep, stopped_at, survivors, sweep, sweep_spec
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.serialize import from_dict, to_dict
 from glassformer.spec.sweep import SweepSpec
 
@@ -171,6 +172,53 @@ def test_processes_leave_the_same_bits_even_if_one_dies(done, tmp_path, monkeypa
     for name in ("c000-s0", "c001-s1"):
         last = f"runs/{name}/checkpoints/step-000006/model.safetensors"
         assert (done.path / last).read_bytes() == (other.path / last).read_bytes()
+
+
+def test_a_run_that_comes_back_from_another_machine_is_the_same(done, tmp_path):
+    """What a Ray worker does, here; `python -m bench sweep --ray` does it on a cluster."""
+    spec = done.plan.cells[1].run(0)
+    job = Job(name="c001-s0", folder=tmp_path / "c001-s0", spec=spec, until=4)
+    for until in (4, None):
+        begun = executors._packed(job.folder) if job.folder.is_dir() else b""
+        given = Job(name=job.name, folder=job.folder, spec=spec, until=until)
+        executors._unpack(executors.train_away(given.to_json(), begun, "test"), job.folder)
+    assert read_result("c001-s0", job.folder).scores == done.results["c001-s0"].scores
+    last = "checkpoints/step-000006/model.safetensors"
+    assert (job.folder / last).read_bytes() == (done.run_path(1, 0) / last).read_bytes()
+
+
+def test_without_ray_or_optuna_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MachineError, match=r"glassformer\[sweep\]"):
+        run(tmp_path, jobs=None, ray="local")
+
+
+def test_a_stack_ranks_as_runs_alone_do(done, tmp_path):
+    """Trained as one: the same ranking up to rounding, and folders that every command takes."""
+    stacked = run(tmp_path, baseline="lr=1e-3", jobs=None, stack=True)
+    for ours, theirs in zip(stacked.ranking.rows, done.ranking.rows, strict=True):
+        assert ours.name == theirs.name
+        assert ours.seeds == pytest.approx(theirs.seeds, rel=1e-4)
+    halved = run(tmp_path, name="h", jobs=None, stack=True, rungs=[2, 4], keep=0.5)
+    assert len(halved.ranking.rows) == 1
+    assert halved.results["c000-s0"].step in (2, 6)
+
+
+def test_a_stack_that_fails_is_tried_in_halves(tmp_path, monkeypatch):
+    real, sizes = executors.StackedRuns, []
+
+    def small(specs, folders, **options):
+        sizes.append(len(specs))
+        if len(specs) > 2:
+            raise RuntimeError("CUDA out of memory")
+        return real(specs, folders, **options)
+
+    monkeypatch.setattr(executors, "StackedRuns", small)
+    cell = planned("train.lr=1e-3,1e-2", "train.seed=0").cells[0]
+    jobs = [Job(name=str(i), folder=tmp_path / str(i), spec=cell.run(i)) for i in range(4)]
+    found = [u for u in executors.run_stacked(jobs) if isinstance(u, Result)]
+    assert [one.status for one in found] == ["finished"] * 4
+    assert sizes == [4, 2, 2]
 
 
 @pytest.mark.parametrize("step", [0, 1, 3, 5])

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Seeds that a row of the table links to.
 LINKED = 10
+#: Columns of words; the others are of numbers.
+WORDS = ("cell", "runs")
 
 
 def list_sweeps(query: Query, workspace: Workspace) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def _table(sweep: "Sweep", ranking: "Ranking", name: str) -> Element:
     heads = ["rank", "cell", ranking.metric.replace("_", " "), "±", "behind best"]
     heads += ["vs baseline"] if based else []
     heads += ["parameters", "runs"]
-    head = Element("tr", {}, tuple(Element("th", {"scope": "col"}, (word,)) for word in heads))
+    head = Element("tr", {}, tuple(_head(word) for word in heads))
     body = tuple(_row(sweep, ranking, row, name, based=based) for row in ranking.rows)
     rest = tuple(
         Element("tr", {}, _cells(("", cell, why), span=len(heads) - 2))
@@ -170,6 +172,10 @@ def _table(sweep: "Sweep", ranking: "Ranking", name: str) -> Element:
     table = Element("table", {"class": "data", "aria-label": "Ranking"}, inside)
     props = {"class": "scroll", "tabindex": "0", "role": "group", "aria-label": "Table: ranking"}
     return Element("div", props, (table,))
+
+
+def _head(word: str) -> Element:
+    return Element("th", {"scope": "col"} | ({} if word in WORDS else {"class": "n"}), (word,))
 
 
 def _row(sweep: "Sweep", ranking: "Ranking", row: "Ranked", name: str, *, based: bool) -> Element:
