@@ -25,7 +25,8 @@ class Sweeps {
     }
     if (this.name !== name) {
       this.name = name;
-      fill(this.controls, field("Sweep", select(sweeps, name, (sweep) => this.context.go({ sweep }), { name: "sweep" })));
+      const chooser = select(sweeps, name, (sweep) => this.context.go({ sweep }), { name: "sweep" });
+      fill(this.controls, field("Sweep", chooser));
     }
     await this.#draw();
   }
