@@ -76,8 +76,9 @@ class PreparedCorpus:
         names = {"train": "to train on", "val": "held out"}
         for split in SPLITS:
             index, text = self.index, self.index.text_bytes(split)
+            documents = index.documents(split)
             lines.append(
-                f"  {names[split]:<12} {index.documents(split):>10,} documents"
+                f"  {names[split]:<12} {documents:>10,} document{'s' if documents != 1 else ' '}"
                 f"  {index.tokens(split):>14,} tokens  {format_bytes(text)} of text,"
                 f" {text / index.tokens(split):.2f} bytes a token"
             )
