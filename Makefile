@@ -57,6 +57,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench corpus
 	$(BIN)/python -m bench budget
 	$(BIN)/python -m bench diff
+	$(BIN)/python -m bench doctor
 	$(BIN)/python -m bench adapters
 	$(BIN)/python -m bench generate
 	$(BIN)/python -m bench quant

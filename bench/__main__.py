@@ -21,6 +21,7 @@ def main() -> None:
         "bare",
         "audit_reproductions",
         "clock",
+        "doctor_parts",
         "peers",
         "tiny_models",
         "translation",

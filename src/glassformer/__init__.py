@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from glassformer.adapters.load import load as load
     from glassformer.adapters.load import save as save
     from glassformer.checks.diff import diff as diff
+    from glassformer.checks.doctor import doctor as doctor
     from glassformer.checks.report import verify as verify
+    from glassformer.checks.setups import Setup as Setup
     from glassformer.checks.subject import Subject as Subject
     from glassformer.data.batch import Batch as Batch
     from glassformer.generation.generate import beam_search as beam_search
@@ -71,6 +73,7 @@ _HOME = {
     "ModelSpec": "glassformer.spec.model",
     "QuantSpec": "glassformer.spec.quantization",
     "RunSpec": "glassformer.spec.train",
+    "Setup": "glassformer.checks.setups",
     "Subject": "glassformer.checks.subject",
     "Taps": "glassformer.nn.taps",
     "Sweep": "glassformer.lab.sweeps.sweep",
@@ -83,6 +86,7 @@ _HOME = {
     "design": "glassformer.lab.budget_report",
     "diagram": "glassformer.lens.show.diagram",
     "diff": "glassformer.checks.diff",
+    "doctor": "glassformer.checks.doctor",
     "evaluate": "glassformer.lab.api",
     "export": "glassformer.adapters.any_model",
     "extract": "glassformer.lab.extract",

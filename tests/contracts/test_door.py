@@ -31,6 +31,7 @@ PUBLIC = [
     "finetune",
     "evaluate",
     "diff",
+    "doctor",
     "extract",
     "lr_find",
     "sweep",
@@ -57,6 +58,7 @@ PUBLIC = [
     "Batch",
     "Inputs",
     "Taps",
+    "Setup",
     "Subject",
     "GlassError",
 ]

@@ -29,11 +29,11 @@ RANKS = {
     "quant": 4,
     "lens": 4,
     "adapters": 5,
-    "checks": 6,
     "lab": 6,
-    "named": 7,
-    "web": 7,
-    "cli": 8,
+    "checks": 7,
+    "named": 8,
+    "web": 8,
+    "cli": 9,
 }
 #: Packages that the table gives less than their rank.
 ONLY = {
@@ -326,6 +326,10 @@ def test_what_is_public_is_documented(module):
 #: verb runs, so that `--help` needs no torch; a member of a table has the table as its importer.
 ONE_IMPORTER = {
     "checks.causes": "the catalogue of causes; diff finds the place, this file what is wrong there",
+    "checks.symptoms.examples": "mistakes in the data; doctor is their table",
+    "checks.symptoms.gradients": "mistakes that one backward shows; doctor is their table",
+    "checks.symptoms.steps": "mistakes that some steps of training show; doctor is their table",
+    "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
     "adapters.folder.hub": "the only module that may download",
@@ -343,6 +347,7 @@ ONE_IMPORTER = {
     "cli.actions.convert": "what the verb does",
     "cli.actions.demo": "what the verb does",
     "cli.actions.diff": "what the verb does",
+    "cli.actions.doctor": "what the verb does",
     "cli.actions.design": "what the verb does",
     "cli.actions.evaluate": "what the verb does",
     "cli.actions.explore": "what the verb does",

@@ -2,10 +2,10 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from torch import nn
@@ -92,29 +92,14 @@ class Report:
 
     def junit(self) -> str:
         """Return JUnit XML: a test for each check; what was not offered is skipped."""
-        suite = ElementTree.Element(
-            "testsuite",
-            name="glass verify",
-            tests=str(len(self.findings)),
-            failures=str(self.failed),
-            skipped=str(sum(f.verdict in ("not offered", "raised") for f in self.findings)),
-        )
+        cases = []
         for f in self.findings:
-            case = ElementTree.SubElement(
-                suite,
-                "testcase",
-                classname=f"{f.subject}.{f.group}",
-                name=f.name,
-                time=f"{f.seconds:.4f}",
-            )
             said = f"{f.verdict}: {_number(f.worst)}, allowed {_bar(f)}. {f.note}"
-            if f.failed:
-                ElementTree.SubElement(case, "failure", message=said)
-            elif f.verdict in ("not offered", "raised"):
-                ElementTree.SubElement(case, "skipped", message=f.note)
-            elif f.warned:
-                ElementTree.SubElement(case, "system-out").text = said
-        return ElementTree.tostring(suite, encoding="unicode")
+            outcome = "failed" if f.failed else "warning" if f.warned else "passed"
+            if f.verdict in ("not offered", "raised"):
+                outcome, said = "skipped", f.note
+            cases.append(Case(f"{f.subject}.{f.group}", f.name, f.seconds, outcome, said))
+        return junit_xml("glass verify", cases)
 
     def compare(self, older: Mapping[str, Any]) -> list[str]:
         """Return what changed since an older certificate (`to_dict()`): "was 3e-07, is 2e-03".
@@ -172,6 +157,39 @@ class Report:
         if self.warnings:
             total += f", {self.warnings} warning{'s' * (self.warnings > 1)}"
         return "\n".join([*lines, "", style(total, verdict)])
+
+
+class Case(NamedTuple):
+    """A test of a JUnit report; its outcome is passed, failed, skipped or warning."""
+
+    owner: str
+    name: str
+    seconds: float
+    outcome: str
+    said: str
+
+
+def junit_xml(title: str, cases: Sequence[Case]) -> str:
+    """Return JUnit XML of some cases."""
+    suite = ElementTree.Element(
+        "testsuite",
+        name=title,
+        tests=str(len(cases)),
+        failures=str(sum(case.outcome == "failed" for case in cases)),
+        skipped=str(sum(case.outcome == "skipped" for case in cases)),
+    )
+    for case in cases:
+        test = ElementTree.SubElement(
+            suite, "testcase", classname=case.owner, name=case.name, time=f"{case.seconds:.4f}"
+        )
+        match case.outcome:
+            case "failed":
+                ElementTree.SubElement(test, "failure", message=case.said)
+            case "skipped":
+                ElementTree.SubElement(test, "skipped", message=case.said)
+            case "warning":
+                ElementTree.SubElement(test, "system-out").text = case.said
+    return ElementTree.tostring(suite, encoding="unicode")
 
 
 def _first(findings: Iterable[Finding], group: str) -> int:

@@ -37,7 +37,7 @@ from glassformer.spec.errors import GlassError, InputError, MachineError, neares
 #: The verbs by group: the function of that name in `glassformer.cli.verbs`, `_` for `-`.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Begin": ("demo", "list", "show"),
-    "Train": ("prepare", "design", "lr-find", "train", "finetune", "sweep"),
+    "Train": ("prepare", "design", "doctor", "lr-find", "train", "finetune", "sweep"),
     "Measure": ("evaluate", "runs", "compare", "report"),
     "Use": ("generate", "chat", "explore"),
     "Look inside": ("inspect", "extract"),

@@ -51,10 +51,11 @@ def show(report: Report, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.to_dict(), allow_nan=False))
     else:
-        typer.echo(report.text(_coloured if sys.stdout.isatty() else _plain))
+        typer.echo(report.text(coloured if sys.stdout.isatty() else _plain))
 
 
-def _coloured(text: str, verdict: str) -> str:
+def coloured(text: str, verdict: str) -> str:
+    """Return the text in the colour of its verdict."""
     return typer.style(text, fg=COLOURS.get(verdict, typer.colors.RED))
 
 

@@ -365,7 +365,8 @@ class TrainingRun:
                 raise DivergedError(
                     f"{progress.unapplied} steps in a row were not finite",
                     where=f"step {record.step}; {where}",
-                    hint="lower train.lr, lengthen the warmup, or clip harder",
+                    hint="lower train.lr, lengthen the warmup, or clip harder; "
+                    "{glass doctor|gf.doctor} with the same arguments looks for mistakes",
                 )
             return
         progress.unapplied = 0

@@ -1,0 +1,1 @@
+"""The twenty examinations of `doctor`, by what they look at."""
