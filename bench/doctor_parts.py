@@ -118,14 +118,14 @@ class Noisy(AddedPosition):
 
     def __init__(self, *, max_seq_len: int, d_model: int) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.empty(max_seq_len, d_model))
+        self.grid = nn.Parameter(torch.empty(max_seq_len, d_model))
 
     @classmethod
     def parameters_of(cls, *, max_seq_len: int, d_model: int) -> dict[str, tuple[int, ...]]:
         """What is learned."""
-        return {"table": (max_seq_len, d_model)}
+        return {"grid": (max_seq_len, d_model)}
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
         """A row of the table, and noise."""
-        found = self.table[positions]
+        found = self.grid[positions]
         return found + 0.05 * torch.randn_like(found)

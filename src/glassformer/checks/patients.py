@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -124,6 +125,7 @@ class Rows:
     tokens: list[tuple[int, ...]] = field(default_factory=list)
     answers: list[int | None] = field(default_factory=list)
     counted: list[int | None] = field(default_factory=list)  # targets of each that count
+    labels: Counter[int] = field(default_factory=Counter)  # at every position, of all examples
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -415,12 +417,15 @@ class Patient:
             real = self.real(tokens, mask)
             for i in range(len(tokens)):
                 row = tokens[i] if real is None else tokens[i][real[i]]
-                found.tokens.append(tuple(row.tolist()))
+                last = _last_target(tokens[i], labels[i]) if labels is not None else None
+                found.tokens.append((*row.tolist(), *([] if last is None else [last])))
                 one = labels is not None and labels.ndim == 1 and len(labels) == len(tokens)
                 found.answers.append(int(cast(Tensor, labels)[i]) if one else None)
                 count = None
                 if labels is not None and labels.ndim == 2:
-                    count = int((labels[i] != IGNORED).sum())
+                    known = labels[i][labels[i] != IGNORED]
+                    count = len(known)
+                    found.labels.update(known.tolist())
                 found.counted.append(count)
             if len(found) >= EXAMPLES:
                 break
@@ -609,10 +614,24 @@ class OwnRun(Patient):
                 row = tuple(int(t) for t in side.tokens[i][side.valid[i]])
                 if batch.source is not None:
                     row += tuple(int(t) for t in batch.tokens[i][batch.valid[i]])
+                if head == "next" and batch.source is None and weights[i].any():
+                    row += (int(targets[i][weights[i] > 0][-1]),)  # the input ends before it
                 found.tokens.append(row)
                 found.answers.append(int(targets[i]) if targets.ndim == 1 else None)
                 found.counted.append(int((weights[i] > 0).sum()) if targets.ndim == 2 else None)
         return found
+
+
+def _last_target(tokens_T: Tensor, labels_T: Tensor) -> int | None:
+    """Return the token that ends a text, where it is a target and no longer an input."""
+    if labels_T.shape != tokens_T.shape or len(tokens_T) < 2:
+        return None
+    known = labels_T != IGNORED
+    if not bool(known.any()) or not torch.equal(
+        tokens_T[1:][known[:-1]], labels_T[:-1][known[:-1]]
+    ):
+        return None
+    return int(labels_T[known][-1])
 
 
 def _call_of(tokens: Tensor | None, args: Any, kwargs: Mapping[str, Any], result: Any) -> Call:

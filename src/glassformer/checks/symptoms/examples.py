@@ -127,8 +127,9 @@ def split_leak(p: Patient) -> Symptom:
             f"such as {shown(leaked[0], p.tokenizer)}",
             "split distinct examples: train = [x for x in train if x not in set(val)]",
         )
-    parts = {gram for row in train.tokens for gram in _grams(row)}
-    shared = [row for row in val.tokens if _covered(row, parts) > 0.5]
+    size = _gram(train.tokens)
+    parts = {gram for row in train.tokens for gram in _grams(row, size)}
+    shared = [row for row in val.tokens if _covered(row, parts, size) > 0.5]
     # Manuals and licences repeat themselves: 14 % of the longest windows of Python's do.
     if val.tokens and len(shared) > max(1, 0.3 * len(val)):
         return mistake(
@@ -170,24 +171,29 @@ def _coincidence(rows: Sequence[Sequence[int]]) -> float:
     return min(0.999, same / total) if total else 0.999
 
 
-#: Tokens of a piece of text that two documents have in common by copying, not by chance.
-GRAM = 16
+def _gram(rows: Sequence[Sequence[int]]) -> int:
+    """Return the tokens of a piece that two texts have in common by copying, not by chance.
+
+    16 for a text; in short rows half of them, if so many tokens hardly agree by chance.
+    """
+    usual = round(statistics.median(len(row) for row in rows))
+    total = sum(len(row) for row in rows)
+    rare = math.ceil(math.log(0.01 / total) / math.log(_coincidence(rows)))
+    return max(rare, min(16, usual // 2))
 
 
-def _grams(row: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return (tuple(row[i : i + GRAM]) for i in range(len(row) - GRAM + 1))
+def _grams(row: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    return (tuple(row[i : i + size]) for i in range(len(row) - size + 1))
 
 
-def _covered(row: Sequence[int], parts: set[tuple[int, ...]]) -> float:
+def _covered(row: Sequence[int], parts: set[tuple[int, ...]], size: int) -> float:
     """Return the share of a row that lies in pieces known from elsewhere."""
-    if len(row) < 2 * GRAM:
-        return 0.0
     covered, end = 0, 0
-    for i, gram in enumerate(_grams(row)):
+    for i, gram in enumerate(_grams(row, size)):
         if gram in parts:
-            covered += i + GRAM - max(i, end)
-            end = i + GRAM
-    return covered / len(row)
+            covered += i + size - max(i, end)
+            end = i + size
+    return covered / max(1, len(row))
 
 
 def truncation(p: Patient) -> Symptom:
@@ -249,8 +255,9 @@ def rare_class(p: Patient) -> Symptom:
         found = [v for v in p.views() if v.per_position and v.shift()[1] < 0.5]
         if not found or found[0].logits.shape[-1] > FEW_CLASSES:
             raise NotOffered("no classes: the answers are tokens")
-        known = [int(t) for v in found for t in v.targets[v.counted]]
-        targets = p.accumulate * round(len(known) / len(found))
+        seen = [int(t) for v in found for t in v.targets[v.counted]]
+        known = list(rows.labels.elements()) or seen
+        targets = p.accumulate * round(len(seen) / len(found))
     counts = Counter(known)
     torn = [labels_in(batch) for batch in p.batches if not p.ours]
     single = [len(t.unique()) == 1 for t in torn if t is not None and t.ndim == 1 and len(t) > 3]

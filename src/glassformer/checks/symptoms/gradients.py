@@ -37,6 +37,8 @@ def dropout_in_eval(p: Patient) -> Symptom:
         logits = p.logits(batch).logits
         assert logits is not None
         found.append(logits.float())
+    if not bool(found[0].isfinite().all()):
+        raise NotOffered("the logits are not finite")
     apart = float((found[0] - found[1]).abs().max()) / (float(found[0].std()) or 1.0)
     left = [n for n, part in p.model.named_modules() if part.training]
     if apart:
@@ -129,7 +131,7 @@ def _half_gradients(p: Patient, batch: Any) -> Symptom | None:
     half = p.setup.autocast == torch.float16
     named, zeros, total = dict(p.model.named_parameters()), 0, 0
     for name, g in gradients.items():
-        if g is None or id(named[name]) in tables or g.ndim < 2 or not bool(g.any()):
+        if g is None or id(named[name]) in tables or g.ndim < 2:
             continue
         if g.dtype == torch.float16 or half:
             zeros, total = zeros + int((g == 0).sum()), total + g.numel()
@@ -275,18 +277,25 @@ def gradient_norms(p: Patient) -> Symptom:
         found = _gradients(p, batches)
     except NoGradient as error:
         raise NotOffered("the loss has no gradient") from error
+    endless = [n for n, g in found.items() if g is not None and not bool(g.isfinite().all())]
+    if endless:
+        return mistake(
+            f"the gradient of {listed(endless)} not finite",
+            "a norm before each part, initial weights of std 0.02, a mean loss",
+        )
     norms = {
         n: float(g.float().norm()) / len(batches)
         for n, g in found.items()
-        if g is not None and bool(g.any()) and bool(g.isfinite().all())
+        if g is not None and bool(g.any())
     }
     if not norms:
-        raise NotOffered("no gradient is finite")
+        raise NotOffered("every gradient is 0")
+    matrices = {n for n, g in found.items() if g is not None and g.ndim > 1}
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     layers: dict[str, dict[int, float]] = {}
     for name, norm in norms.items():
         where = re.match(r"(.*?)\.(\d+)\.", f"{name}.")
-        if where and not _adapted({name: 0}):
+        if where and name in matrices and not _adapted({name: 0}):
             own = layers.setdefault(where[1], {})
             own[int(where[2])] = math.hypot(own.get(int(where[2]), 0.0), norm)
     for place, own in layers.items():

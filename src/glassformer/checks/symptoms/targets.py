@@ -251,8 +251,12 @@ def influence(p: Patient) -> Influence:
     if isinstance(found, Influence):
         return found
     batch = _padded_batch(p)
-    base = p.logits(batch)
-    assert base.logits is not None
+    base, again = p.logits(batch), p.logits(batch)
+    assert base.logits is not None and again.logits is not None
+    if not bool(base.logits.isfinite().all()):
+        raise NotOffered("the logits are not finite")
+    if not torch.equal(base.logits, again.logits):
+        raise NotOffered("two equal calls differ: see dropout in eval")
     if base.tokens is None:
         raise NotOffered("the tokens that the model receives cannot be read")
     valid = p.real(base.tokens, base.valid)
@@ -408,10 +412,29 @@ def _label_in_text(rows: Rows, p: Patient) -> Symptom:
     return passed(f"no position and no token gives the answers of {len(pairs)} examples away")
 
 
+def _rows_without_keys(p: Patient, call: Call) -> Symptom | None:
+    """Find rows that attend to nothing, since they have no padding."""
+    assert call.logits is not None
+    if call.tokens is None or len(call.logits) != len(call.tokens):
+        return None
+    bad = ~call.logits.flatten(1).isfinite().all(1)
+    real = p.real(call.tokens, call.valid)
+    full = torch.ones_like(bad) if real is None else real.all(1)
+    if not bool(bad.any()) or not torch.equal(bad, full):
+        return None
+    return mistake(
+        f"the {int(bad.sum())} rows without padding give numbers that are not finite, the other "
+        f"{int((~bad).sum())} do not: real tokens are masked",
+        "mask = ~mask  # for src_key_padding_mask True = padding",
+    )
+
+
 def mask_polarity(p: Patient) -> Symptom:
     """Real tokens are read, padding is not."""
-    seen = influence(p)
     calls = p.logits(_padded_batch(p))
+    if (broken := _rows_without_keys(p, calls)) is not None:
+        return broken
+    seen = influence(p)
     if calls.valid is not None and calls.tokens is not None:
         real = p.real(calls.tokens, None)
         if real is not None and not bool(real.all()):
