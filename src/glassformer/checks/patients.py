@@ -126,6 +126,7 @@ class Rows:
     answers: list[int | None] = field(default_factory=list)
     counted: list[int | None] = field(default_factory=list)  # targets of each that count
     labels: Counter[int] = field(default_factory=Counter)  # at every position, of all examples
+    longest: int = 0  # tokens of an input; `tokens` has the last target too
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -417,6 +418,7 @@ class Patient:
             real = self.real(tokens, mask)
             for i in range(len(tokens)):
                 row = tokens[i] if real is None else tokens[i][real[i]]
+                found.longest = max(found.longest, len(row))
                 last = _last_target(tokens[i], labels[i]) if labels is not None else None
                 found.tokens.append((*row.tolist(), *([] if last is None else [last])))
                 one = labels is not None and labels.ndim == 1 and len(labels) == len(tokens)
@@ -612,6 +614,7 @@ class OwnRun(Patient):
             weights, targets = loss_weights(batch, head), batch.targets[head]
             for i in range(len(batch.tokens)):
                 row = tuple(int(t) for t in side.tokens[i][side.valid[i]])
+                found.longest = max(found.longest, len(row))
                 if batch.source is not None:
                     row += tuple(int(t) for t in batch.tokens[i][batch.valid[i]])
                 if head == "next" and batch.source is None and weights[i].any():

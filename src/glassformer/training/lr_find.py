@@ -74,7 +74,10 @@ def _read(curve: list[tuple[float, float]]) -> RateRange:
         )
     lowest = min(range(len(usable)), key=lambda i: usable[i][1])
     if lowest == 0:
-        raise InputError("the loss never fell: no rate to suggest", hint="try a lower range")
+        raise InputError(
+            "the loss never fell: no rate to suggest",
+            hint="try a lower range; {glass doctor|gf.doctor} looks for mistakes",
+        )
     slopes = [
         (usable[i + 1][1] - usable[i - 1][1]) / math.log(usable[i + 1][0] / usable[i - 1][0])
         for i in range(1, len(usable) - 1)

@@ -212,10 +212,10 @@ def truncation(p: Patient) -> Symptom:
             f"max_length={2 * longest}  # or drop what does not fit: labels.ne(-100).any(1)",
         )
     limit = p.context
-    if limit is not None and longest > limit:
+    if limit is not None and rows.longest > limit:
         return mistake(
-            f"examples have up to {longest} tokens, the model takes {limit}",
-            f"max_position_embeddings={longest}  # or shorter examples",
+            f"examples have up to {rows.longest} tokens, the model takes {limit}",
+            f"max_position_embeddings={rows.longest}  # or shorter examples",
         )
     full = [row for row in rows.tokens if len(row) == longest]
     short_ones = [row for row in rows.tokens if len(row) < longest and row]
