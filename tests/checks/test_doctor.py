@@ -26,7 +26,15 @@ def test_every_kind_is_planted_five_times():
     assert len(KINDS) == 20
 
 
-@pytest.mark.parametrize("plant", planted.PLANTS[::5], ids=lambda plant: plant.kind)
+#: One of each kind that needs no other library.
+ONE_EACH = {
+    plant.kind: plant
+    for plant in reversed(planted.PLANTS)
+    if not plant.what.startswith(("Llama", "BERT", "T5", "made before"))
+}
+
+
+@pytest.mark.parametrize("plant", ONE_EACH.values(), ids=ONE_EACH)
 def test_a_planted_mistake_is_found(plant):
     """The kind is named, with numbers as evidence and a line to paste."""
     (found,) = plant.examine(only=plant.kind).findings
