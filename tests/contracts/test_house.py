@@ -358,7 +358,6 @@ ONE_IMPORTER = {
     "cli.actions.quantize": "what the verb does",
     "cli.actions.report": "what the verb does",
     "cli.actions.sweep": "what the verb does",
-    "cli.actions.verify": "what the verb does",
     "cli.main": "the command's entry point; __main__ is another door to it",
     "data.automata.query_learning": "learns a machine from anything that answers queries",
     "data.tasks.finetune": "the task of fine-tuning; lab makes it with a base model",

@@ -533,23 +533,29 @@ class OwnRun(Patient):
 
     @property
     def classes(self) -> int:
+        """The vocabulary of the spec."""
         return self.engine.spec.vocab_size
 
     @property
     def context(self) -> int | None:
+        """The longest input of the spec."""
         return self.engine.spec.max_seq_len
 
     def special(self, name: str) -> int | None:
+        """Return a special id of the task's tokenizer."""
         found: int | None = getattr(self.task.tokenizer, name, None)
         return found
 
     def rates(self, count: int) -> list[float]:
+        """Return the rates of the run's schedule."""
         return [self.train_spec.learning_rate(step) for step in range(count)]
 
     def loss(self, batch: Any) -> Tensor:
+        """Return the loss of a batch, as the engine differentiates it."""
         return self.loss_of_step([batch])
 
     def loss_of_step(self, batches: Sequence[Any]) -> Tensor:
+        """Return the loss of a step: every token weighs the same."""
         model, spec = self.engine.model, self.engine.spec
         counts = totals(batches, spec)
         total = model.penalty()
@@ -569,6 +575,7 @@ class OwnRun(Patient):
         return total
 
     def logits(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> Call:
+        """Return the logits of the first head, its tokens changed if requested."""
         assert isinstance(batch, Batch)
         model = cast(Model, self.model).eval()
         tokens = torch.as_tensor(batch.tokens)
@@ -580,6 +587,7 @@ class OwnRun(Patient):
         return Call(tokens=tokens, valid=torch.as_tensor(batch.valid), logits=logits.float().cpu())
 
     def read(self, batch: Any) -> list[View]:
+        """Return the targets and weights of each head: those of the batch."""
         assert isinstance(batch, Batch)
         self.model.eval()
         with torch.no_grad(), precision(self.train_spec, self.device):
@@ -606,6 +614,7 @@ class OwnRun(Patient):
         return found
 
     def rows(self, split: str) -> Rows:
+        """Return the examples of a split as data."""
         found, size = Rows(), self.task.sizes().get(split, 0)
         for begin in range(0, min(size, EXAMPLES), 500):
             batch = self.task.batch(split, np.arange(begin, min(begin + 500, size, EXAMPLES)))
