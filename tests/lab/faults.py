@@ -39,7 +39,7 @@ FAULTS = (
     Fault("sampler restarted on resume", FIT, "first = step * train.accumulate", "first = (step - start) * train.accumulate", "step by number"),
     Fault("schedule restarted on resume", FIT, "train.learning_rate(step)", "train.learning_rate(step - start)", "step by number"),
     Fault("dropout seed not tied to the step", FIT, "step_seed(train.seed, step)", "step_seed(train.seed, 0)", "chance by step"),
-    Fault("the same batch for each part of a step", FIT, "sampler.rows(first + i)", "sampler.rows(first)", "epoch"),
+    Fault("the same batch for each part of a step", FIT, "order.rows(first + i)", "order.rows(first)", "epoch"),
     Fault("warmup starts at 0", "spec.train:_warm", "(step + 1) / warmup", "step / warmup", "warmup"),
     Fault("cosine one step short", "spec.train:CosineSchedule.share", "steps - 1 - self.warmup", "steps - self.warmup", "cosine"),
     # resume
