@@ -48,7 +48,7 @@ FAULTS = (
     Fault("step count dropped on load", "training.numpy_engine:NumpyEngine.load_state", 'steps=int(arrays["steps"])', "steps=0", "resume, numpy"),
     Fault("moments dropped on load", "training.torch_engine:TorchEngine.load_state", "if name in own and own[name] in held:", 'if kind == "step" and name in own:', "resume, torch"),
     Fault("metrics not cut back", RESUME, "self.directory.cut(self.directory.metrics, self.progress.metrics_bytes)", "pass", "resume, torch"),
-    Fault("metrics measured before they are written", EVENTS, "if save:\n            log.flush()", "if save:\n            pass", "resume, torch"),
+    Fault("metrics measured before they are written", EVENTS, "if save:\n        log.flush()", "if save:\n        pass", "resume, torch"),
     Fault("early stop forgotten", "lab.runs.run:TrainingRun._gave_up", "self.progress.stale >= patience", "self.progress.stale == patience + 1", "early stop"),
     Fault("a damaged checkpoint is used", f"{RUNDIR}.newest_whole", "verify_folder(self.step_folder(step))", "pass", "damage"),
     Fault("another run's checkpoint is used", RESUME, 'if state["spec"] != spec_hash(self.spec):', "if False:", "other spec"),
@@ -56,7 +56,7 @@ FAULTS = (
     Fault("two writers", f"{RUNDIR}.locked", "self._take_lock(file)", "pass", "lock"),
     Fault("the best one is pruned", f"{RUNDIR}.prune", 'self.pointed("best")', "None", "pruning"),
     Fault("bad steps counted for ever", WATCH, "progress.unapplied = 0", "pass", "bad steps"),
-    Fault("spikes below the mean", WATCH, "record.objective > mean + SPIKE * spread", "abs(record.objective - mean) > SPIKE * spread", "spikes"),
+    Fault("spikes below the mean", WATCH, "if record.objective > mean:\n            spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in recent) / WINDOW)\n            if record.objective > mean + SPIKE * spread", "if True:\n            spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in recent) / WINDOW)\n            if abs(record.objective - mean) > SPIKE * spread", "spikes"),
     Fault("spikes before the window is full", WATCH, "if len(recent) == WINDOW:", "if len(recent) > 2:", "spikes"),
     # evaluation
     Fault("PAD counted in accuracy", ADD, "sums[1] += float((right * weights).sum())", "sums[1] += float(right.sum())", "evaluation"),
