@@ -32,7 +32,16 @@ Kind = Literal["decoder", "encoder", "encoder-decoder"]
 TOKEN_ARGUMENTS = ("input_ids", "tokens", "x", "ids", "idx", "token_ids")
 MASK_ARGUMENTS = ("attention_mask", "valid", "mask")
 #: The names of a cache, as argument and in the result.
-CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state", "past_buckets_states")
+CACHE_ARGUMENTS = (
+    "past_key_values",
+    "cache_params",
+    "state",
+    "past_buckets_states",
+    "past",
+    "layer_past",
+    "kv_cache",
+    "cache",
+)
 #: The names of a config's or a module's context length.
 LENGTHS = (
     "max_position_embeddings",
@@ -267,14 +276,36 @@ class Foreign:
         name = self.cache_name
         if name is None:
             raise NotOffered("its forward takes no cache")
-        extra: dict[str, Any] = {name: past, "use_cache": True}
+        if self.offers("cache", "return_intermediates"):
+            return self._feed_whole(tokens_BT, valid_BT, past)
+        extra: dict[str, Any] = {name: past}
+        if self.offers("use_cache") or self.any_argument:
+            extra["use_cache"] = True
         if valid_BT is not None and self.offers("position_ids"):
             extra["position_ids"] = self.positions(valid_BT)[:, -tokens_BT.shape[1] :]
         result = self.call(tokens_BT, valid_BT, **extra)
-        past = result.get(name) if isinstance(result, Mapping) else None
+        if isinstance(result, tuple) and len(result) > 1:  # logits, cache
+            past = result[1]
+        else:
+            past = result.get(name) if isinstance(result, Mapping) else None
         if past is None:
             raise NotOffered(f"its result holds no {name}")
         return tensor_of(result).cpu(), past
+
+    def _feed_whole(
+        self, tokens_BT: Tensor, valid_BT: Tensor | None, past: Any
+    ) -> tuple[Tensor, Any]:
+        """Read one more token where the forward wants all tokens beside the cache."""
+        if valid_BT is not None:
+            raise NotOffered("its cache goes without a mask")
+        before_BT, cache = (tokens_BT[:, :0], None) if past is None else past
+        if cache is not None and tokens_BT.shape[1] > 1:
+            raise NotOffered("its cache takes one token at a time")
+        whole_BT = torch.cat((before_BT, tokens_BT), 1)
+        result = self.call(whole_BT, None, cache=cache, return_intermediates=True)
+        if not isinstance(result, tuple):
+            raise NotOffered("its result holds no cache")
+        return tensor_of(result).cpu(), (whole_BT, result[1])
 
     def in_pieces(
         self, tokens_BT: Tensor, pieces: list[int], valid_BT: Tensor | None = None
@@ -330,7 +361,10 @@ class Foreign:
             file, state = Path(place) / "state.safetensors", plain.state_dict()
             tensors = {name: t for name, t in state.items() if isinstance(t, Tensor)}
             save_file({name: t.detach().clone().contiguous() for name, t in tensors.items()}, file)
-            again.load_state_dict({**state, **load_file(file)})
+            loaded = {**state, **load_file(file)}
+            if set(again.state_dict()) != set(state):  # parts were added after it was built
+                again = erased(plain)
+            again.load_state_dict(loaded)
         like = next(plain.parameters())
         return self.twin(again.to(device=like.device, dtype=like.dtype))
 
@@ -613,7 +647,7 @@ def position_tables(foreign: Foreign, tokens_BT: Tensor, valid_BT: Tensor) -> li
         seen.append(found)
     first, second = seen
     B, T = tokens_BT.shape
-    return [
+    found = [
         part
         for part in foreign.module.modules()
         if (one := first.get(id(part))) is not None
@@ -623,6 +657,8 @@ def position_tables(foreign: Foreign, tokens_BT: Tensor, valid_BT: Tensor) -> li
         and torch.equal(one, two)
         and not torch.equal(one[..., 0, :], one[..., 1, :])
     ]
+    within = {id(deeper) for part in found for deeper in part.modules() if deeper is not part}
+    return [part for part in found if id(part) not in within]
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from glassformer.adapters.load import adapt
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.foreign import (
+    TRIED,
     Foreign,
     first_position,
     foreign_of,
@@ -254,7 +255,7 @@ def subject_of_module(
 def _of_foreign(foreign: Foreign, *, name: str, max_length: int) -> Subject:
     module = foreign.module
     with torch.no_grad():
-        tokens = foreign.draw(2, min(5, max_length), seed=60)
+        tokens = foreign.draw(2, min(TRIED[0], max_length), seed=60)  # a length that it takes
         shape = foreign.logits(tokens).shape
     per_position = len(shape) == 3 and shape[1] == tokens.shape[1]
     mask = foreign.mask_name

@@ -91,8 +91,8 @@ def past_the_window(subject: Subject) -> Measure:
     with gaps.attempt("in chunks"):
         gaps.compare(narrow.in_pieces(tokens, [T - T // 2, T // 2]), whole, "in chunks")
     with gaps.attempt("kernels"):
-        eager = under(narrow, "eager", lambda: narrow.logits(tokens))
-        fused = under(narrow, "sdpa", lambda: narrow.logits(tokens))
+        eager = under(narrow, "eager", lambda twin: twin.logits(tokens))
+        fused = under(narrow, "sdpa", lambda twin: twin.logits(tokens))
         gaps.compare(fused, eager, "eager attention against the fused kernel")
     return gaps.measure(tolerance_of(whole, subject), f"{subject.size}, window {WINDOW}")
 

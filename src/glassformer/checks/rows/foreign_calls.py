@@ -184,22 +184,23 @@ def training_mode_without_dropout(subject: Subject) -> Measure:
 # --- kernels, precisions, devices ---------------------------------------------------------------
 
 
-def under(foreign: Foreign, kernel: str, ask: Callable[[], Tensor]) -> Tensor:
-    """Compute with another attention implementation, and switch back."""
+def under(foreign: Foreign, kernel: str, ask: Callable[[Foreign], Tensor]) -> Tensor:
+    """Compute with another attention implementation: switched and back, or built anew with it."""
     module: Any = inner(foreign.module)
+    before = getattr(getattr(module, "config", None), "_attn_implementation", None)
     switch = getattr(module, "set_attn_implementation", None)
-    if not callable(switch):
+    if before is None:
         raise NotOffered("its attention implementation cannot be chosen")
-    before = getattr(module.config, "_attn_implementation", None)
     try:
-        try:
-            switch(kernel)
-        except (ValueError, ImportError) as error:
-            raise NotOffered(f"{kernel} attention is refused: {short(error)}") from error
-        return ask()
+        if not callable(switch):
+            return ask(foreign.rebuilt(_attn_implementation=kernel))
+        switch(kernel)
+    except (ValueError, ImportError) as error:
+        raise NotOffered(f"{kernel} attention is refused: {short(error)}") from error
+    try:
+        return ask(foreign)
     finally:
-        if before is not None:
-            switch(before)
+        switch(before)
 
 
 @torch.no_grad()
@@ -209,8 +210,8 @@ def kernels_agree(subject: Subject) -> Measure:
     gaps = Gaps()
 
     def compare(tokens: Tensor, valid: Tensor | None, what: str, **extra: Any) -> None:
-        eager = under(foreign, "eager", lambda: foreign.logits(tokens, valid, **extra))
-        fused = under(foreign, "sdpa", lambda: foreign.logits(tokens, valid, **extra))
+        eager = under(foreign, "eager", lambda twin: twin.logits(tokens, valid, **extra))
+        fused = under(foreign, "sdpa", lambda twin: twin.logits(tokens, valid, **extra))
         if valid is not None and subject.per_position:
             eager, fused = eager[valid], fused[valid]
         gaps.compare(fused, eager, what)

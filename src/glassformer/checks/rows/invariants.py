@@ -164,6 +164,9 @@ def _padding_amount(subject: Subject, *, left: bool) -> Measure:
         if foreign.offers("position_ids"):
             given = measured(foreign.at_positions)
             limit = WITH_POSITIONS if given.worst <= bar else ""
+        elif foreign.offers("seq_start_pos"):
+            given = measured(lambda t, v: foreign.logits(t, None, seq_start_pos=(~v).sum(1)))
+            limit = "it holds when seq_start_pos is given" if given.worst <= bar else ""
         if not limit:
             limit = _counts_padding(subject, foreign, measured, tokens)
     return gaps.measure(bar, subject.size, limit=limit)
