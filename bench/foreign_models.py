@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# B batch, T length, S key length, D width, N query heads, K key-value heads, H head width, E experts
+# B batch, T length, S key length, D width, N heads, K key-value heads, H head width, E experts
 
 V, D, N, K, H = 41, 32, 4, 2, 8
 
@@ -108,7 +108,8 @@ class Attention(nn.Module):
             weights = scores.softmax(-1)
             mixed = weights @ v
         else:
-            bias = torch.zeros(allow.shape).masked_fill(~allow, torch.finfo(q.dtype).min).to(q)
+            bias = torch.zeros(allow.shape, dtype=q.dtype)
+            bias = bias.masked_fill(~allow, torch.finfo(q.dtype).min)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return self.o_proj(mixed.transpose(1, 2).reshape(B, T, N * H)), kept, weights
 
@@ -131,6 +132,21 @@ class Experts(nn.Module):
             share = (best * (which == e)).sum(-1, keepdim=True)
             total = total + share * F.silu(expert(x_BTD))
         return total
+
+
+class _WrongSiLU(torch.autograd.Function):
+    """A derivative that forgets a term, for a mistake that uses it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return x * sigmoid(x)."""
+        ctx.save_for_backward(x)
+        return F.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return the first term of the derivative."""
+        return gradients[0] * torch.sigmoid(ctx.saved_tensors[0])
 
 
 class MLP(nn.Module):
@@ -159,9 +175,7 @@ class Layer(nn.Module):
         self, x_BTD: Tensor, positions_BT: Tensor, valid_BS: Tensor, past: Any, read: bool
     ) -> tuple[Tensor, Any, Tensor | None]:
         """Add both to the stream."""
-        mixed, kept, weights = self.attention(
-            self.norm1(x_BTD), positions_BT, valid_BS, past, read
-        )
+        mixed, kept, weights = self.attention(self.norm1(x_BTD), positions_BT, valid_BS, past, read)
         x_BTD = x_BTD + self.dropout(mixed)
         return x_BTD + self.dropout(self.mlp(self.norm2(x_BTD))), kept, weights
 
@@ -412,7 +426,7 @@ class Seq2Seq(nn.Module):
         allow = torch.ones(T, before + T, dtype=torch.bool).tril(before)[None, None]
         if decoder_attention_mask is not None:
             allow = allow & decoder_attention_mask.bool()[:, None, None, :]
-        bias = torch.zeros(allow.shape).masked_fill(~allow, -1e9).to(x)
+        bias = torch.zeros(allow.shape, dtype=x.dtype).masked_fill(~allow, -1e9)
         kept = []
         for i in range(2):
             q, k, v = self.qkv[i](self.norms[2 * i](x)).view(B, T, 3, N, H).permute(2, 0, 3, 1, 4)

@@ -1,12 +1,13 @@
 """The models of the museum, built with whatever release is first on the path, and verified.
 
-`python -m bench.museum_models NAME JSON` builds one and prints its certificate: the process is told
-which model to build, never what to look for.
+`python -m bench.museum_models JSON` builds each model of a list and prints its certificate: the
+process is told which models to build, never what to look for.
 """
 
 import importlib
 import json
 import math
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from torch.nn import functional as F
 from bench.tiny_models import EXTRA, shrink, unit_scale
 
 # B batch, T length, S key length, N heads, H head width, D width
+
+#: Seconds of processor time after which a model is given up.
+LIMIT = 90
 
 
 def of_transformers(class_name: str, **settings: Any) -> nn.Module:
@@ -118,23 +122,40 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def main(builder: str, settings: str) -> None:
-    """Build, verify, print one JSON object."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def verified(builder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Build a model, verify it, return its rows, or why there are none."""
     from glassformer.checks.report import verify
 
-    report = verify(BUILDERS[builder](**json.loads(settings)))
-    rows = {
-        f.name: {
-            "verdict": f.verdict,
-            "worst": f.worst if math.isfinite(f.worst) else None,
-            "note": f.note,
+    try:
+        report = verify(BUILDERS[builder](**settings))
+    except Exception as error:  # of a release that does not know this model
+        return {"error": f"{type(error).__name__}: {str(error)[:160]}"}
+    return {
+        "rows": {
+            f.name: {
+                "verdict": f.verdict,
+                "worst": f.worst if math.isfinite(f.worst) else None,
+                "note": f.note,
+            }
+            for f in report.findings
         }
-        for f in report.findings
     }
-    print(json.dumps(rows))
+
+
+def stop(*_: object) -> None:
+    """End a model that takes too long."""
+    raise TimeoutError(f"more than {LIMIT} s of processor time")
+
+
+def main(models: str) -> None:
+    """Verify each model of a JSON list; print a line for each."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGPROF, stop)
+    for builder, settings in json.loads(models):
+        signal.setitimer(signal.ITIMER_PROF, LIMIT)
+        print(json.dumps(verified(builder, settings)), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from bench import faults as planted
 from torch import nn
 
 import glassformer as gf
@@ -33,6 +34,52 @@ def test_a_planted_fault_turns_its_row_red(fault):
     found = {f.name: f for f in report.findings}
     assert found[row].verdict == "bug", str(report)
     assert found[row].note
+
+
+@pytest.mark.parametrize("fault", planted.FAULTS[3::9], ids=lambda f: f"{f.model}: {f.name}")
+def test_a_mistake_in_the_source_is_seen(fault):
+    """A sample of `python -m bench faults`."""
+    assert planted.certified(fault, fault.model)
+
+
+def test_a_mistake_has_one_place_in_the_source():
+    for fault in planted.FAULTS:
+        assert planted.planted(fault) != planted.planted(None)
+    assert len(planted.FAULTS) >= 60
+    assert len({(fault.model, fault.name) for fault in planted.FAULTS}) == len(planted.FAULTS)
+
+
+def test_a_seed_left_open_is_a_limit_and_set_for_the_other_rows():
+    class Hashed(StrangeGPT):
+        hash_seed = None
+
+        def forward(self, input_ids):
+            generator = None if self.hash_seed is None else torch.Generator().manual_seed(1)
+            noise = torch.rand(1, generator=generator)
+            return super().forward(input_ids)["logits"] * (1 + noise)
+
+    model = Hashed()
+    model.hash_seed = None
+    report = gf.verify(model)
+    first, *_ = report.findings
+    assert (first.verdict, "hash_seed is set" in first.note) == ("limit", True), str(report)
+    assert report.failed == 0, str(report)
+    assert model.hash_seed is None
+
+
+def test_a_mask_that_its_forward_disowns_is_not_offered():
+    class Deaf(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+
+        def forward(self, input_ids, attention_mask=None):
+            """Read forwards; `attention_mask` is not used."""
+            return self.head(self.embed(input_ids).cumsum(1))
+
+    found = {f.name: f for f in gf.verify(Deaf(), only="padding").findings}
+    assert found[strangers.PAD_HOLDS].verdict == "not offered"
+    assert "says that the mask is not used" in found[strangers.PAD_HOLDS].note
 
 
 @pytest.mark.parametrize("habit", LIMITS)

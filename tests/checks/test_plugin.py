@@ -4,10 +4,12 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.checks.plugin import certify
-from glassformer.spec.errors import InputError
+from glassformer.cli.main import app
+from glassformer.spec.errors import FileError, InputError
 from tests.checks.strangers import CACHED, made
 
 pytest_plugins = ["pytester"]
@@ -46,6 +48,38 @@ def test_what_changed_since_an_older_certificate():
     (first, *_) = newer.compare(older)
     assert first.startswith(f"{CACHED}: was passed (")
     assert ", is bug (" in first
+
+
+def test_a_known_failure_is_no_news():
+    newer = gf.verify(made("off by one with a cache")(), only="cache")
+    older = gf.verify(made()(), only="cache").to_dict()
+    assert [f.name for f in newer.new_failures(older)] == [CACHED]
+    assert newer.new_failures(newer.to_dict()) == []
+    older["checks"][0]["worst"] = 1e-12  # the first passed row of cached = uncached
+    grown = gf.verify(made()(), only="cache")
+    assert grown.compare(older) == []  # a hundred times nothing is nothing
+    with pytest.raises(FileError, match="no certificate"):
+        grown.compare({"passed": 3})
+
+
+def test_the_command_keeps_and_compares_certificates(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["verify", "tests.checks.foreign:leaky", "--only", "causality"]
+    files = [f"--{name}={name}" for name in ("out", "junit", "markdown", "badge")]
+    result = CliRunner().invoke(app, [*words, *files])
+    assert result.exit_code == 1
+    kept = json.loads((tmp_path / "out").read_text())
+    assert kept["failed"] == 1 and kept["versions"]["torch"]
+    assert ElementTree.parse(tmp_path / "junit").getroot().get("failures") == "1"
+    assert f"| bug | {FUTURE} |" in (tmp_path / "markdown").read_text()
+    badge = ElementTree.parse(tmp_path / "badge").getroot()
+    assert badge.get("aria-label") == "glass verify: 1 failed"
+    again = CliRunner().invoke(app, [*words, "--against", "out"])
+    assert again.exit_code == 0
+    assert "nothing changed" in again.stdout
+    (tmp_path / "bad.json").write_text("[]")
+    refused = CliRunner().invoke(app, [*words, "--against", "bad.json"])
+    assert isinstance(refused.exception, FileError)
 
 
 def test_rows_become_tests(pytester):

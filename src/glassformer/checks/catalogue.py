@@ -464,6 +464,12 @@ SUBJECT_CHECKS = (
         of="foreign",
     ),
     SubjectCheck(
+        "gradients = central differences",
+        "gradients",
+        foreign_training.gradients_by_differences,
+        of="foreign",
+    ),
+    SubjectCheck(
         "gradient checkpointing on = off", "training", foreign_training.checkpointed, of="foreign"
     ),
     SubjectCheck("packed = each sequence alone", "training", foreign_training.packed, of="foreign"),

@@ -10,6 +10,7 @@ import copy
 import inspect
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -567,10 +568,14 @@ def quiet() -> Iterator[None]:
 
 
 def looks_fresh(module: nn.Module) -> bool:
-    """True if most vectors (biases, gains) are constant, as they are before any training."""
-    vectors = [p.detach() for p in module.parameters() if p.ndim == 1 and p.numel() > 1]
-    constant = sum(bool((v == v[0]).all()) for v in vectors)
-    return bool(vectors) and 2 * constant > len(vectors)
+    """True if most vectors, or most of those beside no matrix (gains), are constant: untrained."""
+    vectors, gains = [], []
+    for part in module.modules():
+        own = [p.detach() for p in part.parameters(recurse=False) if p.numel() > 1]
+        flat = [bool((p == p[0]).all()) for p in own if p.ndim == 1]
+        vectors += flat
+        gains += flat if len(flat) == len(own) else []
+    return any(bool(group) and 2 * sum(group) > len(group) for group in (vectors, gains))
 
 
 @torch.no_grad()
@@ -608,6 +613,27 @@ def training(module: nn.Module) -> Iterator[None]:
             owner.__dict__[name] = value
         for part, mode in modes:
             part.training = mode
+
+
+def seed_what_is_unseeded(module: nn.Module) -> list[str]:
+    """Set every `..._seed` that a part or a config leaves open; return their names."""
+    names = []
+    for owner in (*module.modules(), *_configs(module)):
+        for name, value in list(vars(owner).items()):
+            if name.endswith("_seed") and value is None:
+                owner.__dict__[name] = 1
+                names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def says_unused(foreign: Foreign) -> bool:
+    """True if a forward that takes the mask says in its text or messages that it is not used."""
+    said = re.compile(rf"{foreign.mask_name}\b[^\n]*\b(is|are) (unused|not used|ignored)")
+    for kind in {type(part) for part in foreign.module.modules()}:
+        with contextlib.suppress(OSError, TypeError):  # no source
+            if said.search(inspect.getsource(kind.forward).replace("`", "")):
+                return True
+    return False
 
 
 # --- positions ----------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The certificate: findings, counted, shown as text or as one JSON object."""
 
+import importlib.metadata
 import math
+import platform
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+import torch
 from torch import nn
 
 from glassformer.adapters.base import BaseAdapter
@@ -17,7 +20,7 @@ from glassformer.checks.preset_subjects import sample_subjects
 from glassformer.checks.subject import Logits, Subject, subject_of
 from glassformer.kernels.threads import verifying
 from glassformer.models.model import Model
-from glassformer.spec.errors import CheckFailed
+from glassformer.spec.errors import CheckFailed, FileError
 
 Style = Callable[[str, str], str]  # (text, verdict) -> text with or without colour
 
@@ -76,6 +79,11 @@ class Report:
             "failed": self.failed,
             "warnings": self.warnings,
             "redrawn": self.redrawn,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "glassformer": _version(),
+            },
             "checks": checks,
         }
 
@@ -104,22 +112,50 @@ class Report:
     def compare(self, older: Mapping[str, Any]) -> list[str]:
         """Return what changed since an older certificate (`to_dict()`): "was 3e-07, is 2e-03".
 
-        A check is named if its verdict changed, or if it is gone.
+        A check is named if its verdict changed, if its gap grew tenfold towards what is allowed, or
+        if it is gone.
         """
-        before = {(c["subject"], c["name"], c["dtype"]): c for c in older["checks"]}
+        before = _by_name(older)
         lines = []
         for f in self.findings:
             was = before.get((f.subject, f.name, f.dtype))
-            if was is None or was["verdict"] == f.verdict:
+            if was is None:
                 continue
             gap = "no match" if was["worst"] is None else _number(was["worst"])
-            lines.append(
-                f"{f.name}: was {was['verdict']} ({gap}), is {f.verdict} ({_number(f.worst)})"
-            )
+            grew = was["worst"] is not None and f.worst > max(10 * was["worst"], 0.1 * f.tolerance)
+            if was["verdict"] != f.verdict:
+                lines.append(
+                    f"{f.name}: was {was['verdict']} ({gap}), is {f.verdict} ({_number(f.worst)})"
+                )
+            elif f.verdict == "passed" and grew and f.tolerance:
+                lines.append(f"{f.name}: was {gap}, is {_number(f.worst)}, still within {_bar(f)}")
         gone = set(before) - {(f.subject, f.name, f.dtype) for f in self.findings}
         return lines + [
             f"{name}: was {before[s, name, d]['verdict']}, is gone" for s, name, d in sorted(gone)
         ]
+
+    def new_failures(self, older: Mapping[str, Any]) -> list[Finding]:
+        """Return the failures that an older certificate does not have."""
+        before = _by_name(older)
+        known = {key for key, was in before.items() if was["verdict"] == "bug"}
+        return [f for f in self.findings if f.failed and (f.subject, f.name, f.dtype) not in known]
+
+    def badge(self) -> str:
+        """Return an SVG badge: how many rows passed, or failed."""
+        value = f"{self.failed} failed" if self.failed else f"{self.passed} passed"
+        colour = "#c0392b" if self.failed else "#2e7d32"
+        left, right = 12 + 7 * len(LABEL), 12 + 7 * len(value)
+        width, middle = left + right, left + right / 2
+        font = 'font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" fill="#fff"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" '
+            f'aria-label="{LABEL}: {value}"><title>{LABEL}: {value}</title>'
+            f'<clipPath id="round"><rect width="{width}" height="20" rx="3"/></clipPath>'
+            f'<g clip-path="url(#round)"><rect width="{left}" height="20" fill="#444"/>'
+            f'<rect x="{left}" width="{right}" height="20" fill="{colour}"/></g>'
+            f'<g {font} text-anchor="middle"><text x="{left / 2}" y="14">{LABEL}</text>'
+            f'<text x="{middle}" y="14">{value}</text></g></svg>\n'
+        )
 
     def raise_if_failed(self) -> None:
         """Raise an exception that names the first failure."""
@@ -190,6 +226,28 @@ def junit_xml(title: str, cases: Sequence[Case]) -> str:
             case "warning":
                 ElementTree.SubElement(test, "system-out").text = case.said
     return ElementTree.tostring(suite, encoding="unicode")
+
+
+#: The left half of a badge.
+LABEL = "glass verify"
+
+
+def _by_name(older: Mapping[str, Any]) -> dict[tuple[str, str, str], Mapping[str, Any]]:
+    try:
+        return {(c["subject"], c["name"], c["dtype"]): c for c in older["checks"]}
+    except (KeyError, TypeError) as error:
+        raise FileError(
+            "no certificate: it has no list of checks",
+            hint="give what `glass verify {--json|to_dict()}` wrote",
+        ) from error
+
+
+def _version() -> str:
+    """Return the installed version, without importing the package's front door."""
+    try:
+        return importlib.metadata.version("glassformer")
+    except importlib.metadata.PackageNotFoundError:  # run from the source folder
+        return "unknown"
 
 
 def _first(findings: Iterable[Finding], group: str) -> int:

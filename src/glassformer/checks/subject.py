@@ -27,6 +27,7 @@ from glassformer.checks.foreign import (
     first_position,
     foreign_of,
     longest,
+    says_unused,
     vocabulary_of,
 )
 from glassformer.checks.measure import (
@@ -302,6 +303,8 @@ def _refused_mask(foreign: Foreign, tokens_BT: Tensor) -> str:
     valid_BT[0, -1] = False
     try:
         masked = foreign.logits(tokens_BT, valid_BT)
+        if torch.equal(masked, foreign.logits(tokens_BT)) and says_unused(foreign):
+            return "its forward says that the mask is not used"
         if foreign.mask_name not in foreign.arguments:  # swallowed, perhaps, by **kwargs
             heeded = not torch.equal(masked, foreign.logits(tokens_BT))
             return "" if heeded else "its forward takes no mask"

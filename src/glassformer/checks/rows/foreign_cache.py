@@ -94,6 +94,9 @@ def past_the_window(subject: Subject) -> Measure:
         eager = under(narrow, "eager", lambda twin: twin.logits(tokens))
         fused = under(narrow, "sdpa", lambda twin: twin.logits(tokens))
         gaps.compare(fused, eager, "eager attention against the fused kernel")
+    if narrow.offers("output_attentions"):
+        with gaps.attempt("weights read"):
+            gaps.compare(narrow.logits(tokens, None, output_attentions=True), whole, "weights read")
     return gaps.measure(tolerance_of(whole, subject), f"{subject.size}, window {WINDOW}")
 
 
@@ -128,6 +131,8 @@ def _writer(subject: Subject) -> Foreign:
         raise NotOffered("it continues no text")
     if getattr(module, "generation_config", None) is None:
         raise NotOffered("it has no generation config")
+    if foreign.offers("perm_mask"):
+        raise NotOffered("generate gives a perm_mask, without which it reads both ways")
     return foreign
 
 

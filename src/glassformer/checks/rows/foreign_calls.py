@@ -52,12 +52,21 @@ def extras_change_nothing(subject: Subject) -> Measure:
     """Asking for attentions, hidden states, a cache or a tuple leaves the logits as they are."""
     foreign, tokens, plain = _case(subject, 101)
     gaps = Gaps()
+    # behind a causal model's tokens no mask is missed, so that it is padded before them
+    left, masked = foreign.kind == "decoder", None
+    padded, valid = _padded(subject, tokens, [9, 5, 6], left=left)
+    if foreign.mask_name is not None and subject.per_position:
+        masked = foreign.logits(padded, valid)[valid]
     for name, value in EXTRAS:
         if foreign.offers(name) or (foreign.any_argument and name.startswith("output_")):
             with gaps.attempt(name):
                 result = foreign.call(tokens, None, **{name: value})
                 logits = result[0] if name == "return_dict" else _logits_in(result)
                 gaps.compare(logits.cpu(), plain, f"{name}={value}")
+                if masked is not None:
+                    result = foreign.call(padded, valid, **{name: value})
+                    logits = result[0] if name == "return_dict" else _logits_in(result)
+                    gaps.compare(logits.cpu()[valid], masked, f"{name}={value}, padded")
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
 
@@ -316,7 +325,7 @@ def _both(subject: Subject) -> Foreign:
 
 @torch.no_grad()
 def source_padding(subject: Subject) -> Measure:
-    """What source PAD holds, and how much of it there is on the right, changes nothing."""
+    """What source PAD holds, how much there is, and other sources of the batch change nothing."""
     foreign = _both(subject)
     tokens = tokens_of(subject, 2, LENGTH, seed=113)
     plain, gaps = foreign.logits(tokens), Gaps()
@@ -325,6 +334,11 @@ def source_padding(subject: Subject) -> Measure:
     gaps.compare(foreign.logits(tokens, **foreign.source(2, extra=3)), plain, "3 more")
     alone = {name: value[:, : 7 // 2 + 2] for name, value in foreign.source(2).items()}
     gaps.compare(foreign.logits(tokens, **alone), plain, "none")
+    mixed = foreign.source(2)
+    mixed["input_ids"][1] = torch.where(
+        mixed["attention_mask"][1].bool(), other[0].to(foreign.device), mixed["input_ids"][1]
+    )
+    gaps.compare(foreign.logits(tokens, **mixed)[:1], plain[:1], "another source in the batch")
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
 

@@ -9,22 +9,40 @@ import copy
 import io
 import statistics
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from glassformer.checks.foreign import Foreign, inner, training
-from glassformer.checks.measure import UNITS, Gaps, Measure, NotOffered, gap, nudged, short
+from glassformer.checks.measure import (
+    UNITS,
+    Gaps,
+    Measure,
+    NotOffered,
+    gap,
+    nudged,
+    seeded,
+    short,
+)
 from glassformer.checks.rows.invariants import LENGTH, tokens_of, tolerance_of
 from glassformer.checks.subject import Subject
 
 # B batch, T length, V vocab
 
 IGNORED = -100
+#: Words in the names of results that a loss counts besides the next token's cross entropy.
+ADDED = ("aux", "z_loss", "logits")
+#: More kinds of weights than this are moved together, two or more at a time.
+KINDS = 12
+#: A slope may differ by this much: rounding and curvature of a step of a thousandth.
+SLOPE = 1e-2
+#: A float64 copy of more weights than this takes too long.
+LARGE = 50_000_000
 
 
 def _learner(subject: Subject) -> Foreign:
@@ -89,11 +107,11 @@ def loss_by_hand(subject: Subject) -> Measure:
         if gap(loss, other) / float(other) <= bar:
             limit = "labels are not shifted: give them shifted by one" if shift else ""
         added = (
-            [name for name in result if "aux" in name or "z_loss" in name]
+            [name for name in result if any(word in name for word in ADDED) and name != "logits"]
             if isinstance(result, Mapping)
             else []
         )
-        if added and float(loss) > float(_by_hand(logits, labels, shift=shift)):
+        if added:
             limit = f"the loss adds {', '.join(added)}"
     place = f"{float(loss):.6g}, by hand {float(_by_hand(logits, labels, shift=shift)):.6g}"
     measure = gaps.measure(bar, subject.size, limit=limit)
@@ -223,6 +241,77 @@ def accumulated(subject: Subject) -> Measure:
             limit = "num_items_in_batch is ignored: weigh the parts yourself" if worst > bar else ""
     note = f"worst at {place}" if worst > bar else ""
     return Measure(worst, bar, subject.size, note, rounding=bar, limit=limit)
+
+
+def gradients_by_differences(subject: Subject) -> Measure:
+    """Backward gives the slope of the logits along each kind of weight, in float64."""
+    foreign = subject.stranger()
+    if (subject.parameter_count() or 0) > LARGE:
+        raise NotOffered(f"more than {LARGE:,} weights")
+    twin = foreign.twin(copy.deepcopy(foreign.module).double())
+    tokens = tokens_of(subject, 2, LENGTH, seed=149)
+    weights = {
+        name: p
+        for name, p in twin.module.named_parameters()
+        if p.requires_grad and p.is_floating_point() and p.numel()
+    }
+    if not weights:
+        raise NotOffered("every parameter is frozen")
+    generator = seeded(150)
+
+    def height() -> Tensor:
+        logits = twin.logits(tokens)
+        push = torch.randn(logits.shape, generator=seeded(151), dtype=torch.float64)
+        return (torch.where(logits.abs() < 1e30, logits, 0.0) * push).sum()
+
+    for p in weights.values():
+        p.grad = None
+    try:
+        height().backward()
+    except RuntimeError as error:
+        raise NotOffered(f"no float64 copy: the model raised {short(error)}") from error
+    kinds: dict[str, list[str]] = {}
+    for name, p in weights.items():
+        if p.grad is not None and bool(p.grad.any()):  # the others have a row of their own
+            kind = ".".join(part for part in name.split(".") if not part.isdigit())
+            kinds.setdefault(kind, []).append(name)
+    listed = list(kinds.values())
+    groups = [list(chain(*listed[i::KINDS])) for i in range(min(KINDS, len(listed)))]
+
+    def apart(names: list[str], step: float) -> tuple[float, float]:
+        """Return the slope that backward gives, and the one that is measured."""
+        moves = {}
+        for name in names:
+            noise = torch.randn(weights[name].shape, generator=generator, dtype=torch.float64)
+            size = float(weights[name].detach().square().mean().sqrt()) or 1.0
+            moves[name] = noise * size / len(names) ** 0.5
+        given = sum(float((cast(Tensor, weights[n].grad) * moves[n]).sum()) for n in names)
+        heights = []
+        with torch.no_grad():
+            for sign in (1.0, -1.0):
+                for name in names:
+                    weights[name].add_(moves[name], alpha=sign * step)
+                heights.append(float(height()))
+                for name in names:
+                    weights[name].sub_(moves[name], alpha=sign * step)
+        return given, (heights[0] - heights[1]) / (2 * step)
+
+    found = [apart(names, 1e-3) for names in groups]
+    floor = 0.05 * max((abs(measured) for _, measured in found), default=0.0)
+    worst, place = 0.0, ""
+    for names, first in zip(groups, found, strict=True):
+        gaps = []
+        for given, measured in (first, *(apart(names, step) for step in (3e-4, 1e-4))):
+            gaps.append(abs(given - measured) / (max(abs(given), abs(measured), floor) or 1.0))
+            if gaps[-1] <= SLOPE:
+                break  # a token may go to another expert once, and a wrong slope is always wrong
+        if min(gaps) > worst:
+            worst, place = (
+                min(gaps),
+                f"backward of {names[0]}: {given:.4g}, measured {measured:.4g}",
+            )
+    note = place if worst > SLOPE else ""
+    return Measure(worst, SLOPE, subject.size, note, dtype="float64")
 
 
 def checkpointed(subject: Subject) -> Measure:

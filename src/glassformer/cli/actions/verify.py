@@ -3,15 +3,20 @@
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import typer
 
 from glassformer.adapters.folder.origin import is_native
 from glassformer.adapters.load import folder_of, load
+from glassformer.checks.measure import short
 from glassformer.checks.preset_subjects import sample_subject
 from glassformer.checks.report import Report, verify
 from glassformer.checks.subject import subject_of_factory
 from glassformer.cli.shell.process import check_device
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.presets import PRESETS
 
 COLOURS = {
@@ -46,12 +51,56 @@ def certificate(
     return verify(adapter, name=name, only=only, deep=deep)
 
 
-def show(report: Report, *, as_json: bool) -> None:
-    """Print JSON for scripts, else a table, coloured on a terminal."""
+def older_of(against: str | None) -> dict[str, Any] | None:
+    """Read an older certificate; None where there is none to compare with."""
+    if against is None:
+        return None
+    try:
+        older = json.loads(Path(against).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"no certificate '{against}'", where="--against") from error
+    except (OSError, ValueError) as error:
+        raise FileError(f"not a certificate: {short(error)}", where=against) from error
+    if not isinstance(older, dict) or not isinstance(older.get("checks"), list):
+        raise FileError("not a certificate: it has no list of checks", where=against)
+    return older
+
+
+def show(
+    report: Report,
+    *,
+    as_json: bool,
+    files: Mapping[str, str | None] | None = None,
+    older: dict[str, Any] | None = None,
+) -> None:
+    """Print JSON for scripts, else a table, coloured on a terminal; write what was asked for."""
+    content = {
+        "out": lambda: json.dumps(report.to_dict(), allow_nan=False, indent=1) + "\n",
+        "junit": report.junit,
+        "markdown": report.markdown,
+        "badge": report.badge,
+    }
+    for kind, file in (files or {}).items():
+        if file is not None:
+            _write(Path(file), content[kind]())
+    changes = None if older is None else report.compare(older)
     if as_json:
-        print(json.dumps(report.to_dict(), allow_nan=False))
-    else:
-        typer.echo(report.text(coloured if sys.stdout.isatty() else _plain))
+        changed = {} if changes is None else {"changes": changes}
+        print(json.dumps({**report.to_dict(), **changed}, allow_nan=False))
+        return
+    typer.echo(report.text(coloured if sys.stdout.isatty() else _plain))
+    if changes is not None:
+        typer.echo("\nsince the older certificate")
+        for line in changes or ["nothing changed"]:
+            typer.echo(f"  {line}")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error.strerror}", where=str(file)) from error
 
 
 def coloured(text: str, verdict: str) -> str:

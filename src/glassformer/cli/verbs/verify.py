@@ -35,6 +35,21 @@ def verify(
             "--bidirectional", help="The model is meant to look ahead: no check of causality."
         ),
     ] = False,
+    out: Annotated[
+        str | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Keep the certificate, as JSON."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Compare with a kept certificate: new failures count."),
+    ] = None,
+    junit: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JUnit XML for a CI server.")
+    ] = None,
+    markdown: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A table for a pull request.")
+    ] = None,
+    badge: Annotated[str | None, typer.Option(metavar="FILE", help="A badge, as SVG.")] = None,
     device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
@@ -42,7 +57,8 @@ def verify(
     """Check a model: two ways of computing the same thing must agree.
 
     Each row is the worst disagreement seen, beside what is allowed. Exit 1 if any check fails;
-    rounding, and limits that the report names, are warnings.
+    rounding, and limits that the report names, are warnings. With --against, exit 1 only if a
+    check fails that did not fail before.
     Examples:
 
       glass verify
@@ -50,6 +66,8 @@ def verify(
       glass verify qwen --only cache
 
       glass verify my_package.models:tiny_model --json
+
+      glass verify my_package.models:tiny_model --out new.json --against old.json
     """
     place = model
     if model is not None and model not in PRESETS and ":" not in model:
@@ -59,8 +77,9 @@ def verify(
             f"--device {device} is for a model on disk", hint="name a run or a model folder"
         )
     one_blas_thread()
-    from glassformer.cli.actions.verify import certificate, show
+    from glassformer.cli.actions.verify import certificate, older_of, show
 
+    older = older_of(against)  # a bad file is refused before the checks run
     report = certificate(
         place,
         name=model or "",
@@ -69,6 +88,7 @@ def verify(
         causal=False if bidirectional else None,
         device=device,
     )
-    show(report, as_json=as_json)
-    if report.failed:
+    files = {"out": out, "junit": junit, "markdown": markdown, "badge": badge}
+    show(report, as_json=as_json, files=files, older=older)
+    if report.failed if older is None else report.new_failures(older):
         raise typer.Exit(1)
