@@ -624,8 +624,8 @@ def peer(faults: tuple[Fault | None, ...], model: str) -> dict[str, list[str]]:
     """Return the tests of pytest-torch that fail, for each mistake in one model."""
     with TemporaryDirectory() as place:
         folder = Path(place)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p"]
-        command += ["pytest_torch.plugin", f"--junit-xml={folder / 'out.xml'}", "--rootdir", place]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += [f"--junit-xml={folder / 'out.xml'}", "--rootdir", place]
         command += [f"--torch-model-inputs={INPUTS.get(model, USUAL)}"]
         files = {}
         for number, fault in enumerate(faults):

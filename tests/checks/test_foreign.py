@@ -291,3 +291,31 @@ def test_adapters_are_merged_and_unmerged():
     report = gf.verify(get_peft_model(foreign.llama(), config), only="names")
     found = {f.name: f.verdict for f in report.findings}
     assert found["adapters merged = beside the weights"] == "passed", str(report)
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_quantized_layers_compute_with_the_weights_they_say(off):
+    class Rounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weight = torch.randn(29, 16, generator=torch.Generator().manual_seed(0))
+            self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
+            self.register_buffer("whole", (weight / self.scale).round().to(torch.int8))
+
+        def dequantize(self):
+            return self.whole * self.scale
+
+        def forward(self, x):
+            return x @ ((self.whole + off) * self.scale).T
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(29, 16), Rounded()
+
+        def forward(self, input_ids):
+            return self.head(self.embed(input_ids).cumsum(1))
+
+    found = {f.name: f for f in gf.verify(Small(), only="quantization").findings}
+    row = found["quantized layers = their dequantized weights"]
+    assert row.verdict == ("bug" if off else "passed"), row

@@ -381,6 +381,19 @@ SUBJECT_CHECKS = (
         deep=True,
         of="foreign",
     ),
+    SubjectCheck(
+        "flexible attention = eager attention",
+        "kernels",
+        foreign_calls.flex_is_eager,
+        deep=True,
+        of="foreign",
+    ),
+    SubjectCheck(
+        "quantized layers = their dequantized weights",
+        "quantization",
+        foreign_calls.quantized_is_dequantized,
+        of="foreign",
+    ),
     SubjectCheck("GPU = CPU", "kernels", foreign_calls.devices_agree, of="foreign"),
     SubjectCheck("source PAD changes nothing", "source", foreign_calls.source_padding, of="source"),
     SubjectCheck(

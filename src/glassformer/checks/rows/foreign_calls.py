@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from glassformer.checks.foreign import Foreign, inner, training
 from glassformer.checks.measure import (
@@ -298,6 +298,69 @@ def compiled_is_eager(subject: Subject) -> Measure:
     finally:
         torch.compiler.reset()
     return gaps.measure(tolerance_of(plain, subject), subject.size)
+
+
+@torch.no_grad()
+def flex_is_eager(subject: Subject) -> Measure:
+    """The compiled kernel of flexible attention gives the logits of eager attention, padded too."""
+    foreign, tokens, plain = _case(subject, 118)
+    gaps = Gaps()
+
+    def compare(tokens: Tensor, valid: Tensor | None, what: str) -> None:
+        eager = under(foreign, "eager", lambda twin: twin.logits(tokens, valid))
+        flex = under(foreign, "flex_attention", lambda twin: twin.logits(tokens, valid))
+        real = slice(None) if valid is None or not subject.per_position else valid
+        gaps.compare(flex[real], eager[real], what)
+
+    try:
+        compare(tokens, None, "no mask")
+        if foreign.mask_name is not None:
+            with gaps.attempt("padded"):
+                compare(*_padded(subject, tokens, [9, 5, 6], left=False), "padded on the right")
+    finally:
+        torch.compiler.reset()
+    return gaps.measure(tolerance_of(plain, subject), subject.size)
+
+
+@torch.no_grad()
+def quantized_is_dequantized(subject: Subject) -> Measure:
+    """Layers that hold rounded weights compute with exactly what their `dequantize` returns."""
+    foreign, tokens, plain = _case(subject, 119)
+    twin = foreign.twin(copy.deepcopy(foreign.module))
+    replaced = 0
+    for part in list(twin.module.modules()):
+        for name, child in list(part.named_children()):
+            wide = _wide(child)
+            if wide is not None:
+                setattr(part, name, wide.to(foreign.device).eval())
+                replaced += 1
+    if not replaced:
+        raise NotOffered("no layer holds rounded weights and offers dequantize")
+    gaps = Gaps()
+    gaps.compare(plain, twin.logits(tokens), f"{replaced} layers dequantized")
+    return gaps.measure(tolerance_of(plain, subject), subject.size)
+
+
+def _wide(layer: nn.Module) -> nn.Linear | None:
+    """Return a plain layer with a rounded layer's weights, if it says what they are."""
+    ask: Any = getattr(layer, "dequantize", None)
+    weight = getattr(layer, "weight", None)
+    if not callable(ask) and isinstance(weight, Tensor):
+        rounded = type(weight.data) is not Tensor or weight.is_quantized
+        ask = weight.dequantize if rounded else None
+    if callable(ask):
+        try:
+            found = ask()
+        except Exception:  # a method of that name that wants more
+            return None
+        if isinstance(found, Tensor) and found.ndim == 2 and found.is_floating_point():
+            bias = getattr(layer, "bias", None)
+            wide = nn.Linear(found.shape[1], found.shape[0], bias=isinstance(bias, Tensor))
+            wide.weight = nn.Parameter(found.detach().clone())
+            if isinstance(bias, Tensor):
+                wide.bias = nn.Parameter(bias.detach().clone())
+            return wide
+    return None
 
 
 @torch.no_grad()
