@@ -673,7 +673,7 @@ def position_tables(foreign: Foreign, tokens_BT: Tensor, valid_BT: Tensor) -> li
         seen.append(found)
     first, second = seen
     B, T = tokens_BT.shape
-    found = [
+    tables = [
         part
         for part in foreign.module.modules()
         if (one := first.get(id(part))) is not None
@@ -683,8 +683,8 @@ def position_tables(foreign: Foreign, tokens_BT: Tensor, valid_BT: Tensor) -> li
         and torch.equal(one, two)
         and not torch.equal(one[..., 0, :], one[..., 1, :])
     ]
-    within = {id(deeper) for part in found for deeper in part.modules() if deeper is not part}
-    return [part for part in found if id(part) not in within]
+    within = {id(deeper) for part in tables for deeper in part.modules() if deeper is not part}
+    return [part for part in tables if id(part) not in within]
 
 
 @torch.no_grad()

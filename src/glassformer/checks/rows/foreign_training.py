@@ -404,7 +404,7 @@ def saved_folder(subject: Subject) -> Measure:
     module: Any = inner(foreign.module)
     if not callable(getattr(module, "save_pretrained", None)):
         raise NotOffered("it has no save_pretrained")
-    if module is not foreign.module:
+    if inner(foreign.module) is not foreign.module:
         raise NotOffered("it is part of another module, which saves it in its own way")
     tokens, gaps = tokens_of(subject, 2, LENGTH, seed=147), Gaps()
     plain = foreign.logits(tokens)
