@@ -78,7 +78,7 @@ EXHIBITS = (
         "4.48.0",
         BATCH,
         "BERT as decoder, prompts of mixed lengths",
-        "a prompt continues otherwise in a batch: `generate` gave no positions",
+        "a prompt continues otherwise in a batch",
     ),
     _hf(
         "ElectraForCausalLM",
@@ -86,7 +86,7 @@ EXHIBITS = (
         "4.48.0",
         BATCH,
         "ELECTRA as decoder, prompts of mixed lengths",
-        "the same, in its own copy of the code",
+        "the same",
     ),
     _hf(
         "RemBertForCausalLM",
@@ -94,7 +94,7 @@ EXHIBITS = (
         "4.48.0",
         BATCH,
         "RemBERT as decoder, prompts of mixed lengths",
-        "the same, in its own copy of the code",
+        "the same",
     ),
     _hf(
         "MegatronBertForCausalLM",
@@ -102,7 +102,7 @@ EXHIBITS = (
         "4.48.0",
         BATCH,
         "Megatron-BERT as decoder, prompts of mixed lengths",
-        "the same, in its own copy of the code",
+        "the same",
     ),
     _hf(
         "MistralForCausalLM",
@@ -118,7 +118,7 @@ EXHIBITS = (
         "4.40.0",
         WINDOW,
         "Mixtral, longer than the sliding window",
-        "the same, in its own copy of the code",
+        "the same",
         sliding_window=32,
     ),
     _hf(
@@ -127,7 +127,7 @@ EXHIBITS = (
         "4.40.0",
         WINDOW,
         "Qwen2 with its window switched on",
-        "the same, in its own copy of the code",
+        "the same",
         use_sliding_window=True,
         max_window_layers=0,
     ),
@@ -137,7 +137,7 @@ EXHIBITS = (
         "4.40.0",
         WINDOW,
         "Starcoder2, longer than the sliding window",
-        "the same, in its own copy of the code",
+        "the same",
         sliding_window=32,
     ),
     _hf(
@@ -197,7 +197,7 @@ EXHIBITS = (
         "5.16.1",
         BEAMS,
         "Mamba-2, beams",
-        "beams continued from each other's state",
+        "beams find other hypotheses with the cache than without",
         chunk_size=4,
         state_size=8,
         n_groups=1,
@@ -224,7 +224,7 @@ EXHIBITS = (
         "4.51.3",
         LOSS,
         "XGLM, labels",
-        "the last position, which has no label, counted in the loss",
+        "a label of PAD counted in the loss",
     ),
     _hf(
         "XGLMForCausalLM",
@@ -232,7 +232,7 @@ EXHIBITS = (
         "4.45.2",
         EMBEDS,
         "XGLM, embeddings given",
-        "`inputs_embeds` were not scaled as token ids' are",
+        "`inputs_embeds` and token ids gave other logits",
     ),
     _hf(
         "BioGptForCausalLM",
@@ -240,7 +240,7 @@ EXHIBITS = (
         "4.45.2",
         EMBEDS,
         "BioGPT, embeddings given",
-        "`inputs_embeds` were not scaled as token ids' are",
+        "`inputs_embeds` and token ids gave other logits",
     ),
     _hf(
         "Gemma2ForCausalLM",
@@ -248,7 +248,7 @@ EXHIBITS = (
         "4.57.1",
         FUSED,
         "Gemma-2, fused against eager attention",
-        "the fused kernel left out soft-capping without a word",
+        "the fused kernel computed without soft-capping",
     ),
     _hf(
         "JetMoeForCausalLM",
@@ -264,7 +264,7 @@ EXHIBITS = (
         "5.22.2",
         FUSED,
         "Moshi's decoder without a mask",
-        "eager attention was not causal",
+        "eager and fused attention disagreed",
     ),
     _hf(
         "RecurrentGemmaForCausalLM",
@@ -280,7 +280,7 @@ EXHIBITS = (
         "5.22.2",
         BATCH,
         "GPT, prompts of mixed lengths",
-        "a prompt continues otherwise in a batch: the mask was dropped",
+        "a prompt continues otherwise in a batch",
     ),
     _hf(
         "FalconForCausalLM",
@@ -319,7 +319,7 @@ EXHIBITS = (
         "1.37.10",
         FUTURE,
         "sparse attention, top k",
-        "the k largest scores were chosen before the causal mask",
+        "a token's logits depended on the tokens after it",
         attn_sparse_topk=3,
     ),
     Exhibit(
