@@ -40,7 +40,7 @@ ADDED = ("aux", "z_loss", "logits")
 #: More kinds of weights than this are moved together, two or more at a time.
 KINDS = 12
 #: A slope may differ by this much: rounding and curvature of a step of a thousandth.
-SLOPE = 1e-2
+SLOPE = 2e-2
 #: A float64 copy of more weights than this takes too long.
 LARGE = 50_000_000
 
@@ -275,6 +275,8 @@ def gradients_by_differences(subject: Subject) -> Measure:
         if p.grad is not None and bool(p.grad.any()):  # the others have a row of their own
             kind = ".".join(part for part in name.split(".") if not part.isdigit())
             kinds.setdefault(kind, []).append(name)
+    if not kinds:
+        raise NotOffered("no weight has a gradient in float64")
     listed = list(kinds.values())
     groups = [list(chain(*listed[i::KINDS])) for i in range(min(KINDS, len(listed)))]
 
