@@ -140,6 +140,7 @@ class Patient:
 
     ours = False
     deadline = math.inf  # by time.perf_counter()
+    knows_truth = False  # the true distribution of every target, also where an example ends
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.model = setup, setup.model
@@ -520,6 +521,7 @@ class OwnRun(Patient):
         rows = np.arange(min(task.sizes().get("val", 0), 64))
         self.val_batches = [task.batch("val", rows)] if len(rows) else []
         self.floor = self._oracle_floor(sampler.rows(0))
+        self.knows_truth = task.oracle("train", sampler.rows(0)) is not None
 
     def _oracle_floor(self, rows: Any) -> float | None:
         oracle, batch = self.task.oracle("train", rows), self.task.batch("train", rows)

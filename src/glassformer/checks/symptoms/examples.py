@@ -217,6 +217,8 @@ def truncation(p: Patient) -> Symptom:
             f"examples have up to {rows.longest} tokens, the model takes {limit}",
             f"max_position_embeddings={rows.longest}  # or shorter examples",
         )
+    if p.knows_truth:
+        raise NotOffered("the task knows the truth of every target, also where a walk is cut")
     full = [row for row in rows.tokens if len(row) == longest]
     short_ones = [row for row in rows.tokens if len(row) < longest and row]
     if len(full) == len(rows) or len(short_ones) < 8 or longest < 8:
