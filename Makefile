@@ -49,6 +49,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench layer
 	$(BIN)/python -m bench byhand
 	$(BIN)/python -m bench loop
+	$(BIN)/python -m bench stacked
 	$(BIN)/python -m bench training
 	$(BIN)/python -m bench kills
 	$(BIN)/python -m bench learning

@@ -107,7 +107,7 @@ def _stacked(specs: list[RunSpec], folder: Path) -> None:
 
 def _gpu(quick: bool) -> Iterator[dict[str, Any]]:
     seeds, steps = (4, 60) if quick else (GPU_SEEDS, 2_000)
-    base = recipe("lm", ["train.precision=bf16", f"train.steps={steps}"])
+    base = recipe("lm", ["train.precision=bf16", "train.compile=on", f"train.steps={steps}"])
     case = f"lm, {seeds} seeds: a model's step"
     plain = _plain_step(base, steps=20 if quick else 100)
     yield row(case, "plain engine, alone", plain, None)

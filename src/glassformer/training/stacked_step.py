@@ -33,15 +33,19 @@ from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.engine import Array, StepResult, balance_shares, loss_weights, totals
 from glassformer.training.recorded import (
     AHEAD,
+    COMPILE_SECONDS,
     SHARE,
     RecordedSteps,
-    pays_to_compile,
     precision,
 )
 
 # M models, B batch of one model, T length, D d_model, R rows that count, V logits, P parameters
 
 _Value = TypeVar("_Value")
+
+#: What compiling saves for a number of the residual stream in a layer, as seen on an H200 with 64
+#: models of `lm`'s shape: 12.5 ms a step recorded, 5.8 ms compiled and recorded.
+SAVED_PER_NUMBER = 2.7e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +166,7 @@ class StackedSteps(RecordedSteps):
         cuda = device.type == "cuda"
         fixed = cuda and not spec.mixtures() and train.compile != "off"
         fixed = fixed and (train.compile == "on" or train.precision != "float64")
-        size = stack.weights_MP.numel()
-        longest = replace(train, steps=max(each.steps for each in trains))
-        compiled = fixed and (
-            train.compile == "on" or pays_to_compile(spec, longest, parameters=size)
-        )
+        compiled = fixed and (train.compile == "on" or _pays_to_compile(spec, trains))
         self.fixed, self.compiled = fixed, compiled
         self.settings = _settings(trains, spec, device)
         sgd = isinstance(train.optimizer, SGD)
@@ -370,6 +370,17 @@ class StackedSteps(RecordedSteps):
         return torch.cat((numbers[:1], norm_M.double()[None], numbers[1:]))
 
 
+def _pays_to_compile(spec: ModelSpec, trains: Sequence[TrainSpec]) -> bool:
+    """Return True if compiling is likely to save more time than it takes: passes over activations.
+
+    A rule of the specs alone, so that a resumed stack computes as before.
+    """
+    layers = sum(1 for stack in spec.stacks().values() for _ in stack.blocks())
+    tokens = trains[0].batch_size * trains[0].accumulate * spec.max_seq_len
+    numbers = sum(train.steps for train in trains) * tokens * layers * spec.d_model
+    return numbers * SAVED_PER_NUMBER > COMPILE_SECONDS
+
+
 def _settings(
     trains: Sequence[TrainSpec], spec: ModelSpec, device: torch.device
 ) -> dict[str, Tensor]:
@@ -566,7 +577,9 @@ def fold_batches(
         return np.concatenate(grown)
 
     T = length([batch.tokens.shape[1] for batch in batches])
-    arrays: dict[str, Array] = {"tokens": folded([b.tokens for b in batches], T).astype(np.int64)}
+    arrays: dict[str, Array] = {
+        "tokens": folded([b.tokens for b in batches], T).astype(np.int64, copy=False)
+    }
     valid = folded([b.valid for b in batches], T)
     if not fixed:  # what fills up is no token of a model with experts
         sizes = np.array([len(batch.tokens) for batch in batches])
@@ -578,7 +591,7 @@ def fold_batches(
     if batches[0].source is not None:
         sources = [_given(b.source) for b in batches]
         S = length([source.tokens.shape[1] for source in sources])
-        arrays["source"] = folded([s.tokens for s in sources], S).astype(np.int64)
+        arrays["source"] = folded([s.tokens for s in sources], S).astype(np.int64, copy=False)
         arrays["source_valid"] = folded([s.valid for s in sources], S)
         if not fixed and arrays["source_valid"].all():
             del arrays["source_valid"]
@@ -616,14 +629,20 @@ def _given(value: _Value | None) -> _Value:
 
 
 def _check_inputs(arrays: Mapping[str, Array], spec: ModelSpec) -> None:
+    """Refuse ids outside the vocabulary, and sequences that are too long."""
+    sides = {"tokens": spec.vocab_size, "source": spec.source_vocab}
+    if all(
+        arrays[side].shape[1] <= spec.max_seq_len
+        and arrays[side].min() >= 0
+        and arrays[side].max() < vocab
+        for side, vocab in sides.items()
+        if side in arrays
+    ):
+        return
+
     def tensor(name: str) -> Tensor | None:
         return torch.from_numpy(arrays[name]) if name in arrays else None
 
-    given = Inputs(
-        torch.from_numpy(arrays["tokens"]),
-        tensor("valid"),
-        tensor("segments"),
-        tensor("source"),
-        tensor("source_valid"),
-    )
-    as_inputs(given, spec, device=torch.device("cpu"))
+    tokens = torch.from_numpy(arrays["tokens"])
+    given = Inputs(tokens, tensor("valid"), tensor("segments"), tensor("source"))
+    as_inputs(given, spec, device=torch.device("cpu"))  # it names what is wrong, and where

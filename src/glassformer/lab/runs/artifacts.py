@@ -141,19 +141,33 @@ def sample_stepper(engine: Engine, task: Task) -> Stepper | None:
     return engine_stepper(engine) if task.is_running_text else None
 
 
-def write_samples(stepper: Stepper | None, task: Task) -> tuple[Sample, ...]:
-    """Return continuations, spread over the held-out part; none without a stepper."""
+def write_samples(
+    stepper: Stepper | None, task: Task, *, models: int = 1
+) -> list[tuple[Sample, ...]]:
+    """Return each model's continuations, spread over the held-out part; none without a stepper.
+
+    A stepper of a stack decodes for all of its models at once, each with the same random numbers.
+    """
     if stepper is None:
-        return ()
+        return [()] * models
     windows = task.sizes()["val"]
     rows = np.unique(np.arange(COUNT) * windows // COUNT)
     opening = min(OPENING, int(task.lengths("val")[rows].min()) - 1)
     ids = task.batch("val", rows).tokens[:, :opening].tolist()
     spec = DecodeSpec(max_new_tokens=LENGTH, temperature=0.8, top_p=0.95)
-    made = generate_batch(stepper, ids, spec=spec, tokenizer=task.tokenizer, logprobs=False)
-    return tuple(
-        Sample(task.tokenizer.decode(begun), one.text) for begun, one in zip(ids, made, strict=True)
+    made = generate_batch(
+        stepper,
+        ids * models,
+        spec=spec,
+        tokenizer=task.tokenizer,
+        rows=[*range(len(ids))] * models,
+        logprobs=False,
     )
+    samples = [
+        Sample(task.tokenizer.decode(begun), one.text)
+        for begun, one in zip(ids * models, made, strict=True)
+    ]
+    return [tuple(samples[m * len(ids) : (m + 1) * len(ids)]) for m in range(models)]
 
 
 def keep_samples(directory: RunDirectory, step: int, samples: tuple[Sample, ...]) -> None:

@@ -20,7 +20,6 @@ from glassformer.adapters.load import load
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
 from glassformer.lab.runs.artifacts import (
     Sample,
-    engine_model,
     forget_probes,
     keep_samples,
     probe,
@@ -134,7 +133,9 @@ class TrainingRun:
         self.task, self.engine, self.files = parts.task, parts.engine, parts.files
         self.notes = parts.notes
         self.facts = dict(self.task.facts())
-        self.stepper = sample_stepper(self.engine, self.task)
+        stepper = sample_stepper(self.engine, self.task) if parts is None else None
+        self.samples: Callable[[], tuple[Sample, ...]]
+        self.samples = lambda: write_samples(stepper, self.task)[0]
         self.seconds = 0.0  # of all steps, also those before a resume
         self.flushed, self.has_ended = 0.0, False
 
@@ -343,9 +344,7 @@ class TrainingRun:
             self.progress.best_step = self.progress.step
         self.progress.stale = 0 if best else self.progress.stale + 1
         finite = math.isfinite(evaluation.loss)
-        if finite:
-            engine_model(self.engine)  # what the models of a stack share has these weights now
-        samples = write_samples(self.stepper, self.task) if finite else ()
+        samples = self.samples() if finite else ()
         keep_samples(self.directory, self.progress.step, samples)
         if finite:
             probe(self.directory, self.engine, self.task, self.spec.train, self.progress.step)

@@ -5,6 +5,7 @@ evaluates, saves, stops early and diverges by itself; one that has ended leaves 
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from pathlib import Path
 from glassformer.costs.estimates import flops
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
+from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.threads import FLOPS, threads_for
+from glassformer.lab.runs.artifacts import Sample, write_samples
 from glassformer.lab.runs.assemble import Parts, check_fit
 from glassformer.lab.runs.run import Event, TrainingRun
 from glassformer.spec.errors import DivergedError, InputError
@@ -69,8 +72,9 @@ class StackedRuns:
             files = {"tokenizer.json": task.tokenizer.to_json().encode()}
             parts = Parts(task=task, engine=member, files=files, notes=task.notes())
             self.runs.append(TrainingRun(spec, folder, device=device, parts=parts))
-        for run in self.runs:
-            run.stepper = self.runs[0].stepper
+        for i, run in enumerate(self.runs):
+            run.samples = functools.partial(self._samples, i)
+        self._written: dict[int, tuple[Sample, ...]] = {}
 
     @property
     def threads(self) -> int:
@@ -122,6 +126,7 @@ class StackedRuns:
         settled = any(record.settled for record in records.values())
         evaluating = [i for i, record in records.items() if self._evaluates(i, record.step)]
         self.engine.expect(evaluating if settled else ())
+        self._written.clear()
         for i, record in records.items():
             run, session = self.runs[i], sessions[i]
             if i not in self.engine.live:
@@ -139,6 +144,16 @@ class StackedRuns:
         for i in ended:
             yield from self._end(i, sessions[i])
         self.engine.leave(ended)
+
+    def _samples(self, i: int) -> tuple[Sample, ...]:
+        """Return a run's samples; those of all that read its task are written at once."""
+        run, engine = self.runs[i], self.engine
+        if i not in self._written and run.task.is_running_text:
+            engine.fold.extents, engine.fold.batch = (), 1
+            made = write_samples(TorchStepper(engine.model), run.task, models=len(engine.slots))
+            mine = zip(engine.slots, made, strict=True)
+            self._written |= {m: one for m, one in mine if self.runs[m].task is run.task}
+        return self._written.pop(i, ())
 
     def _evaluates(self, i: int, step: int) -> bool:
         train = self.runs[i].spec.train
