@@ -2,11 +2,13 @@
 
 import json
 import math
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.stack import Left, StackedRuns, stack_groups
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
@@ -146,3 +148,18 @@ def test_runs_of_one_shape_are_one_stack():
 def test_what_cannot_be_stacked_is_refused(other, message, tmp_path):
     with pytest.raises(InputError, match=message):
         stack_of([digits(), digits(other)], tmp_path)
+
+
+def test_the_samples_of_a_stack_are_those_of_its_runs(tmp_path):
+    size = (f"task.path={types.__file__}", "task.vocab_size=300", "task.length=24")
+    short = ("train.steps=2", "train.evaluate_every=2", "train.evaluate_examples=4")
+    few = ("train.batch_size=2", "train.probes=0", WIDE)
+    specs = [recipe("text", [*size, *short, *few, f"train.seed={seed}"]) for seed in (1, 2)]
+    train(stack_of(specs, tmp_path))
+    for i, spec in enumerate(specs):
+        trained(spec, tmp_path / f"alone-{i}")
+        ours, theirs = (tmp_path / name / "samples" for name in (str(i), f"alone-{i}"))
+        assert [file.name for file in ours.iterdir()] == ["step-000002.jsonl"]
+        assert (ours / "step-000002.jsonl").read_text() == (
+            theirs / "step-000002.jsonl"
+        ).read_text()

@@ -128,12 +128,13 @@ class TrainingRun:
         self.stop_requested = False
         self.stopped = False
         self.saving: Future[Saved] | None = None
+        stacked = parts is not None  # the stack writes the samples of all its runs at once
         if parts is None:
             parts = assemble(run, device=device, cache=cache_folder(folder.parent))
         self.task, self.engine, self.files = parts.task, parts.engine, parts.files
         self.notes = parts.notes
         self.facts = dict(self.task.facts())
-        stepper = sample_stepper(self.engine, self.task) if parts is None else None
+        stepper = None if stacked else sample_stepper(self.engine, self.task)
         self.samples: Callable[[], tuple[Sample, ...]]
         self.samples = lambda: write_samples(stepper, self.task)[0]
         self.seconds = 0.0  # of all steps, also those before a resume
