@@ -25,7 +25,7 @@ from glassformer.checks.measure import (
     scale_of,
     short,
 )
-from glassformer.checks.rows.invariants import LENGTH, _padded, tokens_of, tolerance_of
+from glassformer.checks.rows.invariants import LENGTH, _lengths, _padded, tokens_of, tolerance_of
 from glassformer.checks.subject import Subject
 
 # B batch, T length, S source length, D width, V vocab
@@ -54,7 +54,7 @@ def extras_change_nothing(subject: Subject) -> Measure:
     gaps = Gaps()
     # behind a causal model's tokens no mask is missed, so that it is padded before them
     left, masked = foreign.kind == "decoder", None
-    padded, valid = _padded(subject, tokens, [9, 5, 6], left=left)
+    padded, valid = _padded(subject, tokens, _lengths(tokens), left=left)
     if foreign.mask_name is not None and subject.per_position:
         masked = foreign.logits(padded, valid)[valid]
     for name, value in EXTRAS:
@@ -316,7 +316,8 @@ def flex_is_eager(subject: Subject) -> Measure:
         compare(tokens, None, "no mask")
         if foreign.mask_name is not None:
             with gaps.attempt("padded"):
-                compare(*_padded(subject, tokens, [9, 5, 6], left=False), "padded on the right")
+                padded, valid = _padded(subject, tokens, _lengths(tokens), left=False)
+                compare(padded, valid, "padded on the right")
     finally:
         torch.compiler.reset()
     return gaps.measure(tolerance_of(plain, subject), subject.size)
