@@ -2,7 +2,7 @@
 
 from tests.checks.faults import Fault
 
-STEP, LOSS = "training.torch_engine:TorchEngine._step", "training.torch_engine:TorchEngine._loss"
+APPLY, LOSS = "training.torch_engine:TorchEngine.apply", "training.torch_engine:TorchEngine._loss"
 BY_HAND = "training.numpy_engine:NumpyEngine.step"
 FIT, SUMS = "training.fit:fit", "training.losses:_sums"
 RESUME, EVENTS = "lab.runs.run:TrainingRun.resume", "lab.runs.run:TrainingRun.after"
@@ -23,12 +23,12 @@ FAULTS = (
     Fault("mean of means", LOSS, "loss.smoothed / (count or 1.0)", "loss.smoothed / float(loss_weights(batch, head).sum()) / 4", "accumulation, torch"),
     Fault("mean of means, by hand", BY_HAND, "float(weights[head].sum(dtype=np.float64)) / count if count else 0.0", "1 / many", "accumulation, numpy"),
     Fault("gradients of the last batch only", BY_HAND, "accumulate=i > 0", "accumulate=False", "accumulation, numpy"),
-    Fault("penalty once a batch", STEP, "self.model.penalty() / len(batches)", "self.model.penalty()", "penalty, torch"),
+    Fault("penalty once a batch", "training.torch_engine:TorchEngine._objective", "self.model.penalty() / parts", "self.model.penalty()", "penalty, torch"),
     Fault("penalty once a batch, by hand", BY_HAND, "scale=1.0 / many", "scale=1.0", "penalty, numpy"),
     # steps
-    Fault("no look before the step", STEP, FINITE.format("total + added"), "applied = True", "not finite, torch"),
+    Fault("no look before the step", APPLY, FINITE.format("total + added"), "applied = True", "not finite, torch"),
     Fault("no look before the step, by hand", BY_HAND, FINITE.format("loss + balance_term"), "applied = True", "not finite, numpy"),
-    Fault("only the loss is looked at", STEP, FINITE.format("total + added"), "applied = math.isfinite(total)", "gradient too large, torch"),
+    Fault("only the loss is looked at", APPLY, FINITE.format("total + added"), "applied = math.isfinite(total)", "gradient too large, torch"),
     Fault("decay on biases", "training.torch_engine:_adamw", '"params": rest, "weight_decay": 0.0', '"params": rest, "weight_decay": adam.weight_decay', "decay"),
     Fault("no decay at all", "training.torch_engine:_adamw", '"params": decayed, "weight_decay": adam.weight_decay', '"params": decayed, "weight_decay": 0.0', "engines, AdamW"),
     Fault("clipping forgotten", BY_HAND, "if self.train.clip:", "if False:", "engines, clipping"),

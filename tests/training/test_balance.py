@@ -102,7 +102,7 @@ def test_balance(name):
     CHECKS[name]()
 
 
-STEP = "training.torch_engine:TorchEngine._step"
+STEP = "training.torch_engine:TorchEngine._objective"
 FAULTS = [
     Fault(
         "every batch counts alike",
@@ -121,15 +121,15 @@ FAULTS = [
     Fault(
         "balance inside the loss",
         STEP,
-        "loss = loss + part.detach()",
-        "loss = loss + part.detach() + (found.weighted()[1].detach() if found else 0)",
+        "for number in (loss, balance",
+        "for number in (loss + term, balance",
         "apart, torch",
     ),
     Fault(
         "balance not differentiated",
         STEP,
-        "part = part + term",
-        "part = part + 0 * term",
+        "objective = loss + term",
+        "objective = loss + 0 * term",
         "engines",
     ),
     Fault(

@@ -4,6 +4,7 @@ The commands of the same names call these functions, so that both do the same.
 """
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +30,12 @@ from glassformer.lab.recipes import (
 from glassformer.lab.runs.artifacts import engine_stepper
 from glassformer.lab.runs.assemble import (
     Parts,
+    Peers,
     PlannedRun,
     assemble,
     check_fit,
     check_tokens,
+    in_turn,
     read_checkpoint,
 )
 from glassformer.lab.runs.progress import Narrator
@@ -170,6 +173,7 @@ def open_run(
     device: str,
     threads: int | None,
     resume: bool,
+    peers: Peers | None = None,
 ) -> tuple[TrainingRun, int]:
     """Return a run in its folder, not yet begun, and the number of threads that it takes."""
     folder = run_folder(runs, _name(what) if name is None else name)
@@ -177,18 +181,21 @@ def open_run(
     if exists:
         plan = PlannedRun(spec=resumed_spec(folder, what, overrides))
     else:
-        plan = planned_run(what, overrides, cache=cache_folder(runs))
+        plan = in_turn(peers, lambda: planned_run(what, overrides, cache=cache_folder(runs)))
     spec = plan.spec
     check_threads(threads, engine=spec.engine)
-    run = TrainingRun(plan, folder, device=device)
+    run = TrainingRun(plan, folder, device=device, peers=peers)
     if resume and threads is None and spec.engine == "torch":
         threads = recorded_threads(folder)
-    return run, threads_of_run(spec, run.task, asked=threads, device=device)
+    count = threads_of_run(spec, run.task, asked=threads, device=device)
+    if peers is not None and threads is None:  # the processes of one machine share its cores
+        count = min(count, max(1, (os.cpu_count() or 1) // peers.ranks.local_size))
+    return run, count
 
 
 def begin(run: TrainingRun, *, resume: bool, overwrite: bool) -> list[str]:
     """Write the files of a new run, or read back the state of one; return notes for people."""
-    if resume and (run.directory.folder / "config.json").is_file():
+    if run.agreed(resume and (run.directory.folder / "config.json").is_file()):
         return run.resume()
     run.prepare(overwrite=overwrite)
     return ["there is no such run yet: starting at step 0"] if resume else []

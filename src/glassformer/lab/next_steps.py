@@ -46,6 +46,9 @@ def before_training(run: TrainingRun, *, threads: int) -> list[str]:
         where = "NumPy"
     elif run.device == "cpu":
         where = f"cpu, {threads} thread{'' if threads == 1 else 's'}"
+    if run.peers is not None:
+        where += f" in each of {run.peers.ranks.size} processes"
+        where += ", which share the model" if run.peers.sharded else ""
     seconds = predicted_seconds(run, steps=left)
     about = "" if seconds is None else f"{duration(seconds)} or more "
     lines.append(f"time: {about}on this machine ({where}); written to {run.directory.folder}")

@@ -7,7 +7,7 @@ dropped. `BalanceLosses` is passed into a forward like a cache, and collects the
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -93,9 +93,11 @@ class BalanceLosses:
     """The load-balancing loss of every mixture in one forward, by the name of its layer.
 
     `coefficients` are the factors that the spec has for them. A layer that is run again for its
-    backward writes the same entry again.
+    backward writes the same entry again. `everywhere` sums a tensor over all processes, where
+    several share a batch: each one's losses are then its addend of the complete batch's.
     """
 
+    everywhere: Callable[[Tensor], Tensor] | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)
 
@@ -156,7 +158,7 @@ class MixtureOfExperts(nn.Module):
             logits_BTE, chosen=self.experts_per_token, normalize=self.normalize
         )
         if balance is not None:
-            loss = self.balance_loss(p_BTE, chosen_BTA, valid_BT=balance.valid_BT)
+            loss = self.balance_loss(p_BTE, chosen_BTA, at=balance)
             balance.losses.add(balance.layer, loss, self.balance)
         if taps is not None:
             weights_BTA, chosen_BTA = self._tapped(taps, weights_BTA, chosen_BTA)
@@ -169,9 +171,10 @@ class MixtureOfExperts(nn.Module):
             out_BTD = out_BTD + tap(taps, "shared", shared_BTD)
         return tap(taps, "out", out_BTD)
 
-    def balance_loss(self, p_BTE: Tensor, chosen_BTA: Tensor, *, valid_BT: Tensor | None) -> Tensor:
+    def balance_loss(self, p_BTE: Tensor, chosen_BTA: Tensor, *, at: BalanceAt) -> Tensor:
         """Return the load-balancing loss of this layer's tokens."""
-        return balance_loss(p_BTE, chosen_BTA, valid_BT=valid_BT)
+        everywhere = at.losses.everywhere
+        return balance_loss(p_BTE, chosen_BTA, valid_BT=at.valid_BT, everywhere=everywhere)
 
     def shared(self, x_BTD: Tensor) -> Tensor | None:
         """Return the gated output of the shared expert; None without one."""
@@ -261,18 +264,29 @@ def route(logits_E: Tensor, *, chosen: int, normalize: bool) -> tuple[Tensor, Te
     return weights_A, chosen_A, p_E
 
 
-def balance_loss(p_BTE: Tensor, chosen_BTA: Tensor, *, valid_BT: Tensor | None) -> Tensor:
+def balance_loss(
+    p_BTE: Tensor,
+    chosen_BTA: Tensor,
+    *,
+    valid_BT: Tensor | None,
+    everywhere: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """n_experts * sum_e f_e P_e: share of tokens that choose e, times the mean of p_e.
 
-    Only real tokens count; without any it is 0.
+    Only real tokens count; without any it is 0. A product of two means is no mean of products:
+    where processes share a batch, `everywhere` sums the counts that both means divide by.
     """
     E = p_BTE.shape[-1]
     if valid_BT is None:
         valid_BT = torch.ones(p_BTE.shape[:-1], dtype=torch.bool, device=p_BTE.device)
     real_BT1 = valid_BT[..., None].to(p_BTE.dtype)
-    tokens = real_BT1.sum().clamp(min=1.0)
     ones_BTA = real_BT1.expand(chosen_BTA.shape)
     picked_BTE = torch.zeros_like(p_BTE).scatter_add(-1, chosen_BTA, ones_BTA)
-    f_E = picked_BTE.flatten(0, -2).sum(0) / tokens
+    picked_E, tokens = picked_BTE.flatten(0, -2).sum(0), real_BT1.sum()
+    if everywhere is not None:
+        counts = everywhere(torch.cat((picked_E, tokens[None])).detach())
+        picked_E, tokens = counts[:-1], counts[-1]
+    tokens = tokens.clamp(min=1.0)
+    f_E = picked_E / tokens
     P_E = (p_BTE * real_BT1).flatten(0, -2).sum(0) / tokens
     return E * (f_E * P_E).sum()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding
-from glassformer.nn.ffn import MixtureOfExperts, balance_loss
+from glassformer.nn.ffn import BalanceAt, MixtureOfExperts, balance_loss
 from glassformer.nn.linear import Linear, missing_widths
 from glassformer.nn.norm import LayerNorm, RMSNorm, as_float
 from glassformer.nn.position import LearnedPosition
@@ -268,10 +268,10 @@ class StackedMixture(MixtureOfExperts, _Part):
         length = extent.target if self.side == "target" else extent.source
         return every.view(self.fold.batch, -1)[: extent.rows, :length].flatten()
 
-    def balance_loss(self, p_BTE: Tensor, chosen_BTA: Tensor, *, valid_BT: Tensor | None) -> Tensor:
+    def balance_loss(self, p_BTE: Tensor, chosen_BTA: Tensor, *, at: BalanceAt) -> Tensor:
         """Return each model's load-balancing loss, (M,)."""
         by_model = (x.unflatten(0, (self.fold.models, -1)) for x in (p_BTE, chosen_BTA))
-        valid = None if valid_BT is None else valid_BT.unflatten(0, (self.fold.models, -1))
+        valid = None if at.valid_BT is None else at.valid_BT.unflatten(0, (self.fold.models, -1))
         return torch.stack(
             [
                 balance_loss(p, chosen, valid_BT=None if valid is None else valid[model])

@@ -25,6 +25,8 @@ from glassformer.spec.serialize import from_json, to_json, unique_keys
 from glassformer.store.tensors import (
     CODES,
     Arrays,
+    Deferred,
+    TensorPieces,
     explain_difference,
     explain_misfit,
     is_finite,
@@ -102,8 +104,16 @@ def _sync_folder(folder: Path) -> None:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
+#: The contents of a file: its bytes, or tensors that are written one at a time.
+Contents = bytes | TensorPieces
+
+
 def save_checkpoint(
-    folder: Path, spec: ModelSpec, weights: Arrays, *, files: Mapping[str, bytes] | None = None
+    folder: Path,
+    spec: ModelSpec,
+    weights: Mapping[str, NDArray[Any] | Deferred],
+    *,
+    files: Mapping[str, Contents] | None = None,
 ) -> None:
     """Write a new checkpoint folder; one that exists is never overwritten.
 
@@ -115,7 +125,7 @@ def save_checkpoint(
     if problems:
         raise InputError(f"the weights do not fit the spec: {problems}")
     for name, array in weights.items():
-        if not is_finite(array):
+        if not isinstance(array, Deferred) and not is_finite(array):
             raise InputError(
                 f"{name} holds NaN or infinity, so the model is not saved",
                 hint="go back to the last checkpoint that was written",
@@ -124,7 +134,7 @@ def save_checkpoint(
     for name in contents:
         _check_name(name)
     contents[SPEC] = to_json(spec).encode()
-    contents[WEIGHTS] = tensor_bytes(weights)
+    contents[WEIGHTS] = TensorPieces(weights)
     write_folder(folder, contents)
 
 
@@ -138,21 +148,28 @@ def _check_name(name: str) -> None:
         )
 
 
-def write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write files and their manifest under a temporary name, sync, rename."""
-    size = sum(len(data) for data in contents.values())
+def write_folder(folder: Path, contents: Mapping[str, Contents]) -> None:
+    """Write files in their order and their manifest under a temporary name, sync, rename."""
+    size = sum(len(d) if isinstance(d, bytes) else d.size for d in contents.values())
     with publishing(folder, size=size, what="checkpoint") as beside:
-        for name, data in contents.items():
-            write_synced(beside / name, [data])
-        write_synced(beside / MANIFEST, [_manifest_text(contents).encode()])
+        files = {name: _write_hashed(beside / name, data) for name, data in contents.items()}
+        manifest = {"format": FORMAT, "files": dict(sorted(files.items()))}
+        write_synced(beside / MANIFEST, [(json.dumps(manifest, indent=2) + "\n").encode()])
 
 
-def _manifest_text(contents: Mapping[str, bytes]) -> str:
-    files = {
-        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for name, data in sorted(contents.items())
-    }
-    return json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n"
+def _write_hashed(path: Path, data: Contents) -> dict[str, Any]:
+    """Write a file, and return its entry in the manifest."""
+    total, size = hashlib.sha256(), 0
+
+    def hashed() -> Iterator[bytes]:
+        nonlocal size
+        for piece in [data] if isinstance(data, bytes) else data:
+            total.update(piece)
+            size += len(piece)
+            yield piece
+
+    write_synced(path, hashed())
+    return {"bytes": size, "sha256": total.hexdigest()}
 
 
 def verify_folder(folder: Path) -> dict[str, Any]:

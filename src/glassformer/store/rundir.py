@@ -51,10 +51,11 @@ def cache_folder(runs: Path) -> Path:
 
 
 class RunDirectory:
-    """The files of one run, by their meaning."""
+    """The files of one run, by their meaning. Without `writes`, nothing of it is ever changed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, writes: bool = True) -> None:
         self.folder = folder
+        self.writes = writes
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
         self.alerts = folder / "alerts.jsonl"
@@ -62,6 +63,9 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the run for one writer; the lock is the kernel's, so a killed writer leaves none."""
+        if not self.writes:
+            yield
+            return
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             opened = (self.folder / "lock").open("a+")
@@ -118,6 +122,8 @@ class RunDirectory:
 
     def write(self, name: str, data: str | bytes) -> None:
         """Replace a small file atomically: write a temporary one, sync, rename."""
+        if not self.writes:
+            return
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.tmp")
@@ -127,6 +133,10 @@ class RunDirectory:
                 file.flush()
                 os.fsync(file.fileno())
             beside.rename(path)
+
+    def append(self, path: Path) -> TextIO:
+        """Open a log of the run to write at its end."""
+        return (path if self.writes else Path(os.devnull)).open("a", encoding="utf-8")
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file; a number that is not finite becomes a string."""
@@ -185,6 +195,8 @@ class RunDirectory:
 
     def prune(self, *, keep: int) -> None:
         """Remove all but the newest `keep` and the best, and what a kill left behind."""
+        if not self.writes:
+            return
         kept = {*self.steps()[-keep:], self.pointed("best"), self.pointed("last")}
         for step in self.steps():
             if step not in kept:
@@ -194,7 +206,7 @@ class RunDirectory:
 
     def cut(self, path: Path, size: int) -> None:
         """Truncate a log to its length when a checkpoint was written."""
-        if path.exists() and path.stat().st_size > size:
+        if self.writes and path.exists() and path.stat().st_size > size:
             with path.open("r+b") as file:
                 file.truncate(size)
 

@@ -9,6 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +51,15 @@ class Shaped(Protocol):
         """The shape that a tensor of this name must have."""
 
 
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """An array that is made when it is read: a file can be written with one in memory at a time."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], NDArray[Any]]
+
+
 HEADER_LIMIT = 10_000_000
 COUNT_LIMIT = 100_000
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
@@ -59,6 +69,28 @@ Arrays = Mapping[str, NDArray[Any]]
 
 def tensor_bytes(arrays: Arrays, *, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the bytes of a safetensors file, names sorted: equal weights give equal bytes."""
+    return b"".join(_pieces(arrays, metadata=metadata))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPieces:
+    """The contents of a tensor file, made an array at a time while it is written."""
+
+    arrays: Mapping[str, NDArray[Any] | Deferred]
+
+    @property
+    def size(self) -> int:
+        """The number of bytes of the arrays."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
+
+    def __iter__(self) -> Iterator[bytes]:
+        return _pieces(self.arrays)
+
+
+def _pieces(
+    arrays: Mapping[str, NDArray[Any] | Deferred], *, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes]:
+    """Return a file's bytes an array at a time; a deferred one is refused if it is not finite."""
     described = {}
     for name in sorted(arrays):
         if arrays[name].dtype not in CODES:
@@ -67,7 +99,20 @@ def tensor_bytes(arrays: Arrays, *, metadata: Mapping[str, str] | None = None) -
                 hint=f"use one of {', '.join(DTYPES)}",
             )
         described[name] = (CODES[arrays[name].dtype], arrays[name].shape)
-    return b"".join(tensor_chunks(described, arrays.__getitem__, metadata=metadata))
+
+    def read(name: str) -> NDArray[Any]:
+        array = arrays[name]
+        if not isinstance(array, Deferred):
+            return array
+        made = array.read()
+        if not is_finite(made):
+            raise InputError(
+                f"{name} holds NaN or infinity, so the model is not saved",
+                hint="go back to the last checkpoint that was written",
+            )
+        return made
+
+    return tensor_chunks(described, read, metadata=metadata)
 
 
 def tensor_chunks(

@@ -4,7 +4,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, assert_never
+from dataclasses import dataclass
+from typing import Any, TypeVar, assert_never
 
 import numpy as np
 import torch
@@ -44,14 +45,44 @@ from glassformer.training.recorded import (
     precision,
 )
 
+T = TypeVar("T")
+
+
+def _call(compute: Callable[..., T], *arguments: Any) -> T:
+    return compute(*arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of every step that one process computes: one of `ranks`.
+
+    `everywhere` sums a tensor over all of them; `run` calls a function of the model while all of
+    its parameters are there.
+    """
+
+    ranks: int = 1
+    everywhere: Callable[[Tensor], Tensor] | None = None
+    run: Callable[..., Any] = _call
+
+
+ALONE = Part()
+
 
 class TorchEngine:
     """A built model with its optimizers. With `lora`, only the corrections train, and `weights` and
     `load_weights` are about them.
     """
 
-    def __init__(self, model: Model, train: TrainSpec, *, lora: LoRA | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        train: TrainSpec,
+        *,
+        lora: LoRA | None = None,
+        part: Part = ALONE,
+    ) -> None:
         self.spec: ModelSpec = model.spec
+        self.part = part
         self.model = model
         self.train = train
         self.rules = stored(self.spec) if lora is None else lora_manifest(self.spec, lora)
@@ -83,7 +114,9 @@ class TorchEngine:
         In float64 nothing is recorded unless asked for: it is chosen to compare, not to be fast.
         """
         wanted = self.train.compile == "on" or self.train.precision != "float64"
-        if self.device.type != "cuda" or self.train.compile == "off" or not wanted:
+        if self.device.type != "cuda" or self.train.compile == "off" or self.part.ranks > 1:
+            return None
+        if not wanted:
             return None
         if not can_record(self.spec, self.train):
             return None
@@ -145,32 +178,51 @@ class TorchEngine:
         self, batches: Sequence[Batch], counts: Mapping[str, float], *, lr: float, seed: int
     ) -> StepResult:
         """Make a step operation by operation."""
+        shares = balance_shares(batches, self.spec) if self.routed else []
+        sums = self.gradients(batches, counts, shares=shares, seed=seed)
+        norm = torch.nn.utils.get_total_norm(self.filled())
+        tokens = sum(int(batch.valid.sum()) for batch in batches)
+        return self.apply(sums, norm, counts, tokens=tokens, lr=lr)
+
+    def gradients(
+        self,
+        batches: Sequence[Batch],
+        counts: Mapping[str, float],
+        *,
+        shares: Sequence[Mapping[str, float]],
+        seed: int,
+    ) -> Tensor:
+        """Compute the gradients of some batches, or of this process's part of them.
+
+        Returns sums in float64: the loss, the load-balancing loss and its term, each head's plain
+        loss. `counts` and `shares` are those of the complete step.
+        """
         self.model.train()
         for parameter in self.parameters:
             parameter.grad = None
-        loss = torch.zeros((), device=self.device)
-        nll = dict.fromkeys(counts, loss)
-        balance = balance_term = torch.zeros((), device=self.device)
-        shares = balance_shares(batches, self.spec) if self.routed else []
+        total: list[Tensor] = []
         with self._dropout_from(seed):
             for i, batch in enumerate(batches):
-                found = BalanceLosses() if self.routed else None
-                part, sums = self._loss(batch, counts, found)
-                part = part + self.model.penalty() / len(batches)
-                loss = loss + part.detach()
-                if found is not None:
-                    mean, term = found.weighted(shares[i])
-                    balance, balance_term = balance + mean.detach(), balance_term + term.detach()
-                    part = part + term
+                found = BalanceLosses(self.part.everywhere) if self.routed else None
+                share = shares[i] if self.routed else None
+                part, sums = self.part.run(
+                    self._objective, batch, counts, found, share, len(batches) * self.part.ranks
+                )
+                total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
                 torch.autograd.backward(part)
-                nll = {head: nll[head] + sums[head] for head in nll}
         self.model.eval()
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        scalars = [loss, norm, balance, balance_term, *nll.values()]
-        total, size, balanced, added, *means = torch.stack(
-            [number.double() for number in scalars]
-        ).tolist()
+        return torch.stack([number.double() for number in total])
+
+    def filled(self) -> list[Tensor]:
+        """Return the gradients that the last backward left."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def apply(
+        self, sums: Tensor, norm: Tensor, counts: Mapping[str, float], *, tokens: int, lr: float
+    ) -> StepResult:
+        """Clip and apply the gradients, unless something is not finite: then nothing changes."""
+        numbers = torch.cat((sums, norm.double()[None])).tolist()
+        total, balanced, added, *means, size = numbers
         applied = math.isfinite(total + added) and math.isfinite(size)
         if applied:
             if self.train.clip:
@@ -179,9 +231,26 @@ class TorchEngine:
         plain = {
             head: mean / (counts[head] or 1.0) for head, mean in zip(counts, means, strict=True)
         }
-        tokens = sum(int(batch.valid.sum()) for batch in batches)
         routed = (balanced, added) if self.routed else (None, 0.0)
         return StepResult(total, plain, size, tokens, applied, *routed)
+
+    def _objective(
+        self,
+        batch: Batch,
+        counts: Mapping[str, float],
+        found: BalanceLosses | None,
+        share: Mapping[str, float] | None,
+        parts: int,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return what one of `parts` parts of a step differentiates, and its sums."""
+        loss, sums = self._loss(batch, counts, found)
+        loss = loss + self.model.penalty() / parts
+        balance = term = torch.zeros((), device=self.device)
+        objective = loss
+        if found is not None:
+            balance, term = found.weighted(share)
+            objective = loss + term
+        return objective, [number.detach() for number in (loss, balance, term, *sums.values())]
 
     def _loss(
         self, batch: Batch, counts: Mapping[str, float], balance: BalanceLosses | None
@@ -253,6 +322,10 @@ class TorchEngine:
             self.recorded.forget()
 
     def state(self) -> Arrays:
+        return {"steps": np.array(self.steps), **arrays_of(self.state_tensors())}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's own tensors, named `kind.parameter`."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             for optimizer, _ in self.optimizers:
@@ -265,7 +338,7 @@ class TorchEngine:
                         )
                     if isinstance(value, Tensor):
                         tensors[f"{kind}.{name}"] = value
-        return {"steps": np.array(self.steps), **arrays_of(tensors)}
+        return tensors
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         self.steps = int(arrays["steps"])

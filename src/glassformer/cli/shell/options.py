@@ -83,6 +83,13 @@ Device = Annotated[
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads; by default chosen by the size of the work.")
 ]
+Nproc = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Train in N processes, as torchrun would start them."),
+]
+Fsdp = Annotated[
+    bool, typer.Option("--fsdp", help="Several processes: shard the model over them (FSDP2).")
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")
 ]

@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import AnyModel, AsJson, Device, Overrides, Runs, Threads
+from glassformer.cli.shell.options import (
+    AnyModel,
+    AsJson,
+    Device,
+    Fsdp,
+    Nproc,
+    Overrides,
+    Runs,
+    Threads,
+)
 from glassformer.kernels.threads import one_blas_thread
 
 
@@ -28,6 +37,8 @@ def finetune(
     seed: Annotated[int | None, typer.Option(help="Short for train.seed=N.")] = None,
     device: Device = "cpu",
     threads: Threads = None,
+    nproc: Nproc = None,
+    fsdp: Fsdp = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run that was stopped.")
     ] = False,
@@ -53,6 +64,10 @@ def finetune(
     given += [f"train.steps={steps}"] if steps is not None else []
     given += [f"train.seed={seed}"] if seed is not None else []
     one_blas_thread()
+    if nproc is not None:
+        from glassformer.cli.shell.ranks import launch
+
+        raise typer.Exit(launch(nproc))
     from glassformer.cli.actions import train as training
 
     code = training.train(
@@ -62,6 +77,7 @@ def finetune(
         runs=Path(runs),
         device=device,
         threads=threads,
+        fsdp=fsdp,
         resume=resume,
         overwrite=overwrite,
         as_json=as_json,

@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Device, Overrides, Runs, Threads, Trainable
+from glassformer.cli.shell.options import (
+    AsJson,
+    Device,
+    Fsdp,
+    Nproc,
+    Overrides,
+    Runs,
+    Threads,
+    Trainable,
+)
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.options import settings_text
 from glassformer.spec.tasks import check_task_name
@@ -30,6 +39,8 @@ def train(
     engine: Annotated[str | None, typer.Option(help="torch or numpy.")] = None,
     device: Device = "cpu",
     threads: Threads = None,
+    nproc: Nproc = None,
+    fsdp: Fsdp = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run that was stopped.")
     ] = False,
@@ -54,9 +65,15 @@ def train(
       glass train digits --engine numpy --name by-hand train.steps=500
 
       glass train runs/reverse/config.toml --name again
+
+      glass train digits --nproc 2
     """
     check_task_name(what)  # before torch is imported
     one_blas_thread()
+    if nproc is not None:
+        from glassformer.cli.shell.ranks import launch
+
+        raise typer.Exit(launch(nproc))
     from glassformer.cli.actions import train as training
 
     given = list(overrides or [])
@@ -69,6 +86,7 @@ def train(
         runs=Path(runs),
         device=device,
         threads=threads,
+        fsdp=fsdp,
         resume=resume,
         overwrite=overwrite,
         as_json=as_json,

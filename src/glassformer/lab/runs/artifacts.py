@@ -26,6 +26,7 @@ from glassformer.spec.errors import FileError
 from glassformer.spec.train import TrainSpec
 from glassformer.spec.units import plain_digits
 from glassformer.store.rundir import STEP, RunDirectory
+from glassformer.training.distributed import DistributedEngine
 from glassformer.training.engine import Engine
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.stacked import Member
@@ -65,7 +66,7 @@ def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_si
     most = CAP // max_bytes(probes, vocab_size)
     stay = kept_steps(probes.step, every=every, most=most)
     for step, file in probe_files(directory).items():
-        if step not in stay:
+        if step not in stay and directory.writes:
             file.unlink()
     directory.write(f"{FOLDER}/{STEP.format(probes.step)}.safetensors", probes.to_bytes())
 
@@ -80,7 +81,7 @@ def probe_files(directory: RunDirectory) -> dict[int, Path]:
 def forget_probes(directory: RunDirectory, *, after: int) -> None:
     """Remove the probes that a resumed run will record again."""
     for step, file in probe_files(directory).items():
-        if step > after:
+        if step > after and directory.writes:
             file.unlink()
 
 
@@ -119,6 +120,7 @@ def _kept(step: int, every: int, digits: int) -> set[int]:
 
 def engine_model(engine: Engine) -> Model | HandModel:
     """Return an engine's model; a stack lends one, with the weights of this member."""
+    engine = engine.inner if isinstance(engine, DistributedEngine) else engine
     assert isinstance(engine, (TorchEngine, NumpyEngine, Member))
     return engine.model
 
@@ -196,5 +198,7 @@ def engine_stepper(engine: Engine) -> Stepper:
     """
     if isinstance(engine, NumpyEngine):
         return HandStepper(engine.model)
+    if isinstance(engine, DistributedEngine):
+        return TorchStepper(engine.inner.model) if engine.sharded else engine_stepper(engine.inner)
     assert isinstance(engine, (TorchEngine, Member))
     return TorchStepper(engine.model) if engine.device.type == "cpu" else FastStepper(engine.model)

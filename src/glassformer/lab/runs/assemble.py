@@ -5,9 +5,10 @@ made together. A checkpoint of a run holds what trains: the complete model, or L
 PEFT's format with the name and the hash of the base that they correct.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from glassformer.data.tokenizers.own import same_tokens
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.corpus import built
 from glassformer.lab.finetune.base import Base, open_base
+from glassformer.models.model import build
 from glassformer.models.state import weights_of
 from glassformer.nn.lora import apply_lora
 from glassformer.spec.errors import FileError, InputError
@@ -27,10 +29,20 @@ from glassformer.spec.model import ModelSpec
 from glassformer.spec.serialize import from_json, to_json
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.train import RunSpec
-from glassformer.store.checkpoint import SPEC, load_checkpoint, save_checkpoint, write_folder
-from glassformer.training.engine import Arrays, Engine
+from glassformer.store.checkpoint import (
+    SPEC,
+    Contents,
+    load_checkpoint,
+    save_checkpoint,
+    write_folder,
+)
+from glassformer.store.tensors import Deferred
+from glassformer.training.distributed import DistributedEngine, Ranks
+from glassformer.training.engine import Array, Arrays, Engine
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +67,24 @@ class PlannedRun:
     base: Base | None = None
 
 
-def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | None = None) -> Parts:
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The processes that train together; `sharded` splits the model over them (FSDP2)."""
+
+    ranks: Ranks
+    sharded: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.ranks.size}, sharded" if self.sharded else str(self.ranks.size)
+
+
+def assemble(
+    run: RunSpec | PlannedRun,
+    *,
+    device: str = "cpu",
+    cache: Path | None = None,
+    peers: Peers | None = None,
+) -> Parts:
     """Build the task and the engine of a run, fitting each other; a base is opened once for both.
 
     `cache` is a folder where a text keeps its token files.
@@ -63,9 +92,9 @@ def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | No
     plan = run if isinstance(run, PlannedRun) else PlannedRun(spec=run)
     spec = plan.spec
     if spec.tuning is None:
-        task = plan.task or built(spec.task, cache=cache)
+        task = plan.task or in_turn(peers, lambda: built(spec.task, cache=cache))
         check_fit(spec.model, task)
-        engine = build_engine(spec, device=device)
+        engine = build_engine(spec, device=device, peers=peers)
         return Parts(task=task, engine=engine, files=task.files(), notes=task.notes())
     base = plan.base or open_base(spec.tuning.base)
     plan.base = None
@@ -79,33 +108,59 @@ def assemble(run: RunSpec | PlannedRun, *, device: str = "cpu", cache: Path | No
     elif isinstance(spec.task, FinetuneTask):
         task = base.task(spec.task)
     else:
-        task = built(spec.task, cache=cache)
+        task = in_turn(peers, lambda: built(spec.task, cache=cache))
     check_fit(spec.model, task, has_base=True)
     check_tokens(task, base.speech.tokenizer, where=spec.tuning.base)
     notes = [*task.notes(), trainable(spec.model, spec.tuning)]
-    engine = _tuned_engine(spec, base, device=device)
+    engine = _tuned_engine(spec, base, device=device, peers=peers)
     return Parts(task=task, engine=engine, files=base.files, notes=notes)
 
 
-def build_engine(spec: RunSpec, *, device: str = "cpu") -> Engine:
+def in_turn(peers: Peers | None, build: Callable[[], T]) -> T:
+    """Build in one process of a machine before the others, which find what it has cached."""
+    return build() if peers is None else peers.ranks.in_turn(build)
+
+
+def build_engine(spec: RunSpec, *, device: str = "cpu", peers: Peers | None = None) -> Engine:
     """Return the engine that the run names, with fresh weights."""
     if spec.engine == "numpy":
+        if peers is not None:
+            raise InputError("the NumPy engine trains in one process", hint="engine=torch")
         return NumpyEngine.fresh(spec.model, spec.train)
-    return TorchEngine.fresh(spec.model, spec.train, device=device)
+    if peers is None:
+        return TorchEngine.fresh(spec.model, spec.train, device=device)
+    # A sharded model is built on the host; sharding moves it to the device block by block.
+    place = "cpu" if peers.sharded else device
+    generator = torch.Generator().manual_seed(spec.train.seed)
+    model = build(spec.model, generator=generator, device=place)
+    if spec.train.precision == "float64":
+        model.double()
+    return DistributedEngine(model, spec.train, peers.ranks, device=device, sharded=peers.sharded)
 
 
-def _tuned_engine(spec: RunSpec, base: Base, *, device: str) -> Engine:
+def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None) -> Engine:
     """Return an engine on the base's weights, in the training's own precision."""
     assert spec.tuning is not None
     model, lora = base.model, spec.tuning.lora
     if spec.engine == "numpy":
+        if peers is not None:
+            raise InputError("the NumPy engine trains in one process", hint="engine=torch")
         engine = NumpyEngine.fresh(spec.model, spec.train)
         engine.load_weights(weights_of(model.float()))
         return engine
     model = model.to(torch.float64 if spec.train.precision == "float64" else torch.float32)
     if lora is not None:
         apply_lora(model, lora, generator=torch.Generator().manual_seed(spec.train.seed))
-    return TorchEngine(model.to(device), spec.train, lora=lora)
+    if peers is None:
+        return TorchEngine(model.to(device), spec.train, lora=lora)
+    return DistributedEngine(
+        model if peers.sharded else model.to(device),
+        spec.train,
+        peers.ranks,
+        device=device,
+        lora=lora,
+        sharded=peers.sharded,
+    )
 
 
 def trainable(model: ModelSpec, tuning: Tuning) -> str:
@@ -172,7 +227,11 @@ def check_tokens(task: Task, tokenizer: Tokenizer | None, *, where: str = "") ->
 
 
 def write_checkpoint(
-    folder: Path, spec: RunSpec, weights: Arrays, *, files: Mapping[str, bytes]
+    folder: Path,
+    spec: RunSpec,
+    weights: Mapping[str, Array | Deferred],
+    *,
+    files: Mapping[str, Contents],
 ) -> None:
     """Write what the run trains, and the files that go with it."""
     if spec.tuning is None:
@@ -182,7 +241,8 @@ def write_checkpoint(
     if spec.tuning.lora is None:
         save_checkpoint(folder, spec.model, weights, files=contents)
         return
-    adapter = peft_files(spec.model, spec.tuning.lora, weights, base=spec.tuning.base)
+    factors = {n: a.read() if isinstance(a, Deferred) else a for n, a in weights.items()}
+    adapter = peft_files(spec.model, spec.tuning.lora, factors, base=spec.tuning.base)
     write_folder(folder, {**contents, SPEC: to_json(spec.model).encode(), **adapter})
 
 

@@ -82,9 +82,9 @@ EVERY = 10
 class Board:
     """Scalars by tag and step, for TensorBoard; does nothing if it is not installed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.writer: Any = None
-        if importlib.util.find_spec("tensorboard") is None:
+        if folder is None or importlib.util.find_spec("tensorboard") is None:
             return
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -177,8 +177,17 @@ def data_hash(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fingerprint(spec: RunSpec, device: str) -> dict[str, Any]:
-    """Return what a run's bits depend on besides the spec."""
+def code_hash() -> str:
+    """Return a hash of the package's own source."""
+    total = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for file in sorted(root.rglob("*.py")):
+        total.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return total.hexdigest()
+
+
+def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any]:
+    """Return what a run's bits depend on besides the spec; `ranks`: how several share a step."""
     import torch  # here: the explorer reads runs before torch is imported
 
     return {
@@ -189,6 +198,7 @@ def fingerprint(spec: RunSpec, device: str) -> dict[str, Any]:
         "device": device,
         # On a GPU the recorded and the compiled step round differently from the plain one.
         **({} if device == "cpu" else {"compile": spec.train.compile}),
+        **({"ranks": ranks} if ranks else {}),
     }
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from glassformer.lab.runs.artifacts import (
 )
 from glassformer.lab.runs.assemble import (
     Parts,
+    Peers,
     PlannedRun,
     assemble,
     read_checkpoint,
@@ -38,6 +39,7 @@ from glassformer.lab.runs.record import (
     EVERY,
     Board,
     balance,
+    code_hash,
     data_hash,
     fingerprint,
     losses,
@@ -50,8 +52,11 @@ from glassformer.spec.errors import DivergedError, FileError, InputError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.serialize import json_numbers, to_dict, to_json
 from glassformer.spec.train import RunSpec
+from glassformer.store.checkpoint import Contents
 from glassformer.store.rundir import RunDirectory, cache_folder
-from glassformer.store.tensors import read_tensors, tensor_bytes
+from glassformer.store.tensors import Deferred, TensorPieces, read_tensors, tensor_bytes
+from glassformer.training.distributed import DistributedEngine
+from glassformer.training.engine import Array, Arrays
 from glassformer.training.fit import StepRecord, fit
 
 
@@ -120,17 +125,20 @@ class TrainingRun:
         *,
         device: str = "cpu",
         parts: Parts | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.spec = run.spec if isinstance(run, PlannedRun) else run
-        self.directory = RunDirectory(folder)
+        self.peers = peers
+        self.directory = RunDirectory(folder, writes=peers is None or peers.ranks.writes)
         self.device = device
         self.progress = Progress()
         self.stop_requested = False
         self.stopped = False
+        self.stopping = False  # what all processes have agreed on
         self.saving: Future[Saved] | None = None
         stacked = parts is not None  # the stack writes the samples of all its runs at once
         if parts is None:
-            parts = assemble(run, device=device, cache=cache_folder(folder.parent))
+            parts = assemble(run, device=device, cache=cache_folder(folder.parent), peers=peers)
         self.task, self.engine, self.files = parts.task, parts.engine, parts.files
         self.notes = parts.notes
         self.facts = dict(self.task.facts())
@@ -139,6 +147,13 @@ class TrainingRun:
         self.samples = lambda: write_samples(stepper, self.task)[0]
         self.seconds = 0.0  # of all steps, also those before a resume
         self.flushed, self.has_ended = 0.0, False
+        if peers is not None:
+            facts = {
+                "a package": code_hash(),
+                "a spec": spec_hash(self.spec),
+                "data": data_hash(self.facts),
+            }
+            peers.ranks.check_equal({key: bytes.fromhex(text) for key, text in facts.items()})
 
     # --- results ------------------------------------------------------------------------------
 
@@ -197,6 +212,8 @@ class TrainingRun:
     def prepare(self, *, overwrite: bool = False) -> None:
         """Make a new run directory; refuse one that holds a run, unless it may be overwritten."""
         folder = self.directory.folder
+        if not self.directory.writes:
+            return
         if (folder / "run.json").exists() or self.directory.steps():
             if not overwrite:
                 raise InputError(
@@ -219,7 +236,7 @@ class TrainingRun:
 
     def resume(self) -> list[str]:
         """Resume from the newest intact checkpoint; return what was wrong with newer ones."""
-        step, notes = self.directory.newest_whole()
+        step, notes = self._newest_whole()
         if step is None:
             notes.append("no whole checkpoint: starting at step 0")
             self.directory.cut(self.directory.metrics, 0)
@@ -237,9 +254,9 @@ class TrainingRun:
                 where=str(folder),
                 hint="start a new run, or bring the data back",
             )
-        here = fingerprint(self.spec, self.device)
-        if state["fingerprint"] != here:
-            changed = [key for key in here if state["fingerprint"].get(key) != here[key]]
+        here, before = self._fingerprint(), state["fingerprint"]
+        if before != here:
+            changed = [key for key in {**here, **before} if before.get(key) != here.get(key)]
             if "device" in changed and "compile" in changed:
                 changed.remove("compile")  # another device computes a step in its own way anyhow
             notes.append(f"not bit-exact: {', '.join(changed)} changed since the checkpoint")
@@ -261,6 +278,23 @@ class TrainingRun:
         notes.append(f"resuming at step {self.progress.step}")
         return notes
 
+    def _newest_whole(self) -> tuple[int | None, list[str]]:
+        """Return the checkpoint to resume from, which rank 0 decides, and what is wrong."""
+        if self.peers is None:
+            return self.directory.newest_whole()
+        found: tuple[int | None, list[str]] = (None, [])
+        if self.directory.writes:
+            found = self.directory.newest_whole()
+        step = self.peers.ranks.gather(-1 if found[0] is None else found[0])[0]
+        return (None if step < 0 else step), found[1]
+
+    def agreed(self, flag: bool) -> bool:
+        """Return rank 0's opinion; a process alone has its own."""
+        return flag if self.peers is None else bool(self.peers.ranks.gather(flag)[0])
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return fingerprint(self.spec, self.device, ranks=str(self.peers or ""))
+
     # --- running ------------------------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:
@@ -272,7 +306,7 @@ class TrainingRun:
                     self.task,
                     self.spec.train,
                     start=self.progress.step,
-                    stopping=lambda: self.stop_requested,
+                    stopping=self._stop_agreed,
                 )
                 for record in steps:
                     yield from self.after(record)
@@ -287,18 +321,21 @@ class TrainingRun:
         with self.directory.writing(), contextlib.ExitStack() as files:
             self._record("running")
             if not self.has_ended:
+                board = self.directory.folder / "tensorboard" if self.directory.writes else None
                 self.writer = writer or files.enter_context(ThreadPoolExecutor(1))
-                self.log = files.enter_context(self.directory.metrics.open("a", encoding="utf-8"))
-                self.board = files.enter_context(Board(self.directory.folder / "tensorboard"))
+                self.log = files.enter_context(self.directory.append(self.directory.metrics))
+                self.board = files.enter_context(Board(board))
             yield
             files.close()
             unfinished = self.progress.step < self.spec.train.steps and not self._gave_up()
-            self.stopped = self.stop_requested and unfinished
+            self.stopped = self._stop_agreed() and unfinished
             self._record("stopped" if self.stopped else "finished")
 
     def after(self, record: StepRecord) -> Iterator[Event]:
         """Log and watch a step; evaluate and save where the run does; `has_ended` at its end."""
         train, log = self.spec.train, self.log
+        if self.peers is not None:
+            self.stopping = self.peers.ranks.any(self.stop_requested)
         yield from self.written(wait=False)
         self.progress.step = record.step
         self.seconds += record.seconds
@@ -313,7 +350,7 @@ class TrainingRun:
         yield from self._watch(record)
         if not record.settled:
             return
-        last = record.step == train.steps or self.stop_requested
+        last = record.step == train.steps or self._stop_agreed()
         save = last or record.step % train.checkpoint_every == 0
         if record.step % train.evaluate_every == 0 or record.step == train.steps:
             evaluated = self._evaluate()
@@ -328,6 +365,10 @@ class TrainingRun:
             log.flush()
             yield from self._save()
         self.has_ended = last
+
+    def _stop_agreed(self) -> bool:
+        """Return True if the run is to stop: the same answer in all processes of a step."""
+        return self.stop_requested if self.peers is None else self.stopping
 
     def _gave_up(self) -> bool:
         """Return True after too many evaluations without a better one, also if resumed."""
@@ -344,12 +385,21 @@ class TrainingRun:
             self.progress.best_loss = evaluation.loss
             self.progress.best_step = self.progress.step
         self.progress.stale = 0 if best else self.progress.stale + 1
-        finite = math.isfinite(evaluation.loss)
-        samples = self.samples() if finite else ()
-        keep_samples(self.directory, self.progress.step, samples)
-        if finite:
-            probe(self.directory, self.engine, self.task, self.spec.train, self.progress.step)
+        samples: tuple[Sample, ...] = ()
+        engine = self.engine
+        if math.isfinite(evaluation.loss):
+            if isinstance(engine, DistributedEngine) and engine.sharded:
+                samples = engine.run(self._look_closer)  # its parameters are on all ranks
+            elif self.directory.writes:
+                samples = self._look_closer()
         return Evaluated(self.progress.step, evaluation, best, samples)
+
+    def _look_closer(self) -> tuple[Sample, ...]:
+        """Write samples and probes; return the samples."""
+        samples = self.samples()
+        keep_samples(self.directory, self.progress.step, samples)
+        probe(self.directory, self.engine, self.task, self.spec.train, self.progress.step)
+        return samples
 
     def _watch(self, record: StepRecord) -> Iterator[Alert]:
         """Report spikes; count steps that could not be applied, of which too many end the run."""
@@ -381,14 +431,28 @@ class TrainingRun:
         progress.loss = record.first_loss
 
     def _alert(self, step: int, kind: str, message: str) -> Alert:
-        with self.directory.alerts.open("a", encoding="utf-8") as log:
+        with self.directory.append(self.directory.alerts) as log:
             log.write(json.dumps({"step": step, "kind": kind, "message": message}) + "\n")
         return Alert(step, kind, message)
 
     def _save(self) -> Iterator[Saved]:
-        """Save the state of this step. A GPU goes on training while a thread writes the files."""
+        """Save the state of this step. A GPU goes on training while a thread writes the files.
+
+        Of a sharded model all ranks read every tensor, one after the other, and rank 0 writes it.
+        """
         yield from self.written()
-        write = self._snapshot()
+        if isinstance(self.engine, DistributedEngine) and self.engine.sharded:
+            moments, weights = self.engine.saved_state(), self.engine.saved_weights()
+            if self.directory.writes:
+                yield self._snapshot(TensorPieces(moments), weights)()
+                return
+            for tensors in (moments, weights):
+                for name in sorted(tensors):
+                    tensors[name].read()
+            return
+        if not self.directory.writes:
+            return
+        write = self._snapshot(self.engine.state(), self.engine.weights())
         if self.device == "cpu":
             yield write()
         else:
@@ -400,8 +464,10 @@ class TrainingRun:
             saving, self.saving = self.saving, None
             yield saving.result()
 
-    def _snapshot(self) -> Callable[[], Saved]:
-        """Copy everything that a checkpoint holds; return what writes it.
+    def _snapshot(
+        self, moments: Arrays | TensorPieces, weights: Mapping[str, Array | Deferred]
+    ) -> Callable[[], Saved]:
+        """Copy everything else that a checkpoint holds; return what writes it.
 
         It writes a complete checkpoint, then moves the pointers, then prunes.
         """
@@ -414,15 +480,16 @@ class TrainingRun:
             "progress": asdict(progress),
             "spec": spec_hash(self.spec),
             "data": data_hash(self.facts),
-            "fingerprint": fingerprint(self.spec, self.device),
+            "fingerprint": self._fingerprint(),
         }
         text = (json.dumps(json_numbers(state), indent=2) + "\n").encode()
-        moments, weights = self.engine.state(), self.engine.weights()
 
         def write() -> Saved:
-            files = {
+            files: dict[str, Contents] = {
                 "state.json": text,
-                "state.safetensors": tensor_bytes(moments),
+                "state.safetensors": tensor_bytes(moments)
+                if isinstance(moments, dict)
+                else moments,
                 "run.json": to_json(self.spec).encode(),
                 **self.files,
             }
@@ -452,7 +519,7 @@ class TrainingRun:
                 "seed": self.spec.train.seed,
                 "lr": self.spec.train.lr,
                 "best_step": self.progress.best_step,
-                "fingerprint": fingerprint(self.spec, self.device),
+                "fingerprint": self._fingerprint(),
                 "data": self.facts,
                 "val": self.progress.val,
                 "clock": {"at": round(time.time()), "seconds": round(self.seconds, 2)},

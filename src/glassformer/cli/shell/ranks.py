@@ -1,0 +1,134 @@
+"""Several processes for one run: started by torchrun, or by `--nproc`, which calls its agent.
+
+A process that torchrun started finds its rank in the environment, which is read here and nowhere
+else. One rank reports to people; all of them end with the same exit code.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from glassformer.cli.shell.terminal import tell
+from glassformer.spec.errors import GlassError, InputError, MachineError
+
+if TYPE_CHECKING:
+    from glassformer.training.distributed import Ranks
+
+#: Starts after one that ended because a process was killed.
+RESTARTS = 3
+#: Seconds that processes have to save and end when a stop is requested.
+GRACE = 300
+
+
+def is_a_rank() -> bool:
+    """Return True in a process that torchrun started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def was_restarted() -> bool:
+    """Return True where torchrun starts this process again: the run must go on, not begin."""
+    return is_a_rank() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def join(device: str) -> "Ranks":
+    """Join the other processes that torchrun started; each takes the GPU of its number."""
+    from glassformer.training.distributed import Ranks
+
+    local = int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["RANK"])
+    if device.startswith("cuda"):
+        import torch
+
+        count = torch.cuda.device_count()
+        if device != "cuda" or local >= count:
+            raise MachineError(
+                f"rank {rank} has no GPU of its own: process {local} of a machine with {count}",
+                hint=f"--device cuda, and {count} processes a machine",
+            )
+        torch.cuda.set_device(local)
+    return Ranks.join(
+        rank=rank,
+        size=int(os.environ["WORLD_SIZE"]),
+        local_rank=local,
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        device=device,
+    )
+
+
+@contextlib.contextmanager
+def reporting(ranks: "Ranks") -> Iterator[None]:
+    """Let one rank alone report an error: the others end without a word."""
+    try:
+        yield
+    except Exception as error:
+        if not ranks.is_first_to_fail():
+            raise typer.Exit(error.exit_code if isinstance(error, GlassError) else 1) from error
+        if ranks.rank and isinstance(error, GlassError):
+            tell(f"on rank {ranks.rank}:")
+        raise
+
+
+def launch(nproc: int) -> int:
+    """Start this command in `nproc` processes, and again with --resume if one was killed.
+
+    torchrun's agent starts and watches them. It would also restart after a bad input, in vain.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if nproc < 1:
+        raise InputError(f"--nproc {nproc} is below 1", hint="the number of processes")
+    if is_a_rank():
+        raise InputError("--nproc inside torchrun", hint="torchrun has started the processes")
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Without the first, processes that are started again meet in the store of those that ended.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
+    arguments = _without_nproc(sys.argv[1:])
+    for left in reversed(range(RESTARTS + 1)):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id="glass",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "glassformer", *arguments)
+        except SignalException as signalled:
+            return 128 + signalled.sigval
+        except ChildFailedError as failed:
+            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            killed = [rank for rank, code in codes.items() if code < 0]
+            if not killed:  # it has reported what is wrong; a lost contact is only a consequence
+                return min(codes.values(), key=lambda code: (code == MachineError.exit_code, code))
+            names = ", ".join(f"rank {rank} by signal {-codes[rank]}" for rank in killed)
+            if not left:
+                tell(f"killed: {names}; go on with --resume")
+                return 128 - codes[killed[0]]
+            tell(f"killed: {names}; starting again from the last checkpoint")
+            arguments = [word for word in arguments if word not in ("--overwrite", "--resume")]
+            arguments.append("--resume")
+        else:
+            return 0
+    raise AssertionError("the last start returns")
+
+
+def _without_nproc(words: list[str]) -> list[str]:
+    kept, skip = [], False
+    for word in words:
+        if skip or word == "--nproc":
+            skip = not skip
+        elif not word.startswith("--nproc="):
+            kept.append(word)
+    return kept
