@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from glassformer.costs.estimates import flops, head_weights
-from glassformer.spec.checks import check_tree, spec
+from glassformer.spec.checks import at_least, check_tree, spec
 from glassformer.spec.execution import PIECE
 from glassformer.spec.manifest import Parameter, block_parameters, stored, turns_keys
 from glassformer.spec.model import MLP, Block, LayerNorm, ModelSpec, MoE, Norm, RMSNorm, SwiGLU
@@ -229,3 +229,62 @@ def _norm(norm: Norm) -> tuple[float, int]:
             return RMS_NORM
         case _ as unreachable:
             assert_never(unreachable)
+
+
+@spec
+class SharedStep:
+    """One step of a model on several GPUs, per GPU: bytes on the wire, seconds, and memory.
+
+    `efficiency` is the share of the time that is spent on the model: nothing is assumed to overlap
+    for copies, which sum their gradients after the last batch; a sharded model's traffic is hidden
+    behind its products as far as those last.
+    """
+
+    ranks: int
+    sharded: bool
+    sent: int
+    compute_seconds: float
+    wire_seconds: float
+    memory: int
+
+    @property
+    def efficiency(self) -> float:
+        """Time of the products over the time of the step."""
+        if self.sharded:
+            return self.compute_seconds / max(self.compute_seconds, self.wire_seconds)
+        return self.compute_seconds / (self.compute_seconds + self.wire_seconds)
+
+
+def shared_step(
+    model: ModelSpec,
+    *,
+    ranks: int,
+    batch: int,
+    length: int,
+    accumulate: int = 1,
+    sharded: bool = False,
+    flops_a_second: float,
+    bytes_a_second: float,
+) -> SharedStep:
+    """Predict a step of `accumulate` batches of `batch` rows on each of `ranks` GPUs, on paper.
+
+    A ring sends 2 (R - 1) / R of the gradients' bytes for a sum, and half of that for a gather or a
+    scattered sum; a sharded model needs two gathers and a scattered sum for every batch. A card
+    holds weights, gradients and AdamW's moments in float32, all or one R-th of them; copies
+    also the flat tensor that is summed.
+    """
+    at_least("ranks", ranks)
+    at_least("accumulate", accumulate)
+    weights = 4 * sum(parameter.size for parameter in stored(model).values())
+    ring = (ranks - 1) / ranks
+    sent = 3 * ring * weights * accumulate if sharded else 2 * ring * weights
+    work = flops(model, length=length).training * batch * accumulate
+    held = 4 * weights / ranks if sharded else 5 * weights
+    return SharedStep(
+        ranks=ranks,
+        sharded=sharded,
+        sent=round(sent),
+        compute_seconds=work / flops_a_second,
+        wire_seconds=sent / bytes_a_second,
+        memory=round(held),
+    )
