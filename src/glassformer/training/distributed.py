@@ -239,6 +239,11 @@ class DistributedEngine:
         part = Part(ranks.size, ranks.sum, *([] if whole is None else [whole]))
         self.inner = TorchEngine(model, train, lora=lora, part=part)
 
+    @property
+    def logits_at_once(self) -> int:
+        """The largest number of logits of one evaluation step: as many as all ranks can make."""
+        return self.inner.logits_at_once * self.ranks.size
+
     # --- steps ------------------------------------------------------------------------------------
 
     def submit(self, batches: Sequence[Batch], *, lr: float, seed: int) -> Callable[[], StepResult]:
