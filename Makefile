@@ -52,6 +52,7 @@ figures: $(STAMP)
 	$(BIN)/python -m bench stacked
 	$(BIN)/python -m bench training
 	$(BIN)/python -m bench kills
+	$(BIN)/python -m bench distributed
 	$(BIN)/python -m bench learning
 	$(BIN)/python -m bench extract
 	$(BIN)/python -m bench language
