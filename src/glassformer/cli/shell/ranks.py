@@ -7,6 +7,7 @@ else. One rank reports to people; all of them end with the same exit code.
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -86,8 +87,7 @@ def launch(nproc: int) -> int:
         raise InputError(f"--nproc {nproc} is below 1", hint="the number of processes")
     if is_a_rank():
         raise InputError("--nproc inside torchrun", hint="torchrun has started the processes")
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # the agent's; here is nothing else that logs
     # Without the first, processes that are started again meet in the store of those that ended.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
@@ -109,9 +109,12 @@ def launch(nproc: int) -> int:
             return 128 + signalled.sigval
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            killed = [rank for rank, code in codes.items() if code < 0]
-            if not killed:  # it has reported what is wrong; a lost contact is only a consequence
-                return min(codes.values(), key=lambda code: (code == MachineError.exit_code, code))
+            # Of the others the agent ends some itself, and some have only lost contact.
+            killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
+            reported = [code for code in codes.values() if code > 0]
+            if reported and not killed:
+                return min(reported, key=lambda code: code == MachineError.exit_code)
+            killed = killed or [*codes]
             names = ", ".join(f"rank {rank} by signal {-codes[rank]}" for rank in killed)
             if not left:
                 tell(f"killed: {names}; go on with --resume")
