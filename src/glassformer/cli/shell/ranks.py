@@ -91,6 +91,7 @@ def launch(nproc: int) -> int:
     # Without the first, processes that are started again meet in the store of those that ended.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that ended is reported once
     arguments = _without_nproc(sys.argv[1:])
     for left in reversed(range(RESTARTS + 1)):
         config = LaunchConfig(
