@@ -1,6 +1,7 @@
 """Closed, full, cut off: what becomes of a command whose output has nowhere to go."""
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from glassformer.cli.shell.output import write_file
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.terminal import CUT_OFF, is_cut_off, tell, trouble
+from glassformer.cli.shell.terminal import CUT_OFF, TerminalOutput, is_cut_off, tell, trouble
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lab.show import catalogue
 from glassformer.spec.errors import FileError, InputError, MachineError
@@ -40,6 +41,24 @@ def test_an_output_that_goes_nowhere(end, code, message):
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_terminal_is_shown_control_characters_and_does_not_obey_them():
+    bytes_ = io.BytesIO()
+    terminal = TerminalOutput(bytes_, encoding="utf-8")
+    terminal.write("a\tb\n\x1b[31mred\x1b[0m \x1b]0;title\x07 \x1b[2J \r \x9b1m")
+    terminal.flush()
+    shown = "a\tb\n\x1b[31mred\x1b[0m \\x1b]0;title\\x07 \\x1b[2J \\x0d \\x9b1m"
+    assert bytes_.getvalue().decode() == shown
+    terminal.raw = True
+    terminal.write("\x1b[2J")
+    terminal.flush()
+    assert bytes_.getvalue().endswith(b"\x1b[2J")
+
+
+def test_narration_shows_control_characters(capsys):
+    tell("the file \x1b]0;x\x07 is bad")
+    assert capsys.readouterr().err == "the file \\x1b]0;x\\x07 is bad\n"
 
 
 def test_a_reader_who_has_gone_is_known_from_an_exit_too():

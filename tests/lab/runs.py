@@ -86,6 +86,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     run = directory.read_json("run.json")
     del run["clock"]
     del state["progress"]["metrics_bytes"]  # clocks are written with as many digits as they need
+    del state["progress"]["metrics_sha256"]
     return {
         "steps": directory.steps(),
         "weights": _sha256(last / "model.safetensors"),

@@ -8,13 +8,14 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 from pathlib import Path
 
 import pytest
 
-from glassformer.lab import recipes
+from glassformer.lab import corpus, recipes
 from glassformer.lab.api import evaluate, result_of, train
 from glassformer.lab.recipes import read_config
 from glassformer.lab.runs import assemble as assembling
@@ -200,6 +201,42 @@ def test_a_lock_is_free_when_its_writer_is_done(tmp_path):
     for _ in range(2):
         with RunDirectory(tmp_path).locked():
             pass
+
+
+def test_a_kill_between_the_last_checkpoint_and_its_pointers_is_mended(tmp_path):
+    folder = tmp_path / "run"
+    trained(sample("torch", "train.steps=14", "train.checkpoint_every=7", KEPT), folder)
+    before, directory = outcome(folder), RunDirectory(folder)
+    for name in ("last", "best"):
+        directory.point(name, 7)
+    assert directory.pointed("last") == 14  # every reader, before anything is written
+    assert directory.pointed("best") == before["best"]
+    _, notes = resumed(folder)
+    assert notes == ["resuming at step 14"]
+    assert (directory.checkpoints / "last").read_text() == "step-000014\n"
+    assert_same(outcome(folder), before)
+
+
+def test_a_folder_that_is_deleted_while_it_trains_ends_the_run(tmp_path):
+    run = TrainingRun(sample("torch", "train.checkpoint_every=100"), tmp_path / "run")
+    with run.directory.locked():
+        run.prepare()
+        events = run.events()
+        next(events)
+        shutil.rmtree(run.path)
+        with pytest.raises(MachineError, match="deleted or replaced while it was training"):
+            list(events)
+    assert not run.path.exists()
+
+
+def test_a_log_that_was_changed_is_told_on_resume(tmp_path):
+    run = trained(sample("torch"), tmp_path / "run", stop_at=9)
+    log = run.directory.metrics
+    log.write_text(log.read_text().replace('"loss": 2', '"loss": 1', 1))
+    _, notes = resumed(tmp_path / "run", stop_at=10)
+    assert "metrics.jsonl is not what the run wrote" in notes[0]
+    _, notes = resumed(tmp_path / "run")
+    assert notes == ["resuming at step 10"]
 
 
 def test_a_run_that_exists_is_refused_with_three_ways_out(tmp_path):
@@ -495,8 +532,7 @@ def test_a_task_is_built_once_for_its_recipe_and_its_run(tmp_path, monkeypatch):
 
         return build
 
-    for module in (recipes, assembling):
-        monkeypatch.setattr(module, "build_task", counted(module.build_task))
+    monkeypatch.setattr(corpus, "build_task", counted(corpus.build_task))
     plan = recipes.plan_run("parity", ["task.examples=200", "train.steps=1"])
     run = TrainingRun(plan, tmp_path / "parity")
     assert run.task is plan.task

@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
-from glassformer.spec.errors import InputError
+from glassformer.byhand.model import Model as HandModel
+from glassformer.models.model import build
+from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import (
     MLP,
     AnswerHead,
@@ -172,3 +174,31 @@ def test_layers_may_differ_and_are_counted():
 def test_an_unknown_head_is_named():
     with pytest.raises(InputError, match=r"no head 'answer'(.|\n)*next"):
         tiny().head_size("answer")
+
+
+@pytest.mark.parametrize("size", [1 << 31, 10**20, 10**400])
+@pytest.mark.parametrize("name", ["d_model", "vocab_size", "max_seq_len"])
+def test_sizes_that_cannot_be_are_refused(name, size):
+    with pytest.raises(InputError, match=f"{name}.* above 2,147,483,647"):
+        tiny(**{name: size})
+
+
+def test_stacks_that_cannot_be_are_refused():
+    with pytest.raises(InputError, match="above 10,000"):
+        Layers(count=10_001, block=block())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"d_model": 1 << 30},
+        {"vocab_size": (1 << 31) - 1, "d_model": 1 << 12},
+        {"max_seq_len": (1 << 31) - 1, "d_model": 1 << 12, "position": Sinusoidal()},
+        {"max_seq_len": (1 << 31) - 1, "d_model": 1 << 12, "position": Rotary()},
+    ],
+)
+@pytest.mark.parametrize("make", [build, HandModel])
+def test_what_exceeds_the_memory_is_refused_before_it_is_built(make, changes):
+    with pytest.raises(MachineError, match="needs .* of memory, and this machine has") as caught:
+        make(tiny(**changes))
+    assert "max_seq_len" in caught.value.hint and caught.value.exit_code == 5

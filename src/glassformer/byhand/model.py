@@ -33,6 +33,7 @@ from glassformer.byhand.stack import (
 from glassformer.byhand.storage import Storage
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
+from glassformer.spec.manifest import check_fits
 
 # B batch, T length, D d_model, V logits, R rank
 
@@ -174,6 +175,7 @@ class Model:
                 f"the by-hand engine computes in float32 or float64, not {self.dtype}",
                 hint="half precision and quantized layers are torch-only",
             )
+        check_fits(model, bytes_each=2 * self.dtype.itemsize)  # with its gradients
         self.storage = Storage(model, self.dtype)
         if params is not None:
             self.storage.load(params)

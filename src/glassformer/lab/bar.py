@@ -63,7 +63,8 @@ class Bar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        with contextlib.suppress(OSError):
+            self._progress.stop()
         if self._cell is not None:
             self._draw_cell()
 
@@ -82,7 +83,8 @@ class Bar:
         if self.in_cell:
             self._draw_cell()
         else:
-            self._progress.update(self._task, completed=done, facts=facts, refresh=True)
+            with contextlib.suppress(OSError):  # the terminal was closed: the work goes on
+                self._progress.update(self._task, completed=done, facts=facts, refresh=True)
 
     def _draw_cell(self) -> None:
         """Draw the bar as one line of HTML, where the last one was."""
@@ -102,7 +104,8 @@ class Bar:
         if self.in_cell:
             print(text)
         elif self.live:
-            self._progress.console.print(text, markup=False, soft_wrap=True)
+            with contextlib.suppress(OSError):
+                self._progress.console.print(text, markup=False, soft_wrap=True)
         else:
             with contextlib.suppress(OSError):  # nobody can read it: the work goes on
                 print(text, file=sys.stderr, flush=True)

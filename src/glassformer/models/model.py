@@ -25,7 +25,7 @@ from glassformer.nn.lora import Specified
 from glassformer.nn.taps import Taps
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.manifest import is_tied, manifest
+from glassformer.spec.manifest import check_fits, is_tied, manifest
 from glassformer.spec.model import ModelSpec
 
 # B batch, T length, D d_model, V logits
@@ -287,6 +287,8 @@ def build(
     """
     check_tree(spec)
     target = torch.device(device or "cpu")
+    if target.type != "meta":
+        check_fits(spec, bytes_each=4)
     with torch.device("meta" if target.type == "meta" else "cpu"):
         model = DecoderLM(spec) if spec.encoder is None else EncoderDecoder(spec)
     if target.type != "meta":

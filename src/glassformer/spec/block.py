@@ -7,7 +7,7 @@ head for each kind of prediction. An embedding turns a token into d_model number
 from collections.abc import Iterator
 from typing import Literal, assert_never, get_args
 
-from glassformer.spec.checks import at_least, divides, one_of, positive, probability, spec
+from glassformer.spec.checks import at_least, divides, one_of, positive, probability, size, spec
 from glassformer.spec.errors import InputError
 
 
@@ -57,14 +57,14 @@ class Attention:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        at_least("n_heads", self.n_heads)
+        size("n_heads", self.n_heads)
         one_of("bias", self.bias, get_args(Bias))
         if self.d_head is not None:
-            at_least("d_head", self.d_head)
+            size("d_head", self.d_head)
         if self.window is not None:
-            at_least("window", self.window)
+            size("window", self.window)
         if self.n_kv_heads is not None:
-            at_least("n_kv_heads", self.n_kv_heads)
+            size("n_kv_heads", self.n_kv_heads)
             divides("n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads)
 
     @property
@@ -86,7 +86,7 @@ class MLP:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        at_least("d_ff", self.d_ff)
+        size("d_ff", self.d_ff)
         one_of("activation", self.activation, get_args(Activation))
 
 
@@ -98,7 +98,7 @@ class SwiGLU:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        at_least("d_ff", self.d_ff)
+        size("d_ff", self.d_ff)
 
 
 @spec
@@ -125,8 +125,8 @@ class MoE:
     balance: float = 0.01
 
     def __post_init__(self) -> None:
-        at_least("n_experts", self.n_experts, 2)
-        at_least("experts_per_token", self.experts_per_token)
+        size("n_experts", self.n_experts, 2)
+        size("experts_per_token", self.experts_per_token)
         if self.experts_per_token > self.n_experts:
             raise InputError(
                 f"experts_per_token {self.experts_per_token} is above n_experts {self.n_experts}",
@@ -171,6 +171,10 @@ class Block:
             )
 
 
+#: Blocks of one run: each has parameters of its own, and names for them.
+MOST_LAYERS = 10_000
+
+
 @spec
 class Layers:
     """A run of `count` equal blocks."""
@@ -179,7 +183,7 @@ class Layers:
     block: Block
 
     def __post_init__(self) -> None:
-        at_least("count", self.count)
+        at_least("count", self.count, most=MOST_LAYERS)
 
 
 @spec
@@ -252,7 +256,7 @@ class ClassHead:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        at_least("num_classes", self.num_classes)
+        size("num_classes", self.num_classes)
 
     @property
     def readout(self) -> None:
@@ -271,7 +275,7 @@ class StateHead:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        at_least("num_states", self.num_states)
+        size("num_states", self.num_states)
 
     @property
     def readout(self) -> None:
@@ -337,7 +341,7 @@ class FactorizedEmbedding:
     l1: float = 0.0
 
     def __post_init__(self) -> None:
-        at_least("rank", self.rank)
+        size("rank", self.rank)
         if not 0.0 <= self.l1 < float("inf"):
             raise InputError(f"l1 {self.l1} is negative", hint="0 turns the penalty off")
 

@@ -134,14 +134,30 @@ def _members(hint: Any) -> Iterator[type]:
         yield origin or hint
 
 
-def at_least(name: str, value: int, least: int = 1) -> None:
-    """Require a whole number of at least `least`."""
+#: The largest size of a part of a model; beyond it, arithmetic on sizes would be all that is left.
+LARGEST = (1 << 31) - 1
+
+
+def at_least(name: str, value: int, least: int = 1, *, most: int | None = None) -> None:
+    """Require a whole number of at least `least`, and of at most `most` if given."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{name} {value!r} is not a whole number", hint=f"use {least} or more")
     if value < least:
         raise InputError(
             f"{name} {value} is below {least}", hint=f"the nearest valid {name} is {least}"
         )
+    if most is not None and value > most:
+        raise InputError(
+            f"{name} {value:.4g} is above {most:,}"
+            if value < 1e300
+            else f"{name} is above {most:,}",
+            hint=f"the nearest valid {name} is {most}",
+        )
+
+
+def size(name: str, value: int, least: int = 1) -> None:
+    """Require a size of a model: a whole number from `least` to `LARGEST`."""
+    at_least(name, value, least, most=LARGEST)
 
 
 def divides(name: str, value: int, by_name: str, by: int) -> None:

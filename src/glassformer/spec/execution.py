@@ -1,4 +1,10 @@
-"""Constants of the torch engine that the cost estimates need too."""
+"""Constants of the torch engine that the cost estimates need too, and the machine's memory."""
+
+import os
+from pathlib import Path
+
+from glassformer.spec.errors import MachineError
+from glassformer.spec.units import format_bytes
 
 #: Fused attention on a GPU needs a head width that is a multiple of this many bytes.
 GPU_HEAD_BYTES = 16
@@ -17,3 +23,27 @@ RECORDED_PIECE = 1 << 28
 #: how many others chose the same expert, and changing the future changes no bit of the past (seen
 #: for layers of a dozen inputs and more; in smaller ones a row's index in the group matters too).
 GROUP_ROWS = 8
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this process may use at most; 0 where it cannot be known."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        return total
+    return min(total, limit)
+
+
+def check_memory(what: str, needed: int, *, hint: str) -> None:
+    """Refuse what cannot fit, before any of it is allocated."""
+    there = machine_memory()
+    if there and needed > there:
+        raise MachineError(
+            f"{what} needs {format_bytes(needed)} of memory, and this machine has "
+            f"{format_bytes(there)}",
+            hint=hint,
+        )

@@ -7,7 +7,7 @@ parameters, with the same names and rules that `manifest` has for the rest of th
 import math
 from dataclasses import replace
 
-from glassformer.spec.checks import at_least, positive, probability, spec
+from glassformer.spec.checks import positive, probability, size, spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import Constant, Uniform
 from glassformer.spec.manifest import Parameter, stored
@@ -30,7 +30,7 @@ class LoRA:
     targets: tuple[str, ...] = ("attention", "ffn")
 
     def __post_init__(self) -> None:
-        at_least("rank", self.rank)
+        size("rank", self.rank)
         positive("alpha", self.alpha)
         probability("dropout", self.dropout)
         if not self.targets or len(set(self.targets)) < len(self.targets):

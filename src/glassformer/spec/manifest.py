@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol, assert_never
 
 from glassformer.spec.checks import check_tree, spec
+from glassformer.spec.execution import check_memory
 from glassformer.spec.init import Constant, Gaussian, Init, Rule
 from glassformer.spec.model import (
     MLP,
@@ -451,6 +452,33 @@ def count_parameters(model: "ModelSpec | HasParameters") -> int:
         return sum(p.size for p in stored(described).values())
     assert not isinstance(model, ModelSpec)
     return sum(p.numel() for p in model.parameters())
+
+
+def check_fits(spec: ModelSpec, *, bytes_each: int) -> None:
+    """Refuse a model whose parameters and tables exceed this machine's memory, before it is made.
+
+    `bytes_each` are the bytes that a parameter takes in whatever is about to be built.
+    """
+    numbers, tables = count_parameters(spec), 0
+    match spec.position:
+        case Sinusoidal():
+            tables = spec.max_seq_len * spec.d_model
+        case Rotary():
+            widths = [
+                block.attention.head_width(spec.d_model)
+                for stack in spec.stacks().values()
+                for block in stack.blocks()
+            ]
+            tables = spec.max_seq_len * max(widths)
+        case NoPosition() | Learned() | ALiBi() | OwnPosition():
+            pass
+        case _ as unreachable:
+            assert_never(unreachable)
+    check_memory(
+        f"a model of {numbers:,} parameters and {spec.max_seq_len:,} positions",
+        bytes_each * (numbers + tables),
+        hint="a smaller d_model, d_ff, vocab_size, max_seq_len or fewer layers",
+    )
 
 
 def active(block: Block, parameter: Parameter) -> bool:

@@ -33,7 +33,7 @@ from glassformer.spec.block import (
     SwiGLU,
     head_name,
 )
-from glassformer.spec.checks import at_least, divides, spec
+from glassformer.spec.checks import divides, size, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import HeInit, Init, NormalInit, XavierInit
 from glassformer.spec.position import (
@@ -111,7 +111,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "max_seq_len"):
-            at_least(name, getattr(self, name))
+            size(name, getattr(self, name))
         self._check_heads()
         self._check_source()
         for stack in self.stacks().values():
@@ -133,7 +133,7 @@ class ModelSpec:
 
     def _check_source(self) -> None:
         if self.source_vocab_size is not None:
-            at_least("source_vocab_size", self.source_vocab_size)
+            size("source_vocab_size", self.source_vocab_size)
         crossed = [run.block.cross is not None for run in self.decoder.layers]
         if self.encoder is None:
             if any(crossed):

@@ -6,7 +6,7 @@ Learning rates are pure functions of the step, the same for every engine.
 import math
 from typing import Literal
 
-from glassformer.spec.checks import at_least, one_of, positive, probability, spec
+from glassformer.spec.checks import LARGEST, at_least, one_of, positive, probability, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import Tuning
 from glassformer.spec.model import ModelSpec
@@ -205,6 +205,8 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check_options(self)
+        for name in ("steps", "batch_size", "accumulate"):
+            at_least(name, getattr(self, name), most=LARGEST)
         if self.seed >= 1 << 64:
             raise InputError(f"seed {self.seed} has more than 64 bits", hint="a smaller one")
         weighed = [weight.head for weight in self.head_weights]

@@ -185,13 +185,36 @@ class RunDirectory:
         self.write(f"checkpoints/{name}", STEP.format(step) + "\n")
 
     def pointed(self, name: str) -> int | None:
-        """Return the step that `best` or `last` names, if it still exists."""
+        """Return the step that is `best` or `last`; None without a checkpoint of that kind.
+
+        A process may have been killed after a checkpoint was complete and before the pointers were
+        moved. So `last` is the newest checkpoint, and `best` the one that it says is.
+        """
+        steps = self.steps()
+        if not steps:
+            return None
+        newest = self.step_folder(steps[-1])
+        if name == "last" and (newest / "MANIFEST.json").is_file():
+            return steps[-1]
+        said = self._best_at(newest) if name == "best" else None
+        if said in steps:
+            return said
         path = self.checkpoints / name
         if not path.is_file():
             return None
         text = path.read_text(encoding="utf-8", errors="replace")
         number = plain_digits(text.strip().removeprefix("step-"))
-        return number if number in self.steps() else None
+        return number if number in steps else None
+
+    @staticmethod
+    def _best_at(checkpoint: Path) -> int | None:
+        """Return the best step so far, as a checkpoint has it; None if it cannot be read."""
+        try:
+            state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+            best = state["progress"]["best_step"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return best if isinstance(best, int) else None
 
     def prune(self, *, keep: int) -> None:
         """Remove all but the newest `keep` and the best, and what a kill left behind."""

@@ -117,7 +117,10 @@ def stopping(run: TrainingRun) -> Iterator[list[int]]:
         caught.append(number)
         run.stop_requested = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores a closed terminal
+        wanted.append(signal.SIGHUP)
+    before = {number: signal.signal(number, ask) for number in wanted}
     try:
         yield caught
     finally:

@@ -7,6 +7,7 @@ is read here: NO_COLOR turns colour off.
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,12 +28,46 @@ def open_streams() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+        if sys.stdout.isatty():
+            encoding = sys.stdout.encoding
+            sys.stdout = TerminalOutput(
+                sys.stdout.detach(),
+                encoding=encoding,
+                errors="backslashreplace",
+                line_buffering=True,
+            )
+
+
+#: What a terminal would act on: control characters but for line ends and tabs. A colour is ours.
+CONTROL = re.compile("\x1b\\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class TerminalOutput(TextIOWrapper):
+    """A terminal as stdout: texts of models and names of files cannot move its cursor or set its
+    title. Control characters are shown as escapes; `raw` lets them through.
+    """
+
+    raw = False
+
+    def write(self, text: str, /) -> int:
+        """Write the text as it can be shown."""
+        return super().write(text if self.raw else CONTROL.sub(_shown, text))
+
+
+def _shown(found: re.Match[str]) -> str:
+    return found[0] if len(found[0]) > 1 else f"\\x{ord(found[0]):02x}"
+
+
+def let_through() -> None:
+    """Write what follows to a terminal as it is."""
+    if isinstance(sys.stdout, TerminalOutput):
+        sys.stdout.raw = True
 
 
 def tell(text: str) -> None:
-    """Print a line on stderr, where all progress goes."""
+    """Print a line on stderr, where all progress goes; control characters as escapes."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(CONTROL.sub(_shown, text), file=sys.stderr, flush=True)
 
 
 def is_cut_off(error: BaseException) -> bool:

@@ -32,6 +32,10 @@ def generate(
     system: System = None,
     chat_option: ChatOption = None,
     download: Download = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Write control characters to a terminal as they are."),
+    ] = False,
     *,
     options: dict[str, Any],
     device: Device = "cpu",
@@ -72,7 +76,10 @@ def generate(
             hint="glass generate MODEL PROMPT, or glass chat MODEL",
         )
     from glassformer.cli.actions import generate as generating
+    from glassformer.cli.shell.terminal import let_through
 
+    if raw:
+        let_through()
     code = generating.run(
         path, prompt, options=options, device=device, threads=threads, as_json=as_json
     )

@@ -4,6 +4,7 @@ import time
 from types import TracebackType
 from typing import Self
 
+from glassformer.generation.text_stream import visible
 from glassformer.lab.bar import Bar, clock
 from glassformer.lab.runs.artifacts import Sample
 from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved
@@ -39,7 +40,7 @@ class Narrator:
     ) -> None:
         self.bar.__exit__(kind, error, trace)
         for sample in self.samples:
-            self.bar.tell(f"--- {sample.opening.strip()!r} goes on:\n{sample.text}")
+            self.bar.tell(f"--- {sample.opening.strip()!r} goes on:\n{visible(sample.text)}")
 
     def see(self, event: Event) -> None:
         """Record an event, and print it when it is time."""

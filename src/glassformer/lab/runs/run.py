@@ -5,8 +5,11 @@ them; setting `stop_requested` ends the run after the current step, with its sta
 """
 
 import contextlib
+import hashlib
+import io
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +51,7 @@ from glassformer.lab.runs.record import (
     spec_hash,
     to_toml,
 )
-from glassformer.spec.errors import DivergedError, FileError, InputError
+from glassformer.spec.errors import DivergedError, FileError, InputError, MachineError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.serialize import json_numbers, to_dict, to_json
 from glassformer.spec.train import RunSpec
@@ -112,6 +115,7 @@ class Progress:
     loss: float | None = None
     val: dict[str, Any] | None = None
     metrics_bytes: int = 0
+    metrics_sha256: str = ""
     alerts_bytes: int = 0
 
 
@@ -154,6 +158,7 @@ class TrainingRun:
                 "data": data_hash(self.facts),
             }
             peers.ranks.check_equal({key: bytes.fromhex(text) for key, text in facts.items()})
+        self.written_metrics = hashlib.sha256()  # of metrics.jsonl so far
 
     # --- results ------------------------------------------------------------------------------
 
@@ -267,10 +272,19 @@ class TrainingRun:
         if self.progress.loss is None and len(self.spec.model.head_names()) == 1:
             self.progress.loss = next(reversed(saved["recent"]), None)  # saved before it had one
         self.progress.best_loss = float(saved["best_loss"])
+        # A kill may have come between a checkpoint and its pointers.
+        self.directory.point("last", step)
         if self.progress.best_step in self.directory.steps():
             self.directory.point("best", self.progress.best_step)
+        self.directory.prune(keep=self.spec.train.keep)
         self.directory.cut(self.directory.metrics, self.progress.metrics_bytes)
         self.directory.cut(self.directory.alerts, self.progress.alerts_bytes)
+        self.written_metrics = _hash_of(self.directory.metrics)
+        if self.progress.metrics_sha256 not in ("", self.written_metrics.hexdigest()):
+            notes.append(
+                "metrics.jsonl is not what the run wrote: lines before this step were changed or "
+                "lost; the weights are what they were"
+            )
         with contextlib.suppress(FileError):  # the clock of a damaged log starts again
             self.seconds = read_curves(self.directory.folder).spent.seconds
         forget_probes(self.directory, after=self.progress.step)
@@ -339,7 +353,8 @@ class TrainingRun:
         yield from self.written(wait=False)
         self.progress.step = record.step
         self.seconds += record.seconds
-        log.write(metrics_line(record))
+        self._log(metrics_line(record))
+        self._check_folder()
         if time.monotonic() - self.flushed > FLUSH_SECONDS:  # others watch the file grow
             log.flush()
             self.flushed = time.monotonic()
@@ -355,7 +370,7 @@ class TrainingRun:
         if record.step % train.evaluate_every == 0 or record.step == train.steps:
             evaluated = self._evaluate()
             line = {"step": record.step, "val": self.progress.val}
-            log.write(json.dumps(line, allow_nan=False) + "\n")
+            self._log(json.dumps(line, allow_nan=False) + "\n")
             found = evaluated.evaluation
             self.board.add(record.step, {"val_loss": found.loss, "val_accuracy": found.accuracy})
             yield evaluated
@@ -369,6 +384,23 @@ class TrainingRun:
     def _stop_agreed(self) -> bool:
         """Return True if the run is to stop: the same answer in all processes of a step."""
         return self.stop_requested if self.peers is None else self.stopping
+
+    def _log(self, line: str) -> None:
+        self.log.write(line)
+        self.written_metrics.update(line.encode())
+
+    def _check_folder(self) -> None:
+        """Raise if the log was deleted or replaced: what follows would be written to nowhere."""
+        try:
+            links = os.fstat(self.log.fileno()).st_nlink
+        except io.UnsupportedOperation:  # no file
+            return
+        if links == 0:
+            raise MachineError(
+                "the run's files were deleted or replaced while it was training",
+                where=str(self.directory.folder),
+                hint="train it anew, or under another {--name|name}; nothing more was written",
+            )
 
     def _gave_up(self) -> bool:
         """Return True after too many evaluations without a better one, also if resumed."""
@@ -473,6 +505,7 @@ class TrainingRun:
         """
         progress, directory = self.progress, self.directory
         progress.metrics_bytes = _size(directory.metrics)
+        progress.metrics_sha256 = self.written_metrics.hexdigest()
         progress.alerts_bytes = _size(directory.alerts)
         step, best = progress.step, progress.best_step == progress.step
         folder = directory.step_folder(step)
@@ -529,3 +562,11 @@ class TrainingRun:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def _hash_of(path: Path) -> "hashlib._Hash":
+    """Return the hash of a file's content, to go on with; of nothing where there is no file."""
+    if not path.exists():
+        return hashlib.sha256()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256")

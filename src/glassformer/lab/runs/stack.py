@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glassformer.costs.estimates import flops
-from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.threads import FLOPS, threads_for
+from glassformer.lab.corpus import built
 from glassformer.lab.runs.artifacts import Sample, write_samples
 from glassformer.lab.runs.assemble import Parts, check_fit
 from glassformer.lab.runs.run import Event, TrainingRun
@@ -66,7 +66,7 @@ class StackedRuns:
         self.runs: list[TrainingRun] = []
         for spec, folder, member in zip(specs, folders, self.engine.members, strict=True):
             if spec.task not in tasks:
-                tasks[spec.task] = build_task(spec.task, cache=cache_folder(folder.parent))
+                tasks[spec.task] = built(spec.task, cache=cache_folder(folder.parent))
                 check_fit(spec.model, tasks[spec.task])
             task = tasks[spec.task]
             files = {"tokenizer.json": task.tokenizer.to_json().encode()}

@@ -16,8 +16,8 @@ from glassformer.budget.design import solve
 from glassformer.budget.infeasible import InfeasibleBudget, Undecided
 from glassformer.budget.question import Budget
 from glassformer.costs.timing import Rates, step_time
-from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
+from glassformer.lab.corpus import built
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
 from glassformer.lab.own_parts import override_parts
 from glassformer.lab.recipes import is_config, planned_run
@@ -206,7 +206,7 @@ class Planner:
 
     def _task(self, plan: PlannedRun, spec: RunSpec) -> Task:
         if spec.task not in self._tasks:
-            self._tasks[spec.task] = plan.task or build_task(spec.task, cache=self.cache)
+            self._tasks[spec.task] = plan.task or built(spec.task, cache=self.cache)
         return self._tasks[spec.task]
 
     def _designed(
