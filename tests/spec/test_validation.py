@@ -199,6 +199,6 @@ def test_stacks_that_cannot_be_are_refused():
 )
 @pytest.mark.parametrize("make", [build, HandModel])
 def test_what_exceeds_the_memory_is_refused_before_it_is_built(make, changes):
-    with pytest.raises(MachineError, match="needs .* of memory, and this machine has") as caught:
+    with pytest.raises(MachineError, match=r"needs .* of memory, and this machine has") as caught:
         make(tiny(**changes))
     assert "max_seq_len" in caught.value.hint and caught.value.exit_code == 5
