@@ -68,6 +68,8 @@ figures: $(STAMP)
 	$(BIN)/python -m bench findings --jobs 2
 	$(BIN)/python -m pages figures
 	$(BIN)/python -m pages animation
+	$(BIN)/python -m pages notebooks --execute
+	$(BIN)/python -m pages shots
 
 # torch is requested first and exactly: a looser request may pull gigabytes of CUDA libraries. It
 # comes through pip, which also searches local wheels; the rest through uv, several times as fast,

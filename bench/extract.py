@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from glassformer.lab.extract import Extraction, extract_machine
+from glassformer.lab.extract import FOLLOWED, Extraction, extract_machine
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
 
@@ -79,16 +79,22 @@ def run(*, asked: argparse.Namespace, quick: bool = False) -> Iterator[dict[str,
     for case, (name, overrides) in (QUICK if quick else MACHINES).items():
         if asked.only not in ("", case):
             continue
-        true, shares = 0, []
+        true, followed, shares = 0, 0, []
         for seed in range(1 if quick else asked.seeds):
             found, seconds = extracted(name, overrides, seed)
             true += found.is_true_machine
+            followed += found.is_true_machine and found.is_followed
             shares.append(found.fidelity[0].share)
             verdict = "the true machine" if found.is_true_machine else "not the true machine"
+            verdict += "" if found.is_followed else " (which the model does not follow reliably)"
             yield row(
                 f"{case}, seed {seed}",
                 f"{found.machine.n_states} states, {verdict}, fidelity {shares[-1]:.2%}, "
                 f"{seconds:.0f} CPU s",
             )
         worst = f"fidelity at least {min(shares):.2%}"
-        yield row(case, f"the true machine from {true} of {len(shares)} seeds, {worst}")
+        yield row(
+            case,
+            f"the true machine from {true} of {len(shares)} seeds, followed on {FOLLOWED:.0%} of "
+            f"the strings by {followed}, {worst}",
+        )

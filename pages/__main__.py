@@ -15,11 +15,14 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("quotes", help="write every quote of docs/ as its source is now")
     verbs.add_parser("options", help="write every table of options as its spec is now")
-    verbs.add_parser("notebooks", help="write a notebook for each chapter of docs/learn")
+    books = verbs.add_parser("notebooks", help="write a notebook for each chapter of docs/learn")
+    books.add_argument("--execute", action="store_true", help="run every cell; about a minute")
     verbs.add_parser("animation", help="train a model and draw it learning; about two minutes")
     figures = verbs.add_parser("figures", help="draw the figures of docs/learn; about two minutes")
     figures.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     verbs.add_parser("screens", help="pictures of every page of the explorer after every other one")
+    shots = verbs.add_parser("shots", help="take the pictures of docs/images; about two minutes")
+    shots.add_argument("--runs", type=Path, help="a folder with a trained run `reverse`")
     asked = parser.parse_args()
     if asked.verb == "screens":
         found = screens.draw()
@@ -27,9 +30,20 @@ def main() -> None:
             print("\n".join([view, *(f"  {flaw}" for flaw in flaws)]))
         print(f"{screens.FOLDER.relative_to(ROOT)}: {len(found)} views with a flaw")
         raise SystemExit(bool(found))
+    if asked.verb == "shots":
+        for path, caption in screens.shoot(asked.runs):
+            _tell(path)
+            print(caption, end="\n" if caption else "")
+        return
     if asked.verb == "animation":
         _tell(animation.draw())
         return
+    if asked.verb == "notebooks" and asked.execute:
+        failed = 0
+        for done in notebooks.execute_all():
+            print(done, flush=True)
+            failed += bool(done.failure)
+        raise SystemExit(bool(failed))
     if asked.verb != "figures":
         writers = {"quotes": quotes, "options": options, "notebooks": notebooks}
         changed = writers[asked.verb].refresh()

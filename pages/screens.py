@@ -4,8 +4,10 @@ Pages share one document and their style sheets accumulate, so a page may look r
 wrong after another. `walk` visits the pages in a given order in one browser tab; `FLAWS` is the
 script that reads the text boxes of the page in view. The tests walk two orders;
 `python -m pages screens` walks until every page has followed every other one, and keeps pictures.
+`python -m pages shots` takes those of docs/images.
 """
 
+import io
 import secrets
 import shutil
 import socket
@@ -14,12 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pages.quotes import ROOT
+from pages.runs import one_thread
 
 FOLDER = ROOT / "build" / "screens"
+IMAGES = ROOT / "docs" / "images"
 WIDTHS, THEMES = (1320, 390), ("light", "dark")
 HEIGHT = 900
 #: A view of each page, and what is there once it is complete; the runs must be in the folder.
@@ -48,6 +55,17 @@ VIEWS = {
     "quantize-digits": ("quantize?run=digits", "#speed[data-ready]"),
 }
 ROUTES = PAGES | VIEWS
+#: Pictures of the documentation: the view, what is there once it is complete, and its height.
+SHOTS = {
+    "inspect": (
+        "inspect?run=reverse&kind=cross&layer=1&head={second}&pos=3&ablate={heads}",
+        ".ranking table",
+        1010,
+    ),
+    "explore-design": ("design", "glass-landscape[data-ready]", 1050),
+}
+#: Colours of such a picture, enough for its text to look as on a screen.
+COLOURS = 128
 #: Counts the requests in flight, so that a walk can wait for a page to settle.
 COUNTED = """
 window.flying = 0;
@@ -137,9 +155,13 @@ def settle(page: Any) -> None:
 
 def visit(page: Any, name: str) -> None:
     """Go to a page in the tab as it is, and wait until it is complete."""
-    route, complete = ROUTES[name]
+    go(page, *ROUTES[name])
+
+
+def go(page: Any, route: str, complete: str) -> None:
+    """Go to an address of the explorer, and wait until what `complete` selects is there."""
     page.evaluate("route => { location.hash = `#/${route}`; }", route)
-    page.wait_for_selector(f".page.{name.partition('-')[0]}")
+    page.wait_for_selector(f".page.{route.partition('?')[0]}")
     page.wait_for_selector(complete)
     settle(page)
 
@@ -212,9 +234,24 @@ def explorer(runs: Path) -> Iterator[str]:
     thread.join(timeout=10)
 
 
+@contextmanager
+def opened(runs: Path) -> Iterator[Any]:
+    """Open the explorer over a folder of runs in a browser; yield the page."""
+    from playwright.sync_api import sync_playwright
+
+    with explorer(runs) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page(reduced_motion="reduce")
+        page.add_init_script(COUNTED)
+        page.goto(address)
+        page.wait_for_selector(".page")
+        yield page
+
+
 def draw(runs: Path | None = None) -> dict[str, list[str]]:
     """Walk every pair of pages, in both widths and themes; return the flaws, keep the pictures."""
-    from playwright.sync_api import sync_playwright
     from tests.browser.laboratory import train_all
 
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -222,16 +259,74 @@ def draw(runs: Path | None = None) -> dict[str, list[str]]:
         if runs is None:
             runs = Path(place) / "runs"
             train_all(runs)
-        with explorer(runs) as address, sync_playwright() as playwright:
-            browser = playwright.chromium.launch(
-                executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-            )
-            page = browser.new_page(reduced_motion="reduce")
-            page.add_init_script(COUNTED)
-            page.goto(address)
-            page.wait_for_selector(".page")
+        with opened(runs) as page:
 
             def keep(view: str) -> None:
                 page.screenshot(path=FOLDER / f"{view}.png", full_page=True)
 
             return walk(page, [*every_pair(list(PAGES)), *VIEWS], keep=keep)
+
+
+# --- the pictures of docs/images ------------------------------------------------------------------
+
+
+def shoot(runs: Path | None = None, *, folder: Path = IMAGES) -> Iterator[tuple[Path, str]]:
+    """Train `reverse`, and take the pictures of the documentation: yield each, and its caption.
+
+    runs: a folder that has that run already.
+    """
+    from glassformer.budget.design import solve
+    from glassformer.budget.question import Budget
+    from glassformer.lab.api import train
+    from glassformer.lab.plots.figures import design_figure
+
+    with tempfile.TemporaryDirectory() as place:
+        if runs is None:
+            runs = Path(place) / "runs"
+            with one_thread():
+                train("reverse", runs=runs)
+        heads, caption = _two_heads(runs / "reverse")
+        words = {"heads": ",".join(heads), "second": heads[1][-1]}
+        with opened(runs) as page:
+            for name, (route, complete, height) in SHOTS.items():
+                page.set_viewport_size({"width": WIDTHS[0], "height": height})
+                page.evaluate("async t => (await import('/static/js/theme.js')).choose(t)", "light")
+                go(page, route.format(**words), complete)
+                path = folder / f"{name}.png"
+                path.write_bytes(_fewer_colours(page.screenshot()))
+                yield path, caption if name == "inspect" else ""
+    path = folder / "design.png"
+    path.write_bytes(design_figure(solve(Budget())))
+    yield path, ""
+
+
+def _two_heads(run: Path) -> tuple[list[str], str]:
+    """Return the two heads of the last cross-attention that replace each other best, in words."""
+    from glassformer.adapters.load import load
+    from glassformer.lab.api import opened as engine_of
+
+    task = engine_of(run)[1]
+    names = task.tokenizer.names
+    batch = task.batch("val", np.array([0]))
+    source = [names[token] for token in batch.source.tokens[0]]
+    target = [names[token] for token in batch.targets["next"][0]]
+    seen = load(run).inspect(
+        " ".join(source[:-1]), target=" ".join(word for word in target if word != "EOS")
+    )
+    one = {f"cross.L1H{head}": seen.ablate(f"cross.L1H{head}").after.loss for head in range(4)}
+    both = {pair: seen.ablate(*pair).after.loss for pair in combinations(one, 2)}
+    pair = max(both, key=lambda pair: both[pair] - max(one[head] for head in pair))
+    worst = max(one[head] for head in pair)
+    return list(pair), (
+        f"loss {seen.loss:.4f}; ablating {pair[0]} or {pair[1]} at most {worst:.4f}, both "
+        f"{both[pair]:.2f}"
+    )
+
+
+def _fewer_colours(png: bytes) -> bytes:
+    """Return a PNG with a palette: a quarter of the size, and no difference to the eye."""
+    from PIL import Image
+
+    small = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS).save(small, "PNG", optimize=True)
+    return small.getvalue()

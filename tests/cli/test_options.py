@@ -7,8 +7,10 @@ from typing import Annotated
 import pytest
 import typer
 from typer.core import TyperCommand
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from glassformer.cli.main import app
 from glassformer.cli.shell.help import Verb
 from glassformer.cli.shell.options import AsJson, takes
 from glassformer.spec.checks import spec
@@ -25,15 +27,15 @@ class Other:
 
 
 def run(*words: str):
-    app, got = typer.Typer(rich_markup_mode=None), []
+    own, got = typer.Typer(rich_markup_mode=None), []
 
-    @app.command()
+    @own.command()
     @takes(Sample, Other, into="given")
     def verb(name: str, given: dict[str, object], as_json: AsJson = False) -> None:
         """Do it."""
         got.append((name, given, as_json))
 
-    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+    result = CliRunner().invoke(own, list(words), env={"COLUMNS": "200"})
     return result, got
 
 
@@ -79,9 +81,9 @@ def test_two_flags_for_one_field_are_a_mistake_of_ours():
 
 
 def converted(cls: type, *words: str):
-    app, got = typer.Typer(rich_markup_mode=None), []
+    own, got = typer.Typer(rich_markup_mode=None), []
 
-    @app.command(cls=cls)
+    @own.command(cls=cls)
     def verb(
         name: str,
         more: list[str] | None = None,
@@ -92,7 +94,7 @@ def converted(cls: type, *words: str):
     ) -> None:
         got.append((name, more, count, share, at_least_one, is_on))
 
-    return CliRunner().invoke(app, list(words)), got
+    return CliRunner().invoke(own, list(words)), got
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,27 @@ def test_values_are_read_as_typer_reads_them(words):
     assert ours.exit_code == plain.exit_code
     if "1.5" in words or "half" in words:
         assert "is not a " in ours.output
+
+
+COMPUTING = (
+    *("demo", "design", "lr-find", "train", "finetune", "evaluate", "report", "generate", "chat"),
+    *("explore", "inspect", "extract", "verify", "diff", "quantize"),
+)
+
+
+def test_every_verb_that_computes_takes_the_same_device():
+    verbs, texts = get_command(app).commands, set()
+    for verb in COMPUTING:
+        (device,) = [param for param in verbs[verb].params if param.name == "device"]
+        texts.add((tuple(device.opts), device.metavar, device.help, device.default))
+    assert len(texts) == 1, texts
+
+
+@pytest.mark.parametrize("words", ["demo --runs {}", "diff core core", "explore {}"])
+def test_an_unknown_device_is_refused_before_anything_happens(words, tmp_path):
+    result = CliRunner().invoke(app, [*words.format(tmp_path).split(), "--device", "tpu"])
+    assert "unknown device 'tpu'" in str(result.exception)
+    assert not list(tmp_path.iterdir())
 
 
 def test_options_need_no_torch():

@@ -55,6 +55,7 @@ def test_the_folder_is_a_model_for_every_command(runs):
     assert agreement["change_error"] > 0 and agreement["examples"] > 1
     assert {"worst", "example", "position"} <= set(agreement["small_to_full"])
     assert found["prefill"]["ratio"] > 0 and found["decode"]["ratio"] > 0 and found["layers"]
+    assert found["quantized_layers"] == sum(found["schemes"].values()) >= len(found["layers"])
     evaluated = json.loads(glass(runs, "evaluate", "text-int4", "--json"))
     plain = json.loads(glass(runs, "evaluate", "text", "--json"))
     assert abs(evaluated["loss"] - plain["loss"]) < 0.2

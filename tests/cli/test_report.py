@@ -105,7 +105,7 @@ def test_curves_as_json(glass, runs):
         (("one", "--curves", "-o", "x.html"), "a report is of one run"),
         (("one", "--x", "tokens"), "are of curves"),
         (("one", "--series", "lr"), "are of curves"),
-        (("one", "--curves", "--no-verify"), "--no-verify is of a report"),
+        (("one", "--curves", "--no-verify"), "--no-verify and --device are of a report"),
         (("one", "--curves", "--x", "day"), "no axis 'day'"),
         (("one", "--curves", "--series", "los"), "no curve 'los'"),
         (("one", "-o", "x.csv", "--series", "los"), "no curve 'los'"),

@@ -1,6 +1,7 @@
 """The learning path: quotes are the source, faults are named, every chapter has all its parts."""
 
 import ast
+import json
 import re
 import struct
 import subprocess
@@ -191,6 +192,16 @@ def test_a_notebook_is_its_chapter(page):
     assert len(code) == len(BLOCK.findall(page.read_text()))
     for cell in code:
         compile(cell, page.name, "exec")
+
+
+def test_a_notebook_is_executed_as_a_kernel_does(tmp_path):
+    done = notebooks.execute(notebooks.FOLDER / "00-model.ipynb")
+    assert (done.failure, done.shown) == ("", 2)
+    cells = [{"cell_type": "code", "source": ["x = 1\n"]}]
+    for source, reason in (("x / 0", "cell 2 of 2"), ("display(x)", "int draws nothing")):
+        book = tmp_path / "broken.ipynb"
+        book.write_text(json.dumps({"cells": [*cells, {"cell_type": "code", "source": [source]}]}))
+        assert reason in notebooks.execute(book).failure
 
 
 def test_a_picture_that_a_chapter_prints_is_drawn_in_its_notebook():

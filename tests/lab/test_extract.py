@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -89,6 +90,11 @@ def test_errors_of_the_model_are_named_and_do_not_grow_the_machine():
     assert found.disagreement.machine.startswith("even")
     assert len(found.tried) > 1
     assert "no machine of at most 16 states explains the model" in found.text(width=200)
+    assert found.is_followed and "does not follow" not in found.text()
+    held_out = replace(found.fidelity[0], agreed=found.fidelity[0].strings * 6 // 10)
+    poor = replace(found, fidelity=(held_out,))
+    assert poor.is_true_machine and not poor.to_dict()["is_followed"]
+    assert f"does not follow it reliably: on {held_out.share:.1%}" in poor.text(width=200)
 
 
 def test_the_smallest_machine_is_preferred_and_the_exact_one_is_named():

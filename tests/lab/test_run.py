@@ -260,6 +260,12 @@ def test_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "other"))
 
 
+def test_what_is_no_task_is_refused_with_the_way_to_name_one(tmp_path):
+    with pytest.raises(InputError, match="object is neither a task's name") as wrong:
+        train(object(), runs=tmp_path)
+    assert "my_task.py:MyTask" in wrong.value.hint
+
+
 @pytest.mark.parametrize("name", ["..", "../up", "a/b", ".hidden", "a@b", "", "x" * 65, "a b"])
 def test_names_that_lead_elsewhere_are_refused(name, tmp_path):
     with pytest.raises(InputError, match="cannot be the name of a run"):

@@ -4,12 +4,14 @@ import html
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from glassformer.adapters.load import load
+from glassformer.checks.catalogue import Finding
 from glassformer.checks.report import Report, verify
 from glassformer.costs.parameter_table import parameter_table
 from glassformer.lab.api import opened, train
@@ -82,6 +84,23 @@ def runs(tmp_path_factory):
         "model.decoder.layers.0.block.attention.n_heads=8",
     ))  # fmt: skip
     return place
+
+
+def test_a_verdict_has_its_own_colour_and_its_reason(runs):
+    row = Finding("a", "left padding", "run", "float32", "V9", 1.2, 1e-5, "limit", "give ids", 0.0)
+    verdicts = ("passed", "bug", "rounding", "limit", "unclear", "raised", "not offered")
+    report = Report(tuple(replace(row, name=f"row {v}", verdict=v) for v in verdicts))
+    text = report_html(str(runs / "digits"), certificate=report)
+    kinds = re.findall(r'<td class="text (\w+)">(\w+)</td>', text)
+    assert [kind for kind in kinds if kind[1] in verdicts] == [
+        ("passed", "passed"),
+        ("failed", "bug"),
+        *(("warned", verdict) for verdict in verdicts[2:5]),
+    ]
+    seen = Read(text).text
+    assert "1 checks passed, 1 failed, 3 with a warning" in seen
+    assert "row limit (limit): give ids" in seen
+    assert "Could not run, and not counted as failed" in seen
 
 
 def test_the_numbers_are_those_of_the_other_commands(runs):

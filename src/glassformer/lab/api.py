@@ -176,6 +176,11 @@ def open_run(
     peers: Peers | None = None,
 ) -> tuple[TrainingRun, int]:
     """Return a run in its folder, not yet begun, and the number of threads that it takes."""
+    if not isinstance(what, str | Path | RunSpec):
+        raise InputError(
+            f"{type(what).__name__} is neither a task's name, nor a config file, nor a RunSpec",
+            hint='a task of your own is named by its file: gf.train("my_task.py:MyTask")',
+        )
     folder = run_folder(runs, _name(what) if name is None else name)
     exists = resume and (folder / "config.json").is_file()
     if exists:

@@ -308,7 +308,7 @@ def signed(value: float) -> str:
 
 def _shown(name: str, value: Any) -> str:
     if value is None:
-        return ""
+        return "-"
     match name:
         case "val_accuracy":
             return f"{value:.2%}"
@@ -321,7 +321,12 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    """Return a setting as text: a dash where a run does not have it, quotes if it is empty."""
+    if value is None:
+        return "-"
+    if value == "":
+        return '""'
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _table(

@@ -59,6 +59,10 @@ CHUNK = 512
 WORTH = 0.02
 
 
+#: Share of the held-out strings from which on a model is said to follow its machine.
+FOLLOWED = 0.95
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fidelity:
     """How often machine and model agree: on complete strings, and at single positions."""
@@ -122,6 +126,11 @@ class Extraction:
         """True if the machine describes the model on every string that was searched."""
         return self.disagreement is None
 
+    @property
+    def is_followed(self) -> bool:
+        """True if the model agrees with its machine on nearly all of the held-out strings."""
+        return self.fidelity[0].share >= FOLLOWED
+
     # --- for people -----------------------------------------------------------------------------
 
     def text(self, *, width: int = 100) -> str:
@@ -150,6 +159,12 @@ class Extraction:
             ]
         if self.difference is None:
             lines.append("It is the true machine: no string tells the two apart.")
+            if not self.is_followed:
+                share = self.fidelity[0].share
+                lines.append(
+                    f"But the model does not follow it reliably: on {share:.1%} of the held-out "
+                    f"strings ({FOLLOWED:.0%} would be)."
+                )
         else:
             lines.append(
                 f"It is not the true machine, of {self.true.n_states} states: after "
@@ -236,6 +251,7 @@ class Extraction:
             "by": self.by,
             "is_true_machine": self.is_true_machine,
             "is_exact": self.is_exact,
+            "is_followed": self.is_followed,
             "states": machine.n_states,
             "machine": {
                 "alphabet": list(machine.alphabet),

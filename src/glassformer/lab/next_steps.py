@@ -17,6 +17,7 @@ import torch
 
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.task import Task
+from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.table import duration
 from glassformer.lab.show import model_lines, training_lines
@@ -50,8 +51,8 @@ def before_training(run: TrainingRun, *, threads: int) -> list[str]:
         where += f" in each of {run.peers.ranks.size} processes"
         where += ", which share the model" if run.peers.sharded else ""
     seconds = predicted_seconds(run, steps=left)
-    about = "" if seconds is None else f"{duration(seconds)} or more "
-    lines.append(f"time: {about}on this machine ({where}); written to {run.directory.folder}")
+    about = "" if seconds is None else f"time: {duration(seconds)} or more; "
+    lines.append(f"{about}computed on {where}; written to {run.directory.folder}")
     return lines
 
 
@@ -155,37 +156,59 @@ def resume_command(spec: RunSpec, folder: Path) -> str:
 
 def after_evaluation(path: str) -> Commands:
     """Return commands for a run that was measured."""
-    name = short_name(RunRef.parse(path).folder)
+    folder = RunRef.parse(path).folder
+    name, other = short_name(folder), _newest_beside(folder)
+    beside = (f"glass explore {shlex.quote(str(folder))}", "look around in a browser")
+    if other is not None:
+        beside = (f"glass compare {name} {short_name(other)}", "side by side with another run")
     return [
         (f"glass report {name}", "all of it on one page, with curves and heads"),
-        (f"glass compare {name} OTHER", "side by side with another run"),
+        beside,
         (f"glass verify {name}", "that cache, batch and padding change nothing"),
     ]
 
 
-def after_quantizing(folder: Path) -> Commands:
+def _newest_beside(folder: Path) -> Path | None:
+    """Return the run in the same folder that was written last; None if there is no other one."""
+    others = [
+        (file.stat().st_mtime, file.parent)
+        for file in folder.parent.glob("*/run.json")
+        if file.parent.name != folder.name
+    ]
+    return max(others)[1] if others else None
+
+
+def after_quantizing(folder: Path, prompt: str) -> Commands:
     """Return commands for a model that was quantized."""
     name = short_name(folder)
     return [
         (f"glass verify {name}", "that it computes what its weights say"),
-        (f"glass generate {name} PROMPT", "let it answer"),
+        (f"glass generate {name} {shlex.quote(prompt)}", "let it answer"),
         (f"glass explore {shlex.quote(str(folder))}", "where it differs, in a browser"),
     ]
 
 
-def after_converting(folder: Path, to: str) -> Commands:
+def after_converting(folder: Path, to: str, prompt: str) -> Commands:
     """Return commands for a model that was written in another format."""
-    place = shlex.quote(str(folder))
+    place, prompt = shlex.quote(str(folder)), shlex.quote(prompt)
+    answer = (f"glass generate {place} {prompt}", "let it answer")
     if to == "gguf":
         return [
             (f"glass verify {place}", "that nothing broke on the way"),
-            (f"llama-cli -m {place} -p PROMPT", "in llama.cpp"),
+            answer,
+            (f"llama-cli -m {place} -p {prompt}", "the same in llama.cpp"),
         ]
-    theirs = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})  in transformers"
-    return [
+    if to == "native":
+        return [(f"glass verify {place}", "that nothing broke on the way"), answer]
+    commands = [
         (f"glass verify {place} --deep", "that it computes what transformers computes"),
-        (f"glass generate {place} PROMPT", theirs if to == "hf" else "let it answer"),
+        answer,
     ]
+    if place == str(folder):  # nothing to quote within the quotes
+        opened = f"t.AutoModelForCausalLM.from_pretrained('{folder}')"
+        script = f'python -c "import transformers as t; print({opened})"'
+        commands.append((script, "open it with transformers"))
+    return commands
 
 
 def after_inspecting(model: str, text: str) -> Commands:
@@ -221,6 +244,14 @@ def example_prompt(task: Task) -> str:
     if batch.source is None and "next" in batch.targets:
         ids = ids[:PROMPT]  # so that something is left to predict
     return " ".join(tokenizer.decode(ids).split())
+
+
+def model_prompt(tokenizer: Tokenizer | None) -> str:
+    """Return a prompt for a model whose task is not known: words that its tokenizer has."""
+    if not isinstance(tokenizer, Vocab):
+        return "Once upon a time"
+    special = {tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.sep}
+    return " ".join([name for i, name in enumerate(tokenizer.names) if i not in special][:3])
 
 
 def as_text(commands: Commands) -> str:

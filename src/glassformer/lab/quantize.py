@@ -29,6 +29,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lab.measure.precision import Comparison, compare
+from glassformer.lab.next_steps import example_prompt, model_prompt
 from glassformer.lab.recipes import built_task
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.record import check_data, data_file, load_run_spec, recorded_hash
@@ -281,13 +282,14 @@ class Wish:
     qat_steps: int = 0
     auto: bool = False
     backend: str = "auto"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """The folder that was written, the comparison, and the timings that `auto` went by.
 
-    `schemes` counts the layers of each scheme.
+    `schemes` counts the layers of each scheme; `prompt` is a text to try the model with.
     """
 
     folder: Path
@@ -295,6 +297,7 @@ class Outcome:
     layers: int
     schemes: dict[str, int]
     kept: tuple[str, ...]
+    prompt: str
     timings: list[Timing] = field(default_factory=list)
 
 
@@ -302,7 +305,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     """Open, calibrate or train if requested, quantize, write, open again, compare."""
     if out.exists():
         raise InputError(f"{out} exists", hint="choose another {--out|out}, or remove it first")
-    adapter = load(path)
+    adapter = load(path, device=wish.device)
     if not isinstance(adapter, NativeAdapter):
         raise InputError("only a model of our own parts can be quantized", where=path)
     if is_model_quantized(adapter.model):
@@ -332,7 +335,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     if run is not None:
         files |= {"config.json": to_json(_whole(run, small.spec)).encode(), **data_file(recorded)}
     save_model(out, small, files=files)
-    opened = load(out).model
+    opened = load(out, device=wish.device).model
     assert isinstance(opened, Model), "save_model has written one of ours"
     disk = (before, _bytes(out))
     comparison = compare(full, opened, material.measuring, material=material.origin)
@@ -344,6 +347,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         layers=len(report.layers),
         schemes=report.schemes(),
         kept=kept,
+        prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
         timings=timings,
     )
 

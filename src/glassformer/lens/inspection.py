@@ -148,7 +148,7 @@ class Inspection(Displayable):
         return None if target == NONE else (target, self.readout.word(target))
 
     def token_path(self, position: int | None = None) -> TokenPath:
-        """Return the residual stream at one position, after every half-layer: one more pass.
+        """Return the residual stream at one position, after every sublayer: one more pass.
 
         Heads that are ablated in this inspection are ablated there too.
         """

@@ -9,6 +9,7 @@ started. The text equals that of transformers' `apply_chat_template`.
 import contextlib
 import importlib.util
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,10 +79,11 @@ def read_chat(folder: Path, *, limits: Limits = Limits()) -> "ChatTemplate":  # 
     """Read the folder's templates, with the special tokens that they may use."""
     sources = read_templates(folder)
     if not sources:
+        command = f"glass generate {shlex.quote(str(folder))} 'Once upon a time'"
         raise InputError(
             "this model has no chat template",
             where=str(folder),
-            hint="a base model continues text: glass generate MODEL PROMPT",
+            hint=f"a base model continues text: {command}",
         )
     return ChatTemplate(sources, names=special_names(folder), limits=limits, where=str(folder))
 

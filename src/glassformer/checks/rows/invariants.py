@@ -407,7 +407,7 @@ def reloaded(subject: Subject) -> Measure:
 def like_reference(subject: Subject) -> Measure:
     """The same logits as the module it was made of, with padding and without."""
     if subject.reference is None:
-        raise NotOffered("nothing to compare it with")
+        raise NotOffered("no reference; --deep opens a Hugging Face folder with transformers too")
     tokens, gaps = tokens_of(subject, 3, 64, seed=72), Gaps()
     whole = subject.logits(tokens, None)
     gaps.compare(whole, subject.reference(tokens, None))

@@ -9,7 +9,7 @@ from glassformer.adapters.gguf.export_gguf import DTYPES
 from glassformer.adapters.load import load_native
 from glassformer.cli.shell.output import end
 from glassformer.cli.shell.terminal import tell
-from glassformer.lab.next_steps import after_converting
+from glassformer.lab.next_steps import after_converting, model_prompt
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 
@@ -40,4 +40,4 @@ def convert(model: str, folder: Path, *, to: str, dtype: str | None, as_json: bo
         return
     kind = f", model_type {result['model_type']}" if "model_type" in result else ""
     print(f"{folder}: {result['parameters']:,} parameters, {result['dtype']}{kind}", flush=True)
-    end("", after_converting(folder, to))
+    end("", after_converting(folder, to, model_prompt(adapter.get_tokenizer())))

@@ -18,6 +18,7 @@ from glassformer.checks.catalogue import SUBJECT_CHECKS, verify_subject
 from glassformer.checks.report import Report
 from glassformer.checks.subject import subject_of
 from glassformer.cli.actions.train import stopping
+from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import is_unicode, tell
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.vocab import Vocab
@@ -53,6 +54,7 @@ def demo(
     steps: int | None,
     seed: int | None,
     overwrite: bool,
+    device: str,
     as_json: bool,
 ) -> int:
     """Run all steps, and return the exit code: 1 if the certificate fails, 130 after Ctrl-C."""
@@ -62,7 +64,7 @@ def demo(
         folder = free_folder(runs, "demo", overwrite=overwrite)
     else:
         folder = run_folder(runs, name)
-    run = TrainingRun(plan_run(TASK, changes), folder)
+    run = TrainingRun(plan_run(TASK, changes), folder, device=check_device(device))
     began = time.perf_counter()
     say = _silent if as_json else _say
     try:
@@ -140,12 +142,17 @@ def _train(run: TrainingRun, *, overwrite: bool) -> tuple[int, dict[str, Any]]:
 
 def _after_training(run: TrainingRun, result: dict[str, Any], say: Any) -> int:
     """Verify, decode held-out rows, inspect one example, and add all of it to the result."""
-    model = load_model(run.directory.folder)
+    model = load_model(run.directory.folder).to(run.device)
     report = _verify(model, run.directory.folder.name)
-    result["verify"] = {"passed": report.passed, "failed": report.failed}
-    absent = len(report.findings) - report.passed - report.failed
+    result["verify"] = {
+        "passed": report.passed,
+        "failed": report.failed,
+        "warnings": report.warnings,
+    }
+    absent = sum(finding.verdict == "not offered" for finding in report.findings)
+    warned = f"{report.warnings} warned, " if report.warnings else ""
     say(
-        f"verified  {report.passed} checks passed, {report.failed} failed, "
+        f"verified  {report.passed} checks passed, {report.failed} failed, {warned}"
         f"{absent} not offered by this model"
     )
     if report.failed:

@@ -20,18 +20,22 @@ from types import FrameType
 
 import uvicorn
 
+from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.web.app.server import Connection, create_app
 
 
-def serve(place: Path, *, port: int, host: str, allow_remote: bool, open_browser: bool) -> None:
+def serve(
+    place: Path, *, port: int, host: str, allow_remote: bool, open_browser: bool, device: str
+) -> None:
     """Serve the page over `place` until Ctrl-C."""
     check_host(host, allow_remote=allow_remote)
+    device = check_device(device)
     listening = listen(host, port)
     port = listening.getsockname()[1]
     token = secrets.token_urlsafe(24)
-    app = create_app(place, token=token, host=host, port=port)
+    app = create_app(place, token=token, host=host, port=port, device=device)
     link = f"http://{_written(host)}:{port}/#t={token}"
     if not is_loopback(host):
         tell(f"warning: whoever can reach {host}:{port} and has this link reads these runs")

@@ -229,7 +229,7 @@ def _lines(result: Shown, *, width: int) -> Iterator[str]:
         loss = float(inspection.losses[result.position])
         yield f"  target {shown(target[1])}: loss {loss:.4f}"
     yield ""
-    yield f"logit lens at position {result.position}: what it would predict after each half-layer"
+    yield f"logit lens at position {result.position}: what it would predict after each sublayer"
     for number, name in enumerate(inspection.lens.row_names):
         best = inspection.lens.top(result.position, 1, row=name)[0]
         apart = float(inspection.lens.kl[number, result.position])

@@ -26,7 +26,7 @@ def run(path: str, wish: Wish, *, out: Path, as_json: bool) -> None:
         print(outcome_json(outcome))
         return
     print(outcome_text(outcome, wish.spec), flush=True)
-    end(outcome.folder, after_quantizing(outcome.folder))
+    end(outcome.folder, after_quantizing(outcome.folder, outcome.prompt))
 
 
 def undo(path: str, *, out: Path, as_json: bool) -> None:
@@ -50,7 +50,7 @@ def outcome_json(outcome: Outcome) -> str:
     """Return one JSON object for scripts."""
     found = {
         "folder": str(outcome.folder),
-        "layers": outcome.layers,
+        "quantized_layers": outcome.layers,
         "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
         "timings": [

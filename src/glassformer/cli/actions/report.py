@@ -8,6 +8,7 @@ from typing import Any
 
 from glassformer.cli.shell import terminal
 from glassformer.cli.shell.output import end, target_of, write_file
+from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_run
 from glassformer.cli.shell.terminal import tell
 from glassformer.lab.measure.evaluate import rows_csv
@@ -43,6 +44,7 @@ class Asked:
     span: float | None = None
     log: bool | None = None
     verify: bool = True
+    device: str = "cpu"
 
     @property
     def of_curves(self) -> bool:
@@ -71,8 +73,8 @@ def run(
             hint="-o curves.png for several, or one run with -o report.html",
         )
     if drawn:
-        if not asked.verify:
-            raise InputError("--no-verify is of a report", hint="leave it out")
+        if not asked.verify or asked.device != "cpu":
+            raise InputError("--no-verify and --device are of a report", hint="leave them out")
         draw_curves(names, asked, target=target, runs=runs, as_json=as_json, said=said)
         return
     if asked.of_curves:
@@ -98,7 +100,12 @@ def write_report(
     path = find_run(name, runs)
     directory = RunRef.parse(path).directory
     certificate = None if asked.verify else Report(())
-    text = report_html(path, certificate=certificate, progress=lambda title: tell(f"  {title}"))
+    text = report_html(
+        path,
+        certificate=certificate,
+        device=check_device(asked.device),
+        progress=lambda title: tell(f"  {title}"),
+    )
     if target is None:
         directory.write("report.html", text)
         target = directory.folder / "report.html"

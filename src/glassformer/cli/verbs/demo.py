@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Runs
+from glassformer.cli.shell.options import AsJson, Device, Runs
 from glassformer.kernels.threads import one_blas_thread
 
 
@@ -22,6 +22,7 @@ def demo(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the run of this name and start anew.")
     ] = False,
+    device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -33,7 +34,13 @@ def demo(
     from glassformer.cli.actions import demo as demonstration
 
     code = demonstration.demo(
-        runs=Path(runs), name=name, steps=steps, seed=seed, overwrite=overwrite, as_json=as_json
+        runs=Path(runs),
+        name=name,
+        steps=steps,
+        seed=seed,
+        overwrite=overwrite,
+        device=device,
+        as_json=as_json,
     )
     if code:
         raise typer.Exit(code)

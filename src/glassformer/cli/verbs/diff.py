@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from glassformer.cli.shell.options import AsJson, Device
 from glassformer.kernels.threads import one_blas_thread
 
 MODEL = "A run, a Hugging Face folder, a GGUF file, a preset, or package.module:factory."
@@ -24,7 +25,8 @@ def diff(
             "--backward/--no-backward", help="If the forwards agree, compare the gradients too."
         ),
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    device: Device = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """Find where two implementations of one model first differ.
 
@@ -40,7 +42,7 @@ def diff(
     one_blas_thread()
     from glassformer.cli.actions.diff import compared, show
 
-    found = compared(first, second, backward=backward)
+    found = compared(first, second, backward=backward, device=device)
     show(found, as_json=as_json)
     if not found.same:
         raise typer.Exit(1)

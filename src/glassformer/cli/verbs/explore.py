@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import Runs
+from glassformer.cli.shell.options import Device, Runs
 from glassformer.spec.errors import InputError
 
 
@@ -25,6 +25,7 @@ def explore(
     no_open: Annotated[
         bool, typer.Option("--no-open", help="Print the link and open no browser.")
     ] = False,
+    device: Device = "cpu",
     runs: Runs = "runs",
 ) -> None:
     """Inspect, compare, design, generate and quantize in a browser.
@@ -48,6 +49,7 @@ def explore(
         host=host,
         allow_remote=allow_remote,
         open_browser=not no_open,
+        device=device,
     )
 
 

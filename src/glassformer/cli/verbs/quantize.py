@@ -6,7 +6,7 @@ from typing import Annotated, cast
 import typer
 
 from glassformer.cli.shell import resolve
-from glassformer.cli.shell.options import AnyModel, AsJson, Runs
+from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import SCHEMES, Method
 
@@ -60,6 +60,7 @@ def quantize(
             "-o", "--out", metavar="FOLDER", help="The folder to write; by default MODEL-SCHEME."
         ),
     ] = None,
+    device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -79,6 +80,8 @@ def quantize(
 
         if out is None:
             raise InputError("--dequantize writes a folder", hint="name it with --out")
+        if device != "cpu":
+            raise InputError("--dequantize computes nothing", hint="leave out --device")
         quantizing.undo(path, out=Path(out), as_json=as_json)
         return
     from glassformer.spec.quantization import Indivisible, Tied, quant_spec
@@ -95,6 +98,7 @@ def quantize(
         indivisible=cast(Indivisible, indivisible),
     )
     from glassformer.cli.actions import quantize as quantizing
+    from glassformer.cli.shell.process import check_device
     from glassformer.lab.quantize import Wish
 
     wish = Wish(
@@ -103,6 +107,7 @@ def quantize(
         qat_steps=qat,
         auto=auto,
         backend=backend,
+        device=check_device(device),
     )
     place = quantizing.default_folder(model, spec, Path(runs)) if out is None else Path(out)
     quantizing.run(path, wish, out=place, as_json=as_json)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Runs, complete_runs, out_file
+from glassformer.cli.shell.options import AsJson, Device, Runs, complete_runs, out_file
 from glassformer.cli.shell.resolve import find_run
 
 
@@ -42,6 +42,7 @@ def report(
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Report: leave out the certificate.")
     ] = False,
+    device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -67,5 +68,6 @@ def report(
         span=smooth,
         log=log,
         verify=not no_verify,
+        device=device,
     )
     reporting.run(run, asked, output=out, runs=Path(runs), as_json=as_json, said=typer.echo)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Norms(Displayable):
-    """`residual` (R, T) after each half-layer; `attention`, `cross`, `mlp` (L, T): what was added.
+    """`residual` (R, T) after each sublayer; `attention`, `cross`, `mlp` (L, T): what was added.
 
     In a post-norm model the parts are measured before the norm, the residual after it.
     """
@@ -77,7 +77,7 @@ class Norms(Displayable):
 
     def parts(self) -> Iterator[str]:
         """Lines over depth, then the table of the residual."""
-        yield html.heading("norms after each half-layer, mean over positions")
+        yield html.heading("norms after each sublayer, mean over positions")
         series = {"residual": self.residual.mean(1).tolist()}
         label = "residual norm by depth"
         yield svg.lines_svg(series, label=label, words=self.row_names)

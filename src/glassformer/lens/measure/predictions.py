@@ -4,9 +4,9 @@ Targets are given by the caller, come from a batch, or are each token's successo
 distribution the likeliest ids are kept, its entropy, the target's loss and its divergence from the
 final one; never all of it for all positions, which would not fit for a large vocabulary.
 
-The logit lens is what the model would predict if it stopped after each half-layer. Each row of the
+The logit lens is what the model would predict if it stopped after each sublayer. Each row of the
 residual stream goes through the final norm, if the model has one, then through the output head. In
-a pre-norm model that is the usual logit lens. In a post-norm model every half-layer ends in its own
+a pre-norm model that is the usual logit lens. In a post-norm model every sublayer ends in its own
 norm and there is mostly no final one, so the residual is projected as it is, which is what a model
 cut off there would predict; only the row `embed` has passed no norm.
 """
@@ -275,7 +275,7 @@ def _checked(model: Model, head: str, targets_T: Tensor) -> Tensor:
     return targets_T.long()
 
 
-# --- the logit lens: rows are embed, each half-layer, final ---------------------------------------
+# --- the logit lens: rows are embed, each sublayer, final ---------------------------------------
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -378,7 +378,7 @@ class LogitLens(Displayable):
     def parts(self) -> Iterator[str]:
         """Words by row and position, shaded by probability; then the divergence by depth."""
         t = self.position(None)
-        yield html.heading("logit lens: the likeliest word after each half-layer")
+        yield html.heading("logit lens: the likeliest word after each sublayer")
         yield html.shaded_table(
             ["", *self.words],
             [

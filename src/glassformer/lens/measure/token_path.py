@@ -1,6 +1,6 @@
-"""One token's way through a model: the residual stream at its position, after every half-layer.
+"""One token's way through a model: the residual stream at its position, after every sublayer.
 
-A row is a point of the stream: the vector itself, its norm, the norm of what the half-layer added,
+A row is a point of the stream: the vector itself, its norm, the norm of what the sublayer added,
 and what the model would predict if it ended there (the logit lens).
 """
 
@@ -24,7 +24,7 @@ from glassformer.nn.taps import Edit, Taps
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# R rows (embed, each half-layer), D d_model
+# R rows (embed, each sublayer), D d_model
 
 #: The most numbers of a vector that are drawn.
 DRAWN = 64

@@ -181,7 +181,7 @@ def draw_lens(axis: Any, lens: Lensed) -> Any:
     _name(axis, lens.words, lens.row_names)
     axis.set_xlabel("token at each position", fontsize=8)
     axis.set_ylabel("after", fontsize=8)
-    axis.set_title("logit lens: the likeliest next token after each half-layer", fontsize=9)
+    axis.set_title("logit lens: the likeliest next token after each sublayer", fontsize=9)
     return image
 
 

@@ -61,9 +61,10 @@ def create_app(
     host: str = "127.0.0.1",
     port: int,
     extra_models: Mapping[str, Path] | None = None,
+    device: str = "cpu",
 ) -> Starlette:
     """Make the explorer of a runs folder, a run or a model; see `app.state.workspace`."""
-    workspace = Workspace(runs, extra_models=extra_models)
+    workspace = Workspace(runs, extra_models=extra_models, device=device)
     pages = [Path_(path, _file(path, text), methods=["GET"]) for path, text in static_files()]
     api = [
         Path_(path, _endpoint(handler, workspace), methods=[method])

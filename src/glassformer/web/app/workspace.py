@@ -132,7 +132,14 @@ class Workspace:
     extra_models: models elsewhere on the disk, by the id under which they are shown.
     """
 
-    def __init__(self, runs: Path, *, extra_models: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self,
+        runs: Path,
+        *,
+        extra_models: Mapping[str, Path] | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.device = device
         self._extra = {name: path.resolve() for name, path in (extra_models or {}).items()}
         kind = kind_of(runs)
         if kind is not None:
@@ -278,7 +285,7 @@ class Workspace:
                 self._unload(self._models.popitem(last=False)[1].adapter)
         with loaded.lock:
             if loaded.adapter is None:
-                loaded.adapter = load(path)
+                loaded.adapter = load(path, device=self.device)
         return loaded
 
     def _unload(self, adapter: Any) -> None:

@@ -39,19 +39,19 @@ def evaluated(name: str, *, step: str, split: str | None, workspace: Workspace) 
     if result is None:
         with workspace.heavy():
             result = workspace.results.find(key) or _evaluate(
-                workspace.folder(name), folder.name, split
+                workspace.folder(name), folder.name, split, device=workspace.device
             )
         workspace.results.put(result, key=key)
     assert result is not None
     return result
 
 
-def _evaluate(run: Any, checkpoint: str, split: str | None) -> Evaluated:
+def _evaluate(run: Any, checkpoint: str, split: str | None, *, device: str) -> Evaluated:
     from glassformer.lab.api import opened
     from glassformer.lab.measure.evaluate import evaluate
 
     step = str(int(checkpoint.removeprefix("step-")))
-    engine, task = opened(str(RunRef(str(run), step)))
+    engine, task = opened(str(RunRef(str(run), step)), device=device)
     sizes = task.sizes()
     split = split or ("test" if "test" in sizes else "val")
     if split not in sizes:

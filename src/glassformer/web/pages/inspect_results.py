@@ -36,7 +36,7 @@ THUMBNAIL = 32
 MASKED, FULL = 255, 254
 #: The most cells of a map that is sent in float32.
 EXACT = 256 * 256
-#: Predictions of each half-layer that the lens shows.
+#: Predictions of each sublayer that the lens shows.
 LENS_TOP = 3
 #: The split whose examples a training run records as probes.
 SPLIT = "val"

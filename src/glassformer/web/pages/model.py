@@ -208,7 +208,7 @@ def _sentence(words: str) -> str:
 
 
 def way(query: Query, workspace: Workspace) -> dict[str, Any]:
-    """Return the residual stream at one position of a prompt, after every half-layer."""
+    """Return the residual stream at one position of a prompt, after every sublayer."""
     query.only("step", "text", "split", "row", "position", "wide")
     name, step = query.text("id"), query.text("step", default="best", most=20)
     example = _first_example(query, workspace, name)

@@ -136,7 +136,7 @@ def spread(files: Mapping[int, Path], *, most: int) -> dict[int, Path]:
 
 
 def lens(run: Subject) -> Iterator[str]:
-    """Show what the model would predict after each half-layer, and its KL from the end."""
+    """Show what the model would predict after each sublayer, and its KL from the end."""
     seen = final_inspection(run)
     readout = seen.lens.position(None)
     first = max(0, len(seen.words) - COLUMNS)
@@ -148,7 +148,7 @@ def lens(run: Subject) -> Iterator[str]:
         lines.append([name, *shaded, f"{float(seen.lens.kl[number, readout]):.4f}"])
     cut_off = f", the last {COLUMNS} positions" if first else ""
     yield say(f"The same example: {_words(seen)}")
-    caption = f"likeliest token after each half-layer, from the bottom up{cut_off}; KL at {readout}"
+    caption = f"likeliest token after each sublayer, from the bottom up{cut_off}; KL at {readout}"
     yield table(["", *heading, "KL to the end, nats"], lines, caption=caption)
     answer: list[list[Cell]] = [[shown(word), f"{p:.2%}"] for _, word, p in seen.next(None, 5)]
     next_table = table(

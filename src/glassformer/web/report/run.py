@@ -65,6 +65,7 @@ class Subject:
     """One checkpoint of one run; what takes time is loaded on first use."""
 
     path: str
+    device: str = "cpu"
     memory: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -115,12 +116,14 @@ class Subject:
     @cached_property
     def adapter(self) -> BaseAdapter:
         """The model, in eval mode."""
-        return load(str(RunRef(str(self.directory.folder), str(self.step)))).eval()
+        ref = RunRef(str(self.directory.folder), str(self.step))
+        return load(str(ref), device=self.device).eval()
 
     @cached_property
     def measured(self) -> tuple[Engine, Task]:
         """The checkpoint as an engine for evaluation, and its task."""
-        return opened(str(RunRef(str(self.directory.folder), str(self.step))))
+        ref = RunRef(str(self.directory.folder), str(self.step))
+        return opened(str(ref), device=self.device)
 
     @property
     def task(self) -> Task:

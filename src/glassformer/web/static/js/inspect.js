@@ -253,7 +253,7 @@ class Inspect {
       rows: at.next.map(({ word, p }, i) => ({ word, p, other: beside?.p[i] })) };
     fill(this.answers, facts(this.look, at, view.other && this.otherName()));
     fill(this.where, `position ${view.pos}, token ‘`, el("span", { class: "word" }, this.look.words[view.pos]), "’");
-    this.lens.data = { target, caption: `Prediction of each half-layer at position ${view.pos}`, rows: named(at.lens) };
+    this.lens.data = { target, caption: `Prediction of each sublayer at position ${view.pos}`, rows: named(at.lens) };
     this.norms.data = { caption: `Norms at position ${view.pos}`, rows: named(at.norms) };
   }
 
@@ -271,12 +271,12 @@ class Inspect {
     this.advice.hidden = this.look.snapshot;
     fill(this.ablate, el("div", { class: "row" },
       name && !this.look.snapshot && el("button", { type: "button", id: "ablate", "aria-pressed": out,
-        onclick: () => this.toggle(name) }, `${out ? "Bring back" : "Ablate"} ${name}`,
+        onclick: () => this.toggle(name) }, `${out ? "Restore" : "Ablate"} ${name}`,
         el("kbd", { "aria-hidden": true }, "x")),
       ablate.filter((each) => each !== name).map((each) => el("button", { type: "button", class: "chip",
-        "aria-label": `Bring back ${each}`, onclick: () => this.toggle(each) }, each, " ✕")),
+        "aria-label": `Restore ${each}`, onclick: () => this.toggle(each) }, each, " ✕")),
       ablate.length > 1 && el("button", { type: "button", class: "quiet", onclick: () => this.change({ ablate: [] }) },
-        "all back")), effect(this.look, at));
+        "restore all")), effect(this.look, at));
   }
 
   async #drawRanking(signal) {

@@ -1,4 +1,4 @@
-// <glass-lens>: what each half-layer would answer if it were the last, and how far that is from the answer.
+// <glass-lens>: what each sublayer would answer if it were the last, and how far that is from the answer.
 
 import { el, fill, meter, table } from "./dom.js";
 import { fixed, three } from "./format.js";

@@ -1,4 +1,4 @@
-// <glass-norms>: how long the residual stream is after each half-layer, and what attention and MLP add to it.
+// <glass-norms>: how long the residual stream is after each sublayer, and what attention and MLP add to it.
 
 import { el, fill, svg, table } from "./dom.js";
 import { fixed, short } from "./format.js";
@@ -6,7 +6,7 @@ import { fixed, short } from "./format.js";
 const [WIDTH, HEIGHT, LEFT, TOP, BOTTOM] = [320, 164, 38, 8, 60];
 
 customElements.define("glass-norms", class extends HTMLElement {
-  /** {rows: [{name, residual, added}]}: added is what this half-layer wrote, null for the embedding */
+  /** {rows: [{name, residual, added}]}: added is what this sublayer wrote, null for the embedding */
   set data({ rows, caption }) {
     const most = Math.max(1e-9, ...rows.flatMap(({ residual, added }) => [residual ?? 0, added ?? 0]));
     const step = (WIDTH - LEFT) / rows.length;
@@ -30,7 +30,7 @@ customElements.define("glass-norms", class extends HTMLElement {
     fill(this, svg("svg", seen, rules, bars),
       el("p", { class: "legend", "aria-hidden": true },
         key("residual", "residual stream"),
-        rows.some(({ added }) => added !== null) && key("added", "written by this half-layer")),
+        rows.some(({ added }) => added !== null) && key("added", "written by this sublayer")),
       el("details", {}, el("summary", {}, "as a table"), table({ caption, head,
         rows: rows.map(({ name, residual, added }) => [name, fixed(residual), fixed(added)]) })));
   }

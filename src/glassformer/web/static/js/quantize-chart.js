@@ -5,6 +5,7 @@ import { short } from "./format.js";
 
 const HEIGHT = 120;
 const WIDE = 30;
+const SHORT = 3; // letters that fit into a column; longer words are written upwards
 
 customElements.define("glass-divergence", class extends HTMLElement {
   /** {words, positions, selected, series: [{name, values}], answer} */
@@ -34,12 +35,13 @@ customElements.define("glass-divergence", class extends HTMLElement {
       } }, words[position]));
     const names = series.map(({ name }, i) => el("span", { class: "key" },
       el("span", { class: `swatch precision-${i + 1}`, "aria-hidden": "true" }), name));
+    const isTall = positions.some((position) => words[position].length > SHORT);
     const before = this.querySelector(".scroll")?.scrollLeft ?? 0;
     fill(this, el("p", { class: "note legend" }, names, `full height is ${short(most)} nats`),
       el("div", { class: "scroll" }, el("div", { class: "chart" },
         svg("svg", { width, height: HEIGHT + 1, viewBox: `0 0 ${width} ${HEIGHT + 1}`, "aria-hidden": "true" },
           svg("line", { x1: 0, x2: width, y1: HEIGHT + 0.5, y2: HEIGHT + 0.5, class: "axis" }), bars),
-        el("div", { class: "words", role: "group", "aria-label": "Positions" }, buttons))),
+        el("div", { class: isTall ? "words tall" : "words", role: "group", "aria-label": "Positions" }, buttons))),
       el("p", { class: "note", id: "told" }, answer ? "Read once: " : "", told(positions.indexOf(selected))));
     this.querySelector(".scroll").scrollLeft = before;
     if (held || this.focusNext) buttons[positions.indexOf(selected)]?.focus();
