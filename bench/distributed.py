@@ -116,7 +116,8 @@ def equal(names: list[str], rank: int, folder: Path) -> None:
     for name in names:
         for accumulate in (1, 3):
             run = override(small(name), [f"train.accumulate={accumulate}"])
-            for sharded in (False, True):
+            # a mixture that balances its experts is not sharded
+            for sharded in (False, True) if name != "moe" else (False,):
                 loss, weight = gaps(run, ranks, sharded=sharded)
                 kind = "FSDP2" if sharded else "DDP"
                 if rank == 0:
@@ -196,7 +197,7 @@ def crossing() -> Iterator[dict[str, object]]:
             )  # fmt: skip
 
         # the schedule depends on the last step: a run of fewer steps would have other rates
-        spec = override(spec, ["train.schedule.kind=ConstantSchedule"])
+        spec = override(spec, ['train.schedule={"kind": "ConstantSchedule"}'])
         (folder / "run.json").write_text(to_json(spec))
         go("alone", 1, STEPS)
         for kind, more in (("DDP", ()), ("FSDP2", ("--fsdp",))):

@@ -79,8 +79,10 @@ def equal(ranks: Ranks, folder: Path) -> dict[str, float]:
         "experts, 2 batches": machine(*EXACT, several, EXPERTS),
     }
     found = {name: gap(run, ranks) for name, run in cases.items()}
-    for name in ("machine, 2 batches", "experts, 2 batches"):
+    for name in ("machine, 2 batches", "reverse"):
         found[f"{name}, sharded"] = gap(cases[name], ranks, sharded=True)
+    unbalanced = machine(*EXACT, EXPERTS.replace('"balance": 0.5', '"balance": 0.0'))
+    found["experts without balance, sharded"] = gap(unbalanced, ranks, sharded=True)
     return found
 
 
@@ -138,7 +140,7 @@ def idle(ranks: Ranks, folder: Path) -> dict[str, float]:
     found = {}
     for name, run in {"answer": digits(*EXACT), "experts": machine(*EXACT, EXPERTS)}.items():
         batch = build_task(run.task).batch("train", np.arange(1))
-        for sharded in (False, True):
+        for sharded in (False, True) if name == "answer" else (False,):
             engines = engine_of(run, None), engine_of(run, ranks, sharded=sharded)
             one, two = (numbers(e.step([batch], lr=0.01, seed=0)) for e in engines)
             found[f"{name}{', sharded' if sharded else ''}"] = worst(one, two)
@@ -199,6 +201,7 @@ def refusals(ranks: Ranks, folder: Path) -> dict[str, str]:
     for name, check in {
         "data": lambda: ranks.check_equal(facts),
         "size": lambda: ranks.check_batch(9),
+        "experts": lambda: engine_of(machine(*EXACT, EXPERTS), ranks, sharded=True),
     }.items():
         try:
             check()
@@ -209,7 +212,7 @@ def refusals(ranks: Ranks, folder: Path) -> dict[str, str]:
 
 def crossing(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """A run that stops on two ranks, goes on alone, and ends on two, sharded or not."""
-    run = digits(*EXACT, "train.steps=9", "train.checkpoint_every=4", "train.evaluate_every=5")
+    run = digits(*EXACT, "train.steps=9", "train.checkpoint_every=4", "train.evaluate_every=3")
     alone = [numbers(record) for record in trained(run, None)[1]]
     found: dict[str, Any] = {}
     for sharded in (False, True):

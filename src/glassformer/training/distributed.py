@@ -32,7 +32,7 @@ from glassformer.models.state import array_of, tensor_of
 from glassformer.nn.block import TransformerBlock
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.finetune import LoRA
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.model import ModelSpec, MoE
 from glassformer.spec.train import TrainSpec
 from glassformer.store.tensors import Deferred, explain_difference
 from glassformer.training.engine import (
@@ -234,6 +234,12 @@ class DistributedEngine:
     ) -> None:
         ranks.check_batch(train.batch_size)
         self.spec: ModelSpec = model.spec
+        if sharded and _balances(self.spec):
+            raise InputError(
+                "a mixture of experts with a load-balancing loss cannot be sharded: FSDP2 would "
+                "give other gradients than one process",
+                hint="leave out --fsdp, or set the mixture's balance=0",
+            )
         self.ranks, self.sharded = ranks, sharded
         whole = _shard(model, ranks, device) if sharded else None
         part = Part(ranks.size, ranks.sum, *([] if whole is None else [whole]))
@@ -291,6 +297,8 @@ class DistributedEngine:
         made: list[T] = []
         with torch.no_grad(), self.ranks.contact():
             self.inner.part.run(lambda: made.append(compute()))
+        if self.sharded:  # without a backward nothing else would give the gathered ones back
+            cast(Any, self.inner.part.run).reshard()
         return made[0]
 
     def logits(self, batch: Batch) -> Arrays:
@@ -391,6 +399,15 @@ class DistributedEngine:
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def _balances(spec: ModelSpec) -> bool:
+    """Return True if a layer has a loss of its own beside its output."""
+    return any(
+        isinstance(block.ffn, MoE) and block.ffn.balance > 0
+        for stack in spec.stacks().values()
+        for block in stack.blocks()
+    )
 
 
 class _Whole(nn.Module):
