@@ -144,31 +144,25 @@ def loss_mask(p: Patient) -> Symptom:
     if views[0].tokens is None:
         return _padding_in_targets(p, views)
     views = [v for v in views if v.tokens is not None]
-    total = padded = prompted = ends = learned = skipped = real = 0
+    total = padded = prompted = ends = learned = 0
     eos = p.special("eos")
-    is_next = (
-        max(v.shift()[1] for v in views if v.shift()[0] == 1)
-        if any(v.shift()[0] == 1 for v in views)
-        else 0.0
-    )
     for v, batch in zip(views, p.batches, strict=False):
         assert v.tokens is not None
-        counted = v.counted
+        counted, (distance, share) = v.counted, v.shift()
+        is_next = distance == 1 and share > 0.8  # by head: states and classes are no tokens
         total += int(counted.sum())
         if v.valid is not None and v.valid.shape == counted.shape:
             pads = ~v.valid
-            if is_next > 0.5:  # the target of a position is the token behind it
+            if is_next:  # the target of a position is the token behind it
                 pads = F.pad(pads, (0, 1), value=False)[:, 1:] | pads
                 last = v.targets != F.pad(v.tokens, (0, 1), value=-1)[:, 1:]
                 pads &= ~(last & v.valid)
             padded += int((counted & pads).sum())
-            real += int(v.valid.sum())
-            skipped += int((v.valid & ~counted).sum())
         prompt = _prompt(p, batch, v)
         if prompt is not None and prompt.shape == counted.shape:
             behind = F.pad(prompt, (0, 1), value=False)[:, 1:]
-            prompted += int((counted & (behind if is_next > 0.5 else prompt)).sum())
-        if eos is not None and is_next > 0.5:
+            prompted += int((counted & (behind if is_next else prompt)).sum())
+        if eos is not None and is_next:
             inside = v.tokens[:, 1:] == eos
             if v.valid is not None:
                 inside &= v.valid[:, 1:]
@@ -271,6 +265,8 @@ def influence(p: Patient) -> Influence:
     count, first = valid.sum(1), valid.long().argmax(1)
     middle = (first + count // 2)[:, None]
     real = valid & (count >= 3)[:, None]
+    if not bool(real.any()):
+        raise NotOffered("no row of three tokens or more")
 
     def changed(where: Tensor, seen: Tensor) -> float:
         """Return the largest change of logits at `seen`, if the tokens at `where` are others."""
@@ -325,13 +321,12 @@ def _padded_batch(p: Patient) -> Any:
 
     def pads(batch: Any) -> int:
         ids = ids_in(batch)
-        real = None if ids is None else p.real(ids, None)
-        return 0 if real is None else int((~real).sum())
+        if ids is None or ids.shape[1] < 4:
+            return -1
+        real = torch.as_tensor(batch.valid) if p.ours else p.real(ids, None)
+        return 0 if real is None else int((~real[:8]).sum())
 
-    best = max(p.need_batches(), key=pads)
-    if p.ours:
-        best = max(p.batches, key=lambda batch: int((~batch.valid).sum()))
-    return p.smaller(cut(best, 8))
+    return p.smaller(cut(max(p.need_batches(), key=pads), 8))
 
 
 def _others(ids: Tensor, where: Tensor, p: Patient) -> Tensor:
