@@ -427,8 +427,11 @@ def work() -> None:
             if isinstance(update, Stepped)
             else update.to_dict()
         )
-        report.write(json.dumps(json_numbers(data)) + "\n")
-        report.flush()
+        try:
+            report.write(json.dumps(json_numbers(data)) + "\n")
+            report.flush()
+        except BrokenPipeError:
+            os._exit(0)  # the driver is gone
 
     while (job := jobs.get()) is not None:
         steps, told = train_job(job, stop=stopping.is_set), 0.0
