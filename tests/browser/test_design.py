@@ -126,12 +126,12 @@ def test_a_drag_asks_seldom_and_ends_with_its_last_value(open_page: Opener, watc
 
 
 def test_the_landscape_is_a_grid_to_choose_from(open_page: Opener) -> None:
-    page = open_page("design")
+    page = open_page("design?embedding_ratio=0.35")
     page.wait_for_selector(READY)
     cell = page.locator("table.landscape tbody tr").nth(2).locator("button").nth(4)
     assert (RATIOS[4], EXPANSIONS[2]) == (0.35, 2.66)
     expect(cell).to_have_attribute("aria-pressed", "true")
-    best = wanted().best
+    best = wanted(embedding_ratio=0.35).best
     assert cell.inner_text() == f"{best.sizes.n_layers}\N{MULTIPLICATION SIGN}{best.sizes.d_model}"
     cell.focus()
     page.keyboard.press("ArrowDown")

@@ -209,7 +209,7 @@ def test_the_report_counts_and_writes_itself():
 
 def test_what_was_not_offered_is_listed_by_reason_on_lines_that_fit():
     report = gf.verify(foreign.leaky())
-    listed = str(report).partition("\nnot offered\n")[2].rpartition("\n\n")[0]
+    listed = str(report).partition("\nnot offered\n")[2].partition("\n\n")[0]
     assert max(map(len, listed.splitlines())) <= 100
     read = dict(line.strip().split(": ", 1) for line in listed.replace("\n    ", " ").splitlines())
     silent = [f for f in report.findings if f.verdict == "not offered"]

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.cli.main import app
-from glassformer.lab.compare import t_quantile
 from glassformer.lab.runs import table
+from glassformer.lab.sweeps.ranking import t_quantile
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.serialize import override, to_json
 from glassformer.store.rundir import RunDirectory

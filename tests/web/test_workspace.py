@@ -226,7 +226,7 @@ def test_a_checkpoint_that_is_a_link_out_is_refused(runs: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["step-²".encode(), b"step-" + b"9" * 5000, b"\xff", b""])
-def test_a_pointer_that_leads_nowhere_is_none(
+def test_a_pointer_that_leads_nowhere_is_what_the_newest_checkpoint_says(
     text: bytes, runs: Path, tmp_path: Path, open_app: Opener
 ) -> None:
     run = tmp_path / "runs" / "run"
@@ -235,7 +235,7 @@ def test_a_pointer_that_leads_nowhere_is_none(
     (run / "checkpoints" / "step-²").mkdir()
     (run / "probes" / "step-².safetensors").touch()
     client = open_app(run.parent)
-    assert client.get("/api/runs/run")["best"] is None
+    assert client.get("/api/runs/run")["best"] == 8
     assert client.get("/api/runs/run/inspect")["snapshots"] == [4, 8]
     asked = {"run": "run", "text": "SECOND 7 3 9"}
     assert client.post("/api/inspect", asked).status == 200

@@ -25,7 +25,6 @@ from glassformer.lab.runs.table import (
     same_but_seed,
     settings,
 )
-from glassformer.lab.sweeps.ranking import t_quantile
 from glassformer.spec.errors import FileError, InputError, nearest
 
 #: Settings in the terminal, and characters that a value needs to be worth a column.
@@ -273,7 +272,7 @@ def _difference(
     if len(shared) >= 2:
         pairs = [ours[seed] - theirs[seed] for seed in shared]
         how, seeds, mean = "paired", len(shared), fmean(pairs)
-        margin = t_quantile(len(pairs) - 1) * math.sqrt(variance(pairs) / len(pairs))
+        margin = _t_quantile(len(pairs) - 1) * math.sqrt(variance(pairs) / len(pairs))
     elif seeds >= 2:
         how, margin = "unpaired", _welch(list(ours.values()), list(theirs.values()))
     return Difference(
@@ -295,7 +294,7 @@ def _welch(ours: Sequence[float], theirs: Sequence[float]) -> float:
         return 0.0
     below = sum(e**2 / (len(s) - 1) for e, s in zip(errors, (ours, theirs), strict=True))
     freedom = max(1, math.floor(sum(errors) ** 2 / below))
-    return t_quantile(freedom) * math.sqrt(sum(errors))
+    return _t_quantile(freedom) * math.sqrt(sum(errors))
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -359,3 +358,10 @@ def _wrapped(text: str, width: int) -> list[str]:
     import textwrap
 
     return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
+
+
+def _t_quantile(freedom: int) -> float:
+    """Return Student's t of the intervals; NumPy is imported where two runs were found."""
+    from glassformer.lab.sweeps.ranking import t_quantile
+
+    return t_quantile(freedom)

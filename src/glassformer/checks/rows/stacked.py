@@ -15,7 +15,7 @@ from glassformer.checks.measure import TOLERANCE, Measure
 from glassformer.data.batch import Batch, Source
 from glassformer.spec import presets
 from glassformer.spec.model import Dropout, ModelSpec
-from glassformer.spec.tasks import DigitsTask
+from glassformer.spec.tasks import NAMED_TASKS
 from glassformer.spec.train import AdamW, RunSpec, TrainSpec
 from glassformer.training.fit import step_seed
 from glassformer.training.stacked import StackedEngine
@@ -74,7 +74,7 @@ def _runs(name: str) -> list[RunSpec]:
         encoder = None if model.encoder is None else replace(model.encoder, dropout=rates)
         own = replace(model, encoder=encoder, decoder=replace(model.decoder, dropout=rates))
         train = replace(train, seed=seed, batch_size=3, precision="float64")
-        runs.append(RunSpec(model=own, task=DigitsTask(), train=train))
+        runs.append(RunSpec(model=own, task=NAMED_TASKS["digits"], train=train))
     return runs
 
 

@@ -41,7 +41,7 @@ def train(
     runs: Path,
     device: str,
     threads: int | None,
-    fsdp: bool,
+    fsdp: bool = False,
     resume: bool,
     overwrite: bool,
     as_json: bool,

@@ -36,7 +36,7 @@ def doctor(
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Look for mistakes before you train, each with evidence and a fix.
+    """Find mistakes before you train, each with evidence and a fix.
 
     Twenty kinds, measured on the set-up itself. Exit 1 if there is a mistake; warnings may be
     meant. Examples:

@@ -107,7 +107,7 @@ def sweep(
     yes: Annotated[bool, typer.Option("--yes", help="Confirm a very large sweep.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train many settings with several seeds each, and rank them with intervals and ties.
+    """Train many settings with several seeds each, and rank them.
 
     It can be killed at any moment, and --resume goes on. Runs that fail are results. Examples:
 

@@ -21,7 +21,7 @@ const plain = (text) => text.replace(/[,_\s]/g, "");
 const SLIDERS = {
   params: { scale: log(10_000, 1_000_000_000), show: count, read: plain,
     snaps: [[1e6, "1M"], [5e6, "5M"], [10e6, "10M"], [25e6, "25M"], [100e6, "100M"]] },
-  embedding_ratio: { scale: linear(0.02, 0.9, 0.005, 3), show: (x) => percent(x, 1),
+  embedding_ratio: { scale: linear(0.02, 0.9, 0.005, 3), show: (x) => percent(x, 1), words: { usual: 0.35 },
     read: (text) => (/%/.test(text) ? text.replace(/\s/g, "") : text.trim()),
     snaps: [["usual", "usual"], [0.25, "25 %"], [0.35, "35 %"], [0.45, "45 %"], ["free", "free"]] },
   glu_expansion: { scale: linear(1, 6, 0.01, 2), show: (x) => `${fixed(x, 2)}×`,
@@ -68,7 +68,8 @@ class Slider {
     const isWord = Number.isNaN(number);
     const text = isWord ? String(value) : this.spec.show(number);
     if (document.activeElement !== this.box) this.box.value = text;
-    if (!isWord && document.activeElement !== this.range) this.range.value = this.scale.at(number);
+    const place = isWord ? this.spec.words?.[value] : number;
+    if (place !== undefined && document.activeElement !== this.range) this.range.value = this.scale.at(place);
     this.range.setAttribute("aria-valuetext", text);
     this.range.classList.toggle("unset", isWord);
     for (const [snap, button] of this.snaps) button.setAttribute("aria-pressed", `${String(snap) === String(value)}`);
