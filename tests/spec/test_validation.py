@@ -29,6 +29,7 @@ from glassformer.spec.model import (
     SwiGLU,
     YarnScaling,
 )
+from glassformer.spec.train import TrainSpec
 from tests.tiny import tiny
 
 CAUSAL = Attention(n_heads=2)
@@ -202,3 +203,9 @@ def test_what_exceeds_the_memory_is_refused_before_it_is_built(make, changes):
     with pytest.raises(MachineError, match=r"needs .* of memory, and this machine has") as caught:
         make(tiny(**changes))
     assert "max_seq_len" in caught.value.hint and caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("name", ["steps", "batch_size", "accumulate"])
+def test_trainings_that_cannot_be_are_refused(name):
+    with pytest.raises(InputError, match=rf"{name} 1e\+20 is above"):
+        TrainSpec(**{name: 10**20})

@@ -147,6 +147,10 @@ class HeadWeight:
             )
 
 
+#: The most steps of a run, examples of a batch, and batches of a step, which are all in memory.
+MOST = {"steps": LARGEST, "batch_size": 1 << 20, "accumulate": 10_000}
+
+
 @spec
 class TrainSpec:
     """Steps, batches, optimizer, schedule, precision, and when to evaluate and to save."""
@@ -205,8 +209,8 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("steps", "batch_size", "accumulate"):
-            at_least(name, getattr(self, name), most=LARGEST)
+        for name, most in MOST.items():
+            at_least(name, getattr(self, name), most=most)
         if self.seed >= 1 << 64:
             raise InputError(f"seed {self.seed} has more than 64 bits", hint="a smaller one")
         weighed = [weight.head for weight in self.head_weights]
