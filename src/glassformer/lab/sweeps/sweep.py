@@ -506,8 +506,11 @@ def _signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
 
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores a closed terminal
+        wanted.append(signal.SIGHUP)
     try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, note) for number in wanted}
     except ValueError:  # not the main thread, which alone receives signals
         yield caught
         return
