@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
 
 from glassformer.cli import main as command
-from glassformer.cli.actions.train import stopping
 from glassformer.lab.recipes import RECIPES
+from glassformer.lab.runs.process import stopping
 from glassformer.spec.presets import PRESETS
 from glassformer.store.rundir import RunDirectory
 from tests.lab.runs import assert_same, outcome
@@ -301,10 +300,10 @@ def test_a_signal_saves_the_state_and_resume_goes_on(number, code, engine, glass
 
 
 def test_the_second_signal_ends_at_once():
-    run = types.SimpleNamespace(stop_requested=False)
-    with stopping(run) as caught:
+    asked: list[bool] = []
+    with stopping(lambda: asked.append(True)) as caught:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert run.stop_requested
+        assert asked == [True]
         assert caught == [signal.SIGTERM]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -20,7 +20,7 @@ from glassformer.kernels.threads import (
     threads_for,
 )
 from glassformer.lab.recipes import recipe
-from glassformer.lab.runs.threads import (
+from glassformer.lab.runs.process import (
     check_threads,
     recorded_threads,
     threads_of_decoding,

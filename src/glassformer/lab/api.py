@@ -38,15 +38,15 @@ from glassformer.lab.runs.assemble import (
     in_turn,
     read_checkpoint,
 )
-from glassformer.lab.runs.progress import Narrator
-from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
-from glassformer.lab.runs.run import TrainingRun
-from glassformer.lab.runs.threads import (
+from glassformer.lab.runs.process import (
     check_threads,
     recorded_threads,
     threads_of_decoding,
     threads_of_run,
 )
+from glassformer.lab.runs.progress import Narrator
+from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
+from glassformer.lab.runs.run import TrainingRun
 from glassformer.models.model import model_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.finetune import LoRA

@@ -35,8 +35,8 @@ from glassformer.data.tasks.fsm import BOS, EOS, FIRST, Fsm
 from glassformer.kernels.threads import taking
 from glassformer.lab.api import engine_for, opened
 from glassformer.lab.plots.machine_graph import Edge, dot_text, machine_svg
+from glassformer.lab.runs.process import threads_of_decoding
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.lab.runs.threads import threads_of_decoding
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import Task as TaskSpec

@@ -8,9 +8,8 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from glassformer.adapters.load import load
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import tell
 from glassformer.generation.text_stream import visible
-from glassformer.lab.runs.threads import check_threads, threads_of_decoding
+from glassformer.lab.runs.process import check_threads, stopping, threads_of_decoding
 from glassformer.spec.decoding import BeamSpec, ConstraintSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import GlassError, InputError, nearest
 from glassformer.spec.options import options_of
@@ -178,25 +177,11 @@ def _show_json(conversation: Conversation, question: str) -> None:
 
 def answering(conversation: Conversation, question: str) -> Iterator[str]:
     """Yield the pieces of an answer, until it ends or a Ctrl-C stops it after the next token."""
-    with stopping() as stopped, contextlib.closing(conversation.ask(question)) as pieces:
+    with (
+        stopping(only=signal.SIGINT) as stopped,
+        contextlib.closing(conversation.ask(question)) as pieces,
+    ):
         for piece in pieces:
             yield piece
-            if stopped():
+            if stopped:
                 return
-
-
-@contextlib.contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
-    """Record the first Ctrl-C instead of raising it, so that no step is interrupted halfway."""
-    caught: list[int] = []
-
-    def notice(number: int, frame: FrameType | None) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = signal.signal(signal.SIGINT, notice)
-    try:
-        yield lambda: bool(caught)
-    finally:
-        signal.signal(signal.SIGINT, before)

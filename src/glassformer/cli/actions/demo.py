@@ -17,7 +17,6 @@ from glassformer.adapters.load import load_model
 from glassformer.checks.catalogue import SUBJECT_CHECKS, verify_subject
 from glassformer.checks.report import Report
 from glassformer.checks.subject import subject_of
-from glassformer.cli.actions.train import stopping
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import is_unicode, tell
 from glassformer.data.task import Task
@@ -28,8 +27,8 @@ from glassformer.lab import api
 from glassformer.lab.bar import Bar
 from glassformer.lab.measure.exact_match import Decoded, answers, decode_split, wanted
 from glassformer.lab.recipes import plan_run
+from glassformer.lab.runs.process import stopping, threads_of_run
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.lab.runs.threads import threads_of_run
 from glassformer.lens.inspection import inspect
 from glassformer.lens.show.text import ASCII_SHADES, SHADES, heatmap_text, legend
 from glassformer.models.inputs import Inputs
@@ -128,7 +127,7 @@ def _train(run: TrainingRun, *, overwrite: bool) -> tuple[int, dict[str, Any]]:
         f"{count_parameters(run.spec.model):,} parameters, {run.spec.train.steps:,} steps"
     )
     began = time.perf_counter()
-    with run.directory.locked(), stopping(run) as caught:
+    with run.directory.locked(), stopping(run.request_stop) as caught:
         run.prepare(overwrite=overwrite)
         api.follow(run)
     result = api.result_of(run) | {"seconds": round(time.perf_counter() - began, 1)}

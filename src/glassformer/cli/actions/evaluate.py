@@ -20,7 +20,7 @@ from glassformer.cli.shell.process import check_device
 from glassformer.kernels.threads import taking
 from glassformer.lab import api
 from glassformer.lab.next_steps import after_evaluation
-from glassformer.lab.runs.threads import check_threads, threads_of_decoding
+from glassformer.lab.runs.process import check_threads, threads_of_decoding
 from glassformer.lab.smallbench.question import examinee_of
 from glassformer.lab.smallbench.suite import ITEMS, smallbench
 from glassformer.spec.errors import InputError, nearest

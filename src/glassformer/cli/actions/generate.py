@@ -17,7 +17,7 @@ from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.streaming import Collected, stream
 from glassformer.kernels.threads import taking
-from glassformer.lab.runs.threads import check_threads, threads_of_decoding
+from glassformer.lab.runs.process import check_threads, threads_of_decoding
 from glassformer.spec.decoding import BeamSpec, by_flag, without_effect
 
 

@@ -1,12 +1,9 @@
 """Run `glass train`: start or resume a run, handle signals, print progress."""
 
-import contextlib
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from glassformer.cli.shell.output import end
@@ -19,7 +16,7 @@ from glassformer.lab import api
 from glassformer.lab.finetune.recipe import NAME as FINETUNE
 from glassformer.lab.next_steps import after_training, before_training, trained_text
 from glassformer.lab.runs.assemble import Peers
-from glassformer.lab.runs.run import TrainingRun
+from glassformer.lab.runs.process import stopping
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 
@@ -83,7 +80,7 @@ def _train(
     for note in run.notes if reports else ():
         tell(note)
     began, code = time.perf_counter(), 0
-    with run.directory.locked(), stopping(run) as caught, taking(count):
+    with run.directory.locked(), stopping(run.request_stop) as caught, taking(count):
         notes = api.begin(run, resume=resume, overwrite=overwrite)
         if reports:
             for line in [*notes, *before_training(run, threads=count)]:
@@ -104,25 +101,3 @@ def _train(
         print(trained_text(run, result), flush=True)
         end("", after_training(run))
     return code
-
-
-@contextlib.contextmanager
-def stopping(run: TrainingRun) -> Iterator[list[int]]:
-    """Stop after the current step at the first signal, and at once at the second."""
-    caught: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        run.stop_requested = True
-
-    wanted = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores a closed terminal
-        wanted.append(signal.SIGHUP)
-    before = {number: signal.signal(number, ask) for number in wanted}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,7 +1,7 @@
 """`TrainingRun`, the one consumer of `fit`: evaluates, saves, watches, can be killed any time.
 
 `events()` yields what happens: steps, evaluations, checkpoints, alerts. The caller draws or prints
-them; setting `stop_requested` ends the run after the current step, with its state saved.
+them; `request_stop` ends the run after the current step, with its state saved.
 """
 
 import contextlib
@@ -380,6 +380,10 @@ class TrainingRun:
             log.flush()
             yield from self._save()
         self.has_ended = last
+
+    def request_stop(self) -> None:
+        """Let the run end after the current step, with its state saved."""
+        self.stop_requested = True
 
     def _stop_agreed(self) -> bool:
         """Return True if the run is to stop: the same answer in all processes of a step."""

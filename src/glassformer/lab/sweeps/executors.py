@@ -248,7 +248,7 @@ def _train(job: Job, *, stop: Stop) -> Iterator[Stepped]:
             if isinstance(event, StepRecord):
                 yield Stepped(job.name, event.step)
                 if event.step == job.until or stop():
-                    run.stop_requested = True
+                    run.request_stop()
 
 
 def _wait_for_lock(folder: Path) -> None:

@@ -13,18 +13,17 @@ import json
 import math
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.lab.recipes import usual_name
+from glassformer.lab.runs.process import stopping
 from glassformer.lab.sweeps import report
 from glassformer.lab.sweeps.executors import (
     Job,
@@ -395,7 +394,7 @@ def run_sweep(
     progress: bool,
 ) -> None:
     """Run everything that is missing, and write the report; a first signal ends it in order."""
-    with _signals() as caught:
+    with stopping() as caught:
 
         def stop() -> bool:
             return bool(caught)
@@ -494,31 +493,6 @@ def _mean(sweep: Sweep, cell: Cell) -> float | None:
             return None
         values.append(value)
     return math.fsum(values) / len(values)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect the first signal, by which a sweep ends in order; a second one ends it at once."""
-    caught: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    wanted = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores a closed terminal
-        wanted.append(signal.SIGHUP)
-    try:
-        before = {number: signal.signal(number, note) for number in wanted}
-    except ValueError:  # not the main thread, which alone receives signals
-        yield caught
-        return
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Progress:
