@@ -18,9 +18,9 @@ from glassformer.data.build_task import build_task
 from glassformer.data.rng import Sampler
 from glassformer.kernels.threads import taking
 from glassformer.lab.recipes import recipe
+from glassformer.lab.runs.process import threads_of_run
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.stack import StackedRuns
-from glassformer.lab.runs.process import threads_of_run
 from glassformer.spec.serialize import override
 from glassformer.spec.train import RunSpec
 from glassformer.training.fit import StepRecord

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.adapters.load import load_tokenizer
-from glassformer.cli.actions import chat, generate
+from glassformer.cli.actions import chat
 from glassformer.cli.main import app
+from glassformer.cli.verbs import generate
 from glassformer.spec.errors import InputError
 from tests.adapters import folders
 

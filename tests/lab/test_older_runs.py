@@ -11,7 +11,7 @@ import pytest
 
 import glassformer as gf
 from glassformer.adapters.load import load
-from glassformer.cli.actions.train import train
+from glassformer.cli.verbs.train import run_training
 
 WRITTEN = Path(__file__).parents[1] / "fixtures" / "run-0.1.0"
 
@@ -47,7 +47,7 @@ def test_it_evaluates_to_what_was_recorded(run):
 def test_it_resumes_to_the_same_losses(run):
     before = lines(run)
     shutil.rmtree(run / "checkpoints" / "step-000008")
-    code = train(
+    code = run_training(
         "digits",
         [],
         name="digits",

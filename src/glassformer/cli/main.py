@@ -34,7 +34,7 @@ from glassformer.cli.shell.terminal import (
 from glassformer.kernels.threads import sleep_soon_while_waiting
 from glassformer.spec.errors import GlassError, InputError, MachineError, nearest
 
-#: The verbs by group: the function of that name in `glassformer.cli.verbs`, `_` for `-`.
+#: The verbs by group: the function of that name in the module of that name, `_` for `-`.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Begin": ("demo", "list", "show"),
     "Train": ("prepare", "design", "doctor", "lr-find", "train", "finetune", "sweep"),
@@ -44,6 +44,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Check and move": ("verify", "diff", "quantize", "convert"),
     "Shell": ("completion",),
 }
+#: Verbs that are read with another one, in its module.
+WITH = {"list": "show", "finetune": "train", "compare": "runs", "chat": "generate"}
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 #: Verbs that open no run and no model.
 WITHOUT_MODELS = ("demo", "list", "design", "runs", "compare", "completion")
@@ -71,7 +73,7 @@ class _Commands(Mapping[str, Any]):
 @functools.cache
 def _command(name: str) -> Any:
     word = name.replace("-", "_")
-    module = importlib.import_module(f"glassformer.cli.verbs.{word}")
+    module = importlib.import_module(f"glassformer.cli.verbs.{WITH.get(name, word)}")
     found = getattr(module, "list_all" if word == "list" else word)
     if isinstance(found, typer.Typer):  # a verb with verbs of its own
         return get_command(found)

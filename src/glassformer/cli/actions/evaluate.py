@@ -14,17 +14,23 @@ from typing import Any
 
 from glassformer.adapters.load import load_native
 from glassformer.adapters.native import NativeAdapter
-from glassformer.cli.shell import figures, terminal
-from glassformer.cli.shell.output import end, target_of
+from glassformer.cli.shell import terminal
+from glassformer.cli.shell.output import end, ending_of, target_of, write_file
 from glassformer.cli.shell.process import check_device
 from glassformer.kernels.threads import taking
 from glassformer.lab import api
+from glassformer.lab.measure.evaluate import Evaluation, confusion_rows, rows_csv
 from glassformer.lab.next_steps import after_evaluation
+from glassformer.lab.plots.figures import confusion_figure
 from glassformer.lab.runs.process import check_threads, threads_of_decoding
 from glassformer.lab.smallbench.question import examinee_of
 from glassformer.lab.smallbench.suite import ITEMS, smallbench
+from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import InputError, nearest
 from glassformer.store.rundir import RunDirectory, RunRef
+
+#: Formats of the confusion table.
+ENDINGS = ("png", "svg", "csv")
 
 
 def evaluate_run(
@@ -38,14 +44,24 @@ def evaluate_run(
 ) -> None:
     """Measure a run's checkpoint, print the result, and write it and the requested figure."""
     device = check_device(device)
-    target = target_of(out, figures.CONFUSION_ENDINGS)
+    target = target_of(out, ENDINGS)
     result = api.evaluate(path, split=split, device=device, threads=threads, write=True)
     print(result.to_json() if as_json else result.text(width=terminal.columns()))
     if target is not None:
-        figures.save_confusion(result, target, title=f"{path}, {result.split}")
+        _save_confusion(result, target, title=f"{path}, {result.split}")
     if not as_json:
         ref = RunRef.parse(path)
         end(f"{ref.folder}/eval/{result.split}.json", after_evaluation(path))
+
+
+def _save_confusion(evaluation: Evaluation, path: Path, *, title: str) -> None:
+    """Write the tables of an evaluation as a figure, or every cell as CSV."""
+    ending = ending_of(path, ENDINGS)
+    figure = confusion_figure(evaluation.confusion, title=title)  # refuses where there is none
+    if ending == "csv":
+        write_file(path, rows_csv(confusion_rows(evaluation.confusion)).encode())
+    else:
+        write_file(path, figure_bytes(figure, ending))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,6 +94,14 @@ def trouble(error: OSError) -> MachineError:
 
 #: The colours of lines, in turn; each line also has its own dashes or marker.
 COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
+#: The colours of verdicts; any other is a failure.
+VERDICTS = {
+    "passed": typer.colors.GREEN,
+    "not offered": typer.colors.BRIGHT_BLACK,
+    "rounding": typer.colors.YELLOW,
+    "limit": typer.colors.YELLOW,
+    "unclear": typer.colors.YELLOW,
+}
 NARROWEST, WIDEST = 40, 160
 
 
@@ -119,6 +127,11 @@ def is_coloured() -> bool:
 def paint(text: str, line: int) -> str:
     """Colour a line, where colour is used."""
     return typer.style(text, fg=COLOURS[line % len(COLOURS)]) if is_coloured() else text
+
+
+def in_colour(text: str, verdict: str) -> str:
+    """Return the text in the colour of a check's verdict."""
+    return typer.style(text, fg=VERDICTS.get(verdict, typer.colors.RED))
 
 
 def printable(text: str) -> str:

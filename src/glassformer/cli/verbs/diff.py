@@ -1,11 +1,21 @@
-"""`glass diff`: its options; `actions.diff` does the work."""
+"""`glass diff`: open two models, compare them, print where they first differ."""
 
-from typing import Annotated
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device
+from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.resolve import find_model
 from glassformer.kernels.threads import one_blas_thread
+from glassformer.spec.presets import PRESETS, preset
+from glassformer.spec.serialize import json_numbers
+
+if TYPE_CHECKING:
+    from glassformer.checks.diff import Difference
 
 MODEL = "A run, a Hugging Face folder, a GGUF file, a preset, or package.module:factory."
 
@@ -40,9 +50,39 @@ def diff(
       glass diff my_qwen_folder
     """
     one_blas_thread()
-    from glassformer.cli.actions.diff import compared, show
-
-    found = compared(first, second, backward=backward, device=device)
-    show(found, as_json=as_json)
+    found = _compared(first, second, backward=backward, device=check_device(device))
+    if as_json:
+        data = {**dataclasses.asdict(found), "module": "" if found.same else found.module}
+        typer.echo(json.dumps(json_numbers(data), allow_nan=False))
+    else:
+        typer.echo(found)
     if not found.same:
         raise typer.Exit(1)
+
+
+def _compared(first: str, second: str | None, *, backward: bool, device: str) -> "Difference":
+    """Compare two models, or a model with transformers' implementation of the same folder."""
+    from glassformer.adapters.load import load
+    from glassformer.checks.diff import diff as compare
+
+    one = _opened(first, device)
+    if second is not None:
+        return compare(one, _opened(second, device), names=(first, second), backward=backward)
+    place = find_model(first, runs=Path("runs"))
+    other = load(place, backend="transformers", device=device)
+    return compare(one, other, names=("ours", "transformers"), backward=backward)
+
+
+def _opened(model: str, device: str) -> object:
+    """Return the model of a preset, a factory, or a name on disk."""
+    from torch import nn
+
+    from glassformer.adapters.load import build, load
+    from glassformer.checks.subject import called
+
+    if model in PRESETS:
+        return build(preset(model), seed=0).to(device)
+    if ":" in model:
+        made = called(model)[0]
+        return made.to(device) if isinstance(made, nn.Module) else made
+    return load(find_model(model, runs=Path("runs"), also=PRESETS), device=device)

@@ -1,12 +1,23 @@
-"""`glass doctor`: its options; `actions.doctor` does the work."""
+"""`glass doctor`: examine a training, print the diagnosis, write it to a file."""
 
-from typing import Annotated
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Overrides, complete_tasks, out_file
+from glassformer.cli.shell.output import ending_of, target_of, write_file
+from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.terminal import in_colour
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.tasks import check_task_name
+
+if TYPE_CHECKING:
+    from glassformer.checks.doctor import Diagnosis
+
+ENDINGS = ("json", "md", "xml")
 
 
 def doctor(
@@ -49,13 +60,34 @@ def doctor(
     """
     check_task_name(what)  # before torch is imported
     one_blas_thread()
-    from glassformer.cli.actions import doctor as examining
-    from glassformer.cli.shell import output as output_file
+    from glassformer.checks.doctor import doctor as examine
 
-    target = output_file.target_of(out, examining.ENDINGS)
-    found = examining.examined(
-        what, list(overrides or []), quick=quick, seconds=seconds, only=only, device=device
+    target = target_of(out, ENDINGS)
+    found = examine(
+        what,
+        overrides=list(overrides or []),
+        quick=quick,
+        seconds=seconds,
+        only=only,
+        device=check_device(device),
     )
-    examining.show(found, as_json=as_json, target=target)
+    _show(found, as_json=as_json, target=target)
     if found.failed:
         raise typer.Exit(1)
+
+
+def _show(found: "Diagnosis", *, as_json: bool, target: Path | None) -> None:
+    """Print JSON for scripts, else the diagnosis in words; write the file of `-o`."""
+    if as_json:
+        print(json.dumps(found.to_dict(), allow_nan=False))
+    else:
+        print(found.text(in_colour) if sys.stdout.isatty() else found.text())
+    if target is not None:
+        match ending_of(target, ENDINGS):
+            case "md":
+                content = found.markdown()
+            case "xml":
+                content = found.junit()
+            case _:
+                content = json.dumps(found.to_dict(), indent=1)
+        write_file(target, content.encode())

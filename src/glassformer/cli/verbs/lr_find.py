@@ -1,13 +1,22 @@
 """`glass lr-find`: the range test of a learning rate, its curve and the command that follows."""
 
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Overrides, Threads, Trainable, out_file
+from glassformer.cli.shell.output import ending_of, target_of, write_file
+from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.terminal import columns, is_unicode
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.tasks import check_task_name
+
+if TYPE_CHECKING:
+    from glassformer.training.lr_find import RateRange
+
+ENDINGS = ("png", "svg", "csv")
 
 
 def lr_find(
@@ -31,20 +40,46 @@ def lr_find(
     """
     check_task_name(what)  # before torch is imported
     one_blas_thread()
-    from glassformer.cli.actions import lr_find as rate_finding
-    from glassformer.cli.shell import figures
-    from glassformer.cli.shell import output as output_file
+    from glassformer.lab import api
+    from glassformer.lab.plots.figures import lr_text
 
-    target = output_file.target_of(out, figures.LR_ENDINGS)
-    tested = rate_finding.find(what, list(overrides or []), device=device, threads=threads)
-    found = rate_finding.lr_json(tested, what, list(overrides or []))
+    target, given = target_of(out, ENDINGS), list(overrides or [])
+    device = check_device(device)
+    tested = api.lr_find(what, overrides=given, device=device, threads=threads)
+    found = _as_json(tested, what, given)
     if target is not None:
-        figures.save_lr(tested, target, title=what)
+        _save(tested, target, title=what)
     if as_json:
         typer.echo(json.dumps(found))
         return
-    typer.echo(figures.lr_text(tested))
+    typer.echo(lr_text(tested, width=columns(), unicode=is_unicode()))
     typer.echo(
         f"lr {found['lr']:.1e}  (falls steadily from {found['low']:.1e} to {found['high']:.1e})"
     )
     typer.echo(str(found["command"]))
+
+
+def _as_json(found: "RateRange", what: str, overrides: list[str]) -> dict[str, Any]:
+    """Return the rate, its range, the command to paste, and the curve."""
+    rate = float(f"{found.suggestion:.1e}")
+    return {
+        "lr": rate,
+        "low": found.low,
+        "high": found.high,
+        "command": f"glass train {what} {' '.join([*overrides, f'train.lr={rate}'])}",
+        "curve": [list(point) for point in found.curve],
+    }
+
+
+def _save(found: "RateRange", path: Path, *, title: str) -> None:
+    """Write the range test as a figure, or its points as CSV."""
+    from glassformer.lab.measure.evaluate import csv_text
+    from glassformer.lab.plots.figures import lr_figure
+    from glassformer.lens.show.mpl import figure_bytes
+
+    ending = ending_of(path, ENDINGS)
+    if ending == "csv":
+        lines = [[rate, loss] for rate, loss in found.curve]
+        write_file(path, csv_text(["lr", "loss"], lines).encode())
+    else:
+        write_file(path, figure_bytes(lr_figure(found, title=title), ending))

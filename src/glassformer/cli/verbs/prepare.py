@@ -1,13 +1,20 @@
-"""`glass prepare`: its options; `actions.prepare` does the work, without torch."""
+"""`glass prepare`: encode a corpus, print what became of it, and what to do next. No torch."""
 
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from glassformer.cli.shell.options import AsJson, Runs, takes
-from glassformer.spec.corpus import PrepareSpec
+from glassformer.cli.shell.output import end
+from glassformer.spec.corpus import OWN_TOKENIZERS, PrepareSpec
 from glassformer.spec.errors import InputError
+
+if TYPE_CHECKING:
+    from glassformer.lab.corpus import PreparedCorpus
 
 
 @takes(PrepareSpec, into="given")
@@ -44,16 +51,60 @@ def prepare(
 
       glass prepare code/ -o corpora/code --tokenizer corpora/mixed
     """
-    from glassformer.cli.actions import prepare as action
-
     if verify:
         if out is not None or given or overwrite or len(paths) != 1:
             raise InputError(
                 "--verify takes the folder of one prepared corpus, and nothing else",
                 hint=f"glass prepare {paths[0]} --verify",
             )
-        action.verify(paths[0], as_json=as_json)
+        _verify(paths[0], as_json=as_json)
         return
     if out is None:
         raise InputError("where to?", hint=f"glass prepare {' '.join(paths[:2])} -o FOLDER")
-    action.prepare(paths, Path(out), given, runs=Path(runs), overwrite=overwrite, as_json=as_json)
+    _prepare(paths, Path(out), given, runs=Path(runs), overwrite=overwrite, as_json=as_json)
+
+
+def _prepare(
+    paths: Sequence[str],
+    folder: Path,
+    given: Mapping[str, Any],
+    *,
+    runs: Path,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Encode the corpus, going on with one that was begun, and print its sizes."""
+    from glassformer.lab.corpus import prepared
+
+    options = dict(given)
+    named = options.get("tokenizer", "bpe")
+    if named not in OWN_TOKENIZERS and not Path(named).exists():
+        from glassformer.cli.shell.resolve import find_model
+
+        options["tokenizer"] = find_model(named, runs=runs, also=OWN_TOKENIZERS)
+    corpus = prepared(paths, folder, PrepareSpec(**options), overwrite=overwrite)
+    _tell(corpus, as_json=as_json)
+    if not as_json:
+        place = shlex.quote(str(folder))
+        end(
+            "",
+            [
+                (f"glass train lm task.path={place}", "train on it"),
+                (f"glass prepare {place} --verify", "hash every file of it"),
+            ],
+        )
+
+
+def _verify(path: str, *, as_json: bool) -> None:
+    """Hash every file of a prepared corpus."""
+    from glassformer.lab.corpus import PreparedCorpus
+
+    corpus = PreparedCorpus.open(path)
+    corpus.verify()
+    _tell(corpus, as_json=as_json)
+    if not as_json:
+        print("  every file is as it was written")
+
+
+def _tell(corpus: "PreparedCorpus", *, as_json: bool) -> None:
+    print(json.dumps(corpus.to_dict()) if as_json else "\n".join(corpus.summary()), flush=True)

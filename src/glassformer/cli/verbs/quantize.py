@@ -1,14 +1,26 @@
-"""`glass quantize`: its options; `actions.quantize` does the work, and imports torch."""
+"""`glass quantize`: choose the folder, quantize, print the comparison as text or as JSON."""
 
+import json
+import warnings
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from glassformer.cli.shell import resolve
 from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs
+from glassformer.cli.shell.output import end
+from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError
+from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import SCHEMES, Method
+from glassformer.spec.serialize import json_numbers
+
+if TYPE_CHECKING:
+    from glassformer.lab.quantize import Outcome, Wish
+    from glassformer.training.fit import StepRecord
 
 SCHEME_HELP = "; ".join(f"{scheme.name}: {scheme.summary}" for scheme in SCHEMES) + "."
 
@@ -76,13 +88,11 @@ def quantize(
     """
     path = resolve.find_model(model, runs=Path(runs))
     if dequantize:
-        from glassformer.cli.actions import quantize as quantizing
-
         if out is None:
             raise InputError("--dequantize writes a folder", hint="name it with --out")
         if device != "cpu":
             raise InputError("--dequantize computes nothing", hint="leave out --device")
-        quantizing.undo(path, out=Path(out), as_json=as_json)
+        _undo(path, out=Path(out), as_json=as_json)
         return
     from glassformer.spec.quantization import Indivisible, Tied, quant_spec
 
@@ -97,8 +107,6 @@ def quantize(
         tied=cast(Tied, tied),
         indivisible=cast(Indivisible, indivisible),
     )
-    from glassformer.cli.actions import quantize as quantizing
-    from glassformer.cli.shell.process import check_device
     from glassformer.lab.quantize import Wish
 
     wish = Wish(
@@ -109,8 +117,8 @@ def quantize(
         backend=backend,
         device=check_device(device),
     )
-    place = quantizing.default_folder(model, spec, Path(runs)) if out is None else Path(out)
-    quantizing.run(path, wish, out=place, as_json=as_json)
+    place = _default_folder(model, spec, Path(runs)) if out is None else Path(out)
+    _run(path, wish, out=place, as_json=as_json)
 
 
 def _way(method: str | None, *, calibrate: str | None, qat: int) -> str | None:
@@ -122,3 +130,73 @@ def _way(method: str | None, *, calibrate: str | None, qat: int) -> str | None:
     if calibrate is not None and method not in (None, "gptq"):
         raise InputError(f"{method} needs no text", hint="leave out --calibrate, or --method gptq")
     return "qat" if qat else "gptq" if calibrate is not None else method
+
+
+def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
+    """Quantize, and print the comparison."""
+    from glassformer.lab.next_steps import after_quantizing
+    from glassformer.lab.quantize import quantize_folder
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = quantize_folder(path, out, wish, watch=_tell_step)
+    for warning in caught:
+        tell(f"warning: {warning.message}")
+    if as_json:
+        print(_as_json(outcome))
+        return
+    print(_as_text(outcome, wish.spec), flush=True)
+    end(outcome.folder, after_quantizing(outcome.folder, outcome.prompt))
+
+
+def _undo(path: str, *, out: Path, as_json: bool) -> None:
+    """Write the float model of a quantized one."""
+    from glassformer.lab.quantize import dequantize_folder
+
+    folder = dequantize_folder(path, out)
+    print(json.dumps({"folder": str(folder)}) if as_json else f"written to {folder}")
+
+
+def _default_folder(text: str, spec: QuantSpec, runs: Path) -> Path:
+    """Return the default folder, in the runs folder: `text-int4`."""
+    from glassformer.store.rundir import RunRef
+
+    name = RunRef.parse(text).folder.name
+    return runs / f"{name}-{spec.scheme.name}"
+
+
+def _tell_step(record: "StepRecord") -> None:
+    if record.step % 20 == 0:
+        tell(f"step={record.step} loss={record.loss:.4f}")
+
+
+def _as_json(outcome: "Outcome") -> str:
+    """Return one JSON object for scripts."""
+    found = {
+        "folder": str(outcome.folder),
+        "quantized_layers": outcome.layers,
+        "schemes": outcome.schemes,
+        "kept_float": list(outcome.kept),
+        "timings": [
+            asdict(timing) | {"scheme": timing.scheme.describe()} for timing in outcome.timings
+        ],
+        **outcome.comparison.to_dict(),
+    }
+    return json.dumps(json_numbers(found), allow_nan=False)
+
+
+def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
+    """Format the comparison for the terminal."""
+    schemes = " and ".join(
+        scheme if count == outcome.layers else f"{count} {scheme}"
+        for scheme, count in outcome.schemes.items()
+    )
+    lines = [
+        f"{outcome.layers} layers, {schemes} by {spec.resolved_method}, "
+        f"run by {', '.join(outcome.comparison.backends)}",
+        "",
+        str(outcome.comparison),
+    ]
+    if outcome.kept:
+        lines.append(f"kept in float, which is faster for them: {', '.join(outcome.kept)}")
+    return "\n".join(lines)

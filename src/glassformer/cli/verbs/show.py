@@ -1,5 +1,6 @@
-"""`glass show`: the settings of a task, preset, run or model; `lab.show` does the work."""
+"""`glass show` and `glass list`: settings without training, and everything that has a name."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -73,3 +74,19 @@ def show(
         typer.echo(found.to_json())
     elif target is None and not drawn:
         typer.echo(found.text())
+
+
+def list_all(runs: Runs = "runs", as_json: AsJson = False) -> None:
+    """List tasks, presets, suites and your runs.
+
+    Examples:
+
+      glass list
+
+      glass list --json
+    """
+    from glassformer.cli.shell import terminal
+    from glassformer.lab.show import catalogue
+
+    found = catalogue(runs)
+    typer.echo(json.dumps(found.to_dict()) if as_json else found.text(width=terminal.columns()))

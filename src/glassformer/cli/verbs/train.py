@@ -1,11 +1,15 @@
-"""`glass train`: its options; `actions.train` does the work."""
+"""`glass train` and `glass finetune`: start or resume a run, stop at a signal, print the result."""
 
+import json
+import signal
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from glassformer.cli.shell.options import (
+    AnyModel,
     AsJson,
     Device,
     Fsdp,
@@ -15,8 +19,22 @@ from glassformer.cli.shell.options import (
     Threads,
     Trainable,
 )
-from glassformer.kernels.threads import one_blas_thread
+from glassformer.cli.shell.output import end
+from glassformer.cli.shell.process import (
+    check_device,
+    is_a_rank,
+    join,
+    keep_freed_memory,
+    launch,
+    reporting,
+    was_restarted,
+)
+from glassformer.cli.shell.resolve import find_data, find_model
+from glassformer.cli.shell.terminal import tell
+from glassformer.kernels.threads import one_blas_thread, taking
+from glassformer.spec.errors import InputError
 from glassformer.spec.options import settings_text
+from glassformer.spec.serialize import json_numbers
 from glassformer.spec.tasks import check_task_name
 from glassformer.spec.train import TrainSpec
 
@@ -71,15 +89,11 @@ def train(
     check_task_name(what)  # before torch is imported
     one_blas_thread()
     if nproc is not None:
-        from glassformer.cli.shell.ranks import launch
-
         raise typer.Exit(launch(nproc))
-    from glassformer.cli.actions import train as training
-
     given = list(overrides or [])
     shorts = {"train.steps": steps, "train.seed": seed, "engine": engine}
     given += [f"{key}={value}" for key, value in shorts.items() if value is not None]
-    code = training.train(
+    code = run_training(
         what,
         given,
         name=name,
@@ -93,3 +107,154 @@ def train(
     )
     if code:
         raise typer.Exit(code)
+
+
+def finetune(
+    model: AnyModel,
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="JSON lines of messages, prompt and completion, or text."
+        ),
+    ],
+    overrides: Overrides = None,
+    lora: Annotated[
+        int | None, typer.Option(metavar="RANK", help="Train LoRA of this rank, not all weights.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; by default finetune.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Short for train.steps=N; by default three epochs.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for train.seed=N.")] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    nproc: Nproc = None,
+    fsdp: Fsdp = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was stopped.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run of this name and start anew.")
+    ] = False,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Go on training a model on your own examples.
+
+    All weights train, or with --lora a correction of low rank. The result is a run. Examples:
+
+      glass finetune Qwen/Qwen3-0.6B chats.jsonl --lora 8 --name helper
+
+      glass finetune runs/lm notes.txt --steps 200 train.lr=1e-4
+    """
+    base = find_model(model, runs=Path(runs))
+    given = [f"base={base}", f"data={find_data(data)}", *(overrides or [])]
+    given += [f"lora={lora}"] if lora is not None else []
+    given += [f"train.steps={steps}"] if steps is not None else []
+    given += [f"train.seed={seed}"] if seed is not None else []
+    one_blas_thread()
+    if nproc is not None:
+        raise typer.Exit(launch(nproc))
+    code = run_training(
+        "finetune",
+        given,
+        name=name,
+        runs=Path(runs),
+        device=device,
+        threads=threads,
+        fsdp=fsdp,
+        resume=resume,
+        overwrite=overwrite,
+        as_json=as_json,
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+def found_base(overrides: list[str], runs: Path) -> list[str]:
+    """Resolve `base=NAME` as MODEL is resolved in every other command."""
+    made = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        made.append(f"base={find_model(value, runs=runs)}" if key == "base" and value else text)
+    return made
+
+
+def run_training(
+    what: str,
+    overrides: list[str],
+    *,
+    name: str | None,
+    runs: Path,
+    device: str,
+    threads: int | None,
+    fsdp: bool = False,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
+    """Train, handle signals, print the result, and return the exit code."""
+    from glassformer.lab.finetune.recipe import NAME as FINETUNE
+    from glassformer.lab.runs.assemble import Peers
+
+    device = check_device(device)
+    keep_freed_memory()
+    if resume and overwrite:
+        raise InputError(
+            "--resume goes on with the run, --overwrite starts it anew",
+            hint="leave out one of the two",
+        )
+    overrides = found_base(overrides, runs) if what == FINETUNE else overrides
+    options = {"name": name, "runs": runs, "device": device, "threads": threads}
+    if not is_a_rank():
+        if fsdp:
+            raise InputError("--fsdp shards over several processes", hint="--nproc N, or torchrun")
+        return _train(what, overrides, resume, overwrite, as_json, options)
+    if was_restarted():
+        resume, overwrite = True, False
+    ranks = join(device)
+    with reporting(ranks):
+        peers = Peers(ranks, sharded=fsdp)
+        code = _train(what, overrides, resume, overwrite, as_json, options | {"peers": peers})
+        ranks.leave()
+    return code
+
+
+def _train(
+    what: str,
+    overrides: list[str],
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    options: dict[str, Any],
+) -> int:
+    from glassformer.lab import api
+    from glassformer.lab.next_steps import after_training, before_training, trained_text
+    from glassformer.lab.runs.process import stopping
+
+    run, count = api.open_run(what, overrides, resume=resume, **options)
+    reports = run.directory.writes  # one of several processes
+    for note in run.notes if reports else ():
+        tell(note)
+    began, code = time.perf_counter(), 0
+    with run.directory.locked(), stopping(run.request_stop) as caught, taking(count):
+        notes = api.begin(run, resume=resume, overwrite=overwrite)
+        if reports:
+            for line in [*notes, *before_training(run, threads=count)]:
+                tell(line)
+        began = time.perf_counter()
+        api.follow(run, progress=reports)
+    if run.stopped:
+        code = 128 + (caught[0] if caught else signal.SIGINT)
+    if not reports:
+        return code
+    if run.stopped:
+        tell(f"stopped at step {run.progress.step}, state saved; go on with --resume")
+    result = api.result_of(run)
+    result["seconds"] = round(time.perf_counter() - began, 2)
+    if as_json:
+        print(json.dumps(json_numbers(result), allow_nan=False))
+    else:
+        print(trained_text(run, result), flush=True)
+        end("", after_training(run))
+    return code

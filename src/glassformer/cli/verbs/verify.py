@@ -1,15 +1,25 @@
-"""`glass verify`: its options; `actions.verify` does the work."""
+"""`glass verify`: find the subject, run its checks, print the report."""
 
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Runs, complete_names
+from glassformer.cli.shell.output import write_file
+from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.terminal import in_colour
 from glassformer.kernels.threads import one_blas_thread
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.presets import PRESETS
+
+if TYPE_CHECKING:
+    from glassformer.checks.report import Report
 
 
 def verify(
@@ -77,10 +87,8 @@ def verify(
             f"--device {device} is for a model on disk", hint="name a run or a model folder"
         )
     one_blas_thread()
-    from glassformer.cli.actions.verify import certificate, older_of, show
-
-    older = older_of(against)  # a bad file is refused before the checks run
-    report = certificate(
+    older = _older_of(against)  # a bad file is refused before the checks run
+    report = _certificate(
         place,
         name=model or "",
         only=only,
@@ -89,6 +97,85 @@ def verify(
         device=device,
     )
     files = {"out": out, "junit": junit, "markdown": markdown, "badge": badge}
-    show(report, as_json=as_json, files=files, older=older)
+    _show(report, as_json=as_json, files=files, older=older)
     if report.failed if older is None else report.new_failures(older):
         raise typer.Exit(1)
+
+
+def _certificate(
+    model: str | None,
+    *,
+    name: str = "",
+    only: str | None = None,
+    deep: bool = False,
+    causal: bool | None = None,
+    device: str = "cpu",
+) -> "Report":
+    """Return the report on a preset, a factory's model, a model on disk, or on glassformer."""
+    from glassformer.adapters.folder.origin import is_native
+    from glassformer.adapters.load import folder_of, load
+    from glassformer.checks.preset_subjects import sample_subject
+    from glassformer.checks.report import verify as check
+    from glassformer.checks.subject import subject_of_factory
+
+    if model is None or model in PRESETS:
+        subject = None if model is None else sample_subject(model, deep=deep)
+        return check(subject, only=only, deep=deep)
+    if ":" in model:
+        return check(subject_of_factory(model, causal=causal), only=only, deep=deep)
+    folder = folder_of(model)
+    is_foreign = not is_native(folder) and folder.is_dir()
+    # compared with transformers too, where it is installed and time does not matter
+    compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
+    adapter = load(model, reference=compared, device=check_device(device))
+    return check(adapter, name=name, only=only, deep=deep)
+
+
+def _older_of(against: str | None) -> dict[str, Any] | None:
+    """Read an older certificate; None where there is none to compare with."""
+    from glassformer.checks.measure import short
+
+    if against is None:
+        return None
+    try:
+        older = json.loads(Path(against).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"no certificate '{against}'", where="--against") from error
+    except (OSError, ValueError) as error:
+        raise FileError(f"not a certificate: {short(error)}", where=against) from error
+    if not isinstance(older, dict) or not isinstance(older.get("checks"), list):
+        raise FileError("not a certificate: it has no list of checks", where=against)
+    return older
+
+
+def _show(
+    report: "Report",
+    *,
+    as_json: bool,
+    files: Mapping[str, str | None] | None = None,
+    older: dict[str, Any] | None = None,
+) -> None:
+    """Print JSON for scripts, else a table, coloured on a terminal; write what was asked for."""
+    content = {
+        "out": lambda: json.dumps(report.to_dict(), allow_nan=False, indent=1) + "\n",
+        "junit": report.junit,
+        "markdown": report.markdown,
+        "badge": report.badge,
+    }
+    for kind, file in (files or {}).items():
+        if file is not None:
+            write_file(Path(file), content[kind]().encode())
+    changes = None if older is None else report.compare(older)
+    if as_json:
+        changed = {} if changes is None else {"changes": changes}
+        print(json.dumps({**report.to_dict(), **changed}, allow_nan=False))
+        return
+    typer.echo(report.text(in_colour if sys.stdout.isatty() else _plain))
+    if changes is not None:
+        typer.echo("\nsince the older certificate")
+        for line in changes or ["nothing changed"]:
+            typer.echo(f"  {line}")
+
+
+def _plain(text: str, verdict: str) -> str:
+    return text

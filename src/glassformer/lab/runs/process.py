@@ -1,8 +1,8 @@
 """What a run has to do with its process: how many threads it takes, and how a signal stops it.
 
-The number of threads is as requested, as before, or as many as the work is worth. It is no part of
-a run's spec, but its last bits depend on it: it is recorded with every checkpoint, and a run that is
-resumed takes the same number.
+The number of threads is as requested, as before, or as many as the work is worth. It is no part
+of a run's spec, but its last bits depend on it: it is recorded with every checkpoint, and a run
+that is resumed takes the same number.
 """
 
 import contextlib
