@@ -15,6 +15,7 @@ from glassformer.adapters.counterpart import differences
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.gguf.header import read_head, shortest
+from glassformer.adapters.gguf.load import kind_of, unpacked
 from glassformer.adapters.load import load
 from glassformer.cli.main import app
 from glassformer.spec.errors import FileError, InputError, MachineError
@@ -172,7 +173,8 @@ def test_other_precisions_go_out_and_come_in(precision, tmp_path):
         assert torch.equal(again.model.embed.weight, adapter.model.embed.weight)
 
 
-PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+PACKED += ("IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -191,6 +193,71 @@ def test_packed_kinds_are_unpacked(name, tmp_path):
     assert torch.equal(found.model.embed.weight, torch.from_numpy(gguf.dequantize(data, kind)))
     assert found.report.notes == (f"unpacked to float32: 1 {name}",)
     assert load(tmp_path / "m.gguf", dtype=torch.float16).model.embed.weight.dtype == torch.float16
+
+
+def half(data: np.ndarray) -> float:
+    return float(data.view("<f2")[0])
+
+
+def six_bits(scales: np.ndarray, j: int) -> tuple[int, int]:
+    """Scale and minimum of part j of Q4_K and Q5_K: twelve bytes hold eight of each."""
+    q = scales.astype(int)
+    if j < 4:
+        return q[j] & 63, q[j + 4] & 63
+    return (q[j + 4] & 15) | (q[j - 4] >> 6) << 4, (q[j + 4] >> 4) | (q[j] >> 6) << 4
+
+
+def one_number(name: str, block: np.ndarray, i: int) -> float:
+    """Number i of a block, by the layout that ggml-quants.c describes, bit by bit."""
+    levels = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    fp4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    b = block.astype(int)
+    match name:
+        case "IQ4_NL":
+            nibble = b[2 + i % 16] >> 4 * (i // 16) & 15
+            return half(block[:2]) * levels[nibble]
+        case "MXFP4":
+            nibble = b[1 + i % 16] >> 4 * (i // 16) & 15
+            return (-1) ** (nibble >> 3) * fp4[nibble & 7] * 2.0 ** (b[0] - 127)
+        case "Q4_K" | "Q5_K":
+            low = 16 if name == "Q4_K" else 48
+            part, column = i // 32, i % 32
+            q = b[low + 32 * (part // 2) + column] >> 4 * (part % 2) & 15
+            if name == "Q5_K":
+                q += (b[16 + column] >> part & 1) << 4
+            scale, least = six_bits(block[4:16], part)
+            d, m = np.float32(half(block[:2])), np.float32(half(block[2:4]))
+            return float(d * np.float32(scale) * np.float32(q) - m * np.float32(least))
+        case "Q6_K":
+            half_of, place = i // 128, i % 128
+            part, column = place // 32, place % 32
+            q = b[64 * half_of + 32 * (part % 2) + column] >> 4 * (part // 2) & 15
+            q |= (b[128 + 32 * half_of + column] >> 2 * part & 3) << 4
+            scale = block[192:208].view(np.int8)[8 * half_of + 2 * part + column // 16]
+            return float(np.float32(half(block[208:])) * np.float32(scale) * np.float32(q - 32))
+        case "Q3_K":
+            half_of, place = i // 128, i % 128
+            part, column = place // 32, place % 32
+            q = b[32 + 32 * half_of + column] >> 2 * part & 3
+            q -= 0 if b[column] >> (4 * half_of + part) & 1 else 4
+            j = i // 16
+            scale = b[96 + j % 8] >> 4 * (j // 8) & 15
+            scale |= (b[104 + j % 4] >> 2 * (j // 4) & 3) << 4
+            return float(np.float32(half(block[108:])) * np.float32(scale - 32) * np.float32(q))
+
+
+@pytest.mark.parametrize("name", ["Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"])
+def test_packed_kinds_are_what_their_bits_mean(name):
+    """Against the layout written out here, bit for bit."""
+    kind = kind_of(gguf.GGMLQuantizationType[name])
+    data = np.random.default_rng(11).integers(0, 256, (3, kind.size), dtype=np.uint8)
+    for place in {"Q6_K": (208,), "Q3_K": (108,), "MXFP4": ()}.get(name, (0, 2)):
+        data[:, place : place + 2] = np.frombuffer(np.float16(0.37).tobytes(), np.uint8)
+    if name == "MXFP4":
+        data[:, 0] = (120, 127, 131)
+    found = unpacked(data.reshape(-1), kind, (3, kind.block))
+    wanted = [[one_number(name, block, i) for i in range(kind.block)] for block in data]
+    assert torch.equal(found, torch.tensor(wanted, dtype=torch.float32))
 
 
 # --- the command, refusals ----------------------------------------------------------------------
@@ -247,8 +314,6 @@ def test_without_the_library_its_extra_is_named(tmp_path, monkeypatch):
     adapter = load(folder_of("llama", tmp_path))
     export_gguf(adapter, tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    from glassformer.adapters.gguf.load import kind_of
-
     kind_of.cache_clear()
     for use in (
         lambda: load(tmp_path / "m.gguf"),

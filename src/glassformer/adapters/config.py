@@ -64,6 +64,7 @@ HARMLESS = frozenset(
         "pad_token_id",
         "prefix",
         "problem_type",
+        "quantization_config",  # how weights are stored: their reader refuses what it cannot read
         "return_dict",
         "return_dict_in_generate",
         "sep_token_id",
@@ -87,7 +88,6 @@ IDLE: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
     "pruned_heads": {},
-    "quantization_config": None,
     "tf_legacy_loss": False,
     "tie_encoder_decoder": False,
 }
@@ -121,7 +121,13 @@ class Config:
                 f"{type(module).__name__} has no config to read",
                 hint="give a module of transformers, or one of glassformer's models",
             )
-        return cls(module.config.to_dict(), where=type(module).__name__)
+        data = module.config.to_dict()
+        if data.get("quantization_config"):
+            raise InputError(
+                f"{type(module).__name__} holds quantized weights",
+                hint="load it from its folder, or without quantization",
+            )
+        return cls(data, where=type(module).__name__)
 
     def whole(self, *keys: str, default: Any = _NOTHING, most: int = 2**31) -> int:
         """Return a whole number above 0, with a limit so that no huge model is tried."""
@@ -179,12 +185,6 @@ class Config:
         known = HARMLESS | set(harmless) | self._read
         still = IDLE | dict(idle or {})
         left = {key: value for key, value in self.data.items() if key not in known}
-        if left.get("quantization_config"):
-            raise FileError(
-                "the weights are quantized in another format ('quantization_config')",
-                where=self.where,
-                hint="take the original weights; glass quantize makes small ones of them",
-            )
         if left.get("auto_map"):
             raise FileError(
                 "config.json asks for code of its own ('auto_map'), and none is ever run",

@@ -4,8 +4,9 @@ The contents of a folder decide its format: `FORMATS` lists the formats in the o
 they are recognised, each with its opener. `load_model` returns our bare model, without the adapter.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,15 +287,19 @@ def open_huggingface(folder: Path, how: Opening) -> NativeAdapter:
     config = Config.of_folder(folder)
     kind, family = adapter_for(config)
     spec = how.settings.adjusted(family.spec_of(config))
-    weights = folder_weights(folder)
+    quantization = config.data.pop("quantization_config", None)
+    weights = folder_weights(folder, quantization=quantization)
     plan = make_plan(family.table, spec)
     model, report = filled(spec, plan, weights, dtype=how.dtype, device=how.device)
+    kept = read_origin(folder, weights.files)
+    if quantization:  # what is held and written from here on is plain
+        kept["config.json"] = (json.dumps(config.data, indent=2) + "\n").encode()
     return kind(
         model,
         config=config.data,
         origin=folder,
-        kept=read_origin(folder, weights.files),
-        report=report,
+        kept=kept,
+        report=replace(report, notes=weights.notes),
         reference=_reference(folder, how),
     )
 
@@ -324,7 +329,8 @@ def open_wrapped(folder: Path, how: Opening) -> WrappedAdapter:
     config = Config.of_folder(folder)
     adapter, family = adapter_for(config)
     spec = family.spec_of(config)
-    folder_weights(folder)  # checks our limits before another library opens the files
+    # Checks our limits before another library opens the files.
+    folder_weights(folder, quantization=config.data.get("quantization_config"))
     return WrappedAdapter(
         open_with_transformers(folder, dtype=how.dtype).to(how.device),
         spec=spec,

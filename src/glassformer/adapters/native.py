@@ -285,7 +285,8 @@ class NativeAdapter(BaseAdapter):
         else:
             read = Config.of_folder(folder)
             family = self.family_of(read)
-            found, weights = family.spec_of(read), folder_weights(folder)
+            found = family.spec_of(read)
+            weights = folder_weights(folder, quantization=read.data.get("quantization_config"))
             plan = make_plan(family.table, found)
         if _inference(found) != _inference(self.spec):
             raise InputError(
