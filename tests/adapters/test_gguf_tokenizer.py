@@ -97,7 +97,7 @@ def test_our_own_pairs_go_along_and_other_kinds_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "of the kind 'llama'"),
+        ({"tokenizer.ggml.model": "rwkv"}, "of the kind 'rwkv'"),
         ({"tokenizer.ggml.pre": "default"}, "('default') is not known"),
         ({"tokenizer.ggml.pre": None}, "('absent') is not known"),
     ],

@@ -184,7 +184,8 @@ BAD = {
     "deep": ({"tokenizer.json": "[" * 100_000}, "not JSON"),
     "twice": ({"tokenizer.json": '{"model": 1, "model": 2}'}, "occurs twice"),
     "bytes": ({"tokenizer.json": "\udcff"}, "not UTF-8"),
-    "unigram": (broken(lambda m: m["model"].update(type="Unigram")), "type 'Unigram'"),
+    "another kind": (broken(lambda m: m["model"].update(type="Magic")), "type 'Magic'"),
+    "unigram": (broken(lambda m: m["model"].update(type="Unigram")), "token 0 is not a text"),
     "no merges": (broken(lambda m: m["model"].pop("merges")), "missing"),
     "same id": (broken(lambda m: vocab(m).update(zz=5)), "same id"),
     "negative": (broken(lambda m: vocab(m).update(zz=-1)), "not a number from 0"),
@@ -203,7 +204,7 @@ BAD = {
         ),
         "9,000 characters",
     ),
-    "sentencepiece": ({"tokenizer.model": "x"}, "tokenizer.model alone"),
+    "sentencepiece": ({"tokenizer.model": "x"}, "not a SentencePiece model"),
     "half": ({"vocab.json": '{"a": 0}'}, "no tokenizer in this folder"),
     "unknown cut": ({"vocab.json": '{"a": 0}', "merges.txt": ""}, "how a tokenizer of class"),
     "merge of three": (

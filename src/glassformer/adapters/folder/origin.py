@@ -10,7 +10,7 @@ from pathlib import Path
 from glassformer.adapters.folder.files import ORIGIN, read_sidecar
 from glassformer.adapters.gguf.header import is_gguf, read_head
 from glassformer.adapters.gguf.hf_files import why_no_tokenizer
-from glassformer.adapters.tokenizers.files import CONFIG, FILE_LIMIT
+from glassformer.adapters.tokenizers.files import CONFIG, FILE_LIMIT, PIECES, WORDS
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.own import tokenizer_from_json
@@ -31,10 +31,13 @@ NAMES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "tokenizer.model",
     "qwen.tiktoken",
+    *PIECES,
+    WORDS,
+    "source.spm",
+    "target.spm",
 )
-TOKENIZERS = ("tokenizer.json", "vocab.json", "qwen.tiktoken", "tokenizer.model")
+TOKENIZERS = ("tokenizer.json", "vocab.json", "qwen.tiktoken", *PIECES, WORDS)
 LAYOUT = "layout.json"
 
 

@@ -29,20 +29,18 @@ from glassformer.adapters.gguf.config import (
 )
 from glassformer.adapters.gguf.header import ALIGNMENT, SUFFIX
 from glassformer.adapters.gguf.hf_files import (
-    CONTROL,
     ENDS,
     NAMED,
     NONE,
     PREFIX,
     TEMPLATE,
     TEMPLATES,
-    UNUSED,
-    USER_DEFINED,
     name_of,
 )
 from glassformer.adapters.gguf.load import F16, F32, Q8_0, Kind, kind_of, library, packed
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
+from glassformer.adapters.tokenizers.pieces import CONTROL, UNUSED, USER_DEFINED
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.checks import one_of

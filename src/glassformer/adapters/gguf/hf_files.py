@@ -1,7 +1,8 @@
 """The small files of a Hugging Face folder, made from a GGUF file's metadata.
 
 So tokenizers, chat templates and generation settings have one reader, with its limits. Byte-level
-BPE with a known pre-tokenizer is read; for others there is a reason why not. Pre-tokenizers are
+BPE with a known pre-tokenizer (`gpt2`), SentencePiece's pieces (`llama`, `t5`) and BERT's (`bert`)
+are read; for others there is a reason why not. Pre-tokenizers are
 listed by the names that GGUF files use, each as the `tokenizers` library's JSON. Only those that
 are certain are listed: an unknown name is never guessed.
 """
@@ -13,6 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from glassformer.adapters.gguf.header import Head, read_head
+from glassformer.adapters.tokenizers.pieces import (
+    BPE,
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNIGRAM,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Piece,
+    PieceModel,
+    added,
+    around,
+    wordpiece_json,
+)
 from glassformer.spec.errors import FileError
 
 #: How Qwen cuts text: contractions, words with one sign before them, single digits, signs, spaces.
@@ -82,15 +99,19 @@ PREFIX = "tokenizer.ggml."
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 NONE = ("none", "no_vocab")
 
-#: Kinds of tokens by the format's numbers; the others are plain pieces.
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 #: What config files call the tokens that the format numbers.
 NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "pad_token": "padding_token_id",
     "unk_token": "unknown_token_id",
+    "cls_token": "cls_token_id",
+    "sep_token": "seperator_token_id",  # spelled so in the format
+    "mask_token": "mask_token_id",
 }
+#: SentencePiece's pieces by the algorithm that joins them, and BERT's.
+JOINED = {"llama": BPE, "t5": UNIGRAM}
+KINDS = ("gpt2", *JOINED, "bert")
 ENDS = ("eos_token_id", "eot_token_id")
 
 
@@ -129,8 +150,10 @@ def why_no_tokenizer(head: Head) -> str | None:
     kind = head.metadata.get(f"{PREFIX}model", NONE[0])
     if kind in NONE:
         return ""
+    if kind not in KINDS:
+        return f"its tokenizer is of the kind {str(kind)[:40]!r}; read here: {', '.join(KINDS)}"
     if kind != "gpt2":
-        return f"its tokenizer is of the kind {str(kind)[:40]!r}: gpt2 (byte-level BPE) is read"
+        return None
     words = head.metadata.get(f"{PREFIX}pre", "absent")
     if not isinstance(words, str) or words not in WORDS:
         return (
@@ -144,6 +167,11 @@ def tokenizer_json(head: Head) -> dict[str, Any]:
     """Return the tokenizer as JSON of the `tokenizers` library; special tokens keep their ids."""
     if why_no_tokenizer(head) is not None:
         return {}
+    kind = head.metadata[f"{PREFIX}model"]
+    if kind in JOINED:
+        return _joined_pieces(head, JOINED[kind])
+    if kind == "bert":
+        return _words(head)
     words = WORDS[head.metadata[f"{PREFIX}pre"]]
     tokens, kinds = _tokens(head)
     pieces = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
@@ -156,15 +184,7 @@ def tokenizer_json(head: Head) -> dict[str, Any]:
     return {
         "version": "1.0",
         "added_tokens": [
-            {
-                "id": i,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": kinds[i] == CONTROL,
-            }
+            added(token, i, special=kinds[i] == CONTROL)
             for i, token in enumerate(tokens)
             if kinds[i] in (CONTROL, USER_DEFINED)
         ],
@@ -192,13 +212,69 @@ def tokenizer_json(head: Head) -> dict[str, Any]:
     }
 
 
+def _joined_pieces(head: Head, how: int) -> dict[str, Any]:
+    """Return SentencePiece's pieces as a tokenizer; the defaults are llama.cpp's."""
+    tokens, kinds = _tokens(head)
+    scores = head.metadata.get(f"{PREFIX}scores", [0.0] * len(tokens))
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise FileError("the scores of tokens are not one number for each", where=head.where)
+    charsmap = head.metadata.get(f"{PREFIX}precompiled_charsmap", [])
+    try:
+        table = bytes(byte & 0xFF for byte in charsmap)
+        pieces = tuple(
+            Piece(text, float(score), kind if kind in range(NORMAL, BYTE + 1) else NORMAL)
+            for text, score, kind in zip(tokens, scores, kinds, strict=True)
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FileError(f"the tokenizer's tables: {error}", where=head.where) from error
+    unknown = _id(head, "unknown_token_id")
+    if unknown is not None and not any(piece.kind == UNKNOWN for piece in pieces):
+        pieces = (
+            *pieces[:unknown],
+            Piece(pieces[unknown].text, pieces[unknown].score, UNKNOWN),
+            *pieces[unknown + 1 :],
+        )
+    found = PieceModel(
+        pieces=pieces,
+        kind=how,
+        charsmap=table,
+        prefix=_flag(head, "add_space_prefix", default=True),
+        folds=_flag(head, "remove_extra_whitespaces", default=how == UNIGRAM),
+        where=head.where,
+    )
+    data = found.to_json()
+    data["post_processor"] = _begin(head, tokens)
+    return data
+
+
+def _words(head: Head) -> dict[str, Any]:
+    """Return BERT's pieces: the format marks beginnings of words, BERT their continuations."""
+    tokens, kinds = _tokens(head)
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind != NORMAL]
+    vocab: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        marked = token if kinds[i] != NORMAL or token.startswith("[") else f"##{token}"
+        vocab[token[1:] if token.startswith(SPACE) else marked] = i
+    if len(vocab) < len(tokens):
+        raise FileError("two tokens are the same text", where=head.where)
+    return wordpiece_json(vocab, lowercase=True, special=special, where=head.where)
+
+
+def _flag(head: Head, key: str, *, default: bool) -> bool:
+    found = head.metadata.get(PREFIX + key, default)
+    if not isinstance(found, bool):
+        raise FileError(f"{PREFIX}{key} is {str(found)[:40]}", where=head.where)
+    return found
+
+
 def tokenizer_config(head: Head) -> dict[str, Any]:
     """Return the named special tokens and the chat templates."""
     made: dict[str, Any] = {}
     if why_no_tokenizer(head) is None:
         tokens, _ = _tokens(head)
         made["tokenizer_class"] = "PreTrainedTokenizerFast"
-        made["add_bos_token"] = _begins(head)
+        if head.metadata[f"{PREFIX}model"] != "bert":
+            made["add_bos_token"] = _begins(head)
         for name, key in NAMED.items():
             i = _id(head, key)
             if i is not None:
@@ -244,26 +320,33 @@ def _id(head: Head, key: str) -> int | None:
 
 
 def _begins(head: Head) -> bool:
-    """Return whether texts begin with BOS: as the file says, or as its pre-tokenizer implies."""
-    own = WORDS[head.metadata[f"{PREFIX}pre"]].begins and _id(head, "bos_token_id") is not None
-    said = head.metadata.get(f"{PREFIX}add_bos_token", own)
-    if not isinstance(said, bool):
-        raise FileError(f"{PREFIX}add_bos_token is {str(said)[:40]}", where=head.where)
-    return said
+    """Return whether texts begin with BOS: as the file says, or as its kind implies."""
+    match head.metadata[f"{PREFIX}model"]:
+        case "gpt2":
+            own = WORDS[head.metadata[f"{PREFIX}pre"]].begins
+        case "llama":
+            own = True
+        case _:
+            own = False
+    return _flag(head, "add_bos_token", default=own and _id(head, "bos_token_id") is not None)
 
 
 def _begin(head: Head, tokens: list[str]) -> dict[str, Any] | None:
-    i = _id(head, "bos_token_id")
-    if i is None or not _begins(head):
+    """Return what puts BOS before a text and EOS after it, where the file says so."""
+    bos, eos = _id(head, "bos_token_id"), _id(head, "eos_token_id")
+    ends = _flag(head, "add_eos_token", default=head.metadata[f"{PREFIX}model"] == "t5")
+    before = [] if bos is None or not _begins(head) else [(tokens[bos], bos)]
+    after = [] if eos is None or not ends else [(tokens[eos], eos)]
+    if not before and not after:
         return None
-    mark = {"SpecialToken": {"id": tokens[i], "type_id": 0}}
-    texts = [{"Sequence": {"id": letter, "type_id": 0}} for letter in "AB"]
-    return {
-        "type": "TemplateProcessing",
-        "single": [mark, texts[0]],
-        "pair": [mark, texts[0], mark, texts[1]],
-        "special_tokens": {tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]}},
-    }
+    made = around(before, after)
+    if before and not after:  # a second text begins as the first one does
+        made["pair"] = [*made["single"], made["single"][0], _second()]
+    return made
+
+
+def _second() -> dict[str, Any]:
+    return {"Sequence": {"id": "B", "type_id": 0}}
 
 
 def _templates(head: Head) -> Mapping[str, str]:

@@ -1,14 +1,16 @@
-"""Read a tokenizer's files: `tokenizer.json`, `vocab.json` + `merges.txt`, or tiktoken ranks.
+"""Read a tokenizer's files: `tokenizer.json`, or what older folders have in its place.
 
-All three become one engine of the `tokenizers` library; sizes and counts are bounded before the
-library reads anything. Pre-tokenization is never guessed: where no file states it, the tokenizer's
-class must be a known one. A tiktoken rank is also the order of merging, so the pair that made a
+That is `vocab.json` + `merges.txt`, tiktoken ranks, a SentencePiece model, or BERT's `vocab.txt`.
+All become one engine of the `tokenizers` library; sizes and counts are bounded before the library
+reads anything. Pre-tokenization is never guessed: where no file states it, the tokenizer's class
+must be a known one. A tiktoken rank is also the order of merging, so the pair that made a
 token is what remains of its bytes after every merge of a lower rank.
 """
 
 import base64
 import binascii
 import json
+import math
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +21,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from glassformer.adapters.folder.files import read_object, read_sidecar, read_text
 from glassformer.adapters.gguf.header import is_gguf
 from glassformer.adapters.gguf.hf_files import QWEN_WORDS, small_file
+from glassformer.adapters.tokenizers.pieces import (
+    CONTROL,
+    USER_DEFINED,
+    added,
+    around,
+    read_pieces,
+    wordpiece_json,
+)
 from glassformer.spec.errors import FileError
 from glassformer.spec.serialize import unique_keys
 
@@ -96,12 +106,16 @@ def byte_letters() -> list[str]:
 
 ENGINE = "tokenizer.json"
 VOCAB, MERGES = "vocab.json", "merges.txt"
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+WORDS = "vocab.txt"
 CONFIG = "tokenizer_config.json"
 
 FILE_LIMIT = 64_000_000
 MOST_ADDED = 20_000
 LONGEST_TEXT = 8_192  # of a pattern or a replacement in the engine's other parts
+LONGEST_TABLE = 4_000_000  # of replaced characters, in base64
 DEEPEST = 32
+KINDS = ("BPE", "Unigram", "WordPiece", "WordLevel")
 
 
 def read_engine(folder: Path) -> Tokenizer:
@@ -137,16 +151,15 @@ def _from_any(folder: Path, config: dict[str, Any]) -> Tokenizer:
         names = (AddedToken(name, normalized=False, special=True) for name in QWEN_1_SPECIALS)
         add_in_order(engine, list(names))
         return engine
-    if (folder / "tokenizer.model").is_file():
-        raise FileError(
-            "tokenizer.model alone is not read here",
-            where=str(folder),
-            hint="transformers' AutoTokenizer writes a tokenizer.json from it: save_pretrained",
-        )
+    for name in PIECES:
+        if (folder / name).is_file():
+            return _from_pieces(folder, folder / name, config)
+    if (folder / WORDS).is_file():
+        return _from_words(folder / WORDS, config)
     raise FileError(
         "no tokenizer in this folder",
         where=str(folder),
-        hint=f"{ENGINE}, {VOCAB} with {MERGES}, or one .tiktoken file",
+        hint=f"{ENGINE}, {VOCAB} with {MERGES}, {PIECES[0]}, {WORDS}, or one .tiktoken file",
     )
 
 
@@ -161,11 +174,16 @@ def _from_json(text: str, *, where: str) -> Tokenizer:
     model = data.get("model") if isinstance(data, dict) else None
     if not isinstance(model, dict):
         raise FileError(f"{ENGINE} holds no tokenizer of the tokenizers library", where=where)
-    if model.get("type", "BPE") != "BPE":
+    kind = model.get("type") or ("Unigram" if isinstance(model.get("vocab"), list) else "BPE")
+    if kind not in KINDS:
         raise FileError(
-            f"a tokenizer of type {str(model['type'])[:40]!r}", where=where, hint="BPE is read here"
+            f"a tokenizer of type {str(kind)[:40]!r}",
+            where=where,
+            hint=f"read here: {', '.join(KINDS)}",
         )
-    vocab, merges = model.get("vocab"), model.get("merges")
+    vocab, merges = model.get("vocab"), model.get("merges", None if kind == "BPE" else [])
+    if kind == "Unigram":
+        vocab = _scored(vocab, where=where)
     if not isinstance(vocab, dict) or not isinstance(merges, list):
         raise FileError("the tokenizer's vocab or merges are missing", where=where)
     check_pieces(vocab, where=where)
@@ -182,6 +200,20 @@ def _from_json(text: str, *, where: str) -> Tokenizer:
     engine.no_truncation()
     engine.no_padding()
     return engine
+
+
+def _scored(vocab: Any, *, where: str) -> dict[str, int]:
+    """Return the ids of a unigram model's pieces, which come as pairs of text and score."""
+    check_count("tokens", vocab, MOST_TOKENS, where=where)
+    ids: dict[str, int] = {}
+    for i, entry in enumerate(vocab):
+        pair = entry if isinstance(entry, list) and len(entry) == 2 else [None, None]
+        text, score = pair
+        scored = isinstance(score, (int, float)) and math.isfinite(score)
+        if not isinstance(text, str) or not scored or text in ids:
+            raise FileError(f"token {i} is not a text of its own and its score", where=where)
+        ids[text] = i
+    return ids
 
 
 def check_pieces(vocab: dict[str, Any], *, where: str) -> None:
@@ -214,7 +246,11 @@ def _check_part(part: Any, *, where: str, depth: int = 0) -> None:
         raise FileError(f"a text of {len(part):,} characters", where=where)
     if isinstance(part, (dict, list)):
         check_count("entries", part, MOST_ADDED, where=where)
-        for item in part.values() if isinstance(part, dict) else part:
+        items = list(part.values()) if isinstance(part, dict) else part
+        table = part.get("precompiled_charsmap") if isinstance(part, dict) else None
+        if isinstance(table, str) and len(table) <= LONGEST_TABLE:
+            items = [item for item in items if item is not table]
+        for item in items:
             _check_part(item, where=where, depth=depth + 1)
 
 
@@ -277,6 +313,65 @@ def _engine(
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     engine.decoder = decoders.ByteLevel()
     return engine
+
+
+# --- lists of pieces ------------------------------------------------------------------------------
+
+
+def _from_pieces(folder: Path, path: Path, config: dict[str, Any]) -> Tokenizer:
+    """Build the tokenizer of a SentencePiece model whose ids are the model's own.
+
+    A class of transformers may number them otherwise, or put marks around a text: the known ones
+    are listed, others are refused.
+    """
+    if path.stat().st_size > FILE_LIMIT:
+        raise FileError(f"{path.stat().st_size:,} bytes", where=str(path))
+    found = read_pieces(path.read_bytes(), where=str(path))
+    data = found.to_json()
+    texts = {name: (found.pieces[i].text, i) for name, i in found.names.items()}
+    kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    match kind or str(read_sidecar(folder, "config.json").get("model_type", "")):
+        case "LlamaTokenizer" | "GemmaTokenizer" | "llama" | "mistral" | "gemma" | "gemma2":
+            begin = [texts["bos_token"]] if config.get("add_bos_token", True) else []
+            end = [texts["eos_token"]] if config.get("add_eos_token", False) else []
+        case "T5Tokenizer" | "t5" | "mt5":
+            begin, end = [], [texts["eos_token"]]
+            extra = config.get("extra_ids", 100)
+            if type(extra) is not int or not 0 <= extra <= MOST_ADDED:
+                raise FileError(f"extra_ids {str(extra)[:20]}", where=str(folder))
+            first = len(found.pieces)
+            for place, number in enumerate(range(extra - 1, -1, -1)):
+                mark = f"<extra_id_{number}>"
+                if kind and mark not in found.ids(CONTROL, USER_DEFINED):
+                    data["model"]["vocab"].append([mark, 0.0])
+                    data["added_tokens"].append(added(mark, first + place, special=True))
+        case other:
+            raise FileError(
+                f"how a tokenizer of class {other[:60]!r} numbers the pieces of {path.name} is not "
+                "known here",
+                where=str(folder),
+                hint=f"LlamaTokenizer, GemmaTokenizer, T5Tokenizer, or a {ENGINE}, which states it",
+            )
+    if begin or end:
+        data["post_processor"] = around(begin, end)
+    return _from_json(json.dumps(data), where=str(path))
+
+
+def _from_words(path: Path, config: dict[str, Any]) -> Tokenizer:
+    """Build BERT's tokenizer: a line of `vocab.txt` for each piece, in the order of their ids."""
+    lines = read_text(path, limit=FILE_LIMIT).split("\n")
+    lines = [line.rstrip("\r") for line in (lines[:-1] if lines and not lines[-1] else lines)]
+    vocab = {piece: i for i, piece in enumerate(lines)}
+    if len(vocab) < len(lines):
+        raise FileError("two tokens are the same text", where=str(path))
+    data = wordpiece_json(
+        vocab,
+        lowercase=config.get("do_lower_case", True) is True,
+        strip_accents=config.get("strip_accents"),
+        chinese=config.get("tokenize_chinese_chars", True) is True,
+        where=str(path),
+    )
+    return _from_json(json.dumps(data), where=str(path))
 
 
 # --- added tokens -------------------------------------------------------------------------------

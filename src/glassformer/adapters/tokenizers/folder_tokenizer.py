@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Engine
+from tokenizers import models
 
 from glassformer.adapters.folder.files import need_folder, read_eos, read_sidecar
 from glassformer.adapters.tokenizers.files import CONFIG, MOST_TOKENS, raise_if_panic, read_engine
 from glassformer.data.tokenizers.vocab import Tokenizer, known_id, utf8
 from glassformer.spec.errors import FileError
 
-NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
 def read_tokenizer(folder: Path) -> "FolderTokenizer":
-    """Read `tokenizer.json`, `vocab.json` + `merges.txt` or `.tiktoken` ranks, and their sidecars.
+    """Read `tokenizer.json`, or the older files in its place, and their sidecars.
 
     `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` and `config.json`
     say which tokens begin, end and pad a text, and how many ids the model has.
@@ -109,7 +110,7 @@ class FolderTokenizer:
         spelled = {f"<0x{byte:02X}>": byte for byte in range(256)}
         #: The byte that each token stands for, where the tokenizer falls back to bytes.
         self._bytes = {known[token]: byte for token, byte in spelled.items() if token in known}
-        if not engine.model.byte_fallback:
+        if isinstance(engine.model, models.BPE) and not engine.model.byte_fallback:
             self._bytes = {}
 
     def _id_of(self, name: str, text: str) -> int:
@@ -135,6 +136,11 @@ class FolderTokenizer:
         return self._named.get("pad_token")
 
     @property
+    def mask(self) -> int | None:
+        """The id that stands for a hidden token, of a model that fills them in."""
+        return self._named.get("mask_token")
+
+    @property
     def bos(self) -> int | None:
         """The id that is put before every text, or None."""
         return self._bos
@@ -155,6 +161,21 @@ class FolderTokenizer:
         """Return the ids of a text; nothing is added before or after it."""
         utf8(text)
         return self._ids(text, special=False)
+
+    def encode_marked(self, text: str, second: str | None = None) -> tuple[list[int], list[int]]:
+        """Return the ids of a text (or a pair) with the marks that the folder puts around it.
+
+        `[CLS] text [SEP]` of BERT, `text </s>` of T5; beside them the type of each token: 0, and 1
+        in the second text.
+        """
+        utf8(text)
+        utf8(second or "")
+        try:
+            found = self._engine.encode(text, second)
+        except BaseException as error:
+            raise_if_panic(error, where=self._where)
+            raise
+        return list(found.ids), list(found.type_ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts, on all cores."""
