@@ -26,7 +26,7 @@ from glassformer.data.corpus.prepare import preparing
 from glassformer.data.corpus.shards import read_index, read_tokenizer_file
 from glassformer.data.tasks.text import read_corpus
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.spec.corpus import PrepareSpec
+from glassformer.spec.tasks import PrepareSpec
 from glassformer.spec.units import format_bytes, parse_count
 
 KILLS, ROUNDS = 20, 5
@@ -152,7 +152,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from glassformer.data.corpus.prepare import preparing
-from glassformer.spec.corpus import PrepareSpec
+from glassformer.spec.tasks import PrepareSpec
 spec = PrepareSpec(vocab_size=1000, shard_size=100_000)
 for _ in preparing([sys.argv[1]], Path(sys.argv[2]), spec):
     pass

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from glassformer.lab.api import Narrator
 from glassformer.lab.recipes import recipe
-from glassformer.lab.runs.progress import Narrator
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.training.fit import StepRecord
 

@@ -29,10 +29,9 @@ from glassformer.lab.runs.run import TrainingRun
 from glassformer.models.model import build
 from glassformer.nn.lora import apply_lora
 from glassformer.spec import presets
-from glassformer.spec.finetune import LoRA
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.train import AdamW, TrainSpec
+from glassformer.spec.train import AdamW, LoRA, TrainSpec
 from glassformer.training.fit import StepRecord, fit
 from glassformer.training.torch_engine import TorchEngine
 

@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from glassformer.spec.decoding import BeamSpec as BeamSpec
     from glassformer.spec.decoding import DecodeSpec as DecodeSpec
     from glassformer.spec.errors import GlassError as GlassError
-    from glassformer.spec.finetune import LoRA as LoRA
     from glassformer.spec.manifest import count_parameters as count_parameters
     from glassformer.spec.manifest import manifest as manifest
     from glassformer.spec.model import ModelSpec as ModelSpec
     from glassformer.spec.presets import preset as preset
     from glassformer.spec.quantization import QuantSpec as QuantSpec
     from glassformer.spec.serialize import override as override
+    from glassformer.spec.train import LoRA as LoRA
     from glassformer.spec.train import RunSpec as RunSpec
     from glassformer.spec.train import TrainSpec as TrainSpec
     from glassformer.web.report.document import report as report
@@ -69,7 +69,7 @@ _HOME = {
     "DecodeSpec": "glassformer.spec.decoding",
     "GlassError": "glassformer.spec.errors",
     "Inputs": "glassformer.models.inputs",
-    "LoRA": "glassformer.spec.finetune",
+    "LoRA": "glassformer.spec.train",
     "ModelSpec": "glassformer.spec.model",
     "QuantSpec": "glassformer.spec.quantization",
     "RunSpec": "glassformer.spec.train",

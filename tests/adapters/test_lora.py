@@ -30,7 +30,7 @@ from glassformer.models.state import weights_of
 from glassformer.nn.lora import apply_lora, lora_parameters, merge
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.finetune import LoRA, lora_manifest
+from glassformer.spec.train import LoRA, lora_manifest
 from glassformer.store.tensors import read_header, tensor_bytes
 from tests.checks.faults import Fault, planted
 from tests.tiny import tiny, token_ids

@@ -25,9 +25,8 @@ from glassformer.data.corpus.windows import BLOCK, Corpus, WindowOrder, is_corpu
 from glassformer.data.rng import permuted
 from glassformer.data.tasks.text import Text
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.spec.corpus import PrepareSpec
 from glassformer.spec.errors import FileError, GlassError, InputError
-from glassformer.spec.tasks import TextTask
+from glassformer.spec.tasks import PrepareSpec, TextTask
 
 WORDS = ("the", "naïve", "fox", "—", "jumps", "over", "a", "dog", "in", "東京", "every", "day")
 DOCUMENTS = [
@@ -231,7 +230,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from glassformer.data.corpus.prepare import preparing
-from glassformer.spec.corpus import PrepareSpec
+from glassformer.spec.tasks import PrepareSpec
 spec = PrepareSpec(vocab_size=300, held_out=0.2, shard_size=6_000)
 print("ready", flush=True)
 for step in preparing([sys.argv[1]], Path(sys.argv[2]), spec):

@@ -5,7 +5,7 @@ import pytest
 
 from glassformer.data.tasks.finetune import Chat, Plain, Prompted
 from glassformer.data.tokenizers.vocab import Bytes
-from glassformer.lab.finetune.base import Speech, examples_of
+from glassformer.lab.finetune import Speech, examples_of
 from glassformer.spec.errors import InputError
 from tests.checks.faults import Fault, planted
 
@@ -137,7 +137,7 @@ CHECKS = {
     "answers": answers_are_learned_up_to_their_end,
     "anew": a_past_that_is_written_anew_makes_another_example,
 }
-TOKENS, PIECES = "lab.finetune.base:_tokens", "lab.finetune.base:conversations"
+TOKENS, PIECES = "lab.finetune:_tokens", "lab.finetune:conversations"
 FAULTS = (
     Fault("loss on prompts", TOKENS, "if piece.learned else 0", "if True else 0", "answers"),
     Fault("the end is not learned", TOKENS, "place + 1 for place", "place for place", "answers"),

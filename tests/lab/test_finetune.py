@@ -18,13 +18,12 @@ from glassformer.adapters.load import load_model
 from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Bytes
+from glassformer.lab import recipes as finetuning
 from glassformer.lab.api import evaluate
-from glassformer.lab.finetune import recipe as finetuning
-from glassformer.lab.finetune.base import Base
-from glassformer.lab.finetune.recipe import plan_finetune
+from glassformer.lab.finetune import Base
 from glassformer.lab.measure import evaluate as module
 from glassformer.lab.quantize import Wish, quantize_folder
-from glassformer.lab.recipes import read_config, recipe
+from glassformer.lab.recipes import plan_finetune, read_config, recipe
 from glassformer.lab.runs import assemble as assembling
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.run import TrainingRun
@@ -34,10 +33,9 @@ from glassformer.nn.lora import corrected_layers
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.finetune import LoRA
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.serialize import to_json
-from glassformer.spec.train import RunSpec
+from glassformer.spec.train import LoRA, RunSpec
 from glassformer.store.rundir import RunDirectory
 from tests.adapters.folders import write_model
 from tests.checks.faults import Fault, planted

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.cli.main import app
-from glassformer.lab.finetune.recipe import NAME as FINETUNE
-from glassformer.lab.recipes import RECIPES, recipe
+from glassformer.lab.recipes import FINETUNE, RECIPES, recipe
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import PRESETS
 from glassformer.spec.serialize import from_dict

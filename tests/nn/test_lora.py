@@ -20,10 +20,10 @@ from glassformer.nn.lora import (
 )
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
-from glassformer.spec.finetune import LoRA, Tuning, lora_manifest, lora_targets
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import NextHead
 from glassformer.spec.serialize import from_dict, to_dict
+from glassformer.spec.train import LoRA, Tuning, lora_manifest, lora_targets
 from tests.checks.faults import Fault, planted
 from tests.compare import assert_matches
 from tests.tiny import built, filled, noise, tiny, token_ids

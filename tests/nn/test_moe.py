@@ -20,10 +20,10 @@ from glassformer.nn.ffn import (
 from glassformer.nn.lora import apply_lora
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec.errors import InputError
-from glassformer.spec.finetune import LoRA
 from glassformer.spec.manifest import count_active_parameters, count_parameters, ffn_parameters
 from glassformer.spec.model import MLP, MoE, NormalInit, SwiGLU
 from glassformer.spec.presets import moe
+from glassformer.spec.train import LoRA
 from tests.compare import assert_matches
 from tests.tiny import built, filled, noise, tiny, token_ids
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 
-from glassformer.spec import decoding, finetune, init, model, position, tasks, train
+from glassformer.spec import decoding, init, model, position, tasks, train
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
     MLP,
@@ -217,7 +217,7 @@ def test_every_preset_takes_sizes(name):
 def test_a_spec_prints_as_the_python_that_makes_it():
     names = {
         name: value
-        for module in (model, init, position, train, tasks, finetune, decoding)
+        for module in (model, init, position, train, tasks, decoding)
         for name, value in vars(module).items()
         if isinstance(value, type)
     }

@@ -9,9 +9,8 @@ from glassformer.models.model import build
 from glassformer.nn.lora import apply_lora
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
-from glassformer.spec.finetune import LoRA
 from glassformer.spec.serialize import override
-from glassformer.spec.train import TrainSpec
+from glassformer.spec.train import LoRA, TrainSpec
 from glassformer.training.fit import fit
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glassformer.lab.runs.curves import read_curves
-from glassformer.web.app.run_reader import CurveReader
+from glassformer.web.app.workspace import CurveReader
 
 
 def line(step: int, loss: float = 1.0) -> str:
@@ -46,7 +46,7 @@ def test_a_long_run_keeps_nobody_else_waiting(run: Path, monkeypatch: pytest.Mon
             assert go_on.wait(30)
         return read_curves(folder, **options)
 
-    monkeypatch.setattr("glassformer.web.app.run_reader.read_curves", slow)
+    monkeypatch.setattr("glassformer.web.app.workspace.read_curves", slow)
     reader = CurveReader()
     waiting = threading.Thread(target=reader.read, args=(run,))
     waiting.start()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from glassformer.web.app import limits
-from glassformer.web.app.guard import HEADERS, Guard, split_host
+from glassformer.web.app.server import HEADERS, Guard, split_host
 from tests.web.conftest import PORT, TOKEN, Client, Opener
 
 JSON = ("content-type", "application/json")

@@ -24,8 +24,7 @@ from glassformer.lens.show.mpl import figure_bytes
 from glassformer.lens.show.report_page import POLICY
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import verify_folder
-from glassformer.web.report.document import report_html
-from glassformer.web.report.inside import spread
+from glassformer.web.report.document import report_html, spread
 from glassformer.web.report.run import panels_svg, ticks
 from tests.browser.hostile import HOSTILE
 from tests.training.samples import RUNS

@@ -15,7 +15,8 @@ from glassformer.lab.runs import table
 from glassformer.lab.runs.curves import read_curves
 from glassformer.store.rundir import RunDirectory
 from glassformer.web.app import limits
-from glassformer.web.app.run_reader import CurveReader, band, cursor_of
+from glassformer.web.app.workspace import CurveReader, cursor_of
+from glassformer.web.pages.runs import band
 from tests.web.conftest import Client, Opener
 
 

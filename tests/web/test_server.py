@@ -18,9 +18,8 @@ from uvicorn.server import ServerState
 
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.web.app import limits, server
-from glassformer.web.app.guard import HEADERS, Guard
 from glassformer.web.app.query import Bytes, Query, to_json
-from glassformer.web.app.server import Connection
+from glassformer.web.app.server import HEADERS, Connection, Guard
 from glassformer.web.app.workspace import Workspace
 from tests.web.conftest import PORT, TOKEN, Client
 

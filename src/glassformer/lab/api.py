@@ -1,33 +1,39 @@
 """Training, fine-tuning, the learning-rate finder and evaluation, each as one call.
 
 The commands of the same names call these functions, so that both do the same.
+
+A training shows its progress: a bar where somebody watches, greppable lines on stderr elsewhere.
 """
 
 import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model, load_native
 from glassformer.data.task import Task
+from glassformer.generation.text_stream import visible
 from glassformer.kernels.threads import taking
-from glassformer.lab.bar import is_watched
-from glassformer.lab.finetune.recipe import NAME as FINETUNE
-from glassformer.lab.finetune.recipe import spelled_out
+from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.lab.measure import evaluate as evaluation
 from glassformer.lab.measure.exact_match import decoded_scores
-from glassformer.lab.own_parts import override_parts, own_task_overrides
 from glassformer.lab.recipes import (
+    FINETUNE,
     built_task,
     is_config,
+    override_parts,
+    own_task_overrides,
     planned_run,
     read_config,
+    spelled_out,
     trains_on,
     usual_name,
 )
-from glassformer.lab.runs.artifacts import engine_stepper
+from glassformer.lab.runs.artifacts import Sample, engine_stepper
 from glassformer.lab.runs.assemble import (
     Parts,
     Peers,
@@ -44,19 +50,18 @@ from glassformer.lab.runs.process import (
     threads_of_decoding,
     threads_of_run,
 )
-from glassformer.lab.runs.progress import Narrator
 from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
-from glassformer.lab.runs.run import TrainingRun
+from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved, TrainingRun
 from glassformer.models.model import model_of
 from glassformer.spec.errors import InputError
-from glassformer.spec.finetune import LoRA
 from glassformer.spec.own import OwnTask, allow_own_code
 from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.tasks import Task as TaskSpec
-from glassformer.spec.train import SGD, RunSpec, TrainSpec
+from glassformer.spec.train import SGD, LoRA, RunSpec, TrainSpec
 from glassformer.store.checkpoint import is_quantized
 from glassformer.store.rundir import RunDirectory, RunRef, cache_folder, run_folder
 from glassformer.training.engine import Engine
+from glassformer.training.fit import StepRecord
 from glassformer.training.lr_find import RateRange, find_rate
 from glassformer.training.torch_engine import TorchEngine
 
@@ -345,3 +350,69 @@ def result_of(run: TrainingRun) -> dict[str, Any]:
         "val_accuracy": val.get("accuracy"),
         **({"bits_per_byte": bits} if bits is not None else {}),
     }
+
+
+#: Seconds between lines where there is no bar.
+QUIET_SECONDS = 10.0
+#: The step after which the first line tells how long it will take.
+EARLY = 10
+
+
+class Narrator:
+    """The progress of a training: one live line on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, title: str, *, steps: int, start: int) -> None:
+        self.steps, self.start = steps, start
+        self.bar = Bar(title, total=steps, done=start)
+        self.began = self.told = time.perf_counter()
+        self.tokens = 0
+        self.loss = self.val = float("nan")
+        self.rate = 0.0
+        self.samples: tuple[Sample, ...] = ()
+
+    def __enter__(self) -> Self:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.__exit__(kind, error, trace)
+        for sample in self.samples:
+            self.bar.tell(f"--- {sample.opening.strip()!r} goes on:\n{visible(sample.text)}")
+
+    def see(self, event: Event) -> None:
+        """Record an event, and print it when it is time."""
+        match event:
+            case StepRecord():
+                self.tokens += event.tokens
+                self.loss, self.rate = event.first_loss, event.lr
+                self._tell(event.step, now=False)
+            case Evaluated():
+                self.val = event.evaluation.loss
+                self.samples = event.samples
+                self._tell(event.step, now=True)
+            case Alert():
+                self.bar.tell(f"alert at step {event.step}: {event.kind}: {event.message}")
+            case Saved():
+                pass
+
+    def _tell(self, step: int, *, now: bool) -> None:
+        moment = time.perf_counter()
+        passed = max(1e-9, moment - self.began)
+        left = passed / max(1, step - self.start) * (self.steps - step)
+        speed = self.tokens / passed
+        if self.bar.live:
+            val = "" if self.val != self.val else f"  val {self.val:.4f}"
+            facts = f"{step:,}/{self.steps:,}  loss {self.loss:.4f}{val}  {speed:,.0f} tokens/s"
+            self.bar.show(step, f"{facts}  {clock(left)} left")
+        elif now or step == self.start + EARLY or moment - self.told >= QUIET_SECONDS:
+            self.told = moment
+            val = "" if self.val != self.val else f"val={self.val:.4f} "
+            self.bar.tell(
+                f"step={step}/{self.steps} loss={self.loss:.4f} {val}"
+                f"lr={self.rate:.2e} tokens/s={speed:,.0f} left={left:.0f}s"
+            )

@@ -24,10 +24,9 @@ from glassformer.data.task import Task
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.bar import LIVE_SECONDS, Bar, clock, is_watched
-from glassformer.spec.corpus import OWN_TOKENIZERS, PrepareSpec
 from glassformer.spec.errors import FileError
+from glassformer.spec.tasks import OWN_TOKENIZERS, PrepareSpec, TextTask
 from glassformer.spec.tasks import Task as TaskSpec
-from glassformer.spec.tasks import TextTask
 from glassformer.spec.units import format_bytes
 
 #: Seconds between two lines of progress where there is no bar.

@@ -1,32 +1,53 @@
-"""Complete runs by name: a task, a model that fits it, and a training that is known to work."""
+"""Complete runs by name: a task, a model that fits it, and a training that is known to work.
+
+A run may have parts of the user's own: their task, or overrides that name a part.
+
+    glass train my_task.py:MyTask task.length=9 train.steps=500
+    glass train text task.tokenizer=my_words.py:Words train.optimizer=my_lion.py:Lion
+    glass train reverse model.position=my_grid.py:Grid
+
+A source that is typed is consent to running it (`spec.own`), and its file is hashed into the spec.
+
+`finetune` is the recipe of runs that start from a model that exists. Three epochs unless
+`train.steps` says otherwise; the base's weights are hashed into the spec.
+
+    base=MODEL data=FILE                     all parameters train
+    base=MODEL data=FILE lora=8              LoRA of rank 8 and alpha 16; lora.alpha=32 changes one
+"""
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
+
+import numpy as np
 
 from glassformer.data.build_task import build_task
-from glassformer.data.task import Task
+from glassformer.data.task import HEADS, Task
 from glassformer.lab.corpus import built
-from glassformer.lab.finetune import recipe as finetune
-from glassformer.lab.own_parts import (
-    TRAINING,
-    default_model,
-    override_parts,
-    own_source,
-    plan_own_task,
-)
+from glassformer.lab.finetune import open_base
 from glassformer.lab.runs.assemble import PlannedRun
+from glassformer.models.state import weights_hash
+from glassformer.nn.position import declared_parameters
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.model import ModelSpec
-from glassformer.spec.own import OwnTask, installed_parts, is_source, name_part
-from glassformer.spec.serialize import from_dict, override
+from glassformer.spec.model import AnswerHead, ClassHead, Head, ModelSpec, NextHead, StateHead
+from glassformer.spec.own import (
+    OwnOptimizer,
+    OwnPart,
+    OwnPosition,
+    OwnTask,
+    OwnTokenizer,
+    installed_parts,
+    is_source,
+    name_part,
+)
+from glassformer.spec.serialize import from_dict, override, to_dict
 from glassformer.spec.tasks import NAMED_TASKS, FinetuneTask
 from glassformer.spec.tasks import Task as TaskSpec
-from glassformer.spec.train import AdamW, CosineSchedule, RunSpec, TrainSpec
+from glassformer.spec.train import AdamW, CosineSchedule, LoRA, RunSpec, TrainSpec, Tuning
 
 
 def _modern_model(task: Task) -> ModelSpec:
@@ -127,7 +148,7 @@ def trains_on(name: str, task: TaskSpec) -> bool:
     source = None if name in RECIPES else own_source(name)
     if source is not None:
         return isinstance(task, OwnTask) and task.source == source
-    return type(task) is (FinetuneTask if name == finetune.NAME else type(named_task(name)))
+    return type(task) is (FinetuneTask if name == FINETUNE else type(named_task(name)))
 
 
 def usual_name(what: str) -> str:
@@ -147,8 +168,8 @@ def plan_run(name: str, overrides: Iterable[str] = (), *, cache: Path | None = N
 
     `cache` is a folder where a text keeps its token files.
     """
-    if name == finetune.NAME:
-        return finetune.plan_finetune(overrides)
+    if name == FINETUNE:
+        return plan_finetune(overrides)
     source = None if name in RECIPES else own_source(name)
     if source is not None:
         return plan_own_task(source, overrides)
@@ -192,3 +213,215 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
         kind = path.suffix.removeprefix(".").upper()
         raise InputError(f"the file cannot be read as {kind}: {error}", where=str(path)) from error
     return override_parts(from_dict(RunSpec, data), overrides)
+
+
+T = TypeVar("T")
+
+#: The kind of part that the last word of an override's path stands for.
+KINDS: Mapping[str, type[OwnPart]] = {"optimizer": OwnOptimizer, "tokenizer": OwnTokenizer}
+#: Training of a task that suggests none.
+TRAINING = TrainSpec(
+    steps=1_000,
+    batch_size=64,
+    lr=2e-3,
+    schedule=CosineSchedule(warmup=100),
+    optimizer=AdamW(beta2=0.98),
+)
+
+
+def own_source(what: str) -> str | None:
+    """Return the source of a user's task: as typed, or by the name of an installed part."""
+    return what if is_source(what) else installed_parts().get(what)
+
+
+def plan_own_task(source: str, overrides: Iterable[str]) -> PlannedRun:
+    """Return the run on a user's task; `task.` overrides are options of its class."""
+    given = list(overrides)
+    options = dict(_option(text) for text in given if text.startswith("task."))
+    part = name_part(OwnTask, source, options)
+    task = build_task(part)
+    spec = RunSpec(
+        model=task.model() or default_model(task), task=part, train=task.training() or TRAINING
+    )
+    rest = [text for text in given if not text.startswith("task.")]
+    return PlannedRun(spec=override_parts(spec, rest), task=task)
+
+
+def own_task_overrides(overrides: Iterable[str]) -> list[str]:
+    """Return `task.length=9` as a path of the spec, `task.options.length=9`."""
+    return [
+        text if not text.startswith("task.") else f"task.options.{_plain(text)}"
+        for text in overrides
+    ]
+
+
+def override_parts(spec: T, overrides: Iterable[str]) -> T:
+    """Apply `override`, where a value may name a part: `train.optimizer=my_lion.py:Lion`.
+
+    A position is named last, when the size of the model that it declares its parameters for is
+    known.
+    """
+    given = list(overrides)
+    path = "model.position"
+    source = next((t.partition("=")[2] for t in reversed(given) if t.startswith(f"{path}=")), "")
+    if not is_source(source) or not isinstance(spec, RunSpec):
+        return override(spec, [_named(text) for text in given])
+    rest = [text for text in given if not text.startswith((f"{path}=", f"{path}.options."))]
+    made = override(spec, [_named(text) for text in rest])
+    options = dict(
+        _option(text.removeprefix(f"{path}."))
+        for text in given
+        if text.startswith(f"{path}.options.")
+    )
+    own = name_part(OwnPosition, source, options)
+    model = made.model
+    own = replace(
+        own,
+        parameters=declared_parameters(own, max_seq_len=model.max_seq_len, d_model=model.d_model),
+    )
+    return replace(made, model=replace(model, position=own))
+
+
+def default_model(task: Task) -> ModelSpec:
+    """Return a small model with a task's heads, an encoder-decoder if batches have a source."""
+    vocab_size, length = task.tokenizer.vocab_size, task.longest()
+    first = task.batch("train", np.arange(1))
+    if first.source is not None:
+        return presets.seq2seq(
+            vocab_size=vocab_size,
+            d_model=64,
+            n_heads=4,
+            d_ff=256,
+            n_layers=2,
+            max_seq_len=length,
+            dropout=0.0,
+        )
+    model = presets.modern_lm(
+        vocab_size=vocab_size,
+        d_model=64,
+        d_ff=192,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        max_seq_len=length,
+    )
+    return replace(
+        model, heads=tuple(_head(name, task.heads[name]) for name in HEADS if name in task.heads)
+    )
+
+
+def _head(name: str, size: int) -> Head:
+    match name:
+        case "next":
+            return NextHead()
+        case "class":
+            return ClassHead(num_classes=size)
+        case "state":
+            return StateHead(num_states=size)
+        case _:
+            return AnswerHead()
+
+
+def _named(text: str) -> str:
+    """Return an override whose value names a part, with the part's spec as the value."""
+    path, _, value = text.partition("=")
+    kind = KINDS.get(path.rpartition(".")[2])
+    if kind is None or not is_source(value):
+        return text
+    # A tokenizer is a word or this one spec, so the spec needs no kind.
+    named = {} if kind is OwnTokenizer else {"kind": kind.__name__}
+    return f"{path}={json.dumps({**named, **to_dict(name_part(kind, value))})}"
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = _plain(text).partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _plain(text: str) -> str:
+    return text.removeprefix("task.").removeprefix("options.")
+
+
+FINETUNE = "finetune"
+EPOCHS = 3
+#: Usual rates: a correction that starts at zero takes larger steps than weights that are good.
+RATE, RATE_OF_LORA = 2e-5, 2e-4
+LENGTH = 512
+#: Short for the paths of the spec.
+SHORT = {"base": "tuning.base", "data": "task.path", "lora": "tuning.lora"}
+
+
+def spelled_out(overrides: Iterable[str]) -> list[str]:
+    """Return `base=`, `data=` and `lora...=` as paths of the spec; the rest unchanged."""
+    made = []
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        first, dot, rest = path.partition(".")
+        if path == "lora" and value.isdigit():
+            made += [f"tuning.lora.rank={value}", f"tuning.lora.alpha={2 * int(value)}"]
+            continue
+        made.append(f"{SHORT.get(first, first)}{dot}{rest}{equals}{value}")
+    return made
+
+
+def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
+    """Return the run that these overrides describe; `base` and `data` must be among them."""
+    given = spelled_out(overrides)
+    path, data = _last(given, "tuning.base"), _last(given, "task.path")
+    if not path or not data:
+        raise InputError(
+            f"fine-tuning needs {'a base' if not path else 'data'}",
+            hint="glass train finetune base=MODEL data=FILE [lora=8]",
+        )
+    fixed = [text for text in given if text.startswith(("model.", "tuning.sha256"))]
+    if fixed:
+        raise InputError(
+            f"a fine-tuned model keeps its base's spec, and {fixed[0]} changes it",
+            hint="leave it out",
+        )
+    base = open_base(path)
+    low_rank = any(text.startswith("tuning.lora.") for text in given)
+    spec = RunSpec(
+        model=base.model.spec,
+        task=FinetuneTask(path=data, length=min(LENGTH, base.model.spec.max_seq_len)),
+        train=TrainSpec(
+            batch_size=8,
+            lr=RATE_OF_LORA if low_rank else RATE,
+            schedule=CosineSchedule(warmup=10),
+        ),
+        tuning=Tuning(
+            base=path, sha256=weights_hash(base.model), lora=LoRA() if low_rank else None
+        ),
+    )
+    named = ("tuning.base=", "task.path=")
+    spec = override(spec, [text for text in given if not text.startswith(named)])
+    assert isinstance(spec.task, FinetuneTask)
+    if _last(given, "train.steps"):
+        return PlannedRun(spec=spec, base=base)
+    task = base.task(spec.task)
+    steps = _with_steps(spec, task.sizes()["train"], given)
+    return PlannedRun(spec=steps, task=task, base=base)
+
+
+def _last(given: list[str], path: str) -> str:
+    """Return the value that is given last for a path."""
+    return next(
+        (text.partition("=")[2] for text in reversed(given) if text.startswith(f"{path}=")), ""
+    )
+
+
+def _with_steps(spec: RunSpec, rows: int, given: list[str]) -> RunSpec:
+    """Train for three epochs, with an evaluation and a checkpoint after each."""
+    epoch = max(1, -(-rows // (spec.train.batch_size * spec.train.accumulate)))
+    wanted = {"steps": EPOCHS * epoch, "evaluate_every": epoch, "checkpoint_every": epoch}
+    return override(
+        spec,
+        [
+            f"train.{name}={value}"
+            for name, value in wanted.items()
+            if not _last(given, f"train.{name}")
+        ],
+    )

@@ -15,7 +15,6 @@ from glassformer.lab.runs.table import RunTable
 from glassformer.lab.runs.table import runs as list_runs
 from glassformer.lens.show.outline import norm_name
 from glassformer.spec.errors import FileError, InputError, nearest
-from glassformer.spec.finetune import lora_manifest
 from glassformer.spec.manifest import count_active_parameters, count_parameters
 from glassformer.spec.model import (
     MLP,
@@ -35,7 +34,7 @@ from glassformer.spec.own import OwnPosition, installed_parts, is_source
 from glassformer.spec.presets import PRESET_SUMMARIES, PRESETS, preset
 from glassformer.spec.serialize import from_json, override, to_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
-from glassformer.spec.train import RunSpec
+from glassformer.spec.train import RunSpec, lora_manifest
 from glassformer.store.rundir import RunRef
 
 #: Suites that `glass evaluate --suite NAME` knows, in a line each.

@@ -29,7 +29,14 @@ from glassformer.lens.capture import (
 from glassformer.lens.heads import HeadName, Kind, checked_heads, kinds_of
 from glassformer.lens.measure.ablation import Ranking, loss_change, rank_heads
 from glassformer.lens.measure.attention import Attentions, read_attention
-from glassformer.lens.measure.contributions import ExpertChoices, Norms, read_experts, read_norms
+from glassformer.lens.measure.contributions import (
+    ExpertChoices,
+    Norms,
+    TokenPath,
+    read_experts,
+    read_norms,
+    read_token_path,
+)
 from glassformer.lens.measure.predictions import (
     NONE,
     LogitLens,
@@ -45,7 +52,6 @@ from glassformer.lens.measure.predictions import (
     readout_position,
     top_predictions,
 )
-from glassformer.lens.measure.token_path import TokenPath, read_token_path
 from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import Names, checked_words, naming, shown

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from glassformer.nn.init import initialise
 from glassformer.nn.linear import Linear
 from glassformer.spec.errors import InputError
-from glassformer.spec.finetune import LoRA, lora_manifest, lora_targets
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.train import LoRA, lora_manifest, lora_targets
 
 # R rank
 

@@ -31,9 +31,8 @@ from glassformer.models.model import Model
 from glassformer.models.state import array_of, tensor_of
 from glassformer.nn.block import TransformerBlock
 from glassformer.spec.errors import InputError, MachineError
-from glassformer.spec.finetune import LoRA
 from glassformer.spec.model import ModelSpec, MoE
-from glassformer.spec.train import TrainSpec
+from glassformer.spec.train import LoRA, TrainSpec
 from glassformer.store.tensors import Deferred, explain_difference
 from glassformer.training.engine import (
     Array,

@@ -19,11 +19,10 @@ from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.norm import as_float
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
-from glassformer.spec.finetune import LoRA, lora_manifest
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer, open_part, running
-from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
+from glassformer.spec.train import SGD, AdamW, LoRA, Muon, TrainSpec, lora_manifest
 from glassformer.training.engine import (
     GPU_LOGITS,
     LOGITS,

@@ -19,10 +19,10 @@ from glassformer.models.model import Model
 from glassformer.models.state import dtype_of, load_weights, weights_hash, weights_of
 from glassformer.nn.lora import apply_lora, merge
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.finetune import LoRA, Tuning, lora_manifest, lora_targets
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.serialize import from_json
+from glassformer.spec.train import LoRA, Tuning, lora_manifest, lora_targets
 from glassformer.store.checkpoint import verify_folder
 from glassformer.store.tensors import explain_difference, is_finite, read_tensors, tensor_bytes
 

@@ -10,8 +10,8 @@ import typer
 
 from glassformer.cli.shell.options import AsJson, Runs, takes
 from glassformer.cli.shell.output import end
-from glassformer.spec.corpus import OWN_TOKENIZERS, PrepareSpec
 from glassformer.spec.errors import InputError
+from glassformer.spec.tasks import OWN_TOKENIZERS, PrepareSpec
 
 if TYPE_CHECKING:
     from glassformer.lab.corpus import PreparedCorpus

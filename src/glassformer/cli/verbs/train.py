@@ -194,7 +194,7 @@ def run_training(
     as_json: bool,
 ) -> int:
     """Train, handle signals, print the result, and return the exit code."""
-    from glassformer.lab.finetune.recipe import NAME as FINETUNE
+    from glassformer.lab.recipes import FINETUNE
     from glassformer.lab.runs.assemble import Peers
 
     device = check_device(device)

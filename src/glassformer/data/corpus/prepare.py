@@ -45,9 +45,9 @@ from glassformer.data.tasks.text import learning_lines
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Tokenizer
-from glassformer.spec.corpus import OWN_TOKENIZERS, PrepareSpec
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.serialize import to_dict
+from glassformer.spec.tasks import OWN_TOKENIZERS, PrepareSpec
 from glassformer.spec.units import format_bytes
 
 JOURNAL = "preparing.jsonl"

@@ -38,11 +38,10 @@ from glassformer.data.tasks.text import SHORT_TRAINING, small_model
 from glassformer.data.tokenizers.own import Own
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.checks import at_least
-from glassformer.spec.corpus import SMALLEST_VOCABULARY, PrepareSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnTokenizer
-from glassformer.spec.tasks import TextTask
+from glassformer.spec.tasks import SMALLEST_VOCABULARY, PrepareSpec, TextTask
 from glassformer.spec.train import TrainSpec
 
 # B batch, T length

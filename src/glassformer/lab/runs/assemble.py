@@ -18,17 +18,16 @@ from glassformer.data.task import Task
 from glassformer.data.tokenizers.own import same_tokens
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.corpus import built
-from glassformer.lab.finetune.base import Base, open_base
+from glassformer.lab.finetune import Base, open_base
 from glassformer.models.model import build
 from glassformer.models.state import weights_of
 from glassformer.nn.lora import apply_lora
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.finetune import Tuning, lora_manifest
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.serialize import from_json, to_json
 from glassformer.spec.tasks import FinetuneTask
-from glassformer.spec.train import RunSpec
+from glassformer.spec.train import RunSpec, Tuning, lora_manifest
 from glassformer.store.checkpoint import (
     SPEC,
     Contents,

@@ -18,9 +18,7 @@ from glassformer.budget.question import Budget
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.task import Task
 from glassformer.lab.corpus import built
-from glassformer.lab.finetune.recipe import NAME as FINETUNE
-from glassformer.lab.own_parts import override_parts
-from glassformer.lab.recipes import is_config, planned_run
+from glassformer.lab.recipes import FINETUNE, is_config, override_parts, planned_run
 from glassformer.lab.runs.assemble import PlannedRun, check_fit
 from glassformer.spec.errors import GlassError, InputError, nearest
 from glassformer.spec.manifest import count_parameters

@@ -5,14 +5,16 @@ Live curves are polled: the page sends the cursors it has, and receives the runs
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
+
+import numpy as np
 
 from glassformer.lab.runs import table
 from glassformer.lab.runs.curves import AXES, Series, Spent, read_curves
 from glassformer.spec.errors import InputError, nearest
-from glassformer.web.app import limits, run_reader
+from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route
 from glassformer.web.app.workspace import Workspace, kind_of
 
@@ -155,7 +157,7 @@ def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
         line = {"run": run, "cursor": cursor, "checkpoints": directory.steps()}
         line["alerts"] = _marks(read.alerts)
         if wanted in read.series:
-            line |= run_reader.drawn(read.series[wanted], axis=axis, most=most, span=span)
+            line |= drawn(read.series[wanted], axis=axis, most=most, span=span)
         lines.append(line)
     if names and wanted not in names:
         raise InputError(f"no run here has a curve '{wanted}'", hint=nearest(wanted, names))
@@ -164,9 +166,9 @@ def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
         for members in table.same_but_seed(_settings(picked, workspace)):
             held = [by_run[run] for run in members if run in by_run and len(by_run[run])]
             if len(held) > 1:
-                drawn = run_reader.band(held, axis=axis, most=most, span=span)
+                mean = band(held, axis=axis, most=most, span=span)
                 named = [run for run in members if run in by_run]
-                bands.append({"name": group_name(named), "runs": named, **drawn})
+                bands.append({"name": group_name(named), "runs": named, **mean})
     return {"names": list(names), "curves": lines, "unchanged": unchanged, "bands": bands}
 
 
@@ -197,3 +199,37 @@ ROUTES: tuple[Route, ...] = (
     ("GET", "/api/settings", settings),
     ("GET", "/api/curves", curves),
 )
+
+
+def drawn(series: Series, *, axis: str, most: int, span: float) -> dict[str, Any]:
+    """Return points for the screen: the raw ones, and the smoothed line if requested."""
+    thin = series.thinned(most)
+    points: dict[str, Any] = {
+        "x": thin.x(axis).tolist(),
+        "y": thin.value.tolist(),
+        "step": thin.step.tolist(),
+    }
+    if span > 1:
+        smooth = series.smoothed(span).thinned(most)
+        points["smooth"] = {"x": smooth.x(axis).tolist(), "y": smooth.value.tolist()}
+    return points
+
+
+def band(members: Iterable[Series], *, axis: str, most: int, span: float) -> dict[str, Any]:
+    """Return mean, lowest and highest over runs, at the steps that all of them have."""
+    smoothed = [one.smoothed(span) if span > 1 else one for one in members]
+    common = smoothed[0].step
+    for one in smoothed[1:]:
+        common = np.intersect1d(common, one.step)
+    values = np.stack([one.value[np.isin(one.step, common)] for one in smoothed])
+    xs = np.stack([one.x(axis)[np.isin(one.step, common)] for one in smoothed]).mean(axis=0)
+    kept: Any = slice(None)
+    if len(common) > most:
+        kept = np.unique(np.linspace(0, len(common) - 1, most).round().astype(np.int64))
+    return {
+        "x": xs[kept].tolist(),
+        "step": common[kept].tolist(),
+        "mean": values.mean(axis=0)[kept].tolist(),
+        "low": values.min(axis=0)[kept].tolist(),
+        "high": values.max(axis=0)[kept].tolist(),
+    }

@@ -1,22 +1,231 @@
-"""The one-file report of a run: the entry, which joins the sections.
+"""The one-file report of a run: its sections, those about the inside of the model among them.
 
 Each section is made by itself; what a run does not have, or what cannot be computed for it, is
 replaced by a line that says so. Every number comes from the objects that the other commands use.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from glassformer.adapters.text_inputs import Words
 from glassformer.checks.catalogue import Finding
 from glassformer.checks.report import Report, verify
+from glassformer.data.batch import Batch
+from glassformer.lab.runs.artifacts import probe_files
+from glassformer.lens.heads import HeadName
+from glassformer.lens.inspection import Inspection, inspect
+from glassformer.lens.measure.probes import read_probes
+from glassformer.lens.measure.roles import ROLES, head_roles
+from glassformer.lens.measure.snapshot import truncate
+from glassformer.lens.show import svg
+from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.html import escape_line
-from glassformer.lens.show.report_page import Cell, Section, Text, missing, page, say, table
+from glassformer.lens.show.report_page import (
+    Cell,
+    Section,
+    Shaded,
+    Text,
+    beside,
+    folded,
+    missing,
+    page,
+    say,
+    table,
+)
+from glassformer.lens.show.text import shown
 from glassformer.spec.errors import GlassError
 from glassformer.store.rundir import RunRef
-from glassformer.web.report import errors, inside
+from glassformer.web.report import errors
 from glassformer.web.report import run as report_run
 from glassformer.web.report.run import Subject
+
+#: Tokens of the inspected example; the most small maps, steps and large maps.
+TOKENS, THUMBNAILS, STEPS, LARGE = 128, 600, 6, 32
+SIDE = 184  # pixels of a large map: four fit in a row
+#: Columns of the lens, heads of the ranking, rows that roles are scored on.
+COLUMNS, RANKED, SCORED = 24, 12, 64
+
+
+def final_inspection(run: Subject) -> Inspection:
+    """Inspect the probes' example with the checkpoint, once for all sections."""
+    if "inspection" not in run.memory:
+        run.memory["inspection"] = _inspect(run)
+    inspection: Inspection = run.memory["inspection"]
+    return inspection
+
+
+def _inspect(run: Subject) -> Inspection:
+    """Inspect the probes' first example; without probes, the first validation example."""
+    files = probe_files(run.directory)
+    row = read_probes(list(files.values())[-1]).examples[0] if files else 0
+    batch = _one(run, row)
+    words = Words(run.task.tokenizer)
+    source = None if batch.source is None else [words(i) for i in batch.source.tokens[0].tolist()]
+    return inspect(run.adapter, batch, names=words, source_words=source)
+
+
+def _one(run: Subject, row: int) -> Batch:
+    return truncate(run.task.batch("val", np.array([row], dtype=np.int64)), TOKENS)
+
+
+def attention(run: Subject) -> Iterator[str]:
+    """Every head at some steps, small; every head of the checkpoint, with words."""
+    seen = final_inspection(run)
+    yield say(f"One validation example: {_words(seen)}")
+    heads = list(_all_heads(seen))
+    masked = any(not bool(each.allowed.all()) for each in heads)
+    yield say(
+        "A row is a token that attends, a column one that it attends to; the stronger the colour, "
+        f"the more of its attention.{' Hatched cells are masked.' if masked else ''}",
+        kind="note",
+    )
+    yield svg.colour_key("attention weight")
+    ranked = seen.ranking().heads if len(heads) > LARGE else ()
+    kept = [each for each in heads if not ranked or each.head in ranked[:LARGE]]
+    left_out = f"; the {LARGE} of {len(heads)} whose ablation changes most" if ranked else ""
+    figures = [(each.head, each.svg(side=SIDE)) for each in kept if each.head is not None]
+    maps = _by_layer(figures, kind="large")
+    yield f"<h3>Step {run.step}, with words{escape_line(left_out)}</h3>"
+    yield maps if len(seen.words) <= 40 else folded(f"{len(kept)} maps", maps)
+    yield from _steps(run, seen)
+
+
+def _all_heads(seen: Inspection) -> Iterator[AttentionMap]:
+    for kind in seen.kinds:
+        yield from seen.attention.of(kind).heads()
+
+
+def _steps(run: Subject, seen: Inspection) -> Iterator[str]:
+    """Yield radio buttons that choose a step, by style alone; all steps are printed on paper."""
+    files = probe_files(run.directory)
+    if not files:
+        yield missing("This run has no probes, so only its checkpoint can be shown.")
+        return
+    chosen = spread(files, most=max(1, min(STEPS, THUMBNAILS // len(list(_all_heads(seen))))))
+    panels: dict[str, str] = {}
+    for step, file in chosen.items():
+        probes = read_probes(file)
+        loss = "" if probes.loss is None else f", loss of the probes {probes.loss:.4f}"
+        figures = [(name, probes.map(0, name).thumbnail()) for name in probes.heads()]
+        note = say(f"step {step}{loss}", kind="note")
+        panels[f"{step}"] = note + _by_layer(figures, kind="grid")
+    names = list(panels)
+    inputs = "".join(
+        f'<label><input type="radio" name="at" id="at-{name}"'
+        f"{' checked' if name == names[-1] else ''}>{int(name):,}</label>"
+        for name in names
+    )
+    rules = "".join(
+        f".steps:has(#at-{name}:checked) .at:not(.at-{name}){{display:none}}" for name in names
+    )
+    bodies = "".join(f'<div class="at at-{name}">{body}</div>' for name, body in panels.items())
+    yield f"<style>@media screen{{{rules}}}</style>"
+    yield (
+        f'<div class="steps"><h3>While it trained</h3><fieldset><legend>Step</legend>{inputs}'
+        f"</fieldset>{bodies}</div>"
+    )
+
+
+def _by_layer(figures: Sequence[tuple[HeadName, str]], *, kind: str) -> str:
+    """Return pictures of heads, one line per layer of each kind."""
+    lines: dict[tuple[str, int], list[str]] = {}
+    for name, image in figures:
+        figure = f"<figure>{image}<figcaption>{name}</figcaption></figure>"
+        lines.setdefault((name.kind, name.layer), []).append(figure)
+    rows = "".join(f'<div class="{kind}">{"".join(line)}</div>' for line in lines.values())
+    return f'<div class="layers">{rows}</div>'
+
+
+def spread(files: Mapping[int, Path], *, most: int) -> dict[int, Path]:
+    """Return the first and the last file, and others spread evenly on a logarithmic scale."""
+    steps = list(files)
+    if len(steps) <= most:
+        return dict(files)
+    chosen = np.geomspace(1, len(steps), most).round().astype(int) - 1
+    return {steps[i]: files[steps[i]] for i in sorted({*chosen.tolist(), len(steps) - 1})}
+
+
+def lens(run: Subject) -> Iterator[str]:
+    """Show what the model would predict after each sublayer, and its KL from the end."""
+    seen = final_inspection(run)
+    readout = seen.lens.position(None)
+    first = max(0, len(seen.words) - COLUMNS)
+    heading = [f"{t} {shown(word, most=12)}" for t, word in enumerate(seen.words)][first:]
+    lines: list[list[Cell]] = []
+    for number, name in reversed(list(enumerate(seen.lens.row_names))):
+        cells = [seen.lens.top(t, 1, row=name)[0] for t in range(first, len(seen.words))]
+        shaded = [Shaded(f"{shown(word, most=12)} {p:.0%}", p) for word, p in cells]
+        lines.append([name, *shaded, f"{float(seen.lens.kl[number, readout]):.4f}"])
+    cut_off = f", the last {COLUMNS} positions" if first else ""
+    yield say(f"The same example: {_words(seen)}")
+    caption = f"likeliest token after each sublayer, from the bottom up{cut_off}; KL at {readout}"
+    yield table(["", *heading, "KL to the end, nats"], lines, caption=caption)
+    answer: list[list[Cell]] = [[shown(word), f"{p:.2%}"] for _, word, p in seen.next(None, 5)]
+    next_table = table(
+        ["token", "probability"], answer, caption=f"predictions at position {readout}"
+    )
+    ranking = seen.ranking()
+    rows: list[list[Cell]] = [
+        [
+            row["head"],
+            "" if row["loss_change"] is None else f"{row['loss_change']:+.4f}",
+            f"{row['kl']:.4f}",
+        ]
+        for row in ranking.rows()[:RANKED]
+    ]
+    more = f", the first {RANKED} of {len(ranking.heads)}" if len(ranking.heads) > RANKED else ""
+    caption = f"what ablating one head changes, largest first{more}"
+    ranked = table(["head", "loss, nats", "KL, nats"], rows, caption=caption)
+    yield beside([next_table, ranked])
+
+
+def roles(run: Subject) -> Iterator[str]:
+    """Score each head against simple roles."""
+    final_inspection(run)  # refuses a model without taps
+    rows = np.arange(min(SCORED, run.task.sizes()["val"]), dtype=np.int64)
+    batch = truncate(run.task.batch("val", rows), TOKENS)
+    groups = run.task.groups("val", rows)
+    scores = head_roles(
+        run.adapter,
+        batch,
+        groups=groups.get("operation"),
+        at="last" if "answer" in batch.targets else "every",
+    )
+    lines: list[list[Cell]] = []
+    rows_of = scores.rows()
+    scored = [name for name in ROLES if any(row[name] == row[name] for row in rows_of)]
+    for row in rows_of:
+        cells = [_score(row[name], row[f"{name} chance"]) for name in scored]
+        lines.append([row["head"], Text(row["role"]), *cells])
+    needed = f"a role needs a lift of {scores.threshold}"
+    caption = f"score (chance) of each role, on {scores.source}; {needed}"
+    yield table(["head", "role", *scored], lines, caption=caption)
+    if "operation" not in scored:
+        yield missing(f"The task {run.task.name} has no operations, so that role is not scored.")
+    yield say(
+        "A role says what a head attends to, not what the prediction depends on.", kind="note"
+    )
+
+
+def _score(score: float, chance: float) -> Shaded | None:
+    if score != score:
+        return None
+    return Shaded(f"{score:.2f} ({chance:.2f})", max(0.0, (score - chance) / max(1e-9, 1 - chance)))
+
+
+def _words(seen: Inspection) -> str:
+    words = " ".join(shown(word) for word in seen.words[:40])
+    more = " …" if len(seen.words) > 40 else ""
+    source = ""
+    if seen.source_words is not None:
+        source = f"{' '.join(shown(word) for word in seen.source_words[:40])} -> "
+    target = seen.target(None)
+    expected = "" if target is None else f" (target: {shown(target[1])})"
+    return f"{source}{words}{more}{expected}"
+
 
 Writer = Callable[[Subject], Iterator[str]]
 
@@ -27,9 +236,9 @@ SECTIONS: tuple[tuple[str, str, Writer], ...] = (
     ("machine", "The machine it computes", errors.machine),
     ("examples", "Right and wrong", errors.examples),
     ("written", "What it writes", report_run.written),
-    ("attention", "Attention", inside.attention),
-    ("lens", "Logit lens", inside.lens),
-    ("roles", "Head roles", inside.roles),
+    ("attention", "Attention", attention),
+    ("lens", "Logit lens", lens),
+    ("roles", "Head roles", roles),
     ("files", "Sizes and hashes", report_run.files),
 )
 

@@ -1,1 +1,0 @@
-"""Fine-tuning: the base model, its data, the recipe."""
