@@ -22,6 +22,7 @@ def main() -> None:
         "audit_reproductions",
         "clock",
         "doctor_parts",
+        "families",
         "foreign_models",
         "museum_models",
         "peers",

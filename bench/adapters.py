@@ -1,4 +1,4 @@
-"""Opening a Hugging Face folder: seconds and peak memory, beside transformers' own loader.
+"""Every family beside transformers (`families.py`), and opening a folder: seconds, peak memory.
 
 The folder has the shape of Qwen2.5-0.5B and random weights, made here. Every reading is a process
 of its own that imports its library first; the peak is what the kernel saw beyond that. transformers
@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch
 
+from bench import families
 from glassformer.adapters.config import Config
-from glassformer.adapters.families.qwen import QWEN2, QwenAdapter
+from glassformer.adapters.families.qwen import QWEN2
 from glassformer.adapters.folder.export_hf import export_hf
+from glassformer.adapters.registry import QwenAdapter
 from glassformer.models.model import build
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
@@ -91,7 +93,8 @@ def reading(folder: Path, library: str) -> dict[str, float]:
 
 
 def run() -> Iterator[dict[str, object]]:
-    """Rows of CPU seconds on one thread and of peak memory, libraries in turn."""
+    """Rows of parity, of CPU seconds on one thread and of peak memory, libraries in turn."""
+    yield from families.run()
     with tempfile.TemporaryDirectory() as place:
         folder, size = make_folder(Path(place))
         found: dict[str, list[dict[str, float]]] = {"glassformer": [], "transformers": []}

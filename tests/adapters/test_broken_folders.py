@@ -267,17 +267,23 @@ BROKEN = {
         "'layer_types' is",
     ),
     "unknown family": ("llama", 0, lambda f: change(f, model_type="mamba"), "no adapter reads"),
-    "mixture of experts": (
+    "another family's name": (
         "llama",
         0,
         lambda f: change(f, model_type="qwen3_moe"),
-        "mixture of experts",
+        "config.json names the architecture",
+    ),
+    "latent attention": (
+        "llama",
+        0,
+        lambda f: change(f, model_type="deepseek_v3", kv_lora_rank=512, n_routed_experts=8),
+        "'kv_lora_rank' means latent attention",
     ),
     "hybrid": (
         "llama",
         0,
         lambda f: change(f, model_type="qwen3_next", full_attention_interval=4),
-        "a hybrid",
+        "'full_attention_interval' means linear attention",
     ),
 }
 
@@ -298,12 +304,13 @@ def test_a_broken_folder_is_a_named_error(name, tmp_path):
 
 def test_unsupported_families_are_told_what_is_read(tmp_path):
     folder = folder_of("llama", tmp_path)
-    change(folder, model_type="mixtral", num_local_experts=8)
+    change(folder, model_type="grok", num_local_experts=8)
     with pytest.raises(FileError) as caught:
         load(folder)
     assert "mixture of experts" in caught.value.what
     for name in ("qwen2", "qwen3", "llama", "mistral", "gpt2"):
         assert name in caught.value.hint
+    assert "docs/adding-an-architecture.md" in caught.value.hint
 
 
 def test_a_pickle_beside_the_weights_is_never_opened(tmp_path):

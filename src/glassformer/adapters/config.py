@@ -129,6 +129,12 @@ class Config:
             )
         return cls(data, where=type(module).__name__)
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Config":
+        """Return a config with these values for keys that are missing; null is not missing."""
+        full = Config({**defaults, **self.data}, where=self.where, file=self.file)
+        full._read = self._read
+        return full
+
     def whole(self, *keys: str, default: Any = _NOTHING, most: int = 2**31) -> int:
         """Return a whole number above 0, with a limit so that no huge model is tried."""
         value = self.any(*keys, default=default)
@@ -201,7 +207,8 @@ class Config:
             raise FileError(
                 f"{self.file} sets what is not handled here: {shown[:300]}",
                 where=self.where,
-                hint="these could change the computation, so the model is not read without them",
+                hint="these could change the computation, so the model is not read without them; "
+                "docs/adding-an-architecture.md tells how a key is added",
             )
 
 

@@ -12,8 +12,10 @@ from itertools import groupby
 from typing import Any
 
 from glassformer.adapters.config import Config
+from glassformer.adapters.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from glassformer.adapters.families.gpt2 import GPT2
-from glassformer.adapters.families.llama import LLAMA, MISTRAL
+from glassformer.adapters.families.layernorm import BIGCODE, STARCODER2
+from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
 from glassformer.adapters.families.qwen import QWEN2, QWEN3
 from glassformer.adapters.table import Family
 from glassformer.spec.checks import check_tree
@@ -24,7 +26,14 @@ from glassformer.spec.serialize import to_dict
 
 #: The families that are written, in the order of choice where several fit: the one that most
 #: programs read comes first.
-BUILT_IN = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GPT2)}
+BUILT_IN = {
+    family.model_type: family
+    for family in (
+        *(LLAMA, QWEN2, QWEN3, MISTRAL, GPT2),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+        *(MINISTRAL, SEED_OSS, ERNIE, STARCODER2, BIGCODE),
+    )
+}
 SHOWN = 6
 
 
@@ -64,7 +73,7 @@ def misfits(spec: ModelSpec, family: Family) -> list[str]:
     try:
         again = family.spec_of(Config(family.config_of(spec)))
     except GlassError as error:
-        return [error.what]
+        return [f"config.json: {error.what.removeprefix('config.json: ')}"]
     return differences(spec, again)
 
 

@@ -28,7 +28,7 @@ from glassformer.adapters.gguf.header import SUFFIX, is_gguf
 from glassformer.adapters.gguf.load import open_gguf, read_gguf_spec
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import adapter_for, adapter_named
-from glassformer.adapters.table import identity_plan, make_plan
+from glassformer.adapters.table import identity_plan
 from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_transformers
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
@@ -289,7 +289,7 @@ def open_huggingface(folder: Path, how: Opening) -> NativeAdapter:
     spec = how.settings.adjusted(family.spec_of(config))
     quantization = config.data.pop("quantization_config", None)
     weights = folder_weights(folder, quantization=quantization)
-    plan = make_plan(family.table, spec)
+    plan = family.plan(spec)
     model, report = filled(spec, plan, weights, dtype=how.dtype, device=how.device)
     kept = read_origin(folder, weights.files)
     if quantization:  # what is held and written from here on is plain

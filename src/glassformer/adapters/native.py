@@ -32,7 +32,7 @@ from glassformer.adapters.folder.weights import (
     folder_weights,
     refill,
 )
-from glassformer.adapters.table import Family, identity_plan, make_plan
+from glassformer.adapters.table import Family, identity_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
@@ -167,7 +167,7 @@ class NativeAdapter(BaseAdapter):
     def _taken_over(cls, module: nn.Module, read: Config) -> tuple[Model, ConversionReport]:
         family = cls.family_of(read)
         spec = family.spec_of(read)
-        return filled(spec, make_plan(family.table, spec), ModuleWeights(module, read.where))
+        return filled(spec, family.plan(spec, live=True), ModuleWeights(module, read.where))
 
     @classmethod
     def family_of(cls, config: Config) -> Family:
@@ -287,7 +287,7 @@ class NativeAdapter(BaseAdapter):
             family = self.family_of(read)
             found = family.spec_of(read)
             weights = folder_weights(folder, quantization=read.data.get("quantization_config"))
-            plan = make_plan(family.table, found)
+            plan = family.plan(found)
         if _inference(found) != _inference(self.spec):
             raise InputError(
                 "the checkpoint is of another architecture",

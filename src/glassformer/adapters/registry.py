@@ -7,8 +7,10 @@ are exported to its families.
 from typing import TypeVar
 
 from glassformer.adapters.config import Config
+from glassformer.adapters.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from glassformer.adapters.families.gpt2 import GPT2
-from glassformer.adapters.families.llama import LLAMA, MISTRAL
+from glassformer.adapters.families.layernorm import BIGCODE, STARCODER2
+from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
 from glassformer.adapters.families.qwen import QWEN1, QWEN2, QWEN3
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.adapters.table import Family
@@ -18,23 +20,43 @@ ADAPTERS: dict[str, type[NativeAdapter]] = {}
 
 Adapter = TypeVar("Adapter", bound=type[NativeAdapter])
 
-#: Keys of layers that a `ModelSpec` cannot express, in a config of any name.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-HYBRID = ("linear_num_value_heads", "full_attention_interval", "mamba_d_state", "ssm_cfg")
+#: The page that tells how a family is added.
+PAGE = "docs/adding-an-architecture.md"
+
+#: What a `ModelSpec` cannot express, by a key that only such a config has (set, and not 0 or null).
+MISSING = {
+    "kv_lora_rank": "latent attention (keys and values compressed to one vector, MLA)",
+    "linear_num_value_heads": "linear attention with a recurrent state",
+    "full_attention_interval": "linear attention with a recurrent state",
+    "mamba_d_state": "state-space layers (Mamba)",
+    "ssm_cfg": "state-space layers (Mamba)",
+    "ssm_state_size": "state-space layers (Mamba)",
+    "state_size": "state-space layers (Mamba)",
+    "conv_L_cache": "short convolutions between attention layers",
+    "lru_width": "recurrent layers (RG-LRU)",
+    "head_size_divisor": "recurrent layers (RWKV)",
+    "vision_config": "an encoder of images",
+    "audio_config": "an encoder of sound",
+    "n_group": "a router that limits experts by groups",
+    "num_experts": "a mixture of experts under other names",
+    "num_local_experts": "a mixture of experts under other names",
+    "n_routed_experts": "a mixture of experts under other names",
+    "moe_intermediate_size": "a mixture of experts under other names",
+}
 
 
 class QwenAdapter(NativeAdapter):
-    """Qwen2, Qwen2.5, Qwen3 and Qwen-1, all dense."""
+    """Qwen2, Qwen2.5, Qwen3 and Qwen-1, dense and with experts."""
 
     architecture_type = "qwen"
-    families = (QWEN2, QWEN3, QWEN1)
+    families = (QWEN2, QWEN3, QWEN1, QWEN2_MOE, QWEN3_MOE)
 
 
 class LlamaAdapter(NativeAdapter):
-    """Llama 2 and 3, Mistral, and models that share their config."""
+    """Llama 2 and 3, Mistral, Mixtral, and models that share their config."""
 
     architecture_type = "llama"
-    families = (LLAMA, MISTRAL)
+    families = (LLAMA, MISTRAL, MIXTRAL, MINISTRAL, SEED_OSS, ERNIE)
 
 
 class GPT2Adapter(NativeAdapter):
@@ -42,6 +64,13 @@ class GPT2Adapter(NativeAdapter):
 
     architecture_type = "gpt2"
     families = (GPT2,)
+
+
+class StarCoderAdapter(NativeAdapter):
+    """StarCoder and StarCoder 2."""
+
+    architecture_type = "starcoder"
+    families = (BIGCODE, STARCODER2)
 
 
 def register(adapter: Adapter) -> Adapter:
@@ -59,7 +88,13 @@ def register(adapter: Adapter) -> Adapter:
     return adapter
 
 
-for _adapter in (CustomTransformerAdapter, QwenAdapter, LlamaAdapter, GPT2Adapter):
+for _adapter in (
+    CustomTransformerAdapter,
+    QwenAdapter,
+    LlamaAdapter,
+    GPT2Adapter,
+    StarCoderAdapter,
+):
     register(_adapter)
 
 
@@ -82,15 +117,12 @@ def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
     known = sorted(
         family.model_type for adapter in ADAPTERS.values() for family in adapter.families
     )
-    why = ""
-    if "moe" in kind or any(config.data.get(key) for key in EXPERTS):
-        why = ", a mixture of experts"
-    elif any(config.data.get(key) for key in HYBRID):
-        why = ", a hybrid of attention and recurrence"
+    key = next((key for key in MISSING if config.data.get(key)), None)
+    why = "" if key is None else f": its '{key}' means {MISSING[key]}, which no spec here has"
     raise FileError(
         f"no adapter reads model_type '{kind[:60]}'{why}",
         where=config.where,
-        hint=f"read here: {', '.join(known)}",
+        hint=f"read here: {', '.join(known)}; {PAGE} tells how to add one",
     )
 
 

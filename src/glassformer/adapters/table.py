@@ -69,22 +69,95 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """Rotary halves of each head as neighbours: rows 0, d/2, 1, d/2 + 1, ... of ours."""
+    """Rotary halves of each head as neighbours: rows 0, d/2, 1, d/2 + 1, ... of ours.
+
+    Of a head that is rotated in part, only its first `turned` rows (None: all) are reordered.
+    """
 
     d_head: int
+    turned: int | None = None
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return shapes[0]
 
     def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
-        return [self._turned(tensor, self.d_head // 2, 2)]
+        return [self._turned(tensor, (self.turned or self.d_head) // 2, 2)]
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
-        return self._turned(tensors[0], 2, self.d_head // 2)
+        return self._turned(tensors[0], 2, (self.turned or self.d_head) // 2)
 
     def _turned(self, tensor: "Tensor", rows: int, columns: int) -> "Tensor":
-        heads = tensor.reshape(-1, rows, columns, *tensor.shape[1:])
-        return heads.transpose(1, 2).reshape(tensor.shape)
+        import torch
+
+        heads = tensor.reshape(-1, self.d_head, *tensor.shape[1:])
+        first, rest = heads[:, : rows * columns], heads[:, rows * columns :]
+        pairs = first.reshape(-1, rows, columns, *tensor.shape[1:]).transpose(1, 2)
+        return torch.cat((pairs.reshape(first.shape), rest), dim=1).reshape(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroups:
+    """q, k and v in one tensor, by key-value head: its query heads, its key, its value.
+
+    With a key for every query head these are triples of q, k and v (GPT-NeoX, Bloom).
+    """
+
+    d_head: int
+
+    def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
+        return Rows().stored_shape(shapes)
+
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
+        groups = shapes[1][0] // self.d_head
+        by_group = tensor.reshape(groups, -1, self.d_head, *tensor.shape[1:])
+        parts = by_group[:, :-2], by_group[:, -2], by_group[:, -1]
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
+        import torch
+
+        groups, rest = len(tensors[1]) // self.d_head, tensors[0].shape[1:]
+        parts = [tensor.reshape(groups, -1, self.d_head, *rest) for tensor in tensors]
+        return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The matrices of all experts in one tensor (experts, ...), `per` of each stacked by rows.
+
+    `transposed`: each is stored as (in, out). `alternating`: the rows of an expert's matrices take
+    turns instead of following each other, as gate and up do in gpt-oss.
+    """
+
+    per: int = 1
+    transposed: bool = False
+    alternating: bool = False
+
+    def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
+        rows = sum(shape[0] for shape in shapes[: self.per])
+        rest = shapes[0][1:]
+        each = (*rest, rows) if self.transposed else (rows, *rest)
+        return (len(shapes) // self.per, *each)
+
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
+        parts = []
+        for expert in tensor:
+            rows = expert.T if self.transposed and expert.ndim > 1 else expert
+            if self.alternating:
+                parts += [rows[first :: self.per] for first in range(self.per)]
+            else:
+                parts += rows.split([shape[0] for shape in shapes[: self.per]])
+        return [part.contiguous() for part in parts]
+
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
+        import torch
+
+        made = []
+        for first in range(0, len(tensors), self.per):
+            own = list(tensors[first : first + self.per])
+            rows = torch.stack(own, 1).flatten(0, 1) if self.alternating else torch.cat(own)
+            made.append(rows.T if self.transposed and rows.ndim > 1 else rows)
+        return torch.stack(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,31 +271,45 @@ def identity_plan(spec: ModelSpec) -> Plan:
     return Plan(entries, {}, frozenset())
 
 
+#: A table, or a function to the table of a spec: layouts may depend on heads, rows on experts.
+Names = Table | Callable[[ModelSpec], Table]
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The rules to read and write folders of one `model_type`.
 
     `read` reads every key that it understands; the rest must be `harmless` or have their `idle`
-    value. `write` returns the keys from which `read` makes the same spec; a family without it is
-    read only. `remote_code`: its folders always refer to code of their own, which is not needed.
+    value; `defaults` are transformers' values of keys that a config may leave out. `write` returns
+    the keys from which `read` makes the same spec; a family without it is read only. `live` is the
+    table of a transformers module, where its names are not those of its files. `remote_code`: its
+    folders always refer to code of their own, which is not needed.
     """
 
     model_type: str
     architecture: str
-    table: Table
+    table: Names
     read: Callable[[Config], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]] | None = None
     harmless: tuple[str, ...] = ()
     idle: Mapping[str, Any] = field(default_factory=dict)
     remote_code: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    live: Names | None = None
 
     @property
     def title(self) -> str:
         """The name for people: `Llama`, `GPT2`."""
         return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
 
+    def plan(self, spec: ModelSpec, *, live: bool = False) -> Plan:
+        """Return the plan of a spec's files, or of a live module of transformers."""
+        names = self.table if self.live is None or not live else self.live
+        return make_plan(names if isinstance(names, Table) else names(spec), spec)
+
     def spec_of(self, config: Config) -> ModelSpec:
         """Return the spec that a config describes; an unknown key is refused by name."""
+        config = config.with_defaults(self.defaults)
         named = config.data.get("architectures") or [self.architecture]
         if not isinstance(named, list) or self.architecture not in named:
             raise FileError(

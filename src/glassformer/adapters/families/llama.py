@@ -1,17 +1,19 @@
 """Llama, Mistral, and every model with their config: SmolLM2, TinyLlama, Yi, ...
 
-RMSNorm before each part, SwiGLU, half-split rotary positions, grouped keys; Qwen's module builds on
-the functions here. Configs of transformers 4.x have `rope_theta` and `rope_scaling`, those of 5.x
-`rope_parameters` alone. Both are read, and must agree if both are present; both are written.
+RMSNorm before each part, SwiGLU, half-split rotary positions, grouped keys; the modules of most
+other families build on the functions here. Ministral, Seed-OSS and Ernie 4.5 are Llamas under other
+names, told by their config's fields; Ernie rotates neighbouring rows of q and k. Configs of
+transformers 4.x have `rope_theta` and `rope_scaling`, those of 5.x `rope_parameters` alone. Both
+are read, and must agree if both are present; both are written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, assert_never
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
-from glassformer.adapters.table import Family, Row, Table, dense
+from glassformer.adapters.table import Family, Interleaved, Layout, Row, Rows, Table, dense
 from glassformer.spec.errors import FileError
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import (
@@ -19,11 +21,13 @@ from glassformer.spec.model import (
     Bias,
     Block,
     Dropout,
+    FeedForward,
     Layers,
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
     NextHead,
+    Norm,
     RMSNorm,
     Rotary,
     Stack,
@@ -32,17 +36,18 @@ from glassformer.spec.model import (
 )
 
 THETA = 10_000.0  # the default of transformers
+FULL, SLIDING = "full_attention", "sliding_attention"
 SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
-def read_rotary(config: Config, *, max_seq_len: int) -> Rotary:
-    """Read the rotary base and scaling of a config."""
+def read_rotary(config: Config, *, max_seq_len: int, theta: float = THETA) -> Rotary:
+    """Read the rotary base and scaling of a config; `theta` is the base where none is given."""
     new = _table(config, "rope_parameters")
     old = _table(config, "rope_scaling")
-    theta = config.number("rope_theta", default=None) if config.data.get("rope_theta") else None
+    outer = config.number("rope_theta", default=None) if config.data.get("rope_theta") else None
     found = Config(old or new, where=config.where)
-    inner = found.number("rope_theta", default=theta or THETA)
-    for other in (theta, new.get("rope_theta")):
+    inner = found.number("rope_theta", default=outer or theta)
+    for other in (outer, new.get("rope_theta")):
         if other is not None and other != inner:
             raise FileError(
                 f"config.json has two values of rope_theta: {other} and {inner}", where=config.where
@@ -151,30 +156,78 @@ def _write_scaling(rotary: Rotary) -> dict[str, Any] | None:
             assert_never(unreachable)
 
 
-LAYER = "model.layers.{}."
-TABLE = Table(
-    rows=(
-        Row("model.embed_tokens.weight", "embed.weight"),
-        Row(f"{LAYER}input_layernorm.weight", "blocks.{}.attn_norm.weight"),
-        *(
-            Row(f"{LAYER}self_attn.{leaf}", f"blocks.{{}}.attn.{leaf}")
-            for letter in "qkvo"
-            for leaf in (f"{letter}_proj.weight", f"{letter}_proj.bias")
-        ),
-        Row(f"{LAYER}self_attn.q_norm.weight", "blocks.{}.attn.q_norm.weight"),
-        Row(f"{LAYER}self_attn.k_norm.weight", "blocks.{}.attn.k_norm.weight"),
-        # Named for what precedes it; it is the norm of the feed-forward.
-        Row(f"{LAYER}post_attention_layernorm.weight", "blocks.{}.ffn_norm.weight"),
-        *(
-            Row(f"{LAYER}mlp.{leaf}", f"blocks.{{}}.ffn.{leaf}")
-            for name in ("gate", "up", "down")
-            for leaf in (f"{name}_proj.weight", f"{name}_proj.bias")
-        ),
-        Row("model.norm.weight", "final_norm.weight"),
-        Row("lm_head.weight", "heads.next.weight"),
-    ),
-    ignored=(f"{LAYER}self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
-)
+LAYER, BLOCK = "model.layers.{}.", "blocks.{}."
+
+
+def leaves(theirs: str, ours: str, layout: Layout = Rows()) -> tuple[Row, Row]:  # noqa: B008
+    """Return the rows of a part's weight and of its bias."""
+    return tuple(  # type: ignore[return-value]
+        Row(f"{theirs}.{leaf}", f"{ours}.{leaf}", layout) for leaf in ("weight", "bias")
+    )
+
+
+def joined(theirs: str, *ours: str, layout: Layout = Rows()) -> tuple[Row, Row]:  # noqa: B008
+    """Return the rows of several parts' weights in one tensor, and of their biases in one."""
+    return tuple(  # type: ignore[return-value]
+        Row(f"{theirs}.{leaf}", tuple(f"{one}.{leaf}" for one in ours), layout)
+        for leaf in ("weight", "bias")
+    )
+
+
+#: Named for what precedes it, `post_attention_layernorm` is the norm of the feed-forward.
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+ROTARY_BUFFERS = (f"{LAYER}self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+
+
+def stack_rows(
+    *,
+    norms: Mapping[str, str] = NORMS,
+    fused: Iterable[str] = (),
+    turned: Layout = Rows(),  # noqa: B008
+) -> tuple[Row, ...]:
+    """Return the rows that files of transformers' Llama have, and those of its relatives.
+
+    `norms` are the norms of a layer by their names, `fused` says which of qkv and gate_up are one
+    tensor, and `turned` is the layout of q and k.
+    """
+    attention: list[Row] = []
+    if "qkv" in fused:
+        qkv = [f"{BLOCK}attn.{letter}_proj" for letter in "qkv"]
+        attention += joined(f"{LAYER}self_attn.qkv_proj", *qkv)
+    for letter in "qkvo":
+        layout = turned if letter in "qk" else Rows()
+        ours = f"{BLOCK}attn.{letter}_proj"
+        if letter == "o" or "qkv" not in fused:
+            attention += leaves(f"{LAYER}self_attn.{letter}_proj", ours, layout)
+    ffn = [*leaves(f"{LAYER}mlp.down_proj", f"{BLOCK}ffn.down_proj")]
+    both = (f"{BLOCK}ffn.gate_proj", f"{BLOCK}ffn.up_proj")
+    if "gate_up" in fused:
+        ffn += joined(f"{LAYER}mlp.gate_up_proj", *both)
+    else:
+        ffn += leaves(f"{LAYER}mlp.gate_proj", both[0]) + leaves(f"{LAYER}mlp.up_proj", both[1])
+    return (
+        *leaves("model.embed_tokens", "embed"),
+        *(row for name, ours in norms.items() for row in leaves(LAYER + name, BLOCK + ours)),
+        *attention,
+        *leaves(f"{LAYER}self_attn.q_norm", f"{BLOCK}attn.q_norm"),
+        *leaves(f"{LAYER}self_attn.k_norm", f"{BLOCK}attn.k_norm"),
+        *ffn,
+        *leaves("model.norm", "final_norm"),
+        *leaves("lm_head", "heads.next"),
+    )
+
+
+TABLE = Table(rows=stack_rows(), ignored=ROTARY_BUFFERS)
+
+
+def turned_layout(spec: ModelSpec) -> Interleaved:
+    """Return the layout of q and k where neighbouring rows are a rotary pair."""
+    return Interleaved(next(spec.decoder.blocks()).attention.head_width(spec.d_model))
+
+
+def neighbours_table(spec: ModelSpec) -> Table:
+    """Return Llama's table for files in which neighbouring rows are a rotary pair."""
+    return Table(rows=stack_rows(turned=turned_layout(spec)), ignored=ROTARY_BUFFERS)
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -189,11 +242,17 @@ def read_stack(
     windows: Sequence[int | None] = (),
     qk_norm: bool = False,
     mlp_bias: bool = False,
+    norm: Norm | None = None,
+    ffn: FeedForward | None = None,
+    theta: float = THETA,
 ) -> ModelSpec:
-    """Read the stack that these families share; `windows` has one entry per layer, or none."""
-    config.one_of("hidden_act", {"silu": "silu", "swish": "silu"}, default="silu")
+    """Read the stack that these families share; `windows` has one entry per layer, or none.
+
+    Without `norm` and `ffn` they are RMSNorm and SwiGLU, by Llama's keys.
+    """
     n_layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    norm = RMSNorm(eps=config.number("rms_norm_eps", default=1e-6))
+    if norm is None:
+        norm = RMSNorm(eps=config.number("rms_norm_eps", default=1e-6))
     attention = Attention(
         n_heads=config.whole("num_attention_heads"),
         n_kv_heads=_kv_heads(config, absent=n_kv_heads),
@@ -201,14 +260,16 @@ def read_stack(
         bias=bias,
         qk_norm=norm if qk_norm else None,
     )
-    ffn = SwiGLU(d_ff=config.whole("intermediate_size"), bias=mlp_bias)
+    if ffn is None:
+        config.one_of("hidden_act", {"silu": "silu", "swish": "silu"}, default="silu")
+        ffn = SwiGLU(d_ff=config.whole("intermediate_size"), bias=mlp_bias)
     block = Block(attention=attention, ffn=ffn, norm=norm)
     max_seq_len = config.whole("max_position_embeddings", most=MOST_POSITIONS)
     return ModelSpec(
         vocab_size=config.whole("vocab_size"),
         d_model=config.whole("hidden_size"),
         max_seq_len=max_seq_len,
-        position=read_rotary(config, max_seq_len=max_seq_len),
+        position=read_rotary(config, max_seq_len=max_seq_len, theta=theta),
         decoder=Stack(
             layers=windowed(block, windows or (None,) * n_layers),
             final_norm=norm,
@@ -234,6 +295,35 @@ def windowed(block: Block, windows: Sequence[int | None]) -> tuple[Layers, ...]:
         )
         for window, run in groupby(windows)
     )
+
+
+def each_block(spec: ModelSpec, change: Callable[[Block, int], Block]) -> ModelSpec:
+    """Return the spec with every block changed, given its layer's number."""
+    blocks = [change(block, layer) for layer, block in enumerate(spec.decoder.blocks())]
+    runs = tuple(Layers(count=len(list(run)), block=block) for block, run in groupby(blocks))
+    return replace(spec, decoder=replace(spec.decoder, layers=runs))
+
+
+def read_kinds(config: Config, *, absent: Sequence[str]) -> list[str]:
+    """Return `layer_types`: for each layer full or sliding attention."""
+    kinds = config.any("layer_types", default=list(absent))
+    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
+    known = (FULL, SLIDING)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        raise config.bad("layer_types", kinds, f"{layers} of {FULL} and {SLIDING}")
+    return kinds
+
+
+def kinds_of(spec: ModelSpec) -> list[str]:
+    """Return `layer_types` of a spec."""
+    windows = [block.attention.window for block in spec.decoder.blocks()]
+    return [FULL if window is None else SLIDING for window in windows]
+
+
+def window_of(spec: ModelSpec) -> int | None:
+    """Return the window of the first layer that has one."""
+    windows = [block.attention.window for block in spec.decoder.blocks()]
+    return next((window for window in windows if window is not None), None)
 
 
 def optional_whole(config: Config, key: str) -> int | None:
@@ -271,25 +361,75 @@ def read_mistral(config: Config) -> ModelSpec:
     )
 
 
+def read_ministral(config: Config) -> ModelSpec:
+    """Read a Ministral config: Mistral with a window in some layers."""
+    window = config.whole("sliding_window")
+    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
+    kinds = read_kinds(config, absent=[SLIDING] * layers)
+    return read_stack(
+        config,
+        bias="none",
+        d_head=optional_whole(config, "head_dim"),
+        n_kv_heads=8,
+        windows=[window if kind == SLIDING else None for kind in kinds],
+    )
+
+
+def read_seed_oss(config: Config) -> ModelSpec:
+    """Read a Seed-OSS config: the output projection's bias has a switch of its own."""
+    biases = config.flag("attention_bias"), config.flag("attention_out_bias")
+    if biases == (False, True):
+        raise config.bad("attention_out_bias", True, "false where attention_bias is false")
+    kinds: dict[tuple[bool, bool], Bias] = {
+        (False, False): "none",
+        (True, False): "qkv",
+        (True, True): "all",
+    }
+    spec = read_stack(
+        config,
+        bias=kinds[biases],
+        d_head=config.whole("head_dim"),
+        mlp_bias=config.flag("mlp_bias"),
+    )
+    residual = config.number("residual_dropout")
+    dropout = replace(spec.decoder.dropout, residual=residual)
+    return replace(spec, decoder=replace(spec.decoder, dropout=dropout))
+
+
+def read_ernie(config: Config) -> ModelSpec:
+    """Read an Ernie 4.5 config: one switch for every bias."""
+    biased = config.flag("use_bias")
+    return read_stack(
+        config,
+        bias="all" if biased else "none",
+        d_head=config.whole("head_dim"),
+        mlp_bias=biased,
+        theta=500_000.0,
+    )
+
+
 # --- writing ------------------------------------------------------------------------------------
 
 
-def write_stack(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config keys that these families share; reading them back must give the spec."""
+def write_stack(spec: ModelSpec, *, d_ff: int | None = None) -> dict[str, Any]:
+    """Return the config keys that these families share; reading them back must give the spec.
+
+    `d_ff` is for families whose feed-forwards are not all alike.
+    """
     block = next(spec.decoder.blocks())
     attention, head = block.attention, spec.heads[0]
     position = spec.position if isinstance(spec.position, Rotary) else Rotary()
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,
-        "intermediate_size": dense(block.ffn).d_ff,
+        "intermediate_size": dense(block.ffn).d_ff if d_ff is None else d_ff,
         "num_hidden_layers": spec.n_layers,
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.kv_heads,
         **({} if attention.d_head is None else {"head_dim": attention.d_head}),
         "hidden_act": "silu",
         "max_position_embeddings": spec.max_seq_len,
-        "rms_norm_eps": block.norm.eps,
+        **({"rms_norm_eps": block.norm.eps} if isinstance(block.norm, RMSNorm) else {}),
         "attention_dropout": spec.decoder.dropout.attention,
         "initializer_range": spec.init.std if isinstance(spec.init, NormalInit) else 0.02,
         "tie_word_embeddings": isinstance(head, NextHead) and head.tied,
@@ -314,5 +454,72 @@ def write_mistral(spec: ModelSpec) -> dict[str, Any]:
     return write_stack(spec) | {"sliding_window": next(spec.decoder.blocks()).attention.window}
 
 
+def own_width(spec: ModelSpec) -> dict[str, int]:
+    """Return `head_dim`, for families that always state it."""
+    return {"head_dim": next(spec.decoder.blocks()).attention.head_width(spec.d_model)}
+
+
+def write_ministral(spec: ModelSpec) -> dict[str, Any]:
+    """Return Ministral's config keys."""
+    return write_stack(spec) | {"sliding_window": window_of(spec), "layer_types": kinds_of(spec)}
+
+
+def write_seed_oss(spec: ModelSpec) -> dict[str, Any]:
+    """Return Seed-OSS's config keys."""
+    block = next(spec.decoder.blocks())
+    return {
+        **write_stack(spec),
+        **own_width(spec),
+        "attention_bias": block.attention.bias in ("qkv", "all"),
+        "attention_out_bias": block.attention.bias == "all",
+        "mlp_bias": dense(block.ffn).bias,
+        "residual_dropout": spec.decoder.dropout.residual,
+    }
+
+
+def write_ernie(spec: ModelSpec) -> dict[str, Any]:
+    """Return Ernie 4.5's config keys."""
+    biased = next(spec.decoder.blocks()).attention.bias == "all"
+    return {**write_stack(spec), **own_width(spec), "use_bias": biased}
+
+
 LLAMA = Family("llama", "LlamaForCausalLM", TABLE, read_llama, write_llama)
 MISTRAL = Family("mistral", "MistralForCausalLM", TABLE, read_mistral, write_mistral)
+MINISTRAL = Family(
+    "ministral",
+    "MinistralForCausalLM",
+    TABLE,
+    read_ministral,
+    write_ministral,
+    defaults={"sliding_window": 4096},
+)
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    TABLE,
+    read_seed_oss,
+    write_seed_oss,
+    defaults={
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+        "mlp_bias": False,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+    },
+)
+ERNIE = Family(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    neighbours_table,
+    read_ernie,
+    write_ernie,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "use_bias": False,
+    },
+)

@@ -9,11 +9,16 @@ width of its own, and biases everywhere if its config says so. Windows act on la
 from typing import Any
 
 from glassformer.adapters.config import MOST_LAYERS, Config
-from glassformer.adapters.families.llama import TABLE, optional_whole, read_stack, write_stack
+from glassformer.adapters.families.llama import (
+    FULL,
+    SLIDING,
+    TABLE,
+    optional_whole,
+    read_stack,
+    write_stack,
+)
 from glassformer.adapters.table import Family, Row, Table
 from glassformer.spec.model import ModelSpec, Rotary
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(config: Config) -> tuple[int | None, ...]:
@@ -21,7 +26,8 @@ def read_windows(config: Config) -> tuple[int | None, ...]:
     layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
     used = config.flag("use_sliding_window", default=False)
     there = config.has("sliding_window")
-    width = optional_whole(config, "sliding_window") if there else 4096
+    unused = not used and config.any("sliding_window", default=None) == 0  # of Qwen2-MoE
+    width = optional_whole(config, "sliding_window") if there and not unused else 4096
     first = config.any("max_window_layers", default=28)
     kinds = config.any("layer_types", default=None)
     window = width if used else None

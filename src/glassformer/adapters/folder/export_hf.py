@@ -18,7 +18,7 @@ from glassformer.adapters.folder.origin import LAYOUT, read_layout
 from glassformer.adapters.folder.weights import FLOATS, INDEX, NAME, SINGLE, is_finite
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.registry import families_that_write
-from glassformer.adapters.table import Family, Plan, make_plan
+from glassformer.adapters.table import Family, Plan
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.state import array_of
@@ -50,7 +50,7 @@ def export_hf(
         raise InputError(f"{place} exists", hint="choose another name, or remove it first")
     first = str((adapter.imported_config or {}).get("model_type", ""))
     family = counterpart(spec, families_that_write(), first=first)
-    plan = make_plan(family.table, spec)
+    plan = family.plan(spec)
     files, notes = _small_files(adapter, family)
     tensors = Tensors(adapter, plan)
     layout = _layout(adapter, plan, tensors, shard_bytes)

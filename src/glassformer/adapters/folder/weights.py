@@ -416,6 +416,11 @@ class ConversionReport:
         hint = "the weights belong to another config, or a file is truncated"
         if "lm_head.weight" in self.missing:
             hint = "the config wants an untied head; a tied one needs tie_word_embeddings true"
+        elif self.unexpected and not self.missing:
+            hint = (
+                "a part that this family does not have here, or the weights of another config; "
+                "docs/adding-an-architecture.md tells how a tensor gets its row"
+            )
         raise FileError(
             f"the weights do not fit the config: {self.faults()}", where=where, hint=hint
         )

@@ -1,0 +1,289 @@
+"""Tiny random models of every decoder family, and the proof of parity with transformers.
+
+A case is a family's config with some options. Its module gets random weights, is saved as a folder,
+and opened here. `prove` compares logits (plain, padded on either side, cached, of the live module),
+greedy tokens, and the way back: the same bytes from the imported config, and a folder with a config
+of our own that transformers opens with nothing missing. Differences are relative to the largest
+logit.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.adapters.folder.export_hf import export_hf
+from glassformer.adapters.load import adapt, load
+from glassformer.adapters.native import NativeAdapter
+from glassformer.generation.streaming import generate_batch
+from glassformer.nn.cache import FixedCache
+from glassformer.spec.decoding import DecodeSpec
+
+LENGTH, ROOM = 13, 8
+SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT_SIZES = {"vocab_size": 53, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model_type, what is special about this config, the class of the config, its fields."""
+
+    model_type: str
+    variant: str
+    config: str
+    fields: dict[str, Any]
+    sizes: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.model_type}: {self.variant}"
+
+
+def _cases() -> Iterator[Case]:
+    def of(model_type: str, config: str, sizes: dict[str, Any] = SIZES, **variants: Any) -> Any:
+        for variant, fields in variants.items():
+            yield Case(model_type, variant.replace("_", " "), f"{config}Config", fields, sizes)
+
+    yield from of(
+        "ministral",
+        "Ministral",
+        windows={
+            "sliding_window": 5,
+            "layer_types": KINDS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "head_dim": 6,
+        },
+    )
+    yield from of(
+        "seed_oss",
+        "SeedOss",
+        usual={"head_dim": 8},
+        biases={
+            "head_dim": 6,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    )
+    yield from of(
+        "ernie4_5",
+        "Ernie4_5",
+        usual={"head_dim": 6},
+        biases={"head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
+    )
+    yield from of(
+        "mixtral",
+        "Mixtral",
+        usual={"num_local_experts": 5},
+        window={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "head_dim": 8,
+        },
+    )
+    yield from of(
+        "qwen2_moe",
+        "Qwen2Moe",
+        usual=EXPERTS | {"shared_expert_intermediate_size": 28},
+        some_layers=EXPERTS
+        | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [1], "norm_topk_prob": True},
+    )
+    yield from of(
+        "qwen3_moe",
+        "Qwen3Moe",
+        usual=EXPERTS | {"head_dim": 8},
+        normalized=EXPERTS
+        | {
+            "head_dim": 6,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "rope_parameters": YARN,
+        },
+    )
+    yield from of(
+        "starcoder2",
+        "Starcoder2",
+        usual={"sliding_window": 5},
+        plain={"use_bias": False, "tie_word_embeddings": False},
+    )
+    yield from of(
+        "gpt_bigcode", "GPTBigCode", GPT_SIZES, one_key={}, many_keys={"multi_query": False}
+    )
+
+
+CASES = {str(case): case for case in _cases()}
+#: One config of each family, for the tests.
+FIRST = {case.model_type: name for name, case in reversed(CASES.items())}
+
+
+def module_of(case: Case) -> Any:
+    """Return the module of transformers with random weights, in eval mode."""
+    import transformers
+
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    fields = json.loads(json.dumps(case.fields))
+    config = getattr(transformers, case.config)(**(case.sizes | ends | fields))
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return perturbed(module).eval()
+
+
+def perturbed(module: nn.Module) -> nn.Module:
+    """Random values everywhere: fresh biases of 0 and gains of 1 would hide mistakes."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1 and "_bias" not in name:
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+            else:
+                centre = float(parameter.detach().mean())  # 1 for gains, 0 for biases and 1 + w
+                parameter.copy_(0.3 * noise + (0.0 if name.endswith("bias") else round(centre)))
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Worst differences relative to the largest logit, and what must be exactly equal."""
+
+    plain: float
+    right: float
+    left: float
+    cached: float
+    live: float
+    again: float
+    tokens: bool
+    bytes: bool
+    complete: bool
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of logits."""
+        return max(self.plain, self.right, self.left, self.cached, self.live, self.again)
+
+
+def prove(case: Case, place: Path) -> Proof:
+    """Compare one model with transformers, in both directions, in a folder that is empty."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        module = module_of(case)
+        module.save_pretrained(place / "theirs")
+        adapter = load(place / "theirs")
+        assert isinstance(adapter, NativeAdapter)
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(3, case.sizes["vocab_size"], (3, LENGTH), generator=generator)
+        logits = module(ids).logits
+        largest = float(logits.abs().max())
+
+        def gap(ours: Tensor, theirs: Tensor) -> float:
+            return float((ours - theirs).abs().max()) / largest
+
+        cache, columns = FixedCache(LENGTH), []
+        for t in range(LENGTH):
+            columns.append(adapter.model(ids[:, t : t + 1], cache=cache)["next"])
+        equal, complete, again = _there_and_back(adapter, module, ids, place)
+        return Proof(
+            plain=gap(adapter(ids), logits),
+            right=_padded(adapter, module, ids, gap, right=True),
+            left=_padded(adapter, module, ids, gap, right=False),
+            cached=gap(torch.cat(columns, 1), logits),
+            live=gap(adapt(module)(ids), logits),
+            again=gap(again, logits),
+            tokens=_same_tokens(adapter, module, ids),
+            bytes=equal,
+            complete=complete,
+        )
+
+
+def _mask(ids: Tensor, *, right: bool) -> Tensor:
+    valid = torch.ones_like(ids)
+    for row, short in enumerate((0, 4, 9)):
+        valid[row, LENGTH - short :] = 0
+    return valid if right else valid.flip(1)
+
+
+def _positions(module: Any, valid: Tensor) -> dict[str, Tensor]:
+    """Return positions that count real tokens, for modules that do not do so by themselves."""
+    import inspect
+
+    if "position_ids" not in inspect.signature(module.forward).parameters:
+        return {}
+    return {"position_ids": (valid.cumsum(1) - 1).clamp(min=0)}
+
+
+def _padded(adapter: Any, module: Any, ids: Tensor, gap: Any, *, right: bool) -> float:
+    valid = _mask(ids, right=right)
+    theirs = module(ids, attention_mask=valid, **_positions(module, valid)).logits
+    real = valid.bool()
+    return float(gap(adapter(ids, valid)[real], theirs[real]))
+
+
+def _same_tokens(adapter: NativeAdapter, module: Any, ids: Tensor) -> bool:
+    """Compare greedy tokens after prompts of different lengths, padded on the left."""
+    valid = _mask(ids, right=False)
+    theirs = module.generate(
+        ids, attention_mask=valid, max_new_tokens=ROOM, do_sample=False, pad_token_id=0
+    )
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(ids, valid, strict=True)]
+    spec = DecodeSpec(max_new_tokens=ROOM)
+    ours = generate_batch(adapter.stepper(), prompts, spec=spec)
+    return [list(one.tokens) for one in ours] == theirs[:, LENGTH:].tolist()
+
+
+def _there_and_back(
+    adapter: NativeAdapter, module: Any, ids: Tensor, place: Path
+) -> tuple[bool, bool, Tensor]:
+    """Export with the imported config, byte for byte; then with a config made from the spec."""
+    first = export_hf(adapter, place / "same").folder
+    names = ("config.json", "model.safetensors")
+    equal = all((place / "theirs" / n).read_bytes() == (first / n).read_bytes() for n in names)
+    bare = type(adapter)(adapter.model, config=adapter.imported_config)
+    made = export_hf(bare, place / "own")
+    again, info = type(module).from_pretrained(
+        made.folder, output_loading_info=True, attn_implementation="eager"
+    )
+    complete = made.model_type == module.config.model_type and not any(
+        info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+    logits: Tensor = again.eval()(ids).logits
+    return equal, complete, logits
+
+
+def run() -> Iterator[dict[str, object]]:
+    """A row for each case: the worst difference, and whether everything else was equal."""
+    for name, case in CASES.items():
+        with TemporaryDirectory() as place:
+            proof = prove(case, Path(place))
+        exact = {"tokens": proof.tokens, "bytes": proof.bytes, "opened": proof.complete}
+        odd = [word for word, right in exact.items() if not right]
+        yield {
+            "bench": "adapters",
+            "case": name,
+            "name": f"{proof.worst:.1e} of the largest logit"
+            + "".join(f"; {o} differ" for o in odd),
+            "median_ms": None,
+            "ratio": None,
+            "of_limit": None,
+        }

@@ -1,0 +1,244 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE.
+
+Files hold each expert's matrices by themselves; a live module of transformers 5 holds all experts
+of a layer in two tensors, so these families have a second table.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from glassformer.adapters.config import MOST_LAYERS, Config
+from glassformer.adapters.families.llama import (
+    BLOCK,
+    LAYER,
+    TABLE,
+    each_block,
+    optional_whole,
+    own_width,
+    read_stack,
+    write_stack,
+)
+from glassformer.adapters.families.qwen import read_windows, write_windows
+from glassformer.adapters.table import Experts, Family, Row, Table
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import MLP, Block, FeedForward, ModelSpec, MoE, SwiGLU
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+SHARED = (*(f"shared_expert.{part}" for part in PARTS), "shared_expert_gate")
+
+
+def experts_table(part: str, names: tuple[str, str, str], *, live: bool = False) -> Any:
+    """Return a function to a spec's table; `names` are gate, up and down, `part` holds experts."""
+
+    def table(spec: ModelSpec) -> Table:
+        experts = f"{LAYER}{part}.experts."
+        ours = f"{BLOCK}ffn.experts."
+        every = range(max((mixture.n_experts for mixture in spec.mixtures().values()), default=0))
+        if live:
+            both = tuple(f"{ours}{e}.{one}.weight" for e in every for one in PARTS[:2])
+            down = tuple(f"{ours}{e}.down_proj.weight" for e in every)
+            rows = [
+                Row(f"{experts}gate_up_proj", both, Experts(per=2)),
+                Row(f"{experts}down_proj", down, Experts()),
+            ]
+        else:
+            rows = [
+                Row(f"{experts}{e}.{theirs}.weight", f"{ours}{e}.{one}.weight")
+                for e in every
+                for theirs, one in zip(names, PARTS, strict=True)
+            ]
+        gate = Row(f"{LAYER}{part}.gate.weight", f"{BLOCK}ffn.gate.weight")
+        shared = (Row(f"{LAYER}{part}.{one}.weight", f"{BLOCK}ffn.{one}.weight") for one in SHARED)
+        return Table(rows=(*TABLE.rows, gate, *rows, *shared), ignored=TABLE.ignored)
+
+    return table
+
+
+QWEN_NAMES, MIXTRAL_NAMES = PARTS, ("w1", "w3", "w2")
+QWEN_TABLE = experts_table("mlp", QWEN_NAMES)
+QWEN_LIVE = experts_table("mlp", QWEN_NAMES, live=True)
+
+
+def read_mixture(config: Config, *, d_ff: int, normalize: bool, **own: Any) -> MoE:
+    """Read the experts of a config; their number has one of two names, by version."""
+    return MoE(
+        n_experts=config.whole("num_local_experts", "num_experts"),
+        experts_per_token=config.whole("num_experts_per_tok"),
+        expert=SwiGLU(d_ff=d_ff),
+        normalize=normalize,
+        balance=config.number("router_aux_loss_coef", default=0.001),
+        **own,
+    )
+
+
+def mixture_of(spec: ModelSpec) -> MoE:
+    """Return the first mixture of a spec that a family with experts is to write."""
+    for mixture in spec.mixtures().values():
+        return mixture
+    raise InputError("feed-forward: one for every token here, experts there")
+
+
+def read_mixtral(config: Config) -> ModelSpec:
+    """Read a Mixtral config: experts in every layer, one window or none."""
+    window = optional_whole(config, "sliding_window")
+    ffn = read_mixture(config, d_ff=config.whole("intermediate_size"), normalize=True)
+    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
+    return read_stack(
+        config,
+        bias="none",
+        d_head=optional_whole(config, "head_dim"),
+        windows=(window,) * config.whole("num_hidden_layers", most=MOST_LAYERS),
+        ffn=ffn,
+        theta=1_000_000.0,
+    )
+
+
+def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
+    """Return Mixtral's config keys."""
+    mixture = mixture_of(spec)
+    return write_stack(spec, d_ff=mixture.expert.d_ff) | {
+        "num_local_experts": mixture.n_experts,
+        "num_experts_per_tok": mixture.experts_per_token,
+        "router_aux_loss_coef": mixture.balance,
+        "router_jitter_noise": 0.0,
+        "output_router_logits": False,
+        "sliding_window": next(spec.decoder.blocks()).attention.window,
+    }
+
+
+def with_dense_layers(spec: ModelSpec, config: Config, ffn: FeedForward) -> ModelSpec:
+    """Return the spec with experts in every `decoder_sparse_step`-th layer but some by name."""
+    step = config.whole("decoder_sparse_step", default=1)
+    plain = config.any("mlp_only_layers", default=[])
+    if not isinstance(plain, list):
+        raise config.bad("mlp_only_layers", plain, "a list of layers")
+
+    def change(block: Block, layer: int) -> Block:
+        sparse = layer not in plain and (layer + 1) % step == 0
+        return block if sparse else replace(block, ffn=ffn)
+
+    return each_block(spec, change)
+
+
+def read_qwen_moe(config: Config, **own: Any) -> ModelSpec:
+    """Read what Qwen2-MoE and Qwen3-MoE share; `own` is for `read_stack`."""
+    shared = optional_whole(config, "shared_expert_intermediate_size")
+    ffn = read_mixture(
+        config,
+        d_ff=config.whole("moe_intermediate_size"),
+        normalize=config.flag("norm_topk_prob"),
+        shared=None if shared is None else SwiGLU(d_ff=shared),
+        shared_gate=shared is not None,
+    )
+    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
+    spec = read_stack(config, ffn=ffn, **own)
+    return with_dense_layers(spec, config, SwiGLU(d_ff=config.whole("intermediate_size")))
+
+
+def read_qwen2_moe(config: Config) -> ModelSpec:
+    """Read a Qwen2-MoE config: a gated shared expert beside those that the router chooses."""
+    bias = "qkv" if config.flag("qkv_bias") else "none"
+    d_head = optional_whole(config, "head_dim")
+    return read_qwen_moe(config, bias=bias, d_head=d_head, windows=read_windows(config))
+
+
+def read_qwen3_moe(config: Config) -> ModelSpec:
+    """Read a Qwen3-MoE config: no shared expert, q/k-norm, one window or none."""
+    bias = "all" if config.flag("attention_bias") else "none"
+    used, width = config.flag("use_sliding_window"), optional_whole(config, "sliding_window")
+    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
+    return read_qwen_moe(
+        config,
+        bias=bias,
+        d_head=optional_whole(config, "head_dim"),
+        qk_norm=True,
+        windows=(width if used else None,) * layers,
+    )
+
+
+def write_qwen_moe(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config keys that Qwen's mixtures share."""
+    mixture, blocks = mixture_of(spec), list(spec.decoder.blocks())
+    plain = [layer for layer, block in enumerate(blocks) if not isinstance(block.ffn, MoE)]
+    widths = [block.ffn.d_ff for block in blocks if isinstance(block.ffn, MLP | SwiGLU)]
+    return {
+        **write_stack(spec, d_ff=widths[0] if widths else mixture.expert.d_ff),
+        "moe_intermediate_size": mixture.expert.d_ff,
+        "num_experts": mixture.n_experts,
+        "num_experts_per_tok": mixture.experts_per_token,
+        "norm_topk_prob": mixture.normalize,
+        "router_aux_loss_coef": mixture.balance,
+        "output_router_logits": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": plain,
+    }
+
+
+def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
+    """Return Qwen2-MoE's config keys."""
+    shared = mixture_of(spec).shared
+    return (
+        write_qwen_moe(spec)
+        | write_windows(spec)
+        | {
+            "shared_expert_intermediate_size": None if shared is None else shared.d_ff,
+            "qkv_bias": next(spec.decoder.blocks()).attention.bias == "qkv",
+        }
+    )
+
+
+def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
+    """Return Qwen3-MoE's config keys."""
+    attention = next(spec.decoder.blocks()).attention
+    own = {
+        "attention_bias": attention.bias == "all",
+        "use_sliding_window": attention.window is not None,
+        "sliding_window": attention.window,
+    }
+    return write_qwen_moe(spec) | own_width(spec) | own
+
+
+#: A switch that adds the balance loss to the output; the logits do not depend on it.
+HARMLESS = ("output_router_logits",)
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    experts_table("block_sparse_moe", MIXTRAL_NAMES),
+    read_mixtral,
+    write_mixtral,
+    harmless=HARMLESS,
+    idle={"router_jitter_noise": 0.0},
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},
+    live=experts_table("mlp", MIXTRAL_NAMES, live=True),
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    QWEN_TABLE,
+    read_qwen2_moe,
+    write_qwen2_moe,
+    harmless=HARMLESS,
+    defaults={
+        "qkv_bias": True,
+        "norm_topk_prob": False,
+        "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+    },
+    live=QWEN_LIVE,
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    QWEN_TABLE,
+    read_qwen3_moe,
+    write_qwen3_moe,
+    harmless=(*HARMLESS, "max_window_layers"),
+    defaults={
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "norm_topk_prob": False,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+    },
+    live=QWEN_LIVE,
+)
