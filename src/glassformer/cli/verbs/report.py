@@ -1,12 +1,30 @@
-"""`glass report`: its options; `actions.report` does the work."""
+"""`glass report`: the one-file report of a run, or curves of runs, printed or written to a file."""
 
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from glassformer.cli.shell import terminal
 from glassformer.cli.shell.options import AsJson, Device, Runs, complete_runs, out_file
+from glassformer.cli.shell.output import end, target_of, write_file
+from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_run
+from glassformer.cli.shell.terminal import tell
+from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.serialize import json_numbers
+
+if TYPE_CHECKING:
+    from glassformer.lab.plots.curves import Panel
+    from glassformer.lab.runs.curves import Curves
+
+CURVE_ENDINGS = ("png", "svg", "csv")
+ENDINGS = ("html", *CURVE_ENDINGS)
+#: Lines of a plot in the terminal; alerts that are listed below it.
+HEIGHT, LISTED = 12, 5
 
 
 def report(
@@ -59,9 +77,7 @@ def report(
     """
     for name in run:
         find_run(name, Path(runs))  # before torch is imported
-    from glassformer.cli.actions import report as reporting
-
-    asked = reporting.Asked(
+    asked = _Asked(
         curves=curves,
         series=tuple(series or ()),
         axis=x,
@@ -70,4 +86,205 @@ def report(
         verify=not no_verify,
         device=device,
     )
-    reporting.run(run, asked, output=out, runs=Path(runs), as_json=as_json, said=typer.echo)
+    _run(run, asked, output=out, runs=Path(runs), as_json=as_json)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """The options, as they were typed."""
+
+    curves: bool = False
+    series: tuple[str, ...] = ()
+    axis: str | None = None
+    span: float | None = None
+    log: bool | None = None
+    verify: bool = True
+    device: str = "cpu"
+
+    @property
+    def of_curves(self) -> bool:
+        """True if an option was given that only curves take."""
+        return bool(self.series) or any(
+            given is not None for given in (self.axis, self.span, self.log)
+        )
+
+
+def _run(
+    names: Sequence[str],
+    asked: _Asked,
+    *,
+    output: str | None,
+    runs: Path,
+    as_json: bool,
+) -> None:
+    """Write the report of one run, or curves, depending on the ending of `-o`."""
+    target = target_of(output, ENDINGS)
+    ending = "" if target is None else target.suffix.lower().removeprefix(".")
+    drawn = asked.curves or ending in CURVE_ENDINGS or (not ending and len(names) > 1)
+    if ending == "html" and (drawn or len(names) > 1):
+        raise InputError(
+            "a report is of one run, and holds its curves",
+            hint="-o curves.png for several, or one run with -o report.html",
+        )
+    if drawn:
+        if not asked.verify or asked.device != "cpu":
+            raise InputError("--no-verify and --device are of a report", hint="leave them out")
+        _draw_curves(names, asked, target=target, runs=runs, as_json=as_json)
+        return
+    if asked.of_curves:
+        raise InputError(
+            "--series, --x, --smooth, --log and --linear are of curves", hint="add --curves"
+        )
+    _write_report(names[0], asked, target=target, runs=runs, as_json=as_json)
+
+
+def _write_report(
+    name: str,
+    asked: _Asked,
+    *,
+    target: Path | None,
+    runs: Path,
+    as_json: bool,
+) -> None:
+    """Make the report, write it atomically, and print its path."""
+    from glassformer.checks.report import Report
+    from glassformer.lab.next_steps import after_report
+    from glassformer.store.rundir import RunRef
+    from glassformer.web.report.document import report_html
+
+    path = find_run(name, runs)
+    directory = RunRef.parse(path).directory
+    certificate = None if asked.verify else Report(())
+    text = report_html(
+        path,
+        certificate=certificate,
+        device=check_device(asked.device),
+        progress=lambda title: tell(f"  {title}"),
+    )
+    if target is None:
+        directory.write("report.html", text)
+        target = directory.folder / "report.html"
+    else:
+        write_file(target, text.encode())
+    size = len(text.encode())
+    if as_json:
+        typer.echo(json.dumps({"report": str(target), "bytes": size}))
+    else:
+        typer.echo(f"{target}  {size:,} bytes, opens in any browser, offline")
+        end("", after_report(name))
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def _draw_curves(
+    names: Sequence[str],
+    asked: _Asked,
+    *,
+    target: Path | None,
+    runs: Path,
+    as_json: bool,
+) -> None:
+    """Read the curves, then print them or write them to the requested file."""
+    from glassformer.lab.measure.evaluate import rows_csv
+    from glassformer.lab.plots.curves import curve_figure
+    from glassformer.lab.runs.curves import AXES
+    from glassformer.lens.show.mpl import figure_bytes
+
+    axis = asked.axis or "step"
+    if axis not in AXES:
+        raise InputError(f"no axis '{axis}'", hint=nearest(axis, AXES))
+    curves = [_read(name, runs) for name in names]
+    if target is None and not as_json:
+        typer.echo(_curves_text(curves, asked, axis))
+        return
+    if target is not None and target.suffix.lower() == ".csv":
+        write_file(target, rows_csv(_rows(curves, asked.series)).encode())
+    elif target is not None:
+        figure = curve_figure(curves, names=asked.series, axis=axis, span=asked.span, log=asked.log)
+        write_file(target, figure_bytes(figure, target.suffix.lower().removeprefix(".")))
+    if as_json:
+        typer.echo(json.dumps(json_numbers(_record(curves, asked.series)), allow_nan=False))
+
+
+def _read(name: str, runs: Path) -> "Curves":
+    from glassformer.lab.runs.curves import read_curves
+    from glassformer.store.rundir import RunRef
+
+    ref = RunRef.parse(name)
+    if ref.step:
+        raise InputError(
+            f"{name} is a checkpoint, and curves are of a whole run", hint=f"write {ref.path}"
+        )
+    return read_curves(Path(find_run(ref.path, runs)))
+
+
+def _curves_text(curves: "Sequence[Curves]", asked: _Asked, axis: str) -> str:
+    """Draw every panel for this terminal, then explain how to read it."""
+    from glassformer.lab.plots.curves import alerts_text, panels, smoothing_text
+
+    made = panels(curves, names=asked.series, span=asked.span, log=asked.log)
+    parts = [_panel_text(panel, curves, axis) for panel in made]
+    notes = [smoothing_text(made, asked.span)]
+    if alerts := alerts_text(curves):
+        notes.append(f"alerts (!): {alerts}")
+    parts.append("\n".join(filter(None, [*notes, *_alerts(curves)])))
+    return terminal.printable("\n\n".join(filter(None, parts)))
+
+
+def _panel_text(panel: "Panel", curves: "Sequence[Curves]", axis: str) -> str:
+    from glassformer.lab.plots.curves import X_TITLES
+    from glassformer.lab.plots.terminal import Line, plot
+
+    lines, marks = [], []
+    for line in panel.lines:
+        shown = (line.smooth or line.raw).thinned()
+        lines.append(Line(line.label, shown.x(axis), shown.value))
+        if line.raw.name == "loss":
+            steps = {alert.step for alert in curves[line.run].alerts}
+            pairs = zip(line.raw.step.tolist(), line.raw.x(axis).tolist(), strict=True)
+            marks += [x for step, x in pairs if step in steps]
+    picture = plot(
+        lines,
+        width=terminal.columns(),
+        height=HEIGHT,
+        log_y=panel.log,
+        alerts=marks,
+        unicode=terminal.is_unicode(),
+        paint=terminal.paint,
+    )
+    scale = ", logarithmic" if panel.log else ""
+    return f"{panel.title} over {X_TITLES[axis]}{scale}\n{picture}"
+
+
+def _alerts(curves: "Sequence[Curves]") -> Iterator[str]:
+    every = [(one.run, alert) for one in curves for alert in one.alerts]
+    for name, alert in every[:LISTED]:
+        yield f"  {name} step {alert.step}: {alert.kind}: {alert.message}"
+    if len(every) > LISTED:
+        yield f"  and {len(every) - LISTED} more in alerts.jsonl"
+
+
+def _rows(curves: "Sequence[Curves]", names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the wide tables of all runs, one after another, with the union of their columns."""
+    for name in names:
+        if not any(name in one.series for one in curves):
+            curves[0][name]  # raises, and lists the known series
+    rows = [row for one in curves for row in one.rows()]
+    fixed = ("run", "step", "tokens", "seconds")
+    every = dict.fromkeys(name for row in rows for name in row if name not in fixed)
+    chosen = (*fixed, *(names or every))
+    return [{name: row.get(name) for name in chosen} for row in rows]
+
+
+def _record(curves: "Sequence[Curves]", names: Sequence[str]) -> dict[str, Any]:
+    made = []
+    for one in curves:
+        kept = {name: one[name] for name in names} if names else one.series
+        series = {
+            name: {"step": line.step.tolist(), "value": line.value.tolist()}
+            for name, line in kept.items()
+        }
+        alerts = [{"step": a.step, "kind": a.kind, "message": a.message} for a in one.alerts]
+        made.append({"run": one.run, "series": series, "alerts": alerts})
+    return {"runs": made}
