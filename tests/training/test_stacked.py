@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from glassformer.data.batch import Batch, Source
+from glassformer.checks.rows.own_models import uneven_batch
 from glassformer.spec import presets
 from glassformer.spec.model import Dropout, ModelSpec
 from glassformer.spec.serialize import override
@@ -55,35 +55,10 @@ def runs_of(model: ModelSpec, *changes: str) -> list[RunSpec]:
     return runs
 
 
-def batch_of(spec: ModelSpec, rng: np.random.Generator, *, full: bool = False) -> Batch:
-    """Random sequences of uneven lengths, two or three of them."""
-    rows = 3 if full else int(rng.integers(2, 4))
-
-    def side(vocab: int) -> tuple[np.ndarray, np.ndarray]:
-        length = int(rng.integers(4, 8))
-        lengths = rng.integers(2, length + 1, size=rows)
-        lengths[0] = length
-        valid = np.arange(length) < lengths[:, None]
-        return np.where(valid, rng.integers(0, vocab, size=valid.shape), 0), valid
-
-    tokens, valid = side(spec.vocab_size)
-    targets = {
-        head: rng.integers(
-            0, spec.head_size(head), size=rows if spec.head(head).readout else tokens.shape
-        )
-        for head in spec.head_names()
-    }
-    source = None
-    if spec.encoder is not None:
-        ids, real = side(spec.source_vocab)
-        source = Source(tokens=ids, valid=real)
-    return Batch(tokens=tokens, valid=valid, targets=targets, source=source)
-
-
 def work_of(run: RunSpec, step: int) -> Work:
     """A run's share of a step: a function of its seed and the step."""
     rng = np.random.default_rng([run.train.seed, step])
-    batches = [batch_of(run.model, rng) for _ in range(run.train.accumulate)]
+    batches = [uneven_batch(run.model, rng) for _ in range(run.train.accumulate)]
     return Work(batches, run.train.learning_rate(step), step_seed(run.train.seed, step))
 
 
@@ -124,7 +99,7 @@ def test_together_is_alone(name):
         assert np.allclose(losses, together[member.number], rtol=0, atol=1e-11)
         assert gap(engine.weights(), member.weights()) < 1e-10
         assert gap(engine.state(), member.state()) < 1e-10
-        batch = batch_of(run.model, np.random.default_rng(7))
+        batch = uneven_batch(run.model, np.random.default_rng(7))
         assert gap(engine.logits(batch), member.logits(batch)) < 1e-10
         for head, judged in member.judge(batch).items():
             assert np.allclose(judged.nll, engine.judge(batch)[head].nll, rtol=0, atol=1e-10)

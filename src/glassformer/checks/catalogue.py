@@ -17,7 +17,6 @@ from glassformer.checks.measure import BEYOND_DOUBT, LARGEST, Measure, NotOffere
 from glassformer.checks.rows import (
     attention,
     decoding,
-    experts,
     foreign_cache,
     foreign_calls,
     foreign_training,
@@ -27,7 +26,6 @@ from glassformer.checks.rows import (
     own_models,
     parts,
     quantization,
-    stacked,
 )
 from glassformer.checks.subject import Subject
 from glassformer.spec.errors import InputError, nearest
@@ -135,9 +133,9 @@ PART_CHECKS = (
     PartCheck("LayerNorm = nn.LayerNorm", "parts", parts.layer_norm),
     PartCheck("RMSNorm = nn.RMSNorm", "parts", parts.rms_norm),
     PartCheck("feed-forward = formula", "parts", parts.feed_forward),
-    PartCheck("experts in groups = one token at a time", "experts", experts.grouped_experts),
-    PartCheck("balance loss = counted over real tokens", "experts", experts.balance_by_counting),
-    PartCheck("no token is dropped", "experts", experts.nobody_is_dropped),
+    PartCheck("experts in groups = one token at a time", "experts", parts.grouped_experts),
+    PartCheck("balance loss = counted over real tokens", "experts", parts.balance_by_counting),
+    PartCheck("no token is dropped", "experts", parts.nobody_is_dropped),
     PartCheck("rotary positions = complex numbers", "positions", parts.rotary_closed_form),
     PartCheck("rotary scores depend on distance only", "positions", parts.rotary_is_relative),
     PartCheck("ALiBi = one query at a time", "positions", attention.alibi_by_hand),
@@ -154,13 +152,13 @@ PART_CHECKS = (
     PartCheck(
         "trained together = trained alone",
         "stacked",
-        stacked.together_is_alone,
+        own_models.together_is_alone,
         dtypes=(torch.float64,),
     ),
     PartCheck(
         "trained together = trained alone, every preset",
         "stacked",
-        stacked.every_preset_together_is_alone,
+        own_models.every_preset_together_is_alone,
         deep=True,
         dtypes=(torch.float64,),
     ),
@@ -231,7 +229,7 @@ SUBJECT_CHECKS = (
         "every tap seen, every edit felt, no hook", "taps", own_models.taps_are_named, of="ours"
     ),
     SubjectCheck(
-        "every token goes to its experts", "experts", experts.routing_follows_logits, of="ours"
+        "every token goes to its experts", "experts", parts.routing_follows_logits, of="ours"
     ),
     SubjectCheck(
         "cross-attention reads the encoder in every layer",
