@@ -15,8 +15,9 @@ from glassformer.adapters.tokenizers.files import QWEN_1_SPECIALS, QWEN_WORDS
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer, read_tokenizer
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.text_stream import TextStream, visible
+from glassformer.generation.text_stream import TextStream
 from glassformer.spec.errors import FileError, GlassError, InputError
+from glassformer.spec.units import visible
 from tests.adapters import folders
 from tests.adapters.texts import varied
 

@@ -65,11 +65,3 @@ class StopFilter:
 def _overlap(text: str, stop: str) -> int:
     """Return the number of characters at the end of the text that begin the stop string."""
     return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def visible(text: str) -> str:
-    """Escape control characters except line ends and tabs: a terminal would obey them."""
-    return "".join(
-        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
-        for c in text
-    )

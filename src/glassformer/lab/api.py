@@ -16,7 +16,6 @@ from typing import Any, Self
 
 from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model, load_native
 from glassformer.data.task import Task
-from glassformer.generation.text_stream import visible
 from glassformer.kernels.threads import taking
 from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.lab.measure import evaluate as evaluation
@@ -58,6 +57,7 @@ from glassformer.spec.own import OwnTask, allow_own_code
 from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import SGD, LoRA, RunSpec, TrainSpec
+from glassformer.spec.units import visible
 from glassformer.store.checkpoint import is_quantized
 from glassformer.store.rundir import RunDirectory, RunRef, cache_folder, run_folder
 from glassformer.training.engine import Engine

@@ -252,9 +252,3 @@ def model_prompt(tokenizer: Tokenizer | None) -> str:
         return "Once upon a time"
     special = {tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.sep}
     return " ".join([name for i, name in enumerate(tokenizer.names) if i not in special][:3])
-
-
-def as_text(commands: Commands) -> str:
-    """Return commands in two columns, each on a line of its own."""
-    width = max(len(command) for command, _ in commands)
-    return "\n".join(f"  {command:<{width}}   {what}" for command, what in commands)

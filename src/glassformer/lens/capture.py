@@ -7,17 +7,17 @@ without gradients, and keeps attention, residual stream and sublayer outputs.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from glassformer.data.batch import Batch
 from glassformer.lens.heads import HeadName, attentions, kinds_of, prefix_of
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Holder, Model
 from glassformer.nn.linear import PackedWeight
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError
@@ -32,15 +32,7 @@ MOST_MAPS = 4 << 30
 OneSequence = Batch | Inputs | Tensor | NDArray[Any] | Sequence[int]
 
 
-class HasModel(Protocol):
-    """A loaded model: it holds the module that computes."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The module inside: one of ours, or another library's."""
-
-
-def tapped_model(model: Model | HasModel) -> Model:
+def tapped_model(model: Model | Holder) -> Model:
     """Return the model with taps: `model` itself, or the one inside a loaded model."""
     inner = model if isinstance(model, Model) else model.model
     if not isinstance(inner, Model):

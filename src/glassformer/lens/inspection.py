@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.lens.capture import (
-    HasModel,
     OneSequence,
     ablations,
     capture,
@@ -56,7 +55,7 @@ from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import Names, checked_words, naming, shown
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Holder, Model
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 
@@ -451,7 +450,7 @@ def _divergence_by_position(readout: Readout, before_TD: Tensor, after_TD: Tenso
 
 
 def inspect(
-    model: Model | HasModel,
+    model: Model | Holder,
     inputs: OneSequence,
     *,
     words: Sequence[str] | None = None,

@@ -1,5 +1,6 @@
-"""Parse numbers as people write them (`10M`, `350k`, `0.5%`), and format bytes, FLOPs, seconds."""
+"""Numbers as people write them (`10M`, `0.5%`), bytes, FLOPs, seconds, and text made visible."""
 
+import re
 from decimal import Decimal, InvalidOperation
 
 from glassformer.spec.errors import InputError
@@ -76,3 +77,13 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} {units[-1]}"
+
+
+#: What a terminal would act on: control characters but for line ends and tabs.
+CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+_CONTROLS = re.compile(CONTROL)
+
+
+def visible(text: str) -> str:
+    """Escape control characters except line ends and tabs: a terminal would obey them."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

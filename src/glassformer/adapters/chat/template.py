@@ -27,9 +27,9 @@ from glassformer.adapters.tokenizers.folder_tokenizer import special_names
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.streaming import Collected, NewToken, stream
-from glassformer.generation.text_stream import visible
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import FileError, InputError, MachineError, nearest
+from glassformer.spec.units import visible
 
 FILE = "chat_template.jinja"
 MORE = "additional_chat_templates"

@@ -18,11 +18,11 @@ from glassformer.adapters.chat.template import Conversation
 from glassformer.adapters.load import load
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import tell
-from glassformer.generation.text_stream import visible
 from glassformer.lab.runs.process import check_threads, stopping, threads_of_decoding
 from glassformer.spec.decoding import BeamSpec, ConstraintSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import GlassError, InputError, nearest
 from glassformer.spec.options import options_of
+from glassformer.spec.units import visible
 
 HELP = {
     "/reset": "forget the conversation",

@@ -16,6 +16,7 @@ from io import TextIOWrapper
 import typer
 
 from glassformer.spec.errors import MachineError
+from glassformer.spec.units import CONTROL, visible
 
 CUT_OFF = 128 + signal.SIGPIPE
 
@@ -38,8 +39,8 @@ def open_streams() -> None:
             )
 
 
-#: What a terminal would act on: control characters but for line ends and tabs. A colour is ours.
-CONTROL = re.compile("\x1b\\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+#: Control characters, and colours, which are ours.
+COLOUR_OR_CONTROL = re.compile(f"\x1b\\[[0-9;]*m|{CONTROL}")
 
 
 class TerminalOutput(TextIOWrapper):
@@ -51,11 +52,11 @@ class TerminalOutput(TextIOWrapper):
 
     def write(self, text: str, /) -> int:
         """Write the text as it can be shown."""
-        return super().write(text if self.raw else CONTROL.sub(_shown, text))
+        return super().write(text if self.raw else COLOUR_OR_CONTROL.sub(_shown, text))
 
 
 def _shown(found: re.Match[str]) -> str:
-    return found[0] if len(found[0]) > 1 else f"\\x{ord(found[0]):02x}"
+    return found[0] if len(found[0]) > 1 else visible(found[0])
 
 
 def let_through() -> None:
@@ -67,7 +68,7 @@ def let_through() -> None:
 def tell(text: str) -> None:
     """Print a line on stderr, where all progress goes; control characters as escapes."""
     with contextlib.suppress(OSError):
-        print(CONTROL.sub(_shown, text), file=sys.stderr, flush=True)
+        print(COLOUR_OR_CONTROL.sub(_shown, text), file=sys.stderr, flush=True)
 
 
 def is_cut_off(error: BaseException) -> bool:

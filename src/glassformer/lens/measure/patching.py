@@ -15,7 +15,6 @@ from torch import Tensor
 
 from glassformer.lens.capture import (
     Assignment,
-    HasModel,
     edits_by_tap,
     eval_mode,
     one_row,
@@ -30,7 +29,7 @@ from glassformer.lens.show import html, svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import shown
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Holder, Model
 from glassformer.nn.taps import Taps
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
@@ -294,7 +293,7 @@ class Patching(Displayable):
 
 
 def patch_activations(
-    model: Model | HasModel,
+    model: Model | Holder,
     clean: Run,
     corrupt: Run,
     *,

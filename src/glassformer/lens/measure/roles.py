@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.lens.capture import HasModel, tapped_model
+from glassformer.lens.capture import tapped_model
 from glassformer.lens.heads import HeadName, heads_of
 from glassformer.lens.measure.attention import BatchAttention, batch_attention
 from glassformer.lens.show import html
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
+from glassformer.models.model import Holder, Model
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def _cell(score: Score) -> str:
 
 
 def head_roles(
-    model: Model | HasModel,
+    model: Model | Holder,
     batch: Batch | Inputs | NDArray[Any] | Tensor | None = None,
     *,
     groups: Sequence[str] | None = None,
