@@ -25,7 +25,7 @@ from glassformer.spec.serialize import override
 from glassformer.spec.train import RunSpec
 from glassformer.training.fit import StepRecord
 from glassformer.training.stacked import StackedEngine
-from glassformer.training.stacked_step import Joint
+from glassformer.training.stacked_batches import Joint
 from glassformer.training.torch_engine import TorchEngine
 
 SEEDS, GPU_SEEDS, ROUNDS = 8, 64, 3

@@ -367,6 +367,7 @@ ONE_IMPORTER = {
     "named.fsm_probe": "one source document's names; the package is their table",
     "named.seq2seq": "one source document's names; the package is their table",
     "spec.block": "the parts of a block; model re-exports them",
+    "training.stacked_step": "the step of many models; the engine is what surrounds it",
     "web.app.server": "the explorer's app; cli starts it",
     "web.pages.design": "a page with its routes; the server is the table",
     "web.pages.errors": "a page with its routes; the server is the table",

@@ -14,7 +14,7 @@ from glassformer.spec.tasks import DigitsTask
 from glassformer.spec.train import SGD, RunSpec, TrainSpec
 from glassformer.training.fit import step_seed
 from glassformer.training.stacked import StackedEngine
-from glassformer.training.stacked_step import Work
+from glassformer.training.stacked_batches import Work
 from glassformer.training.torch_engine import TorchEngine
 
 SIZES = {

@@ -346,13 +346,7 @@ class RecordedSteps:
 
     def _objective(self, views: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return a batch's share of the step's loss, and each head's plain loss."""
-        inputs = Inputs(
-            views["tokens"],
-            views.get("valid"),
-            views.get("segments"),
-            views.get("source"),
-            views.get("source_valid"),
-        )
+        inputs = inputs_of(views)
         with precision(self.train, self.device):
             hidden_BTD = self.model.hidden(inputs, recompute=self.train.gradient_checkpointing)
             total, sums = self.model.penalty() / self.train.accumulate, []
@@ -408,6 +402,17 @@ class RecordedSteps:
         self.optimizer.step()
         kernel.found_inf = kernel.grad_scale = None
         return torch.cat((numbers[:1], norm.double()[None], numbers[1:]))
+
+
+def inputs_of(views: Mapping[str, Tensor]) -> Inputs:
+    """Return what the model reads, of a batch whose arrays have names."""
+    return Inputs(
+        views["tokens"],
+        views.get("valid"),
+        views.get("segments"),
+        views.get("source"),
+        views.get("source_valid"),
+    )
 
 
 def precision(train: TrainSpec, device: torch.device) -> contextlib.AbstractContextManager[object]:

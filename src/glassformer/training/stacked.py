@@ -44,15 +44,8 @@ from glassformer.training.engine import (
 )
 from glassformer.training.fit import StepRecord, step_seed
 from glassformer.training.recorded import precision
-from glassformer.training.stacked_step import (
-    Joint,
-    StackedModels,
-    StackedSteps,
-    Work,
-    layout_of,
-    moments_of,
-    rows_of,
-)
+from glassformer.training.stacked_batches import Joint, Work, rows_of
+from glassformer.training.stacked_step import StackedModels, StackedSteps, layout_of, moments_of
 
 # M models, B batch of one model, T length, D d_model, R rows that count, V logits, P parameters
 

@@ -1,15 +1,15 @@
 """The step of a stack: loss, gradient norm, clipping and update of every model at once.
 
 All parameters of a model are one row of an array (M, P), decayed ones first, so that norms and
-updates are single operations. `fold_batches` makes the models' batches one, filled up to one shape.
+updates are single operations. `stacked_batches` makes the models' batches one.
 On a GPU the step is compiled and recorded as a single model's is; on a CPU it runs as it is.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar, assert_never
+from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -17,44 +17,41 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from glassformer.data.batch import Batch
-from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model
 from glassformer.nn.embedding import FactorizedTokenEmbedding, read_out
 from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.norm import as_float
-from glassformer.nn.stacked import Extent, Fold
-from glassformer.spec.errors import InputError
+from glassformer.nn.stacked import Fold
 from glassformer.spec.execution import PIECE, RECORDED_PIECE
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
-from glassformer.training.engine import Array, StepResult, balance_shares, loss_weights, totals
+from glassformer.training.engine import Array, StepResult
 from glassformer.training.recorded import (
     AHEAD,
     COMPILE_SECONDS,
-    SHARE,
     RecordedSteps,
+    inputs_of,
     precision,
+)
+from glassformer.training.stacked_batches import (
+    Joint,
+    Work,
+    balance_shares_of,
+    batches_in_turn,
+    counts_of,
+    extent_of,
+    fold_batches,
+    rates_of,
+    tokens_of,
 )
 
 # M models, B batch of one model, T length, D d_model, R rows that count, V logits, P parameters
 
-_Value = TypeVar("_Value")
-
 #: What compiling saves for a number of the residual stream in a layer, as seen on an H200 with 64
 #: models of `lm`'s shape: 12.5 ms a step recorded, 5.8 ms compiled and recorded.
 SAVED_PER_NUMBER = 2.7e-10
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One model's share of a step: its batches, its rate, the seed of its dropout."""
-
-    batches: Sequence[Batch]
-    lr: float
-    seed: int
 
 
 # --- parameters in one array ----------------------------------------------------------------------
@@ -127,19 +124,6 @@ def moments_of(train: TrainSpec) -> tuple[str, ...]:
             assert_never(unreachable)
 
 
-@dataclass(frozen=True, slots=True)
-class Joint:
-    """The work of members that read one task and draw nothing: their rows in one batch each time.
-
-    Each slot has a full batch of rows, in the order of the slots; those that are not among `live`
-    only fill up.
-    """
-
-    batches: Sequence[Batch]
-    rates: Sequence[float]
-    live: Sequence[int]
-
-
 @dataclass(slots=True)
 class StackedModels:
     """The models of a stack: one that computes all of them, and their arrays, a row each."""
@@ -185,11 +169,11 @@ class StackedSteps(RecordedSteps):
     ) -> Callable[[], dict[int, StepResult]]:
         """Begin a step of the members that have work; `slots` says whose each row is."""
         spec, rows, random = self.model.spec, self.train.batch_size, self.stack.random
-        rates, seeds, live = _rates(work, slots)
-        by_batch = _by_batch(work, slots)
-        counts = [_counts(batches, spec, len(slots)) for batches in by_batch]
+        rates, seeds, live = rates_of(work, slots)
+        by_batch = batches_in_turn(work, slots)
+        counts = [counts_of(batches, spec, len(slots)) for batches in by_batch]
         whole = {head: np.sum([count[head] for count in counts], axis=0) for head in counts[0]}
-        tokens = [_tokens(batches, len(slots)) for batches in by_batch]
+        tokens = [tokens_of(batches, len(slots)) for batches in by_batch]
         self.heads = tuple(whole)
         update = {"lr": np.array(rates), "live": np.array([member in live for member in slots])}
         if not self.fixed and random:
@@ -197,7 +181,7 @@ class StackedSteps(RecordedSteps):
                 torch.Generator(self.device).manual_seed(seed) for seed in seeds
             ]
         packed = []
-        shares = _shares(by_batch, spec)
+        shares = balance_shares_of(by_batch, spec)
         for i, batches in enumerate(by_batch):
             arrays = fold_batches(
                 batches, spec, whole, rows=rows, fixed=self.fixed, models=len(slots)
@@ -205,7 +189,7 @@ class StackedSteps(RecordedSteps):
             if self.fixed and random:
                 words = [(seed + 0x9E3779B9 * i) & 0xFFFFFFFF for seed in seeds]
                 arrays["seeds"] = np.array(words, dtype=np.uint32).view(np.int32)
-            packed.append(({**arrays, **shares[i]}, [*map(_extent, batches)]))
+            packed.append(({**arrays, **shares[i]}, [*map(extent_of, batches)]))
         if self.adds:
             for arrays, extents in packed:
                 self.fold.extents = extents
@@ -260,13 +244,7 @@ class StackedSteps(RecordedSteps):
 
     def _objective(self, views: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return what is differentiated, (M,), and the numbers to report, (3 + heads, M)."""
-        inputs = Inputs(
-            views["tokens"],
-            views.get("valid"),
-            views.get("segments"),
-            views.get("source"),
-            views.get("source_valid"),
-        )
+        inputs = inputs_of(views)
         settings, M = self.settings, self.fold.models
         self.fold.batch, self.fold.seeds_M = len(inputs.tokens_BT) // M, views.get("seeds")
         found = BalanceLosses() if self.model.spec.mixtures() else None
@@ -463,186 +441,3 @@ def _update_sgd(
         buffer_MP.copy_(torch.where(applied_M1, step_MP, buffer_MP))
     changed_MP = weights_MP - lr_M.to(dtype)[:, None] * step_MP
     weights_MP.copy_(torch.where(applied_M1, changed_MP, weights_MP))
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-
-def _rates(
-    work: Mapping[int, Work] | Joint, slots: Sequence[int]
-) -> tuple[Sequence[float], Sequence[int], Sequence[int]]:
-    """Return the rate and the seed of each slot, and the members that are updated."""
-    if isinstance(work, Joint):
-        return work.rates, (), work.live
-    some = next(iter(work.values()))
-    every = [work.get(member, some) for member in slots]
-    return [one.lr for one in every], [one.seed for one in every], [*work]
-
-
-def _by_batch(work: Mapping[int, Work] | Joint, slots: Sequence[int]) -> list[list[Batch]]:
-    """Return the batches of every slot, turn by turn; an idle slot reads another's."""
-    if isinstance(work, Joint):
-        return [[batch] for batch in work.batches]
-    some = next(iter(work.values()))
-    every = [work.get(member, some).batches for member in slots]
-    return [list(batches) for batches in zip(*every, strict=True)]
-
-
-def _counts(batches: Sequence[Batch], spec: ModelSpec, models: int) -> dict[str, Array]:
-    """Return the weight of each head's targets, by model; the targets are checked."""
-    if len(batches) == models:
-        every = [totals([batch], spec) for batch in batches]
-        return {head: np.array([count[head] for count in every]) for head in every[0]}
-    (joint,) = batches
-    return {
-        head: loss_weights(joint, head).reshape(models, -1).sum(1, dtype=np.float64)
-        for head in totals([joint], spec)
-    }
-
-
-def _tokens(batches: Sequence[Batch], models: int) -> list[int]:
-    """Return the number of real tokens, by model."""
-    if len(batches) == models:
-        return [int(batch.valid.sum()) for batch in batches]
-    (joint,) = batches
-    counts: list[int] = joint.valid.reshape(models, -1).sum(1).tolist()
-    return counts
-
-
-def _shares(by_batch: Sequence[Sequence[Batch]], spec: ModelSpec) -> list[dict[str, Array]]:
-    """Return the weights of the load-balancing losses, by turn and layer, (M,) each."""
-    if not spec.mixtures():
-        return [{} for _ in by_batch]
-    every = [balance_shares(own, spec) for own in zip(*by_batch, strict=True)]
-    return [
-        {f"share.{layer}": np.array([own[i][layer] for own in every]) for layer in spec.mixtures()}
-        for i in range(len(by_batch))
-    ]
-
-
-def rows_of(batch: Batch, start: int, stop: int) -> Batch:
-    """Return some rows of a batch."""
-    at, source = slice(start, stop), batch.source
-    return replace(
-        batch,
-        tokens=batch.tokens[at],
-        valid=batch.valid[at],
-        targets={head: target[at] for head, target in batch.targets.items()},
-        weights=None if batch.weights is None else batch.weights[at],
-        segments=None if batch.segments is None else batch.segments[at],
-        source=None
-        if source is None
-        else replace(source, tokens=source.tokens[at], valid=source.valid[at]),
-    )
-
-
-def _extent(batch: Batch) -> Extent:
-    source = 0 if batch.source is None else batch.source.tokens.shape[1]
-    rows, length = batch.tokens.shape
-    return Extent(rows, length, source)
-
-
-def fold_batches(
-    batches: Sequence[Batch],
-    spec: ModelSpec,
-    counts: Mapping[str, Array],
-    *,
-    rows: int,
-    fixed: bool,
-    models: int,
-) -> dict[str, Array]:
-    """Return the arrays of one batch for each model, checked, filled up to one shape.
-
-    A single batch may have the rows of all models side by side. Rows and positions that fill up do
-    not count. With `fixed` the lengths and the numbers of rows that count take one of a few values,
-    so that recorded shapes repeat.
-    """
-    filled = rows if fixed and len(batches) == models else 0
-    most = max(filled, *(len(batch.tokens) for batch in batches))
-
-    def length(lengths: Sequence[int]) -> int:
-        piece = -(-spec.max_seq_len // SHARE) if fixed else 1
-        return min(spec.max_seq_len, -(-max(lengths) // piece) * piece)
-
-    def folded(arrays: Sequence[Array], width: int | None = None) -> Array:
-        first = arrays[0]
-        same = all(array.shape == first.shape for array in arrays)
-        if same and len(first) == most and width in (None, first.shape[-1]):
-            return np.concatenate(arrays)
-        grown = []
-        for array in arrays:
-            if width is not None and array.ndim == 2:
-                array = np.pad(array, ((0, 0), (0, width - array.shape[1])))
-            grown.append(array[np.arange(most) % len(array)])
-        return np.concatenate(grown)
-
-    T = length([batch.tokens.shape[1] for batch in batches])
-    arrays: dict[str, Array] = {
-        "tokens": folded([b.tokens for b in batches], T).astype(np.int64, copy=False)
-    }
-    valid = folded([b.valid for b in batches], T)
-    if not fixed:  # what fills up is no token of a model with experts
-        sizes = np.array([len(batch.tokens) for batch in batches])
-        valid &= (np.arange(most) < sizes[:, None]).reshape(-1, 1)
-    if not valid.all():
-        arrays["valid"] = valid
-    if batches[0].segments is not None:
-        arrays["segments"] = folded([_given(b.segments) for b in batches], T)
-    if batches[0].source is not None:
-        sources = [_given(b.source) for b in batches]
-        S = length([source.tokens.shape[1] for source in sources])
-        arrays["source"] = folded([s.tokens for s in sources], S).astype(np.int64, copy=False)
-        arrays["source_valid"] = folded([s.valid for s in sources], S)
-        if not fixed and arrays["source_valid"].all():
-            del arrays["source_valid"]
-    _check_inputs(arrays, spec)
-    M = models
-    for head, count_M in counts.items():
-        weights, targets = [], []
-        for batch in batches:
-            own = np.zeros((most, *loss_weights(batch, head).shape[1:]), dtype=np.float32)
-            own[: len(batch.tokens)] = loss_weights(batch, head)
-            weights.append(own)
-            targets.append(batch.targets[head])
-        width = T if targets[0].ndim == 2 else None
-        weights_MR = folded(weights, width).reshape(M, -1)
-        targets_MR = np.where(weights_MR > 0, folded(targets, width).reshape(M, -1), 0)
-        counted = int(np.count_nonzero(weights_MR, axis=1).max())
-        share = -(-SHARE * counted // weights_MR.shape[1])
-        if counted and (share < SHARE if fixed else counted < weights_MR.shape[1]):
-            size = -(-weights_MR.shape[1] * max(1, share) // SHARE) if fixed else counted
-            # Rows that count come first; a stable sort keeps their order.
-            index_MR = np.argsort(weights_MR == 0, axis=1, kind="stable")[:, :size]
-            arrays[f"rows.{head}"] = index_MR
-            weights_MR = np.take_along_axis(weights_MR, index_MR, 1)
-            targets_MR = np.take_along_axis(targets_MR, index_MR, 1)
-        arrays[f"targets.{head}"] = targets_MR.astype(np.int64, copy=False)
-        arrays[f"weights.{head}"] = weights_MR
-        arrays[f"scale.{head}"] = 1.0 / np.where(count_M > 0, count_M, 1.0)
-    return arrays
-
-
-def _given(value: _Value | None) -> _Value:
-    if value is None:
-        raise InputError("a batch of the stack lacks what the first one has")
-    return value
-
-
-def _check_inputs(arrays: Mapping[str, Array], spec: ModelSpec) -> None:
-    """Refuse ids outside the vocabulary, and sequences that are too long."""
-    sides = {"tokens": spec.vocab_size, "source": spec.source_vocab}
-    if all(
-        arrays[side].shape[1] <= spec.max_seq_len
-        and arrays[side].min() >= 0
-        and arrays[side].max() < vocab
-        for side, vocab in sides.items()
-        if side in arrays
-    ):
-        return
-
-    def tensor(name: str) -> Tensor | None:
-        return torch.from_numpy(arrays[name]) if name in arrays else None
-
-    tokens = torch.from_numpy(arrays["tokens"])
-    given = Inputs(tokens, tensor("valid"), tensor("segments"), tensor("source"))
-    as_inputs(given, spec, device=torch.device("cpu"))  # it names what is wrong, and where

@@ -44,7 +44,7 @@ from glassformer.spec.tasks import NAMED_TASKS
 from glassformer.spec.train import AdamW, RunSpec, TrainSpec
 from glassformer.training.fit import step_seed
 from glassformer.training.stacked import StackedEngine
-from glassformer.training.stacked_step import Work
+from glassformer.training.stacked_batches import Work
 from glassformer.training.torch_engine import TorchEngine
 
 #: Taps that are edited in one forward, each in a sequence of its own.
