@@ -39,7 +39,7 @@ FAULTS = (
     Fault("silence is no sign", STATUS, "if silent > SILENCE_SECONDS:", "if False:", "silent"),
     Fault("a held lock looks free", "store.rundir:RunDirectory.held", "return True", "return False", "running"),
     Fault("a cut file goes unnoticed", "web.app.workspace:CurveReader.read", "cursor_of(path, kept[0].next) != kept[1]", "False", "cut back"),
-    Fault("the band's floor is its mean", "web.app.workspace:band", "values.min(axis=0)", "values.mean(axis=0)", "band"),
+    Fault("the band's floor is its mean", "web.pages.runs:band", "values.min(axis=0)", "values.mean(axis=0)", "band"),
     Fault("seeds are settings", "lab.runs.table:same_but_seed", 'if k != "train.seed"', "", "band"),
     Fault("two runs never differ", "lab.runs.table:differing", "> 1", "> 2", "differ"),
     Fault("a cell by its row only", "web.pages.errors:cell", "if pair == wanted", "if pair[0] == wanted[0]", "cell"),

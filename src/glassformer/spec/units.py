@@ -81,9 +81,8 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
 
 #: What a terminal would act on: control characters but for line ends and tabs.
 CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-_CONTROLS = re.compile(CONTROL)
 
 
 def visible(text: str) -> str:
     """Escape control characters except line ends and tabs: a terminal would obey them."""
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return re.sub(CONTROL, lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -28,7 +28,7 @@ FAULTS = (
     Fault("one end of several", "adapters.folder.files:read_eos", "tuple(dict.fromkeys(ids))", "tuple(ids[:1])", "ends"),
     Fault("drawn though greedy was said", "adapters.folder.files:GenerationDefaults.options", "temperature if drawn else 0.0", "temperature", "settings"),
     Fault("top_p is lost", "adapters.folder.files:generation_defaults", "if value is not None:", "if value is not None and each.name != 'top_p':", "settings"),
-    Fault("a terminal is told to obey", "generation.text_stream:visible", "127 <= ord(c) < 160", "127 == ord(c)", "escapes"),
+    Fault("a terminal is told to obey", "spec.units:visible", "re.sub(CONTROL,", "re.sub(CONTROL[:-3] + ']',", "escapes"),
     Fault("the turn is always begun", "adapters.chat.template:ChatTemplate.render", '"add_generation_prompt": add_generation_prompt', '"add_generation_prompt": True', "chats"),
     Fault("tools are left out", "adapters.chat.template:ChatTemplate.render", "None if tools is None else list(tools)", "None", "chats"),
     Fault("switches are left out", "adapters.chat.template:ChatTemplate.render", "**(options or {}),", "", "chats"),
