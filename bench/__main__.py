@@ -19,6 +19,11 @@ def main() -> None:
     skip = (
         "__main__",
         "bare",
+        "attack_files",
+        "attack_flips",
+        "attack_kills",
+        "attack_lines",
+        "attack_server",
         "audit_reproductions",
         "clock",
         "doctor_parts",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal
 
+from glassformer.spec.block import MOST_LAYERS
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import NormalInit
@@ -51,6 +52,8 @@ USUAL_ASPECTS, USUAL_LAYERS = (12.0, 64.0), 2
 HEAD_WIDTHS = (16, 128)
 #: With `free_head_width`, how far d_head may be from d_model / n_heads, in columns.
 HEAD_SLACK = 2
+#: The most of what is counted in hundreds (heads, experts, a divisor), and of tokens and positions.
+MOST_HEADS, MOST_COUNTED = 65_536, 1_000_000_000
 
 POSITIONS: dict[str, Position] = {
     "learned": Learned(),
@@ -109,7 +112,12 @@ class Budget:
         at_least=1,
     )
     vocab: int = option(
-        16_000, help="Size of the vocabulary.", label="Vocabulary", parse=parse_count, at_least=1
+        16_000,
+        help="Size of the vocabulary.",
+        label="Vocabulary",
+        parse=parse_count,
+        at_least=1,
+        at_most=MOST_COUNTED,
     )
     tolerance: float = option(
         0.005,
@@ -125,6 +133,7 @@ class Budget:
         label="Attention heads",
         parse=_count_or_any,
         at_least=1,
+        at_most=MOST_HEADS,
     )
     tied: bool = option(
         True, help="Give the output head its own weights, not the embedding's.", flag="--untied"
@@ -135,6 +144,7 @@ class Budget:
         label="Longest sequence",
         parse=parse_count,
         at_least=1,
+        at_most=MOST_COUNTED,
     )
     shape: Literal["llama", "classic"] = option(
         "llama",
@@ -154,7 +164,7 @@ class Budget:
         f"{USUAL_RATIO:.0%}, in shape llama as far as d_model / layers stays usual "
         f"({USUAL_ASPECTS[0]:g} to {USUAL_ASPECTS[1]:g}); free: no wish, a usual shape.",
         parse=_share_or_word,
-        above=0.0,
+        at_least=0.0001,
         below=1.0,
         hint="use 0.01 to 0.99, written 0.35 or 35%; 'free' drops the wish",
     )
@@ -176,7 +186,8 @@ class Budget:
         help="Wished d_ff / d_model, or free.",
         label="GLU expansion",
         parse=_share_or_free,
-        above=0.0,
+        at_least=0.001,
+        at_most=1_000.0,
         hint="2.66 and 4 are usual; 'free' drops the wish",
     )
     exact_expansion: bool = option(
@@ -196,12 +207,21 @@ class Budget:
         "that is possible near the wishes, else 1.",
         parse=parse_count,
         at_least=1,
+        at_most=MOST_HEADS,
     )
     ffn_multiple: int | None = option(
-        None, help="Divisor of d_ff; as for d_model by default.", parse=parse_count, at_least=1
+        None,
+        help="Divisor of d_ff; as for d_model by default.",
+        parse=parse_count,
+        at_least=1,
+        at_most=MOST_HEADS,
     )
     kv_heads: int | None = option(
-        None, help="Number of heads for keys and values.", parse=parse_count, at_least=1
+        None,
+        help="Number of heads for keys and values.",
+        parse=parse_count,
+        at_least=1,
+        at_most=MOST_HEADS,
     )
     free_head_width: bool = option(False, help="Let heads x d_head differ from d_model.")
     experts: int | None = option(
@@ -209,6 +229,7 @@ class Budget:
         help="Number of experts of each feed-forward, all of them counted; dense by default.",
         parse=parse_count,
         at_least=2,
+        at_most=MOST_HEADS,
     )
     experts_per_token: int | None = option(
         None,
@@ -224,9 +245,14 @@ class Budget:
         help="Factorize the embedding with this rank; any: chosen to meet the ratio.",
         parse=_count_or_any,
         at_least=1,
+        at_most=MOST_COUNTED,
     )
-    min_layers: int = option(1, help="Fewest layers.", parse=parse_count, at_least=1)
-    max_layers: int | None = option(None, help="Most layers.", parse=parse_count, at_least=1)
+    min_layers: int = option(
+        1, help="Fewest layers.", parse=parse_count, at_least=1, at_most=MOST_LAYERS
+    )
+    max_layers: int | None = option(
+        None, help="Most layers.", parse=parse_count, at_least=1, at_most=MOST_LAYERS
+    )
     min_aspect: float = option(
         0.0, help="Least d_model / layers.", parse=parse_share, at_least=0.0, hint="0 is no limit"
     )

@@ -171,7 +171,7 @@ def main() -> None:
     except MemoryError as error:
         if debug:
             raise
-        _tell(MachineError(f"out of memory: {error}".rstrip(": "), hint="a smaller batch or model"))
+        _tell(out_of_memory(error))
     except (OSError, SystemExit) as error:
         if is_cut_off(error):
             give_up_stdout()
@@ -183,7 +183,7 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        _tell(incident(error))
+        _tell(out_of_memory(error) if is_out_of_memory(error) else incident(error))
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -244,6 +244,21 @@ def _typed_value(option: str) -> str:
             following = sys.argv[index + 1]
             return "" if following.startswith("-") or "=" in following else following
     return ""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return True for torch's own kinds of a MemoryError."""
+    text = str(error)
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError)
+        and any(words in text for words in ("not enough memory", "can't allocate memory"))
+    )
+
+
+def out_of_memory(error: Exception) -> MachineError:
+    """Return three lines for what the machine could not allocate."""
+    first = str(error).partition("\n")[0][:200]
+    return MachineError(f"out of memory: {first}".rstrip(": "), hint="a smaller batch or model")
 
 
 class _OurFault(GlassError):

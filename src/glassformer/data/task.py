@@ -18,6 +18,7 @@ from glassformer.data.rng import Sampler, digest
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.execution import check_memory
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import TrainSpec
 
@@ -268,13 +269,33 @@ def spread(total: int, capacities: Sequence[int], *, what: str) -> list[int]:
     return counts
 
 
+def number_of_rows(base: int, length: int, *, most: int = 1 << 62) -> int:
+    """Return `base ** length`, or `most` where it is more: such numbers take time to compute."""
+    return min(base**length, most) if length * base.bit_length() <= 4096 else most
+
+
+#: The most positions of examples that are made in memory: minutes, and gigabytes.
+MOST_POSITIONS = 200_000_000
+
+
+def check_room(count: int, length: int) -> None:
+    """Refuse examples that would take hours to make, or cannot be held, before any is made."""
+    what = f"{count:,} examples of up to {length:,} positions"
+    hint = "fewer {task.examples|examples}, or a smaller {task.max_length|max_length}"
+    if count * length > MOST_POSITIONS:
+        raise InputError(f"{what} are more than {MOST_POSITIONS:,} positions", hint=hint)
+    # two rows of int32, and a copy while the splits are made
+    check_memory(what, 16 * count * length, hint=hint)
+
+
 def distinct_rows(
     rng: np.random.Generator, *, count: int, base: int, length: int
 ) -> NDArray[np.int64]:
     """Sample `count` distinct rows of `length` numbers below `base`, all sets equally likely."""
-    assert count <= base**length, "spread() keeps to what there is"
-    if base**length <= 4 * count:  # so few that all can be listed
-        picked = rng.permutation(base**length)[:count]
+    room = number_of_rows(base, length)
+    assert count <= room, "spread() keeps to what there is"
+    if room <= 4 * count:  # so few that all can be listed
+        picked = rng.permutation(room)[:count]
         powers = base ** np.arange(length - 1, -1, -1)
         listed: NDArray[np.int64] = picked[:, None] // powers % base
         return listed

@@ -147,11 +147,15 @@ def at_least(name: str, value: int, least: int = 1, *, most: int | None = None) 
             f"{name} {value} is below {least}", hint=f"the nearest valid {name} is {least}"
         )
     if most is not None and value > most:
-        digits = 1 + int(0.30103 * value.bit_length())  # Python refuses to print very long numbers
-        shown = f"{value:,}" if digits < 16 else f"of about {digits} digits"
         raise InputError(
-            f"{name} {shown} is above {most:,}", hint=f"the nearest valid {name} is {most}"
+            f"{name} {shown(value)} is above {most:,}", hint=f"the nearest valid {name} is {most}"
         )
+
+
+def shown(value: int) -> str:
+    """Return a whole number as text; Python refuses to print very long ones."""
+    digits = 1 + int(0.30103 * value.bit_length())
+    return f"{value:,}" if digits < 16 else f"of about {digits} digits"
 
 
 def size(name: str, value: int, least: int = 1) -> None:

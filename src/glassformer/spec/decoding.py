@@ -189,6 +189,7 @@ class BeamSpec:
         flag="--beams",
         label="Beams",
         at_least=1,
+        at_most=1024,
         show_default=False,
     )
     n_best: int | None = option(

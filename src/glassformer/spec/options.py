@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from glassformer.spec.checks import at_least as check_at_least
-from glassformer.spec.checks import one_of
+from glassformer.spec.checks import one_of, shown
 from glassformer.spec.errors import InputError
 
 T = TypeVar("T")
@@ -212,9 +212,9 @@ class Option:
         if isinstance(value, bool) or not isinstance(value, int):
             raise InputError(f"{self.name} {value!r} is not a whole number", hint=self._hint(low))
         if low is not None and value < low:
-            raise InputError(f"{self.name} {value} is below {low:g}", hint=self._hint(low))
+            raise InputError(f"{self.name} {shown(value)} is below {low:g}", hint=self._hint(low))
         if high is not None and value > high:
-            raise InputError(f"{self.name} {value} is above {high:g}", hint=self._hint(high))
+            raise InputError(f"{self.name} {shown(value)} is above {high:g}", hint=self._hint(high))
 
     def _check_number(self, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):

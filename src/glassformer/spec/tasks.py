@@ -5,7 +5,7 @@
 
 from typing import Literal, get_args
 
-from glassformer.spec.checks import at_least, one_of, positive, spec
+from glassformer.spec.checks import at_least, one_of, positive, size, spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.options import check_options, option
 from glassformer.spec.own import OwnTask, OwnTokenizer, installed_parts, is_source
@@ -13,11 +13,15 @@ from glassformer.spec.units import parse_count, parse_share
 
 #: The least share of a corpus in a mixture: a row in every few thousand.
 SMALLEST_SHARE = 0.001
+#: The longest example that is made, the most of them, and the most symbols.
+LONGEST, MOST_EXAMPLES, MOST_SYMBOLS = 65_536, 100_000_000, 1_000_000
 OPERATIONS = ("FIRST", "SECOND", "LAST", "MAX", "MIN", "LENGTH", "SUM")
 
 
-def _lengths(shortest: int, longest: int, *, least: int = 1) -> None:
+def _lengths(shortest: int, longest: int, *, least: int = 1, longer: int = 0) -> None:
     at_least("min_length", shortest, least)
+    at_least("max_length", longest, 1, most=LONGEST)
+    at_least("longer", longer, 0, most=LONGEST)
     if longest < shortest:
         raise InputError(
             f"max_length {longest} is below min_length {shortest}",
@@ -41,7 +45,7 @@ class DigitsTask:
             raise InputError(
                 f"max_length {self.max_length}: LENGTH must be one digit", hint="9 is the largest"
             )
-        at_least("examples", self.examples, 10)
+        at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
         for operation in self.operations:
             one_of("operation", operation, OPERATIONS)
         if not self.operations or len(set(self.operations)) < len(self.operations):
@@ -69,10 +73,9 @@ class SequenceTask:
 
     def __post_init__(self) -> None:
         one_of("operation", self.operation, get_args(Rearrangement))
-        at_least("vocab_size", self.vocab_size, 5)
-        _lengths(self.min_length, self.max_length)
-        at_least("examples", self.examples, 10)
-        at_least("longer", self.longer, 0)
+        at_least("vocab_size", self.vocab_size, 5, most=MOST_SYMBOLS)
+        _lengths(self.min_length, self.max_length, longer=self.longer)
+        at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
 
 
 @spec
@@ -96,10 +99,9 @@ class FsmTask:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least("symbols", self.symbols, 2)
-        _lengths(self.min_length, self.max_length)
-        at_least("examples", self.examples, 10)
-        at_least("longer", self.longer, 0)
+        at_least("symbols", self.symbols, 2, most=MOST_SYMBOLS)
+        _lengths(self.min_length, self.max_length, longer=self.longer)
+        at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
         one_of("order", self.order, ("uniform", "weighted"))
 
 
@@ -127,8 +129,8 @@ class TextTask:
     def __post_init__(self) -> None:
         if not isinstance(self.tokenizer, OwnTokenizer):
             one_of("tokenizer", self.tokenizer, ("characters", "bytes", "bpe"))
-        at_least("vocab_size", self.vocab_size, 256 if self.tokenizer == "bpe" else 2)
-        at_least("length", self.length, 2)
+        size("vocab_size", self.vocab_size, 256 if self.tokenizer == "bpe" else 2)
+        size("length", self.length, 2)
         positive("held_out", self.held_out)
         if self.held_out > 0.5:
             raise InputError(f"held_out {self.held_out} is more than half of the text", hint="0.1")
@@ -196,8 +198,8 @@ class TranslationTask:
         at_least("last_year", self.last_year, self.first_year)
         if self.last_year > 9999:
             raise InputError(f"last_year {self.last_year} has five digits", hint="9999 is the last")
-        at_least("examples", self.examples, 100)
-        at_least("pieces", self.pieces, 259)
+        at_least("examples", self.examples, 100, most=MOST_EXAMPLES)
+        at_least("pieces", self.pieces, 259, most=MOST_SYMBOLS)
 
 
 @spec
@@ -220,7 +222,7 @@ class FinetuneTask:
     def __post_init__(self) -> None:
         if not self.path:
             raise InputError("no data to fine-tune on", hint="data=FILE")
-        at_least("length", self.length, 2)
+        size("length", self.length, 2)
         positive("held_out", self.held_out)
         if self.held_out > 0.5:
             raise InputError(f"held_out {self.held_out} is more than half of the data", hint="0.1")

@@ -15,9 +15,8 @@ def ending_of(path: Path, allowed: Sequence[str]) -> str:
     ending = path.suffix.lower().removeprefix(".")
     if ending not in allowed:
         known = " or ".join(f".{name}" for name in allowed).replace(" or ", ", ", len(allowed) - 2)
-        raise InputError(
-            f"-o {path} does not end in {known}", hint=f"-o {path.with_suffix('')}.{allowed[0]}"
-        )
+        stem = path.with_suffix("") if path.name else path / "out"
+        raise InputError(f"-o {path} does not end in {known}", hint=f"-o {stem}.{allowed[0]}")
     return ending
 
 

@@ -17,7 +17,15 @@ from glassformer.data.automata.library import Strings, Walk, machine_named, weig
 from glassformer.data.automata.machine import NOWHERE, Machine
 from glassformer.data.batch import Batch, Bools, Ints
 from glassformer.data.rng import digest, hash_rows, stream
-from glassformer.data.task import Oracle, Task, checked, overlap, padded_to_longest, pick
+from glassformer.data.task import (
+    Oracle,
+    Task,
+    check_room,
+    checked,
+    overlap,
+    padded_to_longest,
+    pick,
+)
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
@@ -176,6 +184,7 @@ class Fsm(Task):
 
     def __init__(self, spec: FsmTask) -> None:
         self.spec = spec
+        check_room(spec.examples, spec.max_length + spec.longer)
         self.name = spec.machine
         found = machine_named(spec.machine, symbols=spec.symbols, seed=spec.machine_seed)
         self.machine: Machine = found

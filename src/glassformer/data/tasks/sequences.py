@@ -19,8 +19,10 @@ from glassformer.data.task import (
     Oracle,
     Task,
     answered_batch,
+    check_room,
     checked,
     distinct_rows,
+    number_of_rows,
     overlap,
     padded_to_longest,
     pick,
@@ -58,6 +60,7 @@ class Sequences(Task):
     def __init__(self, spec: SequenceTask) -> None:
         self.spec = spec
         self.name: str = spec.operation
+        check_room(spec.examples, spec.max_length + spec.longer)
         symbols = spec.vocab_size - FIRST
         self.tokenizer = Vocab(("PAD", "BOS", "EOS", *(str(i) for i in range(symbols))))
         self.heads: Mapping[str, int] = {"next": spec.vocab_size}
@@ -68,7 +71,7 @@ class Sequences(Task):
             self._splits[split] = _chosen(every, rng.permutation(numbers))
         if spec.longer:
             shortest, longest = spec.max_length + 1, spec.max_length + spec.longer
-            room = sum(symbols**length for length in range(shortest, longest + 1))
+            room = sum(number_of_rows(symbols, n) for n in range(shortest, longest + 1))
             count = min(-(-spec.examples // 10), room)
             longer = self._make(count, shortest, longest)
             self._splits["longer"] = _chosen(longer, rng.permutation(count))
@@ -166,7 +169,7 @@ class Sequences(Task):
         """Make unique rows, length by length, shuffled within each length."""
         symbols = self.spec.vocab_size - FIRST
         lengths = range(shortest, longest + 1)
-        counts = spread(count, [symbols**length for length in lengths], what="sequences")
+        counts = spread(count, [number_of_rows(symbols, n) for n in lengths], what="sequences")
         source_NS = np.full((count, longest + 1), PAD, dtype=np.int32)
         answer_NT = np.full((count, longest + 1), PAD, dtype=np.int32)
         start = 0

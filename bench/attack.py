@@ -1,0 +1,339 @@
+"""Attacks on the product, seeded and counted: `python -m bench attack [--only KIND]`.
+
+kills   SIGKILL, at random and aimed at the windows of a save, over both engines, sweeps and prepare
+flips   one bit of one file of a run, a quantized model, an exported folder, a token shard
+files   mutated model files: safetensors, GGUF, configs, indexes, tokenizers, templates
+lines   random command lines and configs
+server  the explorer's server: bad requests, slow clients, many at once
+
+A case is a kind, a seed and a number, and can be repeated alone with `--case`. What was found is
+kept, a line a case, in a ledger below build/attack, so that an attack that is stopped goes on
+where it was. A row counts what became of the cases; its last word is what must be none.
+"""
+
+import argparse
+import collections
+import contextlib
+import importlib
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: How many cases of each kind a full attack has, and what `--quick` takes.
+FULL = {"kills": 1000, "flips": 10_000, "files": 20_000, "lines": 5_000, "server": 10_000}
+QUICK = {"kills": 4, "flips": 40, "files": 60, "lines": 20, "server": 40}
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What became of a case: a word for the count, whether it is a fault, and the evidence."""
+
+    outcome: str
+    fault: bool = False
+    seconds: float = 0.0
+    detail: str = ""
+    megabytes: float = 0.0
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is attacked, how often, from which seed, and where the results are kept."""
+
+    kinds: tuple[str, ...]
+    counts: dict[str, int]
+    seed: int = 0
+    seconds: float = float("inf")
+    ledger: Path = Path("build/attack")
+    began: float = field(default_factory=time.monotonic)
+
+    def is_over(self) -> bool:
+        """Return True when the time for this slice is used up."""
+        return time.monotonic() - self.began > self.seconds
+
+
+def chance(kind: str, seed: int, case: int) -> random.Random:
+    """Return the source of everything random in one case."""
+    return random.Random(f"{kind}/{seed}/{case}")
+
+
+# --- a child with limits --------------------------------------------------------------------------
+
+
+def used_megabytes() -> float:
+    """Return this process's address space, which a limit is set above."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") / MEGABYTE
+
+
+def confine(megabytes: float) -> None:
+    """Let this process take so much address space above what it has, and write no core."""
+    most = int((used_megabytes() + megabytes) * MEGABYTE)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a child ended; `stopped` says that it was asked to, after its time."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    megabytes: float
+    stopped: bool = False
+
+
+def in_child(
+    work: Callable[[], int], *, folder: Path, seconds: float, megabytes: float, grace: float = 10.0
+) -> Ended:
+    """Run a call in a forked process, its output in files; after its time it gets a SIGTERM, and
+    after the grace a SIGKILL.
+    """
+    out, err = folder / "out", folder / "err"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.setpgid(0, 0)
+            _redirect(out, err)
+            confine(megabytes)
+            code = work()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    stopped, status, usage = False, None, None
+    deadline = began + seconds
+    while status is None:
+        done, status_, usage_ = os.wait4(child, os.WNOHANG)
+        if done:
+            status, usage = status_, usage_
+            break
+        now = time.monotonic()
+        if now > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL if stopped else signal.SIGTERM)
+            if stopped:
+                _, status, usage = os.wait4(child, 0)
+                break
+            stopped, deadline = True, now + grace
+        time.sleep(0.002 if now - began < 0.5 else 0.02)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)  # what it left behind
+    assert usage is not None
+    return Ended(
+        os.waitstatus_to_exitcode(status),
+        _text(out),
+        _text(err),
+        time.monotonic() - began,
+        usage.ru_maxrss / 1024,
+        stopped,
+    )
+
+
+def _redirect(out: Path, err: Path) -> None:
+    for path, number, flags in (
+        (Path(os.devnull), 0, os.O_RDONLY),
+        (out, 1, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        (err, 2, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  as long as the process
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(  # noqa: SIM115
+        2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1
+    )
+
+
+def _text(path: Path, most: int = 200_000) -> str:
+    with path.open("rb") as file:
+        return file.read(most).decode("utf-8", "replace")
+
+
+def many_in_child(
+    judge: Callable[[int], Found],
+    cases: Iterable[int],
+    *,
+    seconds: float,
+    megabytes: float,
+) -> Iterator[tuple[int, Found]]:
+    """Judge cases one after another in a forked process with limits; yield each as it is done.
+
+    A case that takes too long, or ends the process, is a fault; the next one gets a new process.
+    """
+    left = collections.deque(cases)
+    while left:
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            try:
+                confine(megabytes)
+                with open(writing, "w", encoding="utf-8", buffering=1) as pipe:
+                    for case in left:
+                        pipe.write(json.dumps([case, _judged(judge, case)]) + "\n")
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with open(reading, "rb", buffering=0) as pipe:
+            yield from _answers(pipe.fileno(), child, left, seconds)
+    return
+
+
+def _judged(judge: Callable[[int], Found], case: int) -> dict[str, Any]:
+    began = time.monotonic()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of this case, not of all before
+    try:
+        found = judge(case)
+    except MemoryError:
+        found = Found("memory", fault=True, detail=traceback.format_exc()[-2000:])
+    except BaseException as error:
+        detail = traceback.format_exc()[-2000:]
+        found = Found(f"traceback {type(error).__name__}", fault=True, detail=detail)
+    status = Path("/proc/self/status").read_text()
+    peak = float(status.partition("VmHWM:")[2].split()[0]) / 1024
+    return {
+        "outcome": found.outcome,
+        "fault": found.fault,
+        "seconds": round(time.monotonic() - began, 3),
+        "detail": found.detail,
+        "megabytes": round(peak),
+    }
+
+
+def _answers(
+    pipe: int, child: int, left: collections.deque[int], seconds: float
+) -> Iterator[tuple[int, Found]]:
+    import select
+
+    pending = b""
+    while True:
+        ready, _, _ = select.select([pipe], [], [], seconds)
+        chunk = os.read(pipe, 1 << 16) if ready else b""
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+        if not chunk:
+            break
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            case, values = json.loads(line)
+            assert case == left.popleft()
+            yield case, Found(**values)
+    _, status = os.waitpid(child, 0)
+    if left:
+        code = os.waitstatus_to_exitcode(status)
+        what = "hang" if not ready else f"process ended {code}"
+        yield left.popleft(), Found(what, fault=True, seconds=seconds)
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+class Ledger:
+    """The cases of one kind that were judged, a line each."""
+
+    def __init__(self, plan: Plan, kind: str) -> None:
+        self.path = plan.ledger / f"{kind}-{plan.seed}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.found: dict[int, Found] = {}
+        if self.path.is_file():
+            for line in self.path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # the line of a kill
+                    values = json.loads(line)
+                    case = values.pop("case")
+                    self.found[case] = Found(**values)
+
+    def add(self, case: int, found: Found) -> None:
+        """Keep one case."""
+        self.found[case] = found
+        values = {name: getattr(found, name) for name in Found.__dataclass_fields__}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"case": case, **values}) + "\n")
+
+    def missing(self, count: int) -> list[int]:
+        """Return the cases that are not judged yet."""
+        return [case for case in range(count) if case not in self.found]
+
+    def rows(self, kind: str) -> Iterator[dict[str, object]]:
+        """Count the outcomes; the last row is that of the faults."""
+        counts = collections.Counter(found.outcome for found in self.found.values())
+        for outcome, count in counts.most_common():
+            yield _row(kind, f"{count:,} {outcome}")
+        faults = [(case, found) for case, found in self.found.items() if found.fault]
+        longest = max((found.seconds for found in self.found.values()), default=0.0)
+        most = max((found.megabytes for found in self.found.values()), default=0.0)
+        told = f"{len(self.found):,} cases: {len(faults)} faults"
+        yield _row(f"{kind}, the longest; at most {most:.0f} MB", told, ms=longest * 1e3)
+        for case, found in faults[:50]:
+            print(f"{kind} --case {case}: {found.outcome}\n{found.detail}", file=sys.stderr)
+
+
+def _row(case: str, name: str, ms: float | None = None) -> dict[str, object]:
+    return {
+        "bench": "attack",
+        "case": case,
+        "name": name,
+        "median_ms": ms,
+        "ratio": None,
+        "of_limit": None,
+    }
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add what an attack can be told."""
+    parser.add_argument("--only", choices=tuple(FULL), help="one kind of attack")
+    parser.add_argument("--count", type=int, help="cases of each kind, instead of all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="then stop; go on later")
+    parser.add_argument("--ledger", type=Path, default=Path("build/attack"))
+    parser.add_argument("--case", type=int, help="judge this one alone, and show it")
+
+
+def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Attack, as far as the time goes; yield the counts of all cases so far."""
+    kinds = (asked.only,) if asked.only else tuple(FULL)
+    counts = dict(QUICK if quick else FULL)
+    if asked.count is not None:
+        counts = dict.fromkeys(counts, asked.count)
+    plan = Plan(kinds, counts, asked.seed, asked.seconds, asked.ledger)
+    import torch
+
+    torch.set_num_threads(1)  # children are forked
+    for kind in kinds:
+        module = importlib.import_module(f"bench.attack_{kind}")
+        if asked.case is not None:
+            for _, found in module.attack(plan, [asked.case]):
+                print(found.outcome, f"{found.seconds:.2f} s", found.detail, sep="\n")
+            continue
+        ledger = Ledger(plan, kind)
+        for case, found in module.attack(plan, ledger.missing(counts[kind])):
+            ledger.add(case, found)
+            if plan.is_over():
+                break
+        yield from ledger.rows(kind)
