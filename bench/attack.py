@@ -71,7 +71,9 @@ def chance(kind: str, seed: int, case: int) -> random.Random:
 
 def used_megabytes() -> float:
     """Return this process's address space, which a limit is set above."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") / MEGABYTE
+    return (
+        int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") / MEGABYTE
+    )
 
 
 def confine(megabytes: float) -> None:
@@ -310,7 +312,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=tuple(FULL), help="one kind of attack")
     parser.add_argument("--count", type=int, help="cases of each kind, instead of all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="then stop; go on later")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="then stop; go on later"
+    )
     parser.add_argument("--ledger", type=Path, default=Path("build/attack"))
     parser.add_argument("--case", type=int, help="judge this one alone, and show it")
 

@@ -8,8 +8,15 @@ import shutil
 from pathlib import Path
 
 WORLD = Path("build/attack/world")
-WORDS = "the cat sat on a mat and saw one small red dog run over green grass while rain fell on walls"
-TINY = ("train.batch_size=4", "train.evaluate_examples=8", "train.checkpoint_every=2", "train.steps=6")
+WORDS = (
+    "the cat sat on a mat and saw one small red dog run over green grass while rain fell on walls"
+)
+TINY = (
+    "train.batch_size=4",
+    "train.evaluate_examples=8",
+    "train.checkpoint_every=2",
+    "train.steps=6",
+)
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
@@ -24,7 +31,9 @@ def make_models(folder: Path = WORLD) -> Path:
     words = WORDS.split()
     documents = [" ".join(r.choices(words, k=60)) + "." for _ in range(60)]
     (beside / "text.txt").write_text("\n\n".join(documents))
-    (beside / "documents.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+    (beside / "documents.jsonl").write_text(
+        "".join(json.dumps({"text": d}) + "\n" for d in documents)
+    )
     turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}]
     (beside / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
     with contextlib.chdir(beside), contextlib.redirect_stdout(io.StringIO()):

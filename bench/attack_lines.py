@@ -29,7 +29,16 @@ CODES = {0, 1, 2, 3, 4, 5, 130, 141, 143}
 #: Verbs that may work for as long as they are let.
 LONG = ("train", "finetune", "sweep", "demo", "explore", "lr-find", "verify", "doctor")
 #: Options that reach outside of the world, or start hundreds of processes.
-LEFT_OUT = ("--ray", "--download", "--own-code", "--runs", "--sweeps", "--tasks-dir", "--nproc", "--jobs")
+LEFT_OUT = (
+    "--ray",
+    "--download",
+    "--own-code",
+    "--runs",
+    "--sweeps",
+    "--tasks-dir",
+    "--nproc",
+    "--jobs",
+)
 
 NUMBERS = (
     *("0", "1", "2", "-1", "3", "7", "64", "1.5", "-0.0", "1e-308", "1e308", "1e400", "nan", "inf"),
@@ -37,24 +46,144 @@ NUMBERS = (
     *("1_000", "١٢", "10M", "0.5%", "1k", "1e9G", "5e-324", "00", "+3", " 4", "1e3", "100000"),
 )
 TEXTS = (
-    *("", " ", "\t", "\n", "a", "None", "null", "true", "{}", "[]", "a,b", "a=b", "=", "@", "..", "."),
-    *("../..", "-", "--", "-o", "%s%n", "$(id)", "`id`", "<script>alert(1)</script>", "\x1b[2J", "\x07"),
-    *("é" * 20, "\udc80", "😀", "a" * 5000, "(" * 200, "(a+)+$", "[a-z]*", ".*", "\\", "'", '"', "\u202e"),
-    *("SECOND 7 3 9", "MAX 1 2", "the cat", "1 2 3", "auto", "all", "best", "last", "cpu", "cuda", "mps"),
+    *(
+        "",
+        " ",
+        "\t",
+        "\n",
+        "a",
+        "None",
+        "null",
+        "true",
+        "{}",
+        "[]",
+        "a,b",
+        "a=b",
+        "=",
+        "@",
+        "..",
+        ".",
+    ),
+    *(
+        "../..",
+        "-",
+        "--",
+        "-o",
+        "%s%n",
+        "$(id)",
+        "`id`",
+        "<script>alert(1)</script>",
+        "\x1b[2J",
+        "\x07",
+    ),
+    *(
+        "é" * 20,
+        "\udc80",
+        "😀",
+        "a" * 5000,
+        "(" * 200,
+        "(a+)+$",
+        "[a-z]*",
+        ".*",
+        "\\",
+        "'",
+        '"',
+        "\u202e",
+    ),
+    *(
+        "SECOND 7 3 9",
+        "MAX 1 2",
+        "the cat",
+        "1 2 3",
+        "auto",
+        "all",
+        "best",
+        "last",
+        "cpu",
+        "cuda",
+        "mps",
+    ),
 )
 OUTPUTS = (
-    *("/", "", ".", "..", "/dev/null", "/dev/full", "/proc/1/mem", "out.png", "out.html", "out.svg"),
-    *("out.json", "out.md", "out.csv", "out.toml", "no/such/folder/x.png", "runs", "out", "out.gguf"),
-    *("x" * 300, "a\nb.html", "out.PNG", "out.", ".png", "runs/digits", "runs/digits/config.json", "-"),
+    *(
+        "/",
+        "",
+        ".",
+        "..",
+        "/dev/null",
+        "/dev/full",
+        "/proc/1/mem",
+        "out.png",
+        "out.html",
+        "out.svg",
+    ),
+    *(
+        "out.json",
+        "out.md",
+        "out.csv",
+        "out.toml",
+        "no/such/folder/x.png",
+        "runs",
+        "out",
+        "out.gguf",
+    ),
+    *(
+        "x" * 300,
+        "a\nb.html",
+        "out.PNG",
+        "out.",
+        ".png",
+        "runs/digits",
+        "runs/digits/config.json",
+        "-",
+    ),
 )
 MODELS = (
     *("runs/digits", "digits", "digits@last", "digits@best", "digits@6", "digits@0", "digits@-1"),
-    *("digits@999999999999999999999", "copy", "lm", "quantized", "exported", "lm.gguf", "llama", "parity"),
-    *("runs", "nothing", "text.txt", "config.toml", "org/name", "torch.nn:Linear", "os:getcwd", "sys:exit"),
-    *("builtins:int", "torch:nothing", "nothing:nothing", ":", "a:", "builtins:print", "corpus", "chat.jsonl"),
+    *(
+        "digits@999999999999999999999",
+        "copy",
+        "lm",
+        "quantized",
+        "exported",
+        "lm.gguf",
+        "llama",
+        "parity",
+    ),
+    *(
+        "runs",
+        "nothing",
+        "text.txt",
+        "config.toml",
+        "org/name",
+        "torch.nn:Linear",
+        "os:getcwd",
+        "sys:exit",
+    ),
+    *(
+        "builtins:int",
+        "torch:nothing",
+        "nothing:nothing",
+        ":",
+        "a:",
+        "builtins:print",
+        "corpus",
+        "chat.jsonl",
+    ),
     *("digits", "lm", "copy", "parity", "qwen", "moe", "seq2seq"),
 )
-TASKS = ("digits", "copy", "reverse", "sort", "parity", "mod-3", "brackets", "fsm", "translate", "text")
+TASKS = (
+    "digits",
+    "copy",
+    "reverse",
+    "sort",
+    "parity",
+    "mod-3",
+    "brackets",
+    "fsm",
+    "translate",
+    "text",
+)
 #: Settings that keep a real training small; a random one may follow and override them.
 SMALL = ("model.d_model=8", "model.max_seq_len=32", "train.batch_size=4", "train.steps=2")
 
@@ -136,13 +265,19 @@ def _arguments(verb: str, name: str, r: random.Random) -> list[str]:
         return []
     match name:
         case "what" if verb in ("train", "doctor", "lr-find", "sweep"):
-            return [r.choice(TASKS) if r.random() < 0.8 else r.choice(("config.toml", "bad.toml", "", "/"))]
+            return [
+                r.choice(TASKS)
+                if r.random() < 0.8
+                else r.choice(("config.toml", "bad.toml", "", "/"))
+            ]
         case "what" | "model" | "run" | "first" | "second":
             return [r.choice(MODELS)]
         case "names":
             return [r.choice(MODELS) for _ in range(r.choice((1, 2, 3)))]
         case "paths":
-            return [r.choice(("text.txt", "runs", "nothing", "", "/dev/null", "chat.jsonl", "bad.toml"))]
+            return [
+                r.choice(("text.txt", "runs", "nothing", "", "/dev/null", "chat.jsonl", "bad.toml"))
+            ]
         case "data":
             return [r.choice(("chat.jsonl", "text.txt", "nothing", "bad.toml", ""))]
         case _:
