@@ -17,7 +17,10 @@ TINY = (
     "train.checkpoint_every=2",
     "train.steps=6",
 )
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def make_models(folder: Path = WORLD) -> Path:

@@ -32,7 +32,7 @@ from glassformer.cli.shell.terminal import (
     trouble,
 )
 from glassformer.kernels.threads import sleep_soon_while_waiting
-from glassformer.spec.errors import GlassError, InputError, MachineError, nearest
+from glassformer.spec.errors import FileError, GlassError, InputError, MachineError, nearest
 
 #: The verbs by group: the function of that name in the module of that name, `_` for `-`.
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -184,6 +184,10 @@ def main() -> None:
         if debug:
             raise
         _tell(out_of_memory(error) if is_out_of_memory(error) else incident(error))
+    except BaseException as error:
+        if debug or type(error).__module__ != "pyo3_runtime":
+            raise
+        _tell(FileError(f"a library gave up on a file: {str(error)[:200]}"))  # a panic of Rust's
     sys.exit(code if isinstance(code, int) else 0)
 
 

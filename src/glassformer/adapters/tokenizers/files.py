@@ -29,6 +29,7 @@ from glassformer.adapters.tokenizers.pieces import (
     read_pieces,
     wordpiece_json,
 )
+from glassformer.data.tokenizers.bounds import check_growth, is_panic
 from glassformer.spec.errors import FileError
 from glassformer.spec.serialize import unique_keys
 
@@ -132,7 +133,7 @@ def read_engine(folder: Path) -> Tokenizer:
 
 def raise_if_panic(error: BaseException, *, where: str) -> None:
     """Turn a panic of the library, which is no `Exception`, into a FileError."""
-    if type(error).__module__ == "pyo3_runtime":
+    if is_panic(error):
         raise FileError(f"the tokenizer fails: {str(error)[:200]}", where=where) from error
 
 
@@ -191,6 +192,7 @@ def _from_json(text: str, *, where: str) -> Tokenizer:
     check_count("added tokens", data.get("added_tokens") or [], MOST_ADDED, where=where)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         _check_part(data.get(part), where=f"{where}, {part}")
+    check_growth(data, where=where)
     try:
         engine = Tokenizer.from_str(text)
     except Exception as error:  # the library raises Exception itself

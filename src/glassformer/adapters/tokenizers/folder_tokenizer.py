@@ -199,10 +199,14 @@ class FolderTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included; U+FFFD for an incomplete character."""
         known = [known_id(i, self.model_ids) for i in ids]
-        if not self._bytes or not any(i in self._bytes for i in known):
-            text: str = self._engine.decode(known, skip_special_tokens=False)
-            return text
-        return self._with_bytes(known)
+        try:
+            if not self._bytes or not any(i in self._bytes for i in known):
+                text: str = self._engine.decode(known, skip_special_tokens=False)
+                return text
+            return self._with_bytes(known)
+        except BaseException as error:
+            raise_if_panic(error, where=self._where)
+            raise
 
     def _with_bytes(self, ids: list[int]) -> str:
         """Decode byte tokens so that a bad byte spoils only itself, not its complete run.

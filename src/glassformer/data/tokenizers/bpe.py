@@ -3,12 +3,14 @@
 Its JSON is that library's own format, so that other tools open a checkpoint's `tokenizer.json`.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from glassformer.data.tokenizers.bounds import check_growth, is_panic
 from glassformer.data.tokenizers.vocab import known_id, utf8
 from glassformer.spec.checks import at_least
-from glassformer.spec.errors import InputError, MachineError
+from glassformer.spec.errors import FileError, InputError, MachineError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Engine
@@ -64,8 +66,14 @@ class BytePairs:
         from tokenizers import Tokenizer
 
         try:
+            data = json.loads(text)
+            check_growth(data if isinstance(data, dict) else {}, where="tokenizer.json")
             return cls(Tokenizer.from_str(text))
-        except Exception as error:  # the library raises Exception itself
+        except FileError:
+            raise
+        except BaseException as error:  # the library raises Exception itself, and panics
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise InputError(f"not a tokenizer of the tokenizers library: {error}") from error
 
     def with_ends(self, *, bos: int | None, eos: int | None) -> "BytePairs":
