@@ -14,7 +14,6 @@ LINES = {
     "design --params 1k --heads 2147483648": 2,
     "design --params 1k --heads 65536": 1,
     "design --params 10M --glu-expansion 1e-308": 2,
-    "design --params 10M --embedding-ratio 1e-308": 2,
     "design --params 10M --multiple 100000000000000000000000000": 2,
     "verify torch.nn:Linear": 2,
     "train digits model.max_seq_len=100000000000 --engine numpy": 2,

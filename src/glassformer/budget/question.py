@@ -164,7 +164,7 @@ class Budget:
         f"{USUAL_RATIO:.0%}, in shape llama as far as d_model / layers stays usual "
         f"({USUAL_ASPECTS[0]:g} to {USUAL_ASPECTS[1]:g}); free: no wish, a usual shape.",
         parse=_share_or_word,
-        at_least=0.0001,
+        above=0.0,
         below=1.0,
         hint="use 0.01 to 0.99, written 0.35 or 35%; 'free' drops the wish",
     )
