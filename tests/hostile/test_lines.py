@@ -13,7 +13,7 @@ LINES = {
     "compare {run} -o  --json": 2,
     "design --params 1k --heads 2147483648": 2,
     "design --params 1k --heads 65536": 1,
-    "design --params 10M --glu-expansion 1e-308": 2,
+    "design --params 10M --glu-expansion 1e-308 --no-time": 0,
     "design --params 10M --multiple 100000000000000000000000000": 2,
     "verify torch.nn:Linear": 2,
     "train digits model.max_seq_len=100000000000 --engine numpy": 2,
@@ -31,7 +31,7 @@ def test_what_once_broke_is_three_lines_and_an_exit_code(line, tmp_path):
     done = glass(*(run if word == "{run}" else word for word in line.split(" ")))
     assert done.returncode == LINES[line]
     assert "Traceback" not in done.stderr and "our fault" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 3
+    assert done.returncode == 0 or len(done.stderr.strip().splitlines()) <= 3
 
 
 def test_random_lines_are_the_same_for_the_same_seed():

@@ -20,6 +20,8 @@ ASPECT, EXPANSION = 32.0, 8 / 3
 SLACK = 1e-9
 #: The lowest level of drift: up to a quarter of a unit.
 LEAST = 1
+#: A drift that is farther, or infinite, counts as this: what is wished is all but zero.
+FARTHEST = 1e300
 
 Key = tuple[float, ...]
 #: Index of the level and of the exact drift in a key.
@@ -33,7 +35,7 @@ def level(units: float) -> int:
     """
     if units <= 1.0:
         return max(LEAST, math.ceil(units * 4 - 1e-9))
-    return 4 + math.ceil(math.log(units, 1.1) - 1e-9)
+    return 4 + math.ceil(math.log(min(units, FARTHEST), 1.1) - 1e-9)
 
 
 def least_drift(level: float) -> float:

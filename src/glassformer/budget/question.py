@@ -10,7 +10,6 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from glassformer.spec.block import MOST_LAYERS
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import NormalInit
@@ -52,8 +51,9 @@ USUAL_ASPECTS, USUAL_LAYERS = (12.0, 64.0), 2
 HEAD_WIDTHS = (16, 128)
 #: With `free_head_width`, how far d_head may be from d_model / n_heads, in columns.
 HEAD_SLACK = 2
-#: The most of what is counted in hundreds (heads, experts, a divisor), and of tokens and positions.
-MOST_HEADS, MOST_COUNTED = 65_536, 1_000_000_000
+#: The most of what is counted in hundreds (heads, experts, a divisor), of tokens and
+#: positions, and of layers.
+MOST_HEADS, MOST_COUNTED, MOST_LAYERS = 65_536, 1_000_000_000, 10_000
 
 POSITIONS: dict[str, Position] = {
     "learned": Learned(),
@@ -186,8 +186,7 @@ class Budget:
         help="Wished d_ff / d_model, or free.",
         label="GLU expansion",
         parse=_share_or_free,
-        at_least=0.001,
-        at_most=1_000.0,
+        above=0.0,
         hint="2.66 and 4 are usual; 'free' drops the wish",
     )
     exact_expansion: bool = option(
