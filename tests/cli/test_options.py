@@ -125,7 +125,7 @@ def test_values_are_read_as_typer_reads_them(words):
 
 COMPUTING = (
     *("demo", "design", "lr-find", "train", "finetune", "evaluate", "report", "generate", "chat"),
-    *("explore", "inspect", "extract", "verify", "diff", "quantize"),
+    *("serve", "explore", "inspect", "extract", "verify", "diff", "quantize"),
 )
 
 

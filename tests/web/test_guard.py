@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from glassformer.serve.http import split_host
 from glassformer.web.app import limits
-from glassformer.web.app.server import HEADERS, Guard, split_host
+from glassformer.web.app.server import HEADERS, Guard
 from tests.web.conftest import PORT, TOKEN, Client, Opener
 
 JSON = ("content-type", "application/json")

@@ -16,8 +16,9 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
+from glassformer.serve import http
 from glassformer.spec.errors import FileError, InputError, MachineError
-from glassformer.web.app import limits, server
+from glassformer.web.app import server
 from glassformer.web.app.query import Bytes, Query, to_json
 from glassformer.web.app.server import HEADERS, Connection, Guard
 from glassformer.web.app.workspace import Workspace
@@ -289,7 +290,7 @@ def over_sockets(lab: Workspace, *questions: bytes) -> list[bytes]:
 
 def test_who_asks_nothing_is_let_go(lab: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a question, no question, half of a second one: none of them holds a connection."""
-    monkeypatch.setattr(limits, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(http, "HEAD_SECONDS", 0.05)
     whole = f"GET /api/it HTTP/1.1\r\nHost: 127.0.0.1:{PORT}\r\nX-Glass-Token: {TOKEN}\r\n\r\n"
     begun = b"GET /api/it HT"
     nothing, half, one, more = over_sockets(lab, b"", begun, whole.encode(), whole.encode() + begun)

@@ -147,7 +147,7 @@ class Collected:
         return Generated(tuple(self.tokens), tuple(self.logprobs), self.finish or "length", text)
 
 
-class _RowText:
+class RowText:
     """The text of one row: pieces of complete characters, up to a stop string."""
 
     def __init__(self, spec: DecodeSpec, tokenizer: Tokenizer) -> None:
@@ -155,6 +155,7 @@ class _RowText:
         self.visible = StopFilter(spec.stop)
 
     def push(self, token: int, *, is_end: bool, is_last: bool) -> str:
+        """Return the text that this token lets be shown."""
         piece = "" if is_end else self.visible.push(self.characters.push(token))
         if is_last:
             piece += self.visible.push(self.characters.flush()) + self.visible.flush()
@@ -164,7 +165,7 @@ class _RowText:
 def _new_tokens(
     columns: Iterator[Column], spec: DecodeSpec, tokenizer: Tokenizer | None
 ) -> Iterator[list[NewToken]]:
-    texts: dict[int, _RowText] = {}
+    texts: dict[int, RowText] = {}
     for column in columns:
         new = []
         for row, token in enumerate(column.tokens_B.tolist()):
@@ -173,7 +174,7 @@ def _new_tokens(
             is_end, finish, text = token in spec.eos, column.finish[row], ""
             if tokenizer is not None:
                 if row not in texts:
-                    texts[row] = _RowText(spec, tokenizer)
+                    texts[row] = RowText(spec, tokenizer)
                 text = texts[row].push(token, is_end=is_end, is_last=finish is not None)
             logprob = float(column.logprobs_B[row])
             new.append(NewToken(row, token, logprob, text, is_end, finish, column.top(row)))

@@ -43,6 +43,11 @@ class StopFilter:
         self.over = False
         self._held = ""
 
+    @property
+    def pending(self) -> str:
+        """What is held back."""
+        return self._held
+
     def push(self, piece: str) -> str:
         """Return the part that cannot belong to a stop string."""
         if self.over:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from glassformer.kernels import c_library
 from glassformer.kernels.c_library import available, variant, why_not
+from glassformer.kernels.threads import product_threads
 from glassformer.spec.errors import InputError, MachineError
 
 # B rows, I inputs, O outputs, G groups
@@ -148,7 +149,7 @@ class _IntegerWeight(ABC):
             x_BI.data_ptr(),
             y_BO.data_ptr(),
             len(x_BI),
-            torch.get_num_threads(),
+            product_threads(),
         ):
             raise MachineError(f"no memory for the product of {len(x_BI)} rows of {inputs}")
         return y_BO

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from glassformer.kernels import c_library
 from glassformer.kernels.build import digest
+from glassformer.kernels.threads import product_threads
 from glassformer.spec.errors import FileError, InputError, MachineError, nearest
 
 # B rows, I inputs, O outputs
@@ -140,9 +141,7 @@ class Product:
             y_BO = x_BI.new_empty(rows, self._form.outputs)
         else:
             y_BO = residual_BO
-        self._call(
-            self._address, x_BI.data_ptr(), y_BO.data_ptr(), rows, onto, torch.get_num_threads()
-        )
+        self._call(self._address, x_BI.data_ptr(), y_BO.data_ptr(), rows, onto, product_threads())
         return y_BO if onto or residual_BO is None else residual_BO + y_BO
 
     def _c_bfloat16(self, x_BI: Tensor, residual_BO: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ The environment must be set before torch and NumPy are loaded, so this module im
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 
 #: FLOPs of one batch, forward and backward, that justify a thread: 20 to 30 ms.
@@ -69,6 +70,36 @@ def taking(threads: int) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.set_num_threads(before)
+
+
+_own = threading.local()
+
+
+def product_threads() -> int:
+    """Return the number of threads of a C product that this thread calls."""
+    import torch
+
+    return getattr(_own, "count", None) or torch.get_num_threads()
+
+
+@contextlib.contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """Run torch's own operations on one thread, and our C products on as many as torch had.
+
+    Torch splits an elementwise operation wherever the number of threads says, and the numbers at
+    the end of each part take another route through its code than the others: their last bit then
+    depends on how many rows there are.
+    """
+    import torch
+
+    before = product_threads()
+    _own.count = before
+    try:
+        with taking(1):
+            yield
+    finally:
+        _own.count = None
         torch.set_num_threads(before)
 
 

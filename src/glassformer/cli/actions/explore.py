@@ -5,9 +5,7 @@ and use this machine's time. The link reaches the browser in a private file, not
 a process, which every user of the machine can read.
 """
 
-import errno
 import html
-import ipaddress
 import os
 import secrets
 import socket
@@ -22,7 +20,8 @@ import uvicorn
 
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import tell
-from glassformer.spec.errors import InputError, MachineError
+from glassformer.serve.http import is_loopback, listen, reachable_host
+from glassformer.spec.errors import InputError
 from glassformer.web.app.server import Connection, create_app
 
 
@@ -36,7 +35,7 @@ def serve(
     port = listening.getsockname()[1]
     token = secrets.token_urlsafe(24)
     app = create_app(place, token=token, host=host, port=port, device=device)
-    link = f"http://{_written(host)}:{port}/#t={token}"
+    link = f"http://{reachable_host(host)}:{port}/#t={token}"
     if not is_loopback(host):
         tell(f"warning: whoever can reach {host}:{port} and has this link reads these runs")
         tell(f"safer: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, and no --host")
@@ -76,14 +75,6 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
 def check_host(host: str, *, allow_remote: bool) -> None:
     """Refuse an address other than loopback unless it is also allowed explicitly."""
     if is_loopback(host) and allow_remote:
@@ -98,46 +89,11 @@ def check_host(host: str, *, allow_remote: bool) -> None:
         )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket, before anything heavy is loaded."""
-    name = host.strip("[]")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        opened = socket.socket(family, kind)
-    except OSError as error:
-        raise InputError(f"cannot listen at {host}: {error.strerror}") from error
-    except UnicodeError as error:  # a name with an empty part, or with one of 64 letters
-        raise InputError(f"cannot listen at {host[:80]}: that is no name of a machine") from error
-    try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(address)
-        opened.listen(128)
-    except OSError as error:
-        opened.close()
-        if error.errno == errno.EADDRINUSE:
-            raise MachineError(
-                f"port {port} is in use (perhaps by another explorer)",
-                hint="--port 0 takes a free one",
-            ) from error
-        raise MachineError(f"cannot listen at {host}:{port}: {error.strerror}") from error
-    return opened
-
-
 def has_screen(environment: Mapping[str, str] = os.environ) -> bool:
     """Return True if a browser can open a window; a text browser would take over the terminal."""
     if sys.platform in ("darwin", "win32"):
         return True
     return bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
-
-
-def _written(host: str) -> str:
-    """Write a host as part of an address; for "all interfaces", the one that works here."""
-    name = host.strip("[]")
-    if name in ("0.0.0.0", "::"):
-        return "127.0.0.1" if name == "0.0.0.0" else "[::1]"
-    return f"[{name}]" if ":" in name else name
 
 
 def _doorway(folder: Path, link: str) -> str:

@@ -7,6 +7,7 @@ heads are rows of one product, nothing is repeated.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import assert_never, cast
 
@@ -43,6 +44,18 @@ from glassformer.spec.own import OwnPosition
 # X = N + 2 K heads of one product
 
 
+class Places(ABC):
+    """Rows of several sequences, each token with its own place in memory; see `fast.slots`."""
+
+    @abstractmethod
+    def attend(self, own: "FastAttention", qkv_BXH: Tensor, kv_BXSH: Tensor) -> Tensor:
+        """Write the rows' keys and values; return their heads' outputs (B, N * H)."""
+
+    @abstractmethod
+    def last(self, x_BD: Tensor) -> Tensor:
+        """Return the rows whose logits are read."""
+
+
 class FastAttention:
     """Self-attention of one new token: q, k and v by one product, the cache written in place."""
 
@@ -72,7 +85,7 @@ class FastAttention:
         self,
         x_BD: Tensor,
         kv_BXSH: Tensor,
-        end: "int | Tensor",
+        end: "int | Tensor | Places",
         *,
         rotation: tuple[Tensor, Tensor] | None,
         positions_B: Tensor | None,
@@ -108,6 +121,8 @@ class FastAttention:
             cos, sin = rotation  # both halves; sin with the first half's sign turned
             swapped_BXH = turned_BXH.roll(self.d_head // 2, -1)
             turned_BXH.mul_(cos).addcmul_(swapped_BXH, sin)
+        if isinstance(end, Places):
+            return end.attend(self, qkv_BXH, kv_BXSH)
         if isinstance(end, int):
             kv_BXSH[:, :, end - 1] = qkv_BXH[:, N:]
             begin = 0 if self.window is None else max(0, end - self.window)
@@ -117,7 +132,7 @@ class FastAttention:
             begin, past_BXSH = 0, kv_BXSH.index_copy_(2, end - 1, qkv_BXH[:, N:, None])
             mask = self._until(end, kv_BXSH, mask_B11S)
         if self.slopes_N is not None:
-            bias_1KGS = self._bias(begin, end, past_BXSH.shape[2], past_BXSH.dtype)
+            bias_1KGS = self.bias(begin, end, past_BXSH.shape[2], past_BXSH.dtype)
             mask = bias_1KGS if mask is None else mask + bias_1KGS
         q_BKGH = qkv_BXH[:, :N].view(B, K, N // K, self.d_head)
         heads_BKGH = F.scaled_dot_product_attention(
@@ -125,7 +140,7 @@ class FastAttention:
         )
         return heads_BKGH.reshape(B, N * self.d_head)
 
-    def _bias(self, begin: int, end: "int | Tensor", columns: int, dtype: torch.dtype) -> Tensor:
+    def bias(self, begin: int, end: "int | Tensor", columns: int, dtype: torch.dtype) -> Tensor:
         """Return ALiBi's bias (1, K, G, S) of columns from `begin`; the query is column end - 1.
 
         Padding stands before the prompt, so columns are as far apart as the positions they hold.
@@ -203,7 +218,7 @@ class FastBlock:
         self,
         x_BD: Tensor,
         kv_BXSH: Tensor,
-        end: "int | Tensor",
+        end: "int | Tensor | Places",
         *,
         rotation: tuple[Tensor, Tensor] | None,
         positions_B: Tensor | None,
@@ -262,7 +277,7 @@ class FastModel:
         self,
         tokens_B: Tensor,
         kvs: list[Tensor],
-        end: "int | Tensor",
+        end: "int | Tensor | Places",
         *,
         positions_B: Tensor | None,
         mask_B11S: Tensor | None,
@@ -273,7 +288,12 @@ class FastModel:
 
         `positions_B` are the positions of the rows if not all are at end - 1, as with padding.
         """
-        at = end - 1 if positions_B is None else positions_B
+        at: int | Tensor
+        if positions_B is None:
+            assert not isinstance(end, Places), "rows of several sequences have positions"
+            at = end - 1
+        else:
+            at = positions_B
         x_BD = self._embedded(tokens_B, at)
         turned_by_kernels = isinstance(end, Tensor) and all(
             block.attention.gpu is not None for block in self.blocks
@@ -293,7 +313,7 @@ class FastModel:
                 cross=crosses[layer] if crosses else None,
                 cross_mask_B11S=cross_mask_B11S,
             )
-        return self.head(x_BD)
+        return self.head(end.last(x_BD) if isinstance(end, Places) else x_BD)
 
     def _embedded(self, tokens_B: Tensor, at: "int | Tensor") -> Tensor:
         embed = self.embed

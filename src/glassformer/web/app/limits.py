@@ -3,9 +3,8 @@
 #: Bytes of a request's body, and how deep its JSON may nest.
 BODY_BYTES = 64 * 1024
 JSON_DEPTH = 32
-#: Seconds in which a body must have arrived, and in which a request must have begun.
+#: Seconds in which a body must have arrived.
 BODY_SECONDS = 10.0
-HEAD_SECONDS = 10.0
 #: Bytes of a request's path with its query string.
 PATH_BYTES = 8 * 1024
 

@@ -10,9 +10,7 @@ reads too), and one who sends too much (limits). There are no cookies and no COR
 is granted to another origin.
 """
 
-import asyncio
 import hmac
-import ipaddress
 import sys
 import threading
 import traceback
@@ -28,9 +26,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Path_
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from glassformer.lens.show.block_picture import STYLE
+from glassformer.serve.http import (
+    EVERYWHERE,
+    LOOPBACK,
+    TimedConnection,
+    TooLong,
+    complete_body,
+    is_address,
+    plain_host,
+    single_headers,
+    split_host,
+)
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.web.app import limits
 from glassformer.web.app.query import (
@@ -68,34 +76,9 @@ HEADERS = {
     "cache-control": "no-store",
 }
 TOKEN_HEADER = "x-glass-token"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 METHODS = ("GET", "HEAD", "POST")
-
-
-def split_host(text: str, *, default_port: int = 80) -> tuple[str, int] | None:
-    """Split `[::1]:7337` into ("::1", 7337), `localhost` into ("localhost", 80); None if invalid.
-
-    A name is lower-cased and nothing else: no trailing dot, no user, no spaces, no second port.
-    """
-    if text.startswith("["):
-        name, bracket, rest = text[1:].partition("]")
-        if not bracket or (rest and not rest.startswith(":")):
-            return None
-        port = rest[1:] if rest else ""
-        if rest == ":":
-            return None
-        try:
-            name = str(ipaddress.IPv6Address(name))
-        except ValueError:
-            return None
-    else:
-        name, colon, port = text.partition(":")
-        allowed = name.isascii() and name.replace("-", "").replace(".", "").isalnum()
-        if not allowed or ":" in port or (colon and not port):
-            return None
-    if port and not (port.isascii() and port.isdigit() and len(port) <= 5):
-        return None
-    return name.lower(), int(port) if port else default_port
+#: Headers that decide something: two of them are refused.
+DECISIVE = ("host", "origin", "content-type", "content-length", TOKEN_HEADER)
 
 
 class Guard:
@@ -117,7 +100,7 @@ class Guard:
         self.app = app
         self._token = token.encode()
         self._port = port
-        self._hosts = frozenset(_plain(host) for host in hosts)
+        self._hosts = frozenset(plain_host(host) for host in hosts)
         self._any_address = any_address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,10 +113,17 @@ class Guard:
             return
         send = _with_headers(send)
         try:
-            headers = _single_headers(scope)
+            headers = single_headers(scope, DECISIVE)
+            if isinstance(headers, str):
+                raise Refused(f"two headers called {headers}")
             self._check(scope, headers)
             if scope["method"] == "POST":
-                receive = await _complete_body(receive, headers)
+                receive = await complete_body(
+                    receive, headers, most=limits.BODY_BYTES, seconds=limits.BODY_SECONDS
+                )
+        except TooLong as error:
+            await refuse(send, TooLarge(error.what))
+            return
         except GlassError as error:
             await refuse(send, error)
             return
@@ -166,7 +156,7 @@ class Guard:
     def _is_ours(self, host: tuple[str, int]) -> bool:
         name, port = host
         return port == self._port and (
-            name in self._hosts or (self._any_address and _is_address(name))
+            name in self._hosts or (self._any_address and is_address(name))
         )
 
     def _is_our_origin(self, origin: str | None) -> bool:
@@ -188,57 +178,6 @@ async def refuse(send: Send, error: GlassError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _plain(host: str) -> str:
-    """Return a host as `split_host` spells it: `0:0:0:0:0:0:0:1` is `::1`."""
-    found = split_host(f"[{host}]" if ":" in host else host)
-    return host.lower() if found is None else found[0]
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _single_headers(scope: Scope) -> dict[str, str]:
-    """Return headers by name; a repeated header that decides anything is refused."""
-    found: dict[str, str] = {}
-    for raw, value in scope["headers"]:
-        name = raw.decode("latin-1").lower()
-        decisive = ("host", "origin", "content-type", "content-length", TOKEN_HEADER)
-        if name in found and name in decisive:
-            raise Refused(f"two headers called {name}")
-        found[name] = value.decode("latin-1")
-    return found
-
-
-async def _complete_body(receive: Receive, headers: dict[str, str]) -> Receive:
-    """Read the body within its limits, with or without a length; the app reads it from memory."""
-    length = headers.get("content-length", "0")
-    digits = length.isascii() and length.isdigit() and len(length) <= 12
-    if not digits or int(length) > limits.BODY_BYTES:
-        raise TooLarge(f"the body is larger than {limits.BODY_BYTES:,} bytes")
-    data, more, gone = bytearray(), True, False
-    with anyio.move_on_after(limits.BODY_SECONDS) as clock:
-        while more and not gone:
-            message = await receive()
-            gone = message["type"] == "http.disconnect"
-            data += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(data) > limits.BODY_BYTES:
-                raise TooLarge(f"the body is larger than {limits.BODY_BYTES:,} bytes")
-    if clock.cancelled_caught:
-        raise InputError(f"the body did not come within {limits.BODY_SECONDS:.0f} seconds")
-    first: list[Message] = [{"type": "http.request", "body": bytes(data), "more_body": False}]
-
-    async def replay() -> Message:
-        return first.pop() if first else await receive()
-
-    return replay
-
-
 def _with_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -258,7 +197,6 @@ KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-EVERYWHERE = ("0.0.0.0", "::")
 Sender = Callable[[Mapping[str, object]], Coroutine[Any, Any, None]]
 
 
@@ -418,45 +356,11 @@ class _Lines(Response):
         anyio.from_thread.run(send, message)
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection with a timer: closed if no complete request arrives in time.
+class Connection(TimedConnection):
+    """A connection whose answer to what is not HTTP is the explorer's, with the guard's headers."""
 
-    uvicorn limits how long a connection may stay idle after a response, not how long a request may
-    take to arrive; enough connections with half a request each would use up all file descriptors.
-    The body has a limit of its own, in the guard.
-    """
-
-    def connection_made(self, transport: Any) -> None:
-        """Start the timer."""
-        super().connection_made(transport)
-        self._seen: Any = None
-        self._clock = self._later()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
-        self._clock.cancel()
-        super().connection_lost(exc)
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, which the guard never sees, with the guard's headers."""
-        body = to_json(problem(InputError("this is not HTTP")))
-        ends = {"content-type": "application/json", "content-length": len(body)}
-        named = {**HEADERS, **ends, "connection": "close"}
-        lines = ["HTTP/1.1 400 Bad Request", *(f"{name}: {text}" for name, text in named.items())]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
-        self.transport.close()
-
-    def _later(self) -> asyncio.TimerHandle:
-        return self.loop.call_later(limits.HEAD_SECONDS, self._check)
-
-    def _check(self) -> None:
-        """Close the connection if no new request came since the last check and none is in work."""
-        answered = self.cycle is None or self.cycle.response_complete
-        if answered and self.cycle is self._seen:
-            self.transport.close()
-            return
-        self._seen = self.cycle
-        self._clock = self._later()
+    refusal = to_json(problem(InputError("this is not HTTP")))
+    extra_headers = HEADERS
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -1,0 +1,374 @@
+"""Continuous batching: sequences join and leave between steps, and share the pass over the weights.
+
+A `Batcher` has a queue and some slots of memory. A step takes one new token of every sequence that
+is being continued, and parts of the prompts that are being read, up to `step_tokens` together: a
+long prompt is read in pieces while the others go on. What a slot holds stays after its sequence
+has ended, so that a prompt that begins alike is read from where it differs, also when the other
+one is still going on (the positions are copied).
+
+No sequence depends on its company: random numbers come from its own seed, its logits from
+`fast.slots`, which see there, and it is sampled alone. There are no threads here and no clock.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.constraint import Constraint
+from glassformer.generation.fast.slots import OneByOneSlots, Slots, SlotStepper, Span
+from glassformer.generation.loop import Row, check_something_left, check_tokens, permission
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.samplers import NOTHING, make_sampler
+from glassformer.generation.stepper import Stepper
+from glassformer.generation.streaming import NewToken, RowText
+from glassformer.generation.text_stream import TextStream
+from glassformer.models.model import Model
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
+
+# V vocab
+
+#: Tokens that a step reads at most; the sequences that go on come first.
+STEP_TOKENS = 128
+#: Of these, what prompts get at least, however many sequences go on.
+LEAST_OF_PROMPTS = 16
+#: Tokens that must be saved before a prompt waits for another one that begins alike.
+WORTH_WAITING = 16
+
+
+@dataclass(eq=False, slots=True)
+class Continuation:
+    """One prompt and its continuation, from `Batcher.add` until `finish` is set.
+
+    `owner` shares the queue fairly with other owners; `data` is the caller's.
+    """
+
+    prompt: tuple[int, ...]
+    spec: DecodeSpec
+    row: Row
+    text: RowText | None
+    logprobs: bool
+    top_logprobs: int
+    source: tuple[int, ...] | None
+    owner: str
+    data: Any
+    sample: Callable[..., Tensor]
+    seen_1V: Tensor | None
+    tokens: list[int] = field(default_factory=list)
+    slot: int | None = None
+    read: int = 0  # tokens whose keys and values are in the slot
+    reused: int = 0  # of these, the ones that were there already
+    finish: str | None = None
+
+    @property
+    def unread(self) -> int:
+        """Tokens that are not in the slot yet."""
+        return len(self.prompt) + len(self.tokens) - self.read
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a slot holds: the ids of its positions, who uses it, and when it was last used."""
+
+    ids: list[int] = field(default_factory=list)
+    user: Continuation | None = None
+    used: int = 0
+
+
+class Batcher:
+    """A queue and a batch over `slots`; `step` advances every sequence that has a slot.
+
+    A sequence whose logits are not numbers ends with the finish `error`; the others go on.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        *,
+        tokenizer: Tokenizer | None = None,
+        step_tokens: int = STEP_TOKENS,
+    ) -> None:
+        if step_tokens < 1:
+            raise InputError(f"step_tokens {step_tokens}", hint="at least 1")
+        self.slots = slots
+        self.tokenizer = tokenizer
+        self.step_tokens = step_tokens
+        self.read_tokens = self.reused_tokens = self.made_tokens = self.steps = 0
+        self._held = [_Held() for _ in range(slots.slots)]
+        self._queue: OrderedDict[str, deque[Continuation]] = OrderedDict()
+        #: The number of sequences without a slot; another thread may read it.
+        self.waiting = 0
+
+    # --- the queue --------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        prompt: Sequence[int],
+        *,
+        spec: DecodeSpec = DecodeSpec(),  # noqa: B008  frozen
+        constraint: Constraint | None = None,
+        row: int = 0,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        source: Sequence[int] | None = None,
+        owner: str = "",
+        data: Any = None,
+    ) -> Continuation:
+        """Check a prompt and its options, and return the sequence, which `add` puts in the queue.
+
+        `row` and the spec's seed decide the random numbers: row 0 samples as `generate` does.
+        """
+        prompts = Prompts.of([list(prompt)], sources=None if source is None else [list(source)])
+        prompts.check(self.slots)
+        vocab_size = self.slots.vocab_size
+        check_tokens(vocab_size, forbidden=spec.forbidden, forced=spec.forced, eos=spec.eos)
+        early_end = set(spec.eos) if spec.min_new_tokens > 1 else set()
+        check_something_left(vocab_size, {*spec.forbidden, *early_end})
+        if spec.stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer", hint="use eos")
+        (limit,) = prompts.room(self.slots, spec.max_new_tokens)
+        bounded = None
+        if constraint is not None:
+            bounded = constraint.within(
+                shortest=spec.min_new_tokens,
+                longest=limit,
+                vocab_size=vocab_size,
+                eos=spec.eos,
+                forbidden=spec.forbidden,
+                forced=spec.forced,
+            )
+        stops = TextStream(self.tokenizer) if spec.stop and self.tokenizer is not None else None
+        seen_1V = None
+        if spec.repetition_penalty != 1.0:
+            seen_1V = torch.zeros(1, vocab_size, dtype=torch.bool)
+            seen_1V[0, list(prompts.tokens[0])] = True
+        return Continuation(
+            prompt=prompts.tokens[0],
+            spec=spec,
+            row=Row(row, limit, spec, bounded, stops),
+            text=None if self.tokenizer is None else RowText(spec, self.tokenizer),
+            logprobs=logprobs or top_logprobs > 0,
+            top_logprobs=min(top_logprobs, vocab_size),
+            source=None if prompts.sources is None else prompts.sources[0],
+            owner=owner,
+            data=data,
+            sample=make_sampler(spec),
+            seen_1V=seen_1V,
+        )
+
+    def add(self, sequence: Continuation) -> Continuation:
+        """Put a prepared sequence at the end of its owner's queue."""
+        self._queue.setdefault(sequence.owner, deque()).append(sequence)
+        self.waiting += 1
+        return sequence
+
+    def cancel(self, sequence: Continuation) -> None:
+        """Take a sequence out of the queue or the batch; its slot is free from now on."""
+        if sequence.finish is not None:
+            return
+        sequence.finish = "cancelled"
+        if sequence.slot is not None:
+            self._release(sequence)
+            return
+        line = self._queue.get(sequence.owner)
+        if line is not None and sequence in line:
+            line.remove(sequence)
+            self.waiting -= 1
+            if not line:
+                del self._queue[sequence.owner]
+
+    @property
+    def running(self) -> int:
+        """The number of sequences with a slot."""
+        return sum(held.user is not None for held in self._held)
+
+    @property
+    def busy(self) -> bool:
+        """True if a step has something to do."""
+        return bool(self._queue) or self.running > 0
+
+    def everyone(self) -> list[Continuation]:
+        """Return the sequences that wait or run."""
+        running = [held.user for held in self._held if held.user is not None]
+        return [*running, *(one for line in self._queue.values() for one in line)]
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[Continuation, NewToken]]:
+        """Give free slots to the queue, read, and sample: the new tokens of those who got one."""
+        self._admit()
+        users = [held.user for held in self._held if held.user is not None]
+        spans = list(self._spans(users))
+        if not spans:
+            return []
+        logits_RV = self.slots.read([span for _, span in spans])
+        self.steps += 1
+        new = []
+        for line, (user, span) in enumerate(spans):
+            assert user.slot is not None
+            self._held[user.slot].ids += span.tokens
+            user.read += len(span.tokens)
+            self.read_tokens += len(span.tokens)
+            if user.unread == 0:
+                new.append((user, self._sampled(user, logits_RV[line : line + 1])))
+                self.made_tokens += 1
+                if user.finish is not None:
+                    self._release(user)
+        return new
+
+    def run(self) -> Iterator[tuple[Continuation, NewToken]]:
+        """Step until nothing is left."""
+        while self.busy:
+            yield from self.step()
+
+    def _spans(self, users: Sequence[Continuation]) -> Iterator[tuple[Continuation, Span]]:
+        """Yield the next token of those who go on, then shares of the prompts."""
+        prompts = []
+        for user in users:
+            if user.read >= len(user.prompt):
+                yield user, self._span(user, 1)
+            else:
+                prompts.append(user)
+        room = max(self.step_tokens - (len(users) - len(prompts)), LEAST_OF_PROMPTS)
+        if not self.slots.cuts_prompts:  # one prompt in a step, complete
+            prompts, room = prompts[:1], max((len(user.prompt) for user in prompts), default=0)
+        # The shortest first, so that what they leave goes to the others.
+        for left, user in zip(
+            range(len(prompts), 0, -1), sorted(prompts, key=lambda one: one.unread), strict=True
+        ):
+            count = min(user.unread, max(room // left, 1))
+            room = max(room - count, 0)
+            yield user, self._span(user, count)
+
+    def _span(self, user: Continuation, count: int) -> Span:
+        assert user.slot is not None
+        tokens = user.prompt[user.read : user.read + count] or (user.tokens[-1],)
+        return Span(user.slot, user.read, tokens)
+
+    def _sampled(self, user: Continuation, logits_1V: Tensor) -> NewToken:
+        """Choose the next token of one sequence; set its `finish` if it was the last."""
+        row = user.row
+        allow_1V = permission([row], made=row.made, device=logits_1V.device)
+        seen_1V = None if user.seen_1V is None else user.seen_1V.to(logits_1V.device)
+        found_1 = user.sample(
+            logits_1V, step=row.made, rows=[row.name], seen_BV=seen_1V, allow_BV=allow_1V
+        )
+        token = int(found_1)
+        if token == NOTHING:
+            user.finish = "error"
+            return NewToken(row.name, token, float("nan"), "", True, "error")
+        logprob = float("nan")
+        top: tuple[tuple[int, float], ...] = ()
+        if user.logprobs:
+            values_V = logits_1V[0].double().log_softmax(-1)
+            logprob = float(values_V[token])
+            if user.top_logprobs:
+                best = values_V.topk(user.top_logprobs)
+                top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        row.take(token)
+        user.finish = row.finish
+        user.tokens.append(token)
+        if user.seen_1V is not None:
+            user.seen_1V[0, token] = True
+        is_end = token in user.spec.eos
+        text = ""
+        if user.text is not None:
+            text = user.text.push(token, is_end=is_end, is_last=user.finish is not None)
+        return NewToken(row.name, token, logprob, text, is_end, user.finish, top)
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def _release(self, user: Continuation) -> None:
+        assert user.slot is not None
+        held = self._held[user.slot]
+        assert held.user is user
+        held.user, held.used = None, self.steps
+
+    def _admit(self) -> None:
+        """Give free slots to waiting sequences, owner by owner in turn."""
+        passed: set[int] = set()  # sequences that wait for another prompt's beginning
+        while self._queue and any(held.user is None for held in self._held):
+            owner = next((o for o, line in self._queue.items() if id(line[0]) not in passed), None)
+            if owner is None:
+                return
+            line = self._queue[owner]
+            if not self._place(line[0]):
+                passed.add(id(line[0]))
+                continue
+            line.popleft()
+            self.waiting -= 1
+            self._queue.move_to_end(owner)
+            if not line:
+                del self._queue[owner]
+
+    def _place(self, user: Continuation) -> bool:
+        """Give a sequence the slot in which it reads least; False if it should wait for another."""
+        free = [place for place, held in enumerate(self._held) if held.user is None]
+        target = min(
+            free, key=lambda place: (len(self._held[place].ids) > 0, self._held[place].used)
+        )
+        shared, source = 0, target
+        if self.slots.cuts_prompts:
+            # The last token is always read: its logits are the result.
+            for place, held in enumerate(self._held):
+                found = _shared(held.ids, user.prompt[:-1])
+                if found > shared:
+                    shared, source = found, place
+            for held in self._held:
+                if held.user is not None and held.user.read < len(held.user.prompt):
+                    coming = _shared(held.user.prompt, user.prompt[:-1])
+                    if coming >= shared + WORTH_WAITING:
+                        return False
+        if source in free and 2 * shared >= len(self._held[source].ids):
+            target = source
+        if source != target and shared:
+            self.slots.copy(source, target, length=shared)
+        if isinstance(self.slots, OneByOneSlots):
+            self.slots.begin(target, user.source)
+        ids = list(user.prompt[:shared])
+        self._held[target] = _Held(ids, user, self.steps)
+        user.slot, user.read, user.reused = target, shared, shared
+        self.reused_tokens += shared
+        return True
+
+
+def _shared(held: Sequence[int], prompt: Sequence[int]) -> int:
+    """Return the number of ids at the beginning that are the same."""
+    low, high = 0, min(len(held), len(prompt))
+    if high == 0 or held[0] != prompt[0]:
+        return 0
+    while low < high:  # slices are compared in C
+        middle = (low + high + 1) // 2
+        if list(held[low:middle]) == list(prompt[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def make_slots(
+    model: Model | None,
+    stepper: Callable[[], Stepper],
+    spec: ModelSpec,
+    *,
+    slots: int,
+    context: int | None = None,
+    invariant: bool | None = None,
+) -> Slots:
+    """Return the fast step over slots for a decoder of ours, or one sequence at a time.
+
+    `model` is None for another library's module; `stepper` makes what that one decodes with.
+    """
+    if model is not None and spec.encoder is None:
+        try:
+            return SlotStepper(model, slots=slots, context=context, invariant=invariant)
+        except InputError:
+            if context is not None and not 1 < context <= spec.max_seq_len:
+                raise
+    return OneByOneSlots(stepper(), spec, slots=slots, context=context or spec.max_seq_len)

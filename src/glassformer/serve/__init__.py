@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: models by name, continuous batching, limits."""

@@ -1,0 +1,334 @@
+"""The models that are served, and the one thread that computes for all of them.
+
+Requests are checked and tokenized elsewhere; what reaches this thread is a prepared continuation.
+After each step the new tokens go back to the event loop in one call. The thread also runs what else
+needs the model (embeddings), so that nothing competes with a step for the processor's cores.
+"""
+
+import asyncio
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from glassformer.adapters.base import LONGEST_ANSWER, BaseAdapter
+from glassformer.adapters.chat.template import ChatTemplate, read_chat, read_templates
+from glassformer.adapters.folder.files import generation_defaults
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.batching import STEP_TOKENS, Batcher, Continuation, make_slots
+from glassformer.generation.prompts import text_prompt
+from glassformer.generation.streaming import NewToken
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model
+from glassformer.spec.errors import InputError, MachineError
+
+T = TypeVar("T")
+
+#: Seconds that a busy thread sleeps at most before it looks for a reason to end.
+LOOK_SECONDS = 1.0
+#: Upper ends of the histograms' buckets, in seconds.
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Served:
+    """A model under its name, with its tokenizer, chat template, sampling settings and batch.
+
+    `slots` sequences at once, each of at most `context` tokens; `memory_bytes` is the bound that
+    follows for keys and values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        adapter: BaseAdapter,
+        *,
+        slots: int,
+        context: int | None = None,
+        step_tokens: int = STEP_TOKENS,
+        invariant: bool | None = None,
+    ) -> None:
+        if not re.fullmatch(r"[\w.@:+/-]{1,200}", name, re.ASCII):
+            raise InputError(
+                f"{name[:60]!r} is no name for a model",
+                hint="letters, digits and . _ - @ : + /; --name gives another",
+            )
+        self.name = name
+        self.adapter = adapter.eval()
+        self.spec = adapter.spec
+        self.created = int(time.time())
+        self.tokenizer: Tokenizer = adapter.tokenizer
+        self.eos = adapter.end_ids()
+        self.nameless = adapter.nameless_ids()
+        # OpenAI's default is 1; the model's folder may suggest others.
+        self.settings: Mapping[str, Any] = {"temperature": 1.0}
+        self.template: ChatTemplate | None = None
+        if adapter.origin is not None:
+            self._read_folder(adapter.origin)
+        inner = getattr(adapter, "model", None)
+        made = make_slots(
+            inner if isinstance(inner, Model) else None,
+            adapter.stepper,
+            self.spec,
+            slots=slots,
+            context=context,
+            invariant=invariant,
+        )
+        self.slots = made
+        self.batcher = Batcher(made, tokenizer=self.tokenizer, step_tokens=step_tokens)
+
+    def _read_folder(self, folder: Path) -> None:
+        defaults = generation_defaults(folder)
+        greedy = {"temperature": 0.0} if defaults.do_sample is False else {}
+        self.settings = {**self.settings, **defaults.settings, **greedy}
+        if read_templates(folder):
+            self.template = read_chat(folder)
+            own = self.tokenizer.eos  # any end of the model or of its tokenizer stops an answer
+            self.eos = tuple(dict.fromkeys((*self.eos, *([] if own is None else [own]))))
+
+    def described(self) -> str:
+        """Return what is served, in a line: how many at once, and the most memory it takes."""
+        slots = self.slots
+        chat = "chat and text" if self.template is not None else "text (it has no chat template)"
+        share = "" if slots.cuts_prompts else "; one sequence at a time: it is no decoder of ours"
+        alone = "" if slots.invariant else "; answers may depend on company (--invariant)"
+        return (
+            f"{self.name}: {chat}; {slots.slots} slots of {self.context} tokens, at most "
+            f"{slots.memory_bytes / 2**20:,.0f} MiB{share}{alone}"
+        )
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a prompt and its continuation."""
+        return self.slots.max_seq_len
+
+    def text_ids(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Return the ids of a text to continue, and those that an encoder reads."""
+        prompts = text_prompt(self.spec, self.tokenizer, text)
+        return prompts.tokens[0], None if prompts.sources is None else prompts.sources[0]
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Return the ids of a conversation, with the beginning of the model's turn."""
+        assert self.template is not None
+        text = self.template.render(messages, tools=tools, options=options)
+        return tuple(self.tokenizer.encode(text))
+
+    @torch.inference_mode()
+    def embedding(self, ids: Sequence[int], *, pooling: str) -> Tensor:
+        """Return the mean of the last layer's hidden states, or the last one, at length 1."""
+        inner = getattr(self.adapter, "model", None)
+        if not isinstance(inner, Model) or self.spec.encoder is not None:
+            raise InputError("this model offers no embeddings", hint="a decoder of ours does")
+        inputs = inner.inputs(Inputs(torch.tensor([list(ids)])))
+        hidden_TD = inner.hidden(inputs)[0].float()
+        pooled_D = hidden_TD.mean(0) if pooling == "mean" else hidden_TD[-1]
+        unit_D: Tensor = pooled_D / pooled_D.norm().clamp(min=1e-12)
+        return unit_D
+
+
+LONGEST = LONGEST_ANSWER
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+class Histogram:
+    """Counts of seconds by bucket, as Prometheus reads them."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one observation."""
+        place = sum(seconds > bound for bound in BUCKETS)
+        self.counts[place] += 1
+        self.total += seconds
+
+
+@dataclass(slots=True)
+class Figures:
+    """What `/metrics` shows of one model, besides its batcher's own counts."""
+
+    requests: dict[str, int] = field(default_factory=dict)  # by finish or refusal
+    first_token: Histogram = field(default_factory=Histogram)
+    step_seconds: float = 0.0
+
+
+# --- the thread -----------------------------------------------------------------------------------
+
+
+class Listener:
+    """One request's side of the event loop: the new tokens of its continuations, in order."""
+
+    def __init__(self) -> None:
+        self._new: deque[tuple[Continuation, NewToken]] = deque()
+        self._arrived = asyncio.Event()
+        self.error: BaseException | None = None
+
+    def put(self, continuation: Continuation, new: NewToken) -> None:
+        """Called by the event loop when a step has ended."""
+        self._new.append((continuation, new))
+        self._arrived.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the waiting with an error."""
+        self.error = error
+        self._arrived.set()
+
+    async def get(self) -> tuple[Continuation, NewToken]:
+        """Return the next token as soon as there is one."""
+        while not self._new:
+            if self.error is not None:
+                raise self.error
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._new.popleft()
+
+
+class Engine:
+    """The thread, its inbox, and what it tells the event loop."""
+
+    def __init__(self, models: Sequence[Served], *, threads: int | None = None) -> None:
+        names = [one.name for one in models]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"two models are named {name!r}", hint="--name gives other names")
+        self.models = {one.name: one for one in models}
+        self.figures = {one.name: Figures() for one in models}
+        self.threads = threads
+        self.closing = False
+        self.failed: BaseException | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._work = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._pending = dict.fromkeys(self.models, 0)  # added by the event loop, not yet taken
+
+    # Called by the event loop:
+
+    def start(self) -> None:
+        """Begin to compute; must be called inside the event loop that is told of new tokens."""
+        self._loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="glass-engine", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end when nothing is running; new requests are refused from now on."""
+        self.closing = True
+        self._work.set()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread; return whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
+
+    def waiting(self, name: str) -> int:
+        """Return the number of continuations that have no slot yet."""
+        return self._pending[name] + self.models[name].batcher.waiting
+
+    def add(self, name: str, continuations: Sequence[Continuation]) -> None:
+        """Queue continuations; the `data` of each is its `Listener`."""
+        if self.failed is not None:
+            raise MachineError("the server's engine has stopped", hint="its terminal shows why")
+        self._pending[name] += len(continuations)
+
+        def take() -> None:
+            self._pending[name] -= len(continuations)
+            for one in continuations:
+                if one.finish is None:
+                    self.models[name].batcher.add(one)
+
+        self._send(take)
+
+    def cancel(self, name: str, continuations: Sequence[Continuation]) -> None:
+        """Take continuations out, wherever they are; those that have ended stay as they are."""
+
+        def drop() -> None:
+            for one in continuations:
+                self.models[name].batcher.cancel(one)
+
+        self._send(drop)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run a function on the engine's thread, between two steps."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._send(run)
+        return await asyncio.wrap_future(answer)
+
+    def _send(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._work.set()
+
+    # The thread:
+
+    def _run(self) -> None:
+        try:
+            if self.threads is not None:
+                torch.set_num_threads(self.threads)  # OpenMP's number belongs to the thread
+            while self._advance():
+                pass
+        except BaseException as error:
+            self.failed = error
+            self._tell(self._fail_all, error)
+            raise
+
+    def _advance(self) -> bool:
+        """Take the inbox, then step every model that has work; False when it is time to end."""
+        self._work.clear()
+        while self._inbox:
+            self._inbox.popleft()()
+        busy = [one for one in self.models.values() if one.batcher.busy]
+        if not busy:
+            if self.closing and not self._inbox:
+                return False
+            self._work.wait(LOOK_SECONDS)
+            return True
+        for served in busy:
+            begin = time.perf_counter()
+            new = served.batcher.step()
+            self.figures[served.name].step_seconds += time.perf_counter() - begin
+            if new:
+                self._tell(_deliver, new)
+        return True
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            self.closing = True
+
+    def _fail_all(self, error: BaseException) -> None:
+        for served in self.models.values():
+            for one in served.batcher.everyone():
+                one.data.fail(error)
+
+
+def _deliver(new: Sequence[tuple[Continuation, NewToken]]) -> None:
+    for continuation, token in new:
+        continuation.data.put(continuation, token)

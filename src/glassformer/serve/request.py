@@ -1,0 +1,583 @@
+"""A request's JSON as checked values: OpenAI's fields, their types and their limits.
+
+A field that is not known, or that this server cannot honour, is refused by name and never ignored.
+`BadRequest` carries what OpenAI's clients expect of an error: a message, a type, the field, a code.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import GlassError, nearest
+from glassformer.spec.options import options_of
+
+#: How deep JSON may nest, and how many characters of a value an error quotes.
+DEEPEST, QUOTED = 64, 60
+MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 4, 200
+MOST_TOP, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 20, 64, 2_000, 128
+#: Sampling options of ours that OpenAI's interface does not have, by their names in `DecodeSpec`.
+OURS = ("top_k", "min_p", "typical_p", "repetition_penalty")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class BadRequest(Exception):
+    """A request that is refused, as OpenAI's clients read it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param = message, status, param
+        self.code, self.kind, self.retry_after = code, kind, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """Return the error's JSON."""
+        fields = {"type": self.kind, "param": self.param, "code": self.code}
+        return {"error": {"message": self.message, **fields}}
+
+
+def refused(error: GlassError, *, param: str | None = None) -> BadRequest:
+    """Return an error of ours as one for a client: what and what to do, never where on a disk."""
+    hint = f" ({error.hint})" if error.hint else ""
+    return BadRequest(f"{error.what}{hint}", param=param, code="invalid_value")
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """Return the object in a body; numbers that JSON does not have are refused."""
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        found = json.loads(data, parse_constant=no_constant)
+        depth = _depth(found)
+    except (ValueError, RecursionError) as error:
+        text = str(error)[:200] if isinstance(error, ValueError) else "it nests too deeply"
+        raise BadRequest(f"The body is not JSON: {text}", code="invalid_json") from None
+    if depth > DEEPEST:
+        raise BadRequest(f"The body nests more than {DEEPEST} levels", code="invalid_json")
+    if not isinstance(found, dict):
+        raise BadRequest("The body is not a JSON object", code="invalid_json")
+    return found
+
+
+def _depth(value: Any) -> int:
+    depth, layer = 0, [value]
+    while layer:
+        depth += 1
+        parts = [one for one in layer if isinstance(one, dict | list)]
+        layer = [v for one in parts for v in (one.values() if isinstance(one, dict) else one)]
+        if depth > DEEPEST:
+            break
+    return depth
+
+
+class Fields:
+    """The fields of one JSON object; `path` is how errors name it."""
+
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+        self.values = values
+        self.path = path
+
+    def name(self, key: str) -> str:
+        """Return a field's name with where it is."""
+        return f"{self.path}.{key}" if self.path else key
+
+    def only(self, known: Sequence[str]) -> "Fields":
+        """Refuse fields of other names."""
+        for key in self.values:
+            if key not in known:
+                near = nearest(key, known)
+                raise BadRequest(
+                    f"Unrecognized request argument supplied: {key[:QUOTED]} ({near})",
+                    param=self.name(key[:QUOTED]),
+                    code="unknown_parameter",
+                )
+        return self
+
+    def wrong(self, key: str, wanted: str) -> BadRequest:
+        """Return the error of a value that is not what was wanted."""
+        shown = json.dumps(self.values.get(key), ensure_ascii=True, default=str)
+        shown = shown if len(shown) <= QUOTED else f"{shown[:QUOTED]}…"
+        return BadRequest(
+            f"Invalid value for '{self.name(key)}': expected {wanted}, got {shown}.",
+            param=self.name(key),
+            code="invalid_type" if key in self.values else "missing_required_parameter",
+        )
+
+    def unsupported(self, key: str, why: str) -> BadRequest:
+        """Return the error of a field that this server cannot honour."""
+        return BadRequest(
+            f"Unsupported value for '{self.name(key)}': {why}.",
+            param=self.name(key),
+            code="unsupported_parameter",
+        )
+
+    def has(self, key: str) -> bool:
+        """Return True if it was given, and not as null."""
+        return self.values.get(key) is not None
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string without half characters."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise self.wrong(key, "a string without lone surrogates") from None
+        return value
+
+    def integer(self, key: str, default: int | None, *, low: int, high: int) -> int | None:
+        """Return a whole number within bounds."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if type(value) is float and value.is_integer() and abs(value) < 2**53:
+            value = int(value)
+        if type(value) is not int or not low <= value <= high:
+            raise self.wrong(key, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float, *, low: float, high: float) -> float:
+        """Return a finite number within bounds."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.wrong(key, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "a boolean")
+        return value
+
+    def list_(self, key: str, *, most: int) -> list[Any]:
+        """Return a list of at most so many values; empty without one."""
+        value = self.values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or len(value) > most:
+            raise self.wrong(key, f"an array of at most {most}")
+        return value
+
+    def object_(self, key: str) -> "Fields | None":
+        """Return the fields of an object, or None."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return Fields(value, self.name(key))
+
+
+# --- what both endpoints share --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How a request wants its text made; `settings` go to `DecodeSpec` by name."""
+
+    model: str
+    choices: int
+    stream: bool
+    include_usage: bool
+    seed: int
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    settings: Mapping[str, float | int]
+    owner: str
+
+
+SHARED = (
+    "model",
+    "n",
+    "stream",
+    "stream_options",
+    "seed",
+    "max_tokens",
+    "stop",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "user",
+    *OURS,
+)
+
+
+def _generation(fields: Fields, *, limit: int | None) -> Generation:
+    for key in ("presence_penalty", "frequency_penalty"):
+        if fields.number(key, 0.0, low=-2, high=2) != 0:
+            raise fields.unsupported(key, "only 0; repetition_penalty is what this server has")
+    if fields.has("logit_bias"):
+        bias = fields.object_("logit_bias")
+        if bias is not None and bias.values:
+            raise fields.unsupported("logit_bias", "not offered; leave it out")
+    stream = fields.flag("stream")
+    include_usage = False
+    options = fields.object_("stream_options")
+    if options is not None:
+        if not stream:
+            raise fields.unsupported("stream_options", "it goes with stream=true")
+        options.only(("include_usage", "include_obfuscation"))
+        include_usage = options.flag("include_usage")
+        if options.flag("include_obfuscation"):
+            raise options.unsupported("include_obfuscation", "not offered")
+    seed = fields.integer("seed", None, low=-(2**63), high=2**63 - 1)
+    settings: dict[str, float | int] = {}
+    if fields.has("temperature"):
+        settings["temperature"] = fields.number("temperature", 1.0, low=0, high=2)
+    if fields.has("top_p"):
+        top_p = fields.number("top_p", 1.0, low=0, high=1)
+        # The nucleus of no probability is the likeliest token.
+        settings |= {"top_p": top_p} if top_p > 0 else {"temperature": 0.0}
+    for option in (each for each in options_of(DecodeSpec) if each.name in OURS):
+        if not fields.has(option.name):
+            continue
+        if option.name == "top_k":
+            found = fields.integer("top_k", None, low=1, high=2**31)
+            assert found is not None
+            settings["top_k"] = found
+        else:
+            settings[option.name] = fields.number(option.name, 0.0, low=0, high=100)
+    return Generation(
+        model=fields.text("model"),
+        choices=fields.integer("n", 1, low=1, high=MOST_CHOICES) or 1,
+        stream=stream,
+        include_usage=include_usage,
+        seed=secrets.randbits(48) if seed is None else seed % 2**63,
+        max_tokens=limit,
+        stop=_stops(fields),
+        settings=settings,
+        owner=fields.text("user", "")[:QUOTED],
+    )
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.values.get("stop")
+    parts = [value] if isinstance(value, str) else fields.list_("stop", most=MOST_STOPS)
+    for part in parts:
+        if not isinstance(part, str) or not 0 < len(part) <= LONGEST_STOP:
+            raise fields.wrong("stop", f"strings of 1 to {LONGEST_STOP} characters")
+        Fields({"stop": part}).text("stop")
+    return tuple(parts)
+
+
+# --- /v1/chat/completions -------------------------------------------------------------------------
+
+CHAT = (
+    *SHARED,
+    "messages",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "response_format",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "store",
+    "metadata",
+    "service_tier",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A checked conversation."""
+
+    generation: Generation
+    messages: tuple[dict[str, Any], ...]
+    logprobs: bool
+    top_logprobs: int
+    response_format: "ResponseFormat"
+    tools: tuple[dict[str, Any], ...]
+    tool_choice: str
+    template_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """What the answer must be: any text, a regular expression's, JSON, or a schema's."""
+
+    kind: Literal["text", "regex", "json_object", "json_schema"] = "text"
+    pattern: str = ""
+    schema: Any = field(default_factory=dict)
+
+
+def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Check the body of a chat request."""
+    fields = Fields(body).only(CHAT)
+    if fields.flag("store"):
+        raise fields.unsupported("store", "nothing is stored here")
+    if fields.text("service_tier", "auto") not in ("auto", "default"):
+        raise fields.unsupported("service_tier", "there is one tier")
+    fields.object_("metadata")
+    older = fields.integer("max_tokens", None, low=1, high=2**31)
+    newer = fields.integer("max_completion_tokens", None, low=1, high=2**31)
+    if older is not None and newer is not None and older != newer:
+        raise fields.wrong("max_tokens", "the same number as max_completion_tokens")
+    logprobs = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", 0, low=0, high=MOST_TOP) or 0
+    if top and not logprobs:
+        raise fields.unsupported("top_logprobs", "it goes with logprobs=true")
+    tools = tuple(_tool(one, place) for place, one in enumerate(_tools(fields)))
+    options = fields.object_("chat_template_kwargs")
+    choice = _tool_choice(fields, tools)
+    if fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls"):
+        raise fields.unsupported("parallel_tool_calls", "the model decides how many it calls")
+    return ChatRequest(
+        generation=_generation(fields, limit=older if newer is None else newer),
+        messages=_messages(fields),
+        logprobs=logprobs,
+        top_logprobs=top,
+        response_format=_format(fields),
+        tools=() if choice == "none" else tools,
+        tool_choice=choice,
+        template_options=_switches(fields, options),
+    )
+
+
+def _switches(fields: Fields, options: Fields | None) -> Mapping[str, Any]:
+    """Return variables of the template: plain values, and none of those that a request has."""
+    if options is None:
+        return {}
+    for key, value in options.values.items():
+        taken = ("messages", "tools", "documents", "add_generation_prompt")
+        if key in taken or not key.isidentifier() or len(key) > QUOTED:
+            raise options.unsupported(key[:QUOTED], "no variable of that name can be set")
+        if not isinstance(value, str | int | float | bool | None):
+            raise options.wrong(key, "a string, a number or a boolean")
+    return options.values
+
+
+def _messages(fields: Fields) -> tuple[dict[str, Any], ...]:
+    given = fields.list_("messages", most=MOST_MESSAGES)
+    if not given:
+        raise fields.wrong("messages", "an array of at least one message")
+    made = []
+    for place, one in enumerate(given):
+        if not isinstance(one, dict):
+            raise fields.wrong("messages", "an array of objects")
+        made.append(_message(Fields(one, f"messages[{place}]")))
+    return tuple(made)
+
+
+def _message(message: Fields) -> dict[str, Any]:
+    message.only(("role", "content", "name", "tool_calls", "tool_call_id", "refusal"))
+    role = message.text("role")
+    if role not in ROLES:
+        raise message.wrong("role", f"one of {', '.join(ROLES)}")
+    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    calls = message.list_("tool_calls", most=MOST_TOOLS)
+    if message.has("content") or not (role == "assistant" and calls):
+        made["content"] = _content(message)
+    else:
+        made["content"] = ""
+    if message.has("name"):
+        made["name"] = message.text("name")
+    if role == "tool":
+        made["tool_call_id"] = message.text("tool_call_id")
+    if calls:
+        if role != "assistant":
+            raise message.unsupported("tool_calls", "only an assistant calls tools")
+        made["tool_calls"] = [_call(message, place, one) for place, one in enumerate(calls)]
+    return made
+
+
+def _content(message: Fields) -> str:
+    """Return the text of a message: a string, or parts of text; images and sounds are refused."""
+    value = message.values.get("content")
+    if not isinstance(value, list):
+        return message.text("content")
+    texts = []
+    for place, part in enumerate(message.list_("content", most=MOST_MESSAGES)):
+        fields = Fields(part if isinstance(part, dict) else {}, f"{message.path}.content[{place}]")
+        kind = fields.text("type")
+        if kind != "text":
+            raise fields.unsupported("type", f"{kind[:QUOTED]!r}; the models here read text")
+        texts.append(fields.text("text"))
+    return "".join(texts)
+
+
+def _call(message: Fields, place: int, one: Any) -> dict[str, Any]:
+    """Return an earlier tool call as templates read it, with its arguments as an object."""
+    path = f"{message.path}.tool_calls[{place}]"
+    fields = Fields(one if isinstance(one, dict) else {}, path)
+    function = fields.object_("function")
+    if function is None:
+        raise fields.wrong("function", "an object")
+    text = function.text("arguments")
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        raise function.wrong("arguments", "JSON") from None
+    called = {"name": function.text("name"), "arguments": arguments}
+    return {"id": fields.text("id", ""), "type": "function", "function": called}
+
+
+def _tools(fields: Fields) -> list[Any]:
+    for key in ("functions", "function_call"):
+        if key in fields.values:
+            raise fields.unsupported(key, "use tools")
+    return fields.list_("tools", most=MOST_TOOLS)
+
+
+def _tool(one: Any, place: int) -> dict[str, Any]:
+    fields = Fields(one if isinstance(one, dict) else {}, f"tools[{place}]")
+    if fields.text("type") != "function":
+        raise fields.wrong("type", '"function"')
+    function = fields.object_("function")
+    if function is None:
+        raise fields.wrong("function", "an object")
+    function.text("name")
+    return {"type": "function", "function": dict(function.values)}
+
+
+def _tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> str:
+    value = fields.values.get("tool_choice")
+    if value is None:
+        return "auto" if tools else "none"
+    if value in ("none", "auto"):
+        return str(value)
+    raise fields.unsupported("tool_choice", '"auto" and "none" are offered')
+
+
+def _format(fields: Fields) -> ResponseFormat:
+    found = fields.object_("response_format")
+    if found is None:
+        return ResponseFormat()
+    kind = found.text("type")
+    match kind:
+        case "text":
+            found.only(("type",))
+            return ResponseFormat()
+        case "json_object":
+            found.only(("type",))
+            return ResponseFormat("json_object")
+        case "regex":
+            found.only(("type", "pattern"))
+            return ResponseFormat("regex", pattern=found.text("pattern"))
+        case "json_schema":
+            found.only(("type", "json_schema"))
+            inner = found.object_("json_schema")
+            if inner is None:
+                raise found.wrong("json_schema", "an object")
+            inner.only(("name", "description", "schema", "strict"))
+            schema = inner.values.get("schema")
+            if not isinstance(schema, dict | bool):
+                raise inner.wrong("schema", "a JSON schema")
+            return ResponseFormat("json_schema", schema=schema)
+        case _:
+            raise found.wrong("type", "text, json_object, json_schema or regex")
+
+
+# --- /v1/completions ------------------------------------------------------------------------------
+
+COMPLETION = (*SHARED, "prompt", "echo", "logprobs", "best_of", "suffix", "response_format")
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A checked completion; a prompt is a text or token ids."""
+
+    generation: Generation
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool
+    logprobs: int | None
+    response_format: ResponseFormat
+
+
+def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
+    """Check the body of a completion request."""
+    fields = Fields(body).only(COMPLETION)
+    choices = fields.integer("n", 1, low=1, high=MOST_CHOICES)
+    if fields.integer("best_of", choices, low=1, high=MOST_CHOICES) != choices:
+        raise fields.unsupported("best_of", "the same as n")
+    if fields.text("suffix", ""):
+        raise fields.unsupported("suffix", "a text is continued, not filled in")
+    logprobs = fields.integer("logprobs", None, low=0, high=MOST_TOP)
+    echo = fields.flag("echo")
+    if echo and logprobs is not None:
+        raise fields.unsupported("logprobs", "not of the prompt; leave out echo")
+    limit = fields.integer("max_tokens", 16, low=1, high=2**31)  # OpenAI's default
+    return CompletionRequest(
+        generation=_generation(fields, limit=limit),
+        prompts=text_or_ids(fields, "prompt"),
+        echo=echo,
+        logprobs=logprobs,
+        response_format=_format(fields),
+    )
+
+
+def text_or_ids(fields: Fields, key: str) -> tuple[str | tuple[int, ...], ...]:
+    """Return texts or rows of token ids: one, or a list of them."""
+    value = fields.values.get(key)
+    wanted = "a string, an array of strings, of token ids, or of arrays of them"
+    if isinstance(value, str):
+        return (fields.text(key),)
+    if not isinstance(value, list) or not value:
+        raise fields.wrong(key, wanted)
+    if all(type(one) is int for one in value):
+        return (tuple(value),)
+    if len(value) > MOST_PROMPTS:
+        raise fields.wrong(key, f"at most {MOST_PROMPTS}")
+    made: list[str | tuple[int, ...]] = []
+    for one in value:
+        if isinstance(one, str):
+            made.append(Fields({key: one}).text(key))
+        elif isinstance(one, list) and one and all(type(token) is int for token in one):
+            made.append(tuple(one))
+        else:
+            raise fields.wrong(key, wanted)
+    return tuple(made)
+
+
+# --- /v1/embeddings -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Checked texts to embed; `pooling` is ours: the mean of the hidden states, or the last."""
+
+    model: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    base64: bool
+    pooling: str
+
+
+def embedding_request(body: Mapping[str, Any]) -> EmbeddingRequest:
+    """Check the body of a request for embeddings."""
+    fields = Fields(body).only(
+        ("model", "input", "encoding_format", "dimensions", "user", "pooling")
+    )
+    if fields.has("dimensions"):
+        raise fields.unsupported("dimensions", "a model's own width is what it gives")
+    form = fields.text("encoding_format", "float")
+    if form not in ("float", "base64"):
+        raise fields.wrong("encoding_format", "float or base64")
+    pooling = fields.text("pooling", "mean")
+    if pooling not in ("mean", "last"):
+        raise fields.wrong("pooling", "mean or last")
+    return EmbeddingRequest(
+        fields.text("model"), text_or_ids(fields, "input"), form == "base64", pooling
+    )

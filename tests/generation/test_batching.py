@@ -1,0 +1,232 @@
+"""Continuous batching: a sequence's tokens and logits are those that it has alone, bit for bit."""
+
+import random
+
+import pytest
+import torch
+
+from glassformer.generation.batching import WORTH_WAITING, Batcher, Continuation
+from glassformer.generation.fast.slots import OneByOneSlots, SlotStepper, Span
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import TorchStepper
+from glassformer.models.model import build
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import MLP, RMSNorm, Rotary, SwiGLU
+from glassformer.spec.presets import preset
+from tests.tiny import tiny
+
+MODELS = {
+    "learned, GELU of an odd width": tiny(ffn=MLP(d_ff=100, activation="gelu")),
+    "rotary, gated, grouped": tiny(
+        attention={"n_heads": 4, "n_kv_heads": 2},
+        ffn=SwiGLU(d_ff=37),
+        norm=RMSNorm(),
+        position=Rotary(),
+    ),
+    "a window": tiny(attention={"window": 5}, position=Rotary()),
+    "alibi": preset("alibi-lm"),
+    "experts": preset("moe"),
+    "factorized": preset("fsm-factorized"),
+}
+
+
+def made(name: str) -> torch.nn.Module:
+    """A model of float32 whose numbers are large enough that a wrong bit shows."""
+    model = build(MODELS[name], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    return model
+
+
+def prompts_of(model, count: int, longest: int = 20) -> list[tuple[int, ...]]:
+    """Prompts of many lengths, some of which begin alike."""
+    chance = random.Random(1)
+    vocab = model.spec.vocab_size
+    shared = [chance.randrange(vocab) for _ in range(longest)]
+    rows = []
+    for _ in range(count):
+        begin = shared[: chance.randrange(longest)] if chance.random() < 0.5 else []
+        rest = chance.randrange(1, longest + 1 - len(begin))
+        rows.append((*begin, *(chance.randrange(vocab) for _ in range(rest))))
+    return rows
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_do_not_depend_on_company_or_cuts(name):
+    model = made(name)
+    slots = SlotStepper(model, slots=8, context=model.spec.max_seq_len)
+    prompts = prompts_of(model, 7, longest=min(20, model.spec.max_seq_len - 1))
+    together_RV = slots.read([Span(place, 0, row) for place, row in enumerate(prompts)])
+    for place, row in enumerate(prompts):
+        alone_1V = slots.read([Span(7, 0, row)])
+        for at, token in enumerate(row):
+            cut_1V = slots.read([Span(7, at, (token,))])
+        assert torch.equal(alone_1V, cut_1V)
+        assert torch.equal(alone_1V[0], together_RV[place])
+    # and they are the model's
+    plain_RV = torch.cat([TorchStepper(model).start(Prompts((row,)), room=1)[0] for row in prompts])
+    torch.testing.assert_close(together_RV, plain_RV, rtol=1e-3, atol=1e-3)
+
+
+def answers(model, jobs, *, slots: int, step_tokens: int, between: int = 0) -> list[list[int]]:
+    """The tokens of every job; new ones join while others run."""
+    batcher = Batcher(SlotStepper(model, slots=slots, context=40), step_tokens=step_tokens)
+    rows = []
+    for place, (prompt, spec) in enumerate(jobs):
+        rows.append(batcher.add(batcher.prepare(prompt, spec=spec, owner=str(place % 3))))
+        for _ in range(place % (between + 1)):
+            batcher.step()
+    list(batcher.run())
+    assert batcher.running == batcher.waiting == 0
+    assert all(row.finish == "length" for row in rows)
+    return [row.tokens for row in rows]
+
+
+def jobs_of(model, count: int) -> list[tuple[tuple[int, ...], DecodeSpec]]:
+    chance = random.Random(2)
+    return [
+        (
+            prompt,
+            DecodeSpec(
+                max_new_tokens=chance.randrange(1, 9),
+                temperature=chance.choice((0.0, 0.7, 1.3)),
+                top_p=chance.choice((1.0, 0.8)),
+                repetition_penalty=chance.choice((1.0, 1.2)),
+                seed=seed,
+            ),
+        )
+        for seed, prompt in enumerate(prompts_of(model, count))
+    ]
+
+
+def check_alone_is_together() -> None:
+    """A hundred sequences: alone, in few slots, in many, with prompts cut into single tokens."""
+    model = build(preset("qwen"), generator=torch.Generator().manual_seed(0))
+    jobs = jobs_of(model, 40)
+    alone = [answers(model, [job], slots=1, step_tokens=128)[0] for job in jobs]
+    for slots, step_tokens, between in ((3, 1, 0), (5, 17, 2), (16, 64, 1)):
+        found = answers(model, jobs, slots=slots, step_tokens=step_tokens, between=between)
+        assert found == alone
+
+
+def test_alone_is_together():
+    check_alone_is_together()
+
+
+def batcher_of(model, **options) -> Batcher:
+    return Batcher(SlotStepper(model, slots=2, context=40), **options)
+
+
+def test_a_prompt_that_begins_alike_is_not_read_again():
+    model = build(preset("qwen"))
+    batcher = batcher_of(model)
+    first = batcher.add(batcher.prepare(range(20), spec=DecodeSpec(max_new_tokens=3)))
+    list(batcher.run())
+    again = batcher.add(
+        batcher.prepare([*range(20), *first.tokens, 7], spec=DecodeSpec(max_new_tokens=1))
+    )
+    same = batcher.add(batcher.prepare(range(20), spec=DecodeSpec(max_new_tokens=3)))
+    list(batcher.run())
+    assert again.reused == 22  # the prompt and two tokens; the third was never read
+    assert same.reused == 19
+    assert same.tokens == first.tokens
+
+
+def test_choices_of_one_prompt_read_it_once():
+    model = build(preset("qwen"))
+    batcher = batcher_of(model, step_tokens=8)
+    spec = DecodeSpec(max_new_tokens=2)
+    rows = [batcher.add(batcher.prepare(range(30), spec=spec, row=n)) for n in range(2)]
+    list(batcher.run())
+    assert rows[0].reused == 0
+    assert 29 - WORTH_WAITING < rows[1].reused <= 29
+    assert rows[0].tokens == rows[1].tokens
+
+
+def test_a_long_prompt_does_not_stall_the_others():
+    model = build(preset("qwen"))
+    batcher = batcher_of(model, step_tokens=17)
+    quick = batcher.add(batcher.prepare([1, 2], spec=DecodeSpec(max_new_tokens=5)))
+    batcher.step()
+    slow = batcher.add(batcher.prepare(range(1, 38), spec=DecodeSpec(max_new_tokens=1)))
+    made = []
+    while slow.finish is None:
+        before = batcher.read_tokens
+        made += [row for row, _ in batcher.step()]
+        assert batcher.read_tokens - before <= 17
+    assert made.count(quick) == 3  # one in each of the three steps that the prompt took
+
+
+def test_owners_take_turns():
+    model = build(preset("qwen"))
+    batcher = Batcher(SlotStepper(model, slots=1, context=40))
+    spec = DecodeSpec(max_new_tokens=1)
+    rows = [batcher.prepare([n + 1], spec=spec, owner="greedy") for n in range(3)]
+    rows += [batcher.prepare([9], spec=spec, owner="modest")]
+    for row in rows:
+        batcher.add(row)
+    order = [row.prompt[0] for row, _ in batcher.run()]
+    assert order == [1, 9, 2, 3]
+
+
+def test_who_leaves_frees_the_slot():
+    model = build(preset("qwen"))
+    batcher = batcher_of(model)
+    spec = DecodeSpec(max_new_tokens=30)
+    rows = [batcher.add(batcher.prepare([n + 1], spec=spec, owner=str(n))) for n in range(4)]
+    batcher.step()
+    assert (batcher.running, batcher.waiting) == (2, 2)
+    batcher.cancel(rows[0])
+    batcher.cancel(rows[3])
+    batcher.step()
+    assert (batcher.running, batcher.waiting) == (2, 0)
+    assert (rows[0].finish, rows[3].finish) == ("cancelled", "cancelled")
+    list(batcher.run())
+    assert rows[1].finish == rows[2].finish == "length"
+
+
+def test_logits_that_are_no_numbers_end_one_sequence():
+    model = build(preset("qwen"))
+    with torch.no_grad():
+        model.embed.weight[5] = float("nan")
+    batcher = batcher_of(model)
+    bad = batcher.add(batcher.prepare([5], spec=DecodeSpec(temperature=1.0)))
+    good = batcher.add(
+        batcher.prepare([6], spec=DecodeSpec(max_new_tokens=2, forbidden=(5,), temperature=1.0))
+    )
+    list(batcher.run())
+    assert bad.finish == "error"
+    # Tied weights: the logit of token 5 is no number, so that nothing can be sampled.
+    assert good.finish in ("error", "length")
+
+
+def test_any_stepper_serves_one_sequence_at_a_time():
+    spec = preset("seq2seq")
+    model = build(spec, generator=torch.Generator().manual_seed(0))
+    stepper = TorchStepper(model)
+    decoding = DecodeSpec(max_new_tokens=5, temperature=1.0)
+    sources = [(3, 4, 5), (6, 7), (3, 4, 5, 8)]
+
+    def run(sources: list[tuple[int, ...]], slots: int) -> list[Continuation]:
+        batcher = Batcher(OneByOneSlots(stepper, spec, slots=slots, context=16))
+        rows = [
+            batcher.add(batcher.prepare([1], spec=decoding, source=source)) for source in sources
+        ]
+        list(batcher.run())
+        return rows
+
+    alone = [run([source], 1)[0].tokens for source in sources]
+    assert [row.tokens for row in run(sources, 2)] == alone
+
+
+def test_what_cannot_be_read_is_refused_before_any_work():
+    batcher = batcher_of(build(preset("qwen")))
+    for prompt in ([], [10**9], list(range(40))):
+        with pytest.raises(InputError):
+            batcher.prepare(prompt)
+    with pytest.raises(InputError):
+        SlotStepper(build(preset("qwen")), slots=0)
+    with pytest.raises(InputError):
+        SlotStepper(build(preset("qwen")), slots=1, context=10**6)

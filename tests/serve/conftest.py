@@ -1,0 +1,73 @@
+"""A tiny Qwen2 with a chat template behind the server, in process; OpenAI's own client in front."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import httpx2
+import openai
+import pytest
+
+from glassformer.adapters.load import load
+from glassformer.serve.app import Limits, create_app
+from glassformer.serve.engine import Engine, Served
+from tests.adapters.folders import write_model
+
+T = TypeVar("T")
+HELLO = [{"role": "user", "content": "the cat sat"}]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A model's folder."""
+    return write_model(tmp_path_factory.mktemp("served"))
+
+
+class House:
+    """An engine with its app, and clients that reach it without a socket."""
+
+    def __init__(self, folder, *, slots: int = 4, limits: Limits | None = None, **app: Any) -> None:
+        self.served = Served("tiny", load(folder), slots=slots)
+        self.engine = Engine([self.served], threads=1)
+        self.app = create_app(self.engine, limits=limits or Limits(), **app)
+
+    def raw(self) -> httpx2.AsyncClient:
+        """An HTTP client."""
+        transport = httpx2.ASGITransport(app=self.app, raise_app_exceptions=True)
+        return httpx2.AsyncClient(transport=transport, base_url="http://localhost")
+
+    def run(self, work: Callable[[openai.AsyncOpenAI], Awaitable[T]], *, key: str = "none") -> T:
+        """Run something with OpenAI's client."""
+
+        async def whole() -> T:
+            async with openai.AsyncOpenAI(
+                base_url="http://localhost/v1",
+                api_key=key,
+                http_client=self.raw(),
+                max_retries=0,
+            ) as client:
+                return await work(client)
+
+        return asyncio.run(whole())
+
+    def ask(self, work: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
+        """Run something with a bare HTTP client."""
+
+        async def whole() -> T:
+            async with self.raw() as client:
+                return await work(client)
+
+        return asyncio.run(whole())
+
+    def close(self) -> None:
+        """End the thread."""
+        self.engine.stop()
+        assert self.engine.join(30)
+
+
+@pytest.fixture(scope="session")
+def house(folder) -> Iterator[House]:
+    """One for all tests that leave it as it is."""
+    made = House(folder)
+    yield made
+    made.close()

@@ -1,0 +1,245 @@
+"""OpenAI's client against the server: what it sends is understood, what it gets it can read."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from glassformer.spec.decoding import DecodeSpec
+from tests.serve.conftest import HELLO
+
+SAMPLED = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "seed": 5, "temperature": 0.8}
+
+
+def test_a_chat(house):
+    async def work(client):
+        return await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=7)
+
+    found = house.run(work)
+    assert found.object == "chat.completion"
+    assert found.choices[0].message.role == "assistant"
+    assert found.choices[0].finish_reason in ("stop", "length")
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    assert 1 <= found.usage.completion_tokens <= 7
+
+
+def test_the_tokens_are_those_of_generate(house):
+    """Row 0 samples as the offline loop does, from the same logits."""
+    served = house.served
+    ids = served.chat_ids(HELLO)
+    spec = DecodeSpec(
+        max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=20, seed=5, eos=served.eos,
+        forbidden=served.nameless,
+    )  # fmt: skip
+    from glassformer.generation.streaming import generate_batch
+
+    (alone,) = generate_batch(
+        served.adapter.stepper(), [ids], spec=spec, tokenizer=served.tokenizer
+    )
+
+    async def work(client):
+        return await client.chat.completions.create(**SAMPLED)
+
+    assert house.run(work).choices[0].message.content == alone.text
+
+
+def test_a_stream_is_the_whole_in_pieces(house):
+    async def work(client):
+        whole = await client.chat.completions.create(**SAMPLED, n=2, logprobs=True)
+        pieces = [
+            chunk
+            async for chunk in await client.chat.completions.create(
+                **SAMPLED, n=2, logprobs=True, stream=True, stream_options={"include_usage": True}
+            )
+        ]
+        return whole, pieces
+
+    whole, pieces = house.run(work)
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    for place in range(2):
+        own = [c.choices[0] for c in pieces if c.choices and c.choices[0].index == place]
+        assert own[0].delta.role == "assistant"
+        text = "".join(choice.delta.content or "" for choice in own)
+        assert text == whole.choices[place].message.content
+        assert own[-1].finish_reason == whole.choices[place].finish_reason
+        given = [one for choice in own if choice.logprobs for one in choice.logprobs.content]
+        assert given == whole.choices[place].logprobs.content
+
+
+def test_logprobs_are_the_models_own(house):
+    async def work(client):
+        return await client.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+        )
+
+    for one in house.run(work).choices[0].logprobs.content:
+        assert len(one.top_logprobs) == 3
+        assert one.logprob == one.top_logprobs[0].logprob  # greedy
+        assert one.logprob < 0
+        if one.bytes is not None:
+            assert bytes(one.bytes).decode() == one.token
+
+
+def test_a_stop_string_ends_and_is_not_shown(house):
+    async def work(client):
+        whole = await client.chat.completions.create(**SAMPLED)
+        text = whole.choices[0].message.content
+        stop = text[3:5]
+        cut = await client.chat.completions.create(**SAMPLED, stop=stop)
+        return text, stop, cut.choices[0]
+
+    text, stop, cut = house.run(work)
+    assert cut.message.content == text[: text.index(stop)]
+    assert cut.finish_reason == "stop"
+
+
+def test_choices_differ_and_seeds_repeat(house):
+    async def work(client):
+        first = await client.chat.completions.create(**SAMPLED, n=3)
+        again = await client.chat.completions.create(**SAMPLED, n=3)
+        other = await client.chat.completions.create(**{**SAMPLED, "seed": 6})
+        return [[c.message.content for c in one.choices] for one in (first, again, other)]
+
+    first, again, other = house.run(work)
+    assert first == again
+    assert len(set(first)) == 3
+    assert other[0] != first[0]
+
+
+def test_completions_take_texts_and_ids(house):
+    ids = house.served.text_ids("the mat")[0]
+
+    async def work(client):
+        one = await client.completions.create(
+            model="tiny", prompt="the mat", max_tokens=6, temperature=0, logprobs=2
+        )
+        same = await client.completions.create(
+            model="tiny", prompt=[list(ids), list(ids)], max_tokens=6, temperature=0, echo=True
+        )
+        return one, same
+
+    one, same = house.run(work)
+    assert [choice.text for choice in same.choices] == ["the mat" + one.choices[0].text] * 2
+    logprobs = one.choices[0].logprobs
+    assert "".join(logprobs.tokens) == one.choices[0].text
+    assert len(logprobs.top_logprobs[0]) == 2
+    assert logprobs.text_offset[0] == 0
+
+
+def test_a_regular_expression(house):
+    async def work(client):
+        return await client.chat.completions.create(
+            **{**SAMPLED, "max_tokens": 40},
+            extra_body={"response_format": {"type": "regex", "pattern": "(yes|no)(,(yes|no))*"}},
+        )
+
+    text = house.run(work).choices[0].message.content
+    assert set(text.split(",")) <= {"yes", "no"}
+
+
+def test_models_are_listed(house):
+    async def work(client):
+        return [model.id async for model in client.models.list()], await client.models.retrieve(
+            "tiny"
+        )
+
+    names, one = house.run(work)
+    assert names == ["tiny"]
+    assert one.id == "tiny"
+
+
+def test_embeddings_are_unit_vectors(house):
+    async def work(client):
+        packed = await client.embeddings.create(model="tiny", input=["the cat", "the mat"])
+        plain = await client.embeddings.create(
+            model="tiny", input="the cat", encoding_format="float", extra_body={"pooling": "last"}
+        )
+        return packed, plain
+
+    packed, plain = house.run(work)
+    for one in (*packed.data, *plain.data):
+        assert len(one.embedding) == house.served.spec.d_model
+        assert sum(x * x for x in one.embedding) == pytest.approx(1.0, abs=1e-5)
+    assert packed.data[0].embedding != packed.data[1].embedding
+
+
+def test_many_at_once_are_answered_as_alone(house):
+    """More requests than slots, of different lengths; every answer is the one it gives alone."""
+
+    def request(seed: int) -> dict:
+        text = "the cat sat on the mat " * (seed % 4 + 1)
+        return {**SAMPLED, "messages": [{"role": "user", "content": text}], "seed": seed}
+
+    async def work(client):
+        async def one(seed):
+            found = await client.chat.completions.create(**request(seed))
+            return found.choices[0].message.content
+
+        alone = [await one(seed) for seed in range(12)]
+        together = await asyncio.gather(*map(one, range(12)))
+        return alone, together
+
+    alone, together = house.run(work)
+    assert alone == together
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+BAD = {
+    "no such model": ({"model": "gpt-9"}, openai.NotFoundError, "model_not_found", "model"),
+    "a temperature of 3": ({"temperature": 3}, openai.BadRequestError, None, "temperature"),
+    "a temperature in words": (
+        {"temperature": "hot"}, openai.BadRequestError, "invalid_type", "temperature",
+    ),
+    "no messages": ({"messages": []}, openai.BadRequestError, None, "messages"),
+    "a role that is none": (
+        {"messages": [{"role": "cat", "content": "x"}]},
+        openai.BadRequestError, "invalid_type", "messages[0].role",
+    ),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        openai.BadRequestError, "unsupported_parameter", "messages[0].content[0].type",
+    ),
+    "a long prompt": (
+        {"messages": [{"role": "user", "content": "cat " * 400}]},
+        openai.BadRequestError, "context_length_exceeded", "messages",
+    ),
+    "an unknown field": (
+        {"extra_body": {"temprature": 1}},
+        openai.BadRequestError, "unknown_parameter", "temprature",
+    ),
+    "a penalty": (
+        {"presence_penalty": 1.0}, openai.BadRequestError, "unsupported_parameter",
+        "presence_penalty",
+    ),
+    "too many choices": ({"n": 99}, openai.BadRequestError, "invalid_type", "n"),
+    "top without logprobs": (
+        {"top_logprobs": 3}, openai.BadRequestError, "unsupported_parameter", "top_logprobs",
+    ),
+    "tools without a template": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        openai.BadRequestError, "unsupported_parameter", "tools",
+    ),
+    "a pattern that cannot be read": (
+        {"extra_body": {"response_format": {"type": "regex", "pattern": "(a"}}},
+        openai.BadRequestError, "invalid_value", "response_format",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_have_openais_shape(house, case):
+    change, kind, code, param = BAD[case]
+
+    async def work(client):
+        await client.chat.completions.create(**{**SAMPLED, **change})
+
+    with pytest.raises(kind) as caught:
+        house.run(work)
+    error = caught.value
+    assert error.body["type"] == "invalid_request_error"
+    assert error.param == param
+    if code is not None:
+        assert error.code == code
+    assert str(house.served.adapter.origin) not in json.dumps(error.body)
