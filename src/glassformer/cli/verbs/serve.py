@@ -20,7 +20,7 @@ def serve(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...",
+            metavar="MODEL",
             help="Runs, Hugging Face folders, .gguf files, org/name; NAME=MODEL gives a name.",
             autocompletion=complete_runs,
         ),
