@@ -69,7 +69,10 @@ def _train_and_convert() -> None:
     gf.save(gf.quantize(gf.load("runs/lm"), bits=8), "quantized")
     gf.save(gf.quantize(gf.load("runs/lm"), bits=4, group=32), "quantized-4")
     gf.prepare(["documents.jsonl"], "corpus", vocab_size=300, shard_size=5000)
-    (Path("exported") / "chat_template.jinja").write_text(CHAT)
+    template = Path("exported") / "chat_template.jinja"
+    template.write_text(CHAT)
+    with (Path("exported") / "SHA256SUMS").open("a") as sums:
+        sums.write(f"{hashlib.sha256(CHAT.encode()).hexdigest()}  {template.name}\n")
     _shard(Path("exported"), Path("sharded"))
 
 
@@ -78,7 +81,8 @@ def _shard(folder: Path, sharded: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
     shutil.copytree(folder, sharded)
-    (sharded / "model.safetensors").unlink()
+    for name in ("model.safetensors", "SHA256SUMS"):
+        (sharded / name).unlink()
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     index: dict[str, str] = {}
@@ -315,6 +319,8 @@ def judged(world: Path, place: Path, r: random.Random) -> Found:
         shutil.copyfile(world / source, folder)
         path = folder
     path.write_bytes(mutate(path.read_bytes(), r))
+    if name:
+        (folder / "SHA256SUMS").unlink(missing_ok=True)
     if (folder / "MANIFEST.json").is_file():
         _hash_again(folder)  # hostile, not damaged: its hashes are right
     _events.clear()

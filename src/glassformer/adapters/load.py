@@ -42,7 +42,13 @@ from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.serialize import override
-from glassformer.store.checkpoint import WEIGHTS, is_quantized, load_quantized, verify_folder
+from glassformer.store.checkpoint import (
+    WEIGHTS,
+    is_quantized,
+    load_quantized,
+    verify_folder,
+    verify_sums,
+)
 from glassformer.store.rundir import RunDirectory, RunRef
 
 
@@ -126,7 +132,9 @@ def load_model(path: str | Path) -> Model:
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Return the tokenizer that a model came with; raise where there is none."""
-    tokenizer = find_tokenizer(folder_of(path))
+    folder = folder_of(path)
+    verify_sums(folder, weights=False)
+    tokenizer = find_tokenizer(folder)
     if tokenizer is None:
         raise InputError("the model has no tokenizer", where=str(path), hint="give token ids")
     return tokenizer
@@ -139,6 +147,7 @@ def read_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
         return read_gguf_spec(folder), f"a GGUF file of {folder.stat().st_size:,} bytes"
     if is_native(folder):
         return read_spec(folder), f"a {format_of(folder).name} of ours"
+    verify_sums(folder, weights=False)
     config = Config.of_folder(folder)
     _, family = adapter_for(config)
     return family.spec_of(config), f"a Hugging Face folder ({config.data.get('model_type')})"
@@ -284,6 +293,7 @@ def open_native(folder: Path, how: Opening) -> NativeAdapter:
 
 def open_huggingface(folder: Path, how: Opening) -> NativeAdapter:
     """Open a Hugging Face folder: config to spec, weights to our parameters."""
+    verify_sums(folder)
     config = Config.of_folder(folder)
     kind, family = adapter_for(config)
     spec = how.settings.adjusted(family.spec_of(config))
@@ -326,6 +336,7 @@ def format_of(folder: Path) -> Format:
 
 def open_wrapped(folder: Path, how: Opening) -> WrappedAdapter:
     """Open a Hugging Face folder with transformers."""
+    verify_sums(folder)
     config = Config.of_folder(folder)
     adapter, family = adapter_for(config)
     spec = family.spec_of(config)

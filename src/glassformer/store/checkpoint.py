@@ -39,6 +39,7 @@ FORMAT = 1
 MANIFEST = "MANIFEST.json"
 SPEC = "spec.json"
 WEIGHTS = "model.safetensors"
+SUMS = "SHA256SUMS"
 QUANTIZATION = "quantization.json"  # there where layers are quantized
 TEXT_LIMIT = 10_000_000
 
@@ -159,11 +160,16 @@ def write_folder(folder: Path, contents: Mapping[str, Contents]) -> None:
 
 def _write_hashed(path: Path, data: Contents) -> dict[str, Any]:
     """Write a file, and return its entry in the manifest."""
+    return write_hashed(path, [data] if isinstance(data, bytes) else data)
+
+
+def write_hashed(path: Path, pieces: Iterable[bytes]) -> dict[str, Any]:
+    """Write a file of these pieces, synced; return its size and its SHA-256."""
     total, size = hashlib.sha256(), 0
 
     def hashed() -> Iterator[bytes]:
         nonlocal size
-        for piece in [data] if isinstance(data, bytes) else data:
+        for piece in pieces:
             total.update(piece)
             size += len(piece)
             yield piece
@@ -213,6 +219,40 @@ def _verify_file(folder: Path, name: str, entry: Any) -> None:
         raise FileError(
             f"{name} was changed after it was written: its SHA-256 differs", where=str(folder)
         )
+
+
+# --- folders of other formats: sums beside the files, as `sha256sum --check` reads them -----------
+
+
+def sums_text(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of SHA256SUMS for files by name, each with its `sha256`."""
+    return "".join(f"{entry['sha256']}  {name}\n" for name, entry in sorted(files.items()))
+
+
+def verify_sums(folder: Path, *, weights: bool = True) -> None:
+    """Check the files that SHA256SUMS names, if the folder has one; without `weights`, small ones.
+
+    A format of others holds no hash of its own: what we export has one beside it.
+    """
+    path = folder / SUMS
+    if not path.is_file():
+        return
+    for line in read_text(path).splitlines():
+        digest, name = line[:64], line[66:]
+        if not name or line[64:66] not in ("  ", " *"):
+            raise FileError(f"{SUMS} is damaged", where=str(folder), hint=_SUMS_HINT)
+        if weights or not name.endswith(".safetensors"):
+            try:
+                found = {"bytes": (folder / name).stat().st_size, "sha256": digest}
+            except (OSError, ValueError):
+                found = {}
+            try:
+                _verify_file(folder, name, found)
+            except FileError as error:
+                raise FileError(error.what, where=str(folder), hint=_SUMS_HINT) from error
+
+
+_SUMS_HINT = f"if the change was meant, delete {SUMS}"
 
 
 def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray[Any]]]:

@@ -25,7 +25,7 @@ from glassformer.models.state import array_of
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
-from glassformer.store.checkpoint import publishing, write_synced
+from glassformer.store.checkpoint import SUMS, publishing, sums_text, write_hashed, write_synced
 from glassformer.store.tensors import tensor_chunks
 
 SHARD_BYTES = 5_000_000_000
@@ -52,16 +52,17 @@ def export_hf(
     family = counterpart(spec, families_that_write(), first=first)
     plan = family.plan(spec)
     files, notes = _small_files(adapter, family)
+    files.pop(SUMS, None)  # of the folder that it was imported from
     tensors = Tensors(adapter, plan)
     layout = _layout(adapter, plan, tensors, shard_bytes)
     if len(layout) > 1:
         files[INDEX] = _index(layout, tensors)
     size = sum(map(len, files.values())) + sum(map(tensors.size, plan.entries))
     with publishing(place, size=size) as beside:
-        for name, data in files.items():
-            write_synced(beside / name, [data])
+        made = {name: write_hashed(beside / name, [data]) for name, data in files.items()}
         for file, names in layout.items():
-            write_synced(beside / file, tensors.chunks(names))
+            made[file] = write_hashed(beside / file, tensors.chunks(names))
+        write_synced(beside / SUMS, [sums_text(made).encode()])
     return Exported(place, family.model_type, notes)
 
 
