@@ -96,10 +96,16 @@ class Ended:
 
 
 def in_child(
-    work: Callable[[], int], *, folder: Path, seconds: float, megabytes: float, grace: float = 10.0
+    work: Callable[[], int],
+    *,
+    folder: Path,
+    seconds: float,
+    megabytes: float,
+    grace: float = 10.0,
+    ask_first: bool = True,
 ) -> Ended:
     """Run a call in a forked process, its output in files; after its time it gets a SIGTERM, and
-    after the grace a SIGKILL.
+    after the grace a SIGKILL, or that at once.
     """
     out, err = folder / "out", folder / "err"
     sys.stdout.flush()
@@ -132,8 +138,8 @@ def in_child(
         now = time.monotonic()
         if now > deadline:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL if stopped else signal.SIGTERM)
-            if stopped:
+                os.kill(child, signal.SIGTERM if ask_first and not stopped else signal.SIGKILL)
+            if stopped or not ask_first:
                 _, status, usage = os.wait4(child, 0)
                 break
             stopped, deadline = True, now + grace

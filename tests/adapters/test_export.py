@@ -15,7 +15,7 @@ from glassformer.checks.preset_subjects import perturb
 from glassformer.data.tasks.digits import VOCAB
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.spec import presets
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import (
     MLP,
     Attention,
@@ -254,3 +254,17 @@ def test_a_quantized_model_is_not_written_as_if_it_were_whole(tmp_path):
     with pytest.raises(InputError, match="no plain weights"):
         export_hf(adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_changed_bit_of_an_exported_model_is_noticed(tmp_path):
+    folder = export_hf(gf.build(gf.preset("qwen", d_model=32), seed=0), tmp_path / "out").folder
+    load(folder)
+    for name in ("model.safetensors", "config.json", "SHA256SUMS"):
+        data = bytearray((folder / name).read_bytes())
+        data[-9] ^= 1
+        (folder / name).write_bytes(data)
+        with pytest.raises(FileError, match="SHA-256 differs|is missing|is damaged"):
+            load(folder)
+        data[-9] ^= 1
+        (folder / name).write_bytes(data)
+    load(folder)

@@ -1,7 +1,8 @@
 """Write a Hugging Face folder: config, weights under Hugging Face's names, tokenizer.
 
 An imported model is written back byte for byte: its own config and small files unchanged, its
-tensors in the files and the order that they came in. The folder appears complete or not at all.
+tensors in the files and the order that they came in. A model of ours gets SHA256SUMS beside it, for
+the format holds no hash. The folder appears complete or not at all.
 """
 
 import json
@@ -62,7 +63,8 @@ def export_hf(
         made = {name: write_hashed(beside / name, [data]) for name, data in files.items()}
         for file, names in layout.items():
             made[file] = write_hashed(beside / file, tensors.chunks(names))
-        write_synced(beside / SUMS, [sums_text(made).encode()])
+        if adapter.imported_config is None:  # an import goes back as it came, no file more
+            write_synced(beside / SUMS, [sums_text(made).encode()])
     return Exported(place, family.model_type, notes)
 
 
