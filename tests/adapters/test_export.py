@@ -263,7 +263,7 @@ def test_a_changed_bit_of_an_exported_model_is_noticed(tmp_path):
         data = bytearray((folder / name).read_bytes())
         data[-9] ^= 1
         (folder / name).write_bytes(data)
-        with pytest.raises(FileError, match="SHA-256 differs|is missing|is damaged"):
+        with pytest.raises(FileError, match=r"SHA-256 differs|is missing|is damaged"):
             load(folder)
         data[-9] ^= 1
         (folder / name).write_bytes(data)
