@@ -67,9 +67,12 @@ def floats_are_torchs() -> None:
 
 
 def int8_is_the_reference() -> None:
-    """Bit for bit, in every variant, with a bias and without."""
-    for outputs, inputs in SHAPES:
-        qweight, scale = int8(outputs, inputs)
+    """Bit for bit, in every variant: with a bias and without, a scale per channel or per group."""
+    cases = [(outputs, inputs, int8(outputs, inputs)) for outputs, inputs in SHAPES]
+    for outputs, inputs, group in GROUPED:
+        _, scales, _ = int4(outputs, inputs, group)
+        cases += [(outputs, inputs, (int8(outputs, inputs)[0], s)) for s in (scales, scales.half())]
+    for outputs, inputs, (qweight, scale) in cases:
         weight, bias = Int8Weight(qweight, scale), single(outputs, seed=1)
         for rows in (*ROWS, 41):
             x = single(rows, inputs, seed=2) * torch.logspace(-9, 9, rows)[:, None]
@@ -121,8 +124,10 @@ def rows_are_their_own() -> None:
     """A row alone and beside one a million times larger: the same bits, integers and floats."""
     qweight8, scale8 = int8(37, 129)
     qweight4, scale4, zero4 = int4(37, 256, 32)
+    grouped8 = Int8Weight(int8(37, 256)[0], scale4.half())
     kinds = (
         (Int8Weight(qweight8, scale8).product, 129, 41),
+        (grouped8.product, 256, 41),
         (Int4Weight(qweight4, scale4, zero4, group=32).product, 256, 41),
         (Product(single(37, 129), single(37, seed=1), routines=C), 129, 16),
         (Product(single(37, 2111), None, routines=C), 2111, 16),

@@ -20,6 +20,15 @@ def test_int8_unpacks_to_what_was_given(shape):
     assert torch.equal(weight.rows(index), (qweight * scale[:, None])[index])
 
 
+def test_int8_in_groups_unpacks_to_what_was_given():
+    qweight, (_, scale, _) = int8(37, 96)[0], int4(37, 96, 32)
+    weight = Int8Weight(qweight, scale.half())
+    assert all(map(torch.equal, weight.unpack(), (qweight, scale.half())))
+    want = qweight * scale.half().float().repeat_interleave(32, 1)
+    assert torch.equal(weight.rows(torch.tensor([36, 0])), want[[36, 0]])
+    assert weight.nbytes == 48 * 96 + 2 * 48 * 3  # rows up to a multiple of 16
+
+
 @pytest.mark.parametrize("zeros", [None, torch.float16, torch.uint8])
 @pytest.mark.parametrize("shape", [(1, 8, 8), (37, 96, 32), (16, 256, 128)])
 def test_int4_unpacks_to_what_was_given(shape, zeros):
@@ -74,6 +83,7 @@ def test_bad_input_is_refused():
         (lambda: Int8Weight(qweight.float(), scale), "float32"),
         (lambda: Int8Weight(qweight, scale[:-1]), "scale"),
         (lambda: Int8Weight(torch.zeros(2, 0, dtype=torch.int8), scale[:2]), "0 inputs"),
+        (lambda: Int8Weight(int8(5, 60)[0], scales), "2 groups of 60"),
         (lambda: Int4Weight(levels, scales, group=12), "groups of 12"),
         (lambda: Int4Weight(levels[:, :-1], scales, group=32), "63 bytes a row"),
         (lambda: Int4Weight(levels, scales, zeros[:, :1], group=32), "zero"),

@@ -1,12 +1,15 @@
-"""Products with integer weights (INT8 per output channel, INT4 in groups) and INT8 activations.
+"""Products with integer weights (INT8 or INT4, in groups of inputs) and INT8 activations.
 
-The arithmetic, which the C file and the torch references follow operation by operation, in float32:
+The arithmetic, which the C file and the torch references follow operation by operation, in float32.
+A group is a part of a row's inputs, or for INT8 the entire row; for each group in order:
 
-    a    = max |x| / 127, of each row alone        (a = 0: the row's quantized values are 0)
+    a    = max |x| / 127                           (a = 0: the group's quantized values are 0)
     xq   = round_half_even(x / a), clamped to [-127, 127]
-    INT8   acc = float(sum xq q) * scale
-    INT4   acc = 0; for each group in order: acc = acc + (float(sum xq q) - zero * sum xq) * scale
-    y    = acc * a, then + bias
+    INT8   sum = float(sum xq q)
+    INT4   sum = float(sum xq q) - zero * sum xq
+    acc  = acc + (sum * scale) * a                 (from 0)
+
+and y = acc * outer, if there is one, then + bias.
 
 Sums of integers are exact (nothing saturates), so the result is the same, bit for bit, for any
 batch, number of threads and variant of the C code. A row with an infinity or a NaN gives NaN. There
@@ -32,14 +35,11 @@ STEPS = 127
 
 
 def reference_int8(
-    x_BI: Tensor, qweight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None
+    x_BI: Tensor, qweight_OI: Tensor, scale: Tensor, bias_O: Tensor | None = None
 ) -> Tensor:
-    """Compute `Int8Weight.product` in plain torch, bit for bit."""
-    xq_BI, a_B1 = _quantized(x_BI)
-    sum_BO = (
-        xq_BI.double() @ qweight_OI.double().t()
-    ).float()  # sums of integers are exact in float64
-    y_BO = sum_BO * scale_O.float() * a_B1
+    """Compute `Int8Weight.product` in plain torch, bit for bit; scale is (O,) or (O, G)."""
+    scale_OG = scale[:, None] if scale.ndim == 1 else scale
+    y_BO = _in_groups(x_BI, qweight_OI, scale_OG, torch.zeros_like(scale_OG))
     return y_BO if bias_O is None else y_BO + bias_O
 
 
@@ -49,19 +49,26 @@ def reference_int4(
     scale_OG: Tensor,
     zero_OG: Tensor | None = None,
     bias_O: Tensor | None = None,
+    outer_O: Tensor | None = None,
 ) -> Tensor:
     """Compute `Int4Weight.product` in plain torch, bit for bit; q is (O, I)."""
-    xq_BI, a_B1 = _quantized(x_BI)
+    zero_OG = torch.full(scale_OG.shape, 8.0) if zero_OG is None else zero_OG
+    y_BO = _in_groups(x_BI, qweight_OI, scale_OG, zero_OG)
+    y_BO = y_BO if outer_O is None else y_BO * outer_O
+    return y_BO if bias_O is None else y_BO + bias_O
+
+
+def _in_groups(x_BI: Tensor, qweight_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> Tensor:
     groups = scale_OG.shape[1]
     acc_BO = x_BI.new_zeros(len(x_BI), len(qweight_OI))
-    for g, (xq, q) in enumerate(
-        zip(xq_BI.chunk(groups, 1), qweight_OI.chunk(groups, 1), strict=True)
+    for g, (x, q) in enumerate(
+        zip(x_BI.chunk(groups, 1), qweight_OI.chunk(groups, 1), strict=True)
     ):
-        zero = 8.0 if zero_OG is None else zero_OG[:, g].float()
-        sum_BO = (xq.double() @ q.double().t()).float()
-        acc_BO = acc_BO + (sum_BO - zero * xq.sum(1, keepdim=True)) * scale_OG[:, g].float()
-    y_BO = acc_BO * a_B1
-    return y_BO if bias_O is None else y_BO + bias_O
+        xq, a_B1 = _quantized(x)
+        sum_BO = (xq.double() @ q.double().t()).float()  # sums of integers are exact in float64
+        sum_BO = sum_BO - zero_OG[:, g].float() * xq.sum(1, keepdim=True)
+        acc_BO = acc_BO + sum_BO * scale_OG[:, g].float() * a_B1
+    return acc_BO
 
 
 def _quantized(x_BI: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +101,7 @@ class _Form(ctypes.Structure):
     """`struct integer` of integer.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "scale", "zero")),
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "zero", "outer")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs", "groups", "group")),
         *((name, ctypes.c_int32) for name in ("bits", "scale_kind", "zero_kind")),
     )
@@ -111,14 +118,17 @@ class _IntegerWeight(ABC):
         *,
         shape: tuple[int, int],
         bits: int,
+        outer_TL: Tensor | None = None,
     ) -> None:
         self.shape, self.packed, self.scale_TGL, self.zero_TGL = shape, packed, scale_TGL, zero_TGL
+        self.outer_TL = outer_TL
         self._call = c_library.library().glass_integer
         groups = scale_TGL.shape[1]
         self._form = _Form(
             packed.data_ptr(),
             scale_TGL.data_ptr(),
             None if zero_TGL is None else zero_TGL.data_ptr(),
+            None if outer_TL is None else outer_TL.data_ptr(),
             *shape,
             groups,
             shape[1] // groups,
@@ -131,7 +141,7 @@ class _IntegerWeight(ABC):
     @property
     def nbytes(self) -> int:
         """The number of resident bytes: weights, scales and zero points."""
-        parts = (self.packed, self.scale_TGL, self.zero_TGL)
+        parts = (self.packed, self.scale_TGL, self.zero_TGL, self.outer_TL)
         return sum(part.nbytes for part in parts if part is not None)
 
     def product(self, x_BI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -160,30 +170,43 @@ class _IntegerWeight(ABC):
 
 
 class Int8Weight(_IntegerWeight):
-    """W = q * scale; q (O, I) int8, scale (O,) float32 or float16."""
+    """W = q * scale; q (O, I) int8; scale, float32 or float16, is (O,), or (O, G) for groups.
 
-    def __init__(self, qweight_OI: Tensor, scale_O: Tensor) -> None:
+    A group is a multiple of 8 inputs; without groups any number of inputs will do.
+    """
+
+    def __init__(self, qweight_OI: Tensor, scale: Tensor) -> None:
         shape = _matrix_shape(qweight_OI, torch.int8)
-        _check_numbers("scale", scale_O, shape[:1])
+        self.per_channel = scale.ndim == 1
+        groups = 1 if self.per_channel else scale.shape[-1]
+        _check_numbers("scale", scale, shape[:1] if self.per_channel else (shape[0], groups))
         if not 0 < shape[1] <= MOST_INPUTS:
             raise InputError(f"{shape[1]} inputs", hint=f"1 to {MOST_INPUTS}: sums have 32 bits")
+        if not self.per_channel and shape[1] % (8 * groups):
+            raise InputError(
+                f"{groups} groups of {shape[1]} inputs", hint="a multiple of 8 inputs each"
+            )
         blocks = -(-shape[1] // 8) * 2
         padded = torch.zeros(_tiles(shape[0]) * TILE, blocks * 4, dtype=torch.int8)
         padded[: shape[0], : shape[1]] = qweight_OI
         lifted = padded.view(torch.uint8).bitwise_xor_(128)  # q + 128
         packed = lifted.view(-1, TILE, blocks, 4).transpose(1, 2).contiguous()
-        super().__init__(packed, _in_tiles(scale_O[:, None]), None, shape=shape, bits=8)
+        scale_TGL = _in_tiles(scale.reshape(shape[0], groups))
+        super().__init__(packed, scale_TGL, None, shape=shape, bits=8)
 
     def unpack(self) -> tuple[Tensor, Tensor]:
-        """Return q (O, I) and scale (O,), as they were given."""
+        """Return q (O, I) and scale, as they were given."""
         flat = self.packed.transpose(1, 2).flatten(2).flatten(0, 1)
         qweight_OI = (flat[: self.shape[0], : self.shape[1]] ^ 128).view(torch.int8)
-        return qweight_OI.contiguous(), _from_tiles(self.scale_TGL, self.shape[0])[:, 0]
+        scale_OG = _from_tiles(self.scale_TGL, self.shape[0])
+        return qweight_OI.contiguous(), scale_OG[:, 0] if self.per_channel else scale_OG
 
     def rows(self, index_N: Tensor) -> Tensor:
         tile_N, lane_N = index_N // TILE, index_N % TILE
         q_NI = (self.packed[tile_N, :, lane_N].flatten(1) ^ 128).view(torch.int8)
-        return q_NI[:, : self.shape[1]].float() * self.scale_TGL[tile_N, :, lane_N].float()
+        scale_NG = self.scale_TGL[tile_N, :, lane_N].float()
+        q_NGi = q_NI[:, : self.shape[1]].float().unflatten(1, (scale_NG.shape[1], -1))
+        return (q_NGi * scale_NG[..., None]).flatten(1)
 
     def __reduce__(self) -> tuple[Callable[..., "Int8Weight"], tuple[Tensor, ...]]:
         return Int8Weight, self.unpack()  # addresses are not valid in another process

@@ -1,9 +1,11 @@
-/* Products of int8 activations with int8 or 4-bit weights; integer.py states the arithmetic.
+/* Products of int8 activations with int8 or 4-bit weights; int_matmul.py states the arithmetic.
 
    Weights lie in tiles of 16 outputs. A block of 64 bytes has, for each of the 16 in turn, 4 inputs
    of int8 (stored plus 128), or 8 of 4 bits: inputs 0-3 in the low nibbles, 4-7 in the high ones.
    So 16 sums grow side by side, none is ever added across a vector, and a group's sum is exact
-   before it meets its scale: every variant gives the same bits, for any number of rows. */
+   before it meets its scale: every variant gives the same bits, for any number of rows.
+
+   Activations are scaled by the groups of the weights: one scale a row where int8 has one group. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -17,11 +19,12 @@
 struct integer {
     const uint8_t *weight;    /* tiles x blocks x 64 */
     const void *scale, *zero; /* tiles x groups x 16; zero may be null: 8 everywhere */
-    int64_t outputs, inputs, groups, group; /* inputs = groups x group; int8 has one group */
+    const float *outer;       /* tiles x 16, or null: a factor of all scales of an output */
+    int64_t outputs, inputs, groups, group; /* inputs = groups x group */
     int32_t bits, scale_kind, zero_kind;    /* an enum kind each */
 };
 
-enum kind { FLOAT, HALF, BYTE }; /* float32, float16, uint8; integer.py has the same order */
+enum kind { FLOAT, HALF, BYTE }; /* float32, float16, uint8; int_matmul.py has the same order */
 
 struct job {
     const struct integer *w;
@@ -30,42 +33,51 @@ struct job {
     float *y;            /* rows x outputs */
     int64_t rows, width; /* width: inputs, padded with zeros to a multiple of 8 */
     int8_t *xq;          /* rows x width */
-    int32_t *sums;       /* rows x groups: sums of xq */
-    float *size;         /* rows: what one step of xq is worth */
+    int32_t *sums;       /* rows x groups: sums of xq; for int8 times -128, which undoes the lift */
+    float *size;         /* rows x groups: what one step of xq is worth */
 };
 
 /* --- activations ------------------------------------------------------------------------------ */
 
-INLINE void quantize(const struct job *job, int64_t first, int64_t last) {
+INLINE void quantize_by(const struct job *job, int64_t first, int64_t last, int64_t group) {
     const struct integer *w = job->w;
+    int32_t times = w->bits == 8 ? -128 : 1;
     for (int64_t row = first; row < last; row++) {
         const float *x = job->x + row * w->inputs;
         int8_t *xq = job->xq + row * job->width;
-        uint32_t most = 0; /* bits of |x| order as |x| does, infinities and NaN above all */
-        for (int64_t i = 0; i < w->inputs; i++) {
-            uint32_t bits;
-            memcpy(&bits, x + i, 4);
-            bits &= 0x7fffffffu;
-            most = bits > most ? bits : most;
-        }
-        float top, size;
-        memcpy(&top, &most, 4);
-        size = top / 127.0f;
-        memset(xq, 0, (size_t)job->width);
-        if (most >= 0x7f800000u) size = NAN;
-        else if (size > 0)
-            for (int64_t i = 0; i < w->inputs; i++) {
-                float step = rintf(x[i] / size);
-                step = step > 127.0f ? 127.0f : step < -127.0f ? -127.0f : step;
-                xq[i] = (int8_t)step;
+        memset(xq + w->inputs, 0, (size_t)(job->width - w->inputs));
+        for (int64_t g = 0; g < w->groups; g++, x += group, xq += group) {
+            uint32_t most = 0; /* bits of |x| order as |x| does, infinities and NaN above all */
+            for (int64_t i = 0; i < group; i++) {
+                uint32_t bits;
+                memcpy(&bits, x + i, 4);
+                bits &= 0x7fffffffu;
+                most = bits > most ? bits : most;
             }
-        job->size[row] = size;
-        for (int64_t g = 0; g < w->groups; g++) {
+            float top, size;
             int32_t sum = 0;
-            for (int64_t i = g * w->group; i < (g + 1) * w->group; i++) sum += xq[i];
-            job->sums[row * w->groups + g] = sum;
+            memcpy(&top, &most, 4);
+            size = top / 127.0f;
+            if (most >= 0x7f800000u) size = NAN;
+            if (size > 0)
+                for (int64_t i = 0; i < group; i++) {
+                    float step = rintf(x[i] / size);
+                    step = step > 127.0f ? 127.0f : step < -127.0f ? -127.0f : step;
+                    xq[i] = (int8_t)step;
+                    sum += xq[i];
+                }
+            else memset(xq, 0, (size_t)group);
+            job->size[row * w->groups + g] = size;
+            job->sums[row * w->groups + g] = times * sum;
         }
     }
+}
+
+/* A length that the compiler knows is a loop without ends to look after. */
+INLINE void quantize(const struct job *job, int64_t first, int64_t last) {
+    if (job->w->group == 32) quantize_by(job, first, last, 32);
+    else if (job->w->group == 64) quantize_by(job, first, last, 64);
+    else quantize_by(job, first, last, job->w->group);
 }
 
 static void portable_rows(void *job, int64_t first, int64_t last) { quantize(job, first, last); }
@@ -113,19 +125,20 @@ INLINE void tiles(const struct job *job, int64_t first, int64_t last, int bits) 
                 int64_t begin = (tile * w->groups + g) * TILE;
                 for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += per)
                     add_block(sums, at, x, bits);
+                float size = job->size[row * w->groups + g];
                 for (int l = 0; l < TILE; l++) {
-                    float scale = number(w->scale, w->scale_kind, begin + l);
+                    float scale = number(w->scale, w->scale_kind, begin + l), sum;
                     if (bits == 8) {
-                        acc[l] = (float)(int32_t)(sums[l] - 128u * (uint32_t)xsum) * scale;
+                        sum = (float)(int32_t)(sums[l] + (uint32_t)xsum);
                     } else {
                         float zero = w->zero ? number(w->zero, w->zero_kind, begin + l) : 8.0f;
-                        float sum = (float)(int32_t)sums[l];
-                        acc[l] = acc[l] + (sum - zero * (float)xsum) * scale;
+                        sum = (float)(int32_t)sums[l] - zero * (float)xsum;
                     }
+                    acc[l] = acc[l] + sum * scale * size;
                 }
             }
             for (int64_t l = 0, out = tile * TILE; l < TILE && out < w->outputs; l++, out++) {
-                float y = acc[l] * job->size[row];
+                float y = w->outer ? acc[l] * w->outer[out] : acc[l];
                 job->y[row * w->outputs + out] = job->bias ? y + job->bias[out] : y;
             }
         }
@@ -156,7 +169,7 @@ EXPORT int glass_integer(const struct integer *w, const float *bias, const float
 #endif
     job.xq = malloc((size_t)(rows * job.width));
     job.sums = malloc((size_t)(rows * w->groups) * sizeof(int32_t));
-    job.size = malloc((size_t)rows * sizeof(float));
+    job.size = malloc((size_t)(rows * w->groups) * sizeof(float));
     int failed = !job.xq || !job.sums || !job.size;
     if (!failed) {
         int64_t count = (w->outputs + TILE - 1) / TILE, chunk = count / threads / 4 + 1;

@@ -1,4 +1,4 @@
-/* The kernels of integer.c for x86-64: one tile, and as many rows as registers hold. */
+/* The kernels of integer.c for x86-64: one or two tiles, and as many rows as registers hold. */
 
 #define FETCH 4096 /* bytes ahead that are fetched */
 
@@ -37,7 +37,7 @@ AVX2 INLINE void put8(const struct job *job, int64_t row, int64_t out, __m256 ac
     const struct integer *w = job->w;
     int64_t left = w->outputs - out;
     float *to = job->y + row * w->outputs + out, y[8];
-    acc = _mm256_mul_ps(acc, _mm256_set1_ps(job->size[row]));
+    if (w->outer) acc = _mm256_mul_ps(acc, _mm256_loadu_ps(w->outer + out));
     if (left >= 8) {
         if (job->bias) acc = _mm256_add_ps(acc, _mm256_loadu_ps(job->bias + out));
         _mm256_storeu_ps(to, acc);
@@ -47,30 +47,44 @@ AVX2 INLINE void put8(const struct job *job, int64_t row, int64_t out, __m256 ac
     for (int64_t l = 0; l < left; l++) to[l] = job->bias ? y[l] + job->bias[out + l] : y[l];
 }
 
+/* acc + sum * scale * size, of one group. */
+AVX2 INLINE __m256 grown8(const struct job *job, int64_t row, int64_t g, __m256 acc, __m256 sum,
+                          __m256 scale) {
+    __m256 size = _mm256_set1_ps(job->size[row * job->w->groups + g]);
+    return _mm256_add_ps(acc, _mm256_mul_ps(_mm256_mul_ps(sum, scale), size));
+}
+
 AVX2 INLINE void int8_avx2(const struct job *job, int64_t tile, int side, int64_t row, int rows) {
     const struct integer *w = job->w;
-    int64_t blocks = job->width / 4, out = tile * TILE + side * 8;
-    const uint8_t *at = w->weight + tile * blocks * BLOCK + side * 32;
+    int64_t blocks = job->width / 4 / w->groups;
+    const uint8_t *at = w->weight + tile * w->groups * blocks * BLOCK + side * 32;
     const int8_t *x = job->xq + row * job->width;
     const __m256i ones = _mm256_set1_epi16(1), top = _mm256_set1_epi8((char)0x80);
-    __m256i sums[6];
+    __m256 acc[4];
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) sums[r] = _mm256_setzero_si256();
-    for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += 4) {
-        FETCH_LINE(at);
-        __m256i q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)at), top);
-        __m256i size = _mm256_abs_epi8(q); /* -128 gives 128, and is read without a sign */
+    for (int r = 0; r < rows; r++) acc[r] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < w->groups; g++) {
+        __m256i sums[4];
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            __m256i turned = _mm256_sign_epi8(four8(x + r * job->width), q);
-            __m256i pairs = _mm256_maddubs_epi16(size, turned);
-            sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(pairs, ones));
+        for (int r = 0; r < rows; r++) sums[r] = _mm256_setzero_si256();
+        for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += 4) {
+            FETCH_LINE(at);
+            __m256i q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)at), top);
+            __m256i size = _mm256_abs_epi8(q); /* -128 gives 128, and is read without a sign */
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                __m256i turned = _mm256_sign_epi8(four8(x + r * job->width), q);
+                __m256i pairs = _mm256_maddubs_epi16(size, turned);
+                sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(pairs, ones));
+            }
         }
-    }
-    __m256 scale = numbers8(w->scale, w->scale_kind, out);
+        __m256 scale = numbers8(w->scale, w->scale_kind, (tile * w->groups + g) * TILE + side * 8);
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-        put8(job, row + r, out, _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r]), scale));
+        for (int r = 0; r < rows; r++)
+            acc[r] = grown8(job, row + r, g, acc[r], _mm256_cvtepi32_ps(sums[r]), scale);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) put8(job, row + r, tile * TILE + side * 8, acc[r]);
 }
 
 AVX2 INLINE void int4_avx2(const struct job *job, int64_t tile, int side, int64_t row, int rows) {
@@ -115,7 +129,7 @@ AVX2 INLINE void int4_avx2(const struct job *job, int64_t tile, int side, int64_
         for (int r = 0; r < rows; r++) {
             __m256 xsum = _mm256_set1_ps((float)job->sums[(row + r) * w->groups + g]);
             __m256 sum = _mm256_sub_ps(_mm256_cvtepi32_ps(sums[r]), _mm256_mul_ps(zero, xsum));
-            acc[r] = _mm256_add_ps(acc[r], _mm256_mul_ps(sum, scale));
+            acc[r] = grown8(job, row + r, g, acc[r], sum, scale);
         }
     }
 #pragma GCC unroll 8
@@ -126,7 +140,7 @@ AVX2 INLINE void int4_avx2(const struct job *job, int64_t tile, int side, int64_
     case n: int8_avx2(job, tile, 0, row, n), int8_avx2(job, tile, 1, row, n); break;
 #define ROWS4(n) \
     case n: int4_avx2(job, tile, 0, row, n), int4_avx2(job, tile, 1, row, n); break;
-PART(avx2_int8, AVX2, 6, ROWS8(1) ROWS8(2) ROWS8(3) ROWS8(4) ROWS8(5) ROWS8(6))
+PART(avx2_int8, AVX2, 4, ROWS8(1) ROWS8(2) ROWS8(3) ROWS8(4))
 PART(avx2_int4, AVX2, 4, ROWS4(1) ROWS4(2) ROWS4(3) ROWS4(4))
 #undef ROWS8
 #undef ROWS4
@@ -152,83 +166,103 @@ AVX512 INLINE void put16(const struct job *job, int64_t row, int64_t tile, __m51
     const struct integer *w = job->w;
     int64_t out = tile * TILE, left = w->outputs - out;
     __mmask16 some = left >= TILE ? 0xffff : (__mmask16)((1 << left) - 1);
-    acc = _mm512_mul_ps(acc, _mm512_set1_ps(job->size[row]));
+    if (w->outer) acc = _mm512_mul_ps(acc, _mm512_loadu_ps(w->outer + out));
     if (job->bias) acc = _mm512_add_ps(acc, _mm512_maskz_loadu_ps(some, job->bias + out));
     _mm512_mask_storeu_ps(job->y + row * w->outputs + out, some, acc);
 }
 
-AVX512 INLINE void int8_avx512(const struct job *job, int64_t tile, int64_t row, int rows) {
+/* `rows` rows by `many` tiles, one or two: with two, each activation that is loaded serves twice.
+   The product is unrolled, so that all sums are registers: 12 of integers, 12 of floats. */
+AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, int64_t row,
+                               int rows, int bits) {
     const struct integer *w = job->w;
-    int64_t blocks = job->width / 4; /* an even number */
-    const uint8_t *at = w->weight + tile * blocks * BLOCK;
-    const int8_t *x = job->xq + row * job->width;
-    __m512i sums[12], more[12]; /* two chains, so that one need not wait for the other */
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) sums[r] = more[r] = _mm512_setzero_si512();
-    for (int64_t b = 0; b < blocks; b += 2, at += 2 * BLOCK, x += 8) {
-        FETCH_LINE(at);
-        FETCH_LINE(at + BLOCK);
-        __m512i q0 = _mm512_loadu_si512(at), q1 = _mm512_loadu_si512(at + BLOCK);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            const int8_t *xr = x + r * job->width;
-            sums[r] = _mm512_dpbusd_epi32(sums[r], q0, four16(xr));
-            more[r] = _mm512_dpbusd_epi32(more[r], q1, four16(xr + 4));
-        }
-    }
-    __m512 scale = numbers16(w->scale, w->scale_kind, tile * TILE);
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        __m512i shift = _mm512_set1_epi32(128 * job->sums[row + r]);
-        __m512i sum = _mm512_sub_epi32(_mm512_add_epi32(sums[r], more[r]), shift);
-        put16(job, row + r, tile, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale));
-    }
-}
-
-AVX512 INLINE void int4_avx512(const struct job *job, int64_t tile, int64_t row, int rows) {
-    const struct integer *w = job->w;
-    int64_t blocks = w->group / 8;
-    const uint8_t *at = w->weight + tile * w->groups * blocks * BLOCK;
+    int64_t per = bits == 8 ? 4 : 8, blocks = job->width / per / w->groups;
+    int64_t next = w->groups * blocks * BLOCK; /* from a tile to the next */
+    const uint8_t *at = w->weight + tile * next;
     const int8_t *x = job->xq + row * job->width;
     const __m512i low = _mm512_set1_epi8(15);
-    __m512 acc[12];
+    __m512 acc[2][8];
+#pragma GCC unroll 2
+    for (int t = 0; t < many; t++)
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) acc[r] = _mm512_setzero_ps();
+        for (int r = 0; r < rows; r++) acc[t][r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < w->groups; g++) {
-        __m512i sums[12];
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) sums[r] = _mm512_setzero_si512();
-        for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += 8) {
-            FETCH_LINE(at);
-            __m512i both = _mm512_loadu_si512(at);
-            __m512i q0 = _mm512_and_si512(both, low);
-            __m512i q1 = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                const int8_t *xr = x + r * job->width;
-                sums[r] = _mm512_dpbusd_epi32(sums[r], q0, four16(xr));
-                sums[r] = _mm512_dpbusd_epi32(sums[r], q1, four16(xr + 4));
-            }
-        }
-        int64_t begin = (tile * w->groups + g) * TILE;
-        __m512 scale = numbers16(w->scale, w->scale_kind, begin);
-        __m512 zero = w->zero ? numbers16(w->zero, w->zero_kind, begin) : _mm512_set1_ps(8.0f);
+        __m512i sums[2][8];
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            __m512 xsum = _mm512_set1_ps((float)job->sums[(row + r) * w->groups + g]);
-            __m512 sum = _mm512_sub_ps(_mm512_cvtepi32_ps(sums[r]), _mm512_mul_ps(zero, xsum));
-            acc[r] = _mm512_add_ps(acc[r], _mm512_mul_ps(sum, scale));
+            int32_t lift = bits == 8 ? job->sums[(row + r) * w->groups + g] : 0;
+            __m512i begin = _mm512_set1_epi32(lift);
+#pragma GCC unroll 2
+            for (int t = 0; t < many; t++) sums[t][r] = begin;
+        }
+        for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += per) {
+            __m512i q[2], high[2];
+#pragma GCC unroll 2
+            for (int t = 0; t < many; t++) {
+                FETCH_LINE(at + t * next);
+                q[t] = _mm512_loadu_si512(at + t * next);
+                if (bits == 4) {
+                    high[t] = _mm512_and_si512(_mm512_srli_epi16(q[t], 4), low);
+                    q[t] = _mm512_and_si512(q[t], low);
+                }
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                __m512i four = four16(x + r * job->width);
+#pragma GCC unroll 2
+                for (int t = 0; t < many; t++)
+                    sums[t][r] = _mm512_dpbusd_epi32(sums[t][r], q[t], four);
+                if (bits == 4) {
+                    four = four16(x + r * job->width + 4);
+#pragma GCC unroll 2
+                    for (int t = 0; t < many; t++)
+                        sums[t][r] = _mm512_dpbusd_epi32(sums[t][r], high[t], four);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int t = 0; t < many; t++) {
+            int64_t begin = ((tile + t) * w->groups + g) * TILE;
+            __m512 scale = numbers16(w->scale, w->scale_kind, begin), zero;
+            if (bits == 4)
+                zero = w->zero ? numbers16(w->zero, w->zero_kind, begin) : _mm512_set1_ps(8.0f);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                int64_t of = (row + r) * w->groups + g;
+                __m512 sum = _mm512_cvtepi32_ps(sums[t][r]);
+                if (bits == 4) {
+                    __m512 xsum = _mm512_set1_ps((float)job->sums[of]);
+                    sum = _mm512_sub_ps(sum, _mm512_mul_ps(zero, xsum));
+                }
+                __m512 scaled = _mm512_mul_ps(sum, scale);
+                scaled = _mm512_mul_ps(scaled, _mm512_set1_ps(job->size[of]));
+                acc[t][r] = _mm512_add_ps(acc[t][r], scaled);
+            }
         }
     }
+#pragma GCC unroll 2
+    for (int t = 0; t < many; t++)
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) put16(job, row + r, tile, acc[r]);
+        for (int r = 0; r < rows; r++) put16(job, row + r, tile + t, acc[t][r]);
 }
 
-#define ROWS(KERNEL, n) \
-    case n: KERNEL(job, tile, row, n); break;
-#define UP_TO_12(KERNEL)                                                                         \
-    ROWS(KERNEL, 1) ROWS(KERNEL, 2) ROWS(KERNEL, 3) ROWS(KERNEL, 4) ROWS(KERNEL, 5)              \
-    ROWS(KERNEL, 6) ROWS(KERNEL, 7) ROWS(KERNEL, 8) ROWS(KERNEL, 9) ROWS(KERNEL, 10)             \
-    ROWS(KERNEL, 11) ROWS(KERNEL, 12)
-PART(avx512_int8, AVX512, 12, UP_TO_12(int8_avx512))
-PART(avx512_int4, AVX512, 12, UP_TO_12(int4_avx512))
+/* All rows of tiles first .. last - 1, two tiles at a time, in passes of about the same size. */
+#define ROWS(n, many, bits) \
+    case n: part_avx512(job, tile, many, row, n, bits); break;
+#define UP_TO_6(many, bits)                                                                      \
+    ROWS(1, many, bits) ROWS(2, many, bits) ROWS(3, many, bits)                                  \
+    ROWS(4, many, bits) ROWS(5, many, bits) ROWS(6, many, bits)
+#define PAIRS(NAME, bits)                                                                        \
+    AVX512 static void NAME(void *data, int64_t first, int64_t last) {                           \
+        const struct job *job = data;                                                            \
+        int64_t passes = (job->rows + 5) / 6;                                                    \
+        for (int64_t tile = first; tile < last; tile += 2)                                       \
+            for (int64_t pass = 0; pass < passes; pass++) {                                      \
+                int64_t row = job->rows * pass / passes;                                         \
+                int64_t rows = job->rows * (pass + 1) / passes - row;                            \
+                if (tile + 1 < last) switch (rows) { UP_TO_6(2, bits) }                          \
+                else switch (rows) { UP_TO_6(1, bits) }                                          \
+            }                                                                                    \
+    }
+PAIRS(avx512_int8, 8)
+PAIRS(avx512_int4, 4)
