@@ -38,8 +38,10 @@ from glassformer.spec.serialize import override
 
 CPU = torch.device("cpu")
 SCHEMES = [
-    Int8(),
-    Int8(symmetric=False),
+    Int8(group=0),
+    Int8(group=0, symmetric=False),
+    *(Int8(group=group) for group in (32, 128)),
+    Int8(group=64, symmetric=False),
     *(Int4(group=group, symmetric=s) for group in (32, 64, 128) for s in (True, False)),
     Float8(),
 ]
@@ -97,7 +99,7 @@ def by_definition(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     if isinstance(scheme, Float8):
         return by_search(weight)
     out = torch.empty_like(weight)
-    width = scheme.group if isinstance(scheme, Int4) else weight.shape[1]
+    width = scheme.group or weight.shape[1]
     for row in range(weight.shape[0]):
         for start in range(0, weight.shape[1], width):
             group = weight[row, start : start + width].double()
@@ -110,7 +112,7 @@ def by_definition(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
                 bottom, top = group.min().clamp(max=0), group.max().clamp(min=0)
                 step = (top - bottom) / (high - low)
                 zero = torch.round(low - bottom / step) if step > 0 else torch.zeros(())
-            step = step.half() if isinstance(scheme, Int4) else step.float()
+            step = step.half() if scheme.group else step.float()
             step = step.double() if step > 0 else torch.ones((), dtype=torch.float64)
             level = (torch.round(group / step) + zero).clamp(low, high)
             out[row, start : start + width] = ((level - zero) * step).float()

@@ -182,8 +182,8 @@ def test_other_bits_are_refused(bits):
 def test_groups_that_do_not_fit_are_refused_by_layer():
     with pytest.raises(InputError, match="group 48 is not one of"):
         quant_spec(bits=4, group=48)
-    with pytest.raises(InputError, match="int8 has no group"):
-        quant_spec(bits=8, group=32)
+    with pytest.raises(InputError, match="fp8 has no group"):
+        quant_spec(scheme="fp8", group=32)
     narrow = build(presets.core(d_model=48, d_ff=64))
     with pytest.raises(InputError, match="group 32 does not divide the 48 inputs") as error:
         quantize_model(narrow, QuantSpec(scheme=Int4()))

@@ -126,7 +126,7 @@ def test_a_record_names_bits_where_it_did_and_kinds_elsewhere():
     [
         {"bits": 3},
         {"bits": []},
-        {"bits": 8, "group": 32},
+        {"bits": 8, "group": 48},
         {"bits": 4, "group": 48},
         {"kind": "Int2"},
         {"kind": "Int8", "bits": 8},
@@ -159,11 +159,12 @@ def test_options_make_the_scheme():
     assert quant_spec(bits=4, head_bits=4, group=32).head_scheme == Int4(group=32)
     assert quant_spec(bits=4, symmetric=False).head_scheme == Int8(symmetric=False)
     assert quant_spec(scheme=Int4(group=128)).scheme == Int4(group=128)
-    assert make_scheme(Int8, group=32, symmetric=None) == Int8()
+    assert quant_spec(group=0).scheme == Int8(group=0)
+    assert make_scheme(Float8, group=32, symmetric=None) == Float8()
     for bad, why in (
         ({"scheme": "int5"}, "no quantization scheme 'int5'"),
         ({"scheme": "int8", "bits": 8}, "both given"),
-        ({"scheme": "int8", "group": 32}, "int8 has no group"),
+        ({"scheme": "fp8", "group": 32}, "fp8 has no group"),
         ({"scheme": Int4(), "group": 32}, "has its options already"),
     ):
         with pytest.raises(InputError, match=why):
@@ -174,5 +175,10 @@ def test_a_group_that_is_not_given_is_chosen_by_the_inputs():
     assert Int4().resolve(128).group == 64 and Int4().resolve(96).group == 32
     assert Int4(group=128).why_not(96) == "group 128 does not divide the 96 inputs; group 32 does"
     assert not Int4().why_not(96) and Int4().why_not(48)
+    assert Int8().resolve(96).group == 32 and Int8().resolve(48).group == 0
+    assert Int8(symmetric=False).resolve(96).group == 0 and not Int8().why_not(48)
+    assert Int8(group=64).why_not(96) == "group 64 does not divide the 96 inputs; group 32 does"
+    with pytest.raises(InputError, match="needs its group"):
+        Int8().parts(3, 64)
     with pytest.raises(InputError, match="needs its group"):
         Int4().parts(3, 64)

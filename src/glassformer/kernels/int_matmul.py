@@ -205,7 +205,7 @@ class Int8Weight(_IntegerWeight):
         tile_N, lane_N = index_N // TILE, index_N % TILE
         q_NI = (self.packed[tile_N, :, lane_N].flatten(1) ^ 128).view(torch.int8)
         scale_NG = self.scale_TGL[tile_N, :, lane_N].float()
-        q_NGi = q_NI[:, : self.shape[1]].float().unflatten(1, (scale_NG.shape[1], -1))
+        q_NGi = q_NI[:, : self.shape[1]].float().reshape(*scale_NG.shape, -1)
         return (q_NGi * scale_NG[..., None]).flatten(1)
 
     def __reduce__(self) -> tuple[Callable[..., "Int8Weight"], tuple[Tensor, ...]]:

@@ -46,6 +46,7 @@ from glassformer.quant.convert import (
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.schemes import quantize_tensor
+from glassformer.quant.smooth import Smoothed, smooth
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -157,6 +158,8 @@ def _timed(side: Callable[[], Tensor], calls: int) -> float:
 LENGTH, ROWS = 128, 16
 #: Batches that calibrate at most, and that measure at most.
 CALIBRATING, MEASURING = 16, 32
+#: Batches that smoothing needs at most.
+SMOOTHING = 4
 #: Share of a text that is kept for measuring.
 HELD_OUT = 0.2
 
@@ -279,6 +282,7 @@ class Wish:
 
     spec: QuantSpec
     calibrate: Path | None = None
+    smooth: bool = True
     qat_steps: int = 0
     auto: bool = False
     backend: str = "auto"
@@ -299,6 +303,7 @@ class Outcome:
     kept: tuple[str, ...]
     prompt: str
     timings: list[Timing] = field(default_factory=list)
+    smoothed: list[Smoothed] = field(default_factory=list)
 
 
 def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = None) -> Outcome:
@@ -330,6 +335,12 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
                 hint="leave out {--auto|auto=True} to save memory all the same",
             )
         select = keeping_float(timings)
+    smoothed = []
+    if wish.smooth and not wish.qat_steps:
+        # The same function to the last bit, so that the comparison below is with what was given.
+        schemes = {p: scheme for p, (_, scheme) in plan(full, wish.spec, select=select).items()}
+        smoothed = smooth(full, material.calibrating[:SMOOTHING], schemes)
+        small = copy.deepcopy(full)
     small = _quantized(small, wish, material, run, task, select, watch)
     files = dict(adapter.files())
     if run is not None:
@@ -349,6 +360,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         kept=kept,
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
         timings=timings,
+        smoothed=smoothed,
     )
 
 

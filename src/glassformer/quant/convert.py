@@ -33,6 +33,7 @@ from glassformer.quant.layers import (
     WatchedEmbedding,
     WatchedLinear,
     become,
+    real_rows,
 )
 from glassformer.quant.schemes import (
     QuantizedTensor,
@@ -109,7 +110,24 @@ def prepare_model_for_quantization(
             module.watch = Watch(module.weight.shape[1], module.weight.device)
             module.method = spec.resolved_method
         module.scheme = scheme
+    if mode == "ptq":
+        bare.register_forward_pre_hook(_tell_watches)
     return model
+
+
+def _tell_watches(model: nn.Module, given: tuple[Any, ...]) -> None:
+    """Tell the watches what the model is being given, so that padding is not counted."""
+    assert isinstance(model, Model)
+    reading = model.inputs(given[0]) if given else None
+    for module in model.modules():
+        if isinstance(module, WATCHED):
+            module.watch.reading = reading
+
+
+def _forget_watches(model: Model) -> None:
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if hook is _tell_watches:
+            del model._forward_pre_hooks[number]
 
 
 @torch.no_grad()
@@ -145,6 +163,7 @@ def quantize_model(
         method: Method = spec.resolved_method if spec is not None else _method_of(module)
         tensor = _quantized(module, scheme, method)
         replace_module(bare, module, quantized_layer(module, tensor, method, backend))
+    _forget_watches(bare)
     bare.eval()
     return model
 
@@ -320,6 +339,7 @@ def quantize_in_turn(
         settle(module, module.weight, module.watch.moment_II)
     for module, tensor in found.items():
         replace_module(bare, module, quantized_layer(module, tensor, "gptq", backend))
+    _forget_watches(bare)
     bare.eval()
     return model
 
@@ -342,12 +362,12 @@ def _settle_block(
         width = first.d_in
         moment_II = torch.zeros(width, width, device=first.weight.device)
         cross_II = torch.zeros_like(moment_II)
-        for pair in zip(*calls, strict=True):
-            rows = []
+        for batch, *pair in zip(batches, *calls, strict=True):
+            rows, reading = [], models[0].inputs(batch)
             for block, (args, settings) in zip(sides, pair, strict=True):
                 with _inputs_of(block, names[:1]) as seen:
                     block(*args, **settings)
-                rows.append(seen[0][1].reshape(-1, width).float())
+                rows.append(real_rows(seen[0][1], reading).float())
             got_MI, due_MI = rows
             moment_II.addmm_(got_MI.T, got_MI)
             cross_II.addmm_(due_MI.T, got_MI)

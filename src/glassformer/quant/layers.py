@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.models.inputs import Inputs
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.linear import Linear, PackedWeight
 from glassformer.quant.backends.choose import (
@@ -276,9 +277,13 @@ def fake_quantize(weight_OI: Tensor, scheme: Scheme) -> Tensor:
 
 
 class Watch:
-    """Statistics of a layer's inputs for calibration: sum of x x^T, largest entry, rows."""
+    """Statistics of a layer's inputs for calibration: sum of x x^T, largest entry, rows.
+
+    `reading` is what the model is being given: rows of padding are not counted.
+    """
 
     def __init__(self, inputs: int, device: torch.device) -> None:
+        self.reading: Inputs | None = None
         self.moment_II = torch.zeros(inputs, inputs, device=device)
         self.largest = 0.0
         self.rows = 0
@@ -286,10 +291,21 @@ class Watch:
     @torch.no_grad()
     def see(self, x: Tensor) -> None:
         """Add some rows to the statistics."""
-        x_MI = x.detach().reshape(-1, x.shape[-1]).float()
+        x_MI = real_rows(x.detach(), self.reading).float()
+        if not len(x_MI):
+            return
         self.moment_II.addmm_(x_MI.T, x_MI)
         self.largest = max(self.largest, float(x_MI.abs().max()))
         self.rows += len(x_MI)
+
+
+def real_rows(x: Tensor, inputs: Inputs | None) -> Tensor:
+    """Return the rows (M, I) of a layer's input that belong to real tokens, not to padding."""
+    masks = () if inputs is None else (inputs.valid_BT, inputs.source_valid_BS)
+    for valid in masks:
+        if valid is not None and x.shape[:-1] == valid.shape:
+            return x[valid]
+    return x.reshape(-1, x.shape[-1])
 
 
 def become(module: nn.Module, cls: type[nn.Module]) -> None:

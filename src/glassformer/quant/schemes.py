@@ -148,14 +148,29 @@ class IntegerCodec(Codec):
         return torch.where(scale_OG > 0, scale_OG, torch.ones_like(scale_OG))
 
 
+def _as_half(scale_OG: Tensor) -> Tensor:
+    """Return the scale as float16 holds it, in float32."""
+    scale_OG = scale_OG.half().float()
+    if not bool(torch.isfinite(scale_OG).all()):
+        raise InputError(
+            "weights too large for scales of 16 bits", hint="8 bits, one scale per channel: group 0"
+        )
+    return scale_OG
+
+
 class Int8Codec(IntegerCodec):
-    """8-bit levels, one scale per output channel."""
+    """8-bit levels; one float16 scale per group of inputs, or one float32 per output channel."""
 
     highest = 127
 
     def __init__(self, scheme: Int8) -> None:
         self.scheme, self.symmetric = scheme, scheme.symmetric
         self.lowest = -127 if scheme.symmetric else -128
+
+    def groups(self, inputs: int) -> int:
+        """Return the number of scales per output channel."""
+        group = self.scheme.resolve(inputs).group
+        return inputs // group if group else 1
 
     def pack(self, levels_OI: Tensor) -> Tensor:
         """Return the levels as int8."""
@@ -167,9 +182,15 @@ class Int8Codec(IntegerCodec):
 
     def assemble(self, levels_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> QuantizedTensor:
         """Return the stored form of levels, scales and zeros."""
-        zero = None if self.symmetric else zero_OG[:, 0].to(torch.int8).contiguous()
-        scale = scale_OG[:, 0].contiguous()
+        if not self.scheme.group:
+            scale_OG, zero_OG = scale_OG[:, 0], zero_OG[:, 0]
+        zero = None if self.symmetric else zero_OG.to(torch.int8).contiguous()
+        scale = (scale_OG.half() if self.scheme.group else scale_OG).contiguous()
         return QuantizedTensor(self.pack(levels_OI), scale, zero, self.scheme)
+
+    def storable(self, scale_OG: Tensor) -> Tensor:
+        """Return the scale as it is stored, in float32: a group's as float16 holds it."""
+        return super().storable(_as_half(scale_OG) if self.scheme.group else scale_OG)
 
 
 class Int4Codec(IntegerCodec):
@@ -204,10 +225,7 @@ class Int4Codec(IntegerCodec):
 
     def storable(self, scale_OG: Tensor) -> Tensor:
         """Return the scale as float16 holds it, in float32."""
-        scale_OG = scale_OG.half().float()
-        if not bool(torch.isfinite(scale_OG).all()):
-            raise InputError("weights too large for scales of 16 bits", hint="use 8 bits")
-        return super().storable(scale_OG)
+        return super().storable(_as_half(scale_OG))
 
 
 class Float8Codec(Codec):

@@ -72,7 +72,7 @@ class QuantSpec:
             return scheme
         match self.indivisible:
             case "int8":
-                return Int8()
+                return Int8().resolve(inputs)
             case "keep":
                 return None
             case "refuse":
@@ -255,10 +255,9 @@ def to_record(quantization: Quantization) -> dict[str, Any]:
     for written, layer in zip(record["layers"], quantization.layers, strict=True):
         scheme = layer.scheme
         if isinstance(scheme, (Int8, Int4)):
-            group = scheme.group if isinstance(scheme, Int4) else None
             written["scheme"] = {
                 "bits": scheme.bits,
-                "group": group,
+                "group": scheme.group or None,  # per channel: None, as in every version
                 "symmetric": scheme.symmetric,
             }
     return record
@@ -280,6 +279,8 @@ def _with_kind(layer: Any) -> Any:
     rest = {"symmetric": True, **scheme}
     bits = rest.pop("bits", 8)
     kind = scheme_of_bits(bits if isinstance(bits, int) else 0)
-    if "group" in rest and rest["group"] is None:
-        del rest["group"]
+    if rest.get("group") is None:
+        rest.pop("group", None)
+        if kind is Int8:
+            rest["group"] = 0
     return {**layer, "scheme": {"kind": kind.__name__, **rest}}

@@ -15,7 +15,7 @@ from glassformer.spec.errors import InputError, nearest
 #: How scales are found, or the training that found the weights.
 Method = Literal["absmax", "mse", "gptq", "qat"]
 
-#: Inputs that may share a scale in `Int4`.
+#: Inputs that may share a scale.
 GROUPS = (32, 64, 128)
 
 _ITEM_BYTES = {"F32": 4, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
@@ -34,24 +34,54 @@ class StoredTensor:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
+def _check_group(group: int) -> None:
+    if group not in GROUPS:
+        raise InputError(
+            f"group {group} is not one of {', '.join(map(str, GROUPS))}", hint="use 32"
+        )
+
+
+def _indivisible(group: int, inputs: int) -> str:
+    """Return why a group does not divide the inputs; empty if it does."""
+    if inputs % group == 0:
+        return ""
+    fitting = [str(other) for other in GROUPS if inputs % other == 0]
+    better = f"; group {' or '.join(fitting)} does" if fitting else ""
+    return f"group {group} does not divide the {inputs} inputs{better}"
+
+
 @spec
 class Int8:
-    """weight = (level - zero) * scale: 8-bit levels, one float32 scale per output channel."""
+    """weight = (level - zero) * scale: 8-bit levels, one float16 scale per group of inputs.
+
+    `group` is 32, 64 or 128 inputs; 0 means one float32 scale per output channel; None means 32, or
+    0 where 32 does not divide the inputs or levels are asymmetric. One scale per channel does for
+    small models; the outliers of large ones need groups.
+    """
 
     name: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
-    summary: ClassVar[str] = "8-bit integers, one scale per output channel"
+    summary: ClassVar[str] = "8-bit integers, one scale per group of inputs"
     default_method: ClassVar[Method] = "absmax"
 
+    group: int | None = None
     symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.group:
+            _check_group(self.group)
 
     def resolve(self, inputs: int) -> "Int8":
         """Return the scheme with every option chosen, for a matrix of this many inputs."""
-        return self
+        if self.group is not None:
+            return self
+        fits = self.symmetric and inputs % min(GROUPS) == 0
+        return replace(self, group=min(GROUPS) if fits else 0)
 
     def why_not(self, inputs: int) -> str:
         """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
-        return ""
+        group = self.resolve(inputs).group
+        return _indivisible(group, inputs) if group else ""
 
     def for_head(self) -> "Scheme":
         """Return the scheme of heads and of a tied table, where none is given."""
@@ -59,17 +89,21 @@ class Int8:
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredTensor]:
         """Return the tensors that a matrix of (outputs, inputs) is stored as, by leaf name."""
+        if self.group is None:
+            raise InputError(f"a stored {self.name} matrix needs its group", hint="32, or 0: none")
+        scales = (outputs, inputs // self.group) if self.group else (outputs,)
         parts = {
             "qweight": StoredTensor(shape=(outputs, inputs), dtype="I8"),
-            "scale": StoredTensor(shape=(outputs,), dtype="F32"),
+            "scale": StoredTensor(shape=scales, dtype="F16" if self.group else "F32"),
         }
         if not self.symmetric:
-            parts["zero"] = StoredTensor(shape=(outputs,), dtype="I8")
+            parts["zero"] = StoredTensor(shape=scales, dtype="I8")
         return parts
 
     def describe(self) -> str:
-        """Return the name with its options: `int8 asymmetric`."""
-        return f"{self.name}{'' if self.symmetric else ' asymmetric'}"
+        """Return the name with its options: `int8 g32`, `int8 per channel asymmetric`."""
+        group = {None: "", 0: " per channel"}.get(self.group, f" g{self.group}")
+        return f"{self.name}{group}{'' if self.symmetric else ' asymmetric'}"
 
 
 @spec
@@ -91,10 +125,8 @@ class Int4:
     symmetric: bool = False
 
     def __post_init__(self) -> None:
-        if self.group is not None and self.group not in GROUPS:
-            raise InputError(
-                f"group {self.group} is not one of {', '.join(map(str, GROUPS))}", hint="use 32"
-            )
+        if self.group is not None:
+            _check_group(self.group)
 
     def resolve(self, inputs: int) -> "Int4":
         """Return the scheme with every option chosen, for a matrix of this many inputs."""
@@ -106,11 +138,7 @@ class Int4:
         """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
         group = self.resolve(inputs).group
         assert group is not None
-        if inputs % group == 0:
-            return ""
-        fitting = [str(other) for other in GROUPS if inputs % other == 0]
-        better = f"; group {' or '.join(fitting)} does" if fitting else ""
-        return f"group {group} does not divide the {inputs} inputs{better}"
+        return _indivisible(group, inputs)
 
     def for_head(self) -> "Scheme":
         """Return `Int8`: a head of 4 bits costs more than all other layers together."""

@@ -33,7 +33,7 @@ def quantize(
     scheme: Annotated[str | None, typer.Option(metavar="NAME", help=SCHEME_HELP)] = None,
     group: Annotated[
         int | None,
-        typer.Option(help="int4: inputs that share a scale: 32, 64 (the default) or 128."),
+        typer.Option(help="Inputs that share a scale: 32, 64 or 128; int8 also 0: all of a row."),
     ] = None,
     head_bits: Annotated[
         int | None, typer.Option(help="Bits of the head and of a tied table; 8 by default.")
@@ -48,6 +48,13 @@ def quantize(
     calibrate: Annotated[
         str | None, typer.Option(metavar="FILE", help="A text to calibrate on, by GPTQ.")
     ] = None,
+    smooth: Annotated[
+        bool,
+        typer.Option(
+            "--smooth/--no-smooth",
+            help="Move outliers of activations into weights first, by exact powers of two.",
+        ),
+    ] = True,
     qat: Annotated[
         int,
         typer.Option(metavar="STEPS", help="Train this many steps with rounded weights before."),
@@ -112,6 +119,7 @@ def quantize(
     wish = Wish(
         spec=spec,
         calibrate=None if calibrate is None else Path(calibrate),
+        smooth=smooth,
         qat_steps=qat,
         auto=auto,
         backend=backend,
@@ -177,6 +185,7 @@ def _as_json(outcome: "Outcome") -> str:
         "quantized_layers": outcome.layers,
         "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
+        "smoothed": [asdict(link) for link in outcome.smoothed],
         "timings": [
             asdict(timing) | {"scheme": timing.scheme.describe()} for timing in outcome.timings
         ],
@@ -197,6 +206,15 @@ def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
         "",
         str(outcome.comparison),
     ]
+    if outcome.smoothed:
+        before, after = (
+            sum(errors) / len(outcome.smoothed)
+            for errors in zip(*((s.before, s.after) for s in outcome.smoothed), strict=True)
+        )
+        lines.append(
+            f"smoothed               {len(outcome.smoothed)} inputs of layers, exactly; "
+            f"error of their products {before:.2%} -> {after:.2%}"
+        )
     if outcome.kept:
         lines.append(f"kept in float, which is faster for them: {', '.join(outcome.kept)}")
     return "\n".join(lines)

@@ -130,21 +130,26 @@ class AtenInt4:
 class AtenInt8:
     """An INT8 matrix in its stored form.
 
-    A single row goes through torch's op. That op takes as long for each further row, so for more
-    rows the levels, which bfloat16 holds exactly, are converted piece by piece.
+    A single row goes through torch's op, if there is one scale per channel. That op takes as long
+    for each further row, so for more rows the levels, which bfloat16 holds exactly, are converted
+    piece by piece; with scales per group, so are the weights.
     """
 
     def __init__(self, tensor: QuantizedTensor) -> None:
+        assert isinstance(tensor.scheme, Int8)
         self.stored = tensor
+        self.grouped = bool(tensor.scheme.group)
         self.scale_O = tensor.scale.to(torch.bfloat16)
-        self.nbytes = tensor.nbytes + self.scale_O.nbytes
+        self.nbytes = tensor.nbytes + (0 if self.grouped else self.scale_O.nbytes)
 
     @torch.no_grad()
     def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + b."""
         levels_OI, x = self.stored.qweight, x_MI.to(torch.bfloat16).contiguous()
         out_MO: Tensor
-        if len(x) == 1:
+        if self.grouped:
+            out_MO = reference_product(x, self.stored).to(x_MI.dtype)
+        elif len(x) == 1:
             out_MO = torch.ops.aten._weight_int8pack_mm(x, levels_OI, self.scale_O).to(x_MI.dtype)
         else:
             out_MO = in_pieces(x, self.stored.shape, lambda at: levels_OI[at].to(x.dtype), None)
@@ -260,6 +265,8 @@ class Fbgemm:
         """Return the reason why it cannot serve such a matrix; empty if it can."""
         if device.type != "cpu":
             return "runs on the CPU only"
+        if isinstance(scheme, Int8) and scheme.resolve(shape[1]).group:
+            return "has one scale per output channel only"
         if lookup:
             return "cannot look up rows without unpacking everything"
         if "fbgemm" not in torch.backends.quantized.supported_engines:
@@ -280,8 +287,8 @@ class Fbgemm:
 
 # --- our C routines -------------------------------------------------------------------------------
 #
-# Activations are quantized to 8 bits with one scale per row, and integer sums are exact, so no
-# result depends on the rest of the batch.
+# Activations are quantized to 8 bits with one scale per row and group of inputs, and integer sums
+# are exact, so no result depends on the rest of the batch.
 
 
 class NativeForm:

@@ -1,0 +1,368 @@
+"""Moving the outliers of activations into the weights, before a model is quantized.
+
+A few channels of a trained model's activations are tens of times larger than the others (`outliers`
+names them). Rounding the weights that meet them, or the activations beside them, is what costs a
+real model its quality. `smooth` divides such channels by a power of two where they are made, and
+multiplies the weights that read them by it:
+
+    norm -> the layers that read it        norm.weight / s,  norm.bias / s,  W[:, j] * s_j
+    values -> output projection            v_proj rows / s,  o_proj[:, j] * s_j
+    up -> down, of a gated feed-forward    up_proj rows / s, down_proj[:, j] * s_j
+
+Powers of two make that exact: the smoothed float model computes the same bits, and each link is
+tried on real activations before it is used, so that a block of another kind is left as it is. How
+much of its size a channel loses (s = size ** exponent) is chosen for each link by the error of the
+rounded products on calibration rows; 0, nothing, is one of the choices.
+(SmoothQuant, Xiao et al., 2022; AWQ, Lin et al., 2023.)
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Holder, Model, model_of
+from glassformer.nn.attention import MultiHeadAttention
+from glassformer.nn.block import TransformerBlock
+from glassformer.nn.ffn import SwiGLU
+from glassformer.nn.linear import Linear
+from glassformer.nn.norm import LayerNorm, RMSNorm
+from glassformer.quant.layers import real_rows
+from glassformer.quant.schemes import codec, dequantize, quantize_tensor
+from glassformer.spec.errors import InputError
+from glassformer.spec.schemes import Scheme
+
+# B batch, T length, M rows, O outputs, I inputs, D d_model, G groups, K key-value heads, H d_head
+
+#: How much of its size a channel may lose.
+EXPONENTS = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8)
+#: A channel changes by no more than this factor, either way.
+MOST = 2.0**10
+#: Rows of each layer's inputs that are kept to choose by.
+KEPT = 192
+#: A channel is an outlier if its root mean square is this many times the median channel's.
+OUTLIER = 8.0
+#: Tokens that a link is tried on.
+TRIED = 16
+#: Activations of 8 bits have this many steps on each side of 0.
+STEPS = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a layer was given: root mean square of each channel, and some of the rows."""
+
+    rms_I: Tensor
+    rows_MI: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where channels are made, and the layers that read them.
+
+    `made` are vectors and rows of matrices, one entry per channel; a reader's column j has channel
+    `channel[j]`, which is j itself unless heads share values.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    made: tuple[nn.Parameter, ...]
+    channel_I: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Smoothed:
+    """One link that was smoothed: the exponent, and the error of its products before and after."""
+
+    source: str
+    readers: tuple[str, ...]
+    exponent: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A channel of a layer's input that is far larger than the median channel."""
+
+    layer: str
+    channel: int
+    times: float
+
+
+# --- what layers are given ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def inputs_of_layers(
+    model: Model | Holder, batches: Iterable[Any], *, kept: int = KEPT
+) -> dict[str, Sample]:
+    """Return what each linear layer of the blocks is given, on real tokens of the batches."""
+    bare = model_of(model)
+    batches = list(batches)
+    if not batches:
+        raise InputError("nothing to calibrate on", hint="give at least one batch")
+    squares: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
+    samples: dict[str, list[Tensor]] = {}
+    share = -(-kept // len(batches))
+
+    def see(path: str, x: Tensor) -> None:
+        x_MI = real_rows(x, inputs).float()
+        if not len(x_MI):
+            return
+        squares[path] = squares.get(path, 0) + x_MI.double().square().sum(0)
+        rows[path] = rows.get(path, 0) + len(x_MI)
+        step = max(1, len(x_MI) // share)
+        samples.setdefault(path, []).append(x_MI[step // 2 :: step][:share].clone())
+
+    linears = {
+        path: part
+        for path, part in bare.named_modules()
+        if isinstance(part, Linear) and ".blocks." in f".{path}"
+    }
+    bare.eval()
+    for batch in batches:
+        inputs = bare.inputs(batch)
+        with _seen(linears, see):
+            bare.hidden(inputs)
+    return {
+        path: Sample((squares[path] / rows[path]).sqrt().float(), torch.cat(samples[path]))
+        for path in squares
+    }
+
+
+def outliers(samples: Mapping[str, Sample], *, times: float = OUTLIER) -> list[Outlier]:
+    """Return the outlier channels of each distinct input, the largest first."""
+    found: list[Outlier] = []
+    seen: list[Tensor] = []
+    for path, sample in samples.items():
+        if any(torch.equal(sample.rms_I, other) for other in seen):
+            continue  # queries, keys and values read the same
+        seen.append(sample.rms_I)
+        share_I = sample.rms_I / sample.rms_I.median().clamp(min=1e-30)
+        for channel in (share_I > times).nonzero().flatten().tolist():
+            found.append(Outlier(path, channel, float(share_I[channel])))
+    return sorted(found, key=lambda one: -one.times)
+
+
+@contextmanager
+def _seen(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `see` with the path and the input of each of these layers, whenever one is called."""
+
+    def watcher(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, given: see(path, given[0])
+
+    hooks = [part.register_forward_pre_hook(watcher(path)) for path, part in layers.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def links(model: Model, batch: Any) -> list[Link]:
+    """Return the links of a model's blocks that may be scaled: those that change no bit."""
+    found = []
+    for path, call, readers in _block_calls(model, _few_tokens(model.inputs(batch))):
+        block = model.get_submodule(path)
+        assert isinstance(block, TransformerBlock)
+        before = call()
+        for link in _candidates(path, block, readers):
+            if _changes_nothing(model, link, call, before):
+                found.append(link)
+    return found
+
+
+def _few_tokens(inputs: Inputs) -> Inputs:
+    """Return the beginning of the first sequence: enough to see whether a bit changes."""
+    pair = (inputs.source_BS, inputs.source_valid_BS)
+    rows = [None if part is None else part[:1] for part in pair]
+    parts = (inputs.tokens_BT, inputs.valid_BT, inputs.segments_BT)
+    few = [None if part is None else part[:1, :TRIED] for part in parts]
+    assert few[0] is not None
+    return Inputs(few[0], few[1], few[2], rows[0], rows[1])
+
+
+Readers: TypeAlias = dict[str, list[str]]
+
+
+def _block_calls(model: Model, inputs: Inputs) -> list[tuple[str, Callable[[], Tensor], Readers]]:
+    """Return for each block a way to repeat its call, and the linear layers that read each norm."""
+    found: list[tuple[str, Callable[[], Tensor], Readers]] = []
+    hooks = []
+    for path, block in model.named_modules():
+        if isinstance(block, TransformerBlock):
+            readers: Readers = {}
+            made: list[tuple[str, Tensor]] = []
+
+            def enter(
+                part: nn.Module, given: Any, options: Any, *, at: str = path, of: Readers = readers
+            ) -> None:
+                found.append((at, lambda: part(*given, **options), of))
+
+            hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+            for name, part in block.named_modules():
+                hooks += _reading(name, part, made, readers)
+    try:
+        model.hidden(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _reading(
+    name: str, part: nn.Module, made: list[tuple[str, Tensor]], readers: Readers
+) -> list[RemovableHandle]:
+    """Note what a norm makes, and which norm's output a linear layer reads."""
+    if isinstance(part, (LayerNorm, RMSNorm)):
+        return [part.register_forward_hook(lambda _, given, out: made.append((name, out)))]
+    if not isinstance(part, Linear):
+        return []
+
+    def read(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        for norm, out in made:
+            if given[0] is out:
+                readers.setdefault(norm, []).append(name)
+
+    return [part.register_forward_pre_hook(read)]
+
+
+def _candidates(
+    path: str, block: TransformerBlock, readers: Mapping[str, list[str]]
+) -> Iterator[Link]:
+    for name, part in block.named_modules():
+        at = f"{path}.{name}"
+        if name in readers:
+            gains = [part.weight, *([part.bias] if isinstance(part, LayerNorm) else [])]
+            paths = tuple(f"{path}.{reader}" for reader in readers[name])
+            yield Link(at, paths, tuple(gains), torch.arange(len(part.weight)))
+        if isinstance(part, MultiHeadAttention) and type(part.v_proj) is Linear:
+            heads, width = part.o_proj.d_in // part.d_head, part.d_head
+            kv_heads = part.v_proj.d_out // width
+            own_KH = torch.arange(part.v_proj.d_out).view(kv_heads, width)
+            channel_I = own_KH.repeat_interleave(heads // kv_heads, 0).flatten()
+            yield Link(f"{at}.v_proj", (f"{at}.o_proj",), _made_by(part.v_proj), channel_I)
+        if isinstance(part, SwiGLU) and type(part.up_proj) is Linear:
+            channel_I = torch.arange(part.up_proj.d_out)
+            yield Link(f"{at}.up_proj", (f"{at}.down_proj",), _made_by(part.up_proj), channel_I)
+
+
+def _made_by(layer: Linear) -> tuple[nn.Parameter, ...]:
+    return (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+
+
+def _changes_nothing(model: Model, link: Link, call: Callable[[], Tensor], before: Tensor) -> bool:
+    """Return True if scaling the link by powers of two leaves the block's output as it is."""
+    if any(type(model.get_submodule(reader)) is not Linear for reader in link.readers):
+        return False  # one with a low-rank adapter, say, reads its input twice
+    generator = torch.Generator().manual_seed(3)
+    scale = 2.0 ** torch.randint(-2, 3, (len(link.made[0]),), generator=generator).float()
+    scale = scale.to(before)
+    apply(model, link, scale)
+    after = call()
+    apply(model, link, 1 / scale)
+    return torch.equal(before, after)
+
+
+def apply(model: Model, link: Link, scale_C: Tensor) -> None:
+    """Divide channels by the scale where they are made, and multiply the columns that read them."""
+    for made in link.made:
+        made.div_(scale_C if made.ndim == 1 else scale_C[:, None])
+    for reader in link.readers:
+        layer = model.get_submodule(reader)
+        assert isinstance(layer, Linear)
+        layer.weight.mul_(scale_C[link.channel_I.to(scale_C.device)])
+
+
+# --- smoothing ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def smooth(
+    model: Model | Holder,
+    batches: Sequence[Any],
+    schemes: Mapping[str, Scheme],
+    *,
+    samples: Mapping[str, Sample] | None = None,
+) -> list[Smoothed]:
+    """Move outliers of activations into weights; return what was done, link by link.
+
+    `schemes` has the scheme of each layer that is going to be quantized, by path.
+    """
+    bare = model_of(model)
+    samples = inputs_of_layers(bare, batches) if samples is None else samples
+    done = []
+    for link in links(bare, batches[0]):
+        readers = [path for path in link.readers if path in schemes and path in samples]
+        if not readers:
+            continue
+        sample = samples[readers[0]]
+        size_C = _by_channel(sample.rms_I, link.channel_I)
+        best: tuple[float, float, Tensor] | None = None
+        first = 0.0
+        for exponent in EXPONENTS:
+            scale_C = _powers_of_two(size_C, exponent)
+            scale_I = scale_C[link.channel_I.to(scale_C.device)]
+            error = sum(
+                _error(bare.get_submodule(path), schemes[path], sample.rows_MI, scale_I)
+                for path in readers
+            ) / len(readers)
+            if best is None:
+                first, best = error, (error, exponent, scale_C)
+            elif error < best[0]:
+                best = (error, exponent, scale_C)
+        assert best is not None
+        error, exponent, scale_C = best
+        if exponent:
+            apply(bare, link, scale_C)
+            done.append(Smoothed(link.source, link.readers, exponent, first, error))
+    return done
+
+
+def _by_channel(rms_I: Tensor, channel_I: Tensor) -> Tensor:
+    """Return the root mean square of each channel; heads that share a channel count alike."""
+    channels = int(channel_I.max()) + 1
+    index = channel_I.to(rms_I.device)
+    total_C = rms_I.new_zeros(channels).index_add_(0, index, rms_I.square())
+    count_C = rms_I.new_zeros(channels).index_add_(0, index, torch.ones_like(rms_I))
+    return (total_C / count_C).sqrt()
+
+
+def _powers_of_two(size_C: Tensor, exponent: float) -> Tensor:
+    """Return size ** exponent around the typical channel, at the nearest power of two."""
+    typical = size_C.median()
+    if float(typical) == 0.0:
+        return torch.ones_like(size_C)
+    share_C = torch.where(size_C > 0, size_C / typical, torch.ones_like(size_C))
+    return torch.exp2((share_C**exponent).clamp(1 / MOST, MOST).log2().round())
+
+
+def _error(layer: nn.Module, scheme: Scheme, rows_MI: Tensor, scale_I: Tensor) -> float:
+    """Return the relative error of the rounded products, activations rounded too."""
+    assert isinstance(layer, Linear)
+    weight_OI = layer.weight.float()
+    wanted_MO = rows_MI @ weight_OI.T
+    rounded_OI = dequantize(quantize_tensor(weight_OI * scale_I, scheme))
+    found_MO = rounded_inputs(rows_MI / scale_I, scheme) @ rounded_OI.T
+    off = (found_MO - wanted_MO).square().sum() / wanted_MO.square().sum().clamp(min=1e-30)
+    return float(off.sqrt())
+
+
+def rounded_inputs(x_MI: Tensor, scheme: Scheme) -> Tensor:
+    """Return activations as integer kernels round them: 8 bits, the weights' groups."""
+    groups = codec(scheme).groups(x_MI.shape[-1])
+    x_MGi = x_MI.unflatten(-1, (groups, -1))
+    step = x_MGi.abs().amax(-1, keepdim=True) / STEPS
+    step = torch.where(step > 0, step, torch.ones_like(step))
+    return (torch.round(x_MGi / step) * step).flatten(-2)
