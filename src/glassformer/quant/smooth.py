@@ -47,6 +47,8 @@ MOST = 2.0**10
 KEPT = 192
 #: A channel is an outlier if its root mean square is this many times the median channel's.
 OUTLIER = 8.0
+#: A link is scaled if the error falls below this share of what it was.
+WORTH = 0.97
 #: Tokens that a link is tried on.
 TRIED = 16
 #: Activations of 8 bits have this many steps on each side of 0.
@@ -324,7 +326,7 @@ def smooth(
                 best = (error, exponent, scale_C)
         assert best is not None
         error, exponent, scale_C = best
-        if exponent:
+        if error < WORTH * first:
             apply(bare, link, scale_C)
             done.append(Smoothed(link.source, link.readers, exponent, first, error))
     return done
