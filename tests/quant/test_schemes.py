@@ -90,6 +90,7 @@ def test_a_scheme_is_spelled_in_at_most_four_files():
         path.relative_to(source).as_posix()
         for path in source.rglob("*")
         if path.suffix in (".py", ".js", ".css", ".html", ".c", ".h")
+        and "adapters" not in path.parts  # which read other people's files, of any number type
         and names.search(path.read_text(encoding="utf-8"))
     )
     assert files == ["quant/schemes.py", "spec/schemes.py", "store/tensors.py"]
