@@ -13,11 +13,12 @@ cache.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 
 from glassformer.byhand.pass_context import Array, Workspace, room
+from glassformer.spec import model as spec
 
 #: Coefficients of s^0, s^1, ...: error of erfc 9e-19, below float64's rounding.
 DOUBLE = (
@@ -186,6 +187,27 @@ def silu_forward(
         slope_P *= sigmoid_P
         np.multiply(x_P, sigmoid_P, out=out_P)
     return out, slope
+
+
+def activate_forward(
+    x: Array, activation: spec.Activation, *, ws: Workspace | None = None
+) -> tuple[Array, Array]:
+    """Apply the activation of that name in place; the cache is what `activate_backward` needs."""
+    match activation:
+        case "relu":
+            return relu_forward(x, out=x)
+        case "gelu":
+            return gelu_forward(x, out=x, ws=ws)
+        case "gelu_tanh":
+            return gelu_tanh_forward(x, out=x, ws=ws)
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def activate_backward(dout: Array, cache: Array, activation: spec.Activation) -> Array:
+    """Multiply dout by the slope, in place."""
+    backward = relu_backward if activation == "relu" else slope_backward
+    return backward(dout, cache, dx=dout)
 
 
 def dropout_forward(x: Array, *, keep: Array, out: Array | None = None) -> tuple[Array, Array]:

@@ -3,7 +3,7 @@
 One convention: True = real token, True = may attend. The model itself checks nothing again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ class Side:
     tokens_BT: Array
     valid_BT: Array | None = None
     segments_BT: Array | None = None
+    types_BT: Array | None = None
 
 
 class Inputs(NamedTuple):
@@ -39,9 +40,12 @@ def check_inputs(
     segments_BT: Array | None = None,
     source_tokens_BS: Array | None = None,
     source_valid_BS: Array | None = None,
+    types_BT: Array | None = None,
 ) -> Inputs:
     """Check both sides; a source is required if the model has an encoder, else refused."""
     target = check_side(tokens_BT, model=model, valid_BT=valid_BT, segments_BT=segments_BT)
+    if types_BT is not None:
+        target = replace(target, types_BT=_checked_types(types_BT, target.tokens_BT, model))
     if model.encoder is None:
         if source_tokens_BS is not None:
             raise InputError("a source sequence for a model without an encoder")
@@ -103,6 +107,17 @@ def check_side(
         segments_BT = np.asarray(segments_BT)
         _check_shape(f"segments of {name}", segments_BT, tokens_BT)
     return Side(tokens_BT, valid_BT, segments_BT)
+
+
+def _checked_types(types_BT: Array, tokens_BT: Array, model: spec.ModelSpec) -> Array:
+    types_BT = np.asarray(types_BT)
+    _check_shape("token types", types_BT, tokens_BT)
+    if types_BT.min() < 0 or types_BT.max() >= model.token_types:
+        raise InputError(
+            f"token types from {types_BT.min()} to {types_BT.max()}",
+            hint=f"the model has {model.token_types} of them",
+        )
+    return types_BT
 
 
 def _check_shape(name: str, array: Array, tokens_BT: Array) -> None:

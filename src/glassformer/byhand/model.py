@@ -11,9 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from glassformer.byhand.activation import activate_backward, activate_forward
 from glassformer.byhand.embedding import tied_forward
 from glassformer.byhand.inputs import Inputs, check_inputs
-from glassformer.byhand.linear import LinearCache, linear_forward, linear_products, sum_rows
+from glassformer.byhand.linear import (
+    LinearCache,
+    linear_forward,
+    linear_grads,
+    linear_products,
+    sum_rows,
+)
 from glassformer.byhand.loss import (
     Losses,
     balance_slopes,
@@ -22,6 +29,7 @@ from glassformer.byhand.loss import (
     penalty,
     total_loss,
 )
+from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, PassContext, Workspace, room
 from glassformer.byhand.stack import (
     StackCache,
@@ -65,12 +73,52 @@ def readout_backward(dout_BD: Array, cache: Array, *, dhidden_BTD: Array) -> Arr
     return dhidden_BTD
 
 
+class TransformCache(NamedTuple):
+    """The caches of norm(act(dense(x))), and which of its parts have a bias."""
+
+    dense: LinearCache
+    act: Array
+    norm: NormCache
+    transform: spec.HeadTransform
+
+
+def transform_forward(
+    x: Array, *, transform: spec.HeadTransform, params: dict[str, Array], ws: Workspace | None
+) -> tuple[Array, TransformCache]:
+    """norm(act(dense(x))); `params`: dense.weight, dense.bias, norm.weight, norm.bias."""
+    made, dense = linear_forward(
+        x, weight_OI=params["dense.weight"], bias_O=params.get("dense.bias"), ws=ws
+    )
+    hidden, act = activate_forward(made, transform.activation, ws=ws)
+    out, norm = norm_forward(hidden, norm=transform.norm, params=params, name="norm", ws=ws)
+    return out, TransformCache(dense, act, norm, transform)
+
+
+def transform_backward(
+    dout: Array, cache: TransformCache, *, grads: dict[str, Array], ws: Workspace | None
+) -> Array:
+    """Return dx: backward through the norm, the activation and the projection."""
+    transform = cache.transform
+    dhidden = norm_backward(
+        dout, cache.norm, grads=grads, name="norm", biased=has_shift(transform.norm), ws=ws
+    )
+    activate_backward(dhidden, cache.act, transform.activation)
+    return linear_grads(
+        dhidden, cache.dense, grads=grads, name="dense", biased=transform.bias, ws=ws
+    )
+
+
 class HeadCache(NamedTuple):
-    """A head's input, an answer's shares of each position, and x V^T of a tied factorized head."""
+    """A head's input, an answer's shares of each position, and x V^T of a tied factorized head.
+
+    `transform` is what stands before a masked-token head; `pooled` the result of BERT's pooler.
+    """
 
     x: Array
     share_BT: Array | None
     middle: Array | None
+    transform: TransformCache | None = None
+    pooled: Array | None = None
 
 
 def head_forward(
@@ -82,9 +130,16 @@ def head_forward(
     ws: Workspace | None = None,
 ) -> tuple[Array, HeadCache]:
     """Return logits. `params`: weight (own or tied table), or the tied factors u and v; bias."""
-    x, share, middle = hidden_BTD, None, None
+    x, share, middle, transformed = hidden_BTD, None, None, None
     if head.readout is not None:
         x, share = readout_forward(hidden_BTD, valid_BT=valid_BT, readout=head.readout)
+    if isinstance(head, spec.VectorHead):
+        if not head.pooler:
+            return np.array(x), HeadCache(x, share, None)
+        made, _ = linear_forward(x, weight_OI=params["weight"], bias_O=params["bias"])
+        return np.tanh(made, out=made), HeadCache(x, share, None, None, made)
+    if isinstance(head, spec.MaskedHead) and head.transform is not None:
+        x, transformed = transform_forward(x, transform=head.transform, params=params, ws=ws)
     if "u" in params:
         # tied to a factorized table: logits = (x @ V.T) @ U.T
         middle, _ = tied_forward(x, table_VD=params["v"], ws=ws)
@@ -93,7 +148,7 @@ def head_forward(
         logits, _ = linear_forward(x, weight_OI=params["weight"], ws=ws)
     if "bias" in params:
         logits += params["bias"]
-    return logits, HeadCache(x, share, middle)
+    return logits, HeadCache(x, share, middle, transformed)
 
 
 def head_backward(
@@ -108,6 +163,13 @@ def head_backward(
     """Add to dhidden, and to every gradient in `grads`: a tied table is also the embedding's."""
     x_RD = cache.x.reshape(-1, cache.x.shape[-1])
     dlogits_RV = dlogits.reshape(-1, dlogits.shape[-1])
+    if "weight" not in params and "u" not in params:  # a vector as it is
+        assert cache.share_BT is not None
+        readout_backward(dlogits_RV, cache.share_BT, dhidden_BTD=dhidden_BTD)
+        return
+    if cache.pooled is not None:
+        # forward: out = tanh(x @ W.T + b)   =>   d(x @ W.T + b) = dout (1 - out^2)
+        dlogits_RV = dlogits_RV * (1.0 - cache.pooled**2)
     if "bias" in params:
         grads["bias"] += sum_rows(dlogits_RV)
     dx_RD = room(ws, x_RD.shape, x_RD.dtype)
@@ -125,6 +187,10 @@ def head_backward(
         dweight = room(ws, weight_VD.shape, weight_VD.dtype)
         linear_products(dlogits_RV, LinearCache(x_RD, weight_VD), dx=dx_RD, dweight_OI=dweight)
         grads["weight"] += dweight
+    if cache.transform is not None:
+        dx_RD = transform_backward(
+            dx_RD.reshape(cache.x.shape), cache.transform, grads=grads, ws=ws
+        )
     if cache.share_BT is not None:
         readout_backward(dx_RD, cache.share_BT, dhidden_BTD=dhidden_BTD)
     else:
@@ -193,8 +259,8 @@ class Model:
         self._heads = {
             name: (
                 model.head(name),
-                below(self.params, f"heads.{name}."),
-                below(self.grads, f"heads.{name}."),
+                below(self.params, f"heads.{name}.") | below(self.params, f"transforms.{name}."),
+                below(self.grads, f"heads.{name}.") | below(self.grads, f"transforms.{name}."),
             )
             for name in model.head_names()
         }
@@ -214,6 +280,7 @@ class Model:
         segments_BT: Array | None = None,
         source_tokens_BS: Array | None = None,
         source_valid_BS: Array | None = None,
+        types_BT: Array | None = None,
     ) -> Inputs:
         """Return checked arrays."""
         return check_inputs(
@@ -223,6 +290,7 @@ class Model:
             segments_BT=segments_BT,
             source_tokens_BS=source_tokens_BS,
             source_valid_BS=source_valid_BS,
+            types_BT=types_BT,
         )
 
     def forward(
@@ -233,6 +301,7 @@ class Model:
         segments_BT: Array | None = None,
         source_tokens_BS: Array | None = None,
         source_valid_BS: Array | None = None,
+        types_BT: Array | None = None,
         taps: dict[str, Array] | None = None,
     ) -> dict[str, Array]:
         """Return logits by head; `taps` is filled by tap name."""
@@ -242,6 +311,7 @@ class Model:
             segments_BT=segments_BT,
             source_tokens_BS=source_tokens_BS,
             source_valid_BS=source_valid_BS,
+            types_BT=types_BT,
         )
         return self._run(inputs, PassContext(Workspace(self.dtype), taps=taps))[0]
 
@@ -363,7 +433,7 @@ class Model:
         """Zero the gradients of tables and heads, which several parts add to."""
         for parts in self._stacks.values():
             for name, grad in parts.own_grads.items():
-                if name.startswith(("embed.", "position.")):
+                if name.startswith(("embed.", "position.", "token_type.")):
                     grad.fill(0.0)
         for _, _, grads in self._heads.values():
             for grad in grads.values():

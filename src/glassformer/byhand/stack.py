@@ -45,6 +45,7 @@ class StackParts:
     sinusoids_SD: Array | None
     rotary: dict[int, tuple[Array, Array]]
     slopes: dict[tuple[int, int], Array]
+    offset: int = 0
 
 
 class StackCache(NamedTuple):
@@ -55,6 +56,8 @@ class StackCache(NamedTuple):
     keep: Array | None
     blocks: list[BlockCache]
     final: NormCache | None
+    types_BT: Array | None
+    normed: NormCache | None
 
 
 def stack_parts(
@@ -74,10 +77,12 @@ def stack_parts(
             (block, storage.block(vector, storage.views, at), storage.block(grads[0], grads[1], at))
         )
     own, own_grads = storage.below(storage.views, prefix), storage.below(grads[1], prefix)
-    table, rotary = None, {}
+    table, rotary, offset = None, {}, 0
     slopes: dict[tuple[int, int], Array] = {}
     match model.position:
-        case spec.NoPosition() | spec.Learned():  # the learned table is among the parameters
+        case spec.NoPosition():
+            pass
+        case spec.Learned(offset=offset):  # the table is among the parameters
             pass
         case spec.Sinusoidal(base=base):
             table = sinusoids(model.max_seq_len, d_model=model.d_model, base=base).astype(dtype)
@@ -97,7 +102,7 @@ def stack_parts(
             )
         case _ as unreachable:
             assert_never(unreachable)
-    return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary, slopes)
+    return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary, slopes, offset)
 
 
 def stack_forward(
@@ -120,7 +125,7 @@ def stack_forward(
     valid_BS = side.valid_BT if pasts is None else valid_BS
     T = side.tokens_BT.shape[1]
     positions = positions_of(T, past=past, valid_BS=valid_BS, segments_BT=side.segments_BT)
-    x_BTD, embed, keep = _embed(side, positions, parts, pass_context)
+    x_BTD, embed, keep, normed = _embed(side, positions, parts, pass_context)
     allows = _Allows(side, past, valid_BS, x_BTD.dtype)
     memory_allow = allows.of_memory(memory_BSD, memory_valid_BS)
     turned = {width: _rows(table, positions) for width, table in parts.rotary.items()}
@@ -158,7 +163,10 @@ def stack_forward(
             ws=pass_context.ws,
         )
     pass_context.tap(f"{parts.prefix}final", x_BTD)
-    return x_BTD, StackCache(embed, positions, keep, caches, final)
+    types_BT = None
+    if "token_type.weight" in parts.own:
+        types_BT = _types_of(side)
+    return x_BTD, StackCache(embed, positions, keep, caches, final, types_BT, normed)
 
 
 def stack_backward(
@@ -199,25 +207,43 @@ def stack_backward(
     pass_context.tap_grad(f"{parts.prefix}embed", d_BTD)
     if cache.keep is not None:
         d_BTD *= cache.keep
-    # forward: x = embed[token] + position.weight[place]   =>   both tables accumulate d
     tables = parts.own_grads
+    if cache.normed is not None:
+        assert parts.stack.embed_norm is not None
+        norm_backward(
+            d_BTD,
+            cache.normed,
+            grads=tables,
+            name="embed_norm",
+            biased=has_shift(parts.stack.embed_norm),
+            dx=d_BTD,
+            ws=pass_context.ws,
+        )
+    # forward: x = embed[token] + position.weight[place] + token_type.weight[type]
+    #   =>   every table accumulates d
     if "position.weight" in tables:
         T = d_BTD.shape[1]
+        dpositions = tables["position.weight"][parts.offset :]
         if isinstance(cache.positions, slice):
-            tables["position.weight"][cache.positions] += d_BTD.sum(axis=0)
+            dpositions[cache.positions] += d_BTD.sum(axis=0)
         else:
-            embedding_backward(
-                d_BTD, (cache.positions, 1.0), dtable_VD=tables["position.weight"][:T]
-            )
+            embedding_backward(d_BTD, (cache.positions, 1.0), dtable_VD=dpositions[:T])
+    if cache.types_BT is not None:
+        embedding_backward(d_BTD, (cache.types_BT, 1.0), dtable_VD=tables["token_type.weight"])
     if isinstance(cache.embed, FactorCache):
         factorized_backward(d_BTD, cache.embed, du_VR=tables["embed.u"], dv_RD=tables["embed.v"])
     else:
         embedding_backward(d_BTD, cache.embed, dtable_VD=tables["embed.weight"])
 
 
+def _types_of(side: Side) -> Array:
+    """Return the type of each token; 0 where none was given."""
+    return np.zeros(side.tokens_BT.shape, np.int64) if side.types_BT is None else side.types_BT
+
+
 def _embed(
     side: Side, positions: "Array | slice", parts: StackParts, pass_context: PassContext
-) -> tuple[Array, tuple[Array, float] | FactorCache, Array | None]:
+) -> tuple[Array, tuple[Array, float] | FactorCache, Array | None, NormCache | None]:
     own, ws = parts.own, pass_context.ws
     cache: tuple[Array, float] | FactorCache
     if "embed.u" in own:
@@ -232,12 +258,19 @@ def _embed(
     if parts.sinusoids_SD is not None:
         x_BTD = sinusoidal_forward(x_BTD, table_SD=parts.sinusoids_SD, positions=positions)
     elif "position.weight" in own:
-        x_BTD += own["position.weight"][positions]
+        x_BTD += own["position.weight"][parts.offset :][positions]
+    if "token_type.weight" in own:
+        x_BTD += own["token_type.weight"][_types_of(side)]
+    normed = None
+    if parts.stack.embed_norm is not None:
+        x_BTD, normed = norm_forward(
+            x_BTD, norm=parts.stack.embed_norm, params=own, name="embed_norm", ws=ws
+        )
     keep = pass_context.keep(x_BTD.shape, parts.stack.dropout.embedding)
     if keep is not None:
         x_BTD *= keep
     pass_context.tap(f"{parts.prefix}embed", x_BTD)
-    return x_BTD, cache, keep
+    return x_BTD, cache, keep, normed
 
 
 def _rows(table: tuple[Array, Array], positions: "Array | slice") -> tuple[Array, Array]:

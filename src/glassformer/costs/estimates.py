@@ -27,6 +27,7 @@ from glassformer.spec.model import (
     FactorizedEmbedding,
     LayerNorm,
     Learned,
+    MaskedHead,
     ModelSpec,
     MoE,
     NoPosition,
@@ -38,6 +39,7 @@ from glassformer.spec.model import (
     Sinusoidal,
     Stack,
     SwiGLU,
+    VectorHead,
 )
 from glassformer.spec.own import OwnOptimizer, OwnPosition
 from glassformer.spec.quantization import QuantSpec, coverage, targets
@@ -105,7 +107,9 @@ def head_weights(model: ModelSpec, name: str) -> int:
         case FactorizedEmbedding(rank=rank) if is_tied(head):
             return rank * (width + model.d_model)
         case FactorizedEmbedding() | PlainEmbedding() | ScaledEmbedding():
-            return width * model.d_model
+            pooled = not isinstance(head, VectorHead) or head.pooler
+            before = isinstance(head, MaskedHead) and head.transform is not None
+            return (width * pooled + model.d_model * before) * model.d_model
         case _ as unreachable:
             assert_never(unreachable)
 
@@ -302,6 +306,8 @@ def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:
     if turns_keys(model.position):
         heads = {block.attention.head_width(model.d_model) for block in stack.blocks()}
         yield FLOAT * model.max_seq_len * sum(heads)  # the table of angles
+    if stack.embed_norm is not None:
+        yield from _norm(stack.embed_norm, rows, model.d_model)
     if stack.dropout.embedding:
         yield FLOAT * rows * model.d_model
     if next(stack.blocks()).placement == "post":

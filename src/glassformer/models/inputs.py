@@ -26,6 +26,7 @@ class Inputs:
     segments_BT: Tensor | None = None
     source_BS: Tensor | None = None
     source_valid_BS: Tensor | None = None
+    types_BT: Tensor | None = None
 
 
 def as_inputs(
@@ -63,6 +64,12 @@ def as_inputs(
                 hint="give each example a row of its own",
             )
 
+    if given.types_BT is not None:
+        if not spec.token_types:
+            raise InputError("token types for a model that has none", hint="leave them out")
+        _check_mask_shape("token types", given.types_BT, given.tokens_BT)
+        _check_ids("token types", given.types_BT.long(), spec.token_types)
+
     def move(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
 
@@ -72,6 +79,7 @@ def as_inputs(
         move(given.segments_BT),
         None if given.source_BS is None else given.source_BS.to(device, torch.int64),
         move(source_valid_BS),
+        None if given.types_BT is None else given.types_BT.to(device, torch.int64),
     )
 
 

@@ -17,7 +17,14 @@ from glassformer.data.batch import Batch
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.stack import Stack, StackParts, add_stack_parts, run_stack
 from glassformer.nn.cache import Cache
-from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding, read_out
+from glassformer.nn.embedding import (
+    FactorizedTokenEmbedding,
+    HeadTransform,
+    Pooler,
+    TiedHead,
+    TokenEmbedding,
+    read_out,
+)
 from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.init import initialise
 from glassformer.nn.linear import Linear
@@ -26,7 +33,7 @@ from glassformer.nn.taps import Taps
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.manifest import check_fits, is_tied, manifest
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.model import MaskedHead, ModelSpec, VectorHead
 
 # B batch, T length, D d_model, V logits
 
@@ -35,6 +42,7 @@ class Model(Specified, ABC):
     """A body and heads: `forward` is every head's `logits` of the `hidden` states of `inputs`."""
 
     heads: nn.ModuleDict
+    transforms: nn.ModuleDict
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -81,7 +89,7 @@ class Model(Specified, ABC):
 
         `valid_BT` tells an answer head where a padded sequence ends.
         """
-        if head not in self.heads:
+        if head not in self.spec.head_names():
             raise InputError(f"no head '{head}'", hint=nearest(head, self.spec.head_names()))
         kind = self.spec.head(head)
         if kind.readout is not None:
@@ -92,8 +100,12 @@ class Model(Specified, ABC):
 
     def project(self, rows: Tensor, head: str) -> Tensor:
         """Project hidden vectors (..., D) to a head's logits (..., V)."""
-        part = self.heads[head]
         logits: Tensor
+        if head in self.transforms:
+            rows = self.transforms[head](rows)
+        if head not in self.heads:  # a vector that is read as it is
+            return rows
+        part = self.heads[head]
         logits = part(rows, self.output_embedding()) if isinstance(part, TiedHead) else part(rows)
         return logits
 
@@ -113,7 +125,7 @@ class Model(Specified, ABC):
         inputs = self.inputs(batch, cache=cache)
         hidden_BTD = self.hidden(inputs, cache=cache, taps=taps)
         answers = {}
-        for head in self.heads:
+        for head in self.spec.head_names():
             logits = self.logits(hidden_BTD, head, valid_BT=inputs.valid_BT)
             answers[head] = logits if taps is None else taps.visit(f"logits.{head}", logits)
         return answers
@@ -154,12 +166,24 @@ def model_of(thing: Model | Holder) -> Model:
     return model
 
 
+def build_transforms(spec: ModelSpec) -> nn.ModuleDict:
+    """Build what stands between the last block and a head, by the head's name."""
+    made = nn.ModuleDict()
+    for head in spec.heads:
+        if isinstance(head, MaskedHead) and head.transform is not None:
+            made["masked"] = HeadTransform(head.transform, spec.d_model)
+    return made
+
+
 def build_heads(spec: ModelSpec) -> nn.ModuleDict:
-    """Build the modules of the spec's heads, by name."""
+    """Build the modules of the spec's heads, by name; a vector without a pooler has none."""
     heads = nn.ModuleDict()
     for head, name in zip(spec.heads, spec.head_names(), strict=True):
         size = spec.head_size(name)
-        if is_tied(head):
+        if isinstance(head, VectorHead):
+            if head.pooler:
+                heads[name] = Pooler(spec.d_model, size, bias=True)
+        elif is_tied(head):
             heads[name] = TiedHead(size, bias=head.bias)
         else:
             heads[name] = Linear(spec.d_model, size, bias=head.bias)
@@ -173,6 +197,7 @@ class DecoderLM(Model, StackParts):
         super().__init__(spec)
         add_stack_parts(self, spec, spec.decoder, vocab_size=spec.vocab_size)
         self.heads = build_heads(spec)
+        self.transforms = build_transforms(spec)
 
     def hidden(
         self,
@@ -188,6 +213,7 @@ class DecoderLM(Model, StackParts):
             inputs.tokens_BT,
             valid_BT=inputs.valid_BT,
             segments_BT=inputs.segments_BT,
+            types_BT=inputs.types_BT,
             cache=cache,
             taps=taps,
             recompute=recompute,
@@ -212,6 +238,7 @@ class EncoderDecoder(Model):
         if spec.share_embedding:
             self.decoder.embed = self.encoder.embed
         self.heads = build_heads(spec)
+        self.transforms = build_transforms(spec)
 
     def encode(
         self,

@@ -35,6 +35,8 @@ class StackParts(nn.Module):
 
     embed: TokenEmbedding | FactorizedTokenEmbedding
     position: SinusoidalPosition | LearnedPosition | AddedPosition | None
+    token_type: TokenEmbedding | None
+    embed_norm: LayerNorm | RMSNorm | None
     dropout: nn.Dropout
     rotary: nn.ModuleDict
     alibi: nn.ModuleDict
@@ -57,8 +59,8 @@ def add_stack_parts(
             pass
         case spec.Sinusoidal(base=base):
             holder.position = SinusoidalPosition(model.max_seq_len, model.d_model, base=base)
-        case spec.Learned():
-            holder.position = LearnedPosition(model.max_seq_len, model.d_model)
+        case spec.Learned(offset=offset):
+            holder.position = LearnedPosition(model.max_seq_len, model.d_model, offset=offset)
         case OwnPosition() as own:
             holder.position = build_own_position(own, model.max_seq_len, model.d_model)
         case spec.Rotary() as rotary:
@@ -70,6 +72,11 @@ def add_stack_parts(
                 holder.alibi[heads_key(heads, width)] = ALiBiPosition(alibi, heads, width)
         case _ as unreachable:
             assert_never(unreachable)
+    holder.token_type = holder.embed_norm = None
+    if model.token_types:
+        holder.token_type = TokenEmbedding(model.token_types, model.d_model)
+    if stack.embed_norm is not None:
+        holder.embed_norm = build_norm(stack.embed_norm, model.d_model)
     holder.blocks = nn.ModuleList(
         TransformerBlock(block, model.d_model, layer=layer, dropout=stack.dropout)
         for layer, block in enumerate(stack.blocks())
@@ -99,6 +106,7 @@ def run_stack(
     *,
     valid_BT: Tensor | None = None,
     segments_BT: Tensor | None = None,
+    types_BT: Tensor | None = None,
     memory_BSD: Tensor | None = None,
     memory_valid_BS: Tensor | None = None,
     cache: Cache | None = None,
@@ -136,6 +144,11 @@ def run_stack(
     x_BTD = parts.embed(tokens_BT)
     if parts.position is not None:
         x_BTD = parts.position(x_BTD, places)
+    if parts.token_type is not None:
+        first = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
+        x_BTD = x_BTD + parts.token_type(first)
+    if parts.embed_norm is not None:
+        x_BTD = parts.embed_norm(x_BTD)
     x_BTD = parts.dropout(x_BTD)
     x_BTD = tap(at, "embed", x_BTD)
     for layer, block in enumerate(parts.stack.blocks()):

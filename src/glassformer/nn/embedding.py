@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.nn.linear import linear
+from glassformer.nn.ffn import activate
+from glassformer.nn.linear import Linear, linear
+from glassformer.nn.norm import build_norm
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 
@@ -90,6 +92,27 @@ class TiedHead(nn.Module):
     def forward(self, x_BTD: Tensor, embed: TokenEmbedding | FactorizedTokenEmbedding) -> Tensor:
         logits_BTV = embed.as_linear(x_BTD)
         return logits_BTV if self.bias is None else logits_BTV + self.bias
+
+
+class HeadTransform(nn.Module):
+    """norm(act(dense(x)))."""
+
+    def __init__(self, transform: spec.HeadTransform, d_model: int) -> None:
+        super().__init__()
+        self.activation = transform.activation
+        self.dense = Linear(d_model, d_model, bias=transform.bias)
+        self.norm = build_norm(transform.norm, d_model)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        normed_BTD: Tensor = self.norm(activate(self.dense(x_BTD), self.activation))
+        return normed_BTD
+
+
+class Pooler(Linear):
+    """tanh(W x + b)."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x_BD))
 
 
 def read_out(x_BTD: Tensor, valid_BT: Tensor | None, *, readout: str) -> Tensor:

@@ -97,14 +97,23 @@ class SinusoidalPosition(ComputedTable):
 
 
 class LearnedPosition(nn.Module):
-    """x + a learned row for each position."""
+    """x + a learned row for each position; the first `offset` rows belong to none."""
 
-    def __init__(self, max_seq_len: int, d_model: int) -> None:
+    def __init__(self, max_seq_len: int, d_model: int, *, offset: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(max_seq_len, d_model))
+        self.offset = offset
+        self.weight = nn.Parameter(torch.empty(max_seq_len + offset, d_model))
 
     def forward(self, x_BTD: Tensor, positions: Tensor | slice) -> Tensor:
-        return x_BTD + self.weight[positions]
+        return x_BTD + self.weight[self.rows_of(positions)]
+
+    def rows_of(self, positions: Tensor | slice) -> Tensor | slice:
+        """Return the rows of some positions."""
+        if not self.offset:
+            return positions
+        if isinstance(positions, slice):
+            return slice(positions.start + self.offset, positions.stop + self.offset)
+        return positions + self.offset
 
 
 class AddedPosition(nn.Module, ABC):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.nn.attention import MultiHeadAttention
-from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding
+from glassformer.nn.embedding import FactorizedTokenEmbedding, Pooler, TiedHead, TokenEmbedding
 from glassformer.nn.ffn import BalanceAt, MixtureOfExperts, balance_loss
 from glassformer.nn.linear import Linear, missing_widths
 from glassformer.nn.norm import LayerNorm, RMSNorm, as_float
@@ -117,6 +117,10 @@ class StackedLinear(Linear, _Part):
         return self.fold.product(x, self.weight, self.bias)
 
 
+class StackedPooler(Pooler, StackedLinear):
+    """tanh(W x + b), weight (M, O, I)."""
+
+
 class StackedLayerNorm(LayerNorm, _Part):
     """LayerNorm with weight and bias (M, D)."""
 
@@ -175,6 +179,7 @@ class StackedLearnedPosition(LearnedPosition, _Part):
     """x + weight[model, position], weight (M, L, D)."""
 
     def forward(self, x_BTD: Tensor, positions: Tensor | slice) -> Tensor:
+        positions = self.rows_of(positions)
         if not isinstance(positions, slice):
             return x_BTD + self.fold.rows(self.weight, positions)
         added = self.fold.of(self.weight)[..., None, positions, :]
@@ -287,6 +292,7 @@ STACKED: dict[type[nn.Module], type[_Part]] = {
     TokenEmbedding: StackedTokenEmbedding,
     FactorizedTokenEmbedding: StackedFactorizedEmbedding,
     TiedHead: StackedTiedHead,
+    Pooler: StackedPooler,
     LearnedPosition: StackedLearnedPosition,
     MixtureOfExperts: StackedMixture,
     nn.Dropout: StackedDropout,

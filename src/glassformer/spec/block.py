@@ -207,11 +207,16 @@ class Dropout:
 
 @spec
 class Stack:
-    """Runs of blocks from first to last, then a final norm or none."""
+    """Runs of blocks from first to last, then a final norm or none.
+
+    `embed_norm` normalises the embedded sequence, positions included, before the first block (BERT,
+    BART, Bloom).
+    """
 
     layers: tuple[Layers, ...]
     final_norm: Norm | None = None
     dropout: Dropout = Dropout()
+    embed_norm: Norm | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -301,7 +306,60 @@ class AnswerHead:
         return 1
 
 
-Head = NextHead | ClassHead | StateHead | AnswerHead
+@spec
+class HeadTransform:
+    """norm(act(dense(x))), width kept: what BERT puts between its last block and the logits."""
+
+    activation: Activation = "gelu"
+    norm: Norm = LayerNorm()
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("activation", self.activation, get_args(Activation))
+
+
+@spec
+class MaskedHead:
+    """Logits of the token itself at each position, for a model that fills in hidden tokens."""
+
+    tied: bool = True
+    bias: bool = True
+    transform: HeadTransform | None = HeadTransform()
+
+    @property
+    def readout(self) -> None:
+        """None: it predicts at every position."""
+
+    def rows(self, length: int) -> int:
+        """Predictions for a sequence of `length` tokens."""
+        return length
+
+
+@spec
+class VectorHead:
+    """One vector of d_model numbers for a sequence, not logits: a sentence's place among others.
+
+    Read at its first or last token, or their mean. With `pooler`, tanh(W x + b) of that: what BERT
+    calls pooled.
+    """
+
+    readout: Readout = "mean"
+    pooler: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("readout", self.readout, get_args(Readout))
+
+    @property
+    def bias(self) -> bool:
+        """True: the pooler has one."""
+        return self.pooler
+
+    def rows(self, length: int) -> int:
+        """Vectors for a sequence, whatever its length: one."""
+        return 1
+
+
+Head = NextHead | ClassHead | StateHead | AnswerHead | MaskedHead | VectorHead
 
 
 def head_name(head: Head) -> str:
@@ -315,6 +373,10 @@ def head_name(head: Head) -> str:
             return "state"
         case AnswerHead():
             return "answer"
+        case MaskedHead():
+            return "masked"
+        case VectorHead():
+            return "vector"
         case _ as unreachable:
             assert_never(unreachable)
 

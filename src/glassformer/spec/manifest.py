@@ -27,6 +27,7 @@ from glassformer.spec.model import (
     Head,
     LayerNorm,
     Learned,
+    MaskedHead,
     ModelSpec,
     MoE,
     NextHead,
@@ -41,6 +42,7 @@ from glassformer.spec.model import (
     Stack,
     StateHead,
     SwiGLU,
+    VectorHead,
 )
 from glassformer.spec.own import OwnPosition
 
@@ -121,8 +123,8 @@ def is_factorized(embedding: Embedding) -> bool:
 def position_parameters(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
     """Yield the learned table of positions, if there is one."""
     match model.position:
-        case Learned():
-            shape = (model.max_seq_len, model.d_model)
+        case Learned(offset=offset):
+            shape = (model.max_seq_len + offset, model.d_model)
             yield Parameter(
                 name=f"{prefix}weight",
                 shape=shape,
@@ -361,6 +363,19 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
         else:
             yield parameter
     yield from position_parameters(model, f"{prefix}position.")
+    if model.token_types:
+        shape = (model.token_types, model.d_model)
+        yield Parameter(
+            name=f"{prefix}token_type.weight",
+            shape=shape,
+            role="position",
+            kind="table",
+            init=model.init.table(shape),
+        )
+    if stack.embed_norm is not None:
+        yield from norm_parameters(
+            stack.embed_norm, f"{prefix}embed_norm.", model.d_model, role="norm"
+        )
     depth = sum(2 + (block.cross is not None) for block in stack.blocks())
     for layer, block in enumerate(stack.blocks()):
         for parameter in block_parameters(
@@ -388,9 +403,9 @@ def _target_embedding(model: ModelSpec) -> str:
 def is_tied(head: Head) -> bool:
     """True if a head uses the token table as its weights."""
     match head:
-        case NextHead():
+        case NextHead() | MaskedHead():
             return head.tied
-        case ClassHead() | StateHead() | AnswerHead():
+        case ClassHead() | StateHead() | AnswerHead() | VectorHead():
             return False
         case _ as unreachable:
             assert_never(unreachable)
@@ -399,6 +414,8 @@ def is_tied(head: Head) -> bool:
 def _head_parameters(model: ModelSpec) -> Iterator[Parameter]:
     for head, name in zip(model.heads, model.head_names(), strict=True):
         prefix, width = f"heads.{name}.", model.head_size(name)
+        if isinstance(head, VectorHead) and not head.pooler:
+            continue
         if is_tied(head):
             source = _target_embedding(model)
             for parameter in embedding_parameters(model, source, model.vocab_size):
@@ -420,6 +437,23 @@ def _head_parameters(model: ModelSpec) -> Iterator[Parameter]:
             )
 
 
+def _transform_parameters(model: ModelSpec) -> Iterator[Parameter]:
+    """Yield what stands between the last block and a masked-token head."""
+    for head in model.heads:
+        if not isinstance(head, MaskedHead) or head.transform is None:
+            continue
+        prefix, width = "transforms.masked.", model.d_model
+        yield from linear_parameters(
+            f"{prefix}dense.",
+            (width, width),
+            role="head",
+            init=model.init,
+            bias=head.transform.bias,
+            feeds_relu=head.transform.activation == "relu",
+        )
+        yield from norm_parameters(head.transform.norm, f"{prefix}norm.", width, role="head")
+
+
 def manifest(model: ModelSpec) -> tuple[Parameter, ...]:
     """List every parameter in the order in which the model holds them, tied ones marked."""
     check_tree(model)
@@ -427,6 +461,7 @@ def manifest(model: ModelSpec) -> tuple[Parameter, ...]:
     for prefix, stack in model.stacks().items():
         parameters += _stack_parameters(model, prefix, stack)
     parameters += _head_parameters(model)
+    parameters += _transform_parameters(model)
     return tuple(parameters)
 
 

@@ -20,8 +20,10 @@ from glassformer.spec.block import (
     FactorizedEmbedding,
     FeedForward,
     Head,
+    HeadTransform,
     LayerNorm,
     Layers,
+    MaskedHead,
     MoE,
     NextHead,
     Norm,
@@ -31,9 +33,10 @@ from glassformer.spec.block import (
     Stack,
     StateHead,
     SwiGLU,
+    VectorHead,
     head_name,
 )
-from glassformer.spec.checks import divides, size, spec
+from glassformer.spec.checks import at_least, divides, size, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import HeInit, Init, NormalInit, XavierInit
 from glassformer.spec.position import (
@@ -62,6 +65,7 @@ __all__ = [
     "FeedForward",
     "HeInit",
     "Head",
+    "HeadTransform",
     "Init",
     "LayerNorm",
     "Layers",
@@ -69,6 +73,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "MLP",
+    "MaskedHead",
     "MoE",
     "ModelSpec",
     "NextHead",
@@ -84,6 +89,7 @@ __all__ = [
     "Stack",
     "StateHead",
     "SwiGLU",
+    "VectorHead",
     "XavierInit",
     "YarnScaling",
 ]
@@ -94,7 +100,8 @@ class ModelSpec:
     """A complete transformer: sizes, embedding, position, one or two stacks, heads, initialisation.
 
     With an encoder, `source_vocab_size` (None: the same as vocab_size) and `share_embedding` (one
-    table for source and target) describe the source side.
+    table for source and target) describe the source side. `token_types` is the number of kinds of
+    tokens (first or second text) that a learned row is added for; 0: none.
     """
 
     vocab_size: int
@@ -108,6 +115,7 @@ class ModelSpec:
     init: Init = NormalInit()
     source_vocab_size: int | None = None
     share_embedding: bool = False
+    token_types: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "max_seq_len"):
@@ -122,13 +130,24 @@ class ModelSpec:
         names = self.head_names()
         if not names:
             raise InputError("a model needs at least one head", hint="heads=(NextHead(),)")
+        at_least("token_types", self.token_types, 0)
         if len(set(names)) < len(names):
             raise InputError(f"two heads share a name: {', '.join(names)}")
         causal = all(run.block.attention.causal for run in self.decoder.layers)
         if "next" in names and not causal:
             raise InputError(
                 "a next-token head on bidirectional attention sees its own answer",
-                hint="set attention.causal=true, or use an AnswerHead",
+                hint="set attention.causal=true, or use a MaskedHead or an AnswerHead",
+            )
+        if "masked" in names and all(run.block.attention.causal for run in self.decoder.layers):
+            raise InputError(
+                "a masked-token head on causal attention cannot see what follows the gap",
+                hint="set attention.causal=false, or use a NextHead",
+            )
+        if self.token_types and (causal or self.encoder is not None):
+            raise InputError(
+                "token types are for a stack whose attention is not causal",
+                hint="set attention.causal=false, or token_types=0",
             )
 
     def _check_source(self) -> None:
@@ -217,7 +236,9 @@ class ModelSpec:
                 return head.num_classes
             case StateHead():
                 return head.num_states
-            case NextHead() | AnswerHead():
+            case NextHead() | AnswerHead() | MaskedHead():
                 return self.vocab_size
+            case VectorHead():
+                return self.d_model
             case _ as unreachable:
                 assert_never(unreachable)

@@ -33,7 +33,15 @@ class Sinusoidal:
 
 @spec
 class Learned:
-    """A learned row for each of max_seq_len positions."""
+    """A learned row for each of max_seq_len positions.
+
+    `offset` rows stand before that of position 0 and are never read: RoBERTa and BART have two.
+    """
+
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("offset", self.offset, 0)
 
 
 @spec

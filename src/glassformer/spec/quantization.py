@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from glassformer.spec.checks import one_of, spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.manifest import Parameter, is_factorized, manifest, stored
-from glassformer.spec.model import ModelSpec, NextHead
+from glassformer.spec.model import MaskedHead, ModelSpec, NextHead
 from glassformer.spec.schemes import (
     SCHEMES,
     Int4,
@@ -214,7 +214,8 @@ def untied(model: ModelSpec) -> ModelSpec:
     if is_factorized(model.embedding):
         return model
     heads = tuple(
-        replace(head, tied=False) if isinstance(head, NextHead) else head for head in model.heads
+        replace(head, tied=False) if isinstance(head, NextHead | MaskedHead) else head
+        for head in model.heads
     )
     return replace(model, heads=heads)
 

@@ -128,6 +128,8 @@ def fixed_loss(
 
 def _plain_head(model: Model, head: str) -> tuple[Tensor, Tensor | None] | None:
     """Return the weight (V, D) and bias of a head that is one product, or None for another."""
+    if head in model.transforms or head not in model.heads:
+        return None
     part, embed = model.heads[head], model.output_embedding()
     if type(part) is Linear:
         return part.weight, part.bias

@@ -265,6 +265,7 @@ class FastModel:
             for part, block in zip(parts.blocks, parts.stack.blocks(), strict=True)
         ]
         dtype = next(model.parameters()).dtype
+        self.embed_norm = parts.embed_norm
         self.positions_SD = _position_table(model.spec, parts.position, dtype)
         rotary = ((int(w), cast(RotaryPosition, r)) for w, r in parts.rotary.items())
         self.turns = {width: _both_halves(part, dtype) for width, part in rotary}
@@ -295,6 +296,8 @@ class FastModel:
         else:
             at = positions_B
         x_BD = self._embedded(tokens_B, at)
+        if self.embed_norm is not None:
+            x_BD = self.embed_norm(x_BD)
         turned_by_kernels = isinstance(end, Tensor) and all(
             block.attention.gpu is not None for block in self.blocks
         )
@@ -341,7 +344,7 @@ def _position_table(
             return part.table.to(dtype)
         case spec.Learned():
             assert isinstance(part, LearnedPosition)
-            return part.weight.detach().to(dtype)
+            return part.weight.detach()[part.offset :].to(dtype)
         case OwnPosition():
             assert isinstance(part, AddedPosition)
             return part.table(model.max_seq_len, dtype)

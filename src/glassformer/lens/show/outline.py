@@ -20,6 +20,7 @@ from glassformer.spec.model import (
     FeedForward,
     LayerNorm,
     Learned,
+    MaskedHead,
     ModelSpec,
     MoE,
     NextHead,
@@ -33,6 +34,7 @@ from glassformer.spec.model import (
     Stack,
     StateHead,
     SwiGLU,
+    VectorHead,
 )
 from glassformer.spec.own import OwnPosition
 
@@ -108,7 +110,7 @@ def outline(model: ModelSpec, *, every_block: bool = False) -> tuple[Column, ...
     owned = _Owned(model)
     columns = []
     for prefix, stack in model.stacks().items():
-        before = _before(model, prefix, owned)
+        before = [*_before(model, prefix, owned), *_types_and_norm(model, stack, prefix, owned)]
         layers = _layers(model, prefix, stack, owned, every_block=every_block)
         after = []
         if stack.final_norm is not None:
@@ -153,6 +155,16 @@ def _positions(model: ModelSpec, key: str, owned: _Owned) -> Iterator[Part]:
             pass
         case _ as unreachable:
             assert_never(unreachable)
+
+
+def _types_and_norm(model: ModelSpec, stack: Stack, prefix: str, owned: _Owned) -> Iterator[Part]:
+    """Yield what is added for the kind of a token, and the norm before the first block."""
+    if model.token_types:
+        key, note = f"{prefix}token_type", f"a learned row for each of {model.token_types} kinds"
+        yield Part(key, "position", "Token types", note, owned(key))
+    if stack.embed_norm is not None:
+        key, title = f"{prefix}embed_norm", f"Embedding {norm_name(stack.embed_norm)}"
+        yield Part(key, "norm", title, _norm_note(stack.embed_norm), owned(key))
 
 
 def _layers(
@@ -275,10 +287,19 @@ def _head_part(model: ModelSpec, name: str, owned: _Owned) -> Part:
         case AnswerHead(readout=readout):
             at = {"last": "the last token", "first": "the first token", "mean": "the mean"}[readout]
             title, note = "Answer head", f"{size} logits, read at {at}"
+        case MaskedHead(transform=transform):
+            title, note = "Masked-token head", f"{size} logits of the token itself"
+            if transform is not None:
+                note += f", after a {transform.activation} layer and {norm_name(transform.norm)}"
+        case VectorHead(readout=readout, pooler=pooler):
+            at = {"last": "the last token", "first": "the first token", "mean": "the mean"}[readout]
+            pooled = f"tanh of {size}" if pooler else f"{model.d_model} numbers"
+            title, note = "Vector of the sequence", f"{pooled}, read at {at}"
         case _ as unreachable:
             assert_never(unreachable)
     key = f"heads.{name}"
-    return Part(key, "head", title, note, owned(key), "the embedding" if is_tied(head) else "")
+    size_of = owned(key) + owned(f"transforms.{name}")
+    return Part(key, "head", title, note, size_of, "the embedding" if is_tied(head) else "")
 
 
 def counted(count: int, noun: str) -> str:
