@@ -9,9 +9,27 @@ from hypothesis import given, settings
 
 from glassformer.byhand.gradient_check import check_directions, relative_error
 from glassformer.byhand.model import Model
+from glassformer.models.inputs import Inputs
 from glassformer.nn.taps import Taps
+from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import manifest
-from glassformer.spec.model import ALiBi, ModelSpec
+from glassformer.spec.model import (
+    MLP,
+    ALiBi,
+    Attention,
+    Block,
+    FactorizedEmbedding,
+    HeadTransform,
+    LayerNorm,
+    Layers,
+    Learned,
+    MaskedHead,
+    ModelSpec,
+    NoPosition,
+    RMSNorm,
+    Stack,
+    VectorHead,
+)
 from glassformer.spec.presets import PRESETS as ALL_PRESETS
 from tests.byhand.witness import PRESETS, case_for, torch_gradients, torch_loss, torch_twin
 from tests.strategies import model_specs
@@ -57,6 +75,80 @@ def test_packed_segments(name: str) -> None:
 def test_linear_biases_in_an_encoder_and_decoder() -> None:
     """Both ways in the encoder, none in cross-attention, both sides padded."""
     assert_same_gradients(replace(PRESETS["seq2seq"], position=ALiBi(scaled=True)))
+
+
+#: BERT's parts: token types, a norm of the embedding, rows before position 0, norms after, a
+#: transform before the logits, BERT's pooled vector.
+ENCODER = ModelSpec(
+    vocab_size=29,
+    d_model=24,
+    max_seq_len=16,
+    token_types=3,
+    position=Learned(offset=2),
+    decoder=Stack(
+        layers=(
+            Layers(
+                count=2,
+                block=Block(
+                    attention=Attention(n_heads=3, bias="all", causal=False),
+                    ffn=MLP(d_ff=20),
+                    norm=LayerNorm(),
+                    placement="post",
+                ),
+            ),
+        ),
+        embed_norm=LayerNorm(),
+    ),
+    heads=(MaskedHead(transform=HeadTransform()), VectorHead(readout="first", pooler=True)),
+)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ENCODER,
+        replace(ENCODER, heads=(VectorHead(),), embedding=FactorizedEmbedding(rank=7)),
+        replace(
+            ENCODER,
+            token_types=0,
+            position=NoPosition(),
+            heads=(
+                MaskedHead(
+                    tied=False,
+                    bias=False,
+                    transform=HeadTransform(activation="relu", norm=RMSNorm(), bias=False),
+                ),
+            ),
+        ),
+    ],
+    ids=["bert", "mean", "plain"],
+)
+def test_an_encoder_s_parts(spec: ModelSpec) -> None:
+    assert_same_gradients(spec)
+    twin, weights = torch_twin(spec)
+    model, case = Model(spec, params=weights), case_for(spec)
+    theirs = Taps(read="*", gradients=True)
+    torch_loss(twin, case, taps=theirs).backward()
+    taps: dict[str, np.ndarray] = {}
+    model.loss_and_grads(case.inputs(model), targets=case.targets, label_smoothing=0.1, taps=taps)
+    assert set(taps) == set(theirs.seen)
+
+
+def test_token_types_reach_both_engines() -> None:
+    twin, weights = torch_twin(ENCODER)
+    model, rng = Model(ENCODER, params=weights), np.random.default_rng(0)
+    tokens, types = rng.integers(0, 29, (2, 7)), rng.integers(0, 3, (2, 7))
+    ours = model.forward(tokens, types_BT=types)
+    inputs = Inputs(torch.from_numpy(tokens), types_BT=torch.from_numpy(types))
+    theirs = twin(inputs)
+    for head, logits in ours.items():
+        assert relative_error(logits, theirs[head].detach().numpy(), floor=1e-3) <= PARITY
+    plain = model.forward(tokens)["masked"]
+    assert np.abs(plain - ours["masked"]).max() > 1e-3
+    with pytest.raises(InputError, match="token types"):
+        model.forward(tokens, types_BT=types + 1)
+    with pytest.raises(InputError, match="outside the vocabulary of 3"):
+        twin(Inputs(torch.from_numpy(tokens), types_BT=torch.from_numpy(types + 1)))
 
 
 @settings(max_examples=60)

@@ -65,6 +65,7 @@ PRESETS: dict[str, ModelSpec] = {
 }
 
 B, T, S = 3, 7, 5
+ONE = ("answer", "vector")  # heads with one result for a sequence
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def case_for(spec: ModelSpec, *, seed: int = 0, segments: bool = False) -> Case:
     valid[1, max(1, length - 2) :] = False
     valid[2, : length // 2] = False
     targets = {
-        head: rng.integers(0, spec.head_size(head), (B,) if head == "answer" else (B, length))
+        head: rng.integers(0, spec.head_size(head), (B,) if head in ONE else (B, length))
         for head in spec.head_names()
     }
     tokens = rng.integers(0, spec.vocab_size, (B, length))
@@ -155,7 +156,7 @@ def torch_loss(
     hidden = model.hidden(inputs, taps=taps, balance=balance)
     if balance.losses:
         total = total + balance.weighted()[1]
-    for head in model.heads:
+    for head in model.spec.head_names():
         logits = model.logits(hidden, head, valid_BT=inputs.valid_BT)
         logits = logits if taps is None else taps.visit(f"logits.{head}", logits)
         losses = F.cross_entropy(
@@ -164,7 +165,7 @@ def torch_loss(
             reduction="none",
             label_smoothing=label_smoothing,
         )
-        counted = torch.ones(B) if head == "answer" else torch.tensor(case.valid).flatten()
+        counted = torch.ones(B) if head in ONE else torch.tensor(case.valid).flatten()
         mean = (losses * counted).sum() / counted.sum()
         total = total + (head_weights or {}).get(head, 1.0) * mean
     return total

@@ -70,7 +70,7 @@ def test_all_problems_are_told_at_once():
     assert sorted(lines[1:]) == [
         "colour: unknown key; known: "
         "d_model, decoder, embedding, encoder, heads, init, max_seq_len, position, "
-        "share_embedding, source_vocab_size, vocab_size",
+        "share_embedding, source_vocab_size, token_types, vocab_size",
         "decoder.layers.0.block.ffn: d_ff 0 is below 1 (the nearest valid d_ff is 1)",
         "decoder.layers.0.block.placement: unknown value 'per'; did you mean 'pre'?",
         "max_seq_len: 'long' is not a whole number",

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from glassformer.adapters.config import Config
+from glassformer.adapters.families.encoders import BERT, DISTILBERT, ROBERTA
 from glassformer.adapters.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from glassformer.adapters.families.gpt2 import GPT2
 from glassformer.adapters.families.layernorm import BIGCODE, STARCODER2
@@ -21,7 +22,7 @@ from glassformer.adapters.table import Family
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.init import NormalInit
-from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, Stack
+from glassformer.spec.model import Block, Dropout, Layers, ModelSpec
 from glassformer.spec.serialize import to_dict
 
 #: The families that are written, in the order of choice where several fit: the one that most
@@ -32,6 +33,7 @@ BUILT_IN = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, GPT2),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
         *(MINISTRAL, SEED_OSS, ERNIE, STARCODER2, BIGCODE),
+        *(BERT, ROBERTA, DISTILBERT),
     )
 }
 SHOWN = 6
@@ -43,7 +45,8 @@ def counterpart(
     """Return the family that can write this spec; `first` is tried before the others."""
     check_tree(spec)
     known = {name: family for name, family in families.items() if family.write is not None}
-    order = [name for name in (first, *BUILT_IN, *known) if name in known]
+    same = [name for name, family in known.items() if family.model_type == first]
+    order = [name for name in (*same, *BUILT_IN, *known) if name in known]
     tried: dict[str, list[str]] = {}
     for name in dict.fromkeys(order):
         reasons = misfits(spec, known[name])
@@ -98,7 +101,7 @@ def _comparable(spec: ModelSpec) -> ModelSpec:
 
     runs = groupby(spec.decoder.blocks())
     layers = tuple(Layers(count=len(list(run)), block=block(one)) for one, run in runs)
-    decoder = Stack(layers=layers, final_norm=spec.decoder.final_norm, dropout=Dropout())
+    decoder = replace(spec.decoder, layers=layers, dropout=Dropout())
     return replace(spec, decoder=decoder, init=NormalInit())
 
 

@@ -172,10 +172,9 @@ class NativeAdapter(BaseAdapter):
     @classmethod
     def family_of(cls, config: Config) -> Family:
         """The family of a config's model_type among this adapter's."""
-        kind = config.any("model_type", default="")
-        for family in cls.families:
-            if family.model_type == kind:
-                return family
+        kind, family = config.any("model_type", default=""), Family.of(cls.families, config)
+        if family is not None:
+            return family
         known = ", ".join(family.model_type for family in cls.families)
         raise InputError(
             f"{cls.__name__} does not read model_type '{str(kind)[:60]}'",

@@ -7,6 +7,7 @@ are exported to its families.
 from typing import TypeVar
 
 from glassformer.adapters.config import Config
+from glassformer.adapters.families.encoders import ENCODERS
 from glassformer.adapters.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from glassformer.adapters.families.gpt2 import GPT2
 from glassformer.adapters.families.layernorm import BIGCODE, STARCODER2
@@ -66,6 +67,13 @@ class GPT2Adapter(NativeAdapter):
     families = (GPT2,)
 
 
+class EncoderAdapter(NativeAdapter):
+    """BERT, RoBERTa, XLM-RoBERTa and DistilBERT, with their masked-token heads or without."""
+
+    architecture_type = "encoder"
+    families = ENCODERS
+
+
 class StarCoderAdapter(NativeAdapter):
     """StarCoder and StarCoder 2."""
 
@@ -94,6 +102,7 @@ for _adapter in (
     LlamaAdapter,
     GPT2Adapter,
     StarCoderAdapter,
+    EncoderAdapter,
 ):
     register(_adapter)
 
@@ -111,11 +120,11 @@ def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
     """Return the adapter and family that read a config; an unknown one is refused with a list."""
     kind = str(config.any("model_type", default=""))
     for adapter in ADAPTERS.values():
-        for family in adapter.families:
-            if family.model_type == kind:
-                return adapter, family
+        family = Family.of(adapter.families, config)
+        if family is not None:
+            return adapter, family
     known = sorted(
-        family.model_type for adapter in ADAPTERS.values() for family in adapter.families
+        {family.model_type for adapter in ADAPTERS.values() for family in adapter.families}
     )
     key = next((key for key in MISSING if config.data.get(key)), None)
     why = "" if key is None else f": its '{key}' means {MISSING[key]}, which no spec here has"
@@ -127,10 +136,15 @@ def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
 
 
 def families_that_write() -> dict[str, Family]:
-    """Return the families that a spec can be exported to, by model_type."""
-    return {
-        family.model_type: family
-        for adapter in ADAPTERS.values()
-        for family in adapter.families
-        if family.write is not None
-    }
+    """Return the families that a spec can be exported to, by model_type.
+
+    A second family of a model_type (BERT's body beside its masked-token head) has the name of its
+    architecture.
+    """
+    made: dict[str, Family] = {}
+    for adapter in ADAPTERS.values():
+        for family in adapter.families:
+            if family.write is not None:
+                kind = family.model_type
+                made[family.architecture if kind in made else kind] = family
+    return made

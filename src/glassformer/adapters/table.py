@@ -177,12 +177,14 @@ class Row:
 class Table:
     """The rows of a family; `ignored` lists tensors that its files may hold and no model needs.
 
-    `prefix` is what a file of the body alone leaves out at the front of each name.
+    `prefix` is what a file of the body alone leaves out at the front of each name; `older` are
+    endings of names that older files have, and today's in their place.
     """
 
     rows: tuple[Row, ...]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+    older: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +213,13 @@ class Plan:
     tied: dict[str, str]
     ignored: frozenset[str]
     prefix: str = ""
+    older: Mapping[str, str] = field(default_factory=dict)
 
     def full_name(self, name: str) -> str:
-        """Return their name with the body's prefix, if the file leaves it out."""
+        """Return their name as it is today, with the body's prefix if the file leaves it out."""
+        for ending, now in self.older.items():
+            if name.endswith(ending):
+                name = name.removesuffix(ending) + now
         longer = self.prefix + name
         return longer if not self.knows(name) and self.knows(longer) else name
 
@@ -252,6 +258,7 @@ def make_plan(table: Table, spec: ModelSpec) -> Plan:
             for layer in range(spec.n_layers if "{}" in name else 1)
         ),
         table.prefix,
+        table.older,
     )
 
 
@@ -301,6 +308,18 @@ class Family:
     def title(self) -> str:
         """The name for people: `Llama`, `GPT2`."""
         return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+
+    @staticmethod
+    def of(families: "Sequence[Family]", config: Config) -> "Family | None":
+        """Return the family of a config's model_type, and of its architecture if there are several.
+
+        A live module may have no architecture in its config: its class is one.
+        """
+        kind = str(config.any("model_type", default=""))
+        own = [family for family in families if family.model_type == kind]
+        named = config.data.get("architectures") or [config.where]
+        exact = [one for one in own if isinstance(named, list) and one.architecture in named]
+        return next(iter(exact or own), None)
 
     def plan(self, spec: ModelSpec, *, live: bool = False) -> Plan:
         """Return the plan of a spec's files, or of a live module of transformers."""

@@ -324,7 +324,7 @@ class MaskedHead:
 
     tied: bool = True
     bias: bool = True
-    transform: HeadTransform | None = HeadTransform()
+    transform: HeadTransform | None = None
 
     @property
     def readout(self) -> None:

@@ -139,11 +139,6 @@ class ModelSpec:
                 "a next-token head on bidirectional attention sees its own answer",
                 hint="set attention.causal=true, or use a MaskedHead or an AnswerHead",
             )
-        if "masked" in names and all(run.block.attention.causal for run in self.decoder.layers):
-            raise InputError(
-                "a masked-token head on causal attention cannot see what follows the gap",
-                hint="set attention.causal=false, or use a NextHead",
-            )
         if self.token_types and (causal or self.encoder is not None):
             raise InputError(
                 "token types are for a stack whose attention is not causal",

@@ -154,7 +154,7 @@ def write_qwen1(spec: ModelSpec) -> dict[str, Any]:
         "kv_channels": next(spec.decoder.blocks()).attention.head_width(spec.d_model),
         "seq_length": spec.max_seq_len,
         "max_position_embeddings": spec.max_seq_len,
-        "layer_norm_epsilon": keys["rms_norm_eps"],
+        "layer_norm_epsilon": next(spec.decoder.blocks()).norm.eps,
         "rotary_emb_base": position.base,
         "attn_dropout_prob": keys["attention_dropout"],
         "emb_dropout_prob": 0.0,

@@ -78,7 +78,8 @@ def targets_for(spec: ModelSpec, inputs: Inputs) -> dict[str, torch.Tensor]:
     """Return random targets for every head."""
     targets = {}
     for i, head in enumerate(spec.head_names()):
-        shape = inputs.tokens_BT.shape[:1] if head == "answer" else inputs.tokens_BT.shape
+        one = spec.head(head).readout is not None
+        shape = inputs.tokens_BT.shape[:1] if one else inputs.tokens_BT.shape
         draw = seeded(92 + i)
         targets[head] = torch.randint(0, spec.head_size(head), shape, generator=draw)
     return targets

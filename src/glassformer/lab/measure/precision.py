@@ -306,7 +306,7 @@ def _prefill(model: Model) -> tuple[Callable[[], Any], int]:
     @torch.inference_mode()
     def call() -> float:
         hidden_BTD = model.hidden(model.inputs(Inputs(tokens, source_BS=source)))
-        head = next(iter(model.heads))
+        head = model.spec.head_names()[0]
         out = model.project(hidden_BTD[:, -1], head)
         return float(out[0, 0])  # which waits for a GPU to finish
 

@@ -1,0 +1,311 @@
+"""Encoders: BERT, RoBERTa and XLM-RoBERTa, DistilBERT; with their masked-token head, or the body.
+
+LayerNorm after each part and after the embedding, learned positions, attention in both directions.
+A folder of the body alone (`BertModel`) ends in a vector: BERT's pooled one where it has a pooler,
+else the mean over its tokens, which is what sentence embeddings use.
+"""
+
+from typing import Any
+
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.families.gpt2 import ACTIVATIONS
+from glassformer.adapters.table import Family, Row, Table, dense
+from glassformer.spec.errors import InputError
+from glassformer.spec.init import NormalInit
+from glassformer.spec.model import (
+    MLP,
+    Activation,
+    Attention,
+    Block,
+    Dropout,
+    Head,
+    HeadTransform,
+    LayerNorm,
+    Layers,
+    Learned,
+    MaskedHead,
+    ModelSpec,
+    Stack,
+    VectorHead,
+)
+
+BLOCK = "blocks.{}."
+PARTS = {
+    "attention.self.query": "attn.q_proj",
+    "attention.self.key": "attn.k_proj",
+    "attention.self.value": "attn.v_proj",
+    "attention.output.dense": "attn.o_proj",
+    "attention.output.LayerNorm": "attn_norm",
+    "intermediate.dense": "ffn.up_proj",
+    "output.dense": "ffn.down_proj",
+    "output.LayerNorm": "ffn_norm",
+}
+DISTILLED = {
+    "attention.q_lin": "attn.q_proj",
+    "attention.k_lin": "attn.k_proj",
+    "attention.v_lin": "attn.v_proj",
+    "attention.out_lin": "attn.o_proj",
+    "sa_layer_norm": "attn_norm",
+    "ffn.lin1": "ffn.up_proj",
+    "ffn.lin2": "ffn.down_proj",
+    "output_layer_norm": "ffn_norm",
+}
+
+
+def _pairs(theirs: str, ours: str) -> tuple[Row, Row]:
+    """Return the rows of a weight and its bias."""
+    return Row(f"{theirs}.weight", f"{ours}.weight"), Row(f"{theirs}.bias", f"{ours}.bias")
+
+
+def table(body: str, layer: str, parts: dict[str, str], head: tuple[Row, ...]) -> Table:
+    """Return the names of a body under this prefix, and of its head."""
+    return Table(
+        rows=(
+            Row(f"{body}embeddings.word_embeddings.weight", "embed.weight"),
+            Row(f"{body}embeddings.position_embeddings.weight", "position.weight"),
+            Row(f"{body}embeddings.token_type_embeddings.weight", "token_type.weight"),
+            *_pairs(f"{body}embeddings.LayerNorm", "embed_norm"),
+            *(
+                row
+                for theirs, ours in parts.items()
+                for row in _pairs(f"{body}{layer}.{{}}.{theirs}", f"{BLOCK}{ours}")
+            ),
+            *head,
+        ),
+        ignored=(
+            f"{body}embeddings.position_ids",
+            # Parts of a pre-training that a folder may still hold, and copies of what is tied.
+            *(f"{body}pooler.dense.{leaf}" for leaf in ("weight", "bias") if body),
+            *(f"cls.seq_relationship.{leaf}" for leaf in ("weight", "bias")),
+            *("cls.predictions.decoder.bias", "lm_head.decoder.bias"),
+        ),
+        older={".gamma": ".weight", ".beta": ".bias"},
+    )
+
+
+POOLER = _pairs("pooler.dense", "heads.vector")
+BERT_HEAD = (
+    *_pairs("cls.predictions.transform.dense", "transforms.masked.dense"),
+    *_pairs("cls.predictions.transform.LayerNorm", "transforms.masked.norm"),
+    Row("cls.predictions.decoder.weight", "heads.masked.weight"),
+    Row("cls.predictions.bias", "heads.masked.bias"),
+)
+ROBERTA_HEAD = (
+    *_pairs("lm_head.dense", "transforms.masked.dense"),
+    *_pairs("lm_head.layer_norm", "transforms.masked.norm"),
+    Row("lm_head.decoder.weight", "heads.masked.weight"),
+    Row("lm_head.bias", "heads.masked.bias"),
+)
+DISTIL_HEAD = (
+    *_pairs("vocab_transform", "transforms.masked.dense"),
+    *_pairs("vocab_layer_norm", "transforms.masked.norm"),
+    *_pairs("vocab_projector", "heads.masked"),
+)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_body(
+    config: Config, *, head: Head, block: Block, layers: int, offset: int = 0, types: int = 0
+) -> ModelSpec:
+    """Read what these families share."""
+    positions = config.whole("max_position_embeddings", most=MOST_POSITIONS)
+    if positions <= offset:
+        raise config.bad("max_position_embeddings", positions, f"more than {offset}")
+    return ModelSpec(
+        vocab_size=config.whole("vocab_size"),
+        d_model=config.whole("hidden_size", "dim"),
+        max_seq_len=positions - offset,
+        position=Learned(offset=offset),
+        token_types=types,
+        decoder=Stack(
+            layers=(Layers(count=layers, block=block),),
+            embed_norm=block.norm,
+            dropout=Dropout(
+                embedding=config.number("hidden_dropout_prob", "dropout", default=0.1),
+                attention=config.number(
+                    "attention_probs_dropout_prob", "attention_dropout", default=0.1
+                ),
+                residual=config.number("hidden_dropout_prob", "dropout", default=0.1),
+            ),
+        ),
+        heads=(head,),
+        init=NormalInit(std=config.number("initializer_range", default=0.02)),
+    )
+
+
+def _masked(config: Config, activation: Activation, norm: LayerNorm) -> MaskedHead:
+    tied = config.flag("tie_word_embeddings", default=True)
+    if not tied and "DistilBertForMaskedLM" not in (config.data.get("architectures") or ()):
+        raise InputError(
+            "an untied masked-token head keeps two biases, one of which is never used",
+            hint="tie_word_embeddings true is what released models have",
+        )
+    return MaskedHead(
+        tied=tied,
+        transform=HeadTransform(activation=activation, norm=norm),
+    )
+
+
+def _activation(config: Config, key: str) -> Activation:
+    word = config.one_of(key, {name: name for name in ACTIVATIONS}, default="gelu")
+    return ACTIVATIONS[word]
+
+
+def read_bert(config: Config, *, masked: bool, offset: int = 0, types: int = 2) -> ModelSpec:
+    """Read BERT's config; RoBERTa's positions begin after its padding id."""
+    kind = config.any("position_embedding_type", default="absolute")
+    if kind != "absolute":
+        raise config.bad("position_embedding_type", kind, "absolute")
+    activation = _activation(config, "hidden_act")
+    norm = LayerNorm(eps=config.number("layer_norm_eps", default=1e-12))
+    block = Block(
+        attention=Attention(n_heads=config.whole("num_attention_heads"), bias="all", causal=False),
+        ffn=MLP(d_ff=config.whole("intermediate_size"), activation=activation),
+        norm=norm,
+        placement="post",
+    )
+    return read_body(
+        config,
+        # RoBERTa's head has GELU, whatever the blocks have.
+        head=_masked(config, "gelu" if offset else activation, norm)
+        if masked
+        else VectorHead(readout="first", pooler=True),
+        block=block,
+        layers=config.whole("num_hidden_layers", most=MOST_LAYERS),
+        offset=offset,
+        types=config.whole("type_vocab_size", default=types),
+    )
+
+
+def read_roberta(config: Config, *, masked: bool) -> ModelSpec:
+    """Read RoBERTa's config."""
+    pad = config.any("pad_token_id", default=1)
+    if type(pad) is not int or not 0 <= pad <= 8:
+        raise config.bad("pad_token_id", pad, "a small whole number, which positions begin after")
+    return read_bert(config, masked=masked, offset=pad + 1)
+
+
+def read_distilbert(config: Config, *, masked: bool) -> ModelSpec:
+    """Read DistilBERT's config: BERT without token types and pooler, under names of its own."""
+    # Sinusoidal positions are a table like any other here: stored, only their first values differ.
+    config.flag("sinusoidal_pos_embds", default=False)
+    activation, norm = _activation(config, "activation"), LayerNorm(eps=1e-12)
+    block = Block(
+        attention=Attention(n_heads=config.whole("n_heads"), bias="all", causal=False),
+        ffn=MLP(d_ff=config.whole("hidden_dim"), activation=activation),
+        norm=norm,
+        placement="post",
+    )
+    head = _masked(config, activation, norm) if masked else VectorHead()
+    layers = config.whole("n_layers", most=MOST_LAYERS)
+    return read_body(config, head=head, block=block, layers=layers)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write_bert(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config keys of BERT and RoBERTa for a spec."""
+    block, ffn = next(spec.decoder.blocks()), dense(next(spec.decoder.blocks()).ffn)
+    head, rates = spec.heads[0], spec.decoder.dropout
+    offset = spec.position.offset if isinstance(spec.position, Learned) else 0
+    words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.d_model,
+        "num_hidden_layers": spec.n_layers,
+        "num_attention_heads": block.attention.n_heads,
+        "intermediate_size": ffn.d_ff,
+        "hidden_act": words[ffn.activation] if isinstance(ffn, MLP) else "gelu",
+        "max_position_embeddings": spec.max_seq_len + offset,
+        "type_vocab_size": max(spec.token_types, 1),
+        "layer_norm_eps": block.norm.eps,
+        "hidden_dropout_prob": rates.residual,
+        "attention_probs_dropout_prob": rates.attention,
+        "initializer_range": spec.init.std if isinstance(spec.init, NormalInit) else 0.02,
+        "tie_word_embeddings": head.tied if isinstance(head, MaskedHead) else True,
+        "pad_token_id": max(offset - 1, 0),
+    }
+
+
+def write_distilbert(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config keys of DistilBERT for a spec."""
+    made = write_bert(spec)
+    names = {
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "intermediate_size": "hidden_dim",
+        "hidden_act": "activation",
+        "hidden_dropout_prob": "dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+    }
+    same = ("vocab_size", "max_position_embeddings", "initializer_range", "tie_word_embeddings")
+    return (
+        {ours: made[theirs] for theirs, ours in names.items()}
+        | {key: made[key] for key in (*same, "pad_token_id")}
+        | {"sinusoidal_pos_embds": False}
+    )
+
+
+HARMLESS = ("classifier_dropout", "gradient_checkpointing", "qa_dropout", "seq_classif_dropout")
+
+
+def _bert(kind: str, masked: str, body: str, prefix: str, head: tuple[Row, ...]) -> list[Family]:
+    """Return the two families of a model_type: with its masked-token head, and the body alone."""
+    roberta = prefix == "roberta."
+
+    def read(config: Config, *, masked: bool) -> ModelSpec:
+        if roberta:
+            return read_roberta(config, masked=masked)
+        return read_bert(config, masked=masked)
+
+    return [
+        Family(
+            kind,
+            masked,
+            table(prefix, "encoder.layer", PARTS, head),
+            lambda config: read(config, masked=True),
+            write_bert,
+            harmless=HARMLESS,
+        ),
+        Family(
+            kind,
+            body,
+            table("", "encoder.layer", PARTS, POOLER),
+            lambda config: read(config, masked=False),
+            write_bert,
+            harmless=(*HARMLESS, "tie_word_embeddings"),
+        ),
+    ]
+
+
+BERT, BERT_BODY = _bert("bert", "BertForMaskedLM", "BertModel", "bert.", BERT_HEAD)
+ROBERTA, ROBERTA_BODY = _bert(
+    "roberta", "RobertaForMaskedLM", "RobertaModel", "roberta.", ROBERTA_HEAD
+)
+XLM_ROBERTA, XLM_ROBERTA_BODY = _bert(
+    "xlm-roberta", "XLMRobertaForMaskedLM", "XLMRobertaModel", "roberta.", ROBERTA_HEAD
+)
+DISTILBERT = Family(
+    "distilbert",
+    "DistilBertForMaskedLM",
+    table("distilbert.", "transformer.layer", DISTILLED, DISTIL_HEAD),
+    lambda config: read_distilbert(config, masked=True),
+    write_distilbert,
+    harmless=HARMLESS,
+)
+DISTILBERT_BODY = Family(
+    "distilbert",
+    "DistilBertModel",
+    table("", "transformer.layer", DISTILLED, ()),
+    lambda config: read_distilbert(config, masked=False),
+    write_distilbert,
+    harmless=(*HARMLESS, "tie_word_embeddings"),
+)
+ENCODERS = (
+    *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
+    *(DISTILBERT, DISTILBERT_BODY),
+)

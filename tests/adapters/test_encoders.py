@@ -1,0 +1,147 @@
+"""Encoders compute what transformers computes: masked-token logits, pooled vectors, and files."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import glassformer as gf
+from glassformer.adapters.folder.export_hf import export_hf
+from glassformer.adapters.load import adapt, load
+from glassformer.models.inputs import Inputs
+from tests.adapters.checkpoints import perturbed
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+}
+DISTIL = {
+    "vocab_size": 97,
+    "dim": 32,
+    "hidden_dim": 48,
+    "n_layers": 3,
+    "n_heads": 4,
+    "max_position_embeddings": 40,
+}
+#: Name: (prefix of the classes, fields of the config, class of the model).
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bert": ("Bert", SIZES, "ForMaskedLM"),
+    "bert relu": ("Bert", SIZES | {"hidden_act": "relu", "type_vocab_size": 3}, "ForMaskedLM"),
+    "bert body": ("Bert", SIZES, "Model"),
+    "roberta": ("Roberta", SIZES | {"layer_norm_eps": 1e-5}, "ForMaskedLM"),
+    "xlm-roberta body": ("XLMRoberta", SIZES | {"type_vocab_size": 1}, "Model"),
+    "distilbert": ("DistilBert", DISTIL, "ForMaskedLM"),
+    "distilbert untied": ("DistilBert", DISTIL | {"tie_word_embeddings": False}, "ForMaskedLM"),
+    "distilbert body": ("DistilBert", DISTIL, "Model"),
+}
+TOLERANCE = 1e-5
+
+
+@cache
+def live(case: str) -> Any:
+    import transformers
+
+    name, fields, kind = CASES[case]
+    config = getattr(transformers, f"{name}Config")(**fields)
+    return perturbed(getattr(transformers, f"{name}{kind}")(config)).eval()
+
+
+def batch(case: str, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids without the padding id, and a mask with rows of three lengths, padded on one side."""
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 97, (3, 24), generator=draw)
+    valid = torch.ones_like(ids)
+    for row, length in ((1, 9), (2, 17)):
+        gap = slice(0, 24 - length) if side == "left" else slice(length, 24)
+        valid[row, gap] = 0
+    pad = live(case).config.pad_token_id
+    return ids.where(valid.bool(), torch.tensor(pad)), valid
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return float((ours - theirs).abs().max()) <= TOLERANCE * max(1.0, float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_results_are_transformers(case, side, tmp_path):
+    module = live(case)
+    module.save_pretrained(tmp_path / "theirs")
+    adapter = load(tmp_path / "theirs")
+    ids, valid = batch(case, side)
+    kinds = torch.randint(
+        0, max(adapter.spec.token_types, 1), ids.shape, generator=torch.Generator().manual_seed(1)
+    )
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": valid}
+    if side == "left" and "roberta" not in case:  # which counts by itself
+        given["position_ids"] = (valid.cumsum(1) - 1).clamp(min=0)
+    if adapter.spec.token_types:
+        given["token_type_ids"] = kinds
+    theirs = module(**given)
+    inputs = Inputs(ids, valid.bool(), types_BT=kinds if adapter.spec.token_types else None)
+    real = valid.bool()
+    hidden = adapter.model.hidden(adapter.model.inputs(inputs))
+    if "body" in case:
+        assert close(hidden[real], theirs.last_hidden_state[real])
+        vector = adapter(inputs)
+        if getattr(theirs, "pooler_output", None) is None:
+            share = valid.float() / valid.sum(1, keepdim=True)
+            assert close(vector, (theirs.last_hidden_state * share[..., None]).sum(1))
+        elif side == "right":  # transformers' pooler reads column 0, whatever is there
+            assert close(vector, theirs.pooler_output)
+    else:
+        assert close(adapter(inputs)[real], theirs.logits[real])
+    if side == "right":
+        assert torch.equal(adapt(module).forward(inputs), adapter(inputs))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_folder_comes_back_byte_for_byte(case, tmp_path):
+    live(case).save_pretrained(tmp_path / "theirs")
+    first = load(tmp_path / "theirs")
+    assert first.report.complete and not first.report.notes
+    native = load(gf.save(first, tmp_path / "native"))
+    folder = export_hf(native, tmp_path / "back").folder
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "theirs" / name).read_bytes() == (folder / name).read_bytes(), name
+    bare = gf.build(first.spec)
+    bare.model.load_state_dict(first.model.state_dict())
+    written = export_hf(bare, tmp_path / "written")
+    _, found = type(live(case)).from_pretrained(written.folder, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_older_names_and_what_a_pre_training_left_behind(tmp_path):
+    """The first BERTs: gamma and beta, a pooler and a sentence head beside the masked one."""
+    from safetensors.torch import load_file, save_file
+
+    live("bert").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    plain = load(tmp_path).model
+    for name in [name for name in state if "LayerNorm" in name]:
+        other = name.replace("weight", "gamma").replace("bias", "beta")
+        state[other] = state.pop(name)
+    state |= {
+        "bert.pooler.dense.weight": torch.ones(32, 32),
+        "bert.pooler.dense.bias": torch.ones(32),
+    }
+    state |= {
+        "cls.seq_relationship.weight": torch.ones(2, 32),
+        "cls.seq_relationship.bias": torch.ones(2),
+    }
+    state["cls.predictions.decoder.weight"] = state[
+        "bert.embeddings.word_embeddings.weight"
+    ].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    adapter = load(tmp_path)
+    assert adapter.report.complete and len(adapter.report.ignored) == 4
+    ids = torch.randint(0, 97, (2, 9))
+    assert torch.equal(adapter.model(ids)["masked"], plain(ids)["masked"])
