@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from glassformer.adapters.any_model import inspect as inspect
     from glassformer.adapters.any_model import patch_activations as patch_activations
     from glassformer.adapters.any_model import quantize as quantize
+    from glassformer.adapters.embed import embed as embed
     from glassformer.adapters.load import build as build
     from glassformer.adapters.load import load as load
     from glassformer.adapters.load import save as save
@@ -87,6 +88,7 @@ _HOME = {
     "diagram": "glassformer.lens.show.diagram",
     "diff": "glassformer.checks.diff",
     "doctor": "glassformer.checks.doctor",
+    "embed": "glassformer.adapters.embed",
     "evaluate": "glassformer.lab.api",
     "export": "glassformer.adapters.any_model",
     "extract": "glassformer.lab.extract",

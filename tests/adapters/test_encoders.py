@@ -1,15 +1,19 @@
 """Encoders compute what transformers computes: masked-token logits, pooled vectors, and files."""
 
+import json
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.load import adapt, load
+from glassformer.cli.main import app
 from glassformer.models.inputs import Inputs
+from glassformer.spec.errors import FileError, InputError
 from tests.adapters.checkpoints import perturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -145,3 +149,83 @@ def test_older_names_and_what_a_pre_training_left_behind(tmp_path):
     assert adapter.report.complete and len(adapter.report.ignored) == 4
     ids = torch.randint(0, 97, (2, 9))
     assert torch.equal(adapter.model(ids)["masked"], plain(ids)["masked"])
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "sat", "the", "##s", "."]
+
+
+def sentence_folder(place, **pooling):
+    """A tiny BERT with a vocabulary and, as sentence-transformers writes it, its pooling."""
+    live("bert body").save_pretrained(place)
+    (place / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    names = {f"{n}_token": f"[{n.upper()}]" for n in ("pad", "unk", "cls", "sep", "mask")}
+    (place / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer"} | names)
+    )
+    if pooling:
+        (place / "1_Pooling").mkdir()
+        (place / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return place
+
+
+TEXTS = ["the cats sat.", "a dog", "the cats sat.", "a cat sat the dog . a cat sat . the cat"]
+
+
+@torch.no_grad()
+def test_sentence_vectors_are_the_mean_of_transformers_states(tmp_path):
+    import transformers
+
+    folder = sentence_folder(tmp_path / "mini")
+    adapter = load(folder)
+    found = gf.embed(adapter, TEXTS, batch=2)
+    tokenizer = transformers.BertTokenizer(vocab=str(folder / "vocab.txt"))
+    given = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    states, valid = live("bert body")(**given).last_hidden_state, given.attention_mask
+    mean = (states * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+    wanted = torch.nn.functional.normalize(mean, dim=-1)
+    assert float((torch.from_numpy(found.vectors) - wanted).abs().max()) <= TOLERANCE
+    assert (found.pooling, found.tokens) == ("mean", tuple(valid.sum(1).tolist()))
+    cosines = found.cosines()
+    assert abs(cosines[0, 2] - 1) < 1e-5 and abs(cosines - cosines.T).max() < 1e-6
+    plain = gf.embed(adapter, TEXTS[0], normalize=False, pooling="first")
+    assert abs(plain.vectors[0] - states[0, 0].numpy()).max() <= TOLERANCE
+    short = gf.embed(adapter, TEXTS, max_length=5)
+    assert short.tokens == (5, 4, 5, 5) and short.shortened == 3
+    with pytest.raises(InputError, match="pooling"):
+        gf.embed(adapter, "a cat", pooling="max")
+
+
+def test_a_folder_s_own_pooling_is_kept_through_a_checkpoint(tmp_path):
+    folder = sentence_folder(tmp_path / "cls", pooling_mode_cls_token=True)
+    first = gf.embed(load(folder), TEXTS)
+    assert first.pooling == "first"
+    native = load(gf.save(load(folder), tmp_path / "native"))
+    again = gf.embed(native, TEXTS)
+    assert again.pooling == "first" and (first.vectors == again.vectors).all()
+    back = export_hf(native, tmp_path / "back").folder
+    assert gf.embed(load(back), TEXTS).pooling == "first"
+    odd = sentence_folder(tmp_path / "odd", pooling_mode_max_tokens=True)
+    with pytest.raises(FileError, match="pooling_mode_max_tokens"):
+        gf.embed(load(odd), TEXTS)
+
+
+def test_the_command_prints_cosines(tmp_path):
+    folder = str(sentence_folder(tmp_path / "mini"))
+    shown = CliRunner().invoke(app, ["embed", folder, "a cat", "a dog"])
+    assert shown.exit_code == 0, shown.output
+    assert "2 vectors of 32 numbers, read at: mean" in shown.stdout and " 1.00" in shown.stdout
+    data = json.loads(CliRunner().invoke(app, ["embed", folder, "a cat", "--json"]).stdout)
+    assert len(data["vectors"][0]) == 32 and data["tokens"] == [4]
+
+
+@torch.no_grad()
+def test_a_decoder_is_read_at_its_last_token(tmp_path):
+    from tests.adapters.folders import write_model
+
+    adapter = load(write_model(tmp_path / "model"))
+    found = gf.embed(adapter, ["The cat", "The cat sat on the mat"])
+    assert found.pooling == "last"
+    ids = torch.tensor([adapter.get_tokenizer().encode("The cat")])
+    alone = adapter.model.hidden(adapter.model.inputs(ids))[0, -1]
+    unit = torch.nn.functional.normalize(alone, dim=-1).numpy()
+    assert abs(found.vectors[0] - unit).max() <= TOLERANCE

@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Begin": ("demo", "list", "show"),
     "Train": ("prepare", "design", "doctor", "lr-find", "train", "finetune", "sweep"),
     "Measure": ("evaluate", "runs", "compare", "report"),
-    "Use": ("generate", "chat", "serve", "explore"),
+    "Use": ("generate", "chat", "embed", "serve", "explore"),
     "Look inside": ("inspect", "extract"),
     "Check and move": ("verify", "diff", "quantize", "convert"),
     "Shell": ("completion",),

@@ -60,6 +60,8 @@ def export_hf(
         files[INDEX] = _index(layout, tensors)
     size = sum(map(len, files.values())) + sum(map(tensors.size, plan.entries))
     with publishing(place, size=size) as beside:
+        for name in files:  # a sentence model's pooling has a folder of its own
+            (beside / name).parent.mkdir(exist_ok=True)
         made = {name: write_hashed(beside / name, [data]) for name, data in files.items()}
         for file, names in layout.items():
             made[file] = write_hashed(beside / file, tensors.chunks(names))

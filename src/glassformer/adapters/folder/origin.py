@@ -34,6 +34,9 @@ NAMES = (
     "qwen.tiktoken",
     *PIECES,
     WORDS,
+    "1_Pooling/config.json",  # where a sentence's vector is read
+    "modules.json",
+    "sentence_bert_config.json",
     "source.spm",
     "target.spm",
 )

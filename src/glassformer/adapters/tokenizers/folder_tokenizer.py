@@ -162,16 +162,23 @@ class FolderTokenizer:
         utf8(text)
         return self._ids(text, special=False)
 
-    def encode_marked(self, text: str, second: str | None = None) -> tuple[list[int], list[int]]:
+    def encode_marked(
+        self, text: str, second: str | None = None, *, limit: int | None = None
+    ) -> tuple[list[int], list[int]]:
         """Return the ids of a text (or a pair) with the marks that the folder puts around it.
 
         `[CLS] text [SEP]` of BERT, `text </s>` of T5; beside them the type of each token: 0, and 1
-        in the second text.
+        in the second text. With a `limit`, a text's end gives way, not its marks.
         """
         utf8(text)
         utf8(second or "")
         try:
-            found = self._engine.encode(text, second)
+            if limit is None or second is not None:
+                found = self._engine.encode(text, second)
+            else:
+                found = self._engine.encode(text, add_special_tokens=False)
+                found.truncate(max(limit - self._engine.num_special_tokens_to_add(False), 0))
+                found = self._engine.post_process(found)
         except BaseException as error:
             raise_if_panic(error, where=self._where)
             raise

@@ -1,0 +1,64 @@
+"""`glass embed`: a vector for each text, and how near they are to each other."""
+
+import json
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from glassformer.cli.shell.options import AnyModel, AsJson, Runs
+from glassformer.cli.shell.resolve import find_model
+from glassformer.cli.shell.terminal import tell
+from glassformer.spec.block import Readout
+from glassformer.spec.errors import InputError
+
+SHOWN = 40  # characters of a text in the table
+
+
+def embed(
+    model: AnyModel,
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="One or more texts.")],
+    pooling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHERE",
+            help="mean, first or last token; by default what the model's folder says.",
+        ),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Keep the lengths of vectors: do not scale them to 1.")
+    ] = False,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Turn texts into vectors, and print the cosine between every two.
+
+    Examples:
+
+      glass embed path/to/all-MiniLM-L6-v2 "a cat" "a kitten" "a spreadsheet"
+
+      glass embed path/to/bge-small "a cat" --json
+    """
+    from glassformer.adapters.embed import embed as vectors_of
+    from glassformer.adapters.load import load_native
+
+    if not texts:
+        raise InputError("no text", hint='glass embed MODEL "a cat" "a kitten"')
+    adapter = load_native(find_model(model, runs=Path(runs)))
+    found = vectors_of(adapter, texts, pooling=cast(Readout | None, pooling), normalize=not plain)
+    if found.shortened:
+        tell(f"note: {found.shortened} texts were longer than {adapter.spec.max_seq_len} tokens")
+    if as_json:
+        result = {
+            "vectors": found.vectors.tolist(),
+            "tokens": list(found.tokens),
+            "pooling": found.pooling,
+            "normalized": found.normalized,
+        }
+        print(json.dumps(result))
+        return
+    width = found.vectors.shape[1]
+    print(f"{len(texts)} vectors of {width} numbers, read at: {found.pooling}")
+    for number, (text, row) in enumerate(zip(texts, found.cosines(), strict=True), 1):
+        shown = text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+        print(f"{number:>3}  {'  '.join(f'{cosine:5.2f}' for cosine in row)}  {shown}")
