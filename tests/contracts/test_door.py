@@ -32,6 +32,7 @@ PUBLIC = [
     "evaluate",
     "diff",
     "doctor",
+    "embed",
     "extract",
     "lr_find",
     "sweep",
