@@ -23,10 +23,9 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.generate import evaluating
 from glassformer.models.inputs import Inputs
 from glassformer.nn.embedding import read_out
-from glassformer.spec.block import Readout
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.model import ModelSpec, Readout
 
 POOLING = "1_Pooling/config.json"
 #: sentence-transformers' words for where a vector is read.

@@ -9,8 +9,8 @@ import typer
 from glassformer.cli.shell.options import AnyModel, AsJson, Runs
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
-from glassformer.spec.block import Readout
 from glassformer.spec.errors import InputError
+from glassformer.spec.model import Readout
 
 SHOWN = 40  # characters of a text in the table
 
