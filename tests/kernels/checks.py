@@ -73,14 +73,30 @@ def int8_is_the_reference() -> None:
         _, scales, _ = int4(outputs, inputs, group)
         cases += [(outputs, inputs, (int8(outputs, inputs)[0], s)) for s in (scales, scales.half())]
     for outputs, inputs, (qweight, scale) in cases:
-        weight, bias = Int8Weight(qweight, scale), single(outputs, seed=1)
-        for rows in (*ROWS, 41):
-            x = single(rows, inputs, seed=2) * torch.logspace(-9, 9, rows)[:, None]
-            for given in (None, bias):
-                want = reference_int8(x, qweight, scale, given)
-                for name in c_library.variants():
-                    with c_library.use_variant(name):
-                        assert torch.equal(weight.product(x, given), want), (name, outputs, inputs)
+        bias = single(outputs, seed=1)
+        for refined in (False, True):
+            weight = Int8Weight(qweight, scale, refined=refined)
+            for rows in (*ROWS, 41):
+                x = single(rows, inputs, seed=2) * torch.logspace(-9, 9, rows)[:, None]
+                for given in (None, bias):
+                    want = reference_int8(x, qweight, scale, given, refined=refined)
+                    for name in c_library.variants():
+                        with c_library.use_variant(name):
+                            got = weight.product(x, given)
+                            assert torch.equal(got, want), (name, outputs, inputs, refined)
+
+
+def refined_products_are_finer() -> None:
+    """What is rounded twice is a hundred times nearer, and beside an outlier too."""
+    qweight, scale = int8(37, 256)
+    x = single(5, 256, seed=4)
+    x[:, 7] *= 100.0
+    exact = x.double() @ (qweight * scale[:, None]).double().t()
+    plain, fine = (
+        (Int8Weight(qweight, scale, refined=refined).product(x) - exact).norm()
+        for refined in (False, True)
+    )
+    assert fine < 0.01 * plain, (fine, plain)
 
 
 def int4_is_the_reference() -> None:
@@ -185,6 +201,7 @@ CHECKS = {
     for check in (
         floats_are_torchs,
         int8_is_the_reference,
+        refined_products_are_finer,
         int4_is_the_reference,
         nothing_saturates,
         rows_are_their_own,

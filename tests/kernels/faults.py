@@ -28,6 +28,8 @@ FAULTS = (
     Fault("a batch shares its scale", "integer_x86.h", "_mm512_set1_ps(job->size[of])", "_mm512_set1_ps(job->size[g])", "rows_are_their_own", "avx512-vnni"),
     Fault("a row has one scale", "integer_x86.h", "job->size[row * job->w->groups + g]", "job->size[row * job->w->groups]", "int8_is_the_reference", "avx2"),
     Fault("two tiles share their scales", "integer_x86.h", "((tile + t) * w->groups + g) * TILE", "(tile * w->groups + g) * TILE", "int8_is_the_reference", "avx512-vnni"),
+    Fault("nothing is left of an activation", "integer.c", "x[i] - size * (float)xq[i]", "0.0f", "refined_products_are_finer"),
+    Fault("halves of a product are mixed up", "integer.c", "both[size + i]", "both[2 * i + 1]", "int8_is_the_reference"),
     Fault("the last inputs are lost", "floating_block.h", "if (i < inputs) {", "if (0) {", "floats_are_torchs", "avx2"),
     Fault("the residual is forgotten", "floating.c", "job->onto ? *y + sum : sum", "sum", "floats_are_torchs"),
     Fault("threads leave gaps", "native.c", "first + all->chunk;", "first + all->chunk - 1;", "threads_change_nothing"),

@@ -9,7 +9,8 @@ A group is a part of a row's inputs, or for INT8 the entire row; for each group 
     INT4   sum = float(sum xq q) - zero * sum xq
     acc  = acc + (sum * scale) * a                 (from 0)
 
-and y = acc * outer, if there is one, then + bias.
+and y = acc * outer, if there is one, then + bias. A refined product is y(x) + y(x - a * xq): what
+rounding left of the activations is rounded in its turn.
 
 Sums of integers are exact (nothing saturates), so the result is the same, bit for bit, for any
 batch, number of threads and variant of the C code. A row with an infinity or a NaN gives NaN. There
@@ -35,12 +36,27 @@ STEPS = 127
 
 
 def reference_int8(
-    x_BI: Tensor, qweight_OI: Tensor, scale: Tensor, bias_O: Tensor | None = None
+    x_BI: Tensor,
+    qweight_OI: Tensor,
+    scale: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    refined: bool = False,
 ) -> Tensor:
     """Compute `Int8Weight.product` in plain torch, bit for bit; scale is (O,) or (O, G)."""
     scale_OG = scale[:, None] if scale.ndim == 1 else scale
     y_BO = _in_groups(x_BI, qweight_OI, scale_OG, torch.zeros_like(scale_OG))
+    if refined:
+        rest_BI = rest_of(x_BI, scale_OG.shape[1])
+        y_BO = y_BO + _in_groups(rest_BI, qweight_OI, scale_OG, torch.zeros_like(scale_OG))
     return y_BO if bias_O is None else y_BO + bias_O
+
+
+def rest_of(x_BI: Tensor, groups: int) -> Tensor:
+    """Return what rounding activations to 8 bits, by groups, leaves of them."""
+    x_NI = x_BI.reshape(-1, x_BI.shape[1] // groups)
+    xq_NI, a_N1 = _quantized(x_NI)
+    return (x_NI - a_N1 * xq_NI).view_as(x_BI)
 
 
 def reference_int4(
@@ -103,7 +119,7 @@ class _Form(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scale", "zero", "outer")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs", "groups", "group")),
-        *((name, ctypes.c_int32) for name in ("bits", "scale_kind", "zero_kind")),
+        *((name, ctypes.c_int32) for name in ("bits", "scale_kind", "zero_kind", "refined")),
     )
 
 
@@ -119,9 +135,10 @@ class _IntegerWeight(ABC):
         shape: tuple[int, int],
         bits: int,
         outer_TL: Tensor | None = None,
+        refined: bool = False,
     ) -> None:
         self.shape, self.packed, self.scale_TGL, self.zero_TGL = shape, packed, scale_TGL, zero_TGL
-        self.outer_TL = outer_TL
+        self.outer_TL, self.refined = outer_TL, refined
         self._call = c_library.library().glass_integer
         groups = scale_TGL.shape[1]
         self._form = _Form(
@@ -135,6 +152,7 @@ class _IntegerWeight(ABC):
             bits,
             KINDS.index(scale_TGL.dtype),
             0 if zero_TGL is None else KINDS.index(zero_TGL.dtype),
+            refined,
         )
         self._address = ctypes.addressof(self._form)
 
@@ -175,7 +193,7 @@ class Int8Weight(_IntegerWeight):
     A group is a multiple of 8 inputs; without groups any number of inputs will do.
     """
 
-    def __init__(self, qweight_OI: Tensor, scale: Tensor) -> None:
+    def __init__(self, qweight_OI: Tensor, scale: Tensor, *, refined: bool = False) -> None:
         shape = _matrix_shape(qweight_OI, torch.int8)
         self.per_channel = scale.ndim == 1
         groups = 1 if self.per_channel else scale.shape[-1]
@@ -192,7 +210,7 @@ class Int8Weight(_IntegerWeight):
         lifted = padded.view(torch.uint8).bitwise_xor_(128)  # q + 128
         packed = lifted.view(-1, TILE, blocks, 4).transpose(1, 2).contiguous()
         scale_TGL = _in_tiles(scale.reshape(shape[0], groups))
-        super().__init__(packed, scale_TGL, None, shape=shape, bits=8)
+        super().__init__(packed, scale_TGL, None, shape=shape, bits=8, refined=refined)
 
     def unpack(self) -> tuple[Tensor, Tensor]:
         """Return q (O, I) and scale, as they were given."""
@@ -209,7 +227,8 @@ class Int8Weight(_IntegerWeight):
         return (q_NGi * scale_NG[..., None]).flatten(1)
 
     def __reduce__(self) -> tuple[Callable[..., "Int8Weight"], tuple[Tensor, ...]]:
-        return Int8Weight, self.unpack()  # addresses are not valid in another process
+        # Addresses are not valid in another process.
+        return functools.partial(Int8Weight, refined=self.refined), self.unpack()
 
 
 class Int4Weight(_IntegerWeight):
@@ -220,7 +239,13 @@ class Int4Weight(_IntegerWeight):
     """
 
     def __init__(
-        self, qweight: Tensor, scale_OG: Tensor, zero_OG: Tensor | None = None, *, group: int
+        self,
+        qweight: Tensor,
+        scale_OG: Tensor,
+        zero_OG: Tensor | None = None,
+        *,
+        group: int,
+        refined: bool = False,
     ) -> None:
         outputs, width = _matrix_shape(qweight, torch.uint8)
         if not (0 < group <= MOST_GROUP and group % 8 == 0):
@@ -243,7 +268,9 @@ class Int4Weight(_IntegerWeight):
         halves = padded.view(-1, TILE, shape[1] // 8, 2, 4)
         packed = (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2).contiguous()
         zero_TGL = None if zero_OG is None else _in_tiles(zero_OG)
-        super().__init__(packed, _in_tiles(scale_OG), zero_TGL, shape=shape, bits=4)
+        super().__init__(
+            packed, _in_tiles(scale_OG), zero_TGL, shape=shape, bits=4, refined=refined
+        )
         self.group = group
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -262,7 +289,8 @@ class Int4Weight(_IntegerWeight):
         return ((q_NGi - zero) * self.scale_TGL[tile_N, :, lane_N].float()[..., None]).flatten(1)
 
     def __reduce__(self) -> tuple[Callable[..., "Int4Weight"], tuple[Tensor | None, ...]]:
-        return functools.partial(Int4Weight, group=self.group), self.unpack()
+        make = functools.partial(Int4Weight, group=self.group, refined=self.refined)
+        return make, self.unpack()
 
 
 def _tiles(outputs: int) -> int:

@@ -162,7 +162,8 @@ def restored_model(
             for leaf in ("qweight", "scale", "zero", "bias")
             if f"{layer.name}.{leaf}" in arrays
         }
-        replace_module(model, part, _layer(part, layer, leaves, dtype, backend))
+        head = any(part is one for one in model.heads.values())
+        replace_module(model, part, _layer(part, layer, leaves, dtype, backend, head))
     own = dict(model.named_parameters())
     for name, array in plain.items():
         own[name].copy_(tensor_of(array))
@@ -175,10 +176,12 @@ def _layer(
     leaves: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     backend: str,
+    head: bool,
 ) -> QuantizedWeight:
     tensor = QuantizedTensor(leaves["qweight"], leaves["scale"], leaves.get("zero"), layer.scheme)
     if isinstance(part, TokenEmbedding):
         return QuantizedEmbedding(
             tensor, multiplier=part.scale, dtype=dtype, method=layer.method, backend=backend
         )
-    return QuantizedLinear(tensor, leaves.get("bias"), method=layer.method, backend=backend)
+    bias = leaves.get("bias")
+    return QuantizedLinear(tensor, bias, method=layer.method, backend=backend, head=head)

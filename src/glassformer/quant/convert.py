@@ -162,7 +162,8 @@ def quantize_model(
     for module, scheme in chosen:
         method: Method = spec.resolved_method if spec is not None else _method_of(module)
         tensor = _quantized(module, scheme, method)
-        replace_module(bare, module, quantized_layer(module, tensor, method, backend))
+        layer = quantized_layer(module, tensor, method, backend, head=_is_head(bare, module))
+        replace_module(bare, module, layer)
     _forget_watches(bare)
     bare.eval()
     return model
@@ -176,10 +177,14 @@ def _quantized(module: Plain, scheme: Scheme, method: Method) -> QuantizedTensor
     return quantize_tensor(module.weight, scheme, least_squares=method == "mse")
 
 
+def _is_head(model: Model, module: nn.Module) -> bool:
+    return any(module is head for head in model.heads.values())
+
+
 def quantized_layer(
-    module: Plain, tensor: QuantizedTensor, method: Method, backend: str
+    module: Plain, tensor: QuantizedTensor, method: Method, backend: str, *, head: bool = False
 ) -> QuantizedWeight:
-    """Return the quantized layer that replaces a linear one or a table."""
+    """Return the quantized layer that replaces a linear one, a head or a table."""
     if isinstance(module, TokenEmbedding):
         return QuantizedEmbedding(
             tensor,
@@ -190,7 +195,7 @@ def quantized_layer(
         )
     assert isinstance(module, Linear)
     bias = None if module.bias is None else module.bias.detach()
-    return QuantizedLinear(tensor, bias, method=method, backend=backend)
+    return QuantizedLinear(tensor, bias, method=method, backend=backend, head=head)
 
 
 def _method_of(module: Plain) -> Method:
@@ -326,11 +331,17 @@ def quantize_in_turn(
             inner.add(module)
         elif isinstance(module, WatchedLinear):
             outer.append(module)
-    for path in blocks:
+    beside = _given_beside(full, blocks, batches)
+    calls: Calls | None = None
+    for number, path in enumerate(blocks):
         sides = (bare.get_submodule(path), full.get_submodule(path))
         layers = [name for name, part in sides[0].named_modules() if part in inner]
+        if calls is None:
+            calls = _calls((bare, full), sides, batches)
         if layers:
-            _settle_block((bare, full), sides, layers, batches, settle)
+            _settle_block(bare, sides, layers, batches, calls, settle)
+        after = None if number + 1 == len(blocks) else beside.get(blocks[number + 1])
+        calls = None if after is None else _next_calls(sides, calls, after)
     for module in outer:
         module.watch = Watch(module.d_in, module.weight.device)
     for batch in batches if outer else ():
@@ -338,24 +349,84 @@ def quantize_in_turn(
     for module in outer:
         settle(module, module.weight, module.watch.moment_II)
     for module, tensor in found.items():
-        replace_module(bare, module, quantized_layer(module, tensor, "gptq", backend))
+        layer = quantized_layer(module, tensor, "gptq", backend, head=_is_head(bare, module))
+        replace_module(bare, module, layer)
     _forget_watches(bare)
     bare.eval()
     return model
 
 
-def _settle_block(
-    models: tuple[Model, Model],
-    sides: tuple[nn.Module, nn.Module],
-    layers: Sequence[str],
-    batches: Sequence[Any],
-    settle: Callable[[Plain, Tensor, Tensor], None],
-) -> None:
-    """Quantize the layers of one block in turn; `sides`: the block being rounded, the float one."""
-    calls = [
+Calls = list[list[Call]]  # by side (being rounded, float), by batch
+Pair = tuple[Model, Model]
+Parts = tuple[nn.Module, nn.Module]
+
+
+def _calls(models: Pair, sides: Parts, batches: Sequence[Any]) -> Calls:
+    """Return the arguments of each side's calls of a block, one per batch, from the beginning."""
+    return [
         [_reached(model, block, batch) for batch in batches]
         for model, block in zip(models, sides, strict=True)
     ]
+
+
+def _given_beside(
+    model: Model, blocks: Sequence[str], batches: Sequence[Any]
+) -> dict[str, list[Call]]:
+    """Return what blocks are given beside the residual stream, for each batch.
+
+    Only blocks that read nothing but the output of the block before are listed, in a model where
+    the rest does not depend on weights: one without an encoder.
+    """
+    if model.spec.encoder is not None:
+        return {}
+    found: dict[str, list[Call]] = {path: [] for path in blocks}
+    last: list[Tensor] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        def see(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if last and args[0] is last[0]:
+                found[path].append((args[1:], options))
+
+        return see
+
+    def leave(_: nn.Module, given: Any, out: Tensor) -> None:
+        last[:] = [out]
+
+    hooks = []
+    for path in blocks:
+        block = model.get_submodule(path)
+        hooks.append(block.register_forward_pre_hook(enter(path), with_kwargs=True))
+        hooks.append(block.register_forward_hook(leave))
+    try:
+        for batch in batches:
+            last.clear()
+            model.hidden(model.inputs(batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {path: calls for path, calls in found.items() if len(calls) == len(batches)}
+
+
+def _next_calls(sides: Parts, calls: Calls, beside: Sequence[Call]) -> Calls:
+    """Return the calls of the block that reads this one's output, for each side and batch."""
+    return [
+        [
+            ((block(*args, **settings), *more), options)
+            for (args, settings), (more, options) in zip(calls[side], beside, strict=True)
+        ]
+        for side, block in enumerate(sides)
+    ]
+
+
+def _settle_block(
+    model: Model,
+    sides: Parts,
+    layers: Sequence[str],
+    batches: Sequence[Any],
+    calls: Calls,
+    settle: Callable[[Plain, Tensor, Tensor], None],
+) -> None:
+    """Quantize the layers of one block in turn; `sides`: the block being rounded, the float one."""
     for names in _stages(sides[0], layers, calls[0][0]):
         first = sides[0].get_submodule(names[0])
         assert isinstance(first, Linear)
@@ -363,7 +434,7 @@ def _settle_block(
         moment_II = torch.zeros(width, width, device=first.weight.device)
         cross_II = torch.zeros_like(moment_II)
         for batch, *pair in zip(batches, *calls, strict=True):
-            rows, reading = [], models[0].inputs(batch)
+            rows, reading = [], model.inputs(batch)
             for block, (args, settings) in zip(sides, pair, strict=True):
                 with _inputs_of(block, names[:1]) as seen:
                     block(*args, **settings)

@@ -36,9 +36,13 @@ from glassformer.spec.schemes import Method, Scheme
 
 
 class QuantizedWeight(PackedWeight, ABC):
-    """A quantized (O, I) matrix. `wanted` is the requested backend, `backend` the one in use."""
+    """A quantized (O, I) matrix. `wanted` is the requested backend, `backend` the one in use.
+
+    `lookup`: rows are read too. `head`: its products are logits.
+    """
 
     lookup = False
+    head = False
     qweight: Tensor | None
     scale: Tensor | None
     zero: Tensor | None
@@ -112,7 +116,8 @@ class QuantizedWeight(PackedWeight, ABC):
     def ready(self) -> Form | None:
         """Return the backend's form, packed now if it is not yet; None for the reference."""
         if self.form is None and self.backend != REFERENCE:
-            form = BACKENDS[self.backend].pack(self.stored(), lookup=self.lookup)
+            backend = BACKENDS[self.backend]
+            form = backend.pack(self.stored(), lookup=self.lookup, head=self.head)
             self.form, self.home = form, self.device
             self.qweight = self.scale = self.zero = None
         return self.form
@@ -177,8 +182,10 @@ class QuantizedLinear(QuantizedWeight):
         *,
         method: Method = "absmax",
         backend: str = "auto",
+        head: bool = False,
     ) -> None:
         super().__init__(tensor, method=method, backend=backend)
+        self.head = head
         self.d_out, self.d_in = tensor.shape
         self.register_buffer("bias", bias_O)
 
@@ -203,6 +210,7 @@ class QuantizedEmbedding(QuantizedWeight):
     """
 
     lookup = True
+    head = True
 
     def __init__(
         self,

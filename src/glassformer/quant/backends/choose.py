@@ -58,8 +58,11 @@ class Backend(Protocol):
     ) -> str:
         """Return the reason why it cannot serve such a matrix; empty if it can."""
 
-    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> Form:
-        """Return the form that replaces the stored one; for `lookup` a `LookupForm`."""
+    def pack(self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False) -> Form:
+        """Return the form that replaces the stored one; for `lookup` a `LookupForm`.
+
+        `head`: its products are logits, which may be computed with more care.
+        """
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return the error bound (M, O) against the reference."""

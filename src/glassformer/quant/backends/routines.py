@@ -188,7 +188,9 @@ class Aten:
             return f"packs 8 outputs by 32 inputs, and there are {outputs} by {inputs}"
         return ""
 
-    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> AtenInt4 | AtenInt8:
+    def pack(
+        self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False
+    ) -> AtenInt4 | AtenInt8:
         """Return the run-time form."""
         match tensor.scheme:
             case Int4():
@@ -275,7 +277,9 @@ class Fbgemm:
             return "this torch has lost the op"
         return ""
 
-    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> FbgemmForm:
+    def pack(
+        self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False
+    ) -> FbgemmForm:
         """Return the run-time form."""
         return FbgemmForm(tensor)
 
@@ -288,21 +292,23 @@ class Fbgemm:
 # --- our C routines -------------------------------------------------------------------------------
 #
 # Activations are quantized to 8 bits with one scale per row and group of inputs, and integer sums
-# are exact, so no result depends on the rest of the batch.
+# are exact, so no result depends on the rest of the batch. Of a head's activations, what that leaves
+# is rounded once more: a final norm's outliers have nowhere to go, and reading the weights, not the
+# arithmetic, is what a head's time is spent on.
 
 
 class NativeForm:
     """A matrix in the C routines' layout."""
 
-    def __init__(self, tensor: QuantizedTensor) -> None:
+    def __init__(self, tensor: QuantizedTensor, *, head: bool) -> None:
         self.scheme = tensor.scheme
         self.weight: int_matmul.Int8Weight | int_matmul.Int4Weight
         match tensor.scheme:
             case Int8():
-                self.weight = int_matmul.Int8Weight(tensor.qweight, tensor.scale)
+                self.weight = int_matmul.Int8Weight(tensor.qweight, tensor.scale, refined=head)
             case Int4(group=int(group)):
                 self.weight = int_matmul.Int4Weight(
-                    tensor.qweight, tensor.scale, tensor.zero, group=group
+                    tensor.qweight, tensor.scale, tensor.zero, group=group, refined=head
                 )
             case other:
                 raise TypeError(f"{type(other).__name__} has no C routine")
@@ -345,9 +351,9 @@ class Native:
             return "has symmetric levels only, for 8 bits"
         return "" if int_matmul.available() else int_matmul.why_not()
 
-    def pack(self, tensor: QuantizedTensor, *, lookup: bool) -> NativeForm:
-        """Return the run-time form."""
-        return NativeForm(tensor)
+    def pack(self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False) -> NativeForm:
+        """Return the run-time form; a head's activations are rounded twice."""
+        return NativeForm(tensor, head=head)
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return the error bound (M, O) against the reference: half a step of each activation."""
