@@ -277,9 +277,7 @@ class Fbgemm:
             return "this torch has lost the op"
         return ""
 
-    def pack(
-        self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False
-    ) -> FbgemmForm:
+    def pack(self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False) -> FbgemmForm:
         """Return the run-time form."""
         return FbgemmForm(tensor)
 
