@@ -290,9 +290,9 @@ class Fbgemm:
 # --- our C routines -------------------------------------------------------------------------------
 #
 # Activations are quantized to 8 bits with one scale per row and group of inputs, and integer sums
-# are exact, so no result depends on the rest of the batch. Of a head's activations, what that leaves
-# is rounded once more: a final norm's outliers have nowhere to go, and reading the weights, not the
-# arithmetic, is what a head's time is spent on.
+# are exact, so no result depends on the rest of the batch. Of a head's activations, what is left is
+# rounded once more: a final norm's outliers have nowhere to go, and a head's time is spent on
+# reading weights, not on arithmetic.
 
 
 class NativeForm:
