@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from glassformer.lab.recipes import recipe
+from glassformer.lab.runs.artifacts import probe_files
 from glassformer.lab.runs.stack import Left, StackedRuns, stack_groups
+from glassformer.lens.measure.probes import read_probes
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
 from glassformer.store.checkpoint import load_checkpoint
@@ -81,6 +83,14 @@ def test_a_stack_leaves_what_its_runs_leave_alone(name, tmp_path):
         assert RunDirectory(own).pointed("best") == step
         weights = [load_checkpoint(RunDirectory(f).step_folder(step))[1] for f in (own, alone)]
         assert all(np.allclose(weights[0][key], weights[1][key], atol=1e-9) for key in weights[1])
+        for file in probe_files(RunDirectory(alone)).values():
+            seen = [read_probes(each / "probes" / file.name) for each in (own, alone)]
+            assert (seen[0].step, seen[0].words) == (seen[1].step, seen[1].words)
+            assert np.allclose(seen[0].norms_BRT, seen[1].norms_BRT, rtol=1e-6)
+            assert np.allclose(seen[0].losses_BT, seen[1].losses_BT, rtol=1e-5, atol=1e-6)
+            assert np.array_equal(seen[0].lens_ids, seen[1].lens_ids)
+            maps = [probes.attention for probes in seen]
+            assert all(np.array_equal(maps[0][key], maps[1][key]) for key in maps[1])
         told = [RunDirectory(folder).read_json("run.json") for folder in (own, alone)]
         assert told[0]["status"] == told[1]["status"] == "finished"
         assert told[0]["step"] == told[1]["step"]

@@ -96,8 +96,11 @@ def judge_logits(logits: Mapping[str, Array], batch: Batch) -> dict[str, Judged]
     for head, target in batch.targets.items():
         if head in logits:
             known = np.where(loss_weights(batch, head) > 0, target, 0).astype(np.int64)
-            nll = -np.take_along_axis(log_softmax(logits[head]), known[..., None], -1)[..., 0]
-            judged[head] = Judged(nll, logits[head].argmax(-1))
+            wide = logits[head].astype(np.float64)
+            wide -= wide.max(-1, keepdims=True)
+            chosen = np.take_along_axis(wide, known[..., None], -1)[..., 0]
+            total = np.exp(wide, out=wide).sum(-1)
+            judged[head] = Judged(-(chosen - np.log(total)), logits[head].argmax(-1))
     return judged
 
 

@@ -30,13 +30,13 @@ FAULTS = (
     Fault("the wrong place closed", CUT, '"answer": place_1T == lengths_B1 - 1', '"answer": place_1T == lengths_B1', "cuts"),
     Fault("nothing closed", CUT, "taps=Taps(edit=edit)", "taps=None", "cuts"),
     # probes
-    Fault("bytes cut off, not rounded", "lens.measure.snapshot:_maps", "np.rint(weights_BNTS * FULL)", "(weights_BNTS * FULL)", "numbers"),
-    Fault("masked cells as weights", "lens.measure.snapshot:_maps", "np.uint8(MASKED)", "np.uint8(0)", "numbers"),
-    Fault("the lens without the final norm", "lens.measure.snapshot:snapshot", "passed.normed(passed.taps[tap])", "passed.taps[tap]", "numbers"),
-    Fault("losses where nothing is asked", LOSSES, "targeted & (weights > 0)", "targeted", "numbers"),
+    Fault("bytes cut off, not rounded", "lens.measure.snapshot:_maps", ".round()", "", "numbers"),
+    Fault("masked cells as weights", "lens.measure.snapshot:_maps", ", MASKED)", ", 0)", "numbers"),
+    Fault("the lens without the final norm", "lens.measure.snapshot:snapshots", "*map(passed.normed, residual)", "*residual", "numbers"),
+    Fault("losses where nothing is asked", "lens.measure.snapshot:_targeted", "targeted & (weights > 0)", "targeted", "numbers"),
     Fault("a loss of what was cut", LOSSES, "counted_BT &= complete_B[:, None]", "pass", "cut"),
     Fault("the newest is thinned", f"{PROBING}:_kept", "return {step}.union(", "return set().union(", "thinning"),
     Fault("one too many", f"{PROBING}:kept_steps", "<= most", "<= most + 1", "thinning"),
     Fault("later ones not forgotten", "lab.runs.run:TrainingRun.resume", "forget_probes(self.directory, after=self.progress.step)", "pass", "resumed"),
-    Fault("other examples each time", f"{PROBING}:take_probes", "np.arange(count) * size // count", "(np.arange(count) * size // count + step) % size", "fixed"),
+    Fault("other examples each time", f"{PROBING}:probe_models", "np.arange(count) * size // count", "(np.arange(count) * size // count + step) % size", "fixed"),
 )  # fmt: skip

@@ -280,9 +280,17 @@ class _Tally:
 
 
 def evaluate(
-    engine: Engine, task: Task, *, split: str | None = None, examples: int | None = None
+    engine: Engine,
+    task: Task,
+    *,
+    split: str | None = None,
+    examples: int | None = None,
+    errors: int = ERRORS,
 ) -> Evaluation:
-    """Measure one split, or its first `examples`; without a name the test split, else val."""
+    """Measure one split, or its first `examples`; without a name the test split, else val.
+
+    At most `errors` wrong rows are described.
+    """
     sizes = task.sizes()
     split = split or ("test" if "test" in sizes else "val")
     if split not in sizes:
@@ -308,7 +316,7 @@ def evaluate(
         tally.add_confusions(task.confusions(split, rows, answers))
         if truth is not None and logits is not None:
             tally.add_truth(truth, batch, logits[tally.primary])
-        for i in np.flatnonzero(asked & ~exact)[: ERRORS - len(tally.errors)]:
+        for i in np.flatnonzero(asked & ~exact)[: errors - len(tally.errors)]:
             row = int(rows[i])
             told = {"row": row, "example": task.describe(split, row)}
             tally.errors.append(told | _mistake(task, batch, tally.primary, judged, int(i)))

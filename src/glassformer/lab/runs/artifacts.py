@@ -19,11 +19,10 @@ from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import HandStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lens.measure.probes import Probes
-from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshot
+from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshots
 from glassformer.models.model import Model
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import FileError
-from glassformer.spec.train import TrainSpec
 from glassformer.spec.units import plain_digits
 from glassformer.store.rundir import STEP, RunDirectory
 from glassformer.training.distributed import DistributedEngine
@@ -37,18 +36,17 @@ CAP = 20_000_000
 FOLDER = "probes"
 
 
-def probe(directory: RunDirectory, engine: Engine, task: Task, train: TrainSpec, step: int) -> None:
-    """Record the probe examples, if the run requests it."""
-    if train.probes:
-        seen = take_probes(engine, task, examples=train.probes, step=step)
-        answers = engine.spec.head_size(seen.head)
-        keep_probes(directory, seen, every=train.evaluate_every, vocab_size=answers)
-
-
 def take_probes(engine: Engine, task: Task, *, examples: int, step: int) -> Probes:
     """Return the model's activations on the fixed examples, spread over the validation split."""
+    return probe_models(engine_model(engine), task, examples=examples, step=step)[0]
+
+
+def probe_models(
+    model: Model | HandModel, task: Task, *, examples: int, step: int, models: int = 1
+) -> list[Probes]:
+    """Return the probes of each model of a stack, computed at once."""
     size = task.sizes()["val"]
-    count = min(examples, size_limits(engine.spec)[0])
+    count = min(examples, size_limits(model.spec)[0])
     rows = np.unique(np.arange(count) * size // count)
     known = task.tokenizer.vocab_size
 
@@ -56,7 +54,7 @@ def take_probes(engine: Engine, task: Task, *, examples: int, step: int) -> Prob
         return task.tokenizer.decode([i]) if i < known else f"#{i}"
 
     batch = task.batch("val", rows)
-    return snapshot(engine_model(engine), batch, names=name, examples=rows, step=step)
+    return snapshots(model, batch, models=models, names=name, examples=rows, step=step)
 
 
 def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_size: int) -> None:

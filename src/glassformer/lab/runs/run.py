@@ -24,9 +24,10 @@ from glassformer.lab.measure.evaluate import Evaluation, evaluate
 from glassformer.lab.runs.artifacts import (
     Sample,
     forget_probes,
+    keep_probes,
     keep_samples,
-    probe,
     sample_stepper,
+    take_probes,
     write_samples,
 )
 from glassformer.lab.runs.assemble import (
@@ -51,6 +52,7 @@ from glassformer.lab.runs.record import (
     spec_hash,
     to_toml,
 )
+from glassformer.lens.measure.probes import Probes
 from glassformer.spec.errors import DivergedError, FileError, InputError, MachineError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.serialize import json_numbers, to_dict, to_json
@@ -140,7 +142,7 @@ class TrainingRun:
         self.stopped = False
         self.stopping = False  # what all processes have agreed on
         self.saving: Future[Saved] | None = None
-        stacked = parts is not None  # the stack writes the samples of all its runs at once
+        stacked = parts is not None  # the stack writes samples and probes of all its runs at once
         if parts is None:
             parts = assemble(run, device=device, cache=cache_folder(folder.parent), peers=peers)
         self.task, self.engine, self.files = parts.task, parts.engine, parts.files
@@ -149,6 +151,7 @@ class TrainingRun:
         stepper = None if stacked else sample_stepper(self.engine, self.task)
         self.samples: Callable[[], tuple[Sample, ...]]
         self.samples = lambda: write_samples(stepper, self.task)[0]
+        self.probes: Callable[[], Probes] = self._probes
         self.seconds = 0.0  # of all steps, also those before a resume
         self.flushed, self.has_ended = 0.0, False
         if peers is not None:
@@ -413,7 +416,11 @@ class TrainingRun:
 
     def _evaluate(self) -> Evaluated:
         evaluation = evaluate(
-            self.engine, self.task, split="val", examples=self.spec.train.evaluate_examples
+            self.engine,
+            self.task,
+            split="val",
+            examples=self.spec.train.evaluate_examples,
+            errors=0,
         )
         self.progress.val = dict(json_numbers(evaluation.to_dict()))
         best = evaluation.loss < self.progress.best_loss
@@ -434,8 +441,15 @@ class TrainingRun:
         """Write samples and probes; return the samples."""
         samples = self.samples()
         keep_samples(self.directory, self.progress.step, samples)
-        probe(self.directory, self.engine, self.task, self.spec.train, self.progress.step)
+        if self.spec.train.probes:
+            seen = self.probes()
+            every, answers = self.spec.train.evaluate_every, self.spec.model.head_size(seen.head)
+            keep_probes(self.directory, seen, every=every, vocab_size=answers)
         return samples
+
+    def _probes(self) -> Probes:
+        examples, step = self.spec.train.probes, self.progress.step
+        return take_probes(self.engine, self.task, examples=examples, step=step)
 
     def _watch(self, record: StepRecord) -> Iterator[Alert]:
         """Report spikes; count steps that could not be applied, of which too many end the run."""

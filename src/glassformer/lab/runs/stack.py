@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from glassformer.costs.estimates import flops
@@ -16,9 +16,10 @@ from glassformer.data.task import Task
 from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.threads import FLOPS, threads_for
 from glassformer.lab.corpus import built
-from glassformer.lab.runs.artifacts import Sample, write_samples
+from glassformer.lab.runs.artifacts import Sample, probe_models, write_samples
 from glassformer.lab.runs.assemble import Parts, check_fit
 from glassformer.lab.runs.run import Event, TrainingRun
+from glassformer.lens.measure.probes import Probes
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import cache_folder
@@ -74,7 +75,9 @@ class StackedRuns:
             self.runs.append(TrainingRun(spec, folder, device=device, parts=parts))
         for i, run in enumerate(self.runs):
             run.samples = functools.partial(self._samples, i)
+            run.probes = functools.partial(self._probes, i)
         self._written: dict[int, tuple[Sample, ...]] = {}
+        self._probed: dict[int, Probes] = {}
 
     @property
     def threads(self) -> int:
@@ -127,6 +130,7 @@ class StackedRuns:
         evaluating = [i for i, record in records.items() if self._evaluates(i, record.step)]
         self.engine.expect(evaluating if settled else ())
         self._written.clear()
+        self._probed.clear()
         for i, record in records.items():
             run, session = self.runs[i], sessions[i]
             if i not in self.engine.live:
@@ -154,6 +158,24 @@ class StackedRuns:
             mine = zip(engine.slots, made, strict=True)
             self._written |= {m: one for m, one in mine if self.runs[m].task is run.task}
         return self._written.pop(i, ())
+
+    def _probes(self, i: int) -> Probes:
+        """Return a run's probes; those of all that look at the same examples are taken at once."""
+        run, engine = self.runs[i], self.engine
+        if i not in self._probed:
+            wanted = run.task, run.spec.train.probes
+            engine.fold.extents = ()
+            made = probe_models(
+                engine.model,
+                run.task,
+                examples=run.spec.train.probes,
+                step=0,
+                models=len(engine.slots),
+            )
+            for m, one in zip(engine.slots, made, strict=True):
+                if (self.runs[m].task, self.runs[m].spec.train.probes) == wanted:
+                    self._probed[m] = one
+        return replace(self._probed.pop(i), step=run.progress.step)
 
     def _evaluates(self, i: int, step: int) -> bool:
         train = self.runs[i].spec.train

@@ -5,6 +5,7 @@ model with many heads. The numbers are those of the complete example where that 
 causal model does not see what was truncated; in another, a truncated example has no loss.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from glassformer.byhand.model import Model as HandModel
 from glassformer.byhand.norm import norm_forward
@@ -33,60 +35,39 @@ from glassformer.spec.model import ModelSpec
 EXAMPLES, TOKENS, TOP = 8, 64, 5
 #: The most bytes of attention in one snapshot: beyond it, fewer examples, then fewer tokens.
 MAPS = 1_000_000
-#: Logits computed at once by the lens: numbers, not bytes.
-PIECE = 1 << 22
+#: Logits computed at once by the lens, on a CPU and on a GPU: numbers, not bytes.
+PIECE, GPU_PIECE = 1 << 22, 1 << 27
 #: Bytes of one letter in a file's header, at worst: escaped twice.
 LETTER = 12
 
 
 class Pass(NamedTuple):
-    """The results of one pass in NumPy, by either engine."""
+    """The results of one pass, on the model's device; by hand they are arrays in tensors."""
 
-    taps: Mapping[str, NDArray[Any]]
-    hidden_BTD: NDArray[Any]
-    logits: NDArray[Any]  # of one output head: (B, T, V), or (B, V)
-    normed: Callable[[NDArray[Any]], NDArray[Any]]
-    likeliest: Callable[[NDArray[Any], int], tuple[NDArray[Any], NDArray[Any]]]
-    # (M, D) to the ids and probabilities (M, K) of the K likeliest classes
+    taps: Mapping[str, Tensor]
+    hidden_BTD: Tensor
+    logits: Tensor  # of one output head: (B, T, V), or (B, V)
+    normed: Callable[[Tensor], Tensor]
+    project: Callable[[Tensor], Tensor]  # (B, ..., D) to (B, ..., V)
 
 
 def one_pass(model: Model | HandModel, batch: Batch, head: str) -> Pass:
     """Run these examples; keep attention, residual, and the logits of one output head."""
     if isinstance(model, HandModel):
         return _by_hand(model, batch, head)
-    return _torch(model, batch, head)
-
-
-def _torch(model: Model, batch: Batch, head: str) -> Pass:
     spec = model.spec
     read = ["*.attn.weights", *(tap for _, tap in residual_rows(spec))]
     taps = Taps(read=read if spec.encoder is None else [*read, "*.cross.weights"])
     norm = final_norm(model)
-
-    def array(x: torch.Tensor) -> NDArray[Any]:
-        return as_float(x).cpu().numpy()
-
-    def normed(x: NDArray[Any]) -> NDArray[Any]:
-        if norm is None:
-            return x
-        with eval_mode(model):
-            return array(norm(torch.from_numpy(x).to(hidden_BTD)))
-
-    def likeliest(rows_MD: NDArray[Any], top: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        with eval_mode(model):
-            logits_MV = model.project(torch.from_numpy(rows_MD).to(hidden_BTD), head)
-            return _likeliest(as_float(logits_MV), top)
-
-    with eval_mode(model):
-        inputs = model.inputs(batch)
-        hidden_BTD = model.hidden(inputs, taps=taps)
-        logits = model.logits(hidden_BTD, head, valid_BT=inputs.valid_BT)
+    inputs = model.inputs(batch)
+    hidden_BTD = model.hidden(inputs, taps=taps)
+    logits = model.logits(hidden_BTD, head, valid_BT=inputs.valid_BT)
     return Pass(
-        {name: array(x) for name, x in taps.seen.items()},
-        array(hidden_BTD),
-        array(logits),
-        normed,
-        likeliest,
+        {name: as_float(x) for name, x in taps.seen.items()},
+        hidden_BTD,
+        as_float(logits),
+        lambda x: x if norm is None else norm(x.to(hidden_BTD)),
+        lambda x: as_float(model.project(x.to(hidden_BTD), head)),
     )
 
 
@@ -105,22 +86,20 @@ def _by_hand(model: HandModel, batch: Batch, head: str) -> Pass:
     parts = model.stack(at)
     final = parts.stack.final_norm
 
-    def normed(x: NDArray[Any]) -> NDArray[Any]:
+    def normed(x: Tensor) -> Tensor:
         if final is None:
             return x
-        return norm_forward(x, norm=final, params=parts.own, name="final_norm")[0]
+        made = norm_forward(x.numpy(), norm=final, params=parts.own, name="final_norm")[0]
+        return torch.from_numpy(made)
 
-    def likeliest(rows_MD: NDArray[Any], top: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def project(x_BTD: Tensor) -> Tensor:
         # Each row becomes a sequence of one token, so that an answer head reads every one of them.
-        logits_MV = model.logits(rows_MD[:, None], head=head).reshape(len(rows_MD), -1)
-        return _likeliest(torch.from_numpy(logits_MV), top)
+        rows_MD = x_BTD.reshape(-1, x_BTD.shape[-1]).numpy()
+        made = model.logits(rows_MD[:, None], head=head)
+        return torch.from_numpy(made.reshape(*x_BTD.shape[:-1], -1))
 
-    return Pass(taps, taps[f"{at}final"], logits[head], normed, likeliest)
-
-
-def _likeliest(logits_MV: torch.Tensor, top: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    best = torch.softmax(logits_MV, dim=-1).topk(top)
-    return best.indices.cpu().numpy(), best.values.cpu().numpy()
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in taps.items()}
+    return Pass(tensors, tensors[f"{at}final"], torch.from_numpy(logits[head]), normed, project)
 
 
 def size_limits(spec: ModelSpec) -> tuple[int, int]:
@@ -165,36 +144,90 @@ def snapshot(
     step: int = 0,
 ) -> Probes:
     """Return attention, lens, norms and losses of these examples, as the model is now."""
+    return snapshots(model, batch, models=1, names=names, examples=examples, step=step)[0]
+
+
+def snapshots(
+    model: Model | HandModel,
+    batch: Batch,
+    *,
+    models: int,
+    names: Names = str,
+    examples: NDArray[np.integer[Any]] | None = None,
+    step: int = 0,
+) -> list[Probes]:
+    """Return the snapshot of each model of a stack: `model` computes all of them on a batch that
+    is `models` times as long.
+    """
     spec = model.spec
     tokens = size_limits(spec)[1]
     kept = truncate(batch, tokens)
     complete_B = _lengths(batch) <= tokens
     head = next((name for name in spec.head_names() if name in batch.targets), spec.head_names()[0])
     inputs = as_inputs(kept, spec, device=torch.device("cpu"))
-    passed = one_pass(model, kept, head)
     rows = residual_rows(spec)
-    norms = [np.linalg.norm(passed.taps[tap], axis=-1) for _, tap in rows]
-    norms_BRT = np.where(kept.valid[:, None], np.stack(norms, axis=1), 0.0).astype(np.float32)
-    ends = [passed.normed(passed.taps[tap]) for _, tap in rows]
-    ids, shares = _lens(passed, [*ends, passed.hidden_BTD])
-    losses_BT, counted_BT = _losses(spec, kept, head, passed.logits, complete_B)
-    return Probes(
-        step=step,
-        head=head,
-        examples=tuple((np.arange(len(complete_B)) if examples is None else examples).tolist()),
-        complete=tuple(complete_B.tolist()),
-        words=_words(kept.tokens, kept.valid, names),
-        source_words=None
-        if kept.source is None
-        else _words(kept.source.tokens, kept.source.valid, names),
-        attention=_maps(spec, passed.taps, inputs),
-        row_names=tuple(name for name, _ in rows),
-        norms_BRT=norms_BRT,
-        lens_ids=ids,
-        lens_shares=shares,
-        names=named(ids, names),
-        losses_BT=losses_BT,
-        counted_BT=counted_BT,
+    with eval_mode(model) if isinstance(model, Model) else torch.no_grad():
+        passed = one_pass(model, _tiled(kept, models), head)
+        residual = [passed.taps[tap] for _, tap in rows]
+        norms_BRT = torch.stack([x.norm(dim=-1) for x in residual], dim=1).float()
+        ends = [*map(passed.normed, residual), passed.hidden_BTD]
+        ids, shares = _lens(passed, ends, models)
+        maps = _maps(spec, passed.taps, inputs, models)
+        nll = _nll(passed.logits, kept, head, models)
+    words = _words(kept.tokens, kept.valid, names)
+    source = kept.source
+    source_words = None if source is None else _words(source.tokens, source.valid, names)
+    known = functools.cache(names)
+
+    def own(x: Tensor) -> list[NDArray[Any]]:
+        """Return each model's part, in one transfer."""
+        return [*x.unflatten(0, (models, -1)).cpu().numpy()]
+
+    all_norms, all_ids, all_shares, all_nll = map(own, (norms_BRT, ids, shares, nll))
+    all_maps = {name: own(x) for name, x in maps.items()}
+    made = []
+    for m in range(models):
+        losses_BT, counted_BT = _losses(spec, kept, head, all_nll[m], complete_B)
+        made.append(
+            Probes(
+                step=step,
+                head=head,
+                examples=tuple(
+                    (np.arange(len(complete_B)) if examples is None else examples).tolist()
+                ),
+                complete=tuple(complete_B.tolist()),
+                words=words,
+                source_words=source_words,
+                attention={name: x[m] for name, x in all_maps.items()},
+                row_names=tuple(name for name, _ in rows),
+                norms_BRT=np.where(kept.valid[:, None], all_norms[m], np.float32(0)),
+                lens_ids=all_ids[m],
+                lens_shares=all_shares[m],
+                names=named(all_ids[m], known),
+                losses_BT=losses_BT,
+                counted_BT=counted_BT,
+            )
+        )
+    return made
+
+
+def _tiled(batch: Batch, models: int) -> Batch:
+    """Return the batch once for each model."""
+    if models == 1:
+        return batch
+
+    def again(array: Any) -> Any:
+        return None if array is None else np.concatenate([array] * models)
+
+    source = batch.source
+    return replace(
+        batch,
+        tokens=again(batch.tokens),
+        valid=again(batch.valid),
+        targets={head: again(target) for head, target in batch.targets.items()},
+        weights=again(batch.weights),
+        segments=again(batch.segments),
+        source=source and Source(tokens=again(source.tokens), valid=again(source.valid)),
     )
 
 
@@ -211,40 +244,71 @@ def max_bytes(probes: Probes, vocab_size: int) -> int:
 
 
 def _maps(
-    spec: ModelSpec, taps: Mapping[str, NDArray[Any]], inputs: Inputs
-) -> dict[str, NDArray[np.uint8]]:
+    spec: ModelSpec, taps: Mapping[str, Tensor], inputs: Inputs, models: int
+) -> dict[str, Tensor]:
     """Return the weights as bytes, masked cells marked."""
     maps = {}
     for (kind, layer), allowed_BTS in allowed_maps(spec, inputs).items():
         weights_BNTS = taps[HeadName(kind, layer, 0).tap(spec, "weights")]
-        bytes_BNTS = np.rint(weights_BNTS * FULL).astype(np.uint8)
-        allowed_B1TS = allowed_BTS[:, None].numpy()
-        maps[f"{kind}.{layer}"] = np.where(allowed_B1TS, bytes_BNTS, np.uint8(MASKED))
+        bytes_BNTS = (weights_BNTS * FULL).round().to(torch.uint8)
+        masked_BTS = (~allowed_BTS).to(bytes_BNTS.device).repeat(models, 1, 1)
+        maps[f"{kind}.{layer}"] = bytes_BNTS.masked_fill(masked_BTS[:, None], MASKED)
     return maps
 
 
-def _lens(passed: Pass, ends: list[NDArray[Any]]) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+def _pieces(x: Tensor, models: int, numbers: int) -> list[slice]:
+    """Return runs of examples, the same ones of every model, whose logits fit in memory."""
+    examples, limit = len(x) // models, PIECE if x.device.type == "cpu" else GPU_PIECE
+    size = max(1, limit // (models * numbers))
+    return [slice(start, start + size) for start in range(0, examples, size)]
+
+
+def _lens(passed: Pass, ends: list[Tensor], models: int) -> tuple[Tensor, Tensor]:
     """Return the likeliest ids (B, R, T, K) of every row of the residual, and probabilities."""
-    rows_BRTD = np.stack(ends, axis=1)
-    B, R, T, D = rows_BRTD.shape
-    rows_MD = np.ascontiguousarray(rows_BRTD.reshape(-1, D))
-    V = passed.logits.shape[-1]
-    top, step = min(TOP, V), max(1, PIECE // V)
-    ids, shares = [], []
-    for start in range(0, len(rows_MD), step):
-        some_ids, some_shares = passed.likeliest(rows_MD[start : start + step], top)
-        ids.append(some_ids)
-        shares.append(some_shares)
-    shape = (B, R, T, top)
-    made_ids = np.concatenate(ids).reshape(shape).astype(np.int32)
-    return made_ids, np.concatenate(shares).reshape(shape).astype(np.float16)
+    V, T = passed.logits.shape[-1], passed.hidden_BTD.shape[1]
+    found = []
+    for x_BTD in ends:
+        x_MBTD = x_BTD.unflatten(0, (models, -1))
+        best = [
+            torch.softmax(passed.project(x_MBTD[:, some].flatten(0, 1)), dim=-1).topk(min(TOP, V))
+            for some in _pieces(x_BTD, models, T * V)
+        ]
+        ids = torch.cat([one.indices.unflatten(0, (models, -1)) for one in best], dim=1)
+        shares = torch.cat([one.values.unflatten(0, (models, -1)) for one in best], dim=1)
+        found.append((ids.flatten(0, 1), shares.flatten(0, 1)))
+    all_ids, all_shares = zip(*found, strict=True)
+    return torch.stack(all_ids, dim=1).int(), torch.stack(all_shares, dim=1).half()
+
+
+def _nll(logits: Tensor, batch: Batch, head: str, models: int) -> Tensor:
+    """Return -log p(target) (B, T) of every target, (B,) of answers; zeros without a target."""
+    if head not in batch.targets:
+        return logits.new_zeros(len(logits), dtype=torch.float64)
+    target = np.where(_targeted(batch, head), batch.targets[head], 0).astype(np.int64)
+    target_B = torch.as_tensor(target, device=logits.device)
+    found = []
+    all_logits = logits.unflatten(0, (models, -1))
+    for some in _pieces(logits, models, logits[0].numel()):
+        logp = torch.log_softmax(all_logits[:, some].double(), dim=-1)
+        chosen = target_B[some].expand(models, *target_B[some].shape)
+        found.append(-logp.gather(-1, chosen[..., None])[..., 0])
+    return torch.cat(found, dim=1).flatten(0, 1)
+
+
+def _targeted(batch: Batch, head: str) -> NDArray[np.bool_]:
+    """Return where there is a target that counts."""
+    target, weights = np.asarray(batch.targets[head]), batch.weights
+    targeted = np.ones(target.shape, bool) if target.ndim == 1 else batch.valid
+    if weights is not None and weights.shape == target.shape:
+        targeted = targeted & (weights > 0)
+    return targeted
 
 
 def _losses(
     spec: ModelSpec,
     batch: Batch,
     head: str,
-    logits: NDArray[Any],
+    nll: NDArray[np.float64],
     complete_B: NDArray[np.bool_],
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return -log p(target) (B, T) and where there is a target; an answer's is where it is read."""
@@ -252,14 +316,7 @@ def _losses(
     counted_BT = np.zeros(batch.tokens.shape, dtype=np.bool_)
     if head not in batch.targets:
         return losses_BT, counted_BT
-    target = np.asarray(batch.targets[head])
-    logp = torch.log_softmax(torch.from_numpy(logits).double(), dim=-1).numpy()
-    weights = batch.weights
-    targeted = np.ones(target.shape, bool) if target.ndim == 1 else batch.valid
-    if weights is not None and weights.shape == target.shape:
-        targeted = targeted & (weights > 0)
-    chosen = np.where(targeted, target, 0)[..., None]
-    nll = -np.take_along_axis(logp, chosen, -1)[..., 0]
+    target, targeted = np.asarray(batch.targets[head]), _targeted(batch, head)
     if target.ndim == 1:
         kind = spec.head(head)
         first = kind.readout == "first"
