@@ -22,7 +22,7 @@ from glassformer.data.batch import Batch, Ints
 from glassformer.data.task import Task
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model, build
-from glassformer.models.state import array_of, tensor_of
+from glassformer.models.state import tensor_of
 from glassformer.nn.norm import as_float
 from glassformer.nn.position import make_tables
 from glassformer.nn.stacked import Fold, dropout_rates, stack_parts
@@ -275,9 +275,9 @@ class StackedEngine:
         return self._arrays(self.weights_MP, member)
 
     def _arrays(self, all_MP: Tensor, member: int) -> Arrays:
-        own_P = all_MP[self.slots.index(member)].detach().cpu()
+        own_P = all_MP[self.slots.index(member)].detach().to("cpu", copy=True)
         views = self.layout.views(own_P)
-        return {name: array_of(views[name]) for name in self.layout.shapes}
+        return {name: views[name].numpy() for name in self.layout.shapes}
 
     def load_weights(self, member: int, arrays: Mapping[str, Array]) -> None:
         """Load a member's parameters by manifest name."""
