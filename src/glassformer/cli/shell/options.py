@@ -75,6 +75,7 @@ Runs = Annotated[str, typer.Option("--runs", metavar="FOLDER", help="The folder 
 Device = Annotated[
     str,
     typer.Option(
+        "--device",  # spelled out: some releases of typer take the name from the metavar
         metavar="DEVICE",
         help="cpu, cuda, cuda:1, mps, or auto: the fastest that is here.",
         autocompletion=lambda: ["auto", "cpu", "cuda", "mps"],
