@@ -173,3 +173,13 @@ def test_the_samples_of_a_stack_are_those_of_its_runs(tmp_path):
         assert (ours / "step-000002.jsonl").read_text() == (
             theirs / "step-000002.jsonl"
         ).read_text()
+
+
+def test_a_stack_is_made_again_only_when_a_run_leaves_it(tmp_path):
+    specs = [digits("train.seed=1", "train.steps=9"), digits("train.seed=2", "train.steps=5")]
+    stack = stack_of(specs, tmp_path)
+    made = []
+    install = stack.engine._install
+    stack.engine._install = lambda *given: (made.append(given[0]), install(*given))[1]
+    train(stack)
+    assert made == [[0]]

@@ -160,10 +160,11 @@ class StackedEngine:
     def leave(self, members: Sequence[int]) -> None:
         """Take members out of the stack; the others go on. Their arrays are given up.
 
-        A compiled stack keeps their slots, idle, until three quarters are: compiling takes longer.
+        A recorded stack keeps their slots, idle, until three quarters are: recording takes longer.
         """
         self.live = left = [member for member in self.live if member not in members]
-        if not left or (self.steps.compiled and 4 * len(left) > len(self.slots)):
+        few = 4 * len(left) <= len(self.slots)
+        if not left or not (few if self.steps.fixed else members):
             return
         kept = torch.tensor([self.slots.index(member) for member in left], device=self.device)
         self._install(

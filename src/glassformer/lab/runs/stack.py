@@ -52,10 +52,16 @@ class StackedRuns:
 
     `runs[i]` is the run of `specs[i]`: call its `prepare()` or its `resume()` first, as for a run
     alone. Setting `stop_requested` ends all of them after the current step, with their state saved.
+    `tasks` keeps what was built, for the next stack.
     """
 
     def __init__(
-        self, specs: Sequence[RunSpec], folders: Sequence[Path], *, device: str = "cpu"
+        self,
+        specs: Sequence[RunSpec],
+        folders: Sequence[Path],
+        *,
+        device: str = "cpu",
+        tasks: dict[object, Task] | None = None,
     ) -> None:
         if len(folders) != len(specs) or len(set(folders)) < len(folders):
             raise InputError(
@@ -63,13 +69,13 @@ class StackedRuns:
             )
         self.engine = StackedEngine(specs, device=device)
         self.stop_requested = False
-        tasks: dict[object, Task] = {}
+        tasks = {} if tasks is None else tasks
         self.runs: list[TrainingRun] = []
         for spec, folder, member in zip(specs, folders, self.engine.members, strict=True):
             if spec.task not in tasks:
                 tasks[spec.task] = built(spec.task, cache=cache_folder(folder.parent))
-                check_fit(spec.model, tasks[spec.task])
             task = tasks[spec.task]
+            check_fit(spec.model, task)
             files = {"tokenizer.json": task.tokenizer.to_json().encode()}
             parts = Parts(task=task, engine=member, files=files, notes=task.notes())
             self.runs.append(TrainingRun(spec, folder, device=device, parts=parts))

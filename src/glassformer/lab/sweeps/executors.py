@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.stack import Left, StackedRuns, stack_groups
@@ -462,6 +463,7 @@ def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[
         for group in groups
         for start in range(0, len(group), STACKED)
     )
+    tasks: dict[object, Task] = {}
     while waiting and not stop():
         group = waiting.popleft()
         if len(group) == 1:
@@ -469,7 +471,7 @@ def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[
             continue
         ended: set[str] = set()
         try:
-            for update in _train_stack(group, stop=stop):
+            for update in _train_stack(group, tasks, stop=stop):
                 if isinstance(update, Result):
                     ended.add(update.name)
                 yield update
@@ -479,11 +481,14 @@ def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[
             waiting.extendleft(half for half in (rest[middle:], rest[:middle]) if half)
 
 
-def _train_stack(group: list[Job], *, stop: Stop) -> Iterator[Update]:
+def _train_stack(group: list[Job], tasks: dict[object, Task], *, stop: Stop) -> Iterator[Update]:
     for job in group:
         _wait_for_lock(job.folder)
     stack = StackedRuns(
-        [job.spec for job in group], [job.folder for job in group], device=group[0].device
+        [job.spec for job in group],
+        [job.folder for job in group],
+        device=group[0].device,
+        tasks=tasks,
     )
     with taking(group[0].threads), stack.locked():
         for job, run in zip(group, stack.runs, strict=True):
