@@ -4,16 +4,20 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from glassformer.checks.rows.decoding import disagreements, random_trial
 from glassformer.generation.beam import beam_search
+from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.program import why_not
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import NOTHING, decode
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.kernels import c_library
 from glassformer.models.model import Model
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.model import (
@@ -132,6 +136,65 @@ def cached_is_uncached(*, steppers=tuple(STEPPERS), specs=tuple(SPECS)) -> None:
                 prompts = prompts_for(model, count)
                 worst = max(paired_logits(STEPPERS[stepper], model, prompts, steps=6))
                 assert worst <= limit, f"{name}, {stepper}, {dtype}: off by {worst:.1e}"
+
+
+#: Specs that the native step leaves to others.
+NOT_NATIVE = {"moe", "moe-gated"}
+
+
+def single(name: str) -> Model:
+    """A model in float32, with activations of unit scale, where 1e-5 is rounding."""
+    model = built(SPECS[name]).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return model
+
+
+def native_is_uncached(*, variants: tuple[str, ...] = ()) -> None:
+    """float32 at 1e-5, every step, every variant of the C code, one row and several."""
+    assert {name for name in SPECS if why_not(single(name))} == NOT_NATIVE
+    for variant in variants or c_library.variants():
+        with c_library.use_variant(variant):
+            for name in SPECS.keys() - NOT_NATIVE:
+                model = single(name)
+                for count in (1, 3):
+                    prompts = prompts_for(model, count)
+                    worst = max(paired_logits(NativeStepper, model, prompts, steps=6))
+                    assert worst <= 1e-5, f"{name}, {variant}: off by {worst:.1e}"
+
+
+def long_rows_are_uncached() -> None:
+    """Rows over several pages, in blocks, with a window and biases that begin within a page."""
+    for name in ("window", "alibi", "encoder-pre"):
+        spec = replace(SPECS[name], max_seq_len=97)
+        model = built(spec).float()
+        rows = [[(7 * i + r) % VOCAB for i in range(length)] for r, length in enumerate((61, 33))]
+        sources = None if model.spec.encoder is None else [[2] * 37, list(range(VOCAB))]
+        prompts = Prompts.of(rows, sources=sources)
+        worst = max(paired_logits(NativeStepper, model, prompts, steps=20))
+        assert worst <= 1e-4, f"{name}: off by {worst:.1e}"
+
+
+def native_runs_are_steps() -> None:
+    """Many greedy steps in one call: the tokens, ends and log-probabilities of single steps."""
+    for name in ("learned", "window", "encoder"):
+        model = single(name)
+        prompts = prompts_for(model)
+        for spec in (
+            DecodeSpec(max_new_tokens=11, eos=(0, 3)),
+            DecodeSpec(max_new_tokens=40, eos=(5,), min_new_tokens=4, forbidden=(1, 8)),
+            DecodeSpec(max_new_tokens=9, forced=(4, 2)),
+        ):
+            stepper = NativeStepper(model)
+            for _ in range(2):  # the second time it knows how long a step takes
+                found = generate_batch(stepper, prompts, spec=spec)
+            expected = generate_batch(NaiveStepper(model), prompts, spec=spec)
+            for one, other in zip(found, expected, strict=True):
+                assert (one.tokens, one.finish) == (other.tokens, other.finish)
+                assert all(
+                    abs(a - b) < 1e-5 for a, b in zip(one.logprobs, other.logprobs, strict=True)
+                )
 
 
 def masked_is_sliced() -> None:

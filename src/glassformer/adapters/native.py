@@ -36,7 +36,8 @@ from glassformer.adapters.table import Family, identity_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.stepper import PrefixCacheStepper, Stepper, TorchStepper
+from glassformer.generation.fast.native import fastest_stepper
+from glassformer.generation.stepper import PrefixCacheStepper, Stepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.state import weights_of
@@ -298,9 +299,9 @@ class NativeAdapter(BaseAdapter):
 
     # --- what decoding and tracing need -----------------------------------------------------------
 
-    def stepper(self) -> TorchStepper:
-        """Return a stepper with a cache."""
-        return TorchStepper(self.model)
+    def stepper(self) -> Stepper:
+        """Return the fastest stepper with a cache."""
+        return fastest_stepper(self.model)
 
     def chat_stepper(self) -> Stepper:
         """Return a stepper that does not read again what a turn shares with the last one."""

@@ -293,6 +293,9 @@ SUBJECT_CHECKS = (
         of="ours",
     ),
     SubjectCheck(
+        "native step = plain step", "decoding", decoding.native_steps_are_plain, of="ours"
+    ),
+    SubjectCheck(
         "compiled decoding = eager",
         "compiled",
         decoding.compiled_steps_are_eager,

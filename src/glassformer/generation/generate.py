@@ -15,9 +15,10 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation import beam
 from glassformer.generation.beam import Hypothesis
 from glassformer.generation.constraint import Constraint
+from glassformer.generation.fast.native import fastest_stepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts, text_prompt
-from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.stepper import NaiveStepper, Stepper
 from glassformer.generation.streaming import Collected, Generated, NewToken, stream
 from glassformer.models.model import Model
 from glassformer.spec.decoding import (
@@ -173,7 +174,7 @@ def make_stepper(model: TextModel | Model, step: StepSpec) -> Stepper:
         return NaiveStepper(own)
     if step.fast or step.compile:
         return FastStepper(own, compile=step.compile)
-    return TorchStepper(own)
+    return fastest_stepper(own)
 
 
 @contextmanager

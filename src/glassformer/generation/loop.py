@@ -24,6 +24,9 @@ from glassformer.spec.errors import DivergedError, InputError
 
 # B prompts or rows that go on, V vocab, K likeliest tokens
 
+#: Seconds that a reader may wait for tokens which are chosen several at once.
+PATIENCE = 0.03
+
 
 @dataclass(slots=True)
 class Row:
@@ -179,26 +182,35 @@ def _columns(
     going = list(range(len(rows)))  # the row that each line of the batch belongs to
     longest = max(row.limit for row in rows)
     logits_BV, past = stepper.start(prompts, room=longest)
+    plain = _only_greedy(spec, rows) and not count
+    ready: list[tuple[list[int], list[float]]] = []  # columns that were chosen ahead, last first
     for step in range(longest):
-        found_B = sample(
-            logits_BV,
-            step=step,
-            rows=[rows[i].name for i in going],
-            seen_BV=None if seen_BV is None else seen_BV.to(logits_BV.device),
-            allow_BV=permission([rows[i] for i in going], made=step, device=logits_BV.device),
-        )
-        tokens_B = found_B.clamp(min=0)  # NOTHING raises below, once a GPU is busy again
-        values_B = _logprobs(logits_BV, tokens_B) if logprobs else None
-        fetch = _start_fetch(found_B, values_B)
-        likeliest = _likeliest(logits_BV, count) if count else []
-        # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped then.
-        ahead = tokens_B.is_cuda and step + 1 < longest
-        if ahead:
-            logits_BV = stepper.step(tokens_B, past=past)
-        chosen, values = fetch()
+        ahead, likeliest = False, []
+        if ready:
+            chosen, values = ready.pop()
+            _check_numbers(chosen, values if logprobs else [])
+        else:
+            found_B = sample(
+                logits_BV,
+                step=step,
+                rows=[rows[i].name for i in going],
+                seen_BV=None if seen_BV is None else seen_BV.to(logits_BV.device),
+                allow_BV=permission([rows[i] for i in going], made=step, device=logits_BV.device),
+            )
+            tokens_B = found_B.clamp(min=0)  # NOTHING raises below, once a GPU is busy again
+            values_B = _logprobs(logits_BV, tokens_B) if logprobs else None
+            fetch = _start_fetch(found_B, values_B)
+            likeliest = _likeliest(logits_BV, count) if count else []
+            # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped.
+            ahead = tokens_B.is_cuda and step + 1 < longest
+            if ahead:
+                logits_BV = stepper.step(tokens_B, past=past)
+            chosen, values = fetch()
         for i, token in zip(going, chosen, strict=True):
             rows[i].take(token)
         yield _column(rows, going, chosen, values, likeliest)
+        if ready:  # no row has ended: it would have been the last column of those chosen ahead
+            continue
         stay = [line for line, i in enumerate(going) if rows[i].finish is None]
         if not stay:
             return
@@ -207,12 +219,40 @@ def _columns(
         if len(stay) < len(going):
             kept = torch.tensor(stay)
             past.reorder(kept)
-            kept_here = kept.to(tokens_B.device)
-            tokens_B, logits_BV = tokens_B[kept_here], logits_BV[kept_here]
+            if ahead:
+                logits_BV = logits_BV[kept.to(logits_BV.device)]
             seen_BV = None if seen_BV is None else seen_BV[kept]
             going = [going[line] for line in stay]
-        if not ahead:
+        if ahead:
+            continue
+        tokens_B = torch.tensor([chosen[line] for line in stay])
+        if plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced):
+            made = stepper.run_greedy(
+                tokens_B,
+                past=past,
+                count=min(rows[i].limit - rows[i].made for i in going),
+                ends=spec.eos,
+                closed=spec.forbidden,
+                logprobs=logprobs,
+                seconds=PATIENCE,
+            )
+            plain = made is not None
+            ready = [] if made is None else list(zip(*made, strict=True))[::-1]
+        if not ready:
             logits_BV = stepper.step(tokens_B, past=past)
+
+
+def _only_greedy(spec: DecodeSpec, rows: list[Row]) -> bool:
+    """Return True if each token is the likeliest allowed one, and only its id decides what ends."""
+    free = all(row.bounded is None for row in rows)
+    return spec.greedy and free and spec.repetition_penalty == 1.0 and not spec.stop
+
+
+def _check_numbers(tokens: list[int], values: list[float]) -> None:
+    if NOTHING in tokens or any(value != value for value in values):
+        raise DivergedError(
+            "the model's logits are not numbers", hint="its weights hold NaN or infinity"
+        )
 
 
 def _start_fetch(
@@ -232,11 +272,7 @@ def _start_fetch(
             arrived.synchronize()
         tokens = here_B.tolist()
         values = [float("nan")] * len(tokens) if there_B is None else there_B.tolist()
-        unsound = there_B is not None and any(value != value for value in values)
-        if unsound or NOTHING in tokens:
-            raise DivergedError(
-                "the model's logits are not numbers", hint="its weights hold NaN or infinity"
-            )
+        _check_numbers(tokens, values if there_B is not None else [])
         return tokens, values
 
     return fetch

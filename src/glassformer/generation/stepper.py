@@ -7,6 +7,7 @@ past is passed in and out, never stored on the model.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -56,6 +57,26 @@ class Stepper(ABC):
     @abstractmethod
     def step(self, tokens_B: Tensor, *, past: Any) -> Tensor:
         """Add one token to each row: next-token logits (B, V), valid until the next step."""
+
+    def run_greedy(
+        self,
+        tokens_B: Tensor,
+        *,
+        past: Any,
+        count: int,
+        ends: Sequence[int],
+        closed: Sequence[int],
+        logprobs: bool,
+        seconds: float,
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """Add the tokens, then the likeliest after them, and so on; None: not offered.
+
+        Return a list of tokens (B) for each step and their log-probabilities (NaN if not
+        requested): at most `count` steps, about as many as take `seconds`, and none after a step
+        in which a row has one of `ends`. Of equal tokens the first is chosen, never one of
+        `closed`; NOTHING (-1) where there is none. The last tokens chosen are not added yet.
+        """
+        return None
 
 
 def check_decodes(spec: ModelSpec) -> None:

@@ -76,6 +76,13 @@ def open_library(path: Path) -> ctypes.CDLL:
     found.glass_floating.argtypes = [pointer, pointer, pointer, wide, number, number]
     found.glass_floating.restype = None
     found.glass_integer.argtypes = [pointer, pointer, pointer, pointer, wide, number]
+    found.glass_step.argtypes = [pointer]
+    found.glass_greedy.argtypes = [pointer]
+    found.glass_greedy.restype = wide
+    found.glass_reserve.argtypes = [pointer, pointer, wide, pointer, wide, wide]
+    found.glass_reserve.restype = wide
+    found.glass_reorder.argtypes = [pointer, pointer, wide, pointer, pointer, wide, wide]
+    found.glass_reorder.restype = None
     found.glass_use_threads_of(_torch_pool())
     return found
 

@@ -12,18 +12,11 @@
 #define PANEL_BYTES (1 << 16)
 #define SHORT_BYTES (1 << 13)
 
-struct floating {
-    const void *weight; /* (O, I) */
-    const float *bias;  /* (O) or null */
-    int64_t outputs, inputs;
-    int32_t bfloat16;   /* else float32 */
-};
-
 struct job {
     const struct floating *w;
     const float *x; /* (B, I) */
-    float *y;       /* (B, O) */
-    int64_t rows;
+    float *y;       /* (B, O), rows `stride` apart */
+    int64_t stride, rows;
     int onto; /* add to what y holds */
 };
 
@@ -36,7 +29,7 @@ INLINE float widened(uint16_t bits) {
 
 INLINE void put(const struct job *job, int64_t row, int64_t out, float sum) {
     const struct floating *w = job->w;
-    float *y = job->y + row * w->outputs + out;
+    float *y = job->y + row * job->stride + out;
     if (w->bias) sum += w->bias[out];
     *y = job->onto ? *y + sum : sum;
 }
@@ -68,6 +61,13 @@ static void portable(void *data, int64_t first, int64_t last) {
 
 #ifdef GLASS_X86
 
+/* Four outputs of one row at once. */
+AVX2 INLINE void put4(const struct job *job, int64_t row, int64_t out, __m128 sums) {
+    float *y = job->y + row * job->stride + out;
+    if (job->w->bias) sums = _mm_add_ps(sums, _mm_loadu_ps(job->w->bias + out));
+    _mm_storeu_ps(y, job->onto ? _mm_add_ps(_mm_loadu_ps(y), sums) : sums);
+}
+
 /* --- AVX2 and FMA: 4 outputs x 3 rows in 16 registers ----------------------------------------- */
 
 AVX2 INLINE __m256 wide8(const uint16_t *from) {
@@ -93,12 +93,25 @@ AVX2 INLINE float sum8(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
+/* sum8 of four vectors: the same additions in the same order, fewer instructions. */
+AVX2 INLINE __m128 sum8_of_4(__m256 a, __m256 b, __m256 c, __m256 d) {
+    __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+    ab = _mm256_add_ps(ab, _mm256_permute_ps(ab, 0x4e));
+    cd = _mm256_add_ps(cd, _mm256_permute_ps(cd, 0x4e));
+    ab = _mm256_add_ps(ab, _mm256_permute_ps(ab, 0xb1));
+    cd = _mm256_add_ps(cd, _mm256_permute_ps(cd, 0xb1));
+    __m256 all = _mm256_unpacklo_ps(ab, cd); /* a c a c, b d b d */
+    return _mm_unpacklo_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
+
 #define TARGET AVX2
 #define VEC __m256
 #define WIDTH 8
 #define ROWS 3
 #define LOAD_X _mm256_loadu_ps
 #define SUM sum8
+#define SUM_OF_4 sum8_of_4
 #define FMA _mm256_fmadd_ps
 #define ZERO _mm256_setzero_ps
 
@@ -120,6 +133,7 @@ AVX2 INLINE float sum8(__m256 v) {
 #undef ROWS
 #undef LOAD_X
 #undef SUM
+#undef SUM_OF_4
 #undef FMA
 #undef ZERO
 
@@ -140,12 +154,24 @@ AVX512 INLINE __m512 some_wide16(const uint16_t *from, int64_t count) {
     return wide16(all);
 }
 
+/* _mm512_reduce_add_ps of four vectors: the same additions in the same order. */
+AVX512 INLINE __m128 sum16_of_4(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    __m512 v = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+    const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, v));
+}
+
 #define TARGET AVX512
 #define VEC __m512
 #define WIDTH 16
 #define ROWS 6
 #define LOAD_X _mm512_loadu_ps
 #define SUM _mm512_reduce_add_ps
+#define SUM_OF_4 sum16_of_4
 #define FMA _mm512_fmadd_ps
 #define ZERO _mm512_setzero_ps
 
@@ -164,9 +190,9 @@ AVX512 INLINE __m512 some_wide16(const uint16_t *from, int64_t count) {
 
 #endif
 
-EXPORT void glass_floating(const struct floating *w, const float *x, float *y, int64_t rows,
-                           int onto, int threads) {
-    struct job job = {w, x, y, rows, onto};
+void glass_floating_rows(const struct floating *w, const float *x, float *y, int64_t stride,
+                         int64_t rows, int onto, int threads) {
+    struct job job = {w, x, y, stride, rows, onto};
     part_fn part = portable;
 #ifdef GLASS_X86
     if (glass_variant() == AVX2_FMA)
@@ -177,4 +203,9 @@ EXPORT void glass_floating(const struct floating *w, const float *x, float *y, i
     int64_t chunk = w->outputs / threads / 4, least = SHARED / w->inputs;
     chunk = ((chunk < least ? least : chunk) / OUTS + 1) * OUTS;
     glass_share(part, &job, w->outputs, chunk, threads);
+}
+
+EXPORT void glass_floating(const struct floating *w, const float *x, float *y, int64_t rows,
+                           int onto, int threads) {
+    glass_floating_rows(w, x, y, w->outputs, rows, onto, threads);
 }

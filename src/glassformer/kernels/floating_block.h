@@ -1,7 +1,7 @@
 /* Included by floating.c once for each width of vectors and kind of weights.
 
-   NAME(..) names what is made; TARGET, VEC, WIDTH, ROWS (rows at once), LOAD_X, ZERO, FMA and SUM
-   say how; WEIGHT, LOAD and LOAD_SOME are of the weights, LINES the cache lines of one round. */
+   NAME(..) names what is made; TARGET, VEC, WIDTH, ROWS (rows at once), LOAD_X, ZERO, FMA, SUM
+   and SUM_OF_4 say how; WEIGHT, LOAD and LOAD_SOME are of the weights, LINES the cache lines of one round. */
 
 /* Some outputs of some rows. `ahead` is memory needed soon: it is fetched as the loop goes. */
 TARGET INLINE void NAME(block)(const struct job *job, int64_t out, int outs, int64_t row, int rows,
@@ -39,6 +39,12 @@ TARGET INLINE void NAME(block)(const struct job *job, int64_t out, int outs, int
             for (int o = 0; o < outs; o++)
                 sums[o][r] = FMA(LOAD_SOME(each[o] + i, inputs - i), LOAD_X(left), sums[o][r]);
         }
+    }
+    if (outs == OUTS && out + OUTS <= w->outputs) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            put4(job, row + r, out, SUM_OF_4(sums[0][r], sums[1][r], sums[2][r], sums[3][r]));
+        return;
     }
 #pragma GCC unroll 8
     for (int o = 0; o < outs; o++)

@@ -5,6 +5,7 @@
 
 #include "native.h"
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <time.h>
 
@@ -88,25 +89,136 @@ static void region(void *data) {
     if (all->caller == &own_byte) all->finished = now();
 }
 
+/* --- a team ------------------------------------------------------------------------------------
+
+   One thread leads and posts work, the others look for it. A piece of work has a number, and its
+   number and the next item to do are one word: an item is claimed by exchanging the word, so that
+   nobody can claim an item of other work than it has read. The leader goes on when every claimed
+   item is done; a thread that claims nothing is never waited for. */
+
+#define SPINS 4000              /* looks at a word before a thread gives way to others */
+#define ITEMS ((1ull << 40) - 1) /* the lower bits are the next item, the upper the work's number */
+
+struct team {
+    void (*body)(void *data);
+    void *data;
+    const char *leader;
+    _Atomic uint64_t word;
+    _Atomic int64_t done;
+    _Atomic int over;
+    _Atomic(part_fn) part;
+    _Atomic(void *) job;
+    _Atomic int64_t count, chunk;
+    double finished;
+};
+
+static _Thread_local struct team *leading = 0;
+static _Thread_local int single = 0; /* in a team of one: nothing is shared */
+
+static void wait_a_little(int *looks) {
+    if (++*looks < SPINS) {
+#ifdef GLASS_X86
+        _mm_pause();
+#endif
+    } else {
+        sched_yield();
+    }
+}
+
+/* Does items of the work in `word` until none is left. */
+static void take_part(struct team *team, uint64_t word) {
+    uint64_t work = word & ~ITEMS;
+    part_fn part = team->part;
+    void *job = team->job;
+    int64_t count = team->count, chunk = team->chunk;
+    while ((word & ~ITEMS) == work && (int64_t)(word & ITEMS) < count) {
+        int64_t first = (int64_t)(word & ITEMS);
+        int64_t last = first + chunk < count ? first + chunk : count;
+        if (!atomic_compare_exchange_weak(&team->word, &word, work | (uint64_t)last)) continue;
+        part(job, first, last);
+        atomic_fetch_add(&team->done, last - first);
+        word = team->word;
+    }
+}
+
+static void post(struct team *team, part_fn part, void *job, int64_t count, int64_t chunk) {
+    uint64_t word = (team->word & ~ITEMS) + ITEMS + 1;
+    int looks = 0;
+    team->word = word | ITEMS; /* nothing to claim while the work is written down */
+    team->part = part;
+    team->job = job;
+    team->count = count;
+    team->chunk = chunk;
+    team->done = 0;
+    team->word = word;
+    take_part(team, word);
+    while (team->done < count) wait_a_little(&looks);
+}
+
+static void member(void *data) {
+    struct team *team = data;
+    if (team->leader == &own_byte) {
+        leading = team;
+        team->body(team->data);
+        leading = 0;
+        team->finished = now();
+        team->over = 1;
+        return;
+    }
+    for (int looks = 0; !team->over; wait_a_little(&looks)) {
+        uint64_t word = team->word;
+        if ((int64_t)(word & ITEMS) < team->count) {
+            take_part(team, word);
+            looks = 0;
+        }
+    }
+}
+
 /* On a busy machine a thread may come milliseconds after the others have done its work, and a
    region ends when all have come. If that costs more than it can save, the next calls go alone,
    ever more of them as long as it does not get better. */
 static _Atomic int alone = 0, patience = FEWEST_ALONE;
 
-void glass_share(part_fn part, void *job, int64_t count, int64_t chunk, int threads) {
-    if (!parallel || threads < 2 || count <= chunk || alone > 0) {
-        if (threads > 1 && alone > 0) alone--;
-        part(job, 0, count);
-        return;
-    }
-    struct shared all = {part, job, count, chunk, 0, &own_byte, 0};
-    double begun = now();
-    parallel(region, &all, (unsigned)threads, 0);
-    double waited = now() - all.finished, worked = all.finished - begun;
+static int goes_alone(int threads) {
+    if (!parallel || threads < 2) return 1;
+    if (alone <= 0) return 0;
+    alone--;
+    return 1;
+}
+
+static void judge(double waited, double worked) {
     if (waited < WORTH_WAITING + worked) {
         patience = FEWEST_ALONE;
     } else {
         alone = patience;
         if (patience < MOST_ALONE) patience = 2 * patience;
     }
+}
+
+void glass_share(part_fn part, void *job, int64_t count, int64_t chunk, int threads) {
+    if (count <= chunk || single) {
+        part(job, 0, count);
+    } else if (leading) {
+        post(leading, part, job, count, chunk);
+    } else if (goes_alone(threads)) {
+        part(job, 0, count);
+    } else {
+        struct shared all = {part, job, count, chunk, 0, &own_byte, 0};
+        double begun = now();
+        parallel(region, &all, (unsigned)threads, 0);
+        judge(now() - all.finished, all.finished - begun);
+    }
+}
+
+void glass_team(void (*body)(void *data), void *data, int threads) {
+    if (goes_alone(threads)) {
+        single = 1;
+        body(data);
+        single = 0;
+        return;
+    }
+    struct team team = {.body = body, .data = data, .leader = &own_byte, .word = ITEMS};
+    double begun = now();
+    parallel(member, &team, (unsigned)threads, 0);
+    judge(now() - team.finished, team.finished - begun);
 }

@@ -21,6 +21,22 @@ enum { PORTABLE = 0, AVX2_FMA = 1, AVX512_VNNI = 2 };
 /* The variant in use: the best that this machine has, or a lesser one that was asked for. */
 int glass_variant(void);
 
+/* A matrix of float32 or bfloat16 as it lies in the module, and y (+)= x W^T + b of some rows. */
+struct floating {
+    const void *weight; /* (O, I) */
+    const float *bias;  /* (O) or null */
+    int64_t outputs, inputs;
+    int32_t bfloat16; /* else float32 */
+};
+
+/* `stride` is the distance between rows of y; `onto` adds to what y holds. */
+void glass_floating_rows(const struct floating *w, const float *x, float *y, int64_t stride,
+                         int64_t rows, int onto, int threads);
+
+struct integer; /* integer.c */
+int glass_integer(const struct integer *w, const float *bias, const float *x, float *y,
+                  int64_t rows, int threads);
+
 #define SHARED (1 << 15) /* numbers that one thread does sooner than two begin */
 
 /* A part of the work: items first .. last - 1. */
@@ -29,5 +45,9 @@ typedef void (*part_fn)(void *job, int64_t first, int64_t last);
 /* Calls `part` until `count` items are done, by so many threads, `chunk` items at a time.
    Every item is done by exactly one thread, whatever their number. */
 void glass_share(part_fn part, void *job, int64_t count, int64_t chunk, int threads);
+
+/* Calls `body` once, on this thread, while threads - 1 others stand by: what it shares is taken up
+   in a fraction of a microsecond, and a thread that the machine keeps away is not waited for. */
+void glass_team(void (*body)(void *data), void *data, int threads);
 
 #endif

@@ -22,11 +22,14 @@ from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
 from glassformer.generation.beam import Hypothesis, beam_search
+from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.program import why_not
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import uniform
 from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.kernels import c_library
 from glassformer.models.model import Model, build
 from glassformer.models.state import weights_of
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, LengthPenalty
@@ -221,6 +224,8 @@ def _steppers(model: Model) -> dict[str, Stepper]:
         "growing cache": TorchStepper(model, cache="growing"),
         "lean": _lean(model),
     }
+    if not why_not(model):
+        found["native"] = NativeStepper(model)
     if next(model.parameters()).dtype in (torch.float32, torch.float64):
         hand = HandModel(model.spec, params=weights_of(model), dtype=weights_dtype(model))
         found["by hand"] = HandStepper(hand)
@@ -287,8 +292,12 @@ def _followed(
     prompts: Prompts,
     size: str,
     dtype: str = "",
+    order: tuple[int, ...] = (),
 ) -> Measure:
-    """Return the worst gap of the steppers' logits to the uncached ones, along greedy tokens."""
+    """Return the worst gap of the steppers' logits to the witness's, along greedy tokens.
+
+    Before every step the rows are reordered by `order`, if given: rows may repeat.
+    """
     wanted_BV, past = witness.start(prompts, room=NEW)
     pasts = {}
     worst, where, logits = 0.0, "", {}
@@ -304,6 +313,11 @@ def _followed(
             if not apart <= worst:
                 worst, where = apart, f"worst: {name}, step {step + 1}"
         if step + 1 < NEW:
+            if order:
+                rows_B = torch.tensor(order)
+                chosen_B = chosen_B[rows_B]
+                for one in (past, *pasts.values()):
+                    one.reorder(rows_B)
             wanted_BV = witness.step(chosen_B, past=past)
             for name, stepper in steppers.items():
                 logits[name] = stepper.step(chosen_B, past=pasts[name])
@@ -430,6 +444,25 @@ def _exact(models: int) -> Measure:
     return Measure(float(len(wrong)), EXACT, f"{models:,} random models, vocabulary ≤ 5", note)
 
 
+def native_steps_are_plain(subject: Subject) -> Measure:
+    """The native step gives the logits and tokens of the plain cached step, with every variant.
+
+    Rows of different lengths, then the same batch reordered with a row twice, as beams do.
+    """
+    model, prompts = _case(subject)
+    if reason := why_not(model):
+        raise NotOffered(reason)
+    found, size = [], f"{subject.size}, {NEW} steps"
+    for name in c_library.variants():
+        sides: dict[str, Stepper] = {name: NativeStepper(model)}
+        orders: tuple[tuple[int, ...], ...] = ((), (2, 0, 0, 1))
+        with c_library.use_variant(name):
+            for order in orders:
+                plain = TorchStepper(model)
+                found.append(_followed(subject, sides, plain, prompts, size, order=order))
+    return max(found, key=lambda one: math.inf if math.isnan(one.worst) else one.worst)
+
+
 def compiled_steps_are_eager(subject: Subject) -> Measure:
     """The compiled fast step gives the logits and tokens of the eager fast step."""
     model, prompts = _case(subject)
@@ -442,7 +475,9 @@ def one_token_a_step(subject: Subject) -> Measure:
     """After the prompt each cached step reads one position; the encoder runs once."""
     model, prompts = _case(subject)
     extra = 0
-    for stepper in (TorchStepper(model), _lean(model)):
+    for name, stepper in _steppers(model).items():
+        if name == "by hand":
+            continue
         generate_batch(stepper, prompts, spec=DecodeSpec(max_new_tokens=NEW))
         # The last token is chosen and never read.
         columns = max(len(row) for row in prompts.tokens) + NEW - 1

@@ -1,0 +1,425 @@
+"""`NativeStepper`: a decoding step of a complete model as one call into `kernels/step.c`.
+
+Nothing is timed or compiled, so the first step is as fast as the last. `fastest_stepper` takes it
+for models that the C file can run (`program.why_not`), and the plain cached step for others.
+
+Rows need no padding: each new token has a sequence and a position, and sequences may be at any
+positions. A past is a set of rows; to add rows to a batch, read their prompts with `start` and
+`join` that past to the batch's; to remove rows, `reorder` to those that stay. Keys and values are
+in pages that equal beginnings share, so neither copies more than a page a row.
+"""
+
+import ctypes
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glassformer.generation.fast.program import BUFFERS, LOGITS, PAGE, Op, programs, why_not
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import Stepper, TorchStepper, decodable
+from glassformer.kernels import c_library
+from glassformer.models.model import Holder, Model
+from glassformer.spec.errors import InputError, MachineError
+
+# B rows, V vocab
+
+#: New tokens that are read at once: a prompt goes through the layers in blocks of so many.
+BLOCK = 256
+
+
+def fastest_stepper(model: Model | Holder) -> Stepper:
+    """Return the native step, or the cached one where the C file cannot run the model."""
+    own = decodable(model)
+    return TorchStepper(own) if why_not(own) else NativeStepper(own)
+
+
+class _Memory(ctypes.Structure):
+    """`struct memory` of step.c."""
+
+    _fields_ = (
+        ("pool", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page", "pages", "n_spare")),
+        *((name, ctypes.c_void_p) for name in ("uses", "spare")),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`struct step` of step.c."""
+
+    _fields_ = (
+        ("ops", ctypes.c_void_p),
+        ("n_ops", ctypes.c_int64),
+        ("buffers", ctypes.c_void_p),
+        ("memory", ctypes.c_void_p * 2),
+        ("table", ctypes.c_void_p * 2),
+        ("table_width", ctypes.c_int64 * 2),
+        ("length", ctypes.c_void_p * 2),
+        *((name, ctypes.c_void_p) for name in ("token", "row", "position")),
+        ("n_new", ctypes.c_int64),
+        ("chosen", ctypes.c_void_p),
+        ("n_chosen", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("threads", "failed")),
+    )
+
+
+class _Greedy(ctypes.Structure):
+    """`struct greedy` of step.c."""
+
+    _fields_ = (
+        ("step", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "made")),
+        *((name, ctypes.c_void_p) for name in ("closed", "ends")),
+        *((name, ctypes.c_int64) for name in ("n_closed", "n_ends")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "logprobs")),
+    )
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Pages:
+    """Memory for keys and values in pages of 16 positions, shared by all pasts of a stepper."""
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.form = _Memory(page=page)
+        self.address = ctypes.addressof(self.form)
+        self._pool = torch.empty(0)
+        self._uses = np.zeros(0, dtype=np.int32)
+        self._spare = np.zeros(0, dtype=np.int32)
+
+    def grow(self, more: int) -> None:
+        """Add pages: as many as are needed, and at least half as many as there are."""
+        form, before = self.form, self.form.pages
+        after = before + max(more, before // 2)
+        try:
+            pool = torch.empty(after, self.page)
+        except RuntimeError as error:
+            raise MachineError(f"no memory for {after * PAGE:,} positions of the cache") from error
+        pool[:before] = self._pool.view(before, self.page) if before else pool[:0]
+        uses, spare = np.zeros(after, dtype=np.int32), np.zeros(after, dtype=np.int32)
+        uses[:before] = self._uses
+        spare[: form.n_spare] = self._spare[: form.n_spare]
+        spare[form.n_spare : form.n_spare + after - before] = np.arange(after - 1, before - 1, -1)
+        self._pool, self._uses, self._spare = pool, uses, spare
+        form.pool, form.pages = pool.data_ptr(), after
+        form.n_spare += after - before
+        form.uses, form.spare = uses.ctypes.data, spare.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that are kept."""
+        return self._pool.nbytes
+
+    @property
+    def used(self) -> int:
+        """The number of pages that some row holds."""
+        return int(self.form.pages - self.form.n_spare)
+
+
+class Rows:
+    """The pages and lengths of some sequences in one memory."""
+
+    def __init__(self, pages: Pages, count: int) -> None:
+        self.pages = pages
+        self.table = np.full((count, 1), -1, dtype=np.int32)
+        self.length = np.zeros(count, dtype=np.int64)
+
+    def reserve(self, more: int) -> None:
+        """Make room for `more` positions in each row; a page that is shared is copied first."""
+        width = -(-(int(self.length.max(initial=0)) + more) // PAGE)
+        if width > self.table.shape[1]:
+            wider = np.full((len(self.table), width + width // 2), -1, dtype=np.int32)
+            wider[:, : self.table.shape[1]] = self.table
+            self.table = wider
+        while missing := c_library.library().glass_reserve(
+            self.pages.address,
+            self.table.ctypes.data,
+            self.table.shape[1],
+            self.length.ctypes.data,
+            len(self.table),
+            more,
+        ):
+            self.pages.grow(missing)
+
+    def reorder(self, rows: NDArray[np.int64]) -> None:
+        """Replace row b by row rows[b]: by index, nothing is copied."""
+        after = np.empty((len(rows), self.table.shape[1]), dtype=np.int32)
+        c_library.library().glass_reorder(
+            self.pages.address,
+            self.table.ctypes.data,
+            len(self.table),
+            after.ctypes.data,
+            rows.ctypes.data,
+            len(rows),
+            self.table.shape[1],
+        )
+        self.table, self.length = after, self.length[rows]
+
+    def join(self, other: "Rows") -> None:
+        """Take over another's rows, behind the own ones."""
+        assert self.pages is other.pages
+        width = max(self.table.shape[1], other.table.shape[1])
+        both = [
+            np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
+            for table in (self.table, other.table)
+        ]
+        self.table = np.concatenate(both)
+        self.length = np.concatenate((self.length, other.length))
+        other.table, other.length = other.table[:0], other.length[:0]
+
+    def __del__(self) -> None:
+        give_up = c_library.library().glass_reorder if c_library else None
+        if len(self.table) and give_up is not None:  # None: the interpreter ends
+            table = self.table
+            give_up(
+                self.pages.address, table.ctypes.data, len(table), None, None, 0, table.shape[1]
+            )
+
+
+class NativePast:
+    """The sequences of one batch: pages of their own, and of their sources after an encoder."""
+
+    def __init__(self, own: Rows, source: Rows | None) -> None:
+        self.own, self.source = own, source
+
+    def __len__(self) -> int:
+        return len(self.own.length)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens read by each row."""
+        return [int(length) for length in self.own.length]
+
+    def reorder(self, rows_B: Tensor) -> None:
+        rows = np.ascontiguousarray(rows_B.cpu().numpy(), dtype=np.int64)
+        self.own.reorder(rows)
+        if self.source is not None:
+            self.source.reorder(rows)
+
+    def join(self, other: "NativePast") -> None:
+        """Add another past's rows behind the own ones; the other one is empty afterwards."""
+        self.own.join(other.own)
+        if self.source is not None and other.source is not None:
+            self.source.join(other.source)
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Forget what each row has read beyond these lengths."""
+        self.own.length = np.minimum(self.own.length, np.array(lengths, dtype=np.int64))
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+class NativeStepper(Stepper):
+    """A `Stepper` for one model, to be kept and used again; several pasts may be live at once."""
+
+    def __init__(self, model: Model | Holder) -> None:
+        self.model = decodable(model)
+        super().__init__(self.model.spec)
+        if reason := why_not(self.model):
+            raise InputError(f"no native step: {reason}", hint="TorchStepper runs any model")
+        self._version: tuple[int, ...] = ()
+        self._step = _Step()
+        self._greedy = _Greedy()
+        self._rows = 0
+        self._seconds = 0.0  # of one greedy step
+
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, NativePast]:
+        """Read the prompts in blocks; the memory grows as needed, whatever `room` was requested."""
+        self._notice_new_weights()
+        past = NativePast(Rows(self.pages, len(prompts)), None)
+        if self._encoder is not None:
+            assert prompts.sources is not None
+            past.source = self._read_sources(prompts.sources)
+        logits_BV = self.read(prompts.tokens, past=past)
+        return logits_BV, past
+
+    def read(self, tokens: Sequence[Sequence[int]], *, past: NativePast) -> Tensor:
+        """Read one or more new tokens of each row; return the logits (B, V) after the last."""
+        last = np.cumsum([len(row) for row in tokens]) - 1
+        return self.read_all(tokens, past=past, chosen=last)
+
+    def read_all(
+        self,
+        tokens: Sequence[Sequence[int]],
+        *,
+        past: NativePast,
+        chosen: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Return logits after each new token, row by row, or after the chosen of them."""
+        assert len(tokens) == len(past)
+        counts = [len(row) for row in tokens]
+        token = np.concatenate([np.asarray(row, dtype=np.int64) for row in tokens])
+        row = np.repeat(np.arange(len(tokens)), counts)
+        position = np.concatenate(
+            [length + np.arange(count) for length, count in zip(past.lengths, counts, strict=True)]
+        )
+        chosen = np.arange(len(token)) if chosen is None else chosen
+        self.positions += max(counts)
+        past.own.reserve(max(counts))
+        logits = torch.empty(len(chosen), self.vocab_size)
+        self._use(self._decoder, past.own, past.source)
+        for begin in range(0, len(token), BLOCK):
+            end = min(begin + BLOCK, len(token))
+            here = (chosen >= begin) & (chosen < end)
+            self._call(token[begin:end], row[begin:end], position[begin:end], chosen[here] - begin)
+            logits[torch.from_numpy(here)] = self._buffers[LOGITS][: int(here.sum())]
+        past.own.length += np.array(counts)
+        return logits
+
+    def step(self, tokens_B: Tensor, *, past: NativePast) -> Tensor:
+        B = len(past)
+        self._ready(B, past, more=1)
+        self._token[:B] = tokens_B.numpy()
+        self._run(B)
+        self.positions += 1
+        past.own.length += 1
+        return self._buffers[LOGITS][:B]
+
+    def _ready(self, count: int, past: NativePast, *, more: int) -> None:
+        """Point at a past whose rows get one new token each, with room for `more`."""
+        past.own.reserve(more)
+        self._use(self._decoder, past.own, past.source)
+        self._room_for(count)
+        self._row[:count] = self._order[:count]
+        self._position[:count] = past.own.length
+        self._chosen[:count] = self._order[:count]
+        self._step.n_new = self._step.n_chosen = count
+
+    def run_greedy(
+        self,
+        tokens_B: Tensor,
+        *,
+        past: NativePast,
+        count: int,
+        ends: Sequence[int],
+        closed: Sequence[int],
+        logprobs: bool,
+        seconds: float,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Choose the likeliest tokens, step after step in one call; see `Stepper.run_greedy`."""
+        B = len(past)
+        count = max(1, min(count, int(seconds / self._seconds) if self._seconds else 1))
+        self._ready(B, past, more=count)
+        self._token[:B] = tokens_B.numpy()
+        made = np.empty((count, B), dtype=np.int64)
+        values = np.full((count, B), np.nan, dtype=np.float32)
+        never, last = np.array(closed, dtype=np.int64), np.array(ends, dtype=np.int64)
+        call = self._greedy
+        call.step, call.count = ctypes.addressof(self._step), count
+        call.closed, call.n_closed = never.ctypes.data, len(never)
+        call.ends, call.n_ends = last.ctypes.data, len(last)
+        call.tokens, call.logprobs = made.ctypes.data, values.ctypes.data if logprobs else None
+        self._step.threads = torch.get_num_threads()
+        begin = time.perf_counter()
+        steps = c_library.library().glass_greedy(ctypes.addressof(call))
+        if steps < 0:
+            raise MachineError(f"no memory for a step of {B} rows")
+        self._seconds = (time.perf_counter() - begin) / steps
+        self.positions += steps
+        past.own.length += steps
+        return made[:steps].tolist(), values[:steps].tolist()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the keys and values that are kept."""
+        return self.pages.nbytes + self._sources.nbytes
+
+    # --- one call
+
+    def _read_sources(self, sources: Sequence[Sequence[int]]) -> Rows:
+        """Run the encoder over each source; return the keys and values that are read of them."""
+        assert self._encoder is not None
+        self.encoder_calls += 1
+        made = Rows(self._sources, len(sources))
+        begin = 0
+        while begin < len(sources):  # complete sources, as many as fit into a block
+            end = begin + 1
+            while end < len(sources) and sum(map(len, sources[begin : end + 1])) <= BLOCK:
+                end += 1
+            group = sources[begin:end]
+            lengths = np.array([len(row) for row in group])
+            own, cross = Rows(self._scratch, len(group)), Rows(self._sources, len(group))
+            for rows in (own, cross):
+                rows.reserve(int(lengths.max()))
+                rows.length[:] = lengths
+            self._use(self._encoder, own, cross)
+            self._call(
+                np.concatenate([np.array(row, dtype=np.int64) for row in group]),
+                np.repeat(np.arange(len(group)), lengths),
+                np.concatenate([np.arange(length) for length in lengths]),
+                np.zeros(0, dtype=np.int64),
+            )
+            if begin == 0:
+                made = cross
+            else:
+                made.join(cross)
+            begin = end
+        return made
+
+    def _call(
+        self,
+        token: NDArray[np.int64],
+        row: NDArray[np.int64],
+        position: NDArray[np.int64],
+        chosen: NDArray[np.int64],
+    ) -> None:
+        count = len(token)
+        self._room_for(count)
+        self._token[:count], self._row[:count], self._position[:count] = token, row, position
+        self._chosen[: len(chosen)] = chosen
+        self._step.n_new, self._step.n_chosen = count, len(chosen)
+        self._run(count)
+
+    def _run(self, count: int) -> None:
+        self._step.threads = torch.get_num_threads()
+        if c_library.library().glass_step(ctypes.addressof(self._step)):
+            raise MachineError(f"no memory for a step of {count} tokens")
+
+    def _use(self, program: ctypes.Array[Op], own: Rows, source: Rows | None) -> None:
+        """Point at a program and at the rows that it reads and writes."""
+        step = self._step
+        step.ops, step.n_ops = ctypes.addressof(program), len(program)
+        for number, rows in enumerate((own, source)):
+            if rows is not None:
+                step.memory[number] = rows.pages.address
+                step.table[number] = rows.table.ctypes.data
+                step.table_width[number] = rows.table.shape[1]
+                step.length[number] = rows.length.ctypes.data
+
+    def _room_for(self, count: int) -> None:
+        """Make the buffers hold this many new tokens."""
+        if count <= self._rows:
+            return
+        self._rows = count
+        self._buffers = [torch.empty(count, width) for width in self._widths]
+        self._addresses = (ctypes.c_void_p * BUFFERS)(*(b.data_ptr() for b in self._buffers))
+        self._step.buffers = ctypes.addressof(self._addresses)
+        arrays = [np.zeros(count, dtype=np.int64) for _ in range(4)]
+        self._token, self._row, self._position, self._chosen = arrays
+        self._order = np.arange(count)
+        for name, array in zip(("token", "row", "position", "chosen"), arrays, strict=True):
+            setattr(self._step, name, array.ctypes.data)
+
+    def _notice_new_weights(self) -> None:
+        """Write the program again if the model was trained, loaded or moved since."""
+        now = tuple(x for p in self.model.parameters() for x in (p._version, p.data_ptr()))
+        if now == self._version:
+            return
+        if reason := why_not(self.model):
+            raise InputError(f"no native step any more: {reason}", hint="make another stepper")
+        decoder, encoder, page = programs(self.model)
+        self._programs = decoder, encoder
+        self._decoder = decoder.compiled()
+        self._encoder = None if encoder is None else encoder.compiled()
+        both = [decoder.widths, encoder.widths if encoder else [1] * BUFFERS]
+        self._widths = [max(pair) for pair in zip(*both, strict=True)]
+        self._rows = 0
+        self.pages, self._sources = Pages(decoder.page), Pages(page)
+        self._scratch = Pages(0 if encoder is None else encoder.page)
+        self._version = now

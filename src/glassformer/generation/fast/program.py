@@ -1,0 +1,489 @@
+"""A model written down for the native step: a flat list of operations, and what it cannot do.
+
+`programs` reads the model's parts and gives each operation of `kernels/step.c` pointers to the
+model's own weights; nothing is copied but what C reads in float32 only (gains, biases, tables).
+`why_not` is the closed decision on which models the C file can run.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, assert_never, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.kernels import c_library
+from glassformer.models.model import DecoderLM, EncoderDecoder, Model
+from glassformer.models.stack import Stack, StackParts, heads_key
+from glassformer.nn.attention import MultiHeadAttention
+from glassformer.nn.block import TransformerBlock
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding
+from glassformer.nn.ffn import MLP, SwiGLU
+from glassformer.nn.linear import Linear
+from glassformer.nn.norm import LayerNorm, RMSNorm
+from glassformer.nn.position import AddedPosition, ALiBiPosition, RotaryPosition
+from glassformer.spec import model as spec
+from glassformer.spec.own import OwnPosition
+
+# N query heads, K key-value heads, H d_head, F d_ff, D d_model, O outputs, I inputs
+
+PAGE = 16  # positions
+DTYPES = (torch.float32, torch.bfloat16)
+
+# --- what the C file can do -----------------------------------------------------------------------
+
+#: The parts of a spec that the program follows, with their fields. A field that is not here must
+#: have its default, and a part that is not here is not run: what was added to the spec since is
+#: never passed over in silence.
+FOLLOWED: dict[type, str] = {
+    spec.ModelSpec: "vocab_size d_model max_seq_len decoder encoder embedding position heads "
+    "source_vocab_size share_embedding",
+    spec.Stack: "layers final_norm",
+    spec.Layers: "count block",
+    spec.Block: "attention ffn norm placement cross",
+    spec.Attention: "n_heads n_kv_heads d_head bias qk_norm causal window",
+    spec.MLP: "d_ff activation bias",
+    spec.SwiGLU: "d_ff bias",
+    spec.LayerNorm: "eps",
+    spec.RMSNorm: "eps",
+    spec.NoPosition: "",
+    spec.Sinusoidal: "base",
+    spec.Learned: "",
+    spec.Rotary: "base scaling",
+    spec.ALiBi: "max_bias scaled",
+    spec.PlainEmbedding: "",
+    spec.ScaledEmbedding: "",
+    spec.FactorizedEmbedding: "rank l1",
+    spec.NextHead: "tied bias",
+}
+#: Parts and fields that no step depends on: how a model is trained, how its tables were computed
+#: (they are read, not computed again), and its other heads.
+APART = (
+    *get_args(spec.Init),
+    spec.Dropout,
+    OwnPosition,
+    spec.LinearScaling,
+    spec.Llama3Scaling,
+    spec.YarnScaling,
+    spec.ClassHead,
+    spec.StateHead,
+    spec.AnswerHead,
+)
+
+#: The modules that the program has operations for, and those that it need not run.
+PARTS = {
+    *(DecoderLM, EncoderDecoder, Stack, TransformerBlock, MultiHeadAttention, MLP, SwiGLU, Linear),
+    *(LayerNorm, RMSNorm, TokenEmbedding, FactorizedTokenEmbedding, TiedHead, RotaryPosition),
+    *(ALiBiPosition, nn.Dropout, nn.ModuleList, nn.ModuleDict),
+}
+
+
+def why_not(model: Model) -> str:
+    """Return the reason why this model has no native step here; empty if it has one."""
+    if reason := c_library.why_not():
+        return reason
+    like = next(model.parameters())
+    if like.device.type != "cpu":
+        return f"the model is on {like.device}, and the native step runs on the CPU"
+    if any(parameter.dtype not in DTYPES for parameter in model.parameters()):
+        return f"its weights are {like.dtype}, and the native step reads float32 and bfloat16"
+    return _unknown(model.spec) or _missing(model)
+
+
+def _unknown(node: object) -> str:
+    """Return the first part or field of a spec that the program does not follow, or nothing."""
+    if isinstance(node, tuple):
+        return next((found for each in node if (found := _unknown(each))), "")
+    if not is_dataclass(node) or isinstance(node, APART):
+        return ""
+    kind = type(node)
+    if kind not in FOLLOWED:
+        return f"the native step has no {kind.__name__}"
+    for each in fields(node):
+        value = getattr(node, each.name)
+        if isinstance(value, APART):
+            continue
+        known = each.name in FOLLOWED[kind].split()
+        if not known and value != each.default:
+            return f"the native step does not know {kind.__name__}.{each.name}"
+        if known and (found := _unknown(value)):
+            return found
+    return ""
+
+
+def _missing(model: Model) -> str:
+    stacks = [model.spec.decoder] + ([model.spec.encoder] if model.spec.encoder else [])
+    for stack in stacks:
+        for block in stack.blocks():
+            attention = block.attention
+            match block.ffn:
+                case spec.MLP() | spec.SwiGLU():
+                    pass
+                case spec.MoE():
+                    return "the native step has no mixture of experts"
+                case _ as unreachable:
+                    assert_never(unreachable)
+            if stack is model.spec.decoder and not attention.causal:
+                return "its decoder is not causal"
+            if stack is model.spec.encoder and (attention.causal or attention.window):
+                return "the native step reads a source from both sides, without a window"
+    for name, part in model.named_modules():
+        if "position" in name.split("."):
+            continue  # its table is read
+        if type(part) not in PARTS:
+            return f"the native step has no {type(part).__name__}, as in {name}"
+        if part._forward_hooks or part._forward_pre_hooks:
+            return f"a hook would not be called: {name or 'the model'} has one"
+    return ""
+
+
+def _stacks(model: Model) -> list[StackParts]:
+    if isinstance(model, EncoderDecoder):
+        return [model.encoder, model.decoder]
+    return [cast(StackParts, model)]
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+(EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, CHOOSE) = range(9)
+OWN, SOURCE = range(2)  # memories
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+#: Buffers: the residual stream, a norm's output, wide activations, heads, the output of an
+#: activation, hidden states and logits of chosen tokens, and a factorized embedding's rows.
+(X, NORMED, WIDE, HEADS, HIDDEN, CHOSEN, FINAL, LOGITS, NARROW) = range(9)
+BUFFERS = 9
+
+
+class Op(ctypes.Structure):
+    """`struct op` of step.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "form", "source", "to")),
+        *((name, ctypes.c_int64) for name in ("from_width", "to_width", "first", "count")),
+        *((name, ctypes.c_int64) for name in ("width", "groups", "window", "layer")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("number", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("onto", "gated", "causal")),
+    )
+
+
+class _Floating(ctypes.Structure):
+    """`struct floating` of native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
+        ("bfloat16", ctypes.c_int32),
+    )
+
+
+class Program:
+    """Operations over buffers, the widest row of each buffer, and the size of a page."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.widths = [1] * BUFFERS
+        self.page = 0
+        self._kept: list[object] = []  # what the operations point to
+
+    def compiled(self) -> ctypes.Array[Op]:
+        """Return the operations as C reads them."""
+        return (Op * len(self.ops))(*self.ops)
+
+    def add(self, kind: int, source: int, to: int, widths: tuple[int, int], **rest: Any) -> None:
+        """Add an operation that reads one buffer and writes one, with rows of these widths."""
+        self.widths[source] = max(self.widths[source], widths[0])
+        self.widths[to] = max(self.widths[to], widths[1])
+        op = Op(kind=kind, source=source, to=to, from_width=widths[0], to_width=widths[1])
+        for name, value in rest.items():
+            setattr(op, name, value)
+        self.ops.append(op)
+
+    def floats(self, tensor: Tensor | None) -> int | None:
+        """Return the address of numbers as float32, which are kept as long as this program."""
+        if tensor is None:
+            return None
+        wide = tensor.detach().float().contiguous()
+        self._kept.append(wide)
+        return wide.data_ptr()
+
+    def norm(
+        self,
+        part: LayerNorm | RMSNorm,
+        source: int,
+        to: int,
+        row: int,
+        *,
+        first: int = 0,
+        count: int = 1,
+    ) -> None:
+        """Add a norm of `count` pieces of a row, from number `first` on."""
+        match part:
+            case LayerNorm():
+                form, bias = 0, self.floats(part.bias)
+            case RMSNorm():
+                form, bias = 1, None
+            case _ as unreachable:
+                assert_never(unreachable)
+        self.add(
+            NORM,
+            source,
+            to,
+            (row, row),
+            form=form,
+            first=first,
+            count=count,
+            width=len(part.weight),
+            weight=self.floats(part.weight),
+            bias=bias,
+            number=part.eps,
+        )
+
+    def product(
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        source: int,
+        to: int,
+        *,
+        first: int = 0,
+        row: int = 0,
+        onto: bool = False,
+    ) -> None:
+        """Add x W^T + b, written to (or onto) a row of `row` numbers from number `first` on."""
+        weight = weight_OI.detach().contiguous()
+        outputs, inputs = weight.shape
+        half = weight.dtype == torch.bfloat16
+        matrix = _Floating(weight.data_ptr(), self.floats(bias_O), outputs, inputs, half)
+        self._kept += (weight, matrix)
+        self.add(
+            PRODUCT,
+            source,
+            to,
+            (inputs, row or outputs),
+            form=int(half),
+            first=first,
+            width=outputs,
+            weight=ctypes.addressof(matrix),
+            onto=onto,
+        )
+
+    def linear(self, part: nn.Module, source: int, to: int, **rest: Any) -> None:
+        """Add a layer's product."""
+        assert type(part) is Linear
+        self.product(part.weight, part.bias, source, to, **rest)
+
+    # --- the parts of a model
+
+    def embedding(self, embed: nn.Module, width: int) -> None:
+        """Add the lookup of each new token, times the scale if there is one."""
+        table = embed.weight if isinstance(embed, TokenEmbedding) else None
+        scale, to = 1.0, X
+        if isinstance(embed, FactorizedTokenEmbedding):
+            table, to = embed.u, NARROW
+        elif isinstance(embed, TokenEmbedding) and embed.scale is not None:
+            scale = embed.scale
+        assert table is not None
+        rows = table.detach().contiguous()
+        self._kept.append(rows)
+        half = int(rows.dtype == torch.bfloat16)
+        size = (rows.shape[1], rows.shape[1])
+        self.add(EMBED, to, to, size, form=half, weight=rows.data_ptr(), number=scale)
+        if isinstance(embed, FactorizedTokenEmbedding):
+            self.product(embed.v.t(), None, NARROW, X)
+        assert width == self.widths[X]
+
+    def position(self, model: spec.ModelSpec, parts: StackParts) -> None:
+        """Add the table of positions, where there is one to be added."""
+        part = parts.position
+        match model.position:
+            case spec.Sinusoidal() | spec.Learned():
+                assert part is not None and not isinstance(part, AddedPosition)
+                table = part.table if isinstance(model.position, spec.Sinusoidal) else part.weight
+            case OwnPosition():
+                assert isinstance(part, AddedPosition)
+                table = part.table(model.max_seq_len, torch.float32)
+            case spec.NoPosition() | spec.Rotary() | spec.ALiBi():
+                return
+            case _ as unreachable:
+                assert_never(unreachable)
+        width = (model.d_model, model.d_model)
+        self.add(ADD_POSITION, X, X, width, weight=self.floats(cast(Tensor, table)))
+
+    def heads(
+        self, part: MultiHeadAttention, attention: spec.Attention, parts: StackParts, source: int
+    ) -> None:
+        """Add self-attention from queries to heads; new keys and values are remembered."""
+        N, K, H = attention.n_heads, attention.kv_heads, part.d_head
+        row = (N + 2 * K) * H
+        self.linear(part.q_proj, source, WIDE, row=row)
+        self.linear(part.k_proj, source, WIDE, row=row, first=N * H)
+        self.linear(part.v_proj, source, WIDE, row=row, first=(N + K) * H)
+        if part.q_norm is not None and part.k_norm is not None:
+            self.norm(part.q_norm, WIDE, WIDE, row, count=N)
+            self.norm(part.k_norm, WIDE, WIDE, row, first=N * H, count=K)
+        if str(H) in parts.rotary:
+            cos, sin = cast(RotaryPosition, parts.rotary[str(H)]).table
+            self.add(
+                ROTATE,
+                WIDE,
+                WIDE,
+                (row, row),
+                count=N + K,
+                width=H,
+                weight=self.floats(cos),
+                bias=self.floats(sin),
+            )
+        slopes = None
+        if parts.alibi:
+            slopes = self.floats(cast(ALiBiPosition, parts.alibi[heads_key(N, H)]).table)
+        self.remember(OWN, K, H, row, first=N * H)
+        self.add(
+            ATTEND,
+            WIDE,
+            HEADS,
+            (row, N * H),
+            form=OWN,
+            count=N,
+            groups=K,
+            width=H,
+            layer=self.page,
+            window=attention.window or 0,
+            weight=slopes,
+            number=1 / math.sqrt(H),
+            causal=attention.causal,
+        )
+        self.page += 2 * PAGE * K * H
+
+    def remember(self, memory: int, K: int, H: int, row: int, *, first: int) -> None:
+        """Add the writing of keys and values, which are side by side in a row."""
+        width = (row, row)
+        self.add(
+            REMEMBER, WIDE, WIDE, width, form=memory, first=first, count=K, width=H, layer=self.page
+        )
+
+    def cross(
+        self, part: MultiHeadAttention, attention: spec.Attention, source: int, layer: int
+    ) -> None:
+        """Add cross-attention from queries to heads, over the source's memory."""
+        N, K, H = attention.n_heads, attention.kv_heads, part.d_head
+        self.linear(part.q_proj, source, WIDE)
+        if part.q_norm is not None:
+            self.norm(part.q_norm, WIDE, WIDE, N * H, count=N)
+        self.add(
+            ATTEND,
+            WIDE,
+            HEADS,
+            (N * H, N * H),
+            form=SOURCE,
+            count=N,
+            groups=K,
+            width=H,
+            layer=layer,
+            number=1 / math.sqrt(H),
+        )
+
+    def feed(self, part: nn.Module, source: int) -> None:
+        """Add a feed-forward, onto the residual stream."""
+        match part:
+            case SwiGLU():
+                F = part.gate_proj.d_out
+                self.linear(part.gate_proj, source, WIDE, row=2 * F)
+                self.linear(part.up_proj, source, WIDE, row=2 * F, first=F)
+                silu = ACTIVATIONS.index("silu")
+                self.add(ACTIVATE, WIDE, HIDDEN, (2 * F, F), form=silu, gated=True)
+            case MLP():
+                F = part.up_proj.d_out
+                self.linear(part.up_proj, source, WIDE)
+                form = ACTIVATIONS.index(part.activation)
+                self.add(ACTIVATE, WIDE, HIDDEN, (F, F), form=form)
+            case _:
+                raise AssertionError(f"a feed-forward of class {type(part).__name__}")
+        self.linear(part.down_proj, HIDDEN, X, onto=True)
+
+    def stack(self, model: spec.ModelSpec, parts: StackParts, cross_layers: Sequence[int]) -> None:
+        """Add embedding, positions and blocks: `TransformerBlock.forward`, line by line."""
+        self.embedding(parts.embed, model.d_model)
+        self.position(model, parts)
+        for layer, block in enumerate(parts.stack.blocks()):
+            part = cast(TransformerBlock, parts.blocks[layer])
+            self.heads(part.attn, block.attention, parts, self._before(part, part.attn_norm))
+            self._after(part, part.attn.o_proj, part.attn_norm)
+            if part.cross is not None and part.cross_norm is not None and block.cross is not None:
+                source = self._before(part, part.cross_norm)
+                self.cross(part.cross, block.cross, source, cross_layers[layer])
+                self._after(part, part.cross.o_proj, part.cross_norm)
+            self.feed(part.ffn, self._before(part, part.ffn_norm))
+            if not part.pre:
+                self.norm(part.ffn_norm, X, X, model.d_model)
+
+    def _before(self, part: TransformerBlock, norm: LayerNorm | RMSNorm) -> int:
+        """Return the buffer that a part reads: normalised first where the block is pre-norm."""
+        if not part.pre:
+            return X
+        self.norm(norm, X, NORMED, len(norm.weight))
+        return NORMED
+
+    def _after(self, part: TransformerBlock, out: nn.Module, norm: LayerNorm | RMSNorm) -> None:
+        self.linear(out, HEADS, X, onto=True)
+        if not part.pre:
+            self.norm(norm, X, X, len(norm.weight))
+
+    def head(self, model: Model, parts: StackParts) -> None:
+        """Add the final norm and the logits of the chosen tokens."""
+        D = model.spec.d_model
+        self.add(CHOOSE, X, CHOSEN, (D, D))
+        final = CHOSEN
+        if parts.final_norm is not None:
+            final = FINAL
+            self.norm(parts.final_norm, CHOSEN, FINAL, D)
+        part = model.heads["next"]
+        if not isinstance(part, TiedHead):
+            self.linear(part, final, LOGITS)
+            return
+        embed = model.output_embedding()
+        if isinstance(embed, FactorizedTokenEmbedding):
+            self.product(embed.v, None, final, NARROW)
+            self.product(embed.u, part.bias, NARROW, LOGITS)
+        else:
+            self.product(embed.weight, part.bias, final, LOGITS)
+
+
+def programs(model: Model) -> tuple[Program, Program | None, int]:
+    """Return the decoder's program, the encoder's or None, and the size of a page of a source.
+
+    The encoder's ends with the keys and values that cross-attention reads, layer by layer.
+    """
+    decoder, cross_layers, page = Program(), [], 0
+    *_, parts = _stacks(model)
+    for layer, block in enumerate(parts.stack.blocks()):
+        cross_layers.append(page)
+        if block.cross is not None:
+            part = cast(TransformerBlock, parts.blocks[layer]).cross
+            assert part is not None
+            page += 2 * PAGE * block.cross.kv_heads * part.d_head
+    decoder.stack(model.spec, parts, cross_layers)
+    decoder.head(model, parts)
+    if not isinstance(model, EncoderDecoder):
+        return decoder, None, 0
+    encoder, D = Program(), model.spec.d_model
+    encoder.stack(model.spec, model.encoder, ())
+    own_page, last = encoder.page, X
+    if model.encoder.final_norm is not None:
+        encoder.norm(model.encoder.final_norm, X, NORMED, D)
+        last = NORMED
+    for layer, block in enumerate(parts.stack.blocks()):
+        part = cast(TransformerBlock, parts.blocks[layer]).cross
+        if part is None or block.cross is None:
+            continue
+        K, H = block.cross.kv_heads, part.d_head
+        encoder.linear(part.k_proj, last, WIDE, row=2 * K * H)
+        encoder.linear(part.v_proj, last, WIDE, row=2 * K * H, first=K * H)
+        if part.k_norm is not None:
+            encoder.norm(part.k_norm, WIDE, WIDE, 2 * K * H, count=K)
+        encoder.page = cross_layers[layer]
+        encoder.remember(SOURCE, K, H, 2 * K * H, first=0)
+    encoder.page = own_page
+    return decoder, encoder, page

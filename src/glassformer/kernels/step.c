@@ -1,0 +1,270 @@
+/* One decoding step of a complete model: a flat program of operations over a batch of new tokens.
+
+   generation/fast/native.py makes the program from a model; each operation is a part of the model
+   under the same name, reads and writes buffers that have a row for every new token, and is shared
+   among threads where that is worth it.
+
+   A new token belongs to a sequence (`row`) and has a position in it. Sequences may be at any
+   position and have any number of new tokens: a prompt, one token, or several that are tried.
+   Keys and values lie in pages of 16 positions, with all layers of a model in one page; a table
+   has the pages of each sequence. Sequences that begin alike share pages, and whoever writes into
+   a shared page gets a copy first. Within a page the keys of a head are turned, one component of
+   16 positions side by side, so that 16 scores grow at once; values lie position by position. */
+
+#include <math.h>
+#include <string.h>
+
+#include "native.h"
+
+#define PAGE 16
+#define STEADY 8 /* pieces of shared work for each thread */
+
+enum kind { EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, CHOOSE };
+enum form {
+    FLOAT32 = 0, BFLOAT16 = 1, INTEGER = 2,   /* of weights */
+    LAYER_NORM = 0, RMS_NORM = 1,             /* of norms */
+    RELU = 0, GELU = 1, GELU_TANH = 2, SILU = 3, /* of activations */
+    OWN = 0, SOURCE = 1,                      /* of memories */
+};
+
+struct op {
+    int32_t kind, form;
+    int32_t from, to;             /* buffers */
+    int64_t from_width, to_width; /* numbers in one row of each */
+    int64_t first, count, width;  /* pieces of a row: the first number, how many, how wide */
+    int64_t groups;               /* key-value heads; of an integer product a buffer to use */
+    int64_t window;               /* positions attended to, or 0 for all */
+    int64_t layer;                /* where this layer begins in a page */
+    const void *weight;           /* a table, a gain, cos by position, a product's matrix, slopes */
+    const float *bias;            /* or sin by position */
+    float number;                 /* eps, or a factor */
+    int32_t onto, gated, causal;
+};
+
+/* Pages: `uses` counts the sequences that hold each, `spare` lists those that nobody does. */
+struct memory {
+    float *pool;
+    int64_t page; /* numbers in one */
+    int64_t pages, n_spare;
+    int32_t *uses, *spare;
+};
+
+struct step {
+    const struct op *ops;
+    int64_t n_ops;
+    float **buffers;
+    struct memory *memory[2]; /* the sequences' own, and that of their sources */
+    int32_t *table[2];        /* sequences x table_width, -1 where there is no page */
+    int64_t table_width[2];
+    int64_t *length[2]; /* positions of each sequence */
+    int64_t *token, *row, *position;
+    int64_t n_new;
+    const int64_t *chosen; /* the new tokens whose logits are wanted */
+    int64_t n_chosen;
+    int32_t threads;
+    int32_t failed; /* no memory */
+};
+
+struct work {
+    const struct step *step;
+    const struct op *op;
+};
+
+typedef float lanes __attribute__((vector_size(4 * PAGE), aligned(4)));
+typedef int32_t whole __attribute__((vector_size(4 * PAGE), aligned(4)));
+
+INLINE float *row_of(const struct work *work, int buffer, int64_t width, int64_t m) {
+    return work->step->buffers[buffer] + m * width;
+}
+
+/* The keys of one head in the page that has this position; its values are behind them. */
+INLINE float *head_of_page(const struct work *work, int64_t row, int64_t position, int64_t head) {
+    const struct op *op = work->op;
+    const struct step *step = work->step;
+    int64_t width = step->table_width[op->form];
+    int64_t page = step->table[op->form][row * width + position / PAGE];
+    const struct memory *memory = step->memory[op->form];
+    return memory->pool + page * memory->page + op->layer + head * 2 * PAGE * op->width;
+}
+
+INLINE float widened(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors pass between inlined functions only */
+#define NAME(what) portable_##what
+#define TARGET
+#include "step_parts.h"
+#ifdef GLASS_X86
+#define NAME(what) avx2_##what
+#define TARGET AVX2
+#include "step_parts.h"
+#define NAME(what) avx512_##what
+#define TARGET AVX512
+#include "step_parts.h"
+#endif
+
+typedef int64_t (*likeliest_fn)(float *, int64_t, const int64_t *, int64_t, float *);
+
+#define PARTS(NAME)                                                                              \
+    {                                                                                            \
+        [EMBED] = NAME##_embed, [ADD_POSITION] = NAME##_add_position, [NORM] = NAME##_norm,      \
+        [ROTATE] = NAME##_rotate, [REMEMBER] = NAME##_remember, [ATTEND] = NAME##_attend,        \
+        [ACTIVATE] = NAME##_activate                                                             \
+    }
+#ifdef GLASS_X86
+static const part_fn parts[][CHOOSE + 1] = {PARTS(portable), PARTS(avx2), PARTS(avx512)};
+static const likeliest_fn likeliest[] = {portable_likeliest, avx2_likeliest, avx512_likeliest};
+#else
+static const part_fn parts[][CHOOSE + 1] = {PARTS(portable)};
+static const likeliest_fn likeliest[] = {portable_likeliest};
+#endif
+
+/* --- the program ------------------------------------------------------------------------------ */
+
+/* How many numbers an operation goes over, for one row. */
+static int64_t amount(const struct step *step, const struct op *op) {
+    if (op->kind != ATTEND) return op->from_width > op->to_width ? op->from_width : op->to_width;
+    int64_t longest = 0;
+    for (int64_t m = 0; m < step->n_new; m++) {
+        int64_t end = op->causal ? step->position[m] + 1 : step->length[op->form][step->row[m]];
+        longest = end > longest ? end : longest;
+    }
+    return (op->window && op->window < longest ? op->window : longest) * op->count * op->width;
+}
+
+static void product(struct step *step, const struct op *op, int64_t rows) {
+    const float *x = step->buffers[op->from];
+    float *y = step->buffers[op->to] + op->first;
+    if (op->form != INTEGER) {
+        glass_floating_rows(op->weight, x, y, op->to_width, rows, op->onto, step->threads);
+        return;
+    }
+    /* Integer products write rows one behind another: into a buffer of their own where that is
+       not how the rows of the result lie, or where there is something to add them to. */
+    int64_t outputs = op->width;
+    int apart = op->onto || (rows > 1 && op->to_width != outputs);
+    float *plain = apart ? step->buffers[op->groups] : y;
+    if (glass_integer(op->weight, op->bias, x, plain, rows, step->threads)) step->failed = 1;
+    for (int64_t m = 0; apart && m < rows; m++)
+        for (int64_t o = 0; o < outputs; o++) {
+            float sum = plain[m * outputs + o];
+            y[m * op->to_width + o] = op->onto ? y[m * op->to_width + o] + sum : sum;
+        }
+}
+
+static void run(struct step *step) {
+    int64_t rows = step->n_new;
+    for (const struct op *op = step->ops; op < step->ops + step->n_ops; op++) {
+        struct work work = {step, op};
+        if (op->kind == PRODUCT) {
+            product(step, op, rows);
+        } else if (op->kind == CHOOSE) {
+            rows = step->n_chosen;
+            for (int64_t m = 0; m < rows; m++)
+                memcpy(row_of(&work, op->to, op->to_width, m),
+                       row_of(&work, op->from, op->from_width, step->chosen[m]),
+                       sizeof(float) * (size_t)op->to_width);
+        } else {
+            int64_t items = op->kind == ATTEND ? rows * op->groups : rows;
+            int64_t chunk = items / (STEADY * step->threads) + 1;
+            if (rows * amount(step, op) < SHARED) chunk = items;
+            glass_share(parts[glass_variant()][op->kind], &work, items, chunk, step->threads);
+        }
+    }
+}
+
+static void run_once(void *step) { run(step); }
+
+/* Reads the new tokens: their keys and values are remembered, and the last buffer has the logits of
+   those that were chosen. 0, or 1 where there was no memory. */
+EXPORT int glass_step(struct step *step) {
+    step->failed = 0;
+    glass_team(run_once, step, step->threads);
+    return step->failed;
+}
+
+struct greedy {
+    struct step *step;
+    int64_t count, made;
+    const int64_t *closed, *ends;
+    int64_t n_closed, n_ends;
+    int64_t *tokens; /* count x sequences; -1: no token can be chosen */
+    float *logprobs; /* the same, or null */
+};
+
+static void run_greedy(void *data) {
+    struct greedy *all = data;
+    struct step *step = all->step;
+    const struct op *head = step->ops + step->n_ops - 1;
+    int going = 1;
+    while (going && all->made < all->count) {
+        int64_t *tokens = all->tokens + all->made * step->n_new;
+        float *logprobs = all->logprobs ? all->logprobs + all->made * step->n_new : 0;
+        run(step);
+        all->made++;
+        for (int64_t m = 0; m < step->n_new; m++) {
+            float *logits = step->buffers[head->to] + m * head->to_width;
+            tokens[m] = likeliest[glass_variant()](logits, head->to_width, all->closed,
+                                                   all->n_closed, logprobs ? logprobs + m : 0);
+            if (tokens[m] < 0) going = 0;
+            for (int64_t e = 0; e < all->n_ends; e++) going &= tokens[m] != all->ends[e];
+            step->token[m] = tokens[m];
+            step->position[m]++;
+        }
+        if (step->failed) return;
+    }
+}
+
+/* Reads one new token of each sequence, then the likeliest after it, and so on: until `count` were
+   chosen, or some sequence has an end. Returns how many, or -1 where there was no memory. */
+EXPORT int64_t glass_greedy(struct greedy *all) {
+    all->step->failed = 0;
+    all->made = 0;
+    glass_team(run_greedy, all, all->step->threads);
+    return all->step->failed ? -1 : all->made;
+}
+
+/* --- pages ------------------------------------------------------------------------------------ */
+
+static void release(struct memory *memory, int32_t page) {
+    if (page >= 0 && --memory->uses[page] == 0) memory->spare[memory->n_spare++] = page;
+}
+
+/* Makes `more` positions behind the length of each sequence writable. Returns how many pages are
+   missing: 0, or the caller adds that many and calls again. */
+EXPORT int64_t glass_reserve(struct memory *memory, int32_t *table, int64_t width,
+                             const int64_t *length, int64_t n_rows, int64_t more) {
+    for (int64_t row = 0; row < n_rows; row++, table += width) {
+        int64_t end = (length[row] + more + PAGE - 1) / PAGE;
+        for (int64_t p = length[row] / PAGE; p < end; p++) {
+            int32_t before = table[p];
+            if (before >= 0 && memory->uses[before] == 1) continue;
+            if (memory->n_spare == 0) return (n_rows - row) * (end - p);
+            table[p] = memory->spare[--memory->n_spare];
+            memory->uses[table[p]] = 1;
+            if (before >= 0 && p * PAGE < length[row])
+                memcpy(memory->pool + table[p] * memory->page,
+                       memory->pool + before * memory->page,
+                       sizeof(float) * (size_t)memory->page);
+            release(memory, before);
+        }
+    }
+    return 0;
+}
+
+/* Row i of `after` is what row rows[i] of `before` was; pages of rows that nobody continues are
+   spare again. Without `after` (n_rows 0) all rows are given up. */
+EXPORT void glass_reorder(struct memory *memory, const int32_t *before, int64_t n_before,
+                          int32_t *after, const int64_t *rows, int64_t n_rows, int64_t width) {
+    for (int64_t i = 0; i < n_rows; i++)
+        for (int64_t p = 0; p < width; p++) {
+            int32_t page = before[rows[i] * width + p];
+            after[i * width + p] = page;
+            if (page >= 0) memory->uses[page]++;
+        }
+    for (int64_t i = 0; i < n_before * width; i++) release(memory, before[i]);
+}

@@ -1,0 +1,170 @@
+"""The native step: the plain step's logits, rows that come and go, pages that are given back."""
+
+import inspect
+
+import pytest
+import torch
+
+from glassformer.generation.beam import beam_search
+from glassformer.generation.fast import program
+from glassformer.generation.fast.native import NativeStepper, fastest_stepper
+from glassformer.generation.fast.program import why_not
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
+from glassformer.models.model import build
+from glassformer.spec import model as specs
+from glassformer.spec import presets
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.errors import DivergedError, InputError
+from tests.generation import checks
+from tests.tiny import built
+
+CHECKS = (checks.native_is_uncached, checks.long_rows_are_uncached, checks.native_runs_are_steps)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_native(check):
+    check()
+
+
+SMALL = {"vocab_size": 97, "d_model": 48, "n_layers": 2, "n_heads": 4, "d_ff": 40}
+#: Presets that the native step leaves to others, and that continue no sequence.
+LEFT = {"moe", "digits"}
+
+
+@pytest.mark.parametrize("name", sorted(presets.PRESETS.keys() - LEFT))
+def test_every_preset_gives_the_plain_tokens(name):
+    known = inspect.signature(presets.PRESETS[name]).parameters
+    sizes = {size: number for size, number in SMALL.items() if size in known}
+    if "n_kv_heads" in known:
+        sizes["n_kv_heads"] = 2
+    model = build(presets.preset(name, **sizes), generator=torch.Generator().manual_seed(3))
+    tokens = [[(5 * i + r) % model.spec.vocab_size for i in range(3 + r)] for r in range(3)]
+    sources = None if model.spec.encoder is None else tokens
+    prompts = Prompts.of(tokens, sources=sources)
+    spec = DecodeSpec(max_new_tokens=8)
+    stepper = fastest_stepper(model)
+    assert isinstance(stepper, NativeStepper)
+    found = generate_batch(stepper, prompts, spec=spec)
+    expected = generate_batch(TorchStepper(model), prompts, spec=spec)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
+def test_beams_share_pages_and_give_them_back():
+    for name in ("rotary", "encoder"):
+        model = checks.single(name)
+        stepper, prompts = NativeStepper(model), checks.prompts_for(model)
+        spec = BeamSpec(width=5, max_new_tokens=20, eos=(1,))
+        found = beam_search(stepper, prompts, spec=spec)
+        expected = beam_search(NaiveStepper(model), prompts, spec=spec)
+        for one, other in zip(found, expected, strict=True):
+            assert [h.tokens for h in one.hypotheses] == [h.tokens for h in other.hypotheses]
+        assert stepper.pages.used == 0
+        _, past = stepper.start(prompts, room=1)
+        used = stepper.pages.used
+        past.reorder(torch.tensor([0, 0, 0, 1, 2]))
+        assert stepper.pages.used == used, "beams of one row share its pages"
+        stepper.step(torch.tensor([3, 4, 5, 6, 7]), past=past)
+        assert used < stepper.pages.used <= 5 * used
+        del past
+        assert stepper.pages.used == 0
+
+
+def test_rows_come_and_go():
+    """Three requests, each joining the batch while the others are under way, then leaving it."""
+    for name in ("window", "encoder"):
+        model = checks.single(name)
+        stepper, prompts = NativeStepper(model), checks.prompts_for(model)
+        spec = DecodeSpec(max_new_tokens=9)
+        expected = [one.tokens for one in generate_batch(NaiveStepper(model), prompts, spec=spec)]
+        made: dict[int, list[int]] = {}
+        batch, going = None, []
+        for turn in range(12):
+            if turn % 2 == 0 and turn // 2 < len(prompts):
+                row = turn // 2
+                source = None if prompts.sources is None else (prompts.sources[row],)
+                one = Prompts((prompts.tokens[row],), source)
+                logits_BV, past = stepper.start(one, room=9)
+                made[row] = [int(logits_BV.argmax())]
+                if batch is None:
+                    batch = past
+                else:
+                    batch.join(past)
+                going.append(row)
+            logits_BV = stepper.step(torch.tensor([made[row][-1] for row in going]), past=batch)
+            for row, token in zip(going, logits_BV.argmax(-1).tolist(), strict=True):
+                made[row].append(token)
+            stay = [line for line, row in enumerate(going) if len(made[row]) < 9]
+            batch.reorder(torch.tensor(stay, dtype=torch.long))
+            going = [going[line] for line in stay]
+            if not going:
+                break
+        assert [tuple(made[row]) for row in range(len(prompts))] == expected
+        assert stepper.pages.used == 0
+
+
+def test_several_tokens_at_once_and_taken_back():
+    """What speculation needs: logits after each of several new tokens, and a row cut short."""
+    model = checks.single("rotary")
+    stepper, plain = NativeStepper(model), NaiveStepper(model)
+    _, past = stepper.start(Prompts.of([[3, 1, 4], [1]]), room=9)
+    logits = stepper.read_all([[5, 9, 2], [7]], past=past)
+    for place, row in enumerate(([3, 1, 4, 5], [3, 1, 4, 5, 9], [3, 1, 4, 5, 9, 2], [1, 7])):
+        want_BV, _ = plain.start(Prompts.of([row]), room=1)
+        assert float((logits[place] - want_BV[0]).abs().max()) <= 1e-5
+    past.cut([4, 1])
+    logits = stepper.read([[8], [6, 2]], past=past)
+    for place, row in enumerate(([3, 1, 4, 5, 8], [1, 6, 2])):
+        want_BV, _ = plain.start(Prompts.of([row]), room=1)
+        assert float((logits[place] - want_BV[0]).abs().max()) <= 1e-5
+
+
+def test_new_weights_are_noticed():
+    model = checks.single("rotary")
+    stepper = NativeStepper(model)
+    before, _ = stepper.start(Prompts.of([[1, 2]]), room=1)
+    with torch.no_grad():
+        model.blocks[0].attn_norm.weight.mul_(2.0)
+    after, _ = stepper.start(Prompts.of([[1, 2]]), room=1)
+    want, _ = NaiveStepper(model).start(Prompts.of([[1, 2]]), room=1)
+    assert not torch.allclose(before, after)
+    assert torch.allclose(after, want, atol=1e-5)
+
+
+def test_weights_that_are_no_numbers_are_reported():
+    model = checks.single("learned")
+    with torch.no_grad():
+        model.blocks[1].ffn.down_proj.weight[2, 3] = torch.nan
+    with pytest.raises(DivergedError):
+        generate_batch(NativeStepper(model), [[1, 2]], spec=DecodeSpec(max_new_tokens=5))
+
+
+def test_what_it_does_not_know_is_left_to_others():
+    assert "experts" in why_not(checks.single("moe")) or "MoE" in why_not(checks.single("moe"))
+    assert "float64" in why_not(built(checks.SPECS["rotary"]))
+    hooked = checks.single("rotary")
+    hooked.blocks[0].ffn.register_forward_hook(lambda *_: None)
+    assert "hook" in why_not(hooked)
+    assert isinstance(fastest_stepper(hooked), TorchStepper)
+    with pytest.raises(InputError, match="no native step"):
+        NativeStepper(hooked)
+
+    class Odd(torch.nn.Dropout):
+        pass
+
+    changed = checks.single("rotary")
+    changed.blocks[0].dropout = Odd()
+    assert "Odd" in why_not(changed)
+
+
+def test_a_field_that_it_does_not_know_is_not_passed_over(monkeypatch):
+    """As if `n_kv_heads` had been added to the spec after the native step was written."""
+    grouped, plain = checks.single("rotary"), checks.single("learned")
+    assert not why_not(grouped) and not why_not(plain)
+    older = program.FOLLOWED[specs.Attention].replace("n_kv_heads", "")
+    monkeypatch.setitem(program.FOLLOWED, specs.Attention, older)
+    assert "Attention.n_kv_heads" in why_not(grouped)
+    assert not why_not(plain), "it has the default"
+    monkeypatch.delitem(program.FOLLOWED, specs.Learned)
+    assert "Learned" in why_not(plain)
