@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,9 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
-from glassformer.models.model import Model
+from glassformer.kernels.threads import taking
+from glassformer.models.model import Model, build
+from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.model import (
     MLP,
@@ -151,12 +153,12 @@ def single(name: str) -> Model:
     return model
 
 
-def native_is_uncached(*, variants: tuple[str, ...] = ()) -> None:
+def native_is_uncached(*, variants: Sequence[str] = (), specs: Sequence[str] = ()) -> None:
     """float32 at 1e-5, every step, every variant of the C code, one row and several."""
     assert {name for name in SPECS if why_not(single(name))} == NOT_NATIVE
     for variant in variants or c_library.variants():
         with c_library.use_variant(variant):
-            for name in SPECS.keys() - NOT_NATIVE:
+            for name in specs or SPECS.keys() - NOT_NATIVE:
                 model = single(name)
                 for count in (1, 3):
                     prompts = prompts_for(model, count)
@@ -181,8 +183,9 @@ def native_runs_are_steps() -> None:
     for name in ("learned", "window", "encoder"):
         model = single(name)
         prompts = prompts_for(model)
+        free = generate_batch(NaiveStepper(model), prompts, spec=DecodeSpec(max_new_tokens=9))
         for spec in (
-            DecodeSpec(max_new_tokens=11, eos=(0, 3)),
+            DecodeSpec(max_new_tokens=11, eos=(VOCAB - 1, free[0].tokens[4])),
             DecodeSpec(max_new_tokens=40, eos=(5,), min_new_tokens=4, forbidden=(1, 8)),
             DecodeSpec(max_new_tokens=9, forced=(4, 2)),
         ):
@@ -195,6 +198,30 @@ def native_runs_are_steps() -> None:
                 assert all(
                     abs(a - b) < 1e-5 for a, b in zip(one.logprobs, other.logprobs, strict=True)
                 )
+
+
+def native_beams_are_plain() -> None:
+    """Beams that share pages, part, and write."""
+    for name in ("rotary", "encoder"):
+        model = single(name)
+        stepper, prompts = NativeStepper(model), prompts_for(model)
+        spec = BeamSpec(width=5, max_new_tokens=20, eos=(1,))
+        found = beam_search(stepper, prompts, spec=spec)
+        expected = beam_search(NaiveStepper(model), prompts, spec=spec)
+        for one, other in zip(found, expected, strict=True):
+            assert [h.tokens for h in one.hypotheses] == [h.tokens for h in other.hypotheses]
+        assert stepper.pages.used == 0
+
+
+def threads_change_no_step() -> None:
+    """Three threads that take up parts of a step: the bits of one."""
+    model = build(presets.core(), generator=torch.Generator().manual_seed(5))
+    prompts = [[(7 * i + r) % 1000 for i in range(11)] for r in range(17)]
+    found = []
+    for threads in (1, 3):
+        with taking(threads):
+            found.append(NativeStepper(model).start(Prompts.of(prompts), room=3)[0])
+    assert torch.equal(*found)
 
 
 def masked_is_sliced() -> None:

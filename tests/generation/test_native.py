@@ -1,31 +1,51 @@
 """The native step: the plain step's logits, rows that come and go, pages that are given back."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
 
-from glassformer.generation.beam import beam_search
 from glassformer.generation.fast import program
 from glassformer.generation.fast.native import NativeStepper, fastest_stepper
 from glassformer.generation.fast.program import why_not
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.kernels import c_library
 from glassformer.models.model import build
 from glassformer.spec import model as specs
 from glassformer.spec import presets
-from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 from tests.generation import checks
+from tests.kernels.faults import STEP_FAULTS, damaged_library
 from tests.tiny import built
 
-CHECKS = (checks.native_is_uncached, checks.long_rows_are_uncached, checks.native_runs_are_steps)
+CHECKS = {
+    check.__name__: check
+    for check in (
+        checks.native_is_uncached,
+        checks.long_rows_are_uncached,
+        checks.native_runs_are_steps,
+        checks.native_beams_are_plain,
+        checks.threads_change_no_step,
+    )
+}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_native(check):
-    check()
+@pytest.mark.parametrize("name", CHECKS)
+def test_native(name):
+    CHECKS[name]()
+
+
+@pytest.mark.parametrize("fault", STEP_FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_of_an_operation_is_caught(fault, tmp_path, monkeypatch):
+    damaged = c_library.open_library(damaged_library(fault, tmp_path))
+    monkeypatch.setattr(c_library, "_loaded", lambda: (damaged, ""))
+    one = partial(checks.native_is_uncached, variants=("portable",), specs=(fault.caught_by,))
+    with pytest.raises(AssertionError):
+        CHECKS.get(fault.caught_by, one)()
 
 
 SMALL = {"vocab_size": 97, "d_model": 48, "n_layers": 2, "n_heads": 4, "d_ff": 40}
@@ -55,12 +75,6 @@ def test_beams_share_pages_and_give_them_back():
     for name in ("rotary", "encoder"):
         model = checks.single(name)
         stepper, prompts = NativeStepper(model), checks.prompts_for(model)
-        spec = BeamSpec(width=5, max_new_tokens=20, eos=(1,))
-        found = beam_search(stepper, prompts, spec=spec)
-        expected = beam_search(NaiveStepper(model), prompts, spec=spec)
-        for one, other in zip(found, expected, strict=True):
-            assert [h.tokens for h in one.hypotheses] == [h.tokens for h in other.hypotheses]
-        assert stepper.pages.used == 0
         _, past = stepper.start(prompts, room=1)
         used = stepper.pages.used
         past.reorder(torch.tensor([0, 0, 0, 1, 2]))

@@ -1,6 +1,22 @@
 """Planted faults of the C files: a line of damage each, and the check that must notice."""
 
+import atexit
+import functools
+import shutil
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+
+from glassformer.kernels.build import COMPILERS, HEADERS, HERE, SOURCES
+
+#: Quick to compile; what is asked of the kernels does not depend on optimization.
+PLAIN = ("-O0", "-std=gnu11", "-ffp-contract=off", "-fPIC")
+INCLUDED_BY = {
+    "floating_block.h": "floating.c",
+    "integer_x86.h": "integer.c",
+    "step_parts.h": "step.c",
+}
 
 
 @dataclass(frozen=True)
@@ -34,3 +50,64 @@ FAULTS = (
     Fault("the residual is forgotten", "floating.c", "job->onto ? *y + sum : sum", "sum", "floats_are_torchs"),
     Fault("threads leave gaps", "native.c", "first + all->chunk;", "first + all->chunk - 1;", "threads_change_nothing"),
 )  # fmt: skip
+
+#: Of step.c: `caught_by` is the spec of `tests.generation.checks` whose logits are then wrong, or a
+#: check there.
+STEP_FAULTS = (
+    Fault("an embedding without its scale", "step_parts.h", "to[i] = wide[i] * op->number", "to[i] = wide[i]", "sinusoidal"),
+    Fault("every token at the first position", "step_parts.h", "(const float *)op->weight + work->step->position[m] * op->to_width", "(const float *)op->weight + 0 * op->to_width", "learned"),
+    Fault("a norm without the mean", "step_parts.h", "mean = NAME(total)(x, op->width, 0, 0) / width", "mean = 0", "learned"),
+    Fault("a norm without its bias", "step_parts.h", "if (bias)\n", "if (0)\n", "learned"),
+    Fault("the mean is left in an RMSNorm", "step_parts.h", "if (op->form == LAYER_NORM)", "if (1)", "rotary"),
+    Fault("rotated backwards", "step_parts.h", "x[i + half] = b * cos[i] + a * sin[i]", "x[i + half] = b * cos[i] - a * sin[i]", "rotary"),
+    Fault("a key in the wrong place", "step_parts.h", "keys[h * PAGE + place] = k[h]", "keys[h * PAGE + place / 2] = k[h]", "none"),
+    Fault("a value in the wrong place", "step_parts.h", "values + place * H, v", "values + place / 2 * H, v", "none"),
+    Fault("scores without their scale", "step_parts.h", "((a + b) + (c + d)) * op->number", "((a + b) + (c + d))", "none"),
+    Fault("heads read another group's keys", "step_parts.h", "from, head / (op->count / op->groups))", "from, head % op->groups)", "rotary"),
+    Fault("a window one too wide", "step_parts.h", "end > op->window ? end - op->window : 0", "end > op->window ? end - op->window - 1 : 0", "window"),
+    Fault("biases of other heads", "step_parts.h", "((const float *)op->weight)[head]", "((const float *)op->weight)[0]", "alibi"),
+    Fault("what was summed is not scaled down", "step_parts.h", "sums *= down;", "", "long_rows_are_uncached"),
+    Fault("the last of a source is not read", "step_parts.h", "step->length[op->form][step->row[m]]", "(step->length[op->form][step->row[m]] - !op->causal)", "encoder"),
+    Fault("GELU for ReLU", "step_parts.h", "case GELU: v = NAME(gelu)(v)", "case GELU: v = NAME(pick)(v < zero, zero, v)", "learned"),
+    Fault("a gate that is its own factor", "step_parts.h", "NAME(get)(x + op->to_width + i, left)", "NAME(get)(x + i, left)", "rotary"),
+    Fault("SiLU is a sigmoid", "step_parts.h", "v = v * NAME(sigmoid)(v)", "v = NAME(sigmoid)(v)", "rotary"),
+    Fault("logits of the first tokens", "step.c", "op->from_width, step->chosen[m])", "op->from_width, m)", "none"),
+    Fault("the residual stream is overwritten", "step.c", "op->to_width, rows, op->onto,", "op->to_width, rows, 0,", "none"),
+    Fault("a shared page is written", "step.c", "if (before >= 0 && memory->uses[before] == 1) continue;", "if (before >= 0) continue;", "native_beams_are_plain"),
+    Fault("a page that is not copied", "step.c", "if (before >= 0 && p * PAGE < length[row])", "if (0)", "native_beams_are_plain"),
+    Fault("rows keep their places", "step.c", "before[rows[i] * width + p]", "before[(i < n_before ? i : 0) * width + p]", "native_beams_are_plain"),
+    Fault("greedy tokens stand still", "step.c", "step->position[m]++", "step->position[m] += 0", "native_runs_are_steps"),
+    Fault("closed tokens are chosen", "step_parts.h", "logits[closed[i]] = -INFINITY", "(void)closed", "native_runs_are_steps"),
+    Fault("an end is passed over", "step.c", "going &= tokens[m] != all->ends[e]", "going &= tokens[m] != all->ends[0]", "native_runs_are_steps"),
+    Fault("log-probabilities of a half", "step_parts.h", "all = most + logf(all)", "all = most + 0.5f * logf(all)", "native_runs_are_steps"),
+    Fault("a team leaves gaps", "native.c", "int64_t last = first + chunk < count ? first + chunk : count;", "int64_t last = first + chunk < count ? first + chunk - 1 : count;", "threads_change_no_step"),
+)  # fmt: skip
+
+
+@functools.cache
+def _objects() -> dict[str, Path]:
+    """Every source, compiled once."""
+    place = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    for name in SOURCES:
+        _compile("-c", str(HERE / name), to=place / f"{name}.o")
+    return {name: place / f"{name}.o" for name in SOURCES}
+
+
+def _compile(*arguments: str, to: Path) -> None:
+    compiler = next(name for name in COMPILERS if shutil.which(name))
+    subprocess.run([compiler, *PLAIN, *arguments, "-o", str(to)], check=True, capture_output=True)
+
+
+def damaged_library(fault: Fault, place: Path) -> Path:
+    """The library with this fault in it; only the file that has it is compiled again."""
+    for name in SOURCES + HEADERS:
+        shutil.copy(HERE / name, place / name)
+    text = (place / fault.file).read_text()
+    assert text.count(fault.old) == 1, f"the line to damage is gone: {fault.old}"
+    (place / fault.file).write_text(text.replace(fault.old, fault.new))
+    source = INCLUDED_BY.get(fault.file, fault.file)
+    _compile("-c", str(place / source), to=place / "damaged.o")
+    rest = [str(path) for name, path in _objects().items() if name != source]
+    _compile("-shared", str(place / "damaged.o"), *rest, "-lm", to=place / "damaged.so")
+    return place / "damaged.so"
