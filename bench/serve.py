@@ -1,0 +1,552 @@
+"""`glass serve` under load, over real sockets, beside llama.cpp's server on the same file.
+
+Rows: tokens a second of many clients over one at a time, and the time to the first token; the same
+load on llama.cpp's server (`xllamacpp`, where installed); answers with the same seed alone and in
+company; bad requests; clients that vanish, read slowly or say nothing; memory after many short
+requests. `--gguf` takes a file instead of the 25 M model that is made here; `--part` runs some.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.clock import Row, installed, said
+from bench.generate import MEDIUM, TINY
+
+PARTS = ("throughput", "company", "bad", "leaving", "short")
+ROOT = Path(__file__).parents[1]
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "a",
+    "text",
+    "and",
+    "predicts",
+    "what",
+    "follows",
+    "it",
+    "token",
+    "by",
+    "token",
+    "in",
+    "order",
+]
+#: A program that serves a file by llama.cpp, and prints its address.
+LLAMA = """
+import sys, time
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path = sys.argv[1]
+params.n_parallel, params.n_ctx = int(sys.argv[2]), int(sys.argv[2]) * int(sys.argv[3])
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[4])
+params.n_threads_http, params.warmup, params.port = 8, True, 0
+params.verbosity = 0
+server = xllamacpp.Server(params)
+print(server.listening_address, flush=True)
+time.sleep(100_000)
+"""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The sizes."""
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--gguf", type=Path, help="serve this file instead of a 25 M model")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--new", type=int, default=64, help="new tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--answers", type=int, default=1_000)
+    parser.add_argument("--bad", type=int, default=10_000)
+    parser.add_argument("--killed", type=int, default=50)
+    parser.add_argument("--idle", type=int, default=1_000)
+    parser.add_argument("--short", type=int, default=100_000)
+    parser.add_argument("--threads", type=int, default=2)
+
+
+def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
+    """Every figure that was asked for."""
+    if quick:
+        asked.clients, asked.new, asked.rounds, asked.answers = 4, 4, 1, 8
+        asked.bad, asked.killed, asked.idle, asked.short = 100, 4, 20, 200
+    parts = asked.part or PARTS
+    with tempfile.TemporaryDirectory(prefix="glass-bench-") as place:
+        file = asked.gguf or make_model(Path(place), TINY if quick else MEDIUM)
+        with glass_server(file, asked) as server:
+            if "throughput" in parts:
+                yield from throughput(server, file, asked)
+            for name, part in (
+                ("company", company),
+                ("bad", bad_requests),
+                ("leaving", leaving),
+                ("short", short_requests),
+            ):
+                if name in parts:
+                    yield from part(server, asked)
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+
+def make_model(folder: Path, sizes: dict[str, int]) -> Path:
+    """A Qwen2 with random weights and a tokenizer of the documentation's words, as GGUF."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
+    from tokenizers.trainers import BpeTrainer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from glassformer.adapters.any_model import export
+    from glassformer.adapters.load import load
+    from glassformer.adapters.tokenizers.files import QWEN_WORDS
+
+    marks = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    pieces = sizes["vocab_size"] - len(marks)
+    trainer = BpeTrainer(
+        vocab_size=pieces,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [p.read_text(encoding="utf-8") for p in sorted((ROOT / "src").rglob("*.py"))]
+    texts += [p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs").glob("*.md"))]
+    made.train_from_iterator(texts, trainer)
+    made.add_special_tokens([AddedToken(mark, normalized=False, special=True) for mark in marks])
+    vocab = made.get_vocab_size()
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=sizes["d_model"],
+        intermediate_size=sizes["d_ff"],
+        num_hidden_layers=sizes["n_layers"],
+        num_attention_heads=sizes["n_heads"],
+        num_key_value_heads=sizes["n_kv_heads"],
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=vocab - 1,
+        pad_token_id=vocab - 3,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    home = folder / "hf"
+    Qwen2ForCausalLM(config).save_pretrained(home)
+    made.save(str(home / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "bos_token": None,
+        "add_bos_token": False,
+        "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }
+    (home / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    export(load(home), folder / "model.gguf", to="gguf", dtype="f32")
+    return folder / "model.gguf"
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, process: "subprocess.Popen[str]", address: str, model: str) -> None:
+        self.process, self.model = process, model
+        self.port = int(address.rstrip("/").removesuffix("/v1").rpartition(":")[2])
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory in use."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
+        line = next(line for line in text.splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) * 1024
+
+    def body(self, **fields: Any) -> bytes:
+        """A completion request."""
+        return json.dumps({"model": self.model, "temperature": 0, **fields}).encode()
+
+
+@contextlib.contextmanager
+def _started(command: list[str], model: str, **more: Any) -> Iterator[Server]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **more)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address.startswith("http"), f"no server: {address}"
+        yield Server(process, address, model)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@contextlib.contextmanager
+def glass_server(file: Path, asked: argparse.Namespace) -> Iterator[Server]:
+    """Ours."""
+    command = [sys.executable, "-m", "glassformer", "serve", f"m={file}", "--port", "0"]
+    command += ["--slots", str(asked.clients), "--context", "256"]
+    command += ["--threads", str(asked.threads), "--queue", "4096"]
+    with _started(command, "m") as server:
+        yield server
+
+
+def llama_server(file: Path, asked: argparse.Namespace) -> Any:
+    """llama.cpp's."""
+    sizes = [str(asked.clients), "256", str(asked.threads)]
+    return _started(
+        [sys.executable, "-c", LLAMA, str(file), *sizes], "m", stderr=subprocess.DEVNULL
+    )
+
+
+# --- a client -------------------------------------------------------------------------------------
+
+
+async def send(
+    port: int, body: bytes, *, path: str = "/v1/completions", method: str = "POST"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send one request on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode("latin-1") + body)
+    await writer.drain()
+    return reader, writer
+
+
+async def post(port: int, body: bytes, **how: str) -> tuple[int, bytes]:
+    """Return the status and the body of an answer."""
+    reader, writer = await send(port, body, **how)
+    try:
+        data = await reader.read()
+    finally:
+        writer.close()
+    head, _, rest = data.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" in head.lower():
+        rest = b"".join(_chunks(rest))
+    return int(head.split()[1]), rest
+
+
+def _chunks(data: bytes) -> Iterator[bytes]:
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        count = int(size, 16)
+        yield data[:count]
+        data = data[count + 2 :]
+
+
+async def together(work: list[Callable[[], Awaitable[Any]]], *, at_once: int) -> list[Any]:
+    """Run coroutines, so many at a time; results in their order."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(make: Callable[[], Awaitable[Any]]) -> Any:
+        async with gate:
+            return await make()
+
+    return await asyncio.gather(*(one(make) for make in work))
+
+
+def prompt(number: int, *, words: int = 24) -> str:
+    """A text that differs from the others from its first word on."""
+    chance = random.Random(number)
+    return " ".join(chance.choice(WORDS) for _ in range(words))
+
+
+# --- the figures ----------------------------------------------------------------------------------
+
+
+def throughput(server: Server, file: Path, asked: argparse.Namespace) -> Iterator[Row]:
+    """Tokens a second of many clients and of one at a time, ours and llama.cpp's, in turn."""
+    peer: Any = llama_server(file, asked) if installed("xllamacpp") else contextlib.nullcontext()
+    with peer as theirs:
+        sides = {"glass serve": server} | ({"llama.cpp": theirs} if theirs is not None else {})
+        rates: dict[tuple[str, int], list[float]] = {}
+        firsts: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(asked.rounds + 1):
+            for name, side in sides.items():
+                for at_once in (1, asked.clients):
+                    count = asked.clients if at_once > 1 else max(asked.clients // 4, 1)
+                    begin = turn * 10_000 + at_once * 1_000
+                    rate, first = asyncio.run(_load(side, count, at_once, begin, asked.new))
+                    if turn:  # the first one warms up
+                        rates.setdefault((name, at_once), []).append(rate)
+                        firsts[name] += first if at_once > 1 else []
+        case = f"{file.stem}, prompts of 24 words, {asked.new} new, {asked.threads} threads"
+        for name in sides:
+            alone, many = (statistics.median(rates[name, n]) for n in (1, asked.clients))
+            late = sorted(firsts[name])
+            p99 = late[min(len(late) - 1, int(len(late) * 0.99))]
+            yield said("serve", case, f"{name}: one client {alone:.0f} tokens/s")
+            yield said(
+                "serve",
+                case,
+                f"{name}: {asked.clients} clients {many:.0f} tokens/s, {many / alone:.2f} x one; "
+                f"first token p50 {statistics.median(late):.2f} s, p99 {p99:.2f} s",
+            )
+        if theirs is not None:
+            for n in (1, asked.clients):
+                shares = [
+                    ours / other
+                    for ours, other in zip(
+                        rates["glass serve", n], rates["llama.cpp", n], strict=True
+                    )
+                ]
+                share = statistics.median(shares)
+                yield said("serve", case, f"{n} clients: {share:.2f} x llama.cpp's tokens/s")
+
+
+async def _load(
+    side: Server, count: int, at_once: int, begin: int, new: int
+) -> tuple[float, list[float]]:
+    """Tokens a second of `count` streams, and the seconds to the first token of each."""
+    firsts = []
+    made = 0
+
+    async def one(number: int) -> None:
+        nonlocal made
+        body = side.body(
+            prompt=prompt(number),
+            max_tokens=new,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        started = time.perf_counter()
+        reader, writer = await send(side.port, body)
+        first = None
+        usage = 0
+        async for line in _lines(reader):
+            if line.startswith(b"data: {"):
+                if first is None:
+                    first = time.perf_counter() - started
+                found = json.loads(line[6:])
+                if found.get("usage"):
+                    usage = found["usage"]["completion_tokens"]
+        writer.close()
+        assert first is not None, "an answer without a token"
+        assert usage, "an answer without its counts"
+        firsts.append(first)
+        made += usage
+
+    started = time.perf_counter()
+    await together([lambda n=n: one(begin + n) for n in range(count)], at_once=at_once)
+    return made / (time.perf_counter() - started), firsts
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while line := await reader.readline():
+        yield line.strip()
+
+
+def company(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
+    """The same seed alone and among others: how many answers are identical."""
+
+    def request(number: int) -> bytes:
+        return server.body(
+            prompt=prompt(number, words=3 + number % 40),
+            max_tokens=4 + number % 13,
+            temperature=(0.0, 0.7, 1.0)[number % 3],
+            top_p=(1.0, 0.9)[number % 2],
+            seed=number,
+            logprobs=0,
+        )
+
+    async def one(number: int) -> Any:
+        status, data = await post(server.port, request(number))
+        assert status == 200, data
+        found = json.loads(data)["choices"][0]
+        return found["text"], found["logprobs"]["token_logprobs"]
+
+    async def both() -> tuple[list[Any], list[Any]]:
+        work = [lambda n=n: one(n) for n in range(asked.answers)]
+        many = await together(work, at_once=asked.clients)
+        alone = await together(work, at_once=1)
+        return alone, many
+
+    alone, many = asyncio.run(both())
+    same = sum(a == b for a, b in zip(alone, many, strict=True))
+    case = f"the same seed alone and among {asked.clients}"
+    yield said("serve", case, f"{same} of {asked.answers} answers and their logprobs identical")
+
+
+def bad_bodies(server_model: str, count: int, seed: int = 0) -> Iterator[tuple[str, str, bytes]]:
+    """Requests with something wrong: method, path and body."""
+    chance = random.Random(seed)
+    good = {"model": server_model, "prompt": "the model", "max_tokens": 1, "temperature": 0}
+    chat = {"model": server_model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    values: list[Any] = [
+        None, True, -1, 0, 1e308, -1e308, 2**63, 2**200, "", "x", "\ud800", "\x00", [], {}, [[]],
+        [{}], {"a": 1}, [None], "x" * 5_000, [1] * 5_000, -0.5, 99, [[1, "a"]], [2**40],
+    ]  # fmt: skip
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+    keys = (
+        "prompt", "messages", "model", "n", "stop", "seed", "temperature", "top_p", "max_tokens",
+        "logprobs", "top_logprobs", "stream", "stream_options", "response_format", "tools",
+        "tool_choice", "logit_bias", "user", "top_k", "min_p", "repetition_penalty", "echo",
+        "suffix", "best_of", "input", "nonsense", "chat_template_kwargs", "metadata",
+    )  # fmt: skip
+    for _ in range(count):
+        path = chance.choice(paths)
+        base = dict(chat if "chat" in path else good)
+        kind = chance.randrange(8)
+        if kind < 4:
+            for _ in range(chance.randrange(1, 4)):
+                base[chance.choice(keys)] = chance.choice(values)
+            base["nonsense"] = 1  # so that none is accidentally good
+            body = json.dumps(base).encode()
+        elif kind == 4:
+            body = json.dumps(base).encode()
+            cut = chance.randrange(len(body))
+            body = body[:cut]
+        elif kind == 5:
+            body = bytes(chance.randrange(256) for _ in range(chance.randrange(200)))
+        elif kind == 6:
+            body = chance.choice((b"[" * 10_000, b'{"a":' * 5_000, b"NaN", b"1", b'"x"', b"null"))
+        else:
+            path = chance.choice(("/", "/v1", "/v1/models/none", "/v1/completions/", "/%00", "/.."))
+            body = json.dumps(base).encode()
+        yield chance.choice(("POST", "POST", "POST", "PUT", "DELETE")), path, body
+
+
+def bad_requests(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
+    """Fuzzed requests: only 4xx, and no growth."""
+
+    async def work() -> tuple[dict[int, int], int, int]:
+        counts: dict[int, int] = {}
+        all_bad = list(bad_bodies("m", asked.bad))
+
+        async def one(method: str, path: str, body: bytes) -> None:
+            status, _ = await post(server.port, body, path=path, method=method)
+            counts[status] = counts.get(status, 0) + 1
+
+        warm = len(all_bad) // 5
+        jobs = [lambda bad=bad: one(*bad) for bad in all_bad]
+        await together(jobs[:warm], at_once=16)
+        before = server.resident
+        await together(jobs[warm:], at_once=16)
+        return counts, before, server.resident
+
+    counts, before, after = asyncio.run(work())
+    good = sum(count for status, count in counts.items() if 400 <= status < 500)
+    shown = ", ".join(f"{status}: {count}" for status, count in sorted(counts.items()))
+    growth = (after - before) / before
+    yield said("serve", f"{asked.bad} bad requests", f"{good} answered 4xx ({shown})")
+    yield said("serve", f"{asked.bad} bad requests", f"memory {growth:+.2%}")
+
+
+async def _gauge(port: int, name: str) -> int:
+    _, text = await post(port, b"", path="/metrics", method="GET")
+    lines = text.decode().splitlines()
+    return int(float(next(x.split()[1] for x in lines if x.startswith(f"glass_{name}{{"))))
+
+
+def leaving(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
+    """Clients that vanish mid-stream, read nothing, or say nothing."""
+
+    async def vanish(number: int) -> None:
+        body = server.body(prompt=prompt(number), max_tokens=200, stream=True)
+        reader, writer = await send(server.port, body)
+        await reader.readuntil(b"data: ")
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()  # a reset, as the kernel sends it for a killed process
+
+    async def killed() -> tuple[float, str, str]:
+        body = server.body(prompt=prompt(7), max_tokens=24, seed=1)
+        before = await post(server.port, body)
+        work = [lambda n=n: vanish(n) for n in range(asked.killed)]
+        during, _ = await asyncio.gather(post(server.port, body), together(work, at_once=64))
+        begun = time.perf_counter()
+        while await _gauge(server.port, "running") + await _gauge(server.port, "waiting"):
+            await asyncio.sleep(0.02)
+            assert time.perf_counter() - begun < 60, "slots are not freed"
+        text = [json.loads(data)["choices"][0]["text"] for _, data in (before, during)]
+        return time.perf_counter() - begun, text[0], text[1]
+
+    freed, before, during = asyncio.run(killed())
+    case = f"{asked.killed} clients vanish mid-stream"
+    same = "identical" if before == during else "DIFFERENT"
+    yield said("serve", case, f"slots free {freed:.2f} s later; an answer meanwhile: {same}")
+
+    async def idle() -> tuple[float, float, int, int]:
+        begin = server.resident
+        alone = await _seconds(server)
+        quiet = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(asked.idle)]
+        slow = [
+            await send(server.port, server.body(prompt=prompt(n), max_tokens=200, stream=True))
+            for n in range(4)
+        ]
+        while await _gauge(server.port, "running"):
+            await asyncio.sleep(0.05)
+        among = await _seconds(server)
+        held = server.resident
+        for _, writer in (*quiet, *slow):
+            writer.close()
+        return alone, among, begin, held
+
+    alone, among, begin, held = asyncio.run(idle())
+    case = f"{asked.idle} idle connections and 4 readers that read nothing"
+    yield said(
+        "serve",
+        case,
+        f"an answer takes {among / alone:.2f} x its time without; memory {held / begin - 1:+.2%}",
+    )
+
+
+async def _seconds(server: Server) -> float:
+    times = []
+    for number in range(5):
+        begin = time.perf_counter()
+        await post(server.port, server.body(prompt=prompt(number), max_tokens=8))
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def short_requests(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
+    """Many short requests: does memory grow?"""
+
+    async def work() -> tuple[int, int, float]:
+        async def one(number: int) -> None:
+            body = server.body(prompt=prompt(number, words=2), max_tokens=1, temperature=1.0)
+            status, data = await post(server.port, body)
+            assert status == 200, data
+
+        warm = asked.short // 5
+        await together([lambda n=n: one(n) for n in range(warm)], at_once=asked.clients)
+        before, begun = server.resident, time.perf_counter()
+        rest = range(warm, asked.short)
+        for first in range(rest.start, rest.stop, 1_000):
+            batch = rest[first - warm : first - warm + 1_000]
+            await together([lambda n=n: one(n) for n in batch], at_once=asked.clients)
+        rate = len(rest) / (time.perf_counter() - begun)
+        return before, server.resident, rate
+
+    before, after, rate = asyncio.run(work())
+    growth = (after - before) / before
+    case = f"{asked.short} short requests"
+    yield said("serve", case, f"memory {growth:+.2%} after the first fifth; {rate:.0f} requests/s")
