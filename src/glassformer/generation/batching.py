@@ -20,7 +20,14 @@ from torch import Tensor
 
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.slots import OneByOneSlots, Slots, SlotStepper, Span
+from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.slots import (
+    NativeSlots,
+    OneByOneSlots,
+    Slots,
+    SlotStepper,
+    Span,
+)
 from glassformer.generation.loop import Row, check_something_left, check_tokens, permission
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import NOTHING, make_sampler
@@ -365,6 +372,8 @@ def make_slots(
 
     `model` is None for another library's module; `stepper` makes what that one decodes with.
     """
+    if model is not None and spec.encoder is None and not why_not(model):
+        return NativeSlots(model, slots=slots, context=context)
     if model is not None and spec.encoder is None:
         try:
             return SlotStepper(model, slots=slots, context=context, invariant=invariant)

@@ -110,6 +110,16 @@ class Pages:
         form.n_spare += after - before
         form.uses, form.spare = uses.ctypes.data, spare.ctypes.data
 
+    def exchange(self, before: int, after: int) -> None:
+        """Count one use of page `after` more, and one of `before` (-1: of none) less."""
+        self._uses[after] += 1
+        if before < 0:
+            return
+        self._uses[before] -= 1
+        if self._uses[before] == 0:
+            self._spare[self.form.n_spare] = before
+            self.form.n_spare += 1
+
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that are kept."""
@@ -145,6 +155,27 @@ class Rows:
             more,
         ):
             self.pages.grow(missing)
+
+    def reserve_row(self, row: int, more: int) -> None:
+        """Make room for `more` positions behind one row's length, in a table of enough width."""
+        width = self.table.shape[1]
+        while missing := c_library.library().glass_reserve(
+            self.pages.address,
+            self.table[row : row + 1].ctypes.data,
+            width,
+            self.length[row : row + 1].ctypes.data,
+            1,
+            more,
+        ):
+            self.pages.grow(missing)
+
+    def share(self, source: int, target: int, *, length: int) -> None:
+        """Let one row begin as another does: its pages are held by both until one writes."""
+        count = -(-length // PAGE)
+        for place in range(count):
+            self.pages.exchange(self.table[target, place], self.table[source, place])
+            self.table[target, place] = self.table[source, place]
+        self.length[target] = length
 
     def reorder(self, rows: NDArray[np.int64]) -> None:
         """Replace row b by row rows[b]: by index, nothing is copied."""
@@ -239,6 +270,40 @@ class NativeStepper(Stepper):
         logits_BV = self.read(prompts.tokens, past=past)
         return logits_BV, past
 
+    def empty_past(self, rows: int, *, room: int) -> NativePast:
+        """Return rows without a token, with all the memory that `room` positions of each take."""
+        self._notice_new_weights()
+        past = NativePast(Rows(self.pages, rows), None)
+        width = -(-room // PAGE)
+        past.own.table = np.full((rows, width), -1, dtype=np.int32)
+        self.pages.grow(rows * width - self.pages.form.n_spare)
+        return past
+
+    def read_some(
+        self,
+        tokens: Sequence[Sequence[int]],
+        *,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        past: NativePast,
+    ) -> Tensor:
+        """Read new tokens of some rows of a past with room for them, each from its own position.
+
+        What such a row has read from there on is forgotten. Logits are after the last of each.
+        """
+        own, counts = past.own, [len(new) for new in tokens]
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            own.length[row] = start
+            own.reserve_row(row, count)
+        token = np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens])
+        row = np.repeat(np.asarray(rows, dtype=np.int64), counts)
+        begins = zip(starts, counts, strict=True)
+        position = np.concatenate([start + np.arange(count) for start, count in begins])
+        self.positions += max(counts)
+        logits_RV = self._in_blocks(token, row, position, np.cumsum(counts) - 1, past)
+        own.length[list(rows)] += np.asarray(counts)
+        return logits_RV
+
     def read(self, tokens: Sequence[Sequence[int]], *, past: NativePast) -> Tensor:
         """Read one or more new tokens of each row; return the logits (B, V) after the last."""
         last = np.cumsum([len(row) for row in tokens]) - 1
@@ -262,6 +327,19 @@ class NativeStepper(Stepper):
         chosen = np.arange(len(token)) if chosen is None else chosen
         self.positions += max(counts)
         past.own.reserve(max(counts))
+        logits = self._in_blocks(token, row, position, chosen, past)
+        past.own.length += np.array(counts)
+        return logits
+
+    def _in_blocks(
+        self,
+        token: NDArray[np.int64],
+        row: NDArray[np.int64],
+        position: NDArray[np.int64],
+        chosen: NDArray[np.int64],
+        past: NativePast,
+    ) -> Tensor:
+        """Read new tokens, a block at a time; return the logits after the chosen of them."""
         logits = torch.empty(len(chosen), self.vocab_size)
         self._use(self._decoder, past.own, past.source)
         for begin in range(0, len(token), BLOCK):
@@ -269,7 +347,6 @@ class NativeStepper(Stepper):
             here = (chosen >= begin) & (chosen < end)
             self._call(token[begin:end], row[begin:end], position[begin:end], chosen[here] - begin)
             logits[torch.from_numpy(here)] = self._buffers[LOGITS][: int(here.sum())]
-        past.own.length += np.array(counts)
         return logits
 
     def step(self, tokens_B: Tensor, *, past: NativePast) -> Tensor:

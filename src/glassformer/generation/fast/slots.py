@@ -2,8 +2,9 @@
 
 A step reads spans: some new tokens of some slots, one for a sequence that is being continued, many
 for a prompt. Every token is one row of every product, so prompts and continuations share a pass
-over the weights. `SlotStepper` does this with the parts of the fast step; `OneByOneSlots` runs any
-`Stepper`, a sequence at a time, for the models that the fast step cannot hold.
+over the weights. `NativeSlots` does this by the native step, `SlotStepper` with the parts of the
+fast step for models that the C file cannot run, and on a GPU; `OneByOneSlots` runs any `Stepper`, a
+sequence at a time, for models that are no decoders of ours.
 
 On the CPU a row's numbers are the same bits whatever rows are beside it, however a prompt was cut
 into spans, and whether its beginning was computed or copied: products are our C routines, which sum
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.generation.fast.block import FastAttention, FastModel, Places
+from glassformer.generation.fast.native import NativeStepper
 from glassformer.generation.fast.projection import FastFeedForward, Maker, Projection
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Past, Stepper, check_decodes, decodable
@@ -289,6 +291,42 @@ class _OneRowActivation:
         parts = (wide_BF,) if wide_BF.shape[1] % VECTOR == 0 else wide_BF.split(1)
         hidden_BF = torch.cat([activate(part, self.feed.activation) for part in parts])
         return self.feed.down.onto(residual_BD, hidden_BF)
+
+
+# --- the native step --------------------------------------------------------------------------
+
+
+class NativeSlots(Slots):
+    """The native step (`kernels/step.c`) over slots: rows of one past, in pages of 16 positions.
+
+    A row's numbers are its own there by construction: every operation of the C file goes over one
+    row at a time, in one order. Slots that begin alike share pages; who writes into a shared page
+    gets a copy first, so all of them together never hold more pages than `memory_bytes` counts.
+    """
+
+    cuts_prompts = True
+    invariant = True
+
+    def __init__(self, model: Model | Holder, *, slots: int, context: int | None = None) -> None:
+        self.stepper = NativeStepper(model)
+        spec = self.stepper.model.spec
+        super().__init__(spec, slots=slots, context=context or spec.max_seq_len)
+        if spec.encoder is not None:
+            raise InputError("slots need a decoder", hint="use OneByOneSlots")
+        self.past = self.stepper.empty_past(slots, room=self.max_seq_len)
+
+    def read(self, spans: Sequence[Span]) -> Tensor:
+        rows = [span.slot for span in spans]
+        starts = [span.start for span in spans]
+        tokens = [span.tokens for span in spans]
+        return self.stepper.read_some(tokens, rows=rows, starts=starts, past=self.past)
+
+    def copy(self, source: int, target: int, *, length: int) -> None:
+        self.past.own.share(source, target, length=length)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.stepper.memory_bytes
 
 
 # --- any other model ------------------------------------------------------------------------------
