@@ -50,7 +50,7 @@ CHECKS = {
 FAULTS = (
     # steps and caches
     Fault("cache off by one", "generation.fast.stepper:KVMemory.extend", "kv_BXSH[:, :K, self.length : end] = k_BKTH", "kv_BXSH[:, :K, self.length + 1 : end] = k_BKTH[:, :, 1:]", "cached_is_uncached"),
-    Fault("one position too far", "generation.fast.block:FastModel.step", "at = end - 1 if", "at = end if", "cached_is_uncached"),
+    Fault("one position too far", "generation.fast.block:FastModel.step", "at = end - 1", "at = end", "cached_is_uncached"),
     Fault("a masked step sees the next place", "generation.fast.block:FastAttention._until", "column_S < end_1", "column_S <= end_1", "masked_is_sliced"),
     Fault("a masked window one too wide", "generation.fast.block:FastAttention._until", "column_S >= end_1 - self.window", "column_S >= end_1 - self.window - 1", "masked_is_sliced"),
     Fault("length not moved on", "generation.fast.stepper:FastStepper.step", "slots.length += 1", "slots.length += 0", "cached_is_uncached"),
@@ -79,8 +79,8 @@ FAULTS = (
     Fault("what was made is not seen", "generation.loop:_columns", "seen_BV.scatter_(1, torch.tensor(chosen)[:, None], True)", "pass", "repetition_counts_everything"),
     Fault("a stop string over two tokens missed", "generation.loop:Row.take", "self.tail + self.stream.push(token)", "self.stream.push(token)", "stop_strings_stop"),
     # samplers
-    Fault("top-p drops the first token", "generation.samplers:keep_top_p", "before_BV[:, 0] = 0.0", "before_BV[:, 0] = 1.0", "top_p_is_its_definition"),
-    Fault("top-p counts the token itself", "generation.samplers:keep_top_p", "chance_BV.cumsum(-1) - chance_BV", "chance_BV.cumsum(-1)", "top_p_is_its_definition"),
+    Fault("top-p drops the first token", "generation.samplers:keep_top_p", "before_BK[:, 0] = 0.0", "before_BK[:, 0] = 1.0", "top_p_is_its_definition"),
+    Fault("top-p counts the token itself", "generation.samplers:keep_top_p", "chance_BK.cumsum(-1) - chance_BK", "chance_BK.cumsum(-1)", "top_p_is_its_definition"),
     Fault("top-k one too many", "generation.samplers:keep_top_k", "logits_BV.topk(k)", "logits_BV.topk(k + 1)", "top_k_is_its_definition"),
     Fault("min-p of 1, not of the likeliest", "generation.samplers:keep_min_p", "logits_BV.amax(-1, keepdim=True)", "logits_BV.logsumexp(-1, keepdim=True)", "min_p_is_its_definition"),
     Fault("typical counts the token itself", "generation.samplers:keep_typical", "chance_BV.cumsum(-1) - chance_BV", "chance_BV.cumsum(-1)", "typical_is_its_definition"),

@@ -16,10 +16,11 @@ from torch import Tensor
 from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import GREEDY, DecodeSpec
 
-# B batch, V vocab
+# B batch, V vocab, K some of them
 
 NOTHING = -1  # no token
 _MASK = (1 << 64) - 1
+_FEW = 128  # likeliest tokens that a nucleus is first looked for among
 _HOTTEST = torch.finfo(torch.float32).max  # beyond it -inf / temperature is no number
 
 
@@ -44,11 +45,19 @@ def keep_top_p(logits_BV: Tensor, p: float) -> Tensor:
     """Keep tokens whose strictly likelier ones together have a probability below p (nucleus)."""
     if p >= 1.0:
         return logits_BV
-    sorted_BV = logits_BV.sort(dim=-1, descending=True).values
-    chance_BV = sorted_BV.double().softmax(-1)
-    before_BV = chance_BV.cumsum(-1) - chance_BV
-    before_BV[:, 0] = 0.0  # the difference may round to something
-    least_B1 = sorted_BV.masked_fill(before_BV >= p, math.inf).amin(-1, keepdim=True)
+    vocab, count = logits_BV.shape[-1], _FEW
+    total_B1 = logits_BV.double().logsumexp(-1, keepdim=True)
+    while True:  # the likeliest are mostly enough, and sorting all takes a millisecond
+        count = min(count, vocab)
+        sorted_BK = logits_BV.topk(count).values
+        chance_BK = (sorted_BK.double() - total_B1).exp()
+        before_BK = chance_BK.cumsum(-1) - chance_BK
+        before_BK[:, 0] = 0.0  # the difference may round to something
+        dropped_BK = before_BK >= p
+        if count == vocab or bool(dropped_BK[:, -1].all()):
+            break
+        count = vocab
+    least_B1 = sorted_BK.masked_fill(dropped_BK, math.inf).amin(-1, keepdim=True)
     return logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
 
 
