@@ -307,7 +307,7 @@ def config_of(r: random.Random) -> str:
 def attack(plan: Plan, cases: Iterable[int]) -> Iterator[tuple[int, Found]]:
     """Run each command line in a process of its own; yield what became of it."""
     for name in VERBS:
-        importlib.import_module(f"glassformer.cli.verbs.{name.replace('-', '_')}")
+        _command(name)
     importlib.import_module("torch._dynamo")  # seconds, which every child that trains would take
     settings()
     world()
