@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.installed
 STAMP := $(VENV)/.installed-test
 
-.PHONY: demo test lint docs figures findings tokenizers chromium clean
+.PHONY: demo test lint docs figures findings hashes tokenizers chromium clean
 
 demo: $(CORE)
 	$(BIN)/glass demo
@@ -43,6 +43,10 @@ docs: $(STAMP)
 findings: $(STAMP)
 	$(BIN)/python -m bench findings --jobs 2
 
+# hashes.txt for the versions of constraints.txt, the bill of materials, and two equal wheels.
+hashes: $(STAMP)
+	$(BIN)/python -m bench supply --hashes
+
 # Every figure of the README and the docs, again; more than an hour on two cores.
 figures: $(STAMP)
 	$(BIN)/glass verify --deep
@@ -52,6 +56,8 @@ figures: $(STAMP)
 	$(BIN)/python -m bench stacked
 	$(BIN)/python -m bench training
 	$(BIN)/python -m bench kills
+	$(BIN)/python -m bench attack
+	$(BIN)/python -m bench supply
 	$(BIN)/python -m bench distributed
 	$(BIN)/python -m bench learning
 	$(BIN)/python -m bench extract

@@ -174,8 +174,11 @@ def _redirect(out: Path, err: Path) -> None:
 
 
 def _text(path: Path, most: int = 200_000) -> str:
-    with path.open("rb") as file:
-        return file.read(most).decode("utf-8", "replace")
+    try:
+        with path.open("rb") as file:
+            return file.read(most).decode("utf-8", "replace")
+    except FileNotFoundError:  # killed before its first line
+        return ""
 
 
 def many_in_child(

@@ -173,7 +173,8 @@ def killed(place: Path, r: random.Random) -> Found:
 
 
 def _err(folder: Path) -> str:
-    return (folder.parent / "err").read_text()[-1500:]
+    path = folder.parent / "err"
+    return path.read_text()[-1500:] if path.is_file() else ""
 
 
 def _let(folder: Path, work: Callable[[Path], None], *, at: int, seconds: float) -> int:
