@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -70,6 +71,7 @@ class Server:
             os.dup2(writing, 1)
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 2)
+            sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             from glassformer.cli.actions.explore import serve
 
             with contextlib.suppress(BaseException):
@@ -78,7 +80,9 @@ class Server:
         os.close(writing)
         text = b""
         while not text.endswith(b"\n"):
-            text += os.read(reading, 4096)
+            piece = os.read(reading, 4096)
+            assert piece, "the server ended before it printed its link"
+            text += piece
         found = re.search(r"http://[^:]+:(\d+)/[^\s]*?([\w-]{16,})", text.decode())
         assert found is not None, text
         self.port, self.token = int(found[1]), found[2]
