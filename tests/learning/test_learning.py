@@ -43,11 +43,11 @@ def test_sequences_are_learned_within_a_thousand_steps(tmp_path, name):
         "task.vocab_size=10",
         "task.min_length=2",
         "task.max_length=4",
-        "task.examples=2500",
-        "train.steps=350",
+        "task.examples=1200",
+        "train.steps=250",
         "train.batch_size=32",
-        "train.evaluate_every=350",
-        "train.checkpoint_every=350",
+        "train.evaluate_every=250",
+        "train.checkpoint_every=250",
     )
     found = evaluate(run.engine, run.task)
     assert found.loss < 0.1
@@ -62,12 +62,12 @@ def test_operations_are_learned_by_both_engines(tmp_path, engine):
         tmp_path,
         "digits",
         'task.operations=["FIRST","LAST","MAX"]',
-        "task.max_length=4",
-        "task.examples=3000",
-        "train.steps=500",
-        "train.batch_size=64",
-        "train.evaluate_every=500",
-        "train.checkpoint_every=500",
+        "task.max_length=3",
+        "task.examples=1500",
+        "train.steps=350",
+        "train.batch_size=48",
+        "train.evaluate_every=350",
+        "train.checkpoint_every=350",
         f"engine={engine}",
     )
     assert found.accuracy > 0.95, found.by
@@ -78,12 +78,12 @@ def test_a_machine_is_learned_to_its_entropy(tmp_path):
         tmp_path,
         "brackets",
         "task.machine=mod-2",
-        "task.max_length=12",
-        "task.examples=4000",
-        "train.steps=500",
-        "train.batch_size=64",
-        "train.evaluate_every=500",
-        "train.checkpoint_every=500",
+        "task.max_length=10",
+        "task.examples=2000",
+        "train.steps=400",
+        "train.batch_size=32",
+        "train.evaluate_every=400",
+        "train.checkpoint_every=400",
         "model.decoder.layers.count=2",
     )
     assert found.oracle["excess"] < 0.15
