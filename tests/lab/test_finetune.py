@@ -323,6 +323,21 @@ def test_the_by_hand_engine_tunes_all_of_it_to_the_same_numbers(tmp_path):
         own_spec(tmp_path, "engine=numpy", "lora=2")
 
 
+def test_a_base_of_a_relative_path_is_found_from_anywhere(tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    project.mkdir()
+    own_base(project)
+    monkeypatch.chdir(project)
+    trained(own_spec(Path(), "train.steps=1", "lora=2"), Path("runs") / "helper")
+    here = load_model("runs/helper")
+    monkeypatch.chdir(tmp_path)
+    there = load_model("project/runs/helper")
+    assert all(map(torch.equal, here.parameters(), there.parameters()))
+    (project / "base").rename(project / "gone")
+    with pytest.raises(InputError, match="there is no folder base, the base of this LoRA"):
+        load_model("project/runs/helper")
+
+
 def test_a_run_can_be_the_base_of_another(tmp_path):
     own_base(tmp_path)
     trained(own_spec(tmp_path, "train.steps=2", "lora=2"), tmp_path / "one")

@@ -5,6 +5,7 @@ they are recognised, each with its opener. `load_model` returns our bare model, 
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -256,11 +257,29 @@ def open_lora(folder: Path, how: Opening) -> NativeAdapter:
     if tuning is None:
         raise FileError("the checkpoint holds no LoRA", where=str(folder))
     try:
-        base = load_native(tuning.base)
+        base = load_native(_found_base(tuning.base, folder))
     except RecursionError as error:
         raise FileError("its base leads back to itself", where=str(folder)) from error
     model = tuned(folder, base.model, tuning)
     return base.with_model(model.to(device=how.device, dtype=how.dtype))
+
+
+def _found_base(base: str, folder: Path) -> str:
+    """Return where a base is: as written, else the same path from a folder above the checkpoint.
+
+    A relative path is from where the run was trained, and a reader may be elsewhere.
+    """
+    path = RunRef.parse(base).path
+    if os.path.exists(path):
+        return base
+    for above in folder.resolve().parents:
+        if (above / path).exists():
+            return str(above / base)
+    raise InputError(
+        f"there is no folder {base}, the base of this LoRA",
+        where=str(folder),
+        hint="bring it back, or begin in the folder where the run was trained",
+    )
 
 
 def open_quantized(folder: Path, how: Opening) -> NativeAdapter:
