@@ -26,7 +26,9 @@ from glassformer.spec.model import (
     MaskedHead,
     ModelSpec,
     NoPosition,
+    Position,
     RMSNorm,
+    Sinusoidal,
     Stack,
     VectorHead,
 )
@@ -132,6 +134,29 @@ def test_an_encoder_s_parts(spec: ModelSpec) -> None:
     taps: dict[str, np.ndarray] = {}
     model.loss_and_grads(case.inputs(model), targets=case.targets, label_smoothing=0.1, taps=taps)
     assert set(taps) == set(theirs.seen)
+
+
+@pytest.mark.parametrize(
+    "position",
+    [Sinusoidal(form="halves"), Sinusoidal(form="fairseq", offset=2), Learned(offset=2)],
+    ids=["halves", "fairseq", "learned"],
+)
+def test_a_translator_s_parts(position: Position) -> None:
+    """Marian's, M2M-100's and BART's positions, a norm of both embeddings, SiLU."""
+    plain = PRESETS["seq2seq"]
+    assert plain.encoder is not None
+
+    def changed(stack: Stack) -> Stack:
+        runs = tuple(
+            replace(run, block=replace(run.block, ffn=MLP(d_ff=17, activation="silu")))
+            for run in stack.layers
+        )
+        return replace(stack, layers=runs, embed_norm=LayerNorm())
+
+    spec = replace(
+        plain, position=position, encoder=changed(plain.encoder), decoder=changed(plain.decoder)
+    )
+    assert_same_gradients(spec)
 
 
 def test_token_types_reach_both_engines() -> None:

@@ -15,7 +15,14 @@ from glassformer.nn.position import (
     rotate,
     sinusoids,
 )
-from glassformer.spec.model import ALiBi, LinearScaling, Llama3Scaling, Rotary, YarnScaling
+from glassformer.spec.model import (
+    ALiBi,
+    LinearScaling,
+    Llama3Scaling,
+    Rotary,
+    Sinusoidal,
+    YarnScaling,
+)
 from glassformer.spec.position import alibi_slopes, rotary_frequencies
 from tests.compare import assert_matches
 from tests.tiny import filled, noise
@@ -55,8 +62,8 @@ def test_a_shift_is_a_rotation_of_each_pair():
 
 
 def test_sinusoids_are_added_at_the_asked_places_to_every_row():
-    part = SinusoidalPosition(LENGTH, WIDTH, base=100.0).double()
-    x, table = noise(3, 5, WIDTH), sinusoids(LENGTH, WIDTH, base=100.0)
+    part = SinusoidalPosition(LENGTH, WIDTH, kind=Sinusoidal(base=100.0)).double()
+    x, table = noise(3, 5, WIDTH), sinusoids(LENGTH, WIDTH, kind=Sinusoidal(base=100.0))
     assert_matches(lambda x: part(x, slice(2, 7)), lambda x: x + table[2:7], [x])
     places = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [4, 5, 6, 7, 8]])
     assert_matches(lambda x: part(x, places), lambda x: x + table[places], [x])
@@ -187,7 +194,7 @@ def make(kind):
         return ALiBiPosition(ALiBi(max_bias=3.0), 7, 4)
     if kind == "rotary":
         return RotaryPosition(Rotary(), 9_001, 4)
-    return SinusoidalPosition(9_001, 4, base=10_000.0)
+    return SinusoidalPosition(9_001, 4, kind=Sinusoidal())
 
 
 @pytest.mark.parametrize("kind", ["rotary", "sinusoidal", "alibi"])

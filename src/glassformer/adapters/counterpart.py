@@ -18,11 +18,12 @@ from glassformer.adapters.families.gpt2 import GPT2
 from glassformer.adapters.families.layernorm import BIGCODE, STARCODER2
 from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
 from glassformer.adapters.families.qwen import QWEN2, QWEN3
+from glassformer.adapters.families.translators import TRANSLATORS
 from glassformer.adapters.table import Family
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.init import NormalInit
-from glassformer.spec.model import Block, Dropout, Layers, ModelSpec
+from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, Stack
 from glassformer.spec.serialize import to_dict
 
 #: The families that are written, in the order of choice where several fit: the one that most
@@ -34,6 +35,7 @@ BUILT_IN = {
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
         *(MINISTRAL, SEED_OSS, ERNIE, STARCODER2, BIGCODE),
         *(BERT, ROBERTA, DISTILBERT),
+        *TRANSLATORS,
     )
 }
 SHOWN = 6
@@ -71,7 +73,7 @@ def nearest_of(tried: dict[str, list[str]]) -> str:
 
 def misfits(spec: ModelSpec, family: Family) -> list[str]:
     """Return what this family would compute differently, as text."""
-    if spec.encoder is not None:
+    if spec.encoder is not None and not family.encodes:
         return ["encoder: has one, and that is a decoder alone"]
     try:
         again = family.spec_of(Config(family.config_of(spec)))
@@ -99,10 +101,13 @@ def _comparable(spec: ModelSpec) -> ModelSpec:
         )
         return replace(one, attention=attention)
 
-    runs = groupby(spec.decoder.blocks())
-    layers = tuple(Layers(count=len(list(run)), block=block(one)) for one, run in runs)
-    decoder = replace(spec.decoder, layers=layers, dropout=Dropout())
-    return replace(spec, decoder=decoder, init=NormalInit())
+    def stack(one: Stack) -> Stack:
+        runs = groupby(one.blocks())
+        layers = tuple(Layers(count=len(list(run)), block=block(each)) for each, run in runs)
+        return replace(one, layers=layers, dropout=Dropout())
+
+    encoder = None if spec.encoder is None else stack(spec.encoder)
+    return replace(spec, decoder=stack(spec.decoder), encoder=encoder, init=NormalInit())
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

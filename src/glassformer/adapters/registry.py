@@ -13,6 +13,7 @@ from glassformer.adapters.families.gpt2 import GPT2
 from glassformer.adapters.families.layernorm import BIGCODE, STARCODER2
 from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
 from glassformer.adapters.families.qwen import QWEN1, QWEN2, QWEN3
+from glassformer.adapters.families.translators import TRANSLATORS
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.adapters.table import Family
 from glassformer.spec.errors import FileError, InputError, nearest
@@ -74,6 +75,13 @@ class EncoderAdapter(NativeAdapter):
     families = ENCODERS
 
 
+class TranslatorAdapter(NativeAdapter):
+    """BART, mBART, Marian, Pegasus, M2M-100 and NLLB."""
+
+    architecture_type = "translator"
+    families = TRANSLATORS
+
+
 class StarCoderAdapter(NativeAdapter):
     """StarCoder and StarCoder 2."""
 
@@ -103,6 +111,7 @@ for _adapter in (
     GPT2Adapter,
     StarCoderAdapter,
     EncoderAdapter,
+    TranslatorAdapter,
 ):
     register(_adapter)
 

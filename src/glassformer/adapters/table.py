@@ -231,10 +231,11 @@ class Plan:
 def make_plan(table: Table, spec: ModelSpec) -> Plan:
     """Fill a table's templates for this spec; a parameter that no row holds is an error."""
     parameters = {p.name: p for p in manifest(spec)}
+    deepest = max(stack.n_layers for stack in spec.stacks().values())
     entries: dict[str, Entry] = {}
     copies: dict[str, str] = {}
     for row in table.rows:
-        for theirs, ours in _filled(row, spec.n_layers):
+        for theirs, ours in _filled(row, deepest):
             found = [parameters[name] for name in ours if name in parameters]
             if len(found) < len(ours):
                 continue
@@ -255,7 +256,7 @@ def make_plan(table: Table, spec: ModelSpec) -> Plan:
         frozenset(
             name.format(layer)
             for name in table.ignored
-            for layer in range(spec.n_layers if "{}" in name else 1)
+            for layer in range(deepest if "{}" in name else 1)
         ),
         table.prefix,
         table.older,
@@ -290,7 +291,7 @@ class Family:
     value; `defaults` are transformers' values of keys that a config may leave out. `write` returns
     the keys from which `read` makes the same spec; a family without it is read only. `live` is the
     table of a transformers module, where its names are not those of its files. `remote_code`: its
-    folders always refer to code of their own, which is not needed.
+    folders always refer to code of their own, which is not needed. `encodes`: an encoder-decoder.
     """
 
     model_type: str
@@ -303,6 +304,7 @@ class Family:
     remote_code: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     live: Names | None = None
+    encodes: bool = False
 
     @property
     def title(self) -> str:

@@ -200,6 +200,8 @@ def activate_forward(
             return gelu_forward(x, out=x, ws=ws)
         case "gelu_tanh":
             return gelu_tanh_forward(x, out=x, ws=ws)
+        case "silu":
+            return silu_forward(x, out=x, ws=ws)
         case _ as unreachable:
             assert_never(unreachable)
 

@@ -115,10 +115,16 @@ def embedding_scale(embedding: spec.Embedding, d_model: int) -> float:
 # B batch, T query length, S key length, D d_model, N heads, H d_head
 
 
-def sinusoids(length: int, *, d_model: int, base: float = 10_000.0) -> Array:
-    """Return (length, d_model) in float64: sin in even columns, cos in odd ones."""
-    even = np.arange(0, d_model, 2)
-    angle = np.arange(length)[:, None] * base ** (-even / d_model)
+def sinusoids(length: int, *, d_model: int, kind: spec.Sinusoidal | None = None) -> Array:
+    """Return (length, d_model) in float64: sin in even columns, cos in odd ones.
+
+    Other forms have the sines first, then the cosines.
+    """
+    kind = spec.Sinusoidal() if kind is None else kind
+    powers = np.array(kind.exponents(d_model))
+    angle = (np.arange(length)[:, None] + kind.offset) * kind.base**-powers
+    if kind.form != "interleaved":
+        return np.concatenate((np.sin(angle), np.cos(angle)), axis=1)
     table = np.empty((length, d_model))
     table[:, 0::2] = np.sin(angle)
     table[:, 1::2] = np.cos(angle)[:, : d_model // 2]

@@ -5,12 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from glassformer.byhand.activation import (
+    activate_backward,
+    activate_forward,
     dropout_backward,
     dropout_forward,
-    gelu_forward,
-    gelu_tanh_forward,
-    relu_backward,
-    relu_forward,
     silu_forward,
     slope_backward,
 )
@@ -36,7 +34,7 @@ class FeedCache(NamedTuple):
     act: Array
     keep: Array | None
     down: LinearCache
-    activation: str
+    activation: spec.Activation
     biased: bool
     at: str
 
@@ -68,13 +66,7 @@ def feed_forward(
     up_BTF, into = linear_forward(
         x_BTD, weight_OI=params["up_proj.weight"], bias_O=bias, ws=pass_context.ws
     )
-    match ffn.activation:
-        case "relu":
-            hidden, act = relu_forward(up_BTF, out=up_BTF)
-        case "gelu":
-            hidden, act = gelu_forward(up_BTF, out=up_BTF, ws=pass_context.ws)
-        case "gelu_tanh":
-            hidden, act = gelu_tanh_forward(up_BTF, out=up_BTF, ws=pass_context.ws)
+    hidden, act = activate_forward(up_BTF, ffn.activation, ws=pass_context.ws)
     pass_context.tap(f"{at}hidden", hidden)
     keep = pass_context.keep(hidden.shape, dropout)
     if keep is not None:
@@ -100,8 +92,7 @@ def feed_backward(
     if cache.keep is not None:
         dropout_backward(dhidden, cache.keep, dx=dhidden)
     pass_context.tap_grad(f"{cache.at}hidden", dhidden)
-    backward = relu_backward if cache.activation == "relu" else slope_backward
-    backward(dhidden, cache.act, dx=dhidden)
+    activate_backward(dhidden, cache.act, cache.activation)
     return linear_grads(
         dhidden, cache.into, grads=grads, name="up_proj", biased=cache.biased, ws=pass_context.ws
     )

@@ -84,8 +84,8 @@ def stack_parts(
             pass
         case spec.Learned(offset=offset):  # the table is among the parameters
             pass
-        case spec.Sinusoidal(base=base):
-            table = sinusoids(model.max_seq_len, d_model=model.d_model, base=base).astype(dtype)
+        case spec.Sinusoidal() as kind:
+            table = sinusoids(model.max_seq_len, d_model=model.d_model, kind=kind).astype(dtype)
         case spec.ALiBi() as alibi:
             for block in stack.blocks():
                 heads = (block.attention.n_heads, block.attention.head_width(model.d_model))

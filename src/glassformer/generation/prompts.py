@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.data.tokenizers.vocab import Tokenizer, Translates
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
@@ -98,6 +98,9 @@ def text_prompt(spec: ModelSpec, tokenizer: Tokenizer, text: str) -> Prompts:
     ids = tokenizer.encode(text)
     if not ids:
         raise InputError("an empty prompt", hint="give some text, or - to read stdin")
+    own = tokenizer if isinstance(tokenizer, Translates) else None
+    if spec.encoder is not None and own is not None and own.target_start:
+        return Prompts.of([own.target_start], sources=[own.encode_source(text)])
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     if spec.encoder is None:
         return Prompts.of([begin + ids])

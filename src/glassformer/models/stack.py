@@ -57,8 +57,8 @@ def add_stack_parts(
     match model.position:
         case spec.NoPosition():
             pass
-        case spec.Sinusoidal(base=base):
-            holder.position = SinusoidalPosition(model.max_seq_len, model.d_model, base=base)
+        case spec.Sinusoidal() as kind:
+            holder.position = SinusoidalPosition(model.max_seq_len, model.d_model, kind=kind)
         case spec.Learned(offset=offset):
             holder.position = LearnedPosition(model.max_seq_len, model.d_model, offset=offset)
         case OwnPosition() as own:

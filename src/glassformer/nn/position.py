@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import ALiBi, Rotary
+from glassformer.spec.model import ALiBi, Rotary, Sinusoidal
 from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
 from glassformer.spec.position import alibi_slopes, rotary_frequencies
 
@@ -25,11 +25,17 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def sinusoids(length: int, d_model: int, *, base: float = 10_000.0) -> Tensor:
-    """Return the (length, d_model) table in float64: sin in even columns, cos in odd ones."""
-    position = torch.arange(length, dtype=torch.float64, device="cpu")[:, None]
-    even = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu")
-    angle = position * base ** (-even / d_model)
+def sinusoids(length: int, d_model: int, *, kind: Sinusoidal | None = None) -> Tensor:
+    """Return the (length, d_model) table in float64: sin in even columns, cos in odd ones.
+
+    Other forms have the sines first, then the cosines.
+    """
+    kind = Sinusoidal() if kind is None else kind
+    position = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] + kind.offset
+    powers = torch.tensor(kind.exponents(d_model), dtype=torch.float64, device="cpu")
+    angle = position * kind.base**-powers
+    if kind.form != "interleaved":
+        return torch.cat((angle.sin(), angle.cos()), dim=1)
     table = torch.empty(length, d_model, dtype=torch.float64, device="cpu")
     table[:, 0::2] = angle.sin()
     table[:, 1::2] = angle.cos()[:, : d_model // 2]
@@ -79,17 +85,17 @@ class ComputedTable(nn.Module):
 class SinusoidalPosition(ComputedTable):
     """x + PE(position). Nothing is learned."""
 
-    def __init__(self, max_seq_len: int, d_model: int, *, base: float) -> None:
+    def __init__(self, max_seq_len: int, d_model: int, *, kind: Sinusoidal) -> None:
         super().__init__()
         self.max_seq_len = max_seq_len
         self.d_model = d_model
-        self.base = base
+        self.kind = kind
         self.table_shape = (max_seq_len, d_model)
         self.register_buffer("table", self.first(), persistent=False)
 
     def make(self, dtype: torch.dtype) -> Tensor:
         """The table at the precision that a model of this dtype needs."""
-        table = sinusoids(self.max_seq_len, self.d_model, base=self.base)
+        table = sinusoids(self.max_seq_len, self.d_model, kind=self.kind)
         return table.to(table_dtype(dtype))
 
     def forward(self, x_BTD: Tensor, positions: Tensor | slice) -> Tensor:

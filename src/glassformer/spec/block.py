@@ -36,7 +36,7 @@ Norm = LayerNorm | RMSNorm
 #: Which projections carry a bias. `no_key` is `all` without the key's, whose gradient is zero
 #: wherever no rotation or q/k-norm follows it.
 Bias = Literal["none", "qkv", "all", "no_key"]
-Activation = Literal["relu", "gelu", "gelu_tanh"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Placement = Literal["pre", "post"]
 
 

@@ -124,6 +124,12 @@ class ModelSpec:
             size(name, getattr(self, name))
         self._check_heads()
         self._check_source()
+        halved = isinstance(self.position, Sinusoidal) and self.position.form != "interleaved"
+        if halved and (self.d_model % 2 or self.d_model < 4):
+            raise InputError(
+                f"sines and cosines in halves, and d_model {self.d_model} is odd or below 4",
+                hint=f"the nearest valid d_model is {max(self.d_model + self.d_model % 2, 4)}",
+            )
         for stack in self.stacks().values():
             for run in stack.layers:
                 self._check_block(run.block)

@@ -9,11 +9,13 @@ digits would turn a released model's late positions by other angles than it has 
 
 import math
 import struct
-from typing import assert_never
+from typing import Literal, assert_never, get_args
 
-from glassformer.spec.checks import at_least, positive, spec
+from glassformer.spec.checks import at_least, one_of, positive, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnPosition
+
+SinusoidForm = Literal["interleaved", "halves", "fairseq"]
 
 
 @spec
@@ -23,12 +25,27 @@ class NoPosition:
 
 @spec
 class Sinusoidal:
-    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos of the same; not learned."""
+    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos of the same; not learned.
+
+    `form` halves has the sines in the first half and the cosines in the second (Marian, Pegasus);
+    fairseq likewise, with base^(i/(d/2 - 1)) (M2M-100). Position 0 is row `offset` of the table.
+    """
 
     base: float = 10_000.0
+    form: SinusoidForm = "interleaved"
+    offset: int = 0
 
     def __post_init__(self) -> None:
         positive("base", self.base)
+        one_of("form", self.form, get_args(SinusoidForm))
+        at_least("offset", self.offset, 0)
+
+    def exponents(self, d_model: int) -> list[float]:
+        """Return the power of `base` that divides the position, for each pair of columns."""
+        pairs = range((d_model + 1) // 2)
+        if self.form == "fairseq":
+            return [i / (d_model // 2 - 1) for i in pairs]
+        return [2 * i / d_model for i in pairs]
 
 
 @spec

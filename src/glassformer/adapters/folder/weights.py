@@ -66,7 +66,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
-    """The parameters of a live module; tied ones occur once."""
+    """The parameters and stored buffers of a live module; tied ones occur once."""
 
     module: nn.Module
     where: str
@@ -74,15 +74,21 @@ class ModuleWeights:
     @property
     def shapes(self) -> dict[str, Shape]:
         """By the module's own names."""
-        return {name: tuple(p.shape) for name, p in self.module.named_parameters()}
+        return {name: tuple(tensor.shape) for name, tensor in self._stored().items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """By the module's own names."""
-        return {name: p.dtype for name, p in self.module.named_parameters()}
+        return {name: tensor.dtype for name, tensor in self._stored().items()}
+
+    def _stored(self) -> dict[str, Tensor]:
+        """Return parameters, and the buffers that a checkpoint of the module holds."""
+        kept = set(self.module.state_dict())
+        buffers = {name: b for name, b in self.module.named_buffers() if name in kept}
+        return dict(self.module.named_parameters()) | buffers
 
     def read(self, name: str, *, again: bool = False) -> Tensor:
-        return self.module.get_parameter(name).detach().cpu().clone()
+        return self._stored()[name].detach().cpu().clone()
 
 
 class FileWeights:

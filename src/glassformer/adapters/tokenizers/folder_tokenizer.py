@@ -42,8 +42,24 @@ def read_tokenizer(folder: Path) -> "FolderTokenizer":
         eos_ids=read_eos(folder),
         model_ids=size,
         adds_bos=config.get("add_bos_token"),
+        target_start=read_target_start(folder, max(size, 1)),
         where=str(folder),
     )
+
+
+def read_target_start(folder: Path, size: int) -> tuple[int, ...]:
+    """Return what an encoder-decoder's answers begin with: its start token, and a forced first."""
+    found = read_sidecar(folder, "config.json") | read_sidecar(folder, "generation_config.json")
+    if not read_sidecar(folder, "config.json").get("is_encoder_decoder"):
+        return ()
+    start = found.get("decoder_start_token_id")
+    if start is None:
+        return ()
+    forced = found.get("forced_bos_token_id")
+    ids = (start,) if forced is None else (start, forced)
+    if not all(type(i) is int and 0 <= i < size for i in ids):
+        raise FileError(f"answers begin with {str(ids)[:40]}", where=str(folder))
+    return ids
 
 
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -90,9 +106,12 @@ class FolderTokenizer:
         eos_ids: tuple[int, ...] = (),
         model_ids: int = 0,
         adds_bos: bool | None = None,
+        target_start: tuple[int, ...] = (),
         where: str = "",
     ) -> None:
         self._engine = engine
+        #: What an encoder-decoder's answers begin with; empty for other models.
+        self.target_start = target_start
         self._where = where
         self.names = names
         known = engine.get_vocab(with_added_tokens=True)
@@ -183,6 +202,10 @@ class FolderTokenizer:
             raise_if_panic(error, where=self._where)
             raise
         return list(found.ids), list(found.type_ids)
+
+    def encode_source(self, text: str) -> list[int]:
+        """Return the ids of a source text, with the marks around it."""
+        return self.encode_marked(text)[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts, on all cores."""

@@ -212,7 +212,7 @@ def sinusoidal_closed_form(dtype: torch.dtype) -> Measure:
     """PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos, number by number; odd d too."""
     worst = 0.0
     for length, d_model in ((13, 10), (7, 5)):
-        part = SinusoidalPosition(length, d_model, base=10_000.0).to(dtype)
+        part = SinusoidalPosition(length, d_model, kind=spec.Sinusoidal()).to(dtype)
         expected = torch.empty(length, d_model, dtype=dtype)
         for pos in range(length):
             for column in range(d_model):

@@ -7,7 +7,7 @@ A checkpoint stores its tokenizer as `tokenizer.json`; `to_json` is the text of 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,18 @@ from numpy.typing import NDArray
 from glassformer.spec.errors import InputError, nearest
 
 SPECIALS = ("PAD", "BOS", "EOS", "SEP")
+
+
+@runtime_checkable
+class Translates(Protocol):
+    """A tokenizer that came with an encoder-decoder, and knows how its two sides begin and end."""
+
+    @property
+    def target_start(self) -> tuple[int, ...]:
+        """The ids that every answer begins with; empty where nothing says so."""
+
+    def encode_source(self, text: str) -> list[int]:
+        """Return the ids of a source text, with the marks around it."""
 
 
 class Tokenizer(Protocol):

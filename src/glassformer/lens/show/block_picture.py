@@ -37,6 +37,8 @@ _COLOURS = {
     "head": ("#b4490f", "#ffa366"),
 }
 
+ACTIVATIONS = {"relu": "ReLU: max(0, x)", "silu": "SiLU: x sigmoid(x)"}
+
 
 def _style() -> str:
     light, dark = ("".join(f"--gd-{n}:{c[i]};" for n, c in _COLOURS.items()) for i in (0, 1))
@@ -263,7 +265,7 @@ def _funnel(ffn: MLP | SwiGLU, D: int, y: float) -> tuple[list[Element], float]:
     narrow, wide, middle = max(36.0, D * unit), max(36.0, F * unit), INSIDE / 2
     match ffn:
         case MLP():
-            up, act = f"up: {D} → {F:,}", {"relu": "ReLU: max(0, x)"}.get(ffn.activation, "GELU")
+            up, act = f"up: {D} → {F:,}", ACTIVATIONS.get(ffn.activation, "GELU")
         case SwiGLU():
             up, act = f"gate and up: {D} → {F:,} each", "SwiGLU: silu(gate) × up"
         case _ as unreachable:

@@ -241,7 +241,8 @@ def ffn_words(ffn: FeedForward, d_model: int) -> tuple[str, str]:
     """Return the name of a feed-forward, and its widths or its experts."""
     match ffn:
         case MLP():
-            name = {"relu": "ReLU", "gelu": "GELU", "gelu_tanh": "GELU"}[ffn.activation]
+            names = {"relu": "ReLU", "gelu": "GELU", "gelu_tanh": "GELU", "silu": "SiLU"}
+            name = names[ffn.activation]
             return "Feed-forward", f"{d_model} → {ffn.d_ff:,} → {d_model}, {name}"
         case SwiGLU():
             return "Feed-forward", f"{d_model} → 2 × {ffn.d_ff:,} → {d_model}, SwiGLU"

@@ -1,0 +1,240 @@
+"""Encoder-decoders of BART's kind: BART, mBART, Marian, Pegasus, M2M-100 and NLLB.
+
+One table of names for all. They differ in where the norms are, in positions (a learned table with
+two rows in front, or sinusoids in one of two forms), in whether the embedding is scaled, and in a
+bias of the logits. Encoder and decoder may differ in depth, heads and width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.families.gpt2 import ACTIVATIONS
+from glassformer.adapters.table import Family, Row, Shape, Table, dense
+from glassformer.spec.errors import InputError
+from glassformer.spec.init import NormalInit
+from glassformer.spec.model import (
+    MLP,
+    Activation,
+    Attention,
+    Block,
+    Dropout,
+    LayerNorm,
+    Layers,
+    Learned,
+    ModelSpec,
+    NextHead,
+    PlainEmbedding,
+    Position,
+    ScaledEmbedding,
+    Sinusoidal,
+    Stack,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WORDS: dict[str, Activation] = {**ACTIVATIONS, "swish": "silu", "silu": "silu"}
+
+
+@dataclass(frozen=True, slots=True)
+class OneRow:
+    """A vector that is stored as a matrix of one row."""
+
+    def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
+        return (1, *shapes[0])
+
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
+        return [tensor.reshape(shapes[0])]
+
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
+        return tensors[0].reshape(1, -1)
+
+
+PARTS = {
+    **{f"self_attn.{letter}_proj": f"attn.{letter}_proj" for letter in "qkv"},
+    "self_attn.out_proj": "attn.o_proj",
+    "self_attn_layer_norm": "attn_norm",
+    **{f"encoder_attn.{letter}_proj": f"cross.{letter}_proj" for letter in "qkv"},
+    "encoder_attn.out_proj": "cross.o_proj",
+    "encoder_attn_layer_norm": "cross_norm",
+    "fc1": "ffn.up_proj",
+    "fc2": "ffn.down_proj",
+    "final_layer_norm": "ffn_norm",
+}
+
+
+def _table() -> Table:
+    rows = [Row("model.shared.weight", "encoder.embed.weight")]
+    rows.append(Row("model.decoder.embed_tokens.weight", "decoder.embed.weight"))
+    for side in ("encoder", "decoder"):
+        rows.append(Row(f"model.{side}.embed_positions.weight", f"{side}.position.weight"))
+        names = {"layernorm_embedding": "embed_norm", "layer_norm": "final_norm"}
+        names |= {f"layers.{{}}.{theirs}": f"blocks.{{}}.{ours}" for theirs, ours in PARTS.items()}
+        rows += [
+            Row(f"model.{side}.{theirs}.{leaf}", f"{side}.{ours}.{leaf}")
+            for theirs, ours in names.items()
+            for leaf in ("weight", "bias")
+        ]
+    rows.append(Row("lm_head.weight", "heads.next.weight"))
+    rows.append(Row("final_logits_bias", "heads.next.bias", OneRow()))
+    sides = [f"model.{side}." for side in ("encoder", "decoder")]
+    return Table(
+        rows=tuple(rows),
+        ignored=(
+            "model.encoder.embed_tokens.weight",  # a copy of what is shared
+            *(f"{side}embed_positions.{leaf}" for side in sides for leaf in ("weight", "weights")),
+        ),
+    )
+
+
+TABLE = _table()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a family has for all its models."""
+
+    position: Position
+    pre: bool = False
+    embed_norm: bool = False
+    final_norm: bool = False
+    bias: bool = True
+
+
+def read_pair(config: Config, kind: Kind) -> ModelSpec:
+    """Read the config of an encoder-decoder."""
+    if not config.flag("is_encoder_decoder", default=True):
+        raise config.bad("is_encoder_decoder", False, "true")
+    shared = config.flag("share_encoder_decoder_embeddings", default=True)
+    if not config.flag("tie_word_embeddings", default=True) or not shared:
+        raise InputError(
+            "encoder, decoder and head have tables of their own",
+            hint="released models of this kind share one; others are not read",
+        )
+    width = config.whole("d_model")
+    vocab = config.whole("vocab_size")
+    if config.whole("decoder_vocab_size", default=vocab) != vocab:
+        raise config.bad("decoder_vocab_size", config.any("decoder_vocab_size"), str(vocab))
+    position = kind.position
+    if isinstance(position, Sinusoidal) and position.form == "fairseq":
+        pad = config.any("pad_token_id", default=1)
+        if type(pad) is not int or not 0 <= pad <= 8:
+            raise config.bad("pad_token_id", pad, "a small whole number: positions begin after it")
+        position = replace(position, offset=pad + 1)
+    scaled = config.flag("scale_embedding", default=isinstance(kind.position, Sinusoidal))
+    return ModelSpec(
+        vocab_size=vocab,
+        d_model=width,
+        max_seq_len=config.whole("max_position_embeddings", most=MOST_POSITIONS),
+        position=position,
+        embedding=ScaledEmbedding() if scaled else PlainEmbedding(),
+        encoder=_read_side(config, "encoder", kind),
+        decoder=_read_side(config, "decoder", kind),
+        share_embedding=True,
+        heads=(NextHead(tied=True, bias=kind.bias),),
+        init=NormalInit(std=config.number("init_std", default=0.02)),
+    )
+
+
+def _read_side(config: Config, side: str, kind: Kind) -> Stack:
+    norm, decoder = LayerNorm(), side == "decoder"
+    word = config.one_of("activation_function", {name: name for name in WORDS}, default="gelu")
+    attention = Attention(
+        n_heads=config.whole(f"{side}_attention_heads"), bias="all", causal=decoder
+    )
+    block = Block(
+        attention=attention,
+        cross=replace(attention, causal=False) if decoder else None,
+        ffn=MLP(d_ff=config.whole(f"{side}_ffn_dim"), activation=WORDS[word]),
+        norm=norm,
+        placement="pre" if kind.pre else "post",
+    )
+    rate = config.number("dropout", default=0.1)
+    count = config.whole(f"{side}_layers", most=MOST_LAYERS)
+    return Stack(
+        layers=(Layers(count=count, block=block),),
+        embed_norm=norm if kind.embed_norm else None,
+        final_norm=norm if kind.final_norm else None,
+        dropout=Dropout(
+            embedding=rate,
+            attention=config.number("attention_dropout", default=0.0),
+            residual=rate,
+            ffn=config.number("activation_dropout", default=0.0),
+        ),
+    )
+
+
+def write_pair(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config keys of an encoder-decoder for a spec."""
+    if spec.encoder is None:
+        raise InputError("encoder: none here, one there")
+    words = {meaning: word for word, meaning in reversed(WORDS.items())}
+    ffn, rates = dense(next(spec.decoder.blocks()).ffn), spec.decoder.dropout
+    made: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "d_model": spec.d_model,
+        "max_position_embeddings": spec.max_seq_len,
+        "activation_function": words[ffn.activation] if isinstance(ffn, MLP) else "gelu",
+        "scale_embedding": isinstance(spec.embedding, ScaledEmbedding),
+        "dropout": rates.residual,
+        "attention_dropout": rates.attention,
+        "activation_dropout": rates.ffn,
+        "init_std": spec.init.std if isinstance(spec.init, NormalInit) else 0.02,
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "pad_token_id": max(getattr(spec.position, "offset", 0) - 1, 0),
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+    }
+    for side, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
+        block = next(stack.blocks())
+        made |= {
+            f"{side}_layers": stack.n_layers,
+            f"{side}_attention_heads": block.attention.n_heads,
+            f"{side}_ffn_dim": dense(block.ffn).d_ff,
+        }
+    return made
+
+
+def _family(model_type: str, architecture: str, kind: Kind, *, written: bool = True) -> Family:
+    return Family(
+        model_type,
+        architecture,
+        TABLE,
+        lambda config: read_pair(config, kind),
+        write_pair if written else None,
+        harmless=(
+            *("encoder_layerdrop", "decoder_layerdrop", "classifier_dropout", "classif_dropout"),
+            *("num_hidden_layers", "gradient_checkpointing", "force_bos_token_to_be_generated"),
+            *("add_bias_logits", "add_final_layer_norm", "normalize_before", "normalize_embedding"),
+            *("static_position_embeddings", "extra_pos_embeddings", "classifier_dropout_prob"),
+        ),
+        encodes=True,
+    )
+
+
+LEARNED, HALVES = Learned(offset=2), Sinusoidal(form="halves")
+FAIRSEQ = Sinusoidal(form="fairseq", offset=2)
+BART = _family("bart", "BartForConditionalGeneration", Kind(LEARNED, embed_norm=True))
+MBART = _family(
+    "mbart",
+    "MBartForConditionalGeneration",
+    Kind(LEARNED, pre=True, embed_norm=True, final_norm=True),
+)
+MARIAN = _family("marian", "MarianMTModel", Kind(HALVES))
+PEGASUS = _family(
+    "pegasus",
+    "PegasusForConditionalGeneration",
+    Kind(HALVES, pre=True, final_norm=True),
+    written=False,  # its files hold the sines, which are no parameters here
+)
+M2M_100 = _family(
+    "m2m_100",
+    "M2M100ForConditionalGeneration",
+    Kind(FAIRSEQ, pre=True, final_norm=True, bias=False),
+)
+TRANSLATORS = (BART, MBART, MARIAN, PEGASUS, M2M_100)
