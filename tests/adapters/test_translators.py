@@ -1,5 +1,6 @@
 """Encoder-decoders compute what transformers computes: logits, greedy, beams, and files."""
 
+import json
 from functools import cache
 from typing import Any
 
@@ -172,7 +173,12 @@ def test_text_is_translated_as_transformers_does(tmp_path):
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    words = {word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *"abcdefgh"])}
+    words = {
+        word: i
+        for i, word in enumerate(
+            ["<s>", "<pad>", "</s>", "<unk>", *(chr(97 + i) for i in range(57))]
+        )
+    }
     engine = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     engine.pre_tokenizer = pre_tokenizers.Whitespace()
     engine.post_processor = processors.TemplateProcessing(
