@@ -216,7 +216,10 @@ def test_a_stack_that_fails_is_tried_in_halves(tmp_path, monkeypatch):
     monkeypatch.setattr(executors, "StackedRuns", small)
     cell = planned("train.lr=1e-3,1e-2", "train.seed=0").cells[0]
     jobs = [Job(name=str(i), folder=tmp_path / str(i), spec=cell.run(i)) for i in range(4)]
-    found = [u for u in executors.run_stacked(jobs) if isinstance(u, Result)]
+    updates = [*executors.run_stacked(jobs)]
+    (told,) = [u.text for u in updates if isinstance(u, executors.Told)]
+    assert "4 runs" in told and "CUDA out of memory" in told
+    found = [u for u in updates if isinstance(u, Result)]
     assert [one.status for one in found] == ["finished"] * 4
     assert sizes == [4, 2, 2]
 

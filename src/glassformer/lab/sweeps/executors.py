@@ -147,7 +147,14 @@ class Stepped:
     step: int
 
 
-Update = Stepped | Result
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something that whoever watches should know; the runs go on."""
+
+    text: str
+
+
+Update = Stepped | Result | Told
 Stop = Callable[[], bool]
 
 
@@ -422,7 +429,7 @@ def work() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
 
-    def send(update: Update) -> None:
+    def send(update: Stepped | Result) -> None:
         data = (
             {"name": update.name, "step": update.step}
             if isinstance(update, Stepped)
@@ -453,8 +460,8 @@ def work() -> None:
 def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[Update]:
     """Train runs of one shape as one, shape after shape; a run that cannot be stacked alone.
 
-    A stack that fails as a whole, for want of memory, is tried again in halves: each run goes on
-    from its last checkpoint.
+    A stack that fails as a whole, mostly for want of memory, is tried again in halves, and the
+    reason is told: each run goes on from its last checkpoint.
     """
     every = list(jobs)
     groups = [[every[i] for i in group] for group in stack_groups([job.spec for job in every])]
@@ -475,8 +482,10 @@ def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[
                 if isinstance(update, Result):
                     ended.add(update.name)
                 yield update
-        except (RuntimeError, MemoryError, GlassError):
+        except (RuntimeError, MemoryError, GlassError) as error:
             rest = [job for job in group if job.name not in ended]
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            yield Told(f"{len(rest)} runs did not train as one, so they go on in halves: {reason}")
             middle = (len(rest) + 1) // 2
             waiting.extendleft(half for half in (rest[middle:], rest[:middle]) if half)
 

@@ -29,6 +29,7 @@ from glassformer.lab.sweeps.executors import (
     Job,
     Result,
     Stepped,
+    Told,
     Update,
     is_done,
     optional_library,
@@ -523,6 +524,10 @@ class _Progress:
 
     def see(self, update: Update) -> None:
         """Note an update, and show the progress if it is time."""
+        if isinstance(update, Told):
+            if self.shown:
+                self.bar.tell(update.text)
+            return
         if isinstance(update, Stepped):
             self.running.add(update.name)
             self.steps[update.name] = max(self.steps[update.name], update.step)
