@@ -14,10 +14,13 @@ from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.models.model import build
+from glassformer.quant.convert import quantize_model
 from glassformer.spec import model as specs
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
+from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.schemes import Int4, Int8
 from tests.generation import checks
 from tests.kernels.faults import STEP_FAULTS, damaged_library
 from tests.tiny import built
@@ -49,6 +52,7 @@ def test_every_fault_of_an_operation_is_caught(fault, tmp_path, monkeypatch):
 
 
 SMALL = {"vocab_size": 97, "d_model": 48, "n_layers": 2, "n_heads": 4, "d_ff": 40}
+SMALL_SEQ2SEQ = presets.seq2seq(d_model=64, n_heads=4, n_layers=2, vocab_size=97)
 #: Presets that the native step leaves to others, and that continue no sequence.
 LEFT = {"moe", "digits"}
 
@@ -69,6 +73,34 @@ def test_every_preset_gives_the_plain_tokens(name):
     found = generate_batch(stepper, prompts, spec=spec)
     expected = generate_batch(TorchStepper(model), prompts, spec=spec)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
+@pytest.mark.parametrize("scheme", [Int8(), Int4(), Int4(symmetric=False)], ids=str)
+def test_quantized_weights_give_the_plain_logits(scheme):
+    for spec in (presets.qwen(d_model=64, d_ff=96, n_layers=2), SMALL_SEQ2SEQ):
+        model = build(spec, generator=torch.Generator().manual_seed(1))
+        model = quantize_model(model, QuantSpec(scheme=scheme))
+        sources = None if spec.encoder is None else [[1, 2, 3], [4, 5]]
+        prompts = Prompts.of([[3, 1, 4], [1, 5, 9, 2, 6]], sources=sources)
+        ours, plain = NativeStepper(model), TorchStepper(model)
+        found_BV, past = ours.start(prompts, room=4)
+        expected_BV, other = plain.start(prompts, room=4)
+        for _ in range(3):
+            # A rounding of an activation may fall either way: a small step of a small weight.
+            assert float((found_BV - expected_BV).abs().max()) <= 1e-2 * float(expected_BV.std())
+            tokens_B = expected_BV.argmax(-1)
+            found_BV = ours.step(tokens_B, past=past)
+            expected_BV = plain.step(tokens_B, past=other)
+
+
+def test_bfloat16_weights_are_read_as_they_are():
+    """Activations are float32 in the native step: it is closer to the exact logits than torch."""
+    exact = build(presets.qwen(), generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    half = build(presets.qwen(), generator=torch.Generator().manual_seed(1)).bfloat16()
+    prompts = Prompts.of([[3, 1, 4], [1, 5, 9, 2, 6]])
+    want_BV, _ = NaiveStepper(exact).start(prompts, room=1)
+    found_BV, _ = NativeStepper(half).start(prompts, room=1)
+    assert torch.allclose(found_BV, want_BV, atol=1e-5)
 
 
 def test_beams_share_pages_and_give_them_back():

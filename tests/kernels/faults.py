@@ -54,7 +54,7 @@ FAULTS = (
 #: Of step.c: `caught_by` is the spec of `tests.generation.checks` whose logits are then wrong, or a
 #: check there.
 STEP_FAULTS = (
-    Fault("an embedding without its scale", "step_parts.h", "to[i] = wide[i] * op->number", "to[i] = wide[i]", "sinusoidal"),
+    Fault("an embedding without its scale", "step_parts.h", "to[i] = value * op->number", "to[i] = value", "sinusoidal"),
     Fault("every token at the first position", "step_parts.h", "(const float *)op->weight + work->step->position[m] * op->to_width", "(const float *)op->weight + 0 * op->to_width", "learned"),
     Fault("a norm without the mean", "step_parts.h", "mean = NAME(total)(x, op->width, 0, 0) / width", "mean = 0", "learned"),
     Fault("a norm without its bias", "step_parts.h", "if (bias)\n", "if (0)\n", "learned"),

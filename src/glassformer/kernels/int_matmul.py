@@ -157,6 +157,11 @@ class _IntegerWeight(ABC):
         self._address = ctypes.addressof(self._form)
 
     @property
+    def address(self) -> int:
+        """The address of the `struct integer`, valid as long as this object."""
+        return self._address
+
+    @property
     def nbytes(self) -> int:
         """The number of resident bytes: weights, scales and zero points."""
         parts = (self.packed, self.scale_TGL, self.zero_TGL, self.outer_TL)

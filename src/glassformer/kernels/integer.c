@@ -221,3 +221,18 @@ EXPORT int glass_integer(const struct integer *w, const float *bias, const float
     free(both);
     return failed;
 }
+
+/* One row of the matrix as float32: of an embedding table, what a token looks up. */
+void glass_integer_row(const struct integer *w, int64_t out, float *to) {
+    int64_t per = w->bits == 8 ? 4 : 8, tile = out / TILE, lane = out % TILE;
+    int64_t blocks = (w->inputs + 7) / 8 * 8 / per;
+    for (int64_t i = 0; i < w->inputs; i++) {
+        uint8_t byte = w->weight[(tile * blocks + i / per) * BLOCK + 4 * lane + i % 4];
+        int64_t at = (tile * w->groups + i / w->group) * TILE + lane;
+        float zero = w->zero ? number(w->zero, w->zero_kind, at) : 8.0f;
+        float value = (float)byte - 128.0f;
+        if (w->bits == 4) value = (float)(i % 8 < 4 ? byte & 15 : byte >> 4) - zero;
+        value = value * number(w->scale, w->scale_kind, at);
+        to[i] = w->outer ? value * w->outer[out] : value;
+    }
+}

@@ -36,6 +36,7 @@ void glass_floating_rows(const struct floating *w, const float *x, float *y, int
 struct integer; /* integer.c */
 int glass_integer(const struct integer *w, const float *bias, const float *x, float *y,
                   int64_t rows, int threads);
+void glass_integer_row(const struct integer *w, int64_t out, float *to);
 
 #define SHARED (1 << 15) /* numbers that one thread does sooner than two begin */
 

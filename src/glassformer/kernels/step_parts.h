@@ -80,10 +80,13 @@ TARGET static void NAME(embed)(void *data, int64_t first, int64_t last) {
         int64_t at = work->step->token[m] * op->to_width;
         const float *wide = (const float *)op->weight + at;
         const uint16_t *half = (const uint16_t *)op->weight + at;
-        if (op->form == FLOAT32)
-            for (int64_t i = 0; i < op->to_width; i++) to[i] = wide[i] * op->number;
-        else
-            for (int64_t i = 0; i < op->to_width; i++) to[i] = widened(half[i]) * op->number;
+        if (op->form == INTEGER) glass_integer_row(op->weight, work->step->token[m], to);
+        for (int64_t i = 0; i < op->to_width; i++) {
+            float value = op->form == INTEGER ? to[i] : 0.0f;
+            if (op->form == FLOAT32) value = wide[i];
+            if (op->form == BFLOAT16) value = widened(half[i]);
+            to[i] = value * op->number;
+        }
     }
 }
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.kernels.int_matmul import Int4Weight, Int8Weight
 from glassformer.models.inputs import Inputs
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.linear import Linear, PackedWeight
@@ -27,7 +28,12 @@ from glassformer.quant.backends.choose import (
     check_backend,
     choose,
 )
-from glassformer.quant.backends.routines import in_pieces, reference_product, reference_rows
+from glassformer.quant.backends.routines import (
+    NativeForm,
+    in_pieces,
+    reference_product,
+    reference_rows,
+)
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import Method, Scheme
@@ -121,6 +127,11 @@ class QuantizedWeight(PackedWeight, ABC):
             self.form, self.home = form, self.device
             self.qweight = self.scale = self.zero = None
         return self.form
+
+    def c_weight(self) -> Int8Weight | Int4Weight | None:
+        """Return the weights as the native step reads them; None where another backend runs."""
+        form = self.ready()
+        return form.weight if isinstance(form, NativeForm) else None
 
     def times(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + b for x (..., I)."""

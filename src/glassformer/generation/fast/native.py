@@ -10,8 +10,9 @@ in pages that equal beginnings share, so neither copies more than a page a row.
 """
 
 import ctypes
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper, TorchStepper, decodable
 from glassformer.kernels import c_library
 from glassformer.models.model import Holder, Model
+from glassformer.nn.linear import PackedWeight
 from glassformer.spec.errors import InputError, MachineError
 
 # B rows, V vocab
@@ -203,13 +205,9 @@ class Rows:
         self.length = np.concatenate((self.length, other.length))
         other.table, other.length = other.table[:0], other.length[:0]
 
-    def __del__(self) -> None:
-        give_up = c_library.library().glass_reorder if c_library else None
-        if len(self.table) and give_up is not None:  # None: the interpreter ends
-            table = self.table
-            give_up(
-                self.pages.address, table.ctypes.data, len(table), None, None, 0, table.shape[1]
-            )
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if len(self.table) and not is_ending():
+            self.reorder(np.zeros(0, dtype=np.int64))
 
 
 class NativePast:
@@ -486,6 +484,7 @@ class NativeStepper(Stepper):
     def _notice_new_weights(self) -> None:
         """Write the program again if the model was trained, loaded or moved since."""
         now = tuple(x for p in self.model.parameters() for x in (p._version, p.data_ptr()))
+        now += tuple(m.loads for m in self.model.modules() if isinstance(m, PackedWeight))
         if now == self._version:
             return
         if reason := why_not(self.model):

@@ -9,12 +9,13 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, assert_never, cast, get_args
+from typing import Any, Protocol, assert_never, cast, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from glassformer.kernels import c_library
+from glassformer.kernels.int_matmul import Int4Weight, Int8Weight
 from glassformer.models.model import DecoderLM, EncoderDecoder, Model
 from glassformer.models.stack import Stack, StackParts, heads_key
 from glassformer.nn.attention import MultiHeadAttention
@@ -80,6 +81,14 @@ PARTS = {
 }
 
 
+@runtime_checkable
+class IntegerWeights(Protocol):
+    """A quantized layer or table; its weights are those of the C routines, if it uses them."""
+
+    def c_weight(self) -> Int8Weight | Int4Weight | None:
+        """Return the matrix in the layout of integer.c, or None."""
+
+
 def why_not(model: Model) -> str:
     """Return the reason why this model has no native step here; empty if it has one."""
     if reason := c_library.why_not():
@@ -132,7 +141,10 @@ def _missing(model: Model) -> str:
     for name, part in model.named_modules():
         if "position" in name.split("."):
             continue  # its table is read
-        if type(part) not in PARTS:
+        if isinstance(part, IntegerWeights):
+            if part.c_weight() is None:
+                return f"the weights of {name} are not in the form of our C routines"
+        elif type(part) not in PARTS:
             return f"the native step has no {type(part).__name__}, as in {name}"
         if part._forward_hooks or part._forward_pre_hooks:
             return f"a hook would not be called: {name or 'the model'} has one"
@@ -148,12 +160,14 @@ def _stacks(model: Model) -> list[StackParts]:
 # --- the program ----------------------------------------------------------------------------------
 
 (EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, CHOOSE) = range(9)
+INTEGER = 2  # of the forms of weights, after float32 and bfloat16
 OWN, SOURCE = range(2)  # memories
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 #: Buffers: the residual stream, a norm's output, wide activations, heads, the output of an
-#: activation, hidden states and logits of chosen tokens, and a factorized embedding's rows.
-(X, NORMED, WIDE, HEADS, HIDDEN, CHOSEN, FINAL, LOGITS, NARROW) = range(9)
-BUFFERS = 9
+#: activation, hidden states and logits of chosen tokens, a factorized embedding's rows, and rows of
+#: an integer product before they are put where they belong.
+(X, NORMED, WIDE, HEADS, HIDDEN, CHOSEN, FINAL, LOGITS, NARROW, APART_ROWS) = range(10)
+BUFFERS = 10
 
 
 class Op(ctypes.Structure):
@@ -270,8 +284,42 @@ class Program:
             onto=onto,
         )
 
+    def integer(
+        self,
+        part: IntegerWeights,
+        bias_O: Tensor | None,
+        source: int,
+        to: int,
+        *,
+        first: int = 0,
+        row: int = 0,
+        onto: bool = False,
+    ) -> None:
+        """Add a quantized layer's product; its rows pass through a buffer of their own."""
+        weight = part.c_weight()
+        assert weight is not None
+        outputs, inputs = weight.shape
+        self.widths[APART_ROWS] = max(self.widths[APART_ROWS], outputs)
+        self._kept.append(weight)
+        self.add(
+            PRODUCT,
+            source,
+            to,
+            (inputs, row or outputs),
+            form=INTEGER,
+            first=first,
+            width=outputs,
+            groups=APART_ROWS,
+            weight=weight.address,
+            bias=self.floats(bias_O),
+            onto=onto,
+        )
+
     def linear(self, part: nn.Module, source: int, to: int, **rest: Any) -> None:
         """Add a layer's product."""
+        if isinstance(part, IntegerWeights):
+            self.integer(part, getattr(part, "bias", None), source, to, **rest)
+            return
         assert type(part) is Linear
         self.product(part.weight, part.bias, source, to, **rest)
 
@@ -279,6 +327,20 @@ class Program:
 
     def embedding(self, embed: nn.Module, width: int) -> None:
         """Add the lookup of each new token, times the scale if there is one."""
+        if isinstance(embed, IntegerWeights):
+            weight = embed.c_weight()
+            assert weight is not None
+            self._kept.append(weight)
+            self.add(
+                EMBED,
+                X,
+                X,
+                (width, width),
+                form=INTEGER,
+                weight=weight.address,
+                number=getattr(embed, "multiplier", None) or 1.0,
+            )
+            return
         table = embed.weight if isinstance(embed, TokenEmbedding) else None
         scale, to = 1.0, X
         if isinstance(embed, FactorizedTokenEmbedding):
@@ -444,7 +506,9 @@ class Program:
             self.linear(part, final, LOGITS)
             return
         embed = model.output_embedding()
-        if isinstance(embed, FactorizedTokenEmbedding):
+        if isinstance(embed, IntegerWeights):
+            self.integer(embed, part.bias, final, LOGITS)
+        elif isinstance(embed, FactorizedTokenEmbedding):
             self.product(embed.v, None, final, NARROW)
             self.product(embed.u, part.bias, NARROW, LOGITS)
         else:
