@@ -225,7 +225,7 @@ def _columns(
             going = [going[line] for line in stay]
         if ahead:
             continue
-        tokens_B = torch.tensor([chosen[line] for line in stay])
+        tokens_B = torch.from_numpy(np.array([chosen[line] for line in stay], dtype=np.int64))
         if plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced):
             made = stepper.run_greedy(
                 tokens_B,
