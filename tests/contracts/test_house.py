@@ -354,7 +354,6 @@ ONE_IMPORTER = {
     "data.tasks.translation": "a task; build_task is the table",
     "generation.fast.slots": "the fast step over many sequences; batching is the queue before it",
     "quant.smooth": "outliers into weights, before any rounding: a method of its own",
-    "kernels.int_matmul": "integer products in C; their bound is checked without quant",
     "lab.measure.lm_eval": "needs the lm-eval package",
     "lab.plots.machine_graph": "a drawing of its own, read without the learner",
     "lab.smallbench.exams": "the questions; the suite asks them",
