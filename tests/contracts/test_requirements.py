@@ -33,3 +33,12 @@ def test_every_row_names_one_test():
     rows = re.findall(r"^\| ((?:S\d|C|X)-[^|]*) \|.*\|$", PAGE, re.M)
     with_test = re.findall(r"^\| ((?:S\d|C|X)-[^|]*) \|.*\.py::\w+ \|$", PAGE, re.M)
     assert rows == with_test
+
+
+def test_there_are_as_many_planted_faults_as_the_figures_say():
+    told = re.search(
+        r"planted faults caught.*more than (\d+)", (ROOT / "docs/figures.md").read_text()
+    )
+    tests = (path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    planted = sum(len(re.findall(r"^\s+Fault\(", text, re.M)) for text in tests)
+    assert told is not None and int(told[1]) < planted
