@@ -72,7 +72,7 @@ class Server:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 2)
             sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-            from glassformer.cli.actions.explore import serve
+            from glassformer.cli.verbs.explore import serve
 
             with contextlib.suppress(BaseException):
                 serve(runs, port=0, host=HOST, allow_remote=False, open_browser=False, device="cpu")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from glassformer.cli.actions import explore
 from glassformer.cli.main import app
+from glassformer.cli.verbs import explore
 from glassformer.spec.errors import GlassError, InputError
 from tests.command import glass
 

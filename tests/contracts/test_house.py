@@ -345,7 +345,6 @@ ONE_IMPORTER = {
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
     "cli.actions.chat": "what the verb does, with torch",
     "cli.actions.demo": "what the verb does, with torch",
-    "cli.actions.explore": "what the verb does, with torch",
     "cli.actions.inspect": "what the verb does, with torch",
     "cli.main": "the command's entry point; __main__ is another door to it",
     "data.automata.query_learning": "learns a machine from anything that answers queries",
