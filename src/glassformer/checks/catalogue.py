@@ -296,6 +296,12 @@ SUBJECT_CHECKS = (
         "native step = plain step", "decoding", decoding.native_steps_are_plain, of="ours"
     ),
     SubjectCheck(
+        "served in company = alone, bit for bit",
+        "decoding",
+        decoding.company_changes_nothing,
+        of="ours",
+    ),
+    SubjectCheck(
         "compiled decoding = eager",
         "compiled",
         decoding.compiled_steps_are_eager,

@@ -390,25 +390,17 @@ class _Api:
         """Return the embeddings of texts."""
         asked = embedding_request(parse_json(await request.body()))
         served = self.served(asked.model)
-        self.check_room(served, len(asked.inputs))
+        self.check_room(served, len(asked.texts))
 
-        def read() -> list[tuple[int, ...]]:
-            rows = [
-                served.text_ids(one)[0] if isinstance(one, str) else one for one in asked.inputs
-            ]
-            for row in rows:
-                _check_prompt(served, row, most=served.context)
-            return rows
-
-        rows = await self.checked(read)
-        data = []
-        for place, row in enumerate(rows):
-            work = partial(served.embedding, row, pooling=asked.pooling)
-            numbers = (await self.engine.call(work)).tolist()
+        data, count = [], 0
+        for place, text in enumerate(asked.texts):
+            work = partial(served.embedding, text, pooling=asked.pooling)
+            found = await self.engine.call(work)
+            count += sum(found.tokens)
+            numbers = found.vectors[0].tolist()
             packed = struct.pack(f"<{len(numbers)}f", *numbers)
             vector = base64.b64encode(packed).decode() if asked.base64 else numbers
             data.append({"object": "embedding", "index": place, "embedding": vector})
-        count = sum(map(len, rows))
         usage = {"prompt_tokens": count, "total_tokens": count}
         return _json({"object": "list", "data": data, "model": served.name, "usage": usage})
 

@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from glassformer.adapters.base import LONGEST_ANSWER, BaseAdapter
 from glassformer.adapters.chat.template import ChatTemplate, read_chat, read_templates
+from glassformer.adapters.embed import Embeddings, embed
 from glassformer.adapters.folder.files import generation_defaults
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.batching import STEP_TOKENS, Batcher, Continuation, make_slots
 from glassformer.generation.prompts import text_prompt
 from glassformer.generation.streaming import NewToken
-from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError, MachineError
+from glassformer.spec.model import Readout
 
 T = TypeVar("T")
 
@@ -126,19 +126,15 @@ class Served:
         text = self.template.render(messages, tools=tools, options=options)
         return tuple(self.tokenizer.encode(text))
 
-    @torch.inference_mode()
-    def embedding(self, ids: Sequence[int], *, pooling: str) -> Tensor:
-        """Return the mean of the last layer's hidden states, or the last one, at length 1."""
-        inner = getattr(self.adapter, "model", None)
-        if not isinstance(inner, Model) or self.spec.encoder is not None:
-            raise InputError("this model offers no embeddings", hint="a decoder of ours does")
-        inputs = inner.inputs(Inputs(torch.tensor([list(ids)])))
-        hidden_TD = inner.hidden(inputs)[0].float()
-        pooled_D = hidden_TD.mean(0) if pooling == "mean" else hidden_TD[-1]
-        unit_D: Tensor = pooled_D / pooled_D.norm().clamp(min=1e-12)
-        return unit_D
+    def embedding(self, text: str, *, pooling: Readout | None) -> Embeddings:
+        """Return the vector of one text, which is not shortened: too long a one is refused."""
+        found = embed(self.adapter, text, pooling=pooling)
+        if found.shortened:
+            raise InputError(f"a text of more than {self.spec.max_seq_len} tokens", hint="cut it")
+        return found
 
 
+#: New tokens of an answer where none are requested.
 LONGEST = LONGEST_ANSWER
 
 

@@ -8,10 +8,11 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError, nearest
+from glassformer.spec.model import Readout
 from glassformer.spec.options import options_of
 
 #: How deep JSON may nest, and how many characters of a value an error quotes.
@@ -557,12 +558,12 @@ def text_or_ids(fields: Fields, key: str) -> tuple[str | tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Checked texts to embed; `pooling` is ours: the mean of the hidden states, or the last."""
+    """Checked texts to embed; `pooling` is ours: where vectors are read, None as the folder says."""
 
     model: str
-    inputs: tuple[str | tuple[int, ...], ...]
+    texts: tuple[str, ...]
     base64: bool
-    pooling: str
+    pooling: Readout | None
 
 
 def embedding_request(body: Mapping[str, Any]) -> EmbeddingRequest:
@@ -575,9 +576,11 @@ def embedding_request(body: Mapping[str, Any]) -> EmbeddingRequest:
     form = fields.text("encoding_format", "float")
     if form not in ("float", "base64"):
         raise fields.wrong("encoding_format", "float or base64")
-    pooling = fields.text("pooling", "mean")
-    if pooling not in ("mean", "last"):
-        raise fields.wrong("pooling", "mean or last")
-    return EmbeddingRequest(
-        fields.text("model"), text_or_ids(fields, "input"), form == "base64", pooling
-    )
+    pooling = fields.values.get("pooling")
+    if pooling is not None and pooling not in get_args(Readout):
+        raise fields.wrong("pooling", " or ".join(get_args(Readout)))
+    given = text_or_ids(fields, "input")
+    texts = tuple(one for one in given if isinstance(one, str))
+    if len(texts) < len(given):
+        raise fields.unsupported("input", "token ids; give texts")
+    return EmbeddingRequest(fields.text("model"), texts, form == "base64", pooling)

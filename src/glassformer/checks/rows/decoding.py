@@ -21,9 +21,11 @@ from glassformer.checks.measure import EXACT, Measure, NotOffered, relative_gap,
 from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
+from glassformer.generation.batching import make_slots
 from glassformer.generation.beam import Hypothesis, beam_search
 from glassformer.generation.fast.native import NativeStepper
 from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.slots import Span
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import uniform
@@ -461,6 +463,30 @@ def native_steps_are_plain(subject: Subject) -> Measure:
                 plain = TorchStepper(model)
                 found.append(_followed(subject, sides, plain, prompts, size, order=order))
     return max(found, key=lambda one: math.inf if math.isnan(one.worst) else one.worst)
+
+
+def company_changes_nothing(subject: Subject) -> Measure:
+    """Logits of the server's step: the same bits alone, in company, and with a prompt in pieces."""
+    model, prompts = _case(subject)
+    if model.spec.encoder is not None:
+        raise NotOffered("an encoder-decoder is served one sequence at a time")
+    rows = prompts.tokens
+    longest = max(map(len, rows))
+    slots = make_slots(
+        model, lambda: TorchStepper(model), model.spec, slots=len(rows) + 1, context=longest + 1
+    )
+    if not slots.cuts_prompts:
+        raise NotOffered("it is served one sequence at a time")
+    together_RV = slots.read([Span(slot, 0, row) for slot, row in enumerate(rows)])
+    spare, differ = len(rows), 0
+    for slot, row in enumerate(rows):
+        alone_1V = slots.read([Span(spare, 0, row)])
+        for place, token in enumerate(row):
+            beside = [Span(slot, 0, row[:1])] if place % 2 else []
+            cut_RV = slots.read([*beside, Span(spare, place, (token,))])
+        same = torch.equal(alone_1V[0], together_RV[slot]) and torch.equal(alone_1V[0], cut_RV[-1])
+        differ += not same
+    return Measure(float(differ), EXACT, f"{subject.size}, {len(rows)} sequences")
 
 
 def compiled_steps_are_eager(subject: Subject) -> Measure:

@@ -290,9 +290,9 @@ class NativeStepper(Stepper):
         What such a row has read from there on is forgotten. Logits are after the last of each.
         """
         own, counts = past.own, [len(new) for new in tokens]
-        for row, start, count in zip(rows, starts, counts, strict=True):
-            own.length[row] = start
-            own.reserve_row(row, count)
+        for place, start, count in zip(rows, starts, counts, strict=True):
+            own.length[place] = start
+            own.reserve_row(place, count)
         token = np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens])
         row = np.repeat(np.asarray(rows, dtype=np.int64), counts)
         begins = zip(starts, counts, strict=True)
