@@ -558,7 +558,7 @@ def text_or_ids(fields: Fields, key: str) -> tuple[str | tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Checked texts to embed; `pooling` is ours: where vectors are read, None as the folder says."""
+    """Checked texts; `pooling` is ours: where vectors are read, None as the folder says."""
 
     model: str
     texts: tuple[str, ...]
