@@ -351,7 +351,6 @@ ONE_IMPORTER = {
     "data.tasks.finetune": "the task of fine-tuning; lab makes it with a base model",
     "data.tasks.sequences": "a task; build_task is the table",
     "data.tasks.translation": "a task; build_task is the table",
-    "generation.fast.slots": "the fast step over many sequences; batching is the queue before it",
     "quant.smooth": "outliers into weights, before any rounding: a method of its own",
     "lab.measure.lm_eval": "needs the lm-eval package",
     "lab.plots.machine_graph": "a drawing of its own, read without the learner",
