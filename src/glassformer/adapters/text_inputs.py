@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
+from glassformer.data.tokenizers.vocab import Tokenizer, Translates, Vocab
 from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.streaming import generate_batch
@@ -64,6 +64,8 @@ def inspect_text(
         asked = [*[None] * (len(prompt) - 1), *wanted]
         return inspect(model, [*prompt, *wanted[:-1]], names=words, targets=asked, ablate=ablate)
     ids = question(tokenizer, text)
+    if isinstance(tokenizer, Translates):  # an encoder reads the marks around a text too
+        ids = tokenizer.encode_source(text)
     if not ids:
         raise InputError("an empty text", hint="give at least one token")
     if target is None:

@@ -30,6 +30,7 @@ from glassformer.models.model import EncoderDecoder, Model
 from glassformer.nn.embedding import read_out
 from glassformer.nn.norm import as_float
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.model import VectorHead
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +91,7 @@ class Readout:
 
     def word(self, i: int) -> str:
         """Return the word of a predicted id."""
-        return self.names(i) if self.head in ("next", "answer") else f"{self.head} {i}"
+        return self.names(i) if self.head in TOKENS else f"{self.head} {i}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,12 +176,21 @@ def final_norm(model: Model) -> nn.Module | None:
     return norm
 
 
+#: Heads whose logits are those of tokens, in the order of choice.
+TOKENS = ("next", "answer", "masked")
+
+
 def chosen_head(model: Model, head: str | None) -> str:
     """Return the requested output head; else `next`, else `answer`, else the first there is."""
     names = model.spec.head_names()
     if head is None:
-        return next((name for name in ("next", "answer") if name in names), names[0])
-    model.spec.head(head)
+        head = next((name for name in TOKENS if name in names), names[0])
+    if isinstance(model.spec.head(head), VectorHead):
+        raise InputError(
+            "a vector is no prediction: there are no probabilities to look at",
+            hint="glass embed gives vectors, gf.trace(model) activations; a folder with its "
+            "masked-token head can be inspected",
+        )
     return head
 
 
