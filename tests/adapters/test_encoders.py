@@ -15,6 +15,7 @@ from glassformer.cli.main import app
 from glassformer.models.inputs import Inputs
 from glassformer.spec.errors import FileError, InputError
 from tests.adapters.checkpoints import perturbed
+from tests.checks.faults import Fault, planted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -229,3 +230,70 @@ def test_a_decoder_is_read_at_its_last_token(tmp_path):
     alone = adapter.model.hidden(adapter.model.inputs(ids))[0, -1]
     unit = torch.nn.functional.normalize(alone, dim=-1).numpy()
     assert abs(found.vectors[0] - unit).max() <= TOLERANCE
+
+
+#: Mistakes in an encoder's parts, and a case whose results they change.
+FAULTS = [
+    (
+        Fault(
+            "position 0 is row 0",
+            "nn.position:LearnedPosition.rows_of",
+            "not self.offset",
+            "True",
+            "",
+        ),
+        "roberta",
+    ),
+    (
+        Fault(
+            "types are forgotten",
+            "models.stack:run_stack",
+            "torch.zeros_like(tokens_BT) if types_BT is None else types_BT",
+            "torch.zeros_like(tokens_BT)",
+            "",
+        ),
+        "bert",
+    ),
+    (
+        Fault(
+            "no norm of the embedding",
+            "models.stack:run_stack",
+            "parts.embed_norm(x_BTD)",
+            "x_BTD",
+            "",
+        ),
+        "distilbert",
+    ),
+    (
+        Fault(
+            "no activation before the logits",
+            "nn.embedding:HeadTransform.forward",
+            "activate(self.dense(x_BTD), self.activation)",
+            "self.dense(x_BTD)",
+            "",
+        ),
+        "bert",
+    ),
+    (
+        Fault("the pooler has no tanh", "nn.embedding:Pooler.forward", "torch.tanh", "", ""),
+        "bert body",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "case"), FAULTS, ids=lambda one: getattr(one, "name", None))
+def test_planted_faults_are_seen(fault, case, tmp_path):
+    with planted(fault), pytest.raises(AssertionError):
+        test_results_are_transformers(case, "right", tmp_path)
+
+
+def test_an_encoder_is_inspected_with_its_marks(tmp_path):
+    folder = sentence_folder(tmp_path / "body")
+    live("bert").save_pretrained(tmp_path / "masked")
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        (tmp_path / "masked" / name).write_bytes((folder / name).read_bytes())
+    seen = load(tmp_path / "masked").inspect("a cat [MASK] the dog")
+    assert seen.words == ("[CLS]", "a", "cat", "[MASK]", "the", "dog", "[SEP]")
+    assert seen.head == "masked"
+    with pytest.raises(InputError, match="a vector is no prediction"):
+        load(folder).inspect("a cat")
