@@ -38,6 +38,7 @@ from glassformer.spec import model as spec
 from glassformer.spec.checks import at_least, divides, probability
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import XavierInit
+from glassformer.spec.position import Sinusoidal
 from glassformer.spec.presets import fsm_probe
 
 __all__ = [
@@ -141,7 +142,7 @@ class PositionalEncoding(SinusoidalPosition):
     """x + PE for positions from 0, from a table of max_seq_len rows; nothing is learned."""
 
     def __init__(self, d_model: int, max_seq_len: int = 256) -> None:
-        super().__init__(max_seq_len, d_model, base=10_000.0)
+        super().__init__(max_seq_len, d_model, kind=Sinusoidal())
 
     def forward(self, x_btd: Tensor) -> Tensor:  # type: ignore[override]
         T = x_btd.shape[-2]

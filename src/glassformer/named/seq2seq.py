@@ -42,6 +42,7 @@ from glassformer.spec.checks import divides
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import XavierInit
+from glassformer.spec.position import Sinusoidal
 from glassformer.spec.train import InverseSqrtSchedule as WarmupSchedule
 
 __all__ = [
@@ -179,7 +180,7 @@ class PositionalEncoding(SinusoidalPosition):
     """x + PE for positions from 0: a buffer, not a parameter."""
 
     def __init__(self, d_model: int = 512, *, max_seq_len: int = 512) -> None:
-        super().__init__(max_seq_len, d_model, base=10_000.0)
+        super().__init__(max_seq_len, d_model, kind=Sinusoidal())
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if x.shape[1] > self.max_seq_len:

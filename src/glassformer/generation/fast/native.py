@@ -294,11 +294,11 @@ class NativeStepper(Stepper):
             own.length[place] = start
             own.reserve_row(place, count)
         token = np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens])
-        row = np.repeat(np.asarray(rows, dtype=np.int64), counts)
+        owner = np.repeat(np.asarray(rows, dtype=np.int64), counts)
         begins = zip(starts, counts, strict=True)
         position = np.concatenate([start + np.arange(count) for start, count in begins])
         self.positions += max(counts)
-        logits_RV = self._in_blocks(token, row, position, np.cumsum(counts) - 1, past)
+        logits_RV = self._in_blocks(token, owner, position, np.cumsum(counts) - 1, past)
         own.length[list(rows)] += np.asarray(counts)
         return logits_RV
 
