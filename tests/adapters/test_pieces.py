@@ -152,3 +152,26 @@ def test_damaged_model_files_are_refused_or_read_as_what_is_left(tmp_path):
     write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "OtherTokenizer"})
     with pytest.raises(FileError, match="numbers the pieces"):
         read_tokenizer(tmp_path)
+
+
+def test_marian_numbers_sentencepiece_s_pieces_itself(tmp_path):
+    """A shared `vocab.json` in another order, with pieces that only the target side has."""
+    data, model, wanted = model_of("unigram")
+    plain = [piece.text for piece in model.pieces if piece.kind == NORMAL]
+    order = ["</s>", "<unk>", *reversed(plain), "\u2581ziel", "<pad>"]
+    vocab = {text: i for i, text in enumerate(order)}
+    (tmp_path / "source.spm").write_bytes(data)
+    write(tmp_path, "vocab.json", vocab)
+    names = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "MarianTokenizer", **names})
+    found = read_tokenizer(tmp_path)
+    texts = {i: piece.text for i, piece in enumerate(model.pieces)}
+    for text, ids in zip(TEXTS, wanted, strict=True):
+        assert found.encode(text) == [vocab[texts[i]] for i in ids], text
+    assert found.encode_source("the model")[-1] == 0
+    assert found.decode([vocab["\u2581ziel"]]) == "ziel"
+    write(
+        tmp_path, "vocab.json", {text: i for text, i in vocab.items() if text != "<pad>"} | {"x": 9}
+    )
+    with pytest.raises(FileError, match="same id"):
+        read_tokenizer(tmp_path)

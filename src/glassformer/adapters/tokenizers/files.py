@@ -12,6 +12,7 @@ import binascii
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,12 @@ from glassformer.adapters.gguf.header import is_gguf
 from glassformer.adapters.gguf.hf_files import QWEN_WORDS, small_file
 from glassformer.adapters.tokenizers.pieces import (
     CONTROL,
+    NORMAL,
+    UNIGRAM,
+    UNKNOWN,
+    UNUSED,
     USER_DEFINED,
+    Piece,
     added,
     around,
     read_pieces,
@@ -109,6 +115,7 @@ ENGINE = "tokenizer.json"
 VOCAB, MERGES = "vocab.json", "merges.txt"
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 WORDS = "vocab.txt"
+SOURCE = "source.spm"
 CONFIG = "tokenizer_config.json"
 
 FILE_LIMIT = 64_000_000
@@ -152,6 +159,8 @@ def _from_any(folder: Path, config: dict[str, Any]) -> Tokenizer:
         names = (AddedToken(name, normalized=False, special=True) for name in QWEN_1_SPECIALS)
         add_in_order(engine, list(names))
         return engine
+    if (folder / VOCAB).is_file() and (folder / SOURCE).is_file():
+        return _from_translation(folder)
     for name in PIECES:
         if (folder / name).is_file():
             return _from_pieces(folder, folder / name, config)
@@ -357,6 +366,35 @@ def _from_pieces(folder: Path, path: Path, config: dict[str, Any]) -> Tokenizer:
     if begin or end:
         data["post_processor"] = around(begin, end)
     return _from_json(json.dumps(data), where=str(path))
+
+
+def _from_translation(folder: Path) -> Tokenizer:
+    """Build Marian's: SentencePiece splits a source, `vocab.json` numbers the pieces of both sides.
+
+    Answers are spelled with the same numbers, so one tokenizer reads and writes.
+    """
+    path, where = folder / SOURCE, str(folder)
+    if path.stat().st_size > FILE_LIMIT:
+        raise FileError(f"{path.stat().st_size:,} bytes", where=str(path))
+    found = read_pieces(path.read_bytes(), where=str(path))
+    vocab = read_object(folder / VOCAB, limit=FILE_LIMIT)
+    check_pieces(vocab, where=str(folder / VOCAB))
+    if sorted(vocab.values()) != list(range(len(vocab))) or found.kind != UNIGRAM:
+        raise FileError(
+            "the ids of vocab.json have gaps, or the pieces are no unigram", where=where
+        )
+    scores = {piece.text: piece.score for piece in found.pieces if piece.kind == NORMAL}
+    lost = sorted(set(scores) - set(vocab))
+    if lost or "</s>" not in vocab or "<unk>" not in vocab:
+        raise FileError(f"vocab.json has no {(lost or ['</s> or <unk>'])[0][:40]!r}", where=where)
+    kinds = {"<unk>": UNKNOWN, "</s>": CONTROL, "<pad>": CONTROL}
+    pieces = tuple(
+        Piece(text, scores.get(text, 0.0), kinds.get(text, NORMAL if text in scores else UNUSED))
+        for text in sorted(vocab, key=vocab.__getitem__)
+    )
+    data = replace(found, pieces=pieces).to_json()
+    data["post_processor"] = around([], [("</s>", vocab["</s>"])])
+    return _from_json(json.dumps(data), where=where)
 
 
 def _from_words(path: Path, config: dict[str, Any]) -> Tokenizer:
