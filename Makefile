@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.installed
 STAMP := $(VENV)/.installed-test
 
-.PHONY: demo test lint docs figures findings hashes tokenizers chromium clean
+.PHONY: demo test sanitize lint docs figures findings hashes tokenizers chromium clean
 
 demo: $(CORE)
 	$(BIN)/glass demo
@@ -16,6 +16,10 @@ demo: $(CORE)
 # Many tests start a new interpreter, so what was compiled is kept.
 test: $(STAMP) tokenizers chromium
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# The C kernels and the native step under AddressSanitizer and UBSan, with every check of them.
+sanitize: $(STAMP)
+	$(BIN)/python -m tests.kernels.sanitized
 
 # The official Qwen tokenizers (31 MB, checked by their hashes) for the tests that need them.
 tokenizers: $(STAMP)

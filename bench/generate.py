@@ -19,6 +19,7 @@ from glassformer.costs.estimates import cache_bytes
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.constraint import Constraint
+from glassformer.generation.fast.native import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -156,7 +157,7 @@ def against_transformers(
         yield said("generate", f"Qwen2 {name}", "transformers is not installed")
         return
     model, theirs = qwen_pair(shape, length=size.prompt + new, device="cpu")
-    lean = FastStepper(model)
+    lean, native = FastStepper(model), NativeStepper(model)
     for batch in batches:
         case = f"Qwen2 {name}, prompt {size.prompt}, {new} new, batch {batch}"
         generator = torch.Generator().manual_seed(1)
@@ -167,6 +168,7 @@ def against_transformers(
             "transformers, static cache": hugging_face(theirs, tokens_BT, new=new, cache="static"),
             "glassformer, cached": greedy(TorchStepper(model), prompts, new=new),
             "glassformer, lean": greedy(lean, prompts, new=new),
+            "glassformer, native": greedy(native, prompts, new=new),
         }
         if batch == 1 and (shutil.which("c++") or shutil.which("g++")):
             compiled = FastStepper(model, compile=True)

@@ -13,6 +13,7 @@ import torch
 from bench.clock import Row, Sides, installed, interleave, rows, said
 from bench.peers import BOS, EOS, ctranslate_twin, fresh, marian_twin
 from glassformer.generation.beam import beam_search
+from glassformer.generation.fast.native import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper, TorchStepper
@@ -43,7 +44,12 @@ def crossed(cases: tuple[tuple[int, int], ...], *, new: int, rounds: int) -> Ite
         sides: Sides = {"transformers (Marian)": marian(theirs, source_BS, width, new)}
         if translator is not None:
             sides["CTranslate2"] = translated(translator, source_BS, width, new)
-        for name, stepper in (("cached", TorchStepper(model)), ("lean", FastStepper(model))):
+        ours = {
+            "cached": TorchStepper(model),
+            "lean": FastStepper(model),
+            "native": NativeStepper(model),
+        }
+        for name, stepper in ours.items():
             sides[f"glassformer, {name}"] = ours_crossed(stepper, prompts, width, new)
         first = {name: first_tokens(call()) for name, call in sides.items()}
         same = [name for name, tokens in first.items() if tokens == first["glassformer, lean"]]
