@@ -67,6 +67,10 @@ class Kind:
         return math.prod(shape) // self.block * self.size
 
 
+#: Numbers of a row that is unpacked at once.
+ROW = 1 << 13
+
+
 @cache
 def kind_of(number: int) -> Kind | None:
     """Return a type that can be unpacked; None for integer types and unknown ones."""
@@ -86,7 +90,12 @@ def unpacked(data: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Ten
     if kind.number in FLOATS:
         return torch.from_numpy(data).view(FLOATS[kind.number]).reshape(shape)
     gguf = library()
-    rows = data.reshape(-1, shape[-1] // kind.block * kind.size)
+    # Blocks are unpacked one by one, and the library goes over 16 rows at a time: longer rows, of
+    # any blocks that follow each other, are fewer calls.
+    blocks, row = data.size // kind.size, shape[-1] // kind.block
+    most = max(row, ROW // kind.block)
+    width = next(n for n in range(min(most, blocks), 0, -1) if blocks % n == 0)
+    rows = data.reshape(-1, max(width, row) * kind.size)
     with np.errstate(all="ignore"):  # NaN and infinity are checked afterwards
         numbers = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(kind.number))
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32)).reshape(shape)
