@@ -1,7 +1,10 @@
 """Hypothesis strategies over specs: every variant with every other, in tiny sizes."""
 
+from typing import get_args
+
 from hypothesis import strategies as st
 
+from glassformer.spec.block import Placement
 from glassformer.spec.model import (
     MLP,
     ALiBi,
@@ -35,12 +38,12 @@ from glassformer.spec.model import (
 
 rates = st.sampled_from([0.0, 0.1, 0.25])
 norms = st.one_of(
-    st.builds(LayerNorm, eps=st.sampled_from([1e-5, 1e-6])),
-    st.builds(RMSNorm, eps=st.sampled_from([1e-5, 1e-6])),
+    st.builds(LayerNorm, eps=st.sampled_from([1e-5, 1e-6]), bias=st.booleans()),
+    st.builds(RMSNorm, eps=st.sampled_from([1e-5, 1e-6]), offset=st.booleans()),
 )
 embeddings = st.one_of(
     st.builds(PlainEmbedding),
-    st.builds(ScaledEmbedding),
+    st.builds(ScaledEmbedding, factor=st.sampled_from([None, 3.0])),
     st.builds(FactorizedEmbedding, rank=st.integers(1, 5), l1=st.sampled_from([0.0, 1e-3])),
 )
 scalings = st.one_of(
@@ -52,6 +55,7 @@ scalings = st.one_of(
         factor=st.just(4.0),
         original_max_seq_len=st.integers(8, 64),
         attention_factor=st.one_of(st.none(), st.just(1.25)),
+        truncate=st.booleans(),
     ),
 )
 positions = st.one_of(
@@ -65,10 +69,15 @@ ffns = st.one_of(
     st.builds(
         MLP,
         d_ff=st.integers(1, 9),
-        activation=st.sampled_from(["relu", "gelu", "gelu_tanh"]),
+        activation=st.sampled_from(["relu", "gelu", "gelu_tanh", "relu2"]),
         bias=st.booleans(),
     ),
-    st.builds(SwiGLU, d_ff=st.integers(1, 9), bias=st.booleans()),
+    st.builds(
+        SwiGLU,
+        d_ff=st.integers(1, 9),
+        bias=st.booleans(),
+        activation=st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+    ),
 )
 dropouts = st.builds(Dropout, embedding=rates, attention=rates, residual=rates, ffn=rates)
 inits = st.one_of(
@@ -84,6 +93,7 @@ def attentions(draw: st.DrawFn, *, d_model: int, causal: bool, crossing: bool = 
     n_kv_heads = draw(st.sampled_from([1, 2]))
     n_heads = n_kv_heads * draw(st.sampled_from([1, 2]))
     fits = d_model % (2 * n_heads) == 0
+    over = draw(st.sampled_from(["head", "head", "all"]))
     return Attention(
         n_heads=n_heads,
         n_kv_heads=draw(st.sampled_from([None, n_kv_heads])),
@@ -92,6 +102,11 @@ def attentions(draw: st.DrawFn, *, d_model: int, causal: bool, crossing: bool = 
         qk_norm=draw(st.one_of(st.none(), norms)),
         causal=causal,
         window=None if crossing else draw(st.sampled_from([None, 1, 3])),
+        scale=draw(st.sampled_from([None, None, 0.4])),
+        softcap=draw(st.sampled_from([None, None, 1.5])),
+        qk_norm_over=over,
+        qk_norm_last=over == "head" and draw(st.booleans()),
+        sinks=not crossing and draw(st.booleans()),
     )
 
 
@@ -99,14 +114,16 @@ def attentions(draw: st.DrawFn, *, d_model: int, causal: bool, crossing: bool = 
 def stacks(draw: st.DrawFn, *, d_model: int, causal: bool, crossed: bool) -> Stack:
     """One or two runs, whose blocks may differ."""
     runs = []
+    placements = ["pre", "post"] if crossed else get_args(Placement)
     for _ in range(draw(st.integers(1, 2))):
         cross = attentions(d_model=d_model, causal=False, crossing=True) if crossed else st.none()
         block = Block(
             attention=draw(attentions(d_model=d_model, causal=causal)),
             ffn=draw(ffns),
             norm=draw(norms),
-            placement=draw(st.sampled_from(["pre", "post"])),
+            placement=(placement := draw(st.sampled_from(placements))),
             cross=draw(cross),
+            residual_scale=draw(st.sampled_from([1.0, 0.3])) if placement == "pre" else 1.0,
         )
         runs.append(Layers(count=draw(st.integers(1, 2)), block=block))
     final_norm = draw(st.one_of(st.none(), norms))
@@ -127,7 +144,14 @@ def model_specs(draw: st.DrawFn) -> ModelSpec:
         ),
     ]
     if causal:
-        choices.append(NextHead(tied=draw(st.booleans()), bias=draw(st.booleans())))
+        choices.append(
+            NextHead(
+                tied=draw(st.booleans()),
+                bias=draw(st.booleans()),
+                scale=draw(st.sampled_from([1.0, 0.5])),
+                softcap=draw(st.sampled_from([None, 2.0])),
+            )
+        )
     shared = two and draw(st.booleans())
     return ModelSpec(
         vocab_size=draw(st.integers(2, 11)),

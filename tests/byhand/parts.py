@@ -6,7 +6,7 @@ own functions and leaves the derivative to autograd. Sizes are distinct primes w
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from glassformer.byhand.activation import (
     dropout_forward,
     gelu_forward,
     gelu_tanh_forward,
+    relu2_forward,
     relu_backward,
     relu_forward,
     silu_forward,
@@ -59,6 +60,7 @@ from glassformer.byhand.norm import (
 from glassformer.byhand.pass_context import PassContext, Workspace
 from glassformer.byhand.storage import under
 from glassformer.spec import model as spec
+from glassformer.spec.block import Placement
 from glassformer.spec.init import HeInit
 from glassformer.spec.manifest import attention_parameters, block_parameters, ffn_parameters
 from glassformer.spec.position import alibi_slopes
@@ -224,6 +226,39 @@ def biased_attend(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
     )
 
 
+CAP, FACTOR = 1.5, 0.4
+
+
+def capped_attend(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    heads, cache = attend_forward(
+        a["q"],
+        k_BKSH=a["k"],
+        v_BKSH=a["v"],
+        pass_context=pass_context(),
+        allow=ALLOW.astype(np.float64),
+        scale=FACTOR,
+        softcap=CAP,
+        sinks_N=a["sinks"],
+    )
+    out = heads.transpose(0, 2, 1, 3)
+    if dout is None:
+        return out, {}
+    sinks = np.empty(N)
+    made = attend_backward(dout, cache, pass_context=pass_context(), dsinks_N=sinks)
+    return out, dict(zip("qkv", made, strict=True)) | {"sinks": sinks}
+
+
+def capped_reference(t: dict[str, Tensor]) -> Tensor:
+    """softmax over the capped scores and one more column, whose value is 0."""
+    k, v = (t[name].repeat_interleave(N // K, dim=1) for name in "kv")
+    scores = CAP * torch.tanh(FACTOR * t["q"] @ k.transpose(-2, -1) / CAP)
+    allow = torch.tensor(ALLOW).expand(B, N, T, S)
+    scores = scores.masked_fill(~allow, -torch.inf)
+    sinks = t["sinks"][:, None, None].expand(B, N, T, 1)
+    weights = torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
+    return weights @ v
+
+
 def torch_bias() -> Tensor:
     """-slope * |i - j|, head by head and pair by pair."""
     bias = torch.empty(B, N, T, S, dtype=torch.float64)
@@ -310,7 +345,7 @@ def feed(ffn: spec.MLP | spec.SwiGLU) -> Any:
         carried, params = pass_context(), {name: x for name, x in a.items() if name != "x"}
         grads: Arrays = {}
         if isinstance(ffn, spec.SwiGLU):
-            out, gated = swiglu_forward(a["x"], params=params, pass_context=carried)
+            out, gated = swiglu_forward(a["x"], ffn=ffn, params=params, pass_context=carried)
             if dout is not None:
                 grads["x"] = swiglu_backward(dout, gated, grads=grads, pass_context=carried)
             return out, grads
@@ -445,11 +480,27 @@ def block_reference(placement: str) -> Any:
 
     def run(t: dict[str, Tensor]) -> Tensor:
         x = t["x"]
-        if placement == "pre":
-            x = x + attn(t, norm(t, "attn_norm", x))
-            return x + feed_reference(t | {"x": norm(t, "ffn_norm", x)}, "ffn.")
-        x = norm(t, "attn_norm", x + attn(t, x))
-        return norm(t, "ffn_norm", x + feed_reference(t | {"x": x}, "ffn."))
+
+        def ffn(x: Tensor) -> Tensor:
+            return feed_reference(t | {"x": x}, "ffn.")
+
+        match placement:
+            case "pre":
+                x = x + attn(t, norm(t, "attn_norm", x))
+                return x + ffn(norm(t, "ffn_norm", x))
+            case "post":
+                x = norm(t, "attn_norm", x + attn(t, x))
+                return norm(t, "ffn_norm", x + ffn(x))
+            case "sandwich":
+                x = x + norm(t, "attn_post_norm", attn(t, norm(t, "attn_norm", x)))
+                return x + norm(t, "ffn_post_norm", ffn(norm(t, "ffn_norm", x)))
+            case "output":
+                x = x + norm(t, "attn_norm", attn(t, x))
+                return x + norm(t, "ffn_norm", ffn(x))
+            case _:
+                one = norm(t, "attn_norm", x)
+                two = one if placement == "parallel_shared" else norm(t, "ffn_norm", x)
+                return x + attn(t, one) + ffn(two)
 
     return run
 
@@ -536,6 +587,9 @@ PARTS: dict[str, Part] = {
     ),
     "relu": Part(X, simple(relu_forward, relu_backward), lambda t: F.relu(t["x"]), (B, T, D)),
     "gelu": Part(X, simple(gelu_forward, slope_backward), lambda t: F.gelu(t["x"]), (B, T, D)),
+    "relu2": Part(
+        X, simple(relu2_forward, slope_backward), lambda t: F.relu(t["x"]).square(), (B, T, D)
+    ),
     "gelu_tanh": Part(
         X,
         simple(gelu_tanh_forward, slope_backward),
@@ -556,6 +610,12 @@ PARTS: dict[str, Part] = {
         normal(q=(B, N, T, H), k=(B, K, S, H), v=(B, K, S, H)),
         attend,
         lambda t: sdpa(t["q"], t["k"], t["v"], ALLOW),
+        (B, N, T, H),
+    ),
+    "attend, capped, with sinks": Part(
+        normal(q=(B, N, T, H), k=(B, K, S, H), v=(B, K, S, H), sinks=(N,)),
+        capped_attend,
+        capped_reference,
         (B, N, T, H),
     ),
     "attend with linear biases": Part(
@@ -612,18 +672,15 @@ PARTS: dict[str, Part] = {
         feed_reference,
         (B, T, D),
     ),
-    "block, pre": Part(
-        named(lambda: block_parameters(block_of("pre"), "", D, init=HeInit()), D),
-        block("pre"),
-        block_reference("pre"),
-        (B, T, D),
-    ),
-    "block, post": Part(
-        named(lambda: block_parameters(block_of("post"), "", D, init=HeInit()), D),
-        block("post"),
-        block_reference("post"),
-        (B, T, D),
-    ),
+    **{
+        f"block, {placement}": Part(
+            named(lambda p=placement: block_parameters(block_of(p), "", D, init=HeInit()), D),
+            block(placement),
+            block_reference(placement),
+            (B, T, D),
+        )
+        for placement in get_args(Placement)
+    },
     "tied head": Part(
         normal(x=(B, T, D), weight=(V, D), bias=(V,)),
         head(spec.NextHead(tied=True, bias=True)),

@@ -56,6 +56,10 @@ PRESETS: dict[str, ModelSpec] = {
         max_seq_len=13,
         balance=0.7,
     ),
+    "gemma": presets.gemma(
+        vocab_size=31, d_model=11, n_heads=6, n_kv_heads=2, d_head=4, d_ff=17, window=3
+    ),
+    "neox": presets.neox(vocab_size=31, d_model=12, n_heads=3, d_ff=17, n_layers=2, max_seq_len=13),
     "seq2seq": presets.seq2seq(
         vocab_size=31, source_vocab_size=23, d_model=12, n_heads=3, d_ff=17, n_layers=2
     ),

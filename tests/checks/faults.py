@@ -68,6 +68,7 @@ DECODER = "decoder layer = nn.TransformerDecoderLayer"
 WHOLE = "encoder-decoder = nn.Transformer"
 ROTARY = "rotary positions = complex numbers"
 ALIBI = "ALiBi = one query at a time"
+HAND = "by hand: every tap = torch's"
 READ = "scores or weights read, same logits"
 SINUSOIDS = "sinusoids = formula, and no parameter"
 PATTERN = "attention falls where the spec allows"
@@ -101,22 +102,15 @@ ATTEND = "nn.attention:_attend_explicitly"
 SCORES = "nn.attention:_masked_scores"
 BIAS = "nn.mask:Mask.added"
 MASK_LINES = (
-    "_masked_scores(q_BNTH, k_BNSH, added)\n    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
+    "_masked_scores(q_BNTH, k_BNSH, added, scale)\n"
+    "    if sinks_N is None:\n"
+    "        weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
 )
 MASK_LATE = (
-    "_masked_scores(q_BNTH, k_BNSH, 0 * added.exp())\n"
-    "    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
-    "    weights_BNTS = weights_BNTS.masked_fill(added < 0, 0.0)\n"
-)
-NORM_FIRST = (
-    "if norm is not None:\n"
-    "        x_BNTH = norm(x_BNTH)\n"
-    "    return x_BNTH if rotation is None else rotate(x_BNTH, *rotation)"
-)
-TURN_FIRST = (
-    "if rotation is not None:\n"
-    "        x_BNTH = rotate(x_BNTH, *rotation)\n"
-    "    return x_BNTH if norm is None else norm(x_BNTH)"
+    "_masked_scores(q_BNTH, k_BNSH, 0 * added.exp(), scale)\n"
+    "    if sinks_N is None:\n"
+    "        weights_BNTS = torch.softmax(scores_BNTS, dim=-1)\n"
+    "        weights_BNTS = weights_BNTS.masked_fill(added < 0, 0.0)\n"
 )
 FORWARD = "nn.block:TransformerBlock.forward"
 
@@ -129,7 +123,7 @@ FAULTS = (
     Fault("masked by 0, not -inf", BIAS, "new_zeros(()), -math.inf)", "new_zeros(()), 0.0)", EXPLICIT),
     Fault("a query does not see itself when weights are asked for", BIAS, "triu_(1)", "triu_(0)", EXPLICIT),
     Fault("one token of the future when weights are asked for", BIAS, "triu_(1)", "triu_(2)", EXPLICIT),
-    Fault("softmax over queries", ATTEND, "dim=-1", "dim=-2", EXPLICIT),
+    Fault("softmax over queries", ATTEND, "torch.softmax(scores_BNTS, dim=-1)", "torch.softmax(scores_BNTS, dim=-2)", EXPLICIT),
     Fault("weights of empty rows shown", ATTEND, "if mask.empty is not None", "if False", ROWS, "core"),
     Fault("fused path without scale", "nn.attention:_attend_fused", "scale=1 / math.sqrt(H)", "scale=1.0", FUSED),
     Fault("fused path ignores the mask", "nn.attention:_attend_fused", "attn_mask=mask.allow if mask.bias is None", "attn_mask=None if mask.bias is None", FUSED),
@@ -140,7 +134,7 @@ FAULTS = (
     Fault("heads joined without transpose", "nn.attention:join_heads", "x_BNTH.transpose(1, 2).flatten(2)", "x_BNTH.reshape(x_BNTH.shape[0], x_BNTH.shape[2], -1)", MULTI_HEAD),
     Fault("W_O dropped", "nn.attention:MultiHeadAttention.forward", "self.o_proj(join_heads(heads_BNTH))", "join_heads(heads_BNTH)", MULTI_HEAD),
     Fault("keys from the value weights", "nn.attention:MultiHeadAttention.forward", "self.q_proj, self.k_proj", "self.q_proj, self.v_proj", MULTI_HEAD),
-    Fault("norm after rotation", "nn.attention:MultiHeadAttention._by_head", NORM_FIRST, TURN_FIRST, "q/k-norm, then rotation = by hand"),
+    Fault("norm after rotation", "nn.attention:MultiHeadAttention.__init__", "self.norm_last = attention.qk_norm_last", "self.norm_last = True", "q/k-norm, then rotation = by hand"),
     Fault("keys not turned", "nn.attention:MultiHeadAttention.forward", "self._by_head(kv[0], self.k_norm, rotation)", "self._by_head(kv[0], self.k_norm)", "q/k-norm, then rotation = by hand"),
     Fault("wrong projection biased", "nn.attention:MultiHeadAttention.__init__", 'self.k_proj = Linear(d_model, kv_width, bias=attention.bias in ("qkv", "all"))', "self.k_proj = Linear(d_model, kv_width, bias=True)", MANIFEST, "qwen"),
     # masks
@@ -155,7 +149,7 @@ FAULTS = (
     # positions
     Fault("positions count PAD", "models.stack:positions_of", "count_BS = valid_BS.cumsum(1) - 1", "count_BS = torch.arange(valid_BS.shape[1]).expand(valid_BS.shape)", PAD_LEFT, "core"),
     Fault("positions start anew with a cache", "models.stack:positions_of", "slice(past, past + length)", "slice(0, length)", CACHED, "core"),
-    Fault("rotary interleaved", "nn.position:rotate", "x_BNTH.chunk(2, dim=-1)", "(x_BNTH[..., ::2], x_BNTH[..., 1::2])", ROTARY),
+    Fault("rotary interleaved", "nn.position:rotate", "x_BNTH[..., :width].chunk(2, dim=-1)", "(x_BNTH[..., ::2], x_BNTH[..., 1::2])", ROTARY),
     Fault("rotary turns backwards", "nn.position:rotate", "first * cos - second * sin, second * cos + first * sin", "first * cos + second * sin, second * cos - first * sin", ROTARY),
     Fault("rotary sin and cos swapped", "nn.position:rotations", "angle.cos(), angle.sin()", "angle.sin(), angle.cos()", ROTARY),
     Fault("slopes halved beyond a power of two", "spec.position:alibi_slopes", "range(1, 2 * (n_heads - power), 2)", "range(2, 1 + 2 * (n_heads - power), 2)", ALIBI),
@@ -173,12 +167,19 @@ FAULTS = (
     Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", self.first(), persistent=False)', "self.table = nn.Parameter(self.first())", SINUSOIDS),
     Fault("table in the checkpoint", "nn.position:RotaryPosition.__init__", "persistent=False", "persistent=True", MANIFEST, "qwen"),
     # norms, feed-forward, blocks
-    Fault("LayerNorm eps 1e-6 for 1e-5", "nn.norm:build_norm", "LayerNorm(width, eps=norm.eps)", "LayerNorm(width, eps=1e-6)", "LayerNorm = nn.LayerNorm"),
-    Fault("RMSNorm eps 1e-5 for 1e-6", "nn.norm:build_norm", "RMSNorm(width, eps=norm.eps)", "RMSNorm(width, eps=1e-5)", "RMSNorm = nn.RMSNorm"),
+    Fault("LayerNorm eps 1e-6 for 1e-5", "nn.norm:build_norm", "eps=norm.eps, bias", "eps=1e-6, bias", "LayerNorm = nn.LayerNorm"),
+    Fault("RMSNorm eps 1e-5 for 1e-6", "nn.norm:build_norm", "eps=norm.eps, offset", "eps=1e-5, offset", "RMSNorm = nn.RMSNorm"),
     Fault("RMSNorm takes the mean off", "nn.norm:RMSNorm.forward", "wide.square().mean(-1, keepdim=True)", "wide.var(-1, keepdim=True, correction=0)", "RMSNorm = nn.RMSNorm"),
-    Fault("SwiGLU gates the wrong half", "nn.ffn:SwiGLU.forward", 'activate(gate_BTF, "silu") * up_BTF', 'gate_BTF * activate(up_BTF, "silu")', "feed-forward = formula"),
+    Fault("SwiGLU gates the wrong half", "nn.ffn:SwiGLU.forward", "activate(gate_BTF, self.activation) * up_BTF", "gate_BTF * activate(up_BTF, self.activation)", "feed-forward = formula"),
     Fault("sigmoid for SiLU", "nn.ffn:activate", "F.silu(x_BTF, inplace=spare)", "F.sigmoid(x_BTF)", "feed-forward = formula"),
     Fault("GELU by tanh for the exact one", "nn.ffn:activate", "else F.gelu(x_BTF)\n", "else F.gelu(x_BTF, approximate='tanh')\n", "feed-forward = formula"),
+    Fault("gain without its 1", "nn.norm:RMSNorm.forward", "1.0 + as_float(self.weight)", "as_float(self.weight)", HAND, "gemma"),
+    Fault("cap left out", "nn.attention:_attend_explicitly", "if softcap is not None:\n", "if False:\n", HAND, "gemma"),
+    Fault("cap after the mask", "models.model:finished", "torch.tanh(logits / head.softcap)", "torch.tanh(logits)", HAND, "gemma"),
+    Fault("one rotary base for every layer", "models.stack:run_stack", "rotations[turn]", "next(iter(rotations.values()))", HAND, "gemma"),
+    Fault("norm of the output left out", FORWARD, "x + self.attn_post_norm(attend(self.attn_norm(x)))", "x + attend(self.attn_norm(x))", HAND, "gemma"),
+    Fault("feed-forward after attention", FORWARD, "x + feed(two)", "x + feed(self.ffn_norm(x))", HAND, "neox"),
+    Fault("whole heads rotated", "nn.position:rotate", "width = 2 * cos.shape[-1]", "width = x_BNTH.shape[-1]; cos = torch.cat((cos, cos), -1); sin = torch.cat((sin, sin), -1)", HAND, "neox"),
     Fault("norm on the wrong side", FORWARD, "x + attend(self.attn_norm(x))", "self.attn_norm(x + attend(x))", ENCODER),
     Fault("residual dropped", FORWARD, "x + feed(self.ffn_norm(x))", "feed(self.ffn_norm(x))", ENCODER),
     Fault("norms exchanged", FORWARD, "x + read(self.cross_norm(x))", "x + read(self.ffn_norm(x))", DECODER),

@@ -127,8 +127,10 @@ def test_every_manifest_is_sound(spec):
         assert p.decay == (p.kind == "matrix")
         if p.tied_to is not None:
             assert owners[p.tied_to].shape == p.shape
-        if p.kind in ("bias", "gain"):
-            assert p.init == Constant(value=1.0 if p.kind == "gain" else 0.0)
+        if p.kind == "bias":
+            assert p.init == Constant(value=0.0)
+        if p.kind == "gain":  # 0 where 1 is added to it
+            assert p.init in (Constant(value=1.0), Constant(value=0.0))
     assert count_parameters(spec) == sum(p.size for p in owners.values())
     assert len(tap_shapes(spec)) > 5
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from glassformer.adapters.config import Config
 from glassformer.adapters.families.encoders import BERT, DISTILBERT, ROBERTA
-from glassformer.adapters.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from glassformer.adapters.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from glassformer.adapters.families.gpt2 import GPT2
-from glassformer.adapters.families.layernorm import BIGCODE, STARCODER2
+from glassformer.adapters.families.layernorm import BIGCODE, LAYERNORM, STARCODER2
 from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
 from glassformer.adapters.families.qwen import QWEN2, QWEN3
+from glassformer.adapters.families.relatives import RELATIVES
 from glassformer.adapters.families.translators import TRANSLATORS
 from glassformer.adapters.table import Family
 from glassformer.spec.checks import check_tree
@@ -33,7 +34,9 @@ BUILT_IN = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, GPT2),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
-        *(MINISTRAL, SEED_OSS, ERNIE, STARCODER2, BIGCODE),
+        *(MINISTRAL, SEED_OSS, ERNIE, STARCODER2, BIGCODE, OLMOE),
+        *RELATIVES,
+        *LAYERNORM,
         *(BERT, ROBERTA, DISTILBERT),
         *TRANSLATORS,
     )

@@ -8,11 +8,36 @@ from typing import TypeVar
 
 from glassformer.adapters.config import Config
 from glassformer.adapters.families.encoders import ENCODERS
-from glassformer.adapters.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from glassformer.adapters.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from glassformer.adapters.families.gpt2 import GPT2
-from glassformer.adapters.families.layernorm import BIGCODE, STARCODER2
+from glassformer.adapters.families.layernorm import (
+    BIGCODE,
+    BLOOM,
+    COHERE,
+    COHERE2,
+    FALCON,
+    MPT,
+    NEOX_FAMILY,
+    PHI,
+    STABLELM,
+    STARCODER2,
+)
 from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
 from glassformer.adapters.families.qwen import QWEN1, QWEN2, QWEN3
+from glassformer.adapters.families.relatives import (
+    ARCEE,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GLM,
+    GLM4,
+    GRANITE,
+    HUNYUAN,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    SMOLLM3,
+)
 from glassformer.adapters.families.translators import TRANSLATORS
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.adapters.table import Family
@@ -58,7 +83,7 @@ class LlamaAdapter(NativeAdapter):
     """Llama 2 and 3, Mistral, Mixtral, and models that share their config."""
 
     architecture_type = "llama"
-    families = (LLAMA, MISTRAL, MIXTRAL, MINISTRAL, SEED_OSS, ERNIE)
+    families = (LLAMA, MISTRAL, MIXTRAL, MINISTRAL, SEED_OSS, ERNIE, ARCEE, HUNYUAN, SMOLLM3)
 
 
 class GPT2Adapter(NativeAdapter):
@@ -89,6 +114,22 @@ class StarCoderAdapter(NativeAdapter):
     families = (BIGCODE, STARCODER2)
 
 
+#: Families with an adapter that adds nothing to `NativeAdapter` but its name.
+NAMED = {
+    "gemma": (GEMMA, GEMMA2, GEMMA3),
+    "phi": (PHI, PHI3),
+    "olmo": (OLMO2, OLMO3, OLMOE),
+    "granite": (GRANITE,),
+    "glm": (GLM, GLM4),
+    "gpt-neox": (NEOX_FAMILY,),
+    "stablelm": (STABLELM,),
+    "falcon": (FALCON,),
+    "bloom": (BLOOM,),
+    "mpt": (MPT,),
+    "cohere": (COHERE, COHERE2),
+}
+
+
 def register(adapter: Adapter) -> Adapter:
     """Let `load` find an adapter by its architecture type and its families; also a decorator."""
     name = adapter.architecture_type
@@ -114,6 +155,9 @@ for _adapter in (
     TranslatorAdapter,
 ):
     register(_adapter)
+for _name, _families in NAMED.items():
+    _made = {"architecture_type": _name, "families": _families, "__doc__": f"{_name}, as read."}
+    register(type(f"{_families[0].title}Adapter", (NativeAdapter,), _made))
 
 
 def adapter_named(architecture_type: str) -> type[NativeAdapter]:

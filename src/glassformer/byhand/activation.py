@@ -116,6 +116,16 @@ def relu_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Arra
     return np.multiply(dout, cache > 0, out=dx)
 
 
+def relu2_forward(
+    x: Array, *, out: Array | None = None, ws: Workspace | None = None
+) -> tuple[Array, Array]:
+    """max(x, 0)^2; the slope 2 max(x, 0) is the cache."""
+    slope = np.maximum(x, np.zeros(x.shape[-1:], x.dtype), out=room(ws, x.shape, x.dtype))
+    out = np.multiply(slope, slope, out=out)
+    slope *= 2.0
+    return out, slope
+
+
 def slope_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
     """Multiply by the slope: the backward of every activation whose cache is its slope."""
     # forward: out = f(x)   =>   dx = dout * f'(x)
@@ -202,6 +212,8 @@ def activate_forward(
             return gelu_tanh_forward(x, out=x, ws=ws)
         case "silu":
             return silu_forward(x, out=x, ws=ws)
+        case "relu2":
+            return relu2_forward(x, out=x, ws=ws)
         case _ as unreachable:
             assert_never(unreachable)
 

@@ -24,8 +24,8 @@ from glassformer.byhand.linear import (
     linear_products,
     sum_rows,
 )
-from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
-from glassformer.byhand.pass_context import Array, PassContext, Workspace
+from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
+from glassformer.byhand.pass_context import Array, PassContext, Workspace, slot
 from glassformer.spec import model as spec
 
 # B batch, T query length, S key length, N query heads
@@ -53,22 +53,35 @@ def softmax_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> A
     return dx
 
 
-def masked_softmax(scores_BNTS: Array, *, allow_BNTS: Array | None = None) -> Array:
+def masked_softmax(
+    scores_BNTS: Array, *, allow_BNTS: Array | None = None, sinks_N: Array | None = None
+) -> Array:
     """Softmax in place over what `allow` (1 = may attend, 0 = not) lets through.
+
+    `sinks_N` are scores of one more column, which takes its share and is not returned.
 
     A row that may attend to nothing becomes zeros, and `softmax_backward` of it gives zeros.
     Moderate scores are not shifted: softmax ignores a constant, and finding each row's maximum is
     the most expensive part. Shifted and unshifted results differ by rounding only.
     """
     x = scores_BNTS
-    if not (x.min() > -CALM and x.max() < CALM):
+    sink_BNT1 = None if sinks_N is None else sinks_N[:, None, None]
+    if not (x.min() > -CALM and x.max() < CALM) or (
+        sink_BNT1 is not None and np.abs(sink_BNT1).max() >= CALM
+    ):
         if allow_BNTS is not None:
             x -= (1.0 - allow_BNTS) * (np.finfo(x.dtype).max / 8)
-        x -= x.max(axis=-1, keepdims=True)
+        most_BNT1 = x.max(axis=-1, keepdims=True)
+        if sink_BNT1 is not None:
+            most_BNT1 = np.maximum(most_BNT1, sink_BNT1)
+            sink_BNT1 = sink_BNT1 - most_BNT1
+        x -= most_BNT1
     np.exp(x, out=x)
     if allow_BNTS is not None:
         x *= allow_BNTS
     total_BNT = dot_rows(x, np.ones(x.shape[-1], x.dtype))
+    if sink_BNT1 is not None:
+        total_BNT += np.exp(sink_BNT1)[..., 0]
     if allow_BNTS is not None:
         total_BNT += total_BNT == 0  # an empty row: 0 / 1
     np.reciprocal(total_BNT, out=total_BNT)
@@ -83,7 +96,10 @@ FEW_ROWS = 8
 
 
 class AttendCache(NamedTuple):
-    """Folded queries, keys, values, weights before dropout, dropout mask, tap prefix."""
+    """Folded queries, keys, values, weights before dropout, dropout mask, tap prefix.
+
+    Then the factor of the scores, the slope of their cap, and whether there is a sink.
+    """
 
     q_BKMH: Array
     k_BKSH: Array
@@ -91,6 +107,9 @@ class AttendCache(NamedTuple):
     weights_BNTS: Array
     keep_BNTS: Array | None
     at: str
+    scale: float
+    slope_BNTS: Array | None
+    sunk: bool
 
 
 def attend_forward(
@@ -103,31 +122,43 @@ def attend_forward(
     bias: Array | None = None,
     dropout: float = 0.0,
     at: str = "",
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks_N: Array | None = None,
 ) -> tuple[Array, AttendCache]:
     """Return heads_BTNH, in the order in which the output projection reads them.
 
     allow: 1 = may attend, 0 = not, broadcasting to (B, N, T, S), in the model's dtype. bias: added
-    to the scores, broadcasting likewise.
+    to the scores, broadcasting likewise. scale: in place of 1 / sqrt(H). softcap c: a score s
+    becomes c tanh(s / c). sinks_N: scores that take part in the softmax and have no value.
     """
     B, N, T, H = q_BNTH.shape
     K, S = k_BKSH.shape[1:3]
     ws, M = pass_context.ws, N // K * T
     q_BKMH = _fold(q_BNTH, K, ws)
     scores = ws.take((B, N, T, S))
-    _product_with_transposed(
-        q_BKMH, k_BKSH, scores.reshape(B, K, M, S), ws, scale=1.0 / math.sqrt(H)
-    )
+    scale = 1.0 / math.sqrt(H) if scale is None else scale
+    _product_with_transposed(q_BKMH, k_BKSH, scores.reshape(B, K, M, S), ws, scale=scale)
+    slope = None
+    if softcap is not None:
+        # out = c tanh(s / c)   =>   slope = 1 - tanh^2(s / c)
+        scores /= softcap
+        np.tanh(scores, out=scores)
+        slope = np.multiply(scores, scores, out=ws.take(scores.shape))
+        np.subtract(1.0, slope, out=slope)
+        scores *= softcap
     if bias is not None:
         scores += bias
     pass_context.tap(f"{at}scores", scores)
-    weights = masked_softmax(scores, allow_BNTS=allow)
+    weights = masked_softmax(scores, allow_BNTS=allow, sinks_N=sinks_N)
     pass_context.tap(f"{at}weights", weights)
     keep = pass_context.keep(weights.shape, dropout)
     used = weights if keep is None else np.multiply(weights, keep, out=ws.take(weights.shape))
     heads_BTNH = ws.take((B, T, N, H))
     _unfold_product(used.reshape(B, K, M, S), v_BKSH, heads_BTNH.transpose(0, 2, 1, 3), ws)
     pass_context.tap(f"{at}heads", heads_BTNH.transpose(0, 2, 1, 3))
-    return heads_BTNH, AttendCache(q_BKMH, k_BKSH, v_BKSH, weights, keep, at)
+    sunk = sinks_N is not None
+    return heads_BTNH, AttendCache(q_BKMH, k_BKSH, v_BKSH, weights, keep, at, scale, slope, sunk)
 
 
 def attend_backward(
@@ -138,9 +169,10 @@ def attend_backward(
     dq_BNTH: Array | None = None,
     dk_BKSH: Array | None = None,
     dv_BKSH: Array | None = None,
+    dsinks_N: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Return dq, dk, dv, written into the given arrays."""
-    q_BKMH, k_BKSH, v_BKSH, weights, keep, at = cache
+    """Return dq, dk, dv, written into the given arrays; fill dsinks, if there are sinks."""
+    q_BKMH, k_BKSH, v_BKSH, weights, keep, at, scale, slope, sunk = cache
     B, N, T, S = weights.shape
     K, M, H = q_BKMH.shape[1:]
     ws = pass_context.ws
@@ -160,12 +192,20 @@ def attend_backward(
     if pass_context.tap_grads is not None:  # a row that may attend to nothing hands nothing back
         pass_context.tap_grad(f"{at}weights", dweights * weights.any(axis=-1, keepdims=True))
     pass_context.tap_grad(f"{at}v", dv_BKSH)
+    if sunk:
+        # forward: the sink's weight w' is what the others leave of 1, and it has no value
+        #   =>   dsink = -w' sum_j dw_j w_j, as in a softmax whose last column gets no gradient
+        assert dsinks_N is not None
+        left_BNT = 1.0 - weights.sum(axis=-1)
+        np.sum(-left_BNT * np.vecdot(dweights, weights), axis=(0, 2), out=dsinks_N)
     # forward: weights = softmax(scores) where allowed, 0 elsewhere; a weight of 0 passes nothing on
     dscores = softmax_backward(dweights, weights, dx=dweights)
     pass_context.tap_grad(f"{at}scores", dscores)
+    if slope is not None:
+        dscores *= slope
     # forward: scores = q @ k.T / sqrt(H) + bias, the bias a constant
     #   =>   dq = dscores @ k / sqrt(H),  dk = dscores.T @ q / sqrt(H)
-    dscores *= 1.0 / math.sqrt(H)
+    dscores *= scale
     dscores_BKMS = dscores.reshape(B, K, M, S)
     _unfold_product(dscores_BKMS, k_BKSH, dq_BNTH, ws)
     dk_BKSH = np.matmul(dscores_BKMS.swapaxes(-1, -2), q_BKMH, out=dk_BKSH)
@@ -296,6 +336,9 @@ def multi_head_forward(
         bias=bias,
         dropout=dropout,
         at=at,
+        scale=attention.scale,
+        softcap=attention.softcap,
+        sinks_N=params.get("sinks"),
     )
     out_BTD, output = linear_forward(
         heads_BTNH.reshape(*x_BTD.shape[:2], -1),
@@ -325,30 +368,60 @@ def multi_head_backward(
         for p in cache.projections
     ]
     split: dict[str, Array] = {}
+    flat: dict[str, Array] = {}
     for d_BTE, projection in zip(dflat, cache.projections, strict=True):
         for letter, columns in projection.columns.items():
-            part = d_BTE[..., columns]
+            flat[letter] = part = d_BTE[..., columns]
             split[letter] = part.reshape(*part.shape[:2], -1, d_head)
     dq, dk, dv = (split[letter].transpose(0, 2, 1, 3) for letter in "qkv")
     dheads_BNTH = dheads.reshape(cache.shape).transpose(0, 2, 1, 3)
+    dsinks_N = None
+    if cache.attention.sinks:
+        dsinks_N = slot(grads, "sinks", (cache.attention.n_heads,), dheads.dtype)
     attend_backward(
-        dheads_BNTH, cache.attend, pass_context=pass_context, dq_BNTH=dq, dk_BKSH=dk, dv_BKSH=dv
+        dheads_BNTH,
+        cache.attend,
+        pass_context=pass_context,
+        dq_BNTH=dq,
+        dk_BKSH=dk,
+        dv_BKSH=dv,
+        dsinks_N=dsinks_N,
     )
+    # forward: norm, then rotation (or the other way round)   =>   backward in the other order
+    if cache.attention.qk_norm_last:
+        _norms_backward(split, flat, cache, grads, ws)
     if cache.rotation is not None:
         for letter in "qk":
             rotate_backward(split[letter].transpose(0, 2, 1, 3), cache.rotation, ws=ws)
-    for letter, norm in cache.norms.items():
-        assert cache.attention.qk_norm is not None
-        biased = has_shift(cache.attention.qk_norm)
-        name = f"{letter}_norm"
-        norm_backward(
-            split[letter], norm, grads=grads, name=name, biased=biased, dx=split[letter], ws=ws
-        )
+    if not cache.attention.qk_norm_last:
+        _norms_backward(split, flat, cache, grads, ws)
     dinto = [
         _project_backward(d_BTE, projection, cache.attention, grads, pass_context)
         for d_BTE, projection in zip(dflat, cache.projections, strict=True)
     ]
     return dinto[0], dinto[1] if len(dinto) == 2 else None
+
+
+def _norms_backward(
+    split: dict[str, Array],
+    flat: dict[str, Array],
+    cache: HeadsCache,
+    grads: dict[str, Array],
+    ws: Workspace,
+) -> None:
+    """Turn the gradients of normalised q and k into those of q and k, in place."""
+    over = flat if cache.attention.qk_norm_over == "all" else split
+    for letter, norm in cache.norms.items():
+        assert cache.attention.qk_norm is not None
+        norm_backward(
+            over[letter],
+            norm,
+            norm=cache.attention.qk_norm,
+            grads=grads,
+            name=f"{letter}_norm",
+            dx=over[letter],
+            ws=ws,
+        )
 
 
 def keys_values(
@@ -375,16 +448,23 @@ def _finish_heads(
     """Split projections into heads; normalise and rotate q and k in place. Fills `norms`."""
     heads: dict[str, Array] = {}
     width = params["q_proj.weight"].shape[0] // attention.n_heads
-    for letter, flat in made.items():
-        split_BTNH = flat.reshape(*flat.shape[:2], -1, width)
+
+    def normalise(x: Array, letter: str) -> None:
         if attention.qk_norm is not None and letter != "v":
             norm, name = attention.qk_norm, f"{letter}_norm"
             _, norms[letter] = norm_forward(
-                split_BTNH, norm=norm, params=params, name=name, out=split_BTNH, ws=pass_context.ws
+                x, norm=norm, params=params, name=name, out=x, ws=pass_context.ws
             )
+
+    for letter, flat in made.items():
+        split_BTNH = flat.reshape(*flat.shape[:2], -1, width)
+        if not attention.qk_norm_last:
+            normalise(flat if attention.qk_norm_over == "all" else split_BTNH, letter)
         heads[letter] = split_BTNH.transpose(0, 2, 1, 3)
         if rotation is not None and letter != "v":
             rotate_forward(heads[letter], cos=rotation[0], sin=rotation[1], ws=pass_context.ws)
+        if attention.qk_norm_last:
+            normalise(split_BTNH, letter)
     return heads
 
 

@@ -1,6 +1,8 @@
-"""A transformer block: its residual lines, with the norm before or after, and their backward.
+"""A transformer block: its residual lines, with norms before, after or around, and their backward.
 
 pre: x = x + part(norm(x)).  post: x = norm(x + part(x)).  Parts: attention, cross-attention, ffn.
+sandwich: x = x + norm'(part(norm(x))).  output: x = x + norm(part(x)).
+parallel: x = x + attention(norm(x)) + ffn(norm'(x)); parallel_shared has one norm for both.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from glassformer.byhand.ffn import (
     swiglu_forward,
 )
 from glassformer.byhand.moe import Experts, MoECache, moe_backward, moe_forward
-from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
+from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, PassContext
 from glassformer.spec import model as spec
 
@@ -56,13 +58,17 @@ class Setting:
     valid_BT: Array | None = None
 
 
+PartOf = HeadsCache | FeedCache | SwiGLUCache | MoECache
+
+
 class PartCache(NamedTuple):
-    """One residual line."""
+    """One residual line: the norm before the part or around the sum, and the one of its output."""
 
     name: str
-    norm: NormCache
+    norm: NormCache | None
+    out_norm: NormCache | None
     keep: Array | None
-    part: HeadsCache | FeedCache | SwiGLUCache | MoECache
+    part: PartOf
 
 
 class BlockCache(NamedTuple):
@@ -89,31 +95,60 @@ def block_forward(
     dropout: spec.Dropout,
     at: str = "",
 ) -> tuple[Array, BlockCache]:
-    """Return the residual stream after this block. A pre-norm block updates x in place."""
+    """Return the residual stream after this block, in place unless norms come after the sum."""
     ws, lines = pass_context.ws, []
+
+    def normed(x: Array, name: str, *, unit: Array | None = None) -> tuple[Array, NormCache]:
+        return norm_forward(x, norm=block.norm, params=params.norms, name=name, unit=unit, ws=ws)
+
+    def run(x: Array, name: str) -> tuple[Array, PartOf, Array | None]:
+        out, part = _part_forward(x, name, block, params, pass_context, setting, dropout, at)
+        return out, part, _drop(out, pass_context, dropout.residual)
+
     pass_context.tap(f"{at}resid_pre", x_BTD)
-    for name in ("attn", "ffn") if block.cross is None else ("attn", "cross", "ffn"):
-        norm_name = f"{name}_norm"
-        if block.placement == "pre":
-            normed, norm = norm_forward(
-                x_BTD, norm=block.norm, params=params.norms, name=norm_name, ws=ws
-            )
-            out, part = _part_forward(
-                normed, name, block, params, pass_context, setting, dropout, at
-            )
-            keep = _drop(out, pass_context, dropout.residual)
+    if block.placement in ("parallel", "parallel_shared"):
+        into, attn_norm = normed(x_BTD, "attn_norm")
+        outs = [run(into, "attn")]
+        ffn_norm = None
+        if block.placement == "parallel":
+            into, ffn_norm = normed(x_BTD, "ffn_norm")
+        outs.append(run(into, "ffn"))
+        for name, own, (out, part, keep) in zip(
+            ("attn", "ffn"), (attn_norm, ffn_norm), outs, strict=True
+        ):
             x_BTD += out
-        else:
-            out, part = _part_forward(
-                x_BTD, name, block, params, pass_context, setting, dropout, at
-            )
-            keep = _drop(out, pass_context, dropout.residual)
-            out += x_BTD
-            x_BTD, norm = norm_forward(
-                out, norm=block.norm, params=params.norms, name=norm_name, unit=out, ws=ws
-            )
+            pass_context.tap(f"{at}{RESIDUAL_TAPS[name]}", x_BTD)
+            lines.append(PartCache(name, own, None, keep, part))
+        return x_BTD, BlockCache(block, lines, at)
+    for name in ("attn", "ffn") if block.cross is None else ("attn", "cross", "ffn"):
+        norm: NormCache | None = None
+        out_norm: NormCache | None = None
+        match block.placement:
+            case "pre":
+                into, norm = normed(x_BTD, f"{name}_norm")
+                out, part, keep = run(into, name)
+                if block.residual_scale != 1.0:
+                    out *= block.residual_scale
+                x_BTD += out
+            case "post":
+                out, part, keep = run(x_BTD, name)
+                out += x_BTD
+                x_BTD, norm = normed(out, f"{name}_norm", unit=out)
+            case "sandwich":
+                into, norm = normed(x_BTD, f"{name}_norm")
+                out, part, keep = run(into, name)
+                out, out_norm = normed(out, f"{name}_post_norm")
+                x_BTD += out
+            case "output":
+                out, part, keep = run(x_BTD, name)
+                out, out_norm = normed(out, f"{name}_norm")
+                x_BTD = np.add(x_BTD, out, out=out)  # the part keeps its input, x
+            case "parallel" | "parallel_shared":
+                raise AssertionError("two parts of one input have no line of their own")
+            case _ as unreachable:
+                assert_never(unreachable)
         pass_context.tap(f"{at}{RESIDUAL_TAPS[name]}", x_BTD)
-        lines.append(PartCache(name, norm, keep, part))
+        lines.append(PartCache(name, norm, out_norm, keep, part))
     return x_BTD, BlockCache(block, lines, at)
 
 
@@ -131,27 +166,65 @@ def block_backward(
     `dbalance` is the slope of the objective in this block's load-balancing loss.
     """
     ws, block = pass_context.ws, cache.block
-    biased = has_shift(block.norm)
-    for name, norm, keep, part in reversed(cache.lines):
+
+    def unnormed(d: Array, norm: NormCache | None, name: str, *, dx: Array) -> Array:
+        assert norm is not None
+        return norm_backward(d, norm, norm=block.norm, grads=grads.norms, name=name, dx=dx, ws=ws)
+
+    def back(d: Array, line: PartCache) -> Array:
+        dout = d if line.keep is None else np.multiply(d, line.keep, out=ws.take(d.shape))
+        return _part_backward(
+            dout, line.part, line.name, grads, pass_context, dmemory_BSD, dbalance
+        )
+
+    if block.placement in ("parallel", "parallel_shared"):
+        # forward: x' = x + attention(norm(x)) + ffn(norm'(x))
+        #   =>   both parts get dx', and dx = dx' + norm'(attention') + norm'(ffn')
+        attn, ffn = cache.lines
         mark = ws.mark()
-        norm_name = f"{name}_norm"
-        pass_context.tap_grad(f"{cache.at}{RESIDUAL_TAPS[name]}", d_BTD)
-        if block.placement == "pre":
-            # forward: x' = x + keep * part(norm(x))   =>   dx = dx' + norm'(part'(keep * dx'))
-            dout = d_BTD if keep is None else np.multiply(d_BTD, keep, out=ws.take(d_BTD.shape))
-            dnormed = _part_backward(dout, part, name, grads, pass_context, dmemory_BSD, dbalance)
-            norm_backward(
-                dnormed, norm, grads=grads.norms, name=norm_name, biased=biased, dx=dnormed, ws=ws
-            )
-            d_BTD += dnormed
+        for line in (ffn, attn):
+            pass_context.tap_grad(f"{cache.at}{RESIDUAL_TAPS[line.name]}", d_BTD)
+        dinto = back(d_BTD, ffn)
+        dattn = back(d_BTD, attn)
+        if block.placement == "parallel":
+            d_BTD += unnormed(dinto, ffn.norm, "ffn_norm", dx=dinto)
         else:
-            # forward: x' = norm(s), s = x + keep * part(x)
-            #   =>   ds = norm'(dx'),  dx = ds + part'(keep * ds)
-            norm_backward(
-                d_BTD, norm, grads=grads.norms, name=norm_name, biased=biased, dx=d_BTD, ws=ws
-            )
-            dout = d_BTD if keep is None else np.multiply(d_BTD, keep, out=ws.take(d_BTD.shape))
-            d_BTD += _part_backward(dout, part, name, grads, pass_context, dmemory_BSD, dbalance)
+            dattn += dinto
+        d_BTD += unnormed(dattn, attn.norm, "attn_norm", dx=dattn)
+        ws.release(mark)
+        pass_context.tap_grad(f"{cache.at}resid_pre", d_BTD)
+        return d_BTD
+    for line in reversed(cache.lines):
+        mark, name = ws.mark(), line.name
+        pass_context.tap_grad(f"{cache.at}{RESIDUAL_TAPS[name]}", d_BTD)
+        match block.placement:
+            case "pre":
+                # forward: x' = x + keep * part(norm(x))   =>   dx = dx' + norm'(part'(keep * dx'))
+                dout = d_BTD
+                if block.residual_scale != 1.0:
+                    dout = np.multiply(d_BTD, block.residual_scale, out=ws.take(d_BTD.shape))
+                dnormed = back(dout, line)
+                d_BTD += unnormed(dnormed, line.norm, f"{name}_norm", dx=dnormed)
+            case "post":
+                # forward: x' = norm(s), s = x + keep * part(x)
+                #   =>   ds = norm'(dx'),  dx = ds + part'(keep * ds)
+                unnormed(d_BTD, line.norm, f"{name}_norm", dx=d_BTD)
+                d_BTD += back(d_BTD, line)
+            case "sandwich":
+                # forward: x' = x + norm2(keep * part(norm1(x)))
+                #   =>   dx = dx' + norm1'(part'(keep * norm2'(dx')))
+                dout = ws.take(d_BTD.shape)
+                dout = unnormed(d_BTD, line.out_norm, f"{name}_post_norm", dx=dout)
+                dnormed = back(dout, line)
+                d_BTD += unnormed(dnormed, line.norm, f"{name}_norm", dx=dnormed)
+            case "output":
+                # forward: x' = x + norm(keep * part(x))   =>   dx = dx' + part'(keep * norm'(dx'))
+                dout = ws.take(d_BTD.shape)
+                d_BTD += back(unnormed(d_BTD, line.out_norm, f"{name}_norm", dx=dout), line)
+            case "parallel" | "parallel_shared":
+                raise AssertionError("two parts of one input have no line of their own")
+            case _ as unreachable:
+                assert_never(unreachable)
         ws.release(mark)
     pass_context.tap_grad(f"{cache.at}resid_pre", d_BTD)
     return d_BTD
@@ -173,7 +246,7 @@ def _part_forward(
     setting: Setting,
     dropout: spec.Dropout,
     at: str,
-) -> tuple[Array, HeadsCache | FeedCache | SwiGLUCache | MoECache]:
+) -> tuple[Array, PartOf]:
     if name == "attn":
         return multi_head_forward(
             x_BTD,
@@ -204,6 +277,7 @@ def _part_forward(
         case spec.SwiGLU():
             return swiglu_forward(
                 x_BTD,
+                ffn=block.ffn,
                 params=params.ffn,
                 pass_context=pass_context,
                 dropout=dropout.ffn,
@@ -235,7 +309,7 @@ def _part_forward(
 
 def _part_backward(
     dout_BTD: Array,
-    part: HeadsCache | FeedCache | SwiGLUCache | MoECache,
+    part: PartOf,
     name: str,
     grads: BlockArrays,
     pass_context: PassContext,

@@ -5,7 +5,6 @@ Positions: the sinusoidal table, rotations of queries and keys, biases of scores
 A learned table is an embedding looked up by position (`embedding.py`); these three learn nothing.
 """
 
-import math
 from typing import Any, NamedTuple, assert_never
 
 import numpy as np
@@ -102,10 +101,10 @@ def l1_penalty(u_VR: Array, *, l1: float, du_VR: Array | None = None) -> float:
 
 
 def embedding_scale(embedding: spec.Embedding, d_model: int) -> float:
-    """Return sqrt(d_model) for the 2017 paper's embedding, else 1."""
+    """Return sqrt(d_model) for the 2017 paper's embedding, or its own factor, else 1."""
     match embedding:
         case spec.ScaledEmbedding():
-            return math.sqrt(d_model)
+            return embedding.scale(d_model)
         case spec.PlainEmbedding() | spec.FactorizedEmbedding():
             return 1.0
         case _ as unreachable:
@@ -146,7 +145,7 @@ def sinusoidal_backward(dout_BTD: Array) -> Array:
 def rotations(
     rotary: Rotary, *, length: int, d_head: int, dtype: "np.dtype[Any]"
 ) -> tuple[Array, Array]:
-    """Return cos and sin (length, d_head / 2), each times the scaling's attention factor."""
+    """Return cos and sin (length, rotated pairs), each times the scaling's attention factor."""
     frequencies, factor = rotary_frequencies(rotary, d_head)
     angle = np.arange(length, dtype=dtype)[:, None] * np.asarray(frequencies, dtype)
     return (np.cos(angle) * factor).astype(dtype), (np.sin(angle) * factor).astype(dtype)
@@ -155,7 +154,10 @@ def rotations(
 def rotate_forward(
     x_BNTH: Array, *, cos: Array, sin: Array, ws: Workspace | None = None
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Rotate each pair (x[i], x[i + H/2]) in place; cos and sin (T, H/2) or (B, 1, T, H/2)."""
+    """Rotate each pair (x[i], x[i + H/2]) in place; cos and sin (T, H/2) or (B, 1, T, H/2).
+
+    Where these are narrower, H is the part of a head that is rotated: its first entries.
+    """
     # out1 = x1 cos - x2 sin,  out2 = x2 cos + x1 sin
     _turn(x_BNTH, cos, sin, ws)
     return x_BNTH, (cos, sin)
@@ -184,8 +186,8 @@ def alibi_bias(slopes_N: Array, *, positions_BS: Array, queries: int) -> Array:
 
 
 def _turn(x_BNTH: Array, cos: Array, sin: Array, ws: Workspace | None) -> None:
-    half = x_BNTH.shape[-1] // 2
-    first, second = x_BNTH[..., :half], x_BNTH[..., half:]
+    half = cos.shape[-1]
+    first, second = x_BNTH[..., :half], x_BNTH[..., half : 2 * half]
     mark = 0 if ws is None else ws.mark()
     from_first = np.multiply(first, sin, out=room(ws, first.shape, first.dtype))
     from_second = np.multiply(second, sin, out=room(ws, first.shape, first.dtype))

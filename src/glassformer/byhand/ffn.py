@@ -1,6 +1,6 @@
 """The feed-forward part of a block: down(act(up(x))), and SwiGLU's down(silu(gate(x)) * up(x))."""
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -9,6 +9,8 @@ from glassformer.byhand.activation import (
     activate_forward,
     dropout_backward,
     dropout_forward,
+    gelu_forward,
+    gelu_tanh_forward,
     silu_forward,
     slope_backward,
 )
@@ -101,12 +103,13 @@ def feed_backward(
 def swiglu_forward(
     x_BTD: Array,
     *,
+    ffn: spec.SwiGLU,
     params: dict[str, Array],
     pass_context: PassContext,
     dropout: float = 0.0,
     at: str = "",
 ) -> tuple[Array, SwiGLUCache]:
-    """down(dropout(silu(gate(x)) * up(x))); gate and up are one product."""
+    """down(dropout(act(gate(x)) * up(x))); gate and up are one product."""
     ws = pass_context.ws
     weight_WD, bias_W = params.get(f"{JOINED}.weight"), params.get(f"{JOINED}.bias")
     if weight_WD is None:
@@ -118,7 +121,15 @@ def swiglu_forward(
     if biased and bias_W is None:
         gate += params["gate_proj.bias"]
         up += params["up_proj.bias"]
-    opened, slope = silu_forward(gate, ws=ws)
+    match ffn.activation:
+        case "silu":
+            opened, slope = silu_forward(gate, ws=ws)
+        case "gelu":
+            opened, slope = gelu_forward(gate, ws=ws)
+        case "gelu_tanh":
+            opened, slope = gelu_tanh_forward(gate, ws=ws)
+        case _ as unreachable:
+            assert_never(unreachable)
     hidden = np.multiply(opened, up, out=ws.take(opened.shape))
     pass_context.tap(f"{at}hidden", hidden)
     keep = pass_context.keep(hidden.shape, dropout)
@@ -145,8 +156,8 @@ def swiglu_backward(
     pass_context.tap_grad(f"{cache.at}hidden", dhidden)
     width = dhidden.shape[-1]
     dboth = ws.take((*dhidden.shape[:-1], 2 * width))
-    # forward: hidden = silu(gate) * up
-    #   =>   dup = dhidden * silu(gate),  dgate = dhidden * up * silu'(gate)
+    # forward: hidden = act(gate) * up
+    #   =>   dup = dhidden * act(gate),  dgate = dhidden * up * act'(gate)
     np.multiply(dhidden, cache.opened, out=dboth[..., width:])
     dgate = np.multiply(dhidden, cache.up, out=dboth[..., :width])
     slope_backward(dgate, cache.slope, dx=dgate)

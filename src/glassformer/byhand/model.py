@@ -7,7 +7,7 @@ is in the model's workspace and valid until the next call of either.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from glassformer.byhand.loss import (
     penalty,
     total_loss,
 )
-from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
+from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, PassContext, Workspace, room
 from glassformer.byhand.stack import (
     StackCache,
@@ -99,9 +99,7 @@ def transform_backward(
 ) -> Array:
     """Return dx: backward through the norm, the activation and the projection."""
     transform = cache.transform
-    dhidden = norm_backward(
-        dout, cache.norm, grads=grads, name="norm", biased=has_shift(transform.norm), ws=ws
-    )
+    dhidden = norm_backward(dout, cache.norm, norm=transform.norm, grads=grads, name="norm", ws=ws)
     activate_backward(dhidden, cache.act, transform.activation)
     return linear_grads(
         dhidden, cache.dense, grads=grads, name="dense", biased=transform.bias, ws=ws
@@ -112,6 +110,7 @@ class HeadCache(NamedTuple):
     """A head's input, an answer's shares of each position, and x V^T of a tied factorized head.
 
     `transform` is what stands before a masked-token head; `pooled` the result of BERT's pooler.
+    Then the factor of its logits and the slope of their cap.
     """
 
     x: Array
@@ -119,6 +118,8 @@ class HeadCache(NamedTuple):
     middle: Array | None
     transform: TransformCache | None = None
     pooled: Array | None = None
+    scale: float = 1.0
+    slope: Array | None = None
 
 
 def head_forward(
@@ -148,7 +149,35 @@ def head_forward(
         logits, _ = linear_forward(x, weight_OI=params["weight"], ws=ws)
     if "bias" in params:
         logits += params["bias"]
-    return logits, HeadCache(x, share, middle, transformed)
+    scale, slope = _finish(logits, head, ws)
+    return logits, HeadCache(x, share, middle, transformed, scale=scale, slope=slope)
+
+
+def _finish(logits: Array, head: spec.Head, ws: Workspace | None) -> tuple[float, Array | None]:
+    """Scale and cap logits in place; return the factor, and the slope of the cap."""
+    match head:
+        case spec.NextHead(scale=scale, softcap=softcap):
+            if scale != 1.0:
+                logits *= scale
+            if softcap is None:
+                return scale, None
+            # out = c tanh(s / c)   =>   slope = 1 - tanh^2(s / c)
+            logits /= softcap
+            np.tanh(logits, out=logits)
+            slope = np.multiply(logits, logits, out=room(ws, logits.shape, logits.dtype))
+            np.subtract(1.0, slope, out=slope)
+            logits *= softcap
+            return scale, slope
+        case (
+            spec.ClassHead()
+            | spec.StateHead()
+            | spec.AnswerHead()
+            | spec.MaskedHead()
+            | spec.VectorHead()
+        ):
+            return 1.0, None
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def head_backward(
@@ -162,6 +191,11 @@ def head_backward(
 ) -> None:
     """Add to dhidden, and to every gradient in `grads`: a tied table is also the embedding's."""
     x_RD = cache.x.reshape(-1, cache.x.shape[-1])
+    # forward: logits = cap(scale * raw)   =>   draw = dlogits * slope * scale
+    if cache.slope is not None:
+        dlogits = dlogits * cache.slope
+    if cache.scale != 1.0:
+        dlogits = dlogits * cache.scale
     dlogits_RV = dlogits.reshape(-1, dlogits.shape[-1])
     if "weight" not in params and "u" not in params:  # a vector as it is
         assert cache.share_BT is not None

@@ -87,7 +87,9 @@ def moe_forward(
     """sum_e w_e expert_e(x) + gate * shared_expert(x)."""
     ws, lead = pass_context.ws, x_BTD.shape[:-1]
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    logits_ME, into_router = linear_forward(x_MD, weight_OI=params["gate.weight"], ws=ws)
+    logits_ME, into_router = linear_forward(
+        x_MD, weight_OI=params["gate.weight"], bias_O=params.get("gate.bias"), ws=ws
+    )
     pass_context.tap(f"{at}router", logits_ME.reshape(*lead, -1))
     p_ME, _ = softmax_forward(logits_ME)
     # stable: of equal logits the lowest index is chosen
@@ -190,7 +192,7 @@ def moe_backward(
     dlogits_ME = softmax_backward(dp_ME, cache.p_ME)
     pass_context.tap_grad(f"{cache.at}router", dlogits_ME.reshape(*lead, -1))
     dx_MD += linear_grads(
-        dlogits_ME, cache.into_router, grads=grads, name="gate", biased=False, ws=ws
+        dlogits_ME, cache.into_router, grads=grads, name="gate", biased=ffn.router_bias, ws=ws
     )
     return dx_BTD
 
@@ -267,7 +269,9 @@ def _expert_forward(
                 x_JD, ffn=ffn, params=params, pass_context=pass_context, dropout=dropout
             )
         case spec.SwiGLU():
-            return swiglu_forward(x_JD, params=params, pass_context=pass_context, dropout=dropout)
+            return swiglu_forward(
+                x_JD, ffn=ffn, params=params, pass_context=pass_context, dropout=dropout
+            )
         case _ as unreachable:
             assert_never(unreachable)
 

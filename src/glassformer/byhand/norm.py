@@ -23,13 +23,16 @@ def layer_norm_forward(
     x: Array,
     *,
     weight_D: Array,
-    bias_D: Array,
+    bias_D: Array | None,
     eps: float = 1e-5,
     unit: Array | None = None,
     out: Array | None = None,
     ws: Workspace | None = None,
 ) -> tuple[Array, NormCache]:
-    """unit = (x - mean) / sqrt(var + eps), out = unit * weight + bias. `unit` may be x itself."""
+    """unit = (x - mean) / sqrt(var + eps), out = unit * weight + bias. `unit` may be x itself.
+
+    Without a bias the last term is left out.
+    """
     width = x.shape[-1]
     if unit is None:
         unit = room(ws, x.shape, x.dtype)
@@ -39,7 +42,8 @@ def layer_norm_forward(
     if out is None:
         out = room(ws, x.shape, x.dtype)
     np.multiply(unit, weight_D, out=out)
-    out += bias_D
+    if bias_D is not None:
+        out += bias_D
     return out, NormCache(unit, rstd, weight_D)
 
 
@@ -139,24 +143,15 @@ def norm_forward(
     """Apply the norm that the spec describes, with its parameters under `name`."""
     weight_D = params[f"{name}.weight"]
     match norm:
-        case spec.RMSNorm(eps=eps):
+        case spec.RMSNorm(eps=eps, offset=offset):
+            # out = unit * (1 + w)   =>   dw = d(1 + w), so backward needs nothing else
+            weight_D = 1.0 + weight_D if offset else weight_D
             return rms_norm_forward(x, weight_D=weight_D, eps=eps, unit=unit, out=out, ws=ws)
         case spec.LayerNorm(eps=eps):
-            bias_D = params[f"{name}.bias"]
+            bias_D = params.get(f"{name}.bias")
             return layer_norm_forward(
                 x, weight_D=weight_D, bias_D=bias_D, eps=eps, unit=unit, out=out, ws=ws
             )
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
-def has_shift(norm: spec.Norm) -> bool:
-    """True if the norm adds a bias after its gain."""
-    match norm:
-        case spec.LayerNorm():
-            return True
-        case spec.RMSNorm():
-            return False
         case _ as unreachable:
             assert_never(unreachable)
 
@@ -165,22 +160,27 @@ def norm_backward(
     dout: Array,
     cache: NormCache,
     *,
+    norm: spec.Norm,
     grads: dict[str, Array],
     name: str,
-    biased: bool,
     dx: Array | None = None,
     ws: Workspace | None = None,
 ) -> Array:
     """Return dx; parameter gradients go to `grads` under `name`."""
     weight, bias = f"{name}.weight", f"{name}.bias"
-    if not biased:
-        dx, grads[weight] = rms_norm_backward(
-            dout, cache, dx=dx, dweight_D=grads.get(weight), ws=ws
-        )
-        return dx
-    dx, grads[weight], grads[bias] = layer_norm_backward(
-        dout, cache, dx=dx, dweight_D=grads.get(weight), dbias_D=grads.get(bias), ws=ws
-    )
+    match norm:
+        case spec.RMSNorm():
+            dx, grads[weight] = rms_norm_backward(
+                dout, cache, dx=dx, dweight_D=grads.get(weight), ws=ws
+            )
+        case spec.LayerNorm():
+            dx, grads[weight], dbias_D = layer_norm_backward(
+                dout, cache, dx=dx, dweight_D=grads.get(weight), dbias_D=grads.get(bias), ws=ws
+            )
+            if norm.bias:
+                grads[bias] = dbias_D
+        case _ as unreachable:
+            assert_never(unreachable)
     return dx
 
 

@@ -21,7 +21,7 @@ from glassformer.byhand.embedding import (
     sinusoids,
 )
 from glassformer.byhand.inputs import Side, allow_of, positions_of
-from glassformer.byhand.norm import NormCache, has_shift, norm_backward, norm_forward
+from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, PassContext
 from glassformer.byhand.storage import Storage
 from glassformer.spec import model as spec
@@ -43,7 +43,7 @@ class StackParts:
     own_grads: dict[str, Array]
     blocks: list[tuple[spec.Block, BlockArrays, BlockArrays]]
     sinusoids_SD: Array | None
-    rotary: dict[int, tuple[Array, Array]]
+    rotary: dict[tuple[spec.Rotary, int], tuple[Array, Array]]
     slopes: dict[tuple[int, int], Array]
     offset: int = 0
 
@@ -77,7 +77,9 @@ def stack_parts(
             (block, storage.block(vector, storage.views, at), storage.block(grads[0], grads[1], at))
         )
     own, own_grads = storage.below(storage.views, prefix), storage.below(grads[1], prefix)
-    table, rotary, offset = None, {}, 0
+    offset = 0
+    table: Array | None = None
+    rotary: dict[tuple[spec.Rotary, int], tuple[Array, Array]] = {}
     slopes: dict[tuple[int, int], Array] = {}
     match model.position:
         case spec.NoPosition():
@@ -90,11 +92,8 @@ def stack_parts(
             for block in stack.blocks():
                 heads = (block.attention.n_heads, block.attention.head_width(model.d_model))
                 slopes[heads] = np.array(alibi_slopes(alibi, *heads), dtype)
-        case spec.Rotary() as turned:
-            for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
-                rotary[width] = rotations(
-                    turned, length=model.max_seq_len, d_head=width, dtype=dtype
-                )
+        case spec.Rotary():  # below: layers may have one of their own
+            pass
         case OwnPosition(source=source):
             raise InputError(
                 f"{source} is a torch module: positions of your own have no NumPy twin",
@@ -102,7 +101,19 @@ def stack_parts(
             )
         case _ as unreachable:
             assert_never(unreachable)
+    for block in stack.blocks():
+        turned, width = _rotation(block, model)
+        if turned is not None and (turned, width) not in rotary:
+            rotary[turned, width] = rotations(
+                turned, length=model.max_seq_len, d_head=width, dtype=dtype
+            )
     return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary, slopes, offset)
+
+
+def _rotation(block: spec.Block, model: spec.ModelSpec) -> tuple[spec.Rotary | None, int]:
+    """Return how a layer rotates its queries and keys, and the width of their heads."""
+    rotary = spec.rotary_of(block.attention, model.position)
+    return rotary, block.attention.head_width(model.d_model)
 
 
 def stack_forward(
@@ -128,15 +139,15 @@ def stack_forward(
     x_BTD, embed, keep, normed = _embed(side, positions, parts, pass_context)
     allows = _Allows(side, past, valid_BS, x_BTD.dtype)
     memory_allow = allows.of_memory(memory_BSD, memory_valid_BS)
-    turned = {width: _rows(table, positions) for width, table in parts.rotary.items()}
+    turned = {kind: _rows(table, positions) for kind, table in parts.rotary.items()}
     biases = {heads: allows.bias(slopes_N) for heads, slopes_N in parts.slopes.items()}
     caches = []
     for layer, (block, params, _) in enumerate(parts.blocks):
-        d_head = block.attention.head_width(parts.model.d_model)
+        rotary, d_head = _rotation(block, parts.model)
         setting = Setting(
             allow=allows.of(block.attention),
             bias=biases.get((block.attention.n_heads, d_head)),
-            rotation=turned.get(d_head),
+            rotation=None if rotary is None else turned[rotary, d_head],
             memory_BSD=memory_BSD,
             memory_allow=memory_allow,
             memory_ready=None if ready is None else ready[layer],
@@ -185,13 +196,12 @@ def stack_backward(
     pass_context.tap_grad(f"{parts.prefix}final", d_BTD)
     if cache.final is not None:
         assert parts.stack.final_norm is not None
-        biased = has_shift(parts.stack.final_norm)
         norm_backward(
             d_BTD,
             cache.final,
+            norm=parts.stack.final_norm,
             grads=parts.own_grads,
             name="final_norm",
-            biased=biased,
             dx=d_BTD,
             ws=pass_context.ws,
         )
@@ -213,9 +223,9 @@ def stack_backward(
         norm_backward(
             d_BTD,
             cache.normed,
+            norm=parts.stack.embed_norm,
             grads=tables,
             name="embed_norm",
-            biased=has_shift(parts.stack.embed_norm),
             dx=d_BTD,
             ws=pass_context.ws,
         )

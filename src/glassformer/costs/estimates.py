@@ -18,7 +18,7 @@ from typing import assert_never
 from glassformer.spec.checks import check_member, check_tree, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.execution import GPU_HEAD_BYTES, GROUP_ROWS, PIECE
-from glassformer.spec.manifest import active, block_parameters, is_tied, stored, turns_keys
+from glassformer.spec.manifest import active, block_parameters, is_tied, stored
 from glassformer.spec.model import (
     MLP,
     ALiBi,
@@ -30,6 +30,7 @@ from glassformer.spec.model import (
     MaskedHead,
     ModelSpec,
     MoE,
+    NextHead,
     NoPosition,
     Norm,
     PlainEmbedding,
@@ -40,6 +41,7 @@ from glassformer.spec.model import (
     Stack,
     SwiGLU,
     VectorHead,
+    rotary_of,
 )
 from glassformer.spec.own import OwnOptimizer, OwnPosition
 from glassformer.spec.quantization import QuantSpec, coverage, targets
@@ -260,7 +262,7 @@ def activations(
         body += sum(_embedding(model, stack, rows))
         body += sum(_masks(model, stack, rows // batch))
         for block in stack.blocks():
-            body += sum(_block(model, block, stack, rows, memory, device))
+            body += sum(_block(model, block, stack, rows, memory, device, batch))
         if stack.final_norm is not None:
             body += sum(_norm(stack.final_norm, rows, model.d_model))
         elif next(stack.blocks()).placement == "post":
@@ -287,11 +289,16 @@ def _masks(model: ModelSpec, stack: Stack, length: int) -> Iterator[int]:
             yield FLOAT * length**2 * sum(n_heads for _, _, n_heads, _ in kinds)
         case NoPosition() | Sinusoidal() | Learned() | Rotary() | OwnPosition():
             for block in stack.blocks():
-                window = block.attention.window
-                if window is not None and window < length:
+                window, explicit = block.attention.window, _is_explicit(block.attention)
+                if window is not None and window < length and not explicit:
                     yield FLOAT * length**2
         case _ as unreachable:
             assert_never(unreachable)
+
+
+def _is_explicit(attention: Attention) -> bool:
+    """True if scores are computed one by one: no fused kernel caps them or has a sink."""
+    return attention.softcap is not None or attention.sinks
 
 
 def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:
@@ -303,11 +310,14 @@ def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:
             pass
         case _ as unreachable:
             assert_never(unreachable)
-    if turns_keys(model.position):
-        heads = {block.attention.head_width(model.d_model) for block in stack.blocks()}
-        yield FLOAT * model.max_seq_len * sum(heads)  # the table of angles
     if stack.embed_norm is not None:
         yield from _norm(stack.embed_norm, rows, model.d_model)
+    tables = {
+        (rotary, block.attention.head_width(model.d_model))
+        for block in stack.blocks()
+        if (rotary := rotary_of(block.attention, model.position)) is not None
+    }
+    yield FLOAT * model.max_seq_len * sum(r.width(width) for r, width in tables)  # of angles
     if stack.dropout.embedding:
         yield FLOAT * rows * model.d_model
     if next(stack.blocks()).placement == "post":
@@ -322,23 +332,43 @@ def _norm(norm: Norm, rows: int, width: int) -> Iterator[int]:
             yield FLOAT * rows * 2
         case RMSNorm():
             yield FLOAT * rows * (1 + width)
+            if norm.offset:
+                yield FLOAT * width  # 1 + weight
         case _ as unreachable:
             assert_never(unreachable)
 
 
 def _block(
-    model: ModelSpec, block: Block, stack: Stack, rows: int, memory: int, device: str
+    model: ModelSpec,
+    block: Block,
+    stack: Stack,
+    rows: int,
+    memory: int,
+    device: str,
+    batch: int,
 ) -> Iterator[int]:
     d_model = model.d_model
     parts = 2 if block.cross is None else 3
-    for _ in range(parts):
+    if stack.dropout.residual:
+        yield FLOAT * parts * rows * d_model
+    norms = 1 if block.placement == "parallel_shared" else parts
+    for _ in range(norms):
         yield from _norm(block.norm, rows, d_model)
         yield FLOAT * rows * d_model  # the normalised input, which the products read
-        if stack.dropout.residual:
-            yield FLOAT * rows * d_model
-    yield from _attention(model, block.attention, rows, rows, rotated=True, device=device)
-    if block.cross is not None:
-        yield from _attention(model, block.cross, rows, memory, rotated=False, device=device)
+    match block.placement:
+        case "pre" | "post" | "output" | "parallel_shared":
+            pass
+        case "parallel":
+            yield -FLOAT * rows * d_model  # both norms keep the same input
+        case "sandwich":
+            for _ in range(parts):
+                yield from _norm(block.norm, rows, d_model)
+        case _ as unknown:
+            assert_never(unknown)
+    own, cross = block.attention, block.cross
+    yield from _attention(model, own, rows, rows, batch=batch, rotated=True, device=device)
+    if cross is not None:
+        yield from _attention(model, cross, rows, memory, batch=batch, rotated=False, device=device)
     match block.ffn:
         case MLP() | SwiGLU():
             yield from _ffn(block.ffn, stack, rows)
@@ -389,10 +419,15 @@ def _attention(
     queries: int,
     keys: int,
     *,
+    batch: int,
     rotated: bool,
     device: str,
 ) -> Iterator[int]:
-    """Queries, keys, values, the output, and the log-sum-exp of each row."""
+    """Queries, keys, values, the output, and the log-sum-exp of each row.
+
+    Capped scores and sinks leave the fused kernel: keys and values for every query head, and all
+    weights, with the capped scores before them.
+    """
     d_head = attention.head_width(model.d_model)
     q, kv = queries * attention.n_heads, keys * attention.kv_heads
     padded, read = d_head, kv
@@ -400,14 +435,28 @@ def _attention(
         multiple = GPU_HEAD_BYTES // FLOAT
         padded = -(-d_head // multiple) * multiple
         read = keys * attention.n_heads
-    yield FLOAT * (padded * (2 * q + 2 * read) + q)
-    turned = rotated and turns_keys(model.position)
+    turned = rotated and rotary_of(attention, model.position) is not None
     by_head = turned or isinstance(attention.qk_norm, LayerNorm)
-    if padded != d_head or (by_head and device == "cpu"):
-        yield FLOAT * d_head * q  # the output is copied to the layout that is read next
+    if _is_explicit(attention):
+        yield FLOAT * d_head * (2 * q + 2 * keys * attention.n_heads)
+        scores = q * keys // batch
+        yield FLOAT * scores + (FLOAT * q if attention.sinks else 0)
+        if attention.softcap is not None:
+            yield FLOAT * scores
+            if attention.causal:
+                yield scores // (attention.n_heads * batch)  # which of them are masked
+    else:
+        yield FLOAT * (padded * (2 * q + 2 * read) + q)
+        if padded != d_head or (by_head and device == "cpu"):
+            yield FLOAT * d_head * q  # the output is copied to the layout that is read next
     if attention.qk_norm is not None:
-        yield from _norm(attention.qk_norm, q, d_head)
-        yield from _norm(attention.qk_norm, kv, d_head)
+        norm = attention.qk_norm
+        if attention.qk_norm_over == "all":
+            yield from _norm(norm, queries, attention.n_heads * d_head)
+            yield from _norm(norm, keys, attention.kv_heads * d_head)
+        else:
+            yield from _norm(norm, q, d_head)
+            yield from _norm(norm, kv, d_head)
 
 
 def _head(model: ModelSpec, name: str, rows: int) -> Iterator[int]:
@@ -415,7 +464,10 @@ def _head(model: ModelSpec, name: str, rows: int) -> Iterator[int]:
     head, width = model.head(name), model.head_size(name)
     yield FLOAT * rows * model.d_model
     yield rows  # the mask of rows with a target, a byte each
-    if rows * width > PIECE:
+    finished = isinstance(head, NextHead) and (head.scale != 1.0 or head.softcap is not None)
+    if finished and isinstance(head, NextHead) and head.softcap is not None:
+        yield FLOAT * rows * width  # the capped logits
+    if rows * width > PIECE and not finished:
         return
     yield FLOAT * rows * width + LONG * rows + FLOAT * rows
     if is_tied(head) and isinstance(model.embedding, FactorizedEmbedding):

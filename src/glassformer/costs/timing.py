@@ -12,8 +12,18 @@ from typing import assert_never
 from glassformer.costs.estimates import flops, head_weights
 from glassformer.spec.checks import at_least, check_tree, spec
 from glassformer.spec.execution import PIECE
-from glassformer.spec.manifest import Parameter, block_parameters, stored, turns_keys
-from glassformer.spec.model import MLP, Block, LayerNorm, ModelSpec, MoE, Norm, RMSNorm, SwiGLU
+from glassformer.spec.manifest import Parameter, block_parameters, stored
+from glassformer.spec.model import (
+    MLP,
+    Block,
+    LayerNorm,
+    ModelSpec,
+    MoE,
+    Norm,
+    RMSNorm,
+    SwiGLU,
+    rotary_of,
+)
 
 #: Points of a measured curve: (size, work per second at this size).
 Curve = tuple[tuple[int, float], ...]
@@ -176,7 +186,8 @@ def _block(model: ModelSpec, block: Block, rows: int) -> Iterator[tuple[tuple[fl
         for count in heads:
             if attention.qk_norm is not None:
                 yield _norm(attention.qk_norm), rows * count * d_head
-            if turns_keys(model.position) and attention is block.attention:
+            turned = attention is block.attention and rotary_of(attention, model.position)
+            if turned:
                 yield ROTATION, rows * count * d_head
     yield _norm(block.norm), hidden
     yield RESIDUAL, hidden
@@ -196,7 +207,7 @@ def _ffn(
     wide = rows * ffn.d_ff
     match ffn:
         case MLP(activation=activation):
-            units, calls = RELU if activation == "relu" else GELU
+            units, calls = RELU if activation in ("relu", "relu2") else GELU
             yield (units, calls * groups), wide
         case SwiGLU():
             yield (MEETING[0], MEETING[1] * groups), hidden

@@ -257,10 +257,21 @@ def model_lines(model: ModelSpec) -> list[str]:
         f"model: {kind}, {total:,} parameters{active}, {shape} of width {model.d_model}, "
         f"{_heads(block)}",
         f"parts: {_ffn(block.ffn)}, {norm_name(block.norm)} "
-        f"{'before' if block.placement == 'pre' else 'after'} each part, "
+        f"{PLACEMENTS[block.placement]}, "
         f"{_position(model.position)}; vocabulary {model.vocab_size:,}, "
         f"up to {model.max_seq_len:,} tokens",
     ]
+
+
+#: Where a block's norms are, in words.
+PLACEMENTS = {
+    "pre": "before each part",
+    "post": "after each part",
+    "sandwich": "before and after each part",
+    "output": "on each part's output",
+    "parallel": "before each of two parallel parts",
+    "parallel_shared": "before two parallel parts",
+}
 
 
 def training_lines(run: RunSpec) -> list[str]:
@@ -299,7 +310,7 @@ def _ffn(ffn: FeedForward) -> str:
         case MLP():
             return f"feed-forward {ffn.d_ff} ({ffn.activation})"
         case SwiGLU():
-            return f"feed-forward {ffn.d_ff} (SwiGLU)"
+            return f"feed-forward {ffn.d_ff} ({'SwiGLU' if ffn.activation == 'silu' else 'GeGLU'})"
         case MoE():
             chosen = f"{ffn.experts_per_token} of {_count(ffn.n_experts, 'expert')}"
             return f"{chosen}, each {_ffn(ffn.expert)}"

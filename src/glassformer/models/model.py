@@ -7,7 +7,7 @@
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import numpy as np
 import torch
@@ -33,7 +33,16 @@ from glassformer.nn.taps import Taps
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.manifest import check_fits, is_tied, manifest
-from glassformer.spec.model import MaskedHead, ModelSpec, VectorHead
+from glassformer.spec.model import (
+    AnswerHead,
+    ClassHead,
+    Head,
+    MaskedHead,
+    ModelSpec,
+    NextHead,
+    StateHead,
+    VectorHead,
+)
 
 # B batch, T length, D d_model, V logits
 
@@ -107,7 +116,7 @@ class Model(Specified, ABC):
             return rows
         part = self.heads[head]
         logits = part(rows, self.output_embedding()) if isinstance(part, TiedHead) else part(rows)
-        return logits
+        return finished(logits, self.spec.head(head))
 
     def forward(
         self,
@@ -173,6 +182,21 @@ def build_transforms(spec: ModelSpec) -> nn.ModuleDict:
         if isinstance(head, MaskedHead) and head.transform is not None:
             made["masked"] = HeadTransform(head.transform, spec.d_model)
     return made
+
+
+def finished(logits: Tensor, head: Head) -> Tensor:
+    """Scale and cap a head's logits, where its spec says so."""
+    match head:
+        case NextHead():
+            if head.scale != 1.0:
+                logits = logits * head.scale
+            if head.softcap is not None:
+                logits = head.softcap * torch.tanh(logits / head.softcap)
+            return logits
+        case ClassHead() | StateHead() | AnswerHead() | MaskedHead() | VectorHead():
+            return logits
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def build_heads(spec: ModelSpec) -> nn.ModuleDict:

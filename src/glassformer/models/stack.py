@@ -39,6 +39,7 @@ class StackParts(nn.Module):
     embed_norm: LayerNorm | RMSNorm | None
     dropout: nn.Dropout
     rotary: nn.ModuleDict
+    turns: tuple[str | None, ...]
     alibi: nn.ModuleDict
     blocks: nn.ModuleList
     final_norm: LayerNorm | RMSNorm | None
@@ -63,9 +64,8 @@ def add_stack_parts(
             holder.position = LearnedPosition(model.max_seq_len, model.d_model, offset=offset)
         case OwnPosition() as own:
             holder.position = build_own_position(own, model.max_seq_len, model.d_model)
-        case spec.Rotary() as rotary:
-            for width in {block.attention.head_width(model.d_model) for block in stack.blocks()}:
-                holder.rotary[str(width)] = RotaryPosition(rotary, model.max_seq_len, width)
+        case spec.Rotary():
+            pass
         case spec.ALiBi() as alibi:
             for block in stack.blocks():
                 heads, width = block.attention.n_heads, block.attention.head_width(model.d_model)
@@ -77,12 +77,37 @@ def add_stack_parts(
         holder.token_type = TokenEmbedding(model.token_types, model.d_model)
     if stack.embed_norm is not None:
         holder.embed_norm = build_norm(stack.embed_norm, model.d_model)
+    _add_rotations(holder, model, stack)
     holder.blocks = nn.ModuleList(
         TransformerBlock(block, model.d_model, layer=layer, dropout=stack.dropout)
         for layer, block in enumerate(stack.blocks())
     )
     final = stack.final_norm
     holder.final_norm = None if final is None else build_norm(final, model.d_model)
+
+
+def _add_rotations(holder: StackParts, model: spec.ModelSpec, stack: spec.Stack) -> None:
+    """Register a table for each kind of rotation, and note which one each layer uses.
+
+    The model's own has the width of a head for its name; others, which some layers have in its
+    place, are numbered.
+    """
+    names: dict[tuple[spec.Rotary, int], str] = {}
+    turns: list[str | None] = []
+    for block in stack.blocks():
+        rotary, width = (
+            spec.rotary_of(block.attention, model.position),
+            block.attention.head_width(model.d_model),
+        )
+        if rotary is None:
+            turns.append(None)
+            continue
+        number = "" if rotary == model.position else f" {len(names)}"
+        name = names.setdefault((rotary, width), f"{width}{number}")
+        if name not in holder.rotary:
+            holder.rotary[name] = RotaryPosition(rotary, model.max_seq_len, width)
+        turns.append(name)
+    holder.turns = tuple(turns)
 
 
 def heads_key(n_heads: int, d_head: int) -> str:
@@ -159,7 +184,7 @@ def run_stack(
             mask=masks.of(block.attention, module.attn.d_head),
             memory_BSD=memory_BSD,
             memory_mask=memory_mask,
-            rotation=rotations.get(str(module.attn.d_head)),
+            rotation=None if (turn := parts.turns[layer]) is None else rotations[turn],
             cache=cache,
             taps=under(at, f"blocks.{layer}."),
             balance=None

@@ -172,7 +172,7 @@ class TokenEmbedding(embedding.TokenEmbedding):
     """weight[token], times sqrt(d_model) as in the paper; scale=False leaves the factor out."""
 
     def __init__(self, vocab_size: int, d_model: int = 512, *, scale: bool = True) -> None:
-        super().__init__(vocab_size, d_model, scaled=scale)
+        super().__init__(vocab_size, d_model, scale=d_model**0.5 if scale else None)
         nn.init.xavier_uniform_(self.weight)
 
 

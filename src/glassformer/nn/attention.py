@@ -2,7 +2,7 @@
 
 `attend` is softmax(q k^T / sqrt(H) + bias) v. It uses PyTorch's fused kernel unless the scores or
 the weights are to be read or replaced, which only the explicit path has; a parity check holds the
-two together.
+two together. Capped scores and sinks take the explicit path as well.
 """
 
 import math
@@ -31,19 +31,43 @@ def attend(
     mask: Mask,
     dropout: nn.Dropout | None = None,
     taps: TapsAt | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(H) + bias) v; query head n reads key-value head n // (N / K)."""
+    """softmax(q k^T / sqrt(H) + bias) v; query head n reads key-value head n // (N / K).
+
+    `scale` replaces 1 / sqrt(H); `softcap` c bounds what it gives, as c tanh(s / c); `sinks_N` are
+    scores that take part in the softmax and have no value.
+    """
     # Only torch's own dropout is part of the fused kernel.
     own = dropout is not None and type(dropout) is not nn.Dropout and dropout.p > 0
+    own = own or softcap is not None or sinks_N is not None
     if own or (taps is not None and (taps.wants("scores") or taps.wants("weights"))):
-        out_BNTH = _attend_explicitly(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps)
+        out_BNTH = _attend_explicitly(
+            q_BNTH,
+            k_BKSH,
+            v_BKSH,
+            mask=mask,
+            dropout=dropout,
+            taps=taps,
+            scale=scale,
+            softcap=softcap,
+            sinks_N=sinks_N,
+        )
     else:
-        out_BNTH = _attend_fused(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout)
+        out_BNTH = _attend_fused(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, scale=scale)
     return out_BNTH if mask.empty is None else out_BNTH.masked_fill(mask.empty, 0.0)
 
 
 def _attend_fused(
-    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, mask: Mask, dropout: nn.Dropout | None
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    *,
+    mask: Mask,
+    dropout: nn.Dropout | None,
+    scale: float | None,
 ) -> Tensor:
     T, H = q_BNTH.shape[2:]
     if q_BNTH.is_cuda and q_BNTH.dtype != torch.float64 and T > 1:
@@ -61,7 +85,7 @@ def _attend_fused(
         attn_mask=mask.allow if mask.bias is None else mask.added(q_BNTH),
         dropout_p=0.0 if dropout is None else dropout.p,
         is_causal=mask.causal and mask.bias is None,
-        scale=1 / math.sqrt(H),
+        scale=1 / math.sqrt(H) if scale is None else scale,
         enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
     )
     return out_BNTH[..., :H]
@@ -75,32 +99,46 @@ def _attend_explicitly(
     mask: Mask,
     dropout: nn.Dropout | None,
     taps: TapsAt | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks_N: Tensor | None,
 ) -> Tensor:
     k_BNSH, v_BNSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
     added = mask.added(q_BNTH)
-    if taps is not None and taps.wants("scores"):
-        scores_BNTS = q_BNTH @ k_BNSH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
+    if softcap is not None or (taps is not None and taps.wants("scores")):
+        if scale is None:
+            scores_BNTS = q_BNTH @ k_BNSH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
+        else:
+            scores_BNTS = q_BNTH @ k_BNSH.transpose(-2, -1) * scale
+        if softcap is not None:
+            scores_BNTS = softcap * torch.tanh(scores_BNTS / softcap)
         if mask.bias is not None:
             scores_BNTS = scores_BNTS + mask.bias.to(scores_BNTS.dtype)
         scores_BNTS = tap(taps, "scores", scores_BNTS)
         scores_BNTS = torch.where(added == -math.inf, added, scores_BNTS)
     else:
-        scores_BNTS = _masked_scores(q_BNTH, k_BNSH, added)
-    weights_BNTS = torch.softmax(scores_BNTS, dim=-1)
+        scores_BNTS = _masked_scores(q_BNTH, k_BNSH, added, scale)
+    if sinks_N is None:
+        weights_BNTS = torch.softmax(scores_BNTS, dim=-1)
+    else:
+        sinks_BNT1 = sinks_N[:, None, None].to(scores_BNTS.dtype).expand(*scores_BNTS.shape[:3], 1)
+        weights_BNTS = torch.softmax(torch.cat((scores_BNTS, sinks_BNT1), -1), dim=-1)[..., :-1]
     if mask.empty is not None:
         weights_BNTS = weights_BNTS.masked_fill(mask.empty, 0.0)
     weights_BNTS = tap(taps, "weights", weights_BNTS)
     return (weights_BNTS if dropout is None else dropout(weights_BNTS)) @ v_BNSH
 
 
-def _masked_scores(q_BNTH: Tensor, k_BNSH: Tensor, added: Tensor) -> Tensor:
+def _masked_scores(
+    q_BNTH: Tensor, k_BNSH: Tensor, added: Tensor, scale: float | None = None
+) -> Tensor:
     """q k^T / sqrt(H) + added, in one pass over T x S instead of three."""
     (B, N, T, H), S = q_BNTH.shape, k_BNSH.shape[2]
     scores = torch.baddbmm(
         added.expand(B, N, T, S).flatten(0, 1),
         q_BNTH.flatten(0, 1),
         k_BNSH.flatten(0, 1).transpose(1, 2),
-        alpha=1 / math.sqrt(H),
+        alpha=1 / math.sqrt(H) if scale is None else scale,
     )
     return scores.view(B, N, T, S)
 
@@ -125,7 +163,8 @@ def join_heads(x_BNTH: Tensor) -> Tensor:
 class MultiHeadAttention(nn.Module):
     """o(attend(q(x), k(context), v(context))), context = x for self-attention.
 
-    Order within a head: projection, q/k-norm, rotation, as Qwen3 has it.
+    Order within a head: projection, q/k-norm, rotation, as Qwen3 has it; `norm_last` exchanges the
+    last two. A norm over all heads comes before they are split.
     """
 
     def __init__(self, attention: spec.Attention, d_model: int, *, dropout: float = 0.0) -> None:
@@ -138,8 +177,13 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = Linear(d_model, kv_width, bias=qv_bias)
         self.o_proj = Linear(q_width, d_model, bias=attention.bias in ("all", "no_key"))
         norm = attention.qk_norm
-        self.q_norm = None if norm is None else build_norm(norm, d_head)
-        self.k_norm = None if norm is None else build_norm(norm, d_head)
+        self.norm_all = attention.qk_norm_over == "all"
+        self.norm_last = attention.qk_norm_last
+        widths = (q_width, kv_width) if self.norm_all else (d_head, d_head)
+        self.q_norm = None if norm is None else build_norm(norm, widths[0])
+        self.k_norm = None if norm is None else build_norm(norm, widths[1])
+        self.scale, self.softcap = attention.scale, attention.softcap
+        self.sinks = nn.Parameter(torch.empty(attention.n_heads)) if attention.sinks else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -170,7 +214,17 @@ class MultiHeadAttention(nn.Module):
         q_BNTH = tap(taps, "q", q_BNTH)
         k_BKSH, v_BKSH = tap(taps, "k", k_BKSH), tap(taps, "v", v_BKSH)
         dropout = self.dropout if self.training else None
-        heads_BNTH = attend(q_BNTH, k_BKSH, v_BKSH, mask=mask, dropout=dropout, taps=taps)
+        heads_BNTH = attend(
+            q_BNTH,
+            k_BKSH,
+            v_BKSH,
+            mask=mask,
+            dropout=dropout,
+            taps=taps,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks_N=self.sinks,
+        )
         heads_BNTH = tap(taps, "heads", heads_BNTH)
         return tap(taps, "out", self.o_proj(join_heads(heads_BNTH)))
 
@@ -192,7 +246,11 @@ class MultiHeadAttention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Split into heads (B, N, T, H), then normalise, then rotate."""
+        if norm is not None and self.norm_all:
+            x_BTD, norm = norm(x_BTD), None
         x_BNTH = split_heads(x_BTD, self.d_head)
-        if norm is not None:
+        if norm is not None and not self.norm_last:
             x_BNTH = norm(x_BNTH)
-        return x_BNTH if rotation is None else rotate(x_BNTH, *rotation)
+        if rotation is not None:
+            x_BNTH = rotate(x_BNTH, *rotation)
+        return norm(x_BNTH) if norm is not None and self.norm_last else x_BNTH

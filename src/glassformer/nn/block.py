@@ -1,4 +1,6 @@
-"""A transformer block: its residual lines, with the norm before or after each part."""
+"""A transformer block: its residual lines, with norms before, after or around each part."""
+
+from typing import assert_never
 
 from torch import Tensor, nn
 
@@ -17,7 +19,8 @@ class TransformerBlock(nn.Module):
     """pre: x + part(norm(x)).  post: norm(x + part(x)).  Parts: attention, cross-attention, ffn.
 
     Post-norm is the 2017 paper's; pre-norm keeps the residual path clean from end to end, which
-    makes deep models trainable without care for the warmup.
+    makes deep models trainable without care for the warmup. sandwich: x + norm'(part(norm(x))).
+    output: x + norm(part(x)).  parallel: x + attention(norm(x)) + ffn(norm'(x)), or one norm.
     """
 
     def __init__(
@@ -25,7 +28,9 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
+        self.placement = block.placement
         self.pre = block.placement == "pre"
+        self.residual_scale = block.residual_scale
         self.dropout = nn.Dropout(dropout.residual)
         self.attn_norm = build_norm(block.norm, d_model)
         self.attn = MultiHeadAttention(block.attention, d_model, dropout=dropout.attention)
@@ -33,8 +38,14 @@ class TransformerBlock(nn.Module):
         if block.cross is not None:
             self.cross_norm = build_norm(block.norm, d_model)
             self.cross = MultiHeadAttention(block.cross, d_model, dropout=dropout.attention)
-        self.ffn_norm = build_norm(block.norm, d_model)
+        self.attn_post_norm = self.ffn_post_norm = self.ffn_norm = None
+        if block.placement == "sandwich":
+            self.attn_post_norm = build_norm(block.norm, d_model)
+        if block.placement != "parallel_shared":
+            self.ffn_norm = build_norm(block.norm, d_model)
         self.ffn = build_feed_forward(block.ffn, d_model, dropout=dropout.ffn)
+        if block.placement == "sandwich":
+            self.ffn_post_norm = build_norm(block.norm, d_model)
 
     def forward(
         self,
@@ -77,17 +88,37 @@ class TransformerBlock(nn.Module):
             return self.drop(self.ffn(x, taps=under(taps, "ffn.")))
 
         x = tap(taps, "resid_pre", x_BTD)
-        if self.pre:
-            x = tap(taps, "resid_mid", x + attend(self.attn_norm(x)))
-            if self.cross_norm is not None:
-                x = tap(taps, "resid_cross", x + read(self.cross_norm(x)))
-            return tap(taps, "resid_post", x + feed(self.ffn_norm(x)))
-        x = tap(taps, "resid_mid", self.attn_norm(x + attend(x)))
-        if self.cross_norm is not None:
-            x = tap(taps, "resid_cross", self.cross_norm(x + read(x)))
-        return tap(taps, "resid_post", self.ffn_norm(x + feed(x)))
+        if self.placement == "parallel_shared":
+            shared = self.attn_norm(x)
+            x = tap(taps, "resid_mid", x + attend(shared))
+            return tap(taps, "resid_post", x + feed(shared))
+        assert self.ffn_norm is not None
+        match self.placement:
+            case "pre":
+                x = tap(taps, "resid_mid", x + attend(self.attn_norm(x)))
+                if self.cross_norm is not None:
+                    x = tap(taps, "resid_cross", x + read(self.cross_norm(x)))
+                return tap(taps, "resid_post", x + feed(self.ffn_norm(x)))
+            case "post":
+                x = tap(taps, "resid_mid", self.attn_norm(x + attend(x)))
+                if self.cross_norm is not None:
+                    x = tap(taps, "resid_cross", self.cross_norm(x + read(x)))
+                return tap(taps, "resid_post", self.ffn_norm(x + feed(x)))
+            case "sandwich":
+                assert self.attn_post_norm is not None and self.ffn_post_norm is not None
+                x = tap(taps, "resid_mid", x + self.attn_post_norm(attend(self.attn_norm(x))))
+                return tap(taps, "resid_post", x + self.ffn_post_norm(feed(self.ffn_norm(x))))
+            case "output":
+                x = tap(taps, "resid_mid", x + self.attn_norm(attend(x)))
+                return tap(taps, "resid_post", x + self.ffn_norm(feed(x)))
+            case "parallel":
+                one, two = self.attn_norm(x), self.ffn_norm(x)
+                x = tap(taps, "resid_mid", x + attend(one))
+                return tap(taps, "resid_post", x + feed(two))
+            case _ as unreachable:
+                assert_never(unreachable)
 
     def drop(self, x_BTD: Tensor) -> Tensor:
-        """Apply dropout to a sublayer's output, before it is added to the residual stream."""
+        """Apply dropout and scale to a sublayer's output, before it joins the residual stream."""
         dropped_BTD: Tensor = self.dropout(x_BTD)
-        return dropped_BTD
+        return dropped_BTD if self.residual_scale == 1.0 else dropped_BTD * self.residual_scale

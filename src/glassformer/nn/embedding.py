@@ -5,7 +5,6 @@
 Heads: hidden states to logits, by a projection of their own or by the transposed embedding.
 """
 
-import math
 from typing import assert_never
 
 import torch
@@ -22,11 +21,11 @@ from glassformer.spec.errors import InputError
 
 
 class TokenEmbedding(nn.Module):
-    """weight[token], times sqrt(d_model) if the spec has the 2017 paper's scale."""
+    """weight[token], times `scale`: sqrt(d_model) in the 2017 paper."""
 
-    def __init__(self, vocab_size: int, d_model: int, *, scaled: bool = False) -> None:
+    def __init__(self, vocab_size: int, d_model: int, *, scale: float | None = None) -> None:
         super().__init__()
-        self.scale = math.sqrt(d_model) if scaled else None
+        self.scale = scale
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -70,7 +69,7 @@ def build_embedding(
         case spec.PlainEmbedding():
             return TokenEmbedding(vocab_size, d_model)
         case spec.ScaledEmbedding():
-            return TokenEmbedding(vocab_size, d_model, scaled=True)
+            return TokenEmbedding(vocab_size, d_model, scale=embedding.scale(d_model))
         case spec.FactorizedEmbedding():
             return FactorizedTokenEmbedding(
                 vocab_size, d_model, rank=embedding.rank, l1=embedding.l1

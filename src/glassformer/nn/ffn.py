@@ -25,7 +25,7 @@ from glassformer.spec.execution import GROUP_ROWS
 
 
 def activate(x_BTF: Tensor, activation: str) -> Tensor:
-    """ReLU, exact GELU, GELU by tanh, or SiLU of a fresh tensor.
+    """ReLU, its square, exact GELU, GELU by tanh, or SiLU of a fresh tensor.
 
     In place where no backward needs the input: it is the widest array of a layer.
     """
@@ -33,6 +33,8 @@ def activate(x_BTF: Tensor, activation: str) -> Tensor:
     match activation:
         case "relu":
             return F.relu(x_BTF, inplace=spare)
+        case "relu2":
+            return F.relu(x_BTF, inplace=spare).square()
         case "silu":
             return F.silu(x_BTF, inplace=spare)
         case "gelu":
@@ -59,10 +61,11 @@ class MLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(dropout(silu(gate(x)) * up(x)))."""
+    """down(dropout(silu(gate(x)) * up(x))), or with GELU in place of SiLU."""
 
     def __init__(self, ffn: spec.SwiGLU, d_model: int, *, dropout: float = 0.0) -> None:
         super().__init__()
+        self.activation = ffn.activation
         self.gate_proj = Linear(d_model, ffn.d_ff, bias=ffn.bias)
         self.up_proj = Linear(d_model, ffn.d_ff, bias=ffn.bias)
         self.down_proj = Linear(ffn.d_ff, d_model, bias=ffn.bias)
@@ -70,7 +73,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor, *, taps: TapsAt | None = None) -> Tensor:
         gate_BTF, up_BTF = side_by_side(x_BTD, (self.gate_proj, self.up_proj))
-        hidden_BTF = tap(taps, "hidden", activate(gate_BTF, "silu") * up_BTF)
+        hidden_BTF = tap(taps, "hidden", activate(gate_BTF, self.activation) * up_BTF)
         return tap(taps, "out", self.down_proj(self.dropout(hidden_BTF)))
 
 
@@ -139,7 +142,7 @@ class MixtureOfExperts(nn.Module):
         self.experts_per_token = ffn.experts_per_token
         self.normalize = ffn.normalize
         self.balance = ffn.balance
-        self.gate = Linear(d_model, ffn.n_experts, bias=False)
+        self.gate = Linear(d_model, ffn.n_experts, bias=ffn.router_bias)
         self.experts = nn.ModuleList(
             build_ffn(ffn.expert, d_model, dropout=dropout) for _ in range(ffn.n_experts)
         )

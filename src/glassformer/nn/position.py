@@ -43,7 +43,7 @@ def sinusoids(length: int, d_model: int, *, kind: Sinusoidal | None = None) -> T
 
 
 def rotations(rotary: Rotary, length: int, d_head: int, *, dtype: torch.dtype) -> Tensor:
-    """Return cos and sin of every position and pair: (2, length, d_head / 2)."""
+    """Return cos and sin of every position and rotated pair: (2, length, pairs)."""
     frequencies, factor = rotary_frequencies(rotary, d_head)
     position = torch.arange(length, dtype=dtype, device="cpu")[:, None]
     angle = position * torch.tensor(frequencies, dtype=dtype, device="cpu")
@@ -202,7 +202,7 @@ class RotaryPosition(ComputedTable):
         self.rotary = rotary
         self.max_seq_len = max_seq_len
         self.d_head = d_head
-        self.table_shape = (2, max_seq_len, d_head // 2)
+        self.table_shape = (2, max_seq_len, rotary.width(d_head) // 2)
         self.register_buffer("table", self.first(), persistent=False)
 
     def make(self, dtype: torch.dtype) -> Tensor:
@@ -240,10 +240,16 @@ class ALiBiPosition(ComputedTable):
 
 
 def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + H/2]): the half-split layout of Llama and Qwen."""
+    """Rotate each pair (x[i], x[i + H/2]): the half-split layout of Llama and Qwen.
+
+    Where the table is narrower than a head, the rest of the head stays as it is.
+    """
     cos, sin = cos.to(x_BNTH.dtype), sin.to(x_BNTH.dtype)
-    first, second = x_BNTH.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    width = 2 * cos.shape[-1]
+    first, second = x_BNTH[..., :width].chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    rest = () if width == x_BNTH.shape[-1] else (x_BNTH[..., width:],)
+    return torch.cat((*turned, *rest), dim=-1)
 
 
 def make_tables(module: nn.Module, device: torch.device | str) -> None:

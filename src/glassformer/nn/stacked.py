@@ -135,7 +135,8 @@ class StackedRMSNorm(RMSNorm, _Part):
     def forward(self, x: Tensor) -> Tensor:
         wide = as_float(x)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.fold.affine(wide.to(x.dtype), self.weight)
+        gain = self.weight + 1.0 if self.offset else self.weight
+        return self.fold.affine(wide.to(x.dtype), gain)
 
 
 class StackedTokenEmbedding(TokenEmbedding, _Part):

@@ -215,7 +215,7 @@ def dequantize_model(model: M) -> M:
     for _, layer in layers:
         weights = layer.weights()
         if isinstance(layer, QuantizedEmbedding):
-            plain: nn.Module = TokenEmbedding(*layer.shape, scaled=layer.multiplier is not None)
+            plain: nn.Module = TokenEmbedding(*layer.shape, scale=layer.multiplier)
         else:
             assert isinstance(layer, QuantizedLinear)
             plain = Linear(layer.d_in, layer.d_out, bias=layer.bias is not None)

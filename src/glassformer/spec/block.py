@@ -9,13 +9,15 @@ from typing import Literal, assert_never, get_args
 
 from glassformer.spec.checks import at_least, divides, one_of, positive, probability, size, spec
 from glassformer.spec.errors import InputError
+from glassformer.spec.position import NoPosition, Rotary
 
 
 @spec
 class LayerNorm:
-    """(x - mean) / sqrt(var + eps) * weight + bias."""
+    """(x - mean) / sqrt(var + eps) * weight + bias; without `bias` the last term is left out."""
 
     eps: float = 1e-5
+    bias: bool = True
 
     def __post_init__(self) -> None:
         positive("eps", self.eps)
@@ -23,9 +25,13 @@ class LayerNorm:
 
 @spec
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight."""
+    """x / sqrt(mean(x^2) + eps) * weight.
+
+    With `offset` the gain is 1 + weight, as Gemma has it: weights that decay pull it to 1, not 0.
+    """
 
     eps: float = 1e-6
+    offset: bool = False
 
     def __post_init__(self) -> None:
         positive("eps", self.eps)
@@ -36,8 +42,12 @@ Norm = LayerNorm | RMSNorm
 #: Which projections carry a bias. `no_key` is `all` without the key's, whose gradient is zero
 #: wherever no rotation or q/k-norm follows it.
 Bias = Literal["none", "qkv", "all", "no_key"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-Placement = Literal["pre", "post"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
+#: Activations of a gate.
+GateActivation = Literal["silu", "gelu", "gelu_tanh"]
+Placement = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
+#: The values that q/k-norm takes together: those of one head, or of all heads.
+NormWidth = Literal["head", "all"]
 
 
 @spec
@@ -46,6 +56,12 @@ class Attention:
 
     `n_kv_heads` None means n_heads; `d_head` None means d_model // n_heads; `window` w lets a
     query attend to itself and the w - 1 tokens before it (on both sides when not causal).
+
+    `scale` multiplies the scores, None means 1 / sqrt(d_head); `softcap` c turns a score s into
+    c tanh(s / c) (Gemma 2). q/k-norm is over each head or over all heads at once (OLMo 2), before
+    the rotation or, with `qk_norm_last`, after it (Hunyuan). `sinks` gives each head a learned
+    score that takes its share of the softmax and has no value (gpt-oss). `position` is a rotation
+    of this layer's own, or none (SmolLM3); None means the model's.
     """
 
     n_heads: int
@@ -55,9 +71,24 @@ class Attention:
     qk_norm: Norm | None = None
     causal: bool = True
     window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    qk_norm_over: NormWidth = "head"
+    qk_norm_last: bool = False
+    sinks: bool = False
+    position: Rotary | NoPosition | None = None
 
     def __post_init__(self) -> None:
         size("n_heads", self.n_heads)
+        one_of("qk_norm_over", self.qk_norm_over, get_args(NormWidth))
+        for name in ("scale", "softcap"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+        if self.qk_norm_last and self.qk_norm_over == "all":
+            raise InputError(
+                "a norm over all heads comes before the rotation, which splits them",
+                hint="leave qk_norm_last or qk_norm_over out",
+            )
         one_of("bias", self.bias, get_args(Bias))
         if self.d_head is not None:
             size("d_head", self.d_head)
@@ -79,7 +110,7 @@ class Attention:
 
 @spec
 class MLP:
-    """down(act(up(x))); gelu is the exact one, gelu_tanh its approximation."""
+    """down(act(up(x))); gelu is the exact one, gelu_tanh its approximation, relu2 relu(x)^2."""
 
     d_ff: int
     activation: Activation = "gelu"
@@ -92,13 +123,18 @@ class MLP:
 
 @spec
 class SwiGLU:
-    """down(silu(gate(x)) * up(x)), with the names that LLaMA and Qwen use."""
+    """down(silu(gate(x)) * up(x)), with the names that LLaMA and Qwen use.
+
+    With GELU for its `activation` it is known as GeGLU (Gemma).
+    """
 
     d_ff: int
     bias: bool = False
+    activation: GateActivation = "silu"
 
     def __post_init__(self) -> None:
         size("d_ff", self.d_ff)
+        one_of("activation", self.activation, get_args(GateActivation))
 
 
 @spec
@@ -108,6 +144,7 @@ class MoE:
     logits = gate(x), p = softmax(logits); the `experts_per_token` largest logits choose (of equal
     ones the lowest index), and w = p there, divided by its sum where `normalize` says so (Mixtral,
     Qwen3-MoE: yes; OLMoE, Qwen2-MoE: no). No token is ever dropped.
+    `router_bias` adds a learned number to each expert's logit (gpt-oss).
     `shared` is one more expert that every token passes through; with `shared_gate` it is multiplied
     by sigmoid(shared_expert_gate(x)), as in Qwen2-MoE.
     `balance` is the coefficient of the load-balancing loss n_experts * sum_e f_e P_e: f_e is the
@@ -123,6 +160,7 @@ class MoE:
     shared: MLP | SwiGLU | None = None
     shared_gate: bool = False
     balance: float = 0.01
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
         size("n_experts", self.n_experts, 2)
@@ -154,6 +192,9 @@ class Block:
     """Self-attention, cross-attention if any, feed-forward; `placement` is where the norms are.
 
     post: x = norm(x + part(x)), the 2017 paper. pre: x = x + part(norm(x)), steadier when deep.
+    sandwich: x = x + norm'(part(norm(x))) (Gemma 2). output: x = x + norm(part(x)) (OLMo 2).
+    parallel: x = x + attention(norm(x)) + ffn(norm'(x)) (GPT-NeoX); parallel_shared: with one norm
+    for both (Falcon, Cohere). `residual_scale` multiplies what a part adds to x (Granite).
     """
 
     attention: Attention
@@ -161,9 +202,22 @@ class Block:
     norm: Norm
     placement: Placement = "pre"
     cross: Attention | None = None
+    residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
         one_of("placement", self.placement, get_args(Placement))
+        positive("residual_scale", self.residual_scale)
+        if self.residual_scale != 1.0 and self.placement != "pre":
+            raise InputError(
+                f"residual_scale with placement {self.placement!r}",
+                hint="norms before the parts alone: placement='pre'",
+            )
+        if self.cross is not None and self.placement not in ("pre", "post"):
+            raise InputError(
+                f"cross-attention with placement {self.placement!r}", hint="use pre or post"
+            )
+        if self.cross is not None and (self.cross.position is not None or self.cross.sinks):
+            raise InputError("cross-attention has no positions and no sinks")
         if self.cross is not None and (self.cross.causal or self.cross.window is not None):
             raise InputError(
                 "cross-attention cannot be causal or windowed: it reads another sequence",
@@ -239,10 +293,21 @@ Readout = Literal["last", "first", "mean"]
 
 @spec
 class NextHead:
-    """Logits of the next token at each position; tied shares the embedding's weights."""
+    """Logits of the next token at each position; tied shares the embedding's weights.
+
+    Logits are multiplied by `scale` (Granite, Cohere); `softcap` c turns a logit s into
+    c tanh(s / c) (Gemma 2).
+    """
 
     tied: bool = True
     bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("scale", self.scale)
+        if self.softcap is not None:
+            positive("softcap", self.softcap)
 
     @property
     def readout(self) -> None:
@@ -391,8 +456,18 @@ class ScaledEmbedding:
     """The row times sqrt(d_model), as in the 2017 paper: keeps it level with the sinusoids.
 
     Historical and optional: it changes the embedding's effective learning rate, and most models
-    since GPT-2 leave it out.
+    since GPT-2 leave it out. Gemma has it; Granite has a `factor` of its own in its place.
     """
+
+    factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.factor is not None:
+            positive("factor", self.factor)
+
+    def scale(self, d_model: int) -> float:
+        """The factor, resolved for a model of this width."""
+        return d_model**0.5 if self.factor is None else self.factor
 
 
 @spec

@@ -43,6 +43,7 @@ from glassformer.spec.model import (
     StateHead,
     SwiGLU,
     VectorHead,
+    rotary_of,
 )
 from glassformer.spec.own import OwnPosition
 
@@ -163,14 +164,16 @@ def norm_parameters(
 ) -> Iterator[Parameter]:
     """Yield the gain, and LayerNorm's bias."""
     one, zero = Constant(value=1.0), Constant(value=0.0)
-    yield Parameter(name=f"{prefix}weight", shape=(width,), role=role, kind="gain", init=one)
     match norm:
-        case LayerNorm():
-            yield Parameter(name=f"{prefix}bias", shape=(width,), role=role, kind="bias", init=zero)
-        case RMSNorm():
-            pass
+        case LayerNorm(bias=biased):
+            first = one
+        case RMSNorm(offset=offset):
+            first, biased = zero if offset else one, False
         case _ as unreachable:
             assert_never(unreachable)
+    yield Parameter(name=f"{prefix}weight", shape=(width,), role=role, kind="gain", init=first)
+    if biased:
+        yield Parameter(name=f"{prefix}bias", shape=(width,), role=role, kind="bias", init=zero)
 
 
 def linear_parameters(
@@ -213,13 +216,23 @@ def attention_parameters(
     """Yield q, k, v, o projections and q/k-norm; `rotated`: keys are rotated after their bias."""
     d_head = attention.head_width(d_model)
     q_width, kv_width = attention.n_heads * d_head, attention.kv_heads * d_head
-    idle = "" if rotated or attention.qk_norm else KEY_BIAS_IS_IDLE
+    # A cap or a sink makes a row's softmax depend on what all of its scores share.
+    matters = rotated or attention.qk_norm or attention.softcap or attention.sinks
+    idle = "" if matters else KEY_BIAS_IS_IDLE
     biased = {
         "none": "",
         "qkv": "qkv",
         "all": "qkvo",
         "no_key": "qvo",
     }[attention.bias]
+    if attention.sinks:
+        yield Parameter(
+            name=f"{prefix}sinks",
+            shape=(attention.n_heads,),
+            role=role,
+            kind="bias",
+            init=Constant(value=0.0),
+        )
     for letter, shape in (
         ("q", (q_width, d_model)),
         ("k", (kv_width, d_model)),
@@ -236,9 +249,13 @@ def attention_parameters(
             bias_is_idle=idle if letter == "k" else "",
         )
     if attention.qk_norm is not None:
-        for letter in "qk":
+        whole = attention.qk_norm_over == "all"
+        for letter, width in (("q", q_width), ("k", kv_width)):
             yield from norm_parameters(
-                attention.qk_norm, f"{prefix}{letter}_norm.", d_head, role=role
+                attention.qk_norm,
+                f"{prefix}{letter}_norm.",
+                width if whole else d_head,
+                role=role,
             )
 
 
@@ -294,7 +311,7 @@ def _moe_parameters(
 ) -> Iterator[Parameter]:
     """Yield the router, its experts, the shared expert and its gate, with Qwen-MoE's names."""
     yield from linear_parameters(
-        f"{prefix}gate.", (ffn.n_experts, d_model), role="router", init=init, bias=False
+        f"{prefix}gate.", (ffn.n_experts, d_model), role="router", init=init, bias=ffn.router_bias
     )
     for expert in range(ffn.n_experts):
         for parameter in _dense_parameters(
@@ -348,10 +365,15 @@ def block_parameters(
             role="cross_attention",
             residual_depth=residual_depth,
         )
-    yield from norm_parameters(block.norm, f"{prefix}ffn_norm.", d_model)
+    if block.placement == "sandwich":
+        yield from norm_parameters(block.norm, f"{prefix}attn_post_norm.", d_model)
+    if block.placement != "parallel_shared":
+        yield from norm_parameters(block.norm, f"{prefix}ffn_norm.", d_model)
     yield from ffn_parameters(
         block.ffn, f"{prefix}ffn.", d_model, init=init, residual_depth=residual_depth
     )
+    if block.placement == "sandwich":
+        yield from norm_parameters(block.norm, f"{prefix}ffn_post_norm.", d_model)
 
 
 def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[Parameter]:
@@ -383,7 +405,7 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
             f"{prefix}blocks.{layer}.",
             model.d_model,
             init=model.init,
-            rotated=turns_keys(model.position),
+            rotated=rotary_of(block.attention, model.position) is not None,
             residual_depth=depth,
         ):
             yield replace(parameter, layer=layer)

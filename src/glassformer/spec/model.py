@@ -37,14 +37,16 @@ from glassformer.spec.block import (
     VectorHead,
     head_name,
 )
-from glassformer.spec.checks import at_least, divides, size, spec
+from glassformer.spec.checks import at_least, check_member, divides, size, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import HeInit, Init, NormalInit, XavierInit
+from glassformer.spec.own import OwnPosition
 from glassformer.spec.position import (
     ALiBi,
     Learned,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     NoPosition,
     Position,
     Rotary,
@@ -73,6 +75,7 @@ __all__ = [
     "Learned",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
     "MLP",
     "MaskedHead",
     "MoE",
@@ -94,7 +97,20 @@ __all__ = [
     "VectorHead",
     "XavierInit",
     "YarnScaling",
+    "rotary_of",
 ]
+
+
+def rotary_of(attention: Attention, position: Position) -> Rotary | None:
+    """Return the rotation of a self-attention: its own or else the model's; None without one."""
+    own: Position = position if attention.position is None else attention.position
+    match own:
+        case Rotary():
+            return own
+        case NoPosition() | Sinusoidal() | Learned() | ALiBi() | OwnPosition():
+            return None
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 @spec
@@ -186,11 +202,20 @@ class ModelSpec:
                 continue
             if attention.d_head is None:
                 divides("d_model", self.d_model, "n_heads", attention.n_heads)
+        if block.attention.position is not None:
+            check_member("position", self.position, Rotary | NoPosition)
         d_head = block.attention.head_width(self.d_model)
-        if isinstance(self.position, Rotary) and d_head % 2:
+        rotary = rotary_of(block.attention, self.position)
+        if rotary is not None and rotary.share == 1.0 and d_head % 2:
             raise InputError(
                 f"rotary positions turn pairs, and d_head {d_head} is odd",
                 hint=f"the nearest valid d_head is {d_head + 1}",
+            )
+        if rotary is not None and (rotary.width(d_head) % 2 or not rotary.width(d_head)):
+            raise InputError(
+                f"rotary positions turn pairs, and {rotary.share:g} of d_head {d_head} is "
+                f"{rotary.width(d_head)}",
+                hint="choose a share that gives an even number",
             )
 
     @property

@@ -95,7 +95,8 @@ class Llama3Scaling:
 class YarnScaling:
     """A ramp over dimensions between kept and divided frequencies, and a factor on cos and sin.
 
-    `attention_factor` None means the paper's 0.1 ln(factor) + 1.
+    `attention_factor` None means the paper's 0.1 ln(factor) + 1. The ramp begins and ends at whole
+    dimensions, unless `truncate` is off (gpt-oss).
     """
 
     factor: float
@@ -103,6 +104,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         positive("factor", self.factor)
@@ -115,18 +117,58 @@ class YarnScaling:
 
 
 @spec
-class Rotary:
-    """Queries and keys rotated by an angle that grows with position, in half-split pairs."""
+class LongRopeScaling:
+    """Each frequency divided by a factor of its own (LongRoPE, Phi-3), and a factor on cos and sin.
 
-    base: float = 10_000.0
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    There are two sets: `short` for sequences up to `original_max_seq_len`, and `long` for longer
+    ones. Which one is used must not change while a text grows, since cached keys were rotated by
+    it: `extended` chooses the long one for every length.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_seq_len: int
+    attention_factor: float = 1.0
+    extended: bool = False
 
     def __post_init__(self) -> None:
+        at_least("original_max_seq_len", self.original_max_seq_len)
+        positive("attention_factor", self.attention_factor)
+        for factor in (*self.short, *self.long):
+            positive("factor", factor)
+        if len(self.short) != len(self.long):
+            raise InputError(
+                f"{len(self.short)} short factors and {len(self.long)} long ones",
+                hint="one of each for every rotated pair",
+            )
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@spec
+class Rotary:
+    """Queries and keys rotated by an angle that grows with position, in half-split pairs.
+
+    With a `share` below 1, only that first part of each head is rotated (GPT-NeoX, Phi, StableLM).
+    """
+
+    base: float = 10_000.0
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise InputError(f"share {self.share} is outside (0, 1]", hint="1 rotates whole heads")
         if not 1.0 < self.base < float("inf"):
             raise InputError(
                 f"base {self.base} is not above 1, so every pair would rotate by the same angle",
                 hint="10000 is the usual base",
             )
+
+    def width(self, d_head: int) -> int:
+        """The number of rotated entries of a head."""
+        return int(d_head * self.share + 1e-9)
 
 
 @spec
@@ -163,7 +205,8 @@ def alibi_slopes(alibi: ALiBi, n_heads: int, d_head: int) -> list[float]:
 
 
 def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]:
-    """Return the angle per position of each of d_head / 2 pairs, and the factor on cos and sin."""
+    """Return the angle per position of each rotated pair, and the factor on cos and sin."""
+    d_head = rotary.width(d_head)
     powers = [rotary.base ** single(2 * i / d_head) for i in range(d_head // 2)]
     plain = [single(1.0 / single(power)) for power in powers]
     match rotary.scaling:
@@ -176,6 +219,16 @@ def rotary_frequencies(rotary: Rotary, d_head: int) -> tuple[list[float], float]
         case YarnScaling() as scaling:
             scaled, factor = _yarn(plain, scaling, rotary.base, d_head)
             return [single(f) for f in scaled], factor
+        case LongRopeScaling() as scaling:
+            factors = scaling.long if scaling.extended else scaling.short
+            if len(factors) != len(plain):
+                raise InputError(
+                    f"{len(factors)} factors of rotary positions for {len(plain)} pairs",
+                    hint="one for each pair of a head",
+                )
+            pairs = zip(factors, powers, strict=True)
+            made = [single(1.0 / single(single(f) * single(p))) for f, p in pairs]
+            return made, scaling.attention_factor
         case _ as unreachable:
             assert_never(unreachable)
 
@@ -208,8 +261,10 @@ def _yarn(
         context = scaling.original_max_seq_len / (times * 2 * math.pi)
         return d_head * math.log(context) / (2 * math.log(base))
 
-    low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), d_head - 1)
+    first, last = (pair_that_turns(times) for times in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, d_head - 1)
     width = max(high - low, 0.001)  # both ends may be equal on narrow heads
     scaled = []
     for i, frequency in enumerate(plain):

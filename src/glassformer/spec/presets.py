@@ -6,6 +6,7 @@ initialisation) is fixed here.
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -337,6 +338,83 @@ def moe(
     )
 
 
+def gemma(
+    *,
+    vocab_size: int = 1_000,
+    d_model: int = 96,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    d_head: int = 32,
+    d_ff: int = 256,
+    n_layers: int = 3,
+    max_seq_len: int = 256,
+    window: int = 5,
+) -> ModelSpec:
+    """The parts of Gemma 2 and 3: norms around each part, GeGLU, caps, windows, two rotary bases.
+
+    Of three layers the last attends to everything, with the model's rotary base; the others have a
+    window and a base of their own. Scores and logits are capped low, so that caps matter here.
+    """
+    norm = RMSNorm(offset=True)
+    whole = Attention(
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        d_head=d_head,
+        qk_norm=norm,
+        scale=1 / d_head,
+        softcap=5.0,
+    )
+    near = replace(whole, window=window, position=Rotary())
+    ffn = SwiGLU(d_ff=d_ff, activation="gelu_tanh")
+    blocks = {
+        attention: Block(attention=attention, ffn=ffn, norm=norm, placement="sandwich")
+        for attention in (near, whole)
+    }
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        embedding=ScaledEmbedding(),
+        position=Rotary(base=1_000_000.0),
+        decoder=Stack(
+            layers=tuple(
+                Layers(count=1, block=blocks[near if layer % 3 < 2 else whole])
+                for layer in range(n_layers)
+            ),
+            final_norm=norm,
+        ),
+        heads=(NextHead(tied=True, softcap=8.0),),
+        init=NormalInit(std=0.02),
+    )
+
+
+def neox(
+    *,
+    vocab_size: int = 1_000,
+    d_model: int = 96,
+    n_heads: int = 4,
+    d_ff: int = 256,
+    n_layers: int = 3,
+    max_seq_len: int = 256,
+) -> ModelSpec:
+    """The parts of GPT-NeoX and Pythia: attention and feed-forward side by side, partial rotary."""
+    block = Block(
+        attention=Attention(n_heads=n_heads, bias="all"),
+        ffn=MLP(d_ff=d_ff),
+        norm=LayerNorm(),
+        placement="parallel",
+    )
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        max_seq_len=max_seq_len,
+        position=Rotary(share=0.5),
+        decoder=Stack(layers=(Layers(count=n_layers, block=block),), final_norm=LayerNorm()),
+        heads=(NextHead(tied=False),),
+        init=NormalInit(std=0.02),
+    )
+
+
 def seq2seq(
     *,
     vocab_size: int = 1_000,
@@ -402,6 +480,8 @@ PRESETS: dict[str, Callable[..., ModelSpec]] = {
     "qwen": qwen,
     "qwen-sliding": partial(qwen, window=5, qk_norm=False),
     "moe": moe,
+    "gemma": gemma,
+    "neox": neox,
     "seq2seq": seq2seq,
     "seq2seq-pre": partial(seq2seq, pre_norm=True),
 }
@@ -419,6 +499,8 @@ PRESET_SUMMARIES: dict[str, str] = {
     "qwen": "Qwen3's parts: grouped keys, q/k-norm, rotary",
     "qwen-sliding": "Qwen2's parts with a sliding window",
     "moe": "Qwen's mixture of experts, one expert shared",
+    "gemma": "Gemma's parts: norms around each part, caps, GeGLU",
+    "neox": "GPT-NeoX's parts: attention and ffn in parallel",
     "seq2seq": "the encoder-decoder of 2017, post-norm",
     "seq2seq-pre": "the same, pre-norm: steadier when deep",
 }

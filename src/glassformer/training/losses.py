@@ -23,6 +23,7 @@ from glassformer.nn.embedding import TiedHead, TokenEmbedding, read_out
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import as_float
 from glassformer.spec.execution import GPU_CLASSES, PIECE, RECORDED_PIECE
+from glassformer.spec.model import NextHead
 
 # B batch, T length, D d_model, M rows that count, V logits
 
@@ -130,7 +131,9 @@ def _plain_head(model: Model, head: str) -> tuple[Tensor, Tensor | None] | None:
     """Return the weight (V, D) and bias of a head that is one product, or None for another."""
     if head in model.transforms or head not in model.heads:
         return None
-    part, embed = model.heads[head], model.output_embedding()
+    part, embed, kind = model.heads[head], model.output_embedding(), model.spec.head(head)
+    if isinstance(kind, NextHead) and (kind.scale != 1.0 or kind.softcap is not None):
+        return None
     if type(part) is Linear:
         return part.weight, part.bias
     if isinstance(part, TiedHead) and type(embed) is TokenEmbedding:

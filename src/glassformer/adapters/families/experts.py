@@ -21,7 +21,7 @@ from glassformer.adapters.families.llama import (
 from glassformer.adapters.families.qwen import read_windows, write_windows
 from glassformer.adapters.table import Experts, Family, Row, Table
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import MLP, Block, FeedForward, ModelSpec, MoE, SwiGLU
+from glassformer.spec.model import MLP, Bias, Block, FeedForward, ModelSpec, MoE, SwiGLU
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 SHARED = (*(f"shared_expert.{part}" for part in PARTS), "shared_expert_gate")
@@ -198,6 +198,35 @@ def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
     return write_qwen_moe(spec) | own_width(spec) | own
 
 
+def read_olmoe(config: Config) -> ModelSpec:
+    """Read an OLMoE config: q/k-norm over all heads, weights of experts as they are."""
+    ffn = read_mixture(
+        config,
+        d_ff=config.whole("intermediate_size"),
+        normalize=config.flag("norm_topk_prob", default=False),
+    )
+    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
+    bias: Bias = "all" if config.flag("attention_bias", default=False) else "none"
+    spec = read_stack(config, bias=bias, d_head=None, qk_norm=True, ffn=ffn)
+    return each_block(
+        spec,
+        lambda block, _: replace(block, attention=replace(block.attention, qk_norm_over="all")),
+    )
+
+
+def write_olmoe(spec: ModelSpec) -> dict[str, Any]:
+    """Return OLMoE's config keys."""
+    mixture = mixture_of(spec)
+    return write_stack(spec, d_ff=mixture.expert.d_ff) | {
+        "num_experts": mixture.n_experts,
+        "num_experts_per_tok": mixture.experts_per_token,
+        "norm_topk_prob": mixture.normalize,
+        "router_aux_loss_coef": mixture.balance,
+        "output_router_logits": False,
+        "attention_bias": next(spec.decoder.blocks()).attention.bias == "all",
+    }
+
+
 #: A switch that adds the balance loss to the output; the logits do not depend on it.
 HARMLESS = ("output_router_logits",)
 MIXTRAL = Family(
@@ -210,6 +239,16 @@ MIXTRAL = Family(
     idle={"router_jitter_noise": 0.0},
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},
     live=experts_table("mlp", MIXTRAL_NAMES, live=True),
+)
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    QWEN_TABLE,
+    read_olmoe,
+    write_olmoe,
+    harmless=HARMLESS,
+    defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+    live=QWEN_LIVE,
 )
 QWEN2_MOE = Family(
     "qwen2_moe",

@@ -60,6 +60,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "relu2": "relu2",
+    "gelu_fast": "gelu_tanh",
 }
 
 

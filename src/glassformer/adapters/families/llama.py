@@ -7,6 +7,7 @@ transformers 4.x have `rope_theta` and `rope_scaling`, those of 5.x `rope_parame
 are read, and must agree if both are present; both are written.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -25,6 +26,7 @@ from glassformer.spec.model import (
     Layers,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     ModelSpec,
     NextHead,
     Norm,
@@ -33,15 +35,22 @@ from glassformer.spec.model import (
     Stack,
     SwiGLU,
     YarnScaling,
+    rotary_of,
 )
+from glassformer.spec.position import Scaling
 
 THETA = 10_000.0  # the default of transformers
 FULL, SLIDING = "full_attention", "sliding_attention"
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
-def read_rotary(config: Config, *, max_seq_len: int, theta: float = THETA) -> Rotary:
-    """Read the rotary base and scaling of a config; `theta` is the base where none is given."""
+def read_rotary(
+    config: Config, *, max_seq_len: int, theta: float = THETA, share: float = 1.0
+) -> Rotary:
+    """Read the rotary base and scaling of a config.
+
+    `theta` is the base where none is given, `share` the part of a head that is rotated.
+    """
     new = _table(config, "rope_parameters")
     old = _table(config, "rope_scaling")
     outer = config.number("rope_theta", default=None) if config.data.get("rope_theta") else None
@@ -57,7 +66,45 @@ def read_rotary(config: Config, *, max_seq_len: int, theta: float = THETA) -> Ro
         raise FileError(
             "rope_scaling and rope_parameters contradict each other", where=config.where
         )
-    return Rotary(base=inner, scaling=_scaling(found, kind, max_seq_len))
+    outside = config.number("partial_rotary_factor", "rotary_pct", default=share)
+    part = found.number("partial_rotary_factor", default=outside)
+    if kind == "longrope" and not found.has("original_max_position_embeddings"):
+        found.data["original_max_position_embeddings"] = config.any(
+            "original_max_position_embeddings", default=max_seq_len
+        )
+    return Rotary(base=inner, scaling=_scaling(found, kind, max_seq_len), share=part)
+
+
+def read_rotaries(
+    config: Config, *, max_seq_len: int, thetas: tuple[float, float]
+) -> tuple[Rotary, Rotary]:
+    """Read the rotations of full and of sliding attention, in either generation's words.
+
+    `thetas` are the bases of both where none is given.
+    """
+    table = config.any("rope_parameters", default={})
+    if isinstance(table, dict) and isinstance(table.get(FULL), dict):
+        if set(table) - {FULL, SLIDING}:
+            raise config.bad("rope_parameters", table, f"a table of {FULL} and {SLIDING}")
+        made = []
+        for kind, theta in ((FULL, thetas[0]), (SLIDING, thetas[1])):
+            own = Config({"rope_parameters": table.get(kind, {})}, where=config.where)
+            made.append(read_rotary(own, max_seq_len=max_seq_len, theta=theta))
+        return made[0], made[1]
+    whole = read_rotary(config, max_seq_len=max_seq_len, theta=thetas[0])
+    local = config.number("rope_local_base_freq", default=thetas[1])
+    return whole, Rotary(base=local)
+
+
+def write_rotaries(spec: ModelSpec) -> dict[str, Any]:
+    """Return the table of both rotations, as transformers 5 has it."""
+    found = {FULL: Rotary(), SLIDING: Rotary()}
+    for block in spec.decoder.blocks():
+        rotary = rotary_of(block.attention, spec.position)
+        kind = FULL if block.attention.window is None else SLIDING
+        found[kind] = Rotary() if rotary is None else rotary
+    own = {kind: write_rotary(rotary)["rope_parameters"] for kind, rotary in found.items()}
+    return {"rope_parameters": own}
 
 
 def _table(config: Config, key: str) -> dict[str, Any]:
@@ -78,10 +125,8 @@ def _named(table: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": table.get("rope_type", table.get("type", "default")), **rest}
 
 
-def _scaling(
-    found: Config, kind: Any, max_seq_len: int
-) -> LinearScaling | Llama3Scaling | YarnScaling | None:
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None
+def _scaling(found: Config, kind: Any, max_seq_len: int) -> Scaling | None:
+    scaling: Scaling | None
     match kind:
         case "default":
             scaling = None
@@ -103,15 +148,36 @@ def _scaling(
                 beta_fast=found.number("beta_fast", default=32.0),
                 beta_slow=found.number("beta_slow", default=1.0),
                 attention_factor=None if share is None else found.number("attention_factor"),
+                truncate=found.flag("truncate", default=True),
             )
+        case "longrope" | "su":
+            scaling = _longrope(found, max_seq_len)
         case _:
             raise FileError(
                 f"config.json scales rotary positions by {str(kind)[:40]!r}",
                 where=found.where,
                 hint=f"known here: {', '.join(SCALINGS)}",
             )
-    found.finish(idle={"truncate": True})
+    found.finish()
     return scaling
+
+
+def _longrope(found: Config, max_seq_len: int) -> LongRopeScaling:
+    """Read LongRoPE's factors: the short ones are used, up to the context that they are for."""
+    original = _original(found, max_seq_len)
+    factor = found.number("factor", default=max_seq_len / original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    lists = [found.any(key) for key in ("short_factor", "long_factor")]
+    for each in lists:
+        if not isinstance(each, list) or not all(isinstance(f, int | float) for f in each):
+            raise found.bad("short_factor", each, "a list of numbers")
+    short, long = (tuple(float(f) for f in each) for each in lists)
+    return LongRopeScaling(
+        short=short,
+        long=long,
+        original_max_seq_len=original,
+        attention_factor=found.number("attention_factor", default=usual),
+    )
 
 
 def _original(found: Config, max_seq_len: int) -> int:
@@ -121,10 +187,13 @@ def _original(found: Config, max_seq_len: int) -> int:
 def write_rotary(rotary: Rotary) -> dict[str, Any]:
     """Return the config keys of both generations of files."""
     scaled = _write_scaling(rotary)
+    part = {} if rotary.share == 1.0 else {"partial_rotary_factor": rotary.share}
+    new = {"rope_type": "default", **(scaled or {}), "rope_theta": rotary.base, **part}
     return {
         "rope_theta": rotary.base,
-        "rope_scaling": scaled,
-        "rope_parameters": {"rope_type": "default", **(scaled or {}), "rope_theta": rotary.base},
+        "rope_scaling": None if scaled is None else scaled | part,
+        "rope_parameters": new,
+        **part,
     }
 
 
@@ -151,6 +220,15 @@ def _write_scaling(rotary: Rotary) -> dict[str, Any] | None:
                 "beta_fast": scaling.beta_fast,
                 "beta_slow": scaling.beta_slow,
                 **({} if share is None else {"attention_factor": share}),
+                **({} if scaling.truncate else {"truncate": False}),
+            }
+        case LongRopeScaling() as scaling:
+            return {
+                "rope_type": "longrope",
+                "short_factor": list(scaling.short),
+                "long_factor": list(scaling.long),
+                "original_max_position_embeddings": scaling.original_max_seq_len,
+                "attention_factor": scaling.attention_factor,
             }
         case _ as unreachable:
             assert_never(unreachable)
@@ -222,7 +300,9 @@ TABLE = Table(rows=stack_rows(), ignored=ROTARY_BUFFERS)
 
 def turned_layout(spec: ModelSpec) -> Interleaved:
     """Return the layout of q and k where neighbouring rows are a rotary pair."""
-    return Interleaved(next(spec.decoder.blocks()).attention.head_width(spec.d_model))
+    attention = next(spec.decoder.blocks()).attention
+    width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
+    return Interleaved(width, width if rotary is None else rotary.width(width))
 
 
 def neighbours_table(spec: ModelSpec) -> Table:
@@ -245,6 +325,8 @@ def read_stack(
     norm: Norm | None = None,
     ffn: FeedForward | None = None,
     theta: float = THETA,
+    share: float = 1.0,
+    rotary: Rotary | None = None,
 ) -> ModelSpec:
     """Read the stack that these families share; `windows` has one entry per layer, or none.
 
@@ -265,11 +347,15 @@ def read_stack(
         ffn = SwiGLU(d_ff=config.whole("intermediate_size"), bias=mlp_bias)
     block = Block(attention=attention, ffn=ffn, norm=norm)
     max_seq_len = config.whole("max_position_embeddings", most=MOST_POSITIONS)
+    if rotary is None:
+        rotary = read_rotary(config, max_seq_len=max_seq_len, theta=theta, share=share)
+    if isinstance(rotary.scaling, LongRopeScaling):
+        max_seq_len = min(max_seq_len, rotary.scaling.original_max_seq_len)
     return ModelSpec(
         vocab_size=config.whole("vocab_size"),
         d_model=config.whole("hidden_size"),
         max_seq_len=max_seq_len,
-        position=read_rotary(config, max_seq_len=max_seq_len, theta=theta),
+        position=rotary,
         decoder=Stack(
             layers=windowed(block, windows or (None,) * n_layers),
             final_norm=norm,
@@ -436,6 +522,7 @@ def write_stack(spec: ModelSpec, *, d_ff: int | None = None) -> dict[str, Any]:
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,
         **write_rotary(position),
     }
 

@@ -23,8 +23,9 @@ from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
 from glassformer.generation.batching import make_slots
 from glassformer.generation.beam import Hypothesis, beam_search
+from glassformer.generation.fast import program
+from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.native import NativeStepper
-from glassformer.generation.fast.program import why_not
 from glassformer.generation.fast.slots import Span
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
@@ -224,10 +225,11 @@ def _steppers(model: Model) -> dict[str, Stepper]:
     found: dict[str, Stepper] = {
         "cached": TorchStepper(model),
         "growing cache": TorchStepper(model, cache="growing"),
-        "lean": _lean(model),
     }
-    if not why_not(model):
+    if not program.why_not(model):
         found["native"] = NativeStepper(model)
+    if not why_not(model.spec):
+        found["lean"] = _lean(model)
     if next(model.parameters()).dtype in (torch.float32, torch.float64):
         hand = HandModel(model.spec, params=weights_of(model), dtype=weights_dtype(model))
         found["by hand"] = HandStepper(hand)
@@ -452,7 +454,7 @@ def native_steps_are_plain(subject: Subject) -> Measure:
     Rows of different lengths, then the same batch reordered with a row twice, as beams do.
     """
     model, prompts = _case(subject)
-    if reason := why_not(model):
+    if reason := program.why_not(model):
         raise NotOffered(reason)
     found, size = [], f"{subject.size}, {NEW} steps"
     for name in c_library.variants():

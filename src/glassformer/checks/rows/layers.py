@@ -31,9 +31,11 @@ def linear_pairs(name: str, ours: Linear, reference: nn.Linear) -> Iterator[Pair
         yield Pair(f"{name}.bias", ours.bias, reference.bias)
 
 
-def norm_pairs(name: str, ours: LayerNorm | RMSNorm, reference: nn.LayerNorm) -> Iterator[Pair]:
+def norm_pairs(
+    name: str, ours: LayerNorm | RMSNorm | None, reference: nn.LayerNorm
+) -> Iterator[Pair]:
     """Pair gain and shift."""
-    assert isinstance(ours, LayerNorm)
+    assert isinstance(ours, LayerNorm) and ours.bias is not None
     yield Pair(f"{name}.weight", ours.weight, reference.weight)
     yield Pair(f"{name}.bias", ours.bias, reference.bias)
 

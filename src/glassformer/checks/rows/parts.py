@@ -46,7 +46,7 @@ def layer_norm(dtype: torch.dtype) -> Measure:
     """Against nn.LayerNorm, at an input small enough to show eps."""
     B, T, D = 2, 5, 11
     ours = perturb(build_norm(spec.LayerNorm(eps=1e-5), D), dtype=dtype, seed=23)
-    assert isinstance(ours, LayerNorm)
+    assert isinstance(ours, LayerNorm) and ours.bias is not None
     reference = nn.LayerNorm(D, eps=1e-5, dtype=dtype)
     pairs = [
         Pair("weight", ours.weight, reference.weight),

@@ -38,6 +38,7 @@ from glassformer.nn.position import (
     SinusoidalPosition,
 )
 from glassformer.spec import model as spec
+from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnPosition
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
@@ -54,6 +55,41 @@ class Places(ABC):
     @abstractmethod
     def last(self, x_BD: Tensor) -> Tensor:
         """Return the rows whose logits are read."""
+
+
+def why_not(model: spec.ModelSpec) -> str:
+    """Return which part of a model a fast step does not compute; empty if it computes all."""
+    for block in model.decoder.blocks():
+        attention, ffn = block.attention, block.ffn
+        inner = ffn.expert if isinstance(ffn, spec.MoE) else ffn
+        norms = (block.norm, attention.qk_norm, model.decoder.final_norm)
+        rotary = spec.rotary_of(attention, model.position)
+        found = {
+            f"placement '{block.placement}'": block.placement not in ("pre", "post"),
+            "residual_scale": block.residual_scale != 1.0,
+            "attention.scale": attention.scale is not None,
+            "attention.softcap": attention.softcap is not None,
+            "attention.sinks": attention.sinks,
+            "attention.position": attention.position is not None,
+            "a q/k-norm over all heads": attention.qk_norm_over != "head",
+            "a q/k-norm after the rotation": attention.qk_norm_last,
+            "rotary positions of a part of each head": rotary is not None and rotary.share != 1.0,
+            "a gate by GELU": isinstance(inner, spec.SwiGLU) and inner.activation != "silu",
+            "a router's bias": isinstance(ffn, spec.MoE) and ffn.router_bias,
+            "LayerNorm without a bias": any(
+                isinstance(norm, spec.LayerNorm) and not norm.bias for norm in norms
+            ),
+            "RMSNorm with an offset": any(
+                isinstance(norm, spec.RMSNorm) and norm.offset for norm in norms
+            ),
+        }
+        for words, odd in found.items():
+            if odd:
+                return words
+    for head in model.heads:
+        if isinstance(head, spec.NextHead) and (head.scale != 1.0 or head.softcap is not None):
+            return "logits that are scaled or capped"
+    return ""
 
 
 class FastAttention:
@@ -200,6 +236,7 @@ class FastBlock:
 
     def __init__(self, part: TransformerBlock, block: spec.Block, make: Maker) -> None:
         pre = part.pre
+        assert part.ffn_norm is not None, "`why_not` refuses blocks without one"
         self.attention = FastAttention(
             part.attn, block.attention, make, norm=part.attn_norm if pre else None
         )
@@ -258,6 +295,10 @@ class FastModel:
     """A complete decoder as one function of the new tokens; see `step`."""
 
     def __init__(self, model: Model, *, make: Maker) -> None:
+        if reason := why_not(model.spec):
+            raise InputError(
+                f"the fast step does not compute {reason}", hint="TorchStepper runs any model"
+            )
         parts = cast(StackParts, model.decoder if isinstance(model, EncoderDecoder) else model)
         self.embed = parts.embed
         self.blocks = [

@@ -68,6 +68,7 @@ APART = (
     spec.LinearScaling,
     spec.Llama3Scaling,
     spec.YarnScaling,
+    spec.LongRopeScaling,
     spec.ClassHead,
     spec.StateHead,
     spec.AnswerHead,
@@ -127,6 +128,10 @@ def _missing(model: Model) -> str:
     for stack in stacks:
         for block in stack.blocks():
             attention = block.attention
+            if block.placement not in ("pre", "post"):
+                return f"the native step has no placement '{block.placement}'"
+            if isinstance(block.ffn, spec.MLP) and block.ffn.activation not in ACTIVATIONS:
+                return f"the native step has no activation '{block.ffn.activation}'"
             match block.ffn:
                 case spec.MLP() | spec.SwiGLU():
                     pass
@@ -471,6 +476,7 @@ class Program:
         self.position(model, parts)
         for layer, block in enumerate(parts.stack.blocks()):
             part = cast(TransformerBlock, parts.blocks[layer])
+            assert part.ffn_norm is not None, "`why_not` refuses blocks without one"
             self.heads(part.attn, block.attention, parts, self._before(part, part.attn_norm))
             self._after(part, part.attn.o_proj, part.attn_norm)
             if part.cross is not None and part.cross_norm is not None and block.cross is not None:

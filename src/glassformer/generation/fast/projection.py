@@ -95,6 +95,7 @@ def make_norm(part: LayerNorm | RMSNorm) -> Callable[[Tensor], Tensor]:
     weight, eps, shape = part.weight.detach(), part.eps, tuple(part.weight.shape)
     match part:
         case LayerNorm():
+            assert part.bias is not None, "`why_not` refuses a norm without one"
             bias = part.bias.detach()
             return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
         case RMSNorm():
@@ -132,6 +133,7 @@ class Projection:
             self.fused |= {"gain_I": norm.weight.detach(), "eps": norm.eps}
             match norm:
                 case LayerNorm():
+                    assert norm.bias is not None
                     self.fused |= {"norm": "layer", "shift_I": norm.bias.detach()}
                 case RMSNorm():
                     self.fused |= {"norm": "rms", "shift_I": None}
@@ -186,7 +188,9 @@ class HeadNorms:
         match parts[0][0]:
             case LayerNorm():
                 shifts = [(part.bias, n) for part, n in parts if isinstance(part, LayerNorm)]
-                self.bias_XH = torch.cat([bias.detach().expand(n, -1) for bias, n in shifts])
+                self.bias_XH = torch.cat(
+                    [bias.detach().expand(n, -1) for bias, n in shifts if bias is not None]
+                )
             case RMSNorm():
                 pass
             case _ as unreachable:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.generation.fast.block import FastModel
+from glassformer.generation.fast.block import FastModel, why_not
 from glassformer.generation.fast.projection import Maker, gpu_kernels
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Stepper, decodable, read_prompts
@@ -245,6 +245,11 @@ class FastStepper(Stepper):
     ) -> None:
         self.model = decodable(model)
         super().__init__(self.model.spec)
+        if reason := why_not(self.model.spec):
+            raise InputError(
+                f"the fast step does not compute {reason}",
+                hint="leave out {--lean and --compile|fast and compile}: TorchStepper runs any",
+            )
         if compile and routines == "c":
             raise InputError("a compiled step cannot hold our C kernels", hint="routines='auto'")
         self.routines = routines

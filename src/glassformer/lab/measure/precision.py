@@ -20,8 +20,10 @@ from torch import Tensor
 from glassformer.adapters.any_model import quantize
 from glassformer.adapters.base import BaseAdapter
 from glassformer.data.batch import Batch
+from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lens.capture import eval_mode
 from glassformer.lens.inspection import Inspection
@@ -316,7 +318,7 @@ def _prefill(model: Model) -> tuple[Callable[[], Any], int]:
 def _decode(model: Model) -> tuple[Callable[[], Any], int]:
     """Return a call that decodes greedily, batch size 1, from one token."""
     new = min(NEW, model.spec.max_seq_len - 1)
-    stepper = FastStepper(model)
+    stepper = TorchStepper(model) if why_not(model.spec) else FastStepper(model)
     sources = None if model.spec.encoder is None else [[0]]
     prompts = Prompts.of([[0]], sources=sources)
     spec = DecodeSpec(max_new_tokens=new)

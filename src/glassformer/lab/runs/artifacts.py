@@ -15,6 +15,7 @@ import numpy as np
 
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.task import Task
+from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import HandStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -199,4 +200,5 @@ def engine_stepper(engine: Engine) -> Stepper:
     if isinstance(engine, DistributedEngine):
         return TorchStepper(engine.inner.model) if engine.sharded else engine_stepper(engine.inner)
     assert isinstance(engine, (TorchEngine, Member))
-    return TorchStepper(engine.model) if engine.device.type == "cpu" else FastStepper(engine.model)
+    cached = engine.device.type == "cpu" or why_not(engine.model.spec)
+    return TorchStepper(engine.model) if cached else FastStepper(engine.model)

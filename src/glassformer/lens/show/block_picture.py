@@ -18,8 +18,8 @@ from glassformer.spec.model import (
     FeedForward,
     ModelSpec,
     MoE,
-    Rotary,
     SwiGLU,
+    rotary_of,
 )
 
 #: Colours of the explorer, light and dark: the same hue means the same kind of part everywhere.
@@ -37,7 +37,11 @@ _COLOURS = {
     "head": ("#b4490f", "#ffa366"),
 }
 
-ACTIVATIONS = {"relu": "ReLU: max(0, x)", "silu": "SiLU: x sigmoid(x)"}
+ACTIVATIONS = {
+    "relu": "ReLU: max(0, x)",
+    "silu": "SiLU: x sigmoid(x)",
+    "relu2": "ReLU²: max(0, x)²",
+}
 
 
 def _style() -> str:
@@ -197,15 +201,21 @@ def _treatment(attention: Attention, model: ModelSpec, letter: str, *, cross: bo
     if letter == "v":
         return ""
     words = [] if attention.qk_norm is None else [norm_name(attention.qk_norm)]
-    if isinstance(model.position, Rotary) and not cross:
+    if rotary_of(attention, model.position) is not None and not cross:
         words.append("rotated")
+    if attention.qk_norm_last:
+        words.reverse()
     return ", ".join(words)
 
 
 def _score_words(
     attention: Attention, model: ModelSpec, H: int, *, cross: bool
 ) -> list[tuple[str, str]]:
+    scores = f"Q · K / √{H}" if attention.scale is None else f"{attention.scale:g} Q · K"
+    if attention.softcap is not None:
+        scores = f"{attention.softcap:g} tanh({scores} / {attention.softcap:g})"
     bias = " - slope · distance" if isinstance(model.position, ALiBi) and not cross else ""
+    sink = ", with a sink" if attention.sinks else ""
     if cross:
         sees = "every position sees the whole source"
     elif attention.window is not None:
@@ -218,9 +228,9 @@ def _score_words(
             else ("every position sees every other")
         )
     return [
-        (f"scores = Q · K / √{H}{bias}", "name"),
+        (f"scores = {scores}{bias}", "name"),
         (sees, ""),
-        ("weights = softmax of each row of scores", "name"),
+        (f"weights = softmax of each row of scores{sink}", "name"),
         ("each head: weights · V", "name"),
     ]
 
@@ -267,7 +277,9 @@ def _funnel(ffn: MLP | SwiGLU, D: int, y: float) -> tuple[list[Element], float]:
         case MLP():
             up, act = f"up: {D} → {F:,}", ACTIVATIONS.get(ffn.activation, "GELU")
         case SwiGLU():
-            up, act = f"gate and up: {D} → {F:,} each", "SwiGLU: silu(gate) × up"
+            silu = ffn.activation == "silu"
+            act = "SwiGLU: silu(gate) × up" if silu else "GeGLU: gelu(gate) × up"
+            up = f"gate and up: {D} → {F:,} each"
         case _ as unreachable:
             assert_never(unreachable)
 

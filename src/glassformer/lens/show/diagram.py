@@ -129,16 +129,18 @@ class _Pen:
         """Draw a block in its frame."""
         top = self.y
         self.stream(34)
-        pre = layer.block.placement == "pre"
-        for first, second in zip(layer.parts[::2], layer.parts[1::2], strict=True):
-            if pre:
-                self.sublayer((first, second))
-                self.stream(_GAP)
-            else:
+        if layer.block.placement == "post":
+            for first, second in zip(layer.parts[::2], layer.parts[1::2], strict=True):
                 self.sublayer((first,))
                 self.stream(_GAP)
                 self.box(second, branched=False)
                 self.stream(_GAP - 4)
+        else:
+            size, begin = 3 if layer.block.placement == "sandwich" else 2, 0
+            while begin < len(layer.parts):
+                self.sublayer(layer.parts[begin : begin + size])
+                self.stream(_GAP)
+                begin += size
         bottom = self.y
         first_x, last_x = sorted((self.x(6), self.x(WIDTH - 18)))
         width = last_x - first_x
@@ -148,6 +150,8 @@ class _Pen:
         self.lines.insert(len(shift), rect(first_x, top, width, bottom - top, "paper"))
         self.lines.insert(len(shift) + 1, rect(first_x, top, width, bottom - top, "frame"))
         name = f"Block {layer.first}" if layer.count == 1 else f"Block  × {layer.count}"
+        if layer.block.placement.startswith("parallel"):
+            name += ", both parts read its input"
         inset = 24 if self.flip else 58
         self.drawn.append(text(first_x + inset - 10, top + 19, name, kind="name"))
         each = "" if layer.count == 1 else " each"

@@ -35,6 +35,7 @@ from glassformer.spec.model import (
     StateHead,
     SwiGLU,
     VectorHead,
+    rotary_of,
 )
 from glassformer.spec.own import OwnPosition
 
@@ -131,7 +132,9 @@ def _before(model: ModelSpec, prefix: str, owned: _Owned) -> Iterator[Part]:
         case PlainEmbedding():
             note = f"one row of {vocab:,} × {D} for each token"
         case ScaledEmbedding():
-            note = f"one row of {vocab:,} × {D}, times √{D}"
+            factor = model.embedding.factor
+            times = f"√{D}" if factor is None else f"{factor:g}"
+            note = f"one row of {vocab:,} × {D}, times {times}"
         case FactorizedEmbedding(rank=rank):
             note = f"{vocab:,} × {rank} times {rank} × {D}"
         case _ as unreachable:
@@ -208,7 +211,21 @@ def _block_parts(
             norm_key, "norm", norm_name(block.norm), _norm_note(block.norm), owned(norm_key)
         )
         part = Part(f"{at}.{leaf}", kind, name, note, owned(f"{at}.{leaf}"))
-        yield from (norm, part) if block.placement == "pre" else (part, norm)
+        post_key = f"{at}.{leaf}_post_norm"
+        after = Part(
+            post_key, "norm", norm_name(block.norm), _norm_note(block.norm), owned(post_key)
+        )
+        match block.placement:
+            case "pre" | "parallel":
+                yield from (norm, part)
+            case "post" | "output":
+                yield from (part, norm)
+            case "sandwich":
+                yield from (norm, part, after)
+            case "parallel_shared":
+                yield from (norm, part) if leaf == "attn" else (part,)
+            case _ as unreachable:
+                assert_never(unreachable)
 
 
 def _heads_note(attention: Attention, d_model: int) -> str:
@@ -225,15 +242,22 @@ def _attention_note(attention: Attention, model: ModelSpec) -> str:
     ]
     if attention.window is not None:
         words[1] = f"window {attention.window:,}"
+    rotary = rotary_of(attention, model.position)
     match model.position:
-        case Rotary():
-            words.append("rotary")
         case ALiBi():
             words.append("ALiBi")
-        case Learned() | Sinusoidal() | NoPosition() | OwnPosition():
+        case Rotary() | NoPosition() if rotary is not None:
+            words.append("rotary" if rotary.share == 1.0 else f"{rotary.share:.0%} rotary")
+        case Rotary() | NoPosition():
+            words += ["no positions"] if attention.position is not None else []
+        case Learned() | Sinusoidal() | OwnPosition():
             pass
         case _ as unreachable:
             assert_never(unreachable)
+    if attention.softcap is not None:
+        words.append(f"scores capped at {attention.softcap:g}")
+    if attention.sinks:
+        words.append("a sink")
     return ", ".join(words)
 
 
@@ -241,11 +265,18 @@ def ffn_words(ffn: FeedForward, d_model: int) -> tuple[str, str]:
     """Return the name of a feed-forward, and its widths or its experts."""
     match ffn:
         case MLP():
-            names = {"relu": "ReLU", "gelu": "GELU", "gelu_tanh": "GELU", "silu": "SiLU"}
+            names = {
+                "relu": "ReLU",
+                "gelu": "GELU",
+                "gelu_tanh": "GELU",
+                "silu": "SiLU",
+                "relu2": "ReLU²",
+            }
             name = names[ffn.activation]
             return "Feed-forward", f"{d_model} → {ffn.d_ff:,} → {d_model}, {name}"
         case SwiGLU():
-            return "Feed-forward", f"{d_model} → 2 × {ffn.d_ff:,} → {d_model}, SwiGLU"
+            name = "SwiGLU" if ffn.activation == "silu" else "GeGLU"
+            return "Feed-forward", f"{d_model} → 2 × {ffn.d_ff:,} → {d_model}, {name}"
         case MoE():
             shared = ", and a shared one" if ffn.shared is not None else ""
             chosen = f"{ffn.experts_per_token} of {ffn.n_experts}"
@@ -268,9 +299,9 @@ def norm_name(norm: Norm) -> str:
 def _norm_note(norm: Norm) -> str:
     match norm:
         case LayerNorm():
-            return "mean 0, variance 1, then gain and bias"
+            return f"mean 0, variance 1, then gain{' and bias' if norm.bias else ''}"
         case RMSNorm():
-            return "mean square 1, then gain"
+            return "mean square 1, then 1 + gain" if norm.offset else "mean square 1, then gain"
         case _ as unreachable:
             assert_never(unreachable)
 
