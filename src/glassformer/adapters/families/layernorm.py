@@ -41,7 +41,6 @@ from glassformer.adapters.table import (
     Table,
     dense,
 )
-from glassformer.spec.block import Placement
 from glassformer.spec.model import (
     MLP,
     Activation,
@@ -55,6 +54,7 @@ from glassformer.spec.model import (
     NextHead,
     NoPosition,
     NormalInit,
+    Placement,
     Rotary,
     Stack,
 )
