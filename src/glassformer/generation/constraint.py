@@ -31,6 +31,7 @@ class Constraint:
 
     def __init__(self, machine: Machine, *, tokenizer: Tokenizer) -> None:
         self.machine = machine
+        self._last: tuple[object, NDArray[np.int64]] | None = None
         self.vocab_size = tokenizer.vocab_size
         #: The machine's states, and the one in which nothing was made yet, the last.
         self.start = machine.n_states
@@ -56,7 +57,8 @@ class Constraint:
     @classmethod
     def of_regex(cls, pattern: str, *, tokenizer: Tokenizer) -> "Constraint":
         """Return a constraint to strings that match the pattern (see `data.automata.regex`)."""
-        return cls(machine_of_regex(pattern), tokenizer=tokenizer)
+        spaces = not isinstance(tokenizer, Vocab)  # its tokens are names, never a blank
+        return cls(machine_of_regex(pattern, spaces=spaces), tokenizer=tokenizer)
 
     def within(
         self,
@@ -78,13 +80,10 @@ class Constraint:
                 f"the constraint's tokenizer has {self.vocab_size} tokens, the model {vocab_size}",
                 hint="use the model's own tokenizer",
             )
-        more = vocab_size - self.vocab_size
-        target_QV = np.pad(self.target_QV, ((0, 0), (0, more)), constant_values=NOWHERE)
-        target_QV[:, list(forbidden)] = NOWHERE
         ends = [token for token in eos if token not in forbidden]
-        target_QV[:, list(eos)] = NOWHERE
         if eos and not ends:
             raise InputError("every end is forbidden, and the constraint asks for one")
+        target_QV = self._table(vocab_size, tuple(eos), tuple(forbidden))
         can_LQ = self._reachable_ends(target_QV, shortest, longest, ends, forced)
         if not can_LQ[0, self.start]:
             raise InputError(
@@ -107,6 +106,19 @@ class Constraint:
                 hint="give eos, or loosen the constraint",
             )
         return bounded
+
+    def _table(
+        self, vocab_size: int, eos: tuple[int, ...], forbidden: tuple[int, ...]
+    ) -> NDArray[np.int64]:
+        """Return the table for a model's vocabulary, without ends; the last one made is kept."""
+        key = (vocab_size, eos, forbidden)
+        if self._last is None or self._last[0] != key:
+            more = vocab_size - self.vocab_size
+            target_QV = np.pad(self.target_QV, ((0, 0), (0, more)), constant_values=NOWHERE)
+            target_QV[:, list(forbidden)] = NOWHERE
+            target_QV[:, list(eos)] = NOWHERE
+            self._last = key, target_QV
+        return self._last[1]
 
     def _reachable_ends(
         self,

@@ -4,17 +4,21 @@ import json
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from glassformer.adapters.chat.template import ChatTemplate
+from glassformer.data.automata.regex import machine_of_regex
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.text_stream import StopFilter
 from glassformer.serve.request import ResponseFormat
 from glassformer.spec.errors import InputError
 
-#: Constraints that are kept for later requests; a pattern's longest length.
-KEPT, LONGEST_PATTERN = 16, 2_000
+#: Constraints that are kept for later requests, each of so many states x tokens at most; the
+#: characters of a pattern.
+KEPT, MOST_ENTRIES, LONGEST_PATTERN = 4, 1 << 23, 20_000
 
 
 class Formats:
@@ -32,21 +36,218 @@ class Formats:
                 return None
             case "regex":
                 return self._of(wanted.pattern)
-            case "json_object" | "json_schema":
-                raise InputError("JSON formats are not offered yet", hint="use a regex")
+            case "json_object":
+                return self._of(json_pattern({"type": "object"}))
+            case "json_schema":
+                return self._of(json_pattern(wanted.schema))
 
     def _of(self, pattern: str) -> Constraint:
         if len(pattern) > LONGEST_PATTERN:
-            raise InputError(f"a pattern of {len(pattern)} characters", hint=f"{LONGEST_PATTERN}")
+            raise InputError(
+                f"a pattern of {len(pattern):,} characters", hint=f"at most {LONGEST_PATTERN:,}"
+            )
         with self._lock:
             if pattern in self._kept:
                 self._kept.move_to_end(pattern)
                 return self._kept[pattern]
-            made = Constraint.of_regex(pattern, tokenizer=self.tokenizer)
+            machine = machine_of_regex(pattern, spaces=True)
+            if machine.n_states * self.tokenizer.vocab_size > MOST_ENTRIES:
+                size = f"{machine.n_states} states over {self.tokenizer.vocab_size} tokens"
+                raise InputError(f"a machine of {size}", hint="a smaller schema or pattern")
+            made = Constraint(machine, tokenizer=self.tokenizer)
             self._kept[pattern] = made
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
             return made
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+#: Characters of a string are those of ASCII; others are written as escapes.
+CHARACTER = r'([ !#-\[\]-~]|\\["\\/bfnrt]|\\u[0-9a-f][0-9a-f][0-9a-f][0-9a-f])'
+STRING = f'"{CHARACTER}*"'
+INTEGER = "-?(0|[1-9][0-9]*)"
+NUMBER = rf"{INTEGER}(\.[0-9]+)?([eE][+-]?[0-9]+)?"
+COMMA, COLON = ", ?", ": ?"
+#: Words of a schema that constrain nothing.
+NOTES = (
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment", "$defs", "definitions"),
+)
+#: How deep references and parts may nest; values without a schema nest this much less.
+DEEPEST_SCHEMA, MOST_ITEMS = 12, 16
+LITERAL = {"boolean": "(true|false)", "null": "null", "integer": INTEGER, "number": NUMBER}
+
+
+def json_pattern(schema: Any) -> str:
+    """Return a regular expression for the JSON texts of a schema, with properties in its order.
+
+    A subset: types, enum, const, properties and required, items with minItems and maxItems,
+    anyOf, and references to definitions that do not contain themselves. A keyword that is not
+    among them is refused by name. Blanks stand behind `,` and `:` only, one or none.
+    """
+    return _Schema(schema).pattern(schema, "schema", 0)
+
+
+class _Schema:
+    """A schema with its definitions while it is translated."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def pattern(self, schema: Any, where: str, depth: int) -> str:
+        """Return the pattern of one part."""
+        if depth > DEEPEST_SCHEMA:
+            raise InputError(f"{where} nests too deeply, or contains itself", hint="flatten it")
+        if schema is True or schema == {}:
+            return self.anything(1)
+        if not isinstance(schema, dict):
+            raise InputError(f"{where} is no schema", hint="an object")
+        rest = {key: value for key, value in schema.items() if key not in NOTES}
+        if "$ref" in rest:
+            self.only(rest, ("$ref",), where)
+            return self.pattern(self.definition(rest["$ref"], where), where, depth + 1)
+        for key in ("enum", "const"):
+            if key in rest:
+                self.only(rest, (key, "type"), where)
+                return self.listed(rest[key] if key == "enum" else [rest[key]], where)
+        if "anyOf" in rest:
+            self.only(rest, ("anyOf",), where)
+            parts = rest["anyOf"]
+            if not isinstance(parts, list) or not parts:
+                raise InputError(f"{where}.anyOf is no list of schemas")
+            return _either(
+                self.pattern(one, f"{where}.anyOf[{n}]", depth + 1) for n, one in enumerate(parts)
+            )
+        kind = rest.get("type", "object" if "properties" in rest else None)
+        if isinstance(kind, list):
+            return _either(
+                self.pattern({**self.of_type(rest, one), "type": one}, where, depth + 1)
+                for one in kind
+            )
+        match kind:
+            case "object":
+                return self.object_(rest, where, depth)
+            case "array":
+                return self.array(rest, where, depth)
+            case "string":
+                self.only(rest, ("type",), where)
+                return STRING
+            case "boolean" | "null" | "integer" | "number":
+                self.only(rest, ("type",), where)
+                return LITERAL[str(kind)]
+            case _:
+                raise InputError(f"{where} has the type {str(kind)[:40]!r}", hint="JSON's types")
+
+    @staticmethod
+    def of_type(rest: dict[str, Any], kind: Any) -> dict[str, Any]:
+        """Return the keywords that belong to one of several types."""
+        own = {
+            "object": ("properties", "required", "additionalProperties"),
+            "array": ("items", "minItems", "maxItems"),
+        }
+        others = {name for words in own.values() for name in words}
+        kept = own.get(str(kind), ())
+        return {k: v for k, v in rest.items() if k != "type" and (k in kept or k not in others)}
+
+    @staticmethod
+    def only(found: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+        """Refuse keywords that would be ignored."""
+        for key in found:
+            if key not in known:
+                raise InputError(
+                    f"{where} has the keyword {key[:40]!r}, which is not offered",
+                    hint=f"here: {', '.join(known)}",
+                )
+
+    def definition(self, ref: Any, where: str) -> Any:
+        """Return what a reference names: `#`, or a path of names from there."""
+        found = self.root
+        if not isinstance(ref, str) or not ref.startswith("#"):
+            raise InputError(f"{where} refers to another document", hint='"#/$defs/NAME"')
+        for name in ref.removeprefix("#").split("/")[1:]:
+            if not isinstance(found, dict) or name not in found:
+                raise InputError(f"{where} refers to {ref[:60]!r}, which is not there")
+            found = found[name]
+        return found
+
+    @staticmethod
+    def listed(values: Any, where: str) -> str:
+        """Return the pattern of some values as they are."""
+        if not isinstance(values, list) or not values:
+            raise InputError(f"{where} lists no value")
+        return _either(_quoted(json.dumps(value)) for value in values)
+
+    def object_(self, rest: dict[str, Any], where: str, depth: int) -> str:
+        self.only(rest, ("type", "properties", "required", "additionalProperties"), where)
+        properties, required = rest.get("properties"), rest.get("required", [])
+        if isinstance(rest.get("additionalProperties"), dict):
+            raise InputError(f"{where} has a schema of other properties", hint="name them")
+        if properties is None:
+            return self.anything(1, only="object")
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise InputError(f"{where} has no table of properties and list of required ones")
+        for name in required:
+            if name not in properties:
+                raise InputError(f"{where} requires {str(name)[:40]!r}, which has no schema")
+        members = [
+            (
+                _quoted(json.dumps(name))
+                + COLON
+                + self.pattern(part, f"{where}.properties.{name[:40]}", depth + 1),
+                name in required,
+            )
+            for name, part in properties.items()
+        ]
+        later = ""  # the members from here on, behind another one
+        first = ""  # the members from here on, as the first ones
+        for member, needed in reversed(members):
+            alone = member + later
+            first = alone if needed else f"({alone}|{first})" if first else f"({alone})?"
+            later = COMMA + member + later if needed else f"({COMMA}{member})?" + later
+        return rf"\{{{first}\}}"
+
+    def array(self, rest: dict[str, Any], where: str, depth: int) -> str:
+        self.only(rest, ("type", "items", "minItems", "maxItems"), where)
+        least, most = rest.get("minItems", 0), rest.get("maxItems")
+        for number in (least, 0 if most is None else most):
+            if type(number) is not int or not 0 <= number <= MOST_ITEMS:
+                raise InputError(f"{where} counts {number} items", hint=f"0 to {MOST_ITEMS}")
+        item = self.pattern(rest.get("items", True), f"{where}.items", depth + 1)
+        return rf"\[{_repeated(item, least, most)}\]"
+
+    def anything(self, nested: int, *, only: str = "") -> str:
+        """Return the pattern of any value whose arrays and objects nest this much."""
+        plain = _either([STRING, NUMBER, "true", "false", "null"])
+        inner = self.anything(nested - 1) if nested else plain
+        object_ = rf"\{{{_repeated(STRING + COLON + inner, 0, None)}\}}"
+        if only == "object":
+            return object_
+        return _either([plain, object_, rf"\[{_repeated(inner, 0, None)}\]"]) if nested else plain
+
+
+def _either(parts: Iterable[str]) -> str:
+    return f"({'|'.join(parts)})"
+
+
+def _repeated(item: str, least: int, most: int | None) -> str:
+    """Return items with commas between them, at least and at most so many."""
+    if most == 0:
+        return ""
+    if most is None:
+        more = f"({COMMA}{item})" * max(least - 1, 0) + f"({COMMA}{item})*"
+    else:
+        more = f"({COMMA}{item})" * max(least - 1, 0)
+        tail = ""
+        for _ in range(most - max(least, 1)):
+            tail = f"({COMMA}{item}{tail})?"
+        more += tail
+    return f"{item}{more}" if least else f"({item}{more})?"
+
+
+def _quoted(text: str) -> str:
+    """Return a pattern that matches this text alone."""
+    return "".join(c if c.isalnum() or c in ' "_,:-' else f"\\{c}" for c in text)
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ class Machine:
         if len(set(self.alphabet)) < len(self.alphabet):
             raise InputError(f"a symbol occurs twice in the alphabet {self.alphabet}")
         for symbol in self.alphabet:
-            if symbol.split() != [symbol]:
+            # A blank is a character of texts; as a token's name `Vocab` refuses it.
+            if symbol != " " and symbol.split() != [symbol]:
                 raise InputError(f"symbol {symbol!r} is not one word", hint="no spaces")
         for state, row in enumerate(self.transitions):
             if len(row) != len(self.alphabet):

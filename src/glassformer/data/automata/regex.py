@@ -16,16 +16,19 @@ MOST_STATES = 2_000
 WIDEST = 255  # from one end of a range to the other
 
 
-def machine_of_regex(pattern: str, *, alphabet: Sequence[str] = ()) -> Machine:
+def machine_of_regex(
+    pattern: str, *, alphabet: Sequence[str] = (), spaces: bool = False
+) -> Machine:
     """Return the smallest machine whose strings may end exactly where they match; no dead ends.
 
-    The default alphabet is the characters that occur in the pattern, in order.
+    The default alphabet is the characters that occur in the pattern, in order; a blank may be one
+    of them with `spaces`, where symbols are written one behind another.
     """
     if not alphabet:
-        reader = _Parser(pattern, None)
+        reader = _Parser(pattern, None, spaces=spaces)
         reader.whole()
         alphabet = sorted(reader.named)
-    parser = _Parser(pattern, tuple(alphabet))
+    parser = _Parser(pattern, tuple(alphabet), spaces=spaces)
     start, end = parser.whole()
     return _determinised(parser, start, end).trimmed().minimised()
 
@@ -37,7 +40,9 @@ class _Parser:
     that read nothing, `moves[q]` those that read one of some characters.
     """
 
-    def __init__(self, pattern: str, alphabet: tuple[str, ...] | None) -> None:
+    def __init__(
+        self, pattern: str, alphabet: tuple[str, ...] | None, *, spaces: bool = False
+    ) -> None:
         self.pattern = pattern
         self.place = 0
         self.depth = 0
@@ -47,7 +52,8 @@ class _Parser:
         self.open = alphabet is None  # a first reading, which only collects the characters
         self.alphabet = alphabet or ()
         for symbol in self.alphabet:
-            if len(symbol) != 1 or symbol.isspace():
+            blank = symbol.isspace() and not (spaces and symbol == " ")
+            if len(symbol) != 1 or blank:
                 raise self.error(f"symbol {symbol!r} is not a single visible character")
         if not self.open and not self.alphabet:
             raise self.error("the pattern names no symbol", hint="name one, e.g. (ab)*")

@@ -1,0 +1,120 @@
+"""Answers with a form: JSON schemas as patterns, and tool calls in a text."""
+
+import json
+import re
+
+import pytest
+
+from glassformer.serve.structured import ToolReader, json_pattern
+from glassformer.spec.errors import InputError
+from tests.serve.conftest import HELLO
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "description": "who"},
+        "age": {"type": ["integer", "null"]},
+        "tags": {"type": "array", "items": {"enum": ["a", "b c", 3]}, "maxItems": 2},
+        "home": {"$ref": "#/$defs/home"},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "$defs": {"home": {"type": "object", "properties": {"city": {"const": "Zürich"}}}},
+}
+GOOD = (
+    '{"name": "x \\" y", "age": 3}',
+    '{"name":"","age":null,"tags":["a","b c"]}',
+    '{"name": "x", "age": -10, "tags": [], "home": {"city": "Z\\u00fcrich"}}',
+    '{"name": "x", "age": 0, "home": {}}',
+)
+WRONG = (
+    '{"age": 3}',
+    '{"name": "x", "age": 1.5}',
+    '{"name": "x", "age": 01}',
+    '{"name": "x", "age": 1, "tags": [3, 3, 3]}',
+    '{"name": "x", "age": 1, "other": 1}',
+    '{"name": "x" "age": 1}',
+    '{"name": "x, "age": 1}',
+    '{"name": "x", "age": 1,}',
+)
+
+
+def test_a_schema_is_a_pattern():
+    pattern = json_pattern(PERSON)
+    for text in GOOD:
+        json.loads(text)
+        assert re.fullmatch(pattern, text), text
+    for text in WRONG:
+        assert not re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize("least", range(3))
+@pytest.mark.parametrize("most", [None, 0, 2, 3])
+def test_arrays_have_as_many_items_as_they_may(least, most):
+    if most is not None and most < least:
+        return
+    limits = {"minItems": least} | ({} if most is None else {"maxItems": most})
+    pattern = json_pattern({"type": "array", "items": {"type": "integer"}, **limits})
+    for count in range(5):
+        fits = count >= least and (most is None or count <= most)
+        assert bool(re.fullmatch(pattern, json.dumps([7] * count))) == fits
+
+
+REFUSED = {
+    "a keyword": ({"type": "string", "pattern": "a"}, "'pattern'"),
+    "a word that limits": ({"type": "integer", "minimum": 3}, "'minimum'"),
+    "itself": ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "contains itself"),
+    "another document": ({"$ref": "http://x"}, "another document"),
+    "no such definition": ({"$ref": "#/$defs/b"}, "not there"),
+    "no type": ({"type": "text"}, "'text'"),
+    "a requirement without a schema": (
+        {"type": "object", "properties": {}, "required": ["a"]}, "'a'",
+    ),
+    "many items": ({"type": "array", "minItems": 10**9}, "items"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_offered_is_refused_by_name(case):
+    schema, word = REFUSED[case]
+    with pytest.raises(InputError, match=re.escape(word)):
+        json_pattern(schema)
+
+
+def test_an_answer_has_the_schemas_form(house):
+    schema = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}, "n": {"enum": [1, 2]}, "b": {"type": "null"}},
+        "required": ["yes", "n"],
+    }
+
+    async def work(client):
+        found = await client.chat.completions.create(
+            model="tiny",
+            messages=HELLO,
+            max_tokens=60,
+            n=4,
+            seed=1,
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+        )
+        return [choice.message.content for choice in found.choices]
+
+    for text in house.run(work):
+        found = json.loads(text)
+        assert isinstance(found["yes"], bool)
+        assert found["n"] in (1, 2)
+        assert found.keys() <= {"yes", "n", "b"}
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1_000])
+def test_tool_calls_are_read_however_the_text_is_cut(size):
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    text = f"a < b <tool{call}c<tool_call>no json</tool_call>{call.removesuffix('</tool_call>')}"
+    reader = ToolReader()
+    shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
+    shown += reader.flush()
+    assert shown == "a < b <toolc<tool_call>no json</tool_call>"
+    assert [(call.name, json.loads(call.arguments)) for call in reader.calls] == [
+        ("f", {"x": 1}),
+        ("f", {"x": 1}),
+    ]
