@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.adapters.load import load_tokenizer
-from glassformer.cli.actions import chat
 from glassformer.cli.main import app
-from glassformer.cli.verbs import generate
+from glassformer.cli.verbs import chat, generate
 from glassformer.spec.errors import InputError
 from tests.adapters import folders
 
@@ -193,7 +192,7 @@ def test_errors_at_a_terminal_do_not_end_the_conversation(folder, monkeypatch, c
     )
     typed = Typed("/nothing\n", KeyboardInterrupt(), "the cat\n")
     monkeypatch.setattr(sys, "stdin", typed)
-    assert chat.chat(talk) == 0
+    assert chat.converse(talk) == 0
     seen = capsys.readouterr()
     assert "is no command" in seen.err
     assert "/quit or Ctrl-D leaves" in seen.err

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from glassformer.cli import main as command
-from glassformer.cli.actions import demo
+from glassformer.cli.verbs import demo
 from glassformer.store.rundir import RunDirectory
 
 

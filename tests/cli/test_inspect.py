@@ -7,8 +7,8 @@ import pytest
 
 from glassformer.adapters.load import load
 from glassformer.cli import main as command
-from glassformer.cli.actions import inspect
-from glassformer.cli.actions.inspect import Options
+from glassformer.cli.verbs import inspect
+from glassformer.cli.verbs.inspect import Options
 from tests.adapters import folders
 from tests.lab.runs import trained
 from tests.training.samples import digits, machine, reverse
@@ -194,11 +194,11 @@ def test_a_long_line_gives_the_strongest_cells_and_plain_signs_where_there_are_n
     runs, monkeypatch
 ):
     adapter = load(runs / "digits").eval()
-    seen = inspect.inspect(adapter, "SUM " + "1 2 3 4 " * 12, Options(target="3"))
+    seen = inspect.look(adapter, "SUM " + "1 2 3 4 " * 12, Options(target="3"))
     monkeypatch.setenv("COLUMNS", "60")
     text = inspect.result_text(seen)
     assert "does not fit 60 columns; its strongest:" in text
-    short = inspect.inspect(adapter, "SUM 1 2", Options())
+    short = inspect.look(adapter, "SUM 1 2", Options())
     monkeypatch.setattr(inspect.terminal, "is_unicode", lambda: False)
     assert inspect.result_text(short).isascii()
 

@@ -323,8 +323,7 @@ def test_what_is_public_is_documented(module):
     assert not bare, f"{module} leaves without a docstring: {', '.join(bare)}"
 
 
-#: Why a module with a single importer is a file of its own. A verb imports a long action when it
-#: runs, so that `--help` needs no torch; a member of a table has the table as its importer.
+#: Why a module with a single importer is a file of its own. A table is the importer of its members.
 ONE_IMPORTER = {
     "checks.causes": "the catalogue of causes; diff finds the place, this file what is wrong there",
     "checks.symptoms.examples": "mistakes in the data; doctor is their table",
@@ -343,9 +342,7 @@ ONE_IMPORTER = {
     "checks.rows.foreign_training": "rows about others' training; the catalogue is their table",
     "checks.rows.numpy_parity": "rows that compare the engines; the catalogue is their table",
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
-    "cli.actions.chat": "what the verb does, with torch",
-    "cli.actions.demo": "what the verb does, with torch",
-    "cli.actions.inspect": "what the verb does, with torch",
+    "cli.verbs.chat": "a verb; generate --chat is another door to it",
     "cli.main": "the command's entry point; __main__ is another door to it",
     "data.automata.query_learning": "learns a machine from anything that answers queries",
     "data.tasks.finetune": "the task of fine-tuning; lab makes it with a base model",

@@ -1,1 +1,1 @@
-"""Signatures and help of the verbs; nothing here imports torch."""
+"""The verbs, a file each: options, help, what it prints; torch is imported when a verb runs."""

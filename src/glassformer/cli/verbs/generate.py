@@ -1,14 +1,11 @@
-"""`glass generate` and `glass chat`: print a continuation as it is generated, or hold a chat.
-
-The conversation itself is in `actions.chat`.
-"""
+"""`glass generate`: print the continuation of a prompt as it is generated."""
 
 import json
 import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -81,7 +78,9 @@ def generate(
     """
     path = find_model(run, runs=Path(runs), download=download)
     if chat:
-        _talk(
+        from glassformer.cli.verbs.chat import talk
+
+        talk(
             path,
             prompt,
             options,
@@ -101,69 +100,6 @@ def generate(
     code = _run(path, prompt, options=options, device=device, threads=threads, as_json=as_json)
     if code:
         raise typer.Exit(code)
-
-
-@takes(DecodeSpec, into="options")
-def chat(
-    model: AnyModel,
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The first message.")
-    ] = None,
-    system: System = None,
-    chat_option: ChatOption = None,
-    download: Download = False,
-    *,
-    options: dict[str, Any],
-    device: Device = "cpu",
-    threads: Threads = None,
-    runs: Runs = "runs",
-    as_json: AsJson = False,
-) -> None:
-    """Hold a conversation with a model.
-
-    Ctrl-C ends an answer, Ctrl-D the conversation, /help lists commands. Without a terminal every
-    line of stdin is a question. Examples:
-
-      glass chat Qwen/Qwen3-0.6B
-
-      glass chat runs/helper "What is a tap?" --temperature 0.7
-    """
-    path = find_model(model, runs=Path(runs), download=download)
-    _talk(
-        path,
-        prompt,
-        options,
-        system=system,
-        template_options=list(chat_option or ()),
-        device=device,
-        threads=threads,
-        as_json=as_json,
-    )
-
-
-def _talk(
-    path: str,
-    first: str | None,
-    options: Mapping[str, Any],
-    *,
-    system: str | None,
-    template_options: list[str],
-    device: str,
-    threads: int | None,
-    as_json: bool,
-) -> NoReturn:
-    """Chat until the input ends, and end the command."""
-    from glassformer.cli.actions import chat as chatting
-
-    talk = chatting.open_conversation(
-        path,
-        options,
-        system=system,
-        template_options=template_options,
-        device=device,
-        threads=threads,
-    )
-    raise typer.Exit(chatting.chat(talk, first=first, as_json=as_json))
 
 
 def read_options(options: Mapping[str, Any], tokenizer: "Tokenizer") -> "Request":

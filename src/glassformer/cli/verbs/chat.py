@@ -1,4 +1,4 @@
-"""Run `glass generate MODEL --chat`: a conversation at the terminal, or over a pipe.
+"""`glass chat`, and `glass generate --chat`: a conversation at the terminal, or over a pipe.
 
 Answers go to stdout as they are generated, everything else to stderr. Ctrl-C ends an answer, not
 the conversation. Without a terminal every line of stdin is a question, until stdin ends.
@@ -10,19 +10,93 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import torch
+import typer
 
-from glassformer.adapters.chat.template import Conversation
-from glassformer.adapters.load import load
+from glassformer.cli.shell.options import (
+    AnyModel,
+    AsJson,
+    ChatOption,
+    Device,
+    Download,
+    Runs,
+    System,
+    Threads,
+    takes,
+)
 from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
-from glassformer.lab.runs.process import check_threads, stopping, threads_of_decoding
 from glassformer.spec.decoding import BeamSpec, ConstraintSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import GlassError, InputError, nearest
 from glassformer.spec.options import options_of
 from glassformer.spec.units import visible
+
+if TYPE_CHECKING:
+    from glassformer.adapters.chat.template import Conversation
+
+
+@takes(DecodeSpec, into="options")
+def chat(
+    model: AnyModel,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The first message.")
+    ] = None,
+    system: System = None,
+    chat_option: ChatOption = None,
+    download: Download = False,
+    *,
+    options: dict[str, Any],
+    device: Device = "cpu",
+    threads: Threads = None,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Hold a conversation with a model.
+
+    Ctrl-C ends an answer, Ctrl-D the conversation, /help lists commands. Without a terminal every
+    line of stdin is a question. Examples:
+
+      glass chat Qwen/Qwen3-0.6B
+
+      glass chat runs/helper "What is a tap?" --temperature 0.7
+    """
+    path = find_model(model, runs=Path(runs), download=download)
+    talk(
+        path,
+        prompt,
+        options,
+        system=system,
+        template_options=list(chat_option or ()),
+        device=device,
+        threads=threads,
+        as_json=as_json,
+    )
+
+
+def talk(
+    path: str,
+    first: str | None,
+    options: Mapping[str, Any],
+    *,
+    system: str | None,
+    template_options: list[str],
+    device: str,
+    threads: int | None,
+    as_json: bool,
+) -> NoReturn:
+    """Chat until the input ends, and end the command."""
+    held = open_conversation(
+        path,
+        options,
+        system=system,
+        template_options=template_options,
+        device=device,
+        threads=threads,
+    )
+    raise typer.Exit(converse(held, first=first, as_json=as_json))
+
 
 HELP = {
     "/reset": "forget the conversation",
@@ -41,12 +115,17 @@ def open_conversation(
     template_options: list[str],
     device: str = "cpu",
     threads: int | None = None,
-) -> Conversation:
+) -> "Conversation":
     """Open a model for a chat: its folder's own sampling settings, then the options given.
 
     `options` are decoding options by name; a chat takes those of `DecodeSpec`. Torch keeps the
     number of threads that suits the model: a chat lasts as long as the command.
     """
+    import torch
+
+    from glassformer.adapters.load import load
+    from glassformer.lab.runs.process import check_threads, threads_of_decoding
+
     _refuse_foreign(options)
     device = check_device(device)
     check_threads(threads)
@@ -84,7 +163,9 @@ def template_option(text: str) -> tuple[str, Any]:
 # --- the loop -----------------------------------------------------------------------------------
 
 
-def chat(conversation: Conversation, *, first: str | None = None, as_json: bool = False) -> int:
+def converse(
+    conversation: "Conversation", *, first: str | None = None, as_json: bool = False
+) -> int:
     """Chat until the input ends, and return the exit code."""
     live = sys.stdin.isatty()
     if live:
@@ -118,7 +199,7 @@ def chat(conversation: Conversation, *, first: str | None = None, as_json: bool 
             tell(f"error: {error.in_command()}")
 
 
-def obey(conversation: Conversation, line: str) -> None:
+def obey(conversation: "Conversation", line: str) -> None:
     """Run one of the chat's commands."""
     word, _, rest = line.strip().partition(" ")
     rest = rest.strip()
@@ -152,7 +233,7 @@ def _read(live: bool) -> str | None:
     return line.rstrip("\r\n") if line else None
 
 
-def _show_text(conversation: Conversation, question: str) -> None:
+def _show_text(conversation: "Conversation", question: str) -> None:
     for piece in answering(conversation, question):
         print(visible(piece), end="", flush=True)
     print(flush=True)
@@ -166,7 +247,7 @@ def _show_text(conversation: Conversation, question: str) -> None:
         tell("(stopped)")
 
 
-def _show_json(conversation: Conversation, question: str) -> None:
+def _show_json(conversation: "Conversation", question: str) -> None:
     for _ in answering(conversation, question):
         pass
     turn = conversation.last
@@ -175,8 +256,10 @@ def _show_json(conversation: Conversation, question: str) -> None:
     print(json.dumps({**result, "dropped": turn.dropped}), flush=True)
 
 
-def answering(conversation: Conversation, question: str) -> Iterator[str]:
+def answering(conversation: "Conversation", question: str) -> Iterator[str]:
     """Yield the pieces of an answer, until it ends or a Ctrl-C stops it after the next token."""
+    from glassformer.lab.runs.process import stopping
+
     with (
         stopping(only=signal.SIGINT) as stopped,
         contextlib.closing(conversation.ask(question)) as pieces,

@@ -1,1 +1,0 @@
-"""The work of each verb, in a module of the same name."""
