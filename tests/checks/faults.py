@@ -91,6 +91,7 @@ GROUPED_EXPERTS, BALANCE = (
     "balance loss = counted over real tokens",
 )
 STEPS = "every decoding step = uncached"
+NATIVE = "native step = plain step"
 WIDE_STEPS = "every decoding step = uncached, float64"
 BATCHES = "a batch decodes as its rows, padded left or right"
 EVERYTHING = "top-k of everything = plain sampling"
@@ -238,6 +239,10 @@ FAULTS = (
     Fault("the second likeliest token", "generation.stepper:TorchStepper._read", 'self.model.project(hidden_BTD[:, -1], "next")', '-self.model.project(hidden_BTD[:, -1], "next")', DECODING, "seq2seq"),
     Fault("every token read twice", "generation.stepper:TorchStepper._read", "self.positions += tokens_BT.shape[1]", "self.positions += 2 * tokens_BT.shape[1]", ONE_TOKEN, "seq2seq"),
     Fault("logits a little too large", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "1.0001 * hidden_BTD[:, -1]", STEPS, "core"),
+    Fault("a native step in the wrong place", "generation.fast.native:NativeStepper._ready", "self._position[:count] = past.own.length", "self._position[:count] = past.own.length - 1", NATIVE, "core"),
+    Fault("a program without its final norm", "generation.fast.program:Program.head", "if parts.final_norm is not None:", "if False:", NATIVE, "core"),
+    Fault("a program that forgets the q/k-norm", "generation.fast.program:Program.heads", "if part.q_norm is not None and part.k_norm is not None:", "if False:", NATIVE, "qwen"),
+    Fault("lengths that stay behind their rows", "generation.fast.native:Rows.reorder", "self.length[rows]", "self.length[: len(rows)] if len(rows) <= len(self.length) else self.length[np.arange(len(rows)) % len(self.length)]", NATIVE, "core"),
     Fault("a lean step in the wrong place", "generation.fast.stepper:FastStepper.step", "end = slots.length + 1", "end = max(1, slots.length)", STEPS, "core"),
     Fault("float64 through float32", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "hidden_BTD[:, -1].float().to(hidden_BTD.dtype)", WIDE_STEPS, "qwen"),
     Fault("prompts at the wrong side", "generation.prompts:padded", "tokens_BT[place, longest - len(row) :] = row", "tokens_BT[place, : len(row)] = row", BATCHES, "core"),
