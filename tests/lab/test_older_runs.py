@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import glassformer as gf
 from glassformer.adapters.load import load
@@ -61,3 +62,26 @@ def test_it_resumes_to_the_same_losses(run):
     assert code == 0
     for now, then in zip(lines(run), before, strict=True):
         assert now == pytest.approx(then, rel=1e-5)
+
+
+# --- models and certificates that version 0.1.0 wrote ----------------------------------------------
+
+KEPT = WRITTEN.parent / "written-0.1.0"
+
+
+@pytest.mark.filterwarnings("ignore::glassformer.quant.backends.choose.SlowQuantization")
+@pytest.mark.parametrize("name", ["native", "int8", "int4"])
+def test_models_of_that_version_load_and_predict_what_they_did(name):
+    recorded = json.loads((KEPT / "predictions.json").read_text())[name]
+    model = load(KEPT / name)
+    with torch.inference_mode():
+        found = model.forward(torch.arange(1, 8)[None])
+    values = torch.cat([found[head].flatten() for head in sorted(found)])
+    assert values.tolist() == pytest.approx(recorded, abs=2e-3 if name != "native" else 1e-5)
+
+
+def test_a_certificate_of_that_version_can_be_compared_with():
+    older = json.loads((KEPT / "certificate.json").read_text())
+    report = gf.verify(WRITTEN, only="heads")
+    assert isinstance(report.compare(older), list)
+    assert older["failed"] == 0 and older["passed"] >= 20
