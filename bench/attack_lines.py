@@ -24,10 +24,12 @@ from glassformer.spec.serialize import to_dict
 
 #: Seconds after which a command is asked to end (one that may work on, earlier), and its memory.
 SECONDS, WORKING, MEGABYTES = 20.0, 5.0, 4000.0
+#: Seconds in which it must end then: a sweep first lets its processes end.
+GRACE = 60.0
 #: Exit codes as documented; 141 is a reader that has gone.
 CODES = {0, 1, 2, 3, 4, 5, 130, 141, 143}
 #: Verbs that may work for as long as they are let.
-LONG = ("train", "finetune", "sweep", "demo", "explore", "lr-find", "verify", "doctor")
+LONG = ("train", "finetune", "sweep", "demo", "explore", "lr-find", "verify", "doctor", "report")
 #: Options that reach outside of the world, or start hundreds of processes.
 LEFT_OUT = (
     "--ray",
@@ -333,7 +335,9 @@ def run_line(words: list[str], config: str = "") -> Found:
             return 0
 
         patience = WORKING if words[:1] and words[0] in LONG else SECONDS
-        ended = in_child(work, folder=Path(name), seconds=patience, megabytes=MEGABYTES)
+        ended = in_child(
+            work, folder=Path(name), seconds=patience, megabytes=MEGABYTES, grace=GRACE
+        )
         return judged(words, ended, Path(name))
 
 

@@ -171,6 +171,23 @@ def spec_hash(spec: RunSpec) -> str:
     return hashlib.sha256((json.dumps(same, indent=2) + "\n").encode()).hexdigest()
 
 
+def is_of_spec(folder: Path, recorded: str, spec: RunSpec) -> bool:
+    """Return True if a checkpoint is of this spec: by its hash, or by the spec that it holds.
+
+    A later version may give specs new fields, which change the hash: the spec that the checkpoint
+    holds is read as this version reads it, with the new fields at their defaults.
+    """
+    if recorded == spec_hash(spec):
+        return True
+    path = folder / "run.json"
+    if not path.is_file():
+        return False
+    try:
+        return spec_hash(from_json(RunSpec, path.read_text(encoding="utf-8"))) == spec_hash(spec)
+    except InputError:
+        return False
+
+
 def data_hash(facts: Mapping[str, Any]) -> str:
     """Return a hash of a task's facts about its data."""
     text = json.dumps(json_numbers(facts), sort_keys=True)

@@ -46,6 +46,7 @@ from glassformer.lab.runs.record import (
     code_hash,
     data_hash,
     fingerprint,
+    is_of_spec,
     losses,
     metrics_line,
     read_state,
@@ -254,7 +255,7 @@ class TrainingRun:
         folder = self.directory.step_folder(step)
         weights = read_checkpoint(folder, self.spec)
         state = read_state(folder)
-        if state["spec"] != spec_hash(self.spec):
+        if not is_of_spec(folder, state["spec"], self.spec):
             raise InputError("the checkpoint is of another run's spec", where=str(folder))
         if state["data"] != data_hash(self.facts):
             raise InputError(
