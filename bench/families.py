@@ -429,3 +429,117 @@ def run() -> Iterator[dict[str, object]]:
             "ratio": None,
             "of_limit": None,
         }
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs" / "models-supported.md"
+#: Types of text models that people build on, decoders, encoders and translators, most of them among
+#: the most downloaded on the Hub. Chosen by hand and not ordered: no download counts are at hand.
+ASKED_FOR = (
+    *("llama", "mistral", "mixtral", "ministral", "qwen2", "qwen3"),
+    *("qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi"),
+    *("phi3", "olmo2", "olmo3", "olmoe", "smollm3", "granite"),
+    *("granitemoe", "gpt2", "gpt_neox", "gpt_neo", "gptj", "gpt_bigcode"),
+    *("opt", "bloom", "falcon", "mpt", "stablelm", "starcoder2"),
+    *("cohere", "cohere2", "glm", "glm4", "gpt_oss", "deepseek_v3"),
+    *("mamba2", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "bert", "roberta"),
+    *("xlm-roberta", "distilbert", "modernbert", "t5", "bart", "mbart"),
+    *("marian", "m2m_100"),
+)
+
+
+TEXT = """# Models that are read and written
+
+This page is written by `python -m bench.families`, from the registry of adapters and by measurement
+against transformers {version}. The figure is the worst difference of float32 logits, as a share of
+the largest, over tiny random models of several configs: plain, padded on either side, cached token
+by token, of the live module, and read back by transformers from a folder that was written here.
+*Exact* says that greedy tokens are equal, that an imported folder is written back byte for byte,
+and that transformers finds nothing missing or unexpected. Families without a figure have tests of
+their own (`tests/adapters`).
+
+| model_type | direction | what is special | difference | exact |
+|---|---|---|---|---|
+{rows}
+
+A model of another type is refused with the config's key that is not understood; the page
+[Adding an architecture](adding-an-architecture.md) tells how a family is added. Phi-3's LongRoPE is
+read with its short factors, up to the context that they are for.
+
+The fast and native decoding steps refuse parts that they do not compute (norms around or beside
+parts, caps, partial rotation), by name; such models are decoded by the cached step.
+
+## {asked} types that people build on
+
+{read} of {asked} are read ({share}). The list was chosen by hand from the types of text models that
+people build on; it is not a count of downloads, and not ordered by them. Not read: {left}.
+"""
+
+
+def features(spec: Any) -> str:
+    """Return what is special about a family's blocks, in words."""
+    from glassformer.spec import model as parts
+
+    block = next(spec.decoder.blocks())
+    attention, ffn = block.attention, block.ffn
+    windows = {one.attention.window for one in spec.decoder.blocks()}
+    rotary = parts.rotary_of(attention, spec.position)
+    found = {
+        "experts": isinstance(ffn, parts.MoE),
+        "GeGLU": isinstance(ffn, parts.SwiGLU) and ffn.activation != "silu",
+        "no gate": isinstance(ffn, parts.MLP),
+        "LayerNorm": isinstance(block.norm, parts.LayerNorm),
+        "offset norms": isinstance(block.norm, parts.RMSNorm) and block.norm.offset,
+        f"norms: {block.placement}": block.placement != "pre",
+        "windows": windows != {None},
+        "q/k-norm": attention.qk_norm is not None,
+        "ALiBi": isinstance(spec.position, parts.ALiBi),
+        "learned positions": isinstance(spec.position, parts.Learned),
+        "partial rotary": rotary is not None and rotary.share < 1.0,
+        "layers with other positions": any(
+            one.attention.position is not None for one in spec.decoder.blocks()
+        ),
+        "caps": attention.softcap is not None,
+        "multipliers": block.residual_scale != 1.0,
+    }
+    return ", ".join(word for word, there in found.items() if there) or "Llama's parts"
+
+
+def page() -> str:
+    """Return the page: every family with its figure, then the types that are asked for."""
+    import transformers
+
+    from glassformer.adapters.registry import ADAPTERS
+
+    families = {f.model_type: f for one in ADAPTERS.values() for f in one.families}
+    worst: dict[str, float] = {}
+    exact: dict[str, bool] = {}
+    words: dict[str, str] = {}
+    for case in CASES.values():
+        with TemporaryDirectory() as place:
+            proof = prove(case, Path(place))
+            kind = case.model_type
+            worst[kind] = max(worst.get(kind, 0.0), proof.worst)
+            exact[kind] = exact.get(kind, True) and proof.tokens and proof.bytes and proof.complete
+            words.setdefault(kind, features(load(Path(place) / "theirs").spec))
+    rows = [
+        f"| `{kind}` | {'both ways' if family.write else 'read'} | {words.get(kind, '')} | "
+        + (f"{worst[kind]:.0e} | {'yes' if exact[kind] else 'NO'} |" if kind in worst else " | |")
+        for kind, family in sorted(families.items())
+    ]
+    read = [kind for kind in ASKED_FOR if kind in families]
+    left = [f"`{kind}`" for kind in ASKED_FOR if kind not in families]
+    return TEXT.format(
+        version=transformers.__version__,
+        rows="\n".join(rows),
+        asked=len(ASKED_FOR),
+        read=len(read),
+        share=f"{len(read) / len(ASKED_FOR):.0%}",
+        left=", ".join(left),
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

@@ -251,7 +251,13 @@ BROKEN = {
         "llama",
         0,
         lambda f: change(f, rope_parameters={"rope_type": "longrope"}),
-        "'longrope'",
+        "no 'short_factor'",
+    ),
+    "rope of a kind that is not known": (
+        "llama",
+        0,
+        lambda f: change(f, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+        "'dynamic'",
     ),
     "rope by layer": (
         "llama",

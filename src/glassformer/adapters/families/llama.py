@@ -45,11 +45,12 @@ SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def read_rotary(
-    config: Config, *, max_seq_len: int, theta: float = THETA, share: float = 1.0
+    config: Config, *, max_seq_len: int, theta: float = THETA, share: float | None = None
 ) -> Rotary:
     """Read the rotary base and scaling of a config.
 
-    `theta` is the base where none is given, `share` the part of a head that is rotated.
+    `theta` is the base where none is given, `share` the part of a head that is rotated; families
+    that always rotate whole heads have None, and refuse a config with another part.
     """
     new = _table(config, "rope_parameters")
     old = _table(config, "rope_scaling")
@@ -66,8 +67,10 @@ def read_rotary(
         raise FileError(
             "rope_scaling and rope_parameters contradict each other", where=config.where
         )
-    outside = config.number("partial_rotary_factor", "rotary_pct", default=share)
-    part = found.number("partial_rotary_factor", default=outside)
+    part = 1.0
+    if share is not None:
+        outside = config.number("partial_rotary_factor", "rotary_pct", default=share)
+        part = found.number("partial_rotary_factor", default=outside)
     if kind == "longrope" and not found.has("original_max_position_embeddings"):
         found.data["original_max_position_embeddings"] = config.any(
             "original_max_position_embeddings", default=max_seq_len
@@ -325,7 +328,7 @@ def read_stack(
     norm: Norm | None = None,
     ffn: FeedForward | None = None,
     theta: float = THETA,
-    share: float = 1.0,
+    share: float | None = None,
     rotary: Rotary | None = None,
 ) -> ModelSpec:
     """Read the stack that these families share; `windows` has one entry per layer, or none.

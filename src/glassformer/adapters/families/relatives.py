@@ -227,7 +227,7 @@ def read_phi3(config: Config) -> ModelSpec:
     """Read a Phi-3 or Phi-4 config: one window or none; LongRoPE up to its original context."""
     window = optional_whole(config, "sliding_window")
     layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    return read_stack(config, bias="none", d_head=None, windows=(window,) * layers)
+    return read_stack(config, bias="none", d_head=None, windows=(window,) * layers, share=1.0)
 
 
 def write_phi3(spec: ModelSpec) -> dict[str, Any]:
