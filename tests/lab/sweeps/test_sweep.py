@@ -72,6 +72,10 @@ def test_a_plan_survives_its_files(tmp_path):
     for name, text in plan_files(plan).items():
         (tmp_path / name).write_text(text)
     assert read_plan(tmp_path) == plan
+    assert list(plan_files(plan)) == ["cells.jsonl", "sweep.json"]  # a kill leaves no half sweep
+    with (tmp_path / "cells.jsonl").open("a") as file:  # a kill before the sweep names new cells
+        file.write(f"{plan.cells[0].text}\n")
+    assert read_plan(tmp_path) == plan
     with pytest.raises(InputError, match="not the folder of a sweep"):
         read_plan(tmp_path / "nothing")
 

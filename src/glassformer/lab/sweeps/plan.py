@@ -337,7 +337,10 @@ def _check_rungs(plan: Plan) -> None:
 
 
 def plan_files(plan: Plan) -> dict[str, str]:
-    """Return the files of a plan: the sweep with its cells, and the complete run of each cell."""
+    """Return the files of a plan: the complete run of each cell, and the sweep with its cells.
+
+    They are written in this order: a kill between them leaves runs that no sweep names yet.
+    """
     cells = [
         {
             "name": cell.name,
@@ -357,7 +360,7 @@ def plan_files(plan: Plan) -> dict[str, str]:
         "cells": cells,
     }
     lines = "".join(f"{cell.text}\n" for cell in plan.cells)
-    return {"sweep.json": json.dumps(head, indent=1) + "\n", "cells.jsonl": lines}
+    return {"cells.jsonl": lines, "sweep.json": json.dumps(head, indent=1) + "\n"}
 
 
 def read_plan(folder: Path) -> Plan:
@@ -366,6 +369,7 @@ def read_plan(folder: Path) -> Plan:
         head = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         specs = (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()
         plan = Plan(from_dict(SweepSpec, head["sweep"]), score=str(head["metric"]))
+        specs = specs[: len(head["cells"])]
         for index, (cell, line) in enumerate(zip(head["cells"], specs, strict=True)):
             plan.cells.append(
                 Cell(
