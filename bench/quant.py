@@ -4,27 +4,38 @@ The baseline is eager float32 (`F.linear`, and a model that decodes through it w
 fastest float32 stands beside it, so that nobody takes a better loop for a gain of quantization.
 `ratio` = time over the baseline's. Sides take turns. Weights are drawn, not trained: only time and
 memory are measured here.
+
+`--model PATH` measures quality instead, on real weights: our schemes beside llama.cpp's formats
+(weights rounded by the `gguf` package, activations as they are), each with its bytes, the change of
+perplexity with its paired error, the divergence, and how often the likeliest token is the same.
 """
 
+import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from bench.quant_peers import installed, peers_of
+from glassformer.adapters.load import load
+from glassformer.data.batch import Batch
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.kernels.matmul import CHOICES, Product
+from glassformer.lab.measure.precision import agree
+from glassformer.lab.quantize import of_manuals, of_text, tokens_of
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
-from glassformer.quant.contents import quantization_report, resident_bytes
-from glassformer.quant.convert import quantize_model
+from glassformer.quant.contents import quantization_report, quantized_arrays, resident_bytes
+from glassformer.quant.convert import plan, quantize_in_turn, quantize_model
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
+from glassformer.quant.smooth import smooth
 from glassformer.spec import presets
 from glassformer.spec.errors import GlassError
 from glassformer.spec.model import ModelSpec
@@ -34,7 +45,8 @@ from glassformer.spec.schemes import Int4, Int8
 LAYERS = ((512, 512), (896, 896), (4864, 896), (896, 4864))
 ROWS = (1, 8, 64)
 SCHEMES = {
-    "int8": Int8(),
+    "int8 per channel": Int8(group=0),
+    "int8 g32": Int8(group=32),
     "int4 g64": Int4(group=64),
     "int4 g32 symmetric": Int4(group=32, symmetric=True),
 }
@@ -45,8 +57,21 @@ EAGER, FASTEST = "float32, eager", "float32, our fastest"
 Side = Callable[[], object]
 
 
-def run(device: str = "cpu", rounds: int = 7) -> Iterator[dict[str, object]]:
-    """Layers by shape, then whole models."""
+def options(parser: argparse.ArgumentParser) -> None:
+    """`--model PATH`, and what to measure it on."""
+    parser.add_argument("--model", help="a folder or GGUF file: measure quality on its weights")
+    parser.add_argument("--text", help="a text to measure on; else Python's manuals")
+    parser.add_argument("--windows", type=int, default=32, help="windows of 128 tokens")
+    parser.add_argument("--gptq", action="store_true", help="GPTQ too, which takes minutes")
+
+
+def run(
+    device: str = "cpu", rounds: int = 7, asked: argparse.Namespace | None = None
+) -> Iterator[dict[str, object]]:
+    """Layers by shape, then whole models; or the quality of one model."""
+    if asked is not None and asked.model is not None:
+        yield from quality(asked.model, text=asked.text, windows=asked.windows, gptq=asked.gptq)
+        return
     for title, found in installed().items():
         yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
     threads = torch.get_num_threads()
@@ -57,6 +82,77 @@ def run(device: str = "cpu", rounds: int = 7) -> Iterator[dict[str, object]]:
         yield from small_model(device=device, rounds=rounds)
         yield from large_model(device=device, rounds=rounds)
     torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def quality(
+    path: str, *, text: str | None = None, windows: int = 32, gptq: bool = False
+) -> Iterator[dict[str, object]]:
+    """Bytes and loss of one model in every scheme, and in llama.cpp's formats."""
+    adapter = load(path)
+    full, tokenizer = adapter.model.float().eval(), adapter.get_tokenizer()
+    found = of_manuals(tokenizer, full) if text is None else of_text(Path(text), tokenizer, full)
+    batches, count = [], 0
+    for batch in found.measuring:
+        if count < windows:
+            batches.append(batch)
+            count += len(batch.tokens)
+    case = f"{Path(path).name}, {tokens_of(batches):,} positions"
+    smoothed = copy.deepcopy(full)
+    spec = QuantSpec(scheme=Int4(group=32))
+    schemes = {layer: scheme for layer, (_, scheme) in plan(full, spec).items()}
+    smooth(smoothed, found.calibrating[:4], schemes)
+    ours: dict[str, tuple[Model, QuantSpec]] = {
+        "int8 per channel": (full, QuantSpec(scheme=Int8(group=0))),
+        "int8 g32": (full, QuantSpec()),
+        "int8 g32, smoothed": (smoothed, QuantSpec()),
+        "int4 g64": (full, QuantSpec(scheme=Int4(group=64))),
+        "int4 g32": (full, spec),
+        "int4 g32, smoothed": (smoothed, spec),
+    }
+    for name, (model, wish) in ours.items():
+        small = quantize_model(copy.deepcopy(model), wish)
+        arrays = quantized_arrays(small)[1]
+        yield _quality(case, name, full, small, sum(a.nbytes for a in arrays.values()), batches)
+    if gptq:
+        wish = QuantSpec(scheme=Int4(group=32), method="gptq")
+        small = quantize_in_turn(copy.deepcopy(smoothed), found.calibrating, wish)
+        size = sum(a.nbytes for a in quantized_arrays(small)[1].values())
+        name = f"int4 g32, smoothed, GPTQ on {tokens_of(found.calibrating):,} tokens"
+        yield _quality(case, name, full, small, size, batches)
+    for name in ("Q8_0", "Q5_0", "Q4_1", "Q4_0"):
+        small, size = in_gguf_format(full, name)
+        yield _quality(case, f"llama.cpp's {name.lower()}", full, small, size, batches)
+
+
+def in_gguf_format(full: Model, name: str) -> tuple[Model, int]:
+    """Every matrix in one of llama.cpp's formats (a table has 8 bits at least), and the bytes."""
+    import gguf
+
+    kind, model, size = gguf.GGMLQuantizationType[name], copy.deepcopy(full), 0
+    for path, p in model.named_parameters():
+        if p.ndim != 2 or p.shape[1] % 32:
+            size += 4 * p.numel()
+            continue
+        used = gguf.GGMLQuantizationType.Q8_0 if path.startswith("embed") else kind
+        packed = gguf.quants.quantize(p.detach().numpy(), used)
+        p.copy_(torch.from_numpy(gguf.quants.dequantize(packed, used)))
+        size += packed.nbytes
+    return model, size
+
+
+def _quality(
+    case: str, name: str, full: Model, small: Model, size: int, batches: list[Batch]
+) -> dict[str, object]:
+    agreement = agree(full, small, batches)
+    share = size / sum(4 * p.numel() for p in full.parameters())
+    error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
+    said = (
+        f"{name}: {share:.4f} of float32's bytes, perplexity {agreement.perplexity[1]:.4f} "
+        f"({agreement.change:+.2%}{error}), KL {agreement.full_to_small.mean:.5f}, "
+        f"same token {agreement.top1:.2%}"
+    )
+    return _row(case, said)
 
 
 def _row(case: str, name: str, ms: float | None = None, ratio: float | None = None) -> dict:

@@ -1,7 +1,9 @@
 """`glass quantize`: the folder that every command takes, the comparison, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
+import bench.quant as bench_quant
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -9,8 +11,10 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.cli.main import app
+from glassformer.lab.quantize import Wish, _warnings, _without_text, tokens_of
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.quantization import quant_spec
 from glassformer.store.checkpoint import load_quantized
 
 pytestmark = pytest.mark.filterwarnings(
@@ -55,6 +59,8 @@ def test_the_folder_is_a_model_for_every_command(runs):
     assert agreement["change_error"] > 0 and agreement["examples"] > 1
     assert {"worst", "example", "position"} <= set(agreement["small_to_full"])
     assert found["prefill"]["ratio"] > 0 and found["decode"]["ratio"] > 0 and found["layers"]
+    assert set(found["operands"]) == {"weights", "activations", "head"} and "outliers" in found
+    assert found["operands"]["weights"] > found["operands"]["activations"] > 0
     assert found["quantized_layers"] == sum(found["schemes"].values()) >= len(found["layers"])
     evaluated = json.loads(glass(runs, "evaluate", "text-int4", "--json"))
     plain = json.loads(glass(runs, "evaluate", "text", "--json"))
@@ -65,6 +71,7 @@ def test_the_folder_is_a_model_for_every_command(runs):
     assert result.exit_code == 0 and "5 passed, 0 failed" in result.stdout
     again = gf.compare_precision(runs / "text", runs / "text-int4")
     assert again.disk == tuple(found["disk"]) and again.resident == tuple(found["resident"])
+    assert dict(again.layers) == pytest.approx(dict(map(tuple, found["layers"])), rel=0.02)
     assert again.agreement.perplexity == pytest.approx(agreement["perplexity"], rel=1e-6)
     assert str(again).splitlines()[1].startswith("bytes on disk")
     back = runs / "text-back"
@@ -103,6 +110,7 @@ def test_people_read_a_table_that_says_what_is_slower(runs):
         " ± ",
         "decode tokens/s",
         "divergence",
+        "divergence, by cause",
         "worst layers",
     ):
         assert words in said
@@ -188,3 +196,39 @@ def test_one_call_in_python(runs):
     assert torch.equal(again(tokens), small(tokens))
     calibrated = gf.quantize(model.model, bits=4, calibrate=[torch.tensor([[1, 2, 3, 4]])])
     assert {layer.method for layer in quantization_report(calibrated).layers.values()} == {"gptq"}
+
+
+def test_a_loss_is_warned_of_and_text_is_named(runs, tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    out = ("--out", str(runs / "worse"))
+    found = json.loads(
+        glass(runs, "quantize", "text", "--bits=4", "--text", str(words), "--json", *out)
+    )
+    assert found["material"] == "the end of words.txt"
+    outcome = Wish(spec=quant_spec(bits=4, group=128), smooth=False)
+    agreement = SimpleNamespace(change=0.031, change_error=0.002, positions=900)
+    said = list(_warnings(outcome, SimpleNamespace(agreement=agreement), 10**6))
+    assert said[0] == "measured on 900 positions only: another text may differ much"
+    assert said[1].startswith("the perplexity rises by 3.1%; what helps: smoothing")
+    assert "--calibrate FILE" in said[1] and "--group 32" in said[1] and "--bits 8" in said[1]
+    gptq = Wish(spec=quant_spec(bits=4, method="gptq"))
+    agreement.change, agreement.positions = 0.0, 5000
+    (few,) = _warnings(gptq, SimpleNamespace(agreement=agreement), 1000)
+    assert few.startswith("GPTQ has seen 1,000 tokens")
+
+
+def test_a_model_of_its_own_is_measured_on_manuals(runs, tmp_path):
+    adapter = gf.load(runs / "text")
+    material = _without_text(adapter, adapter.get_tokenizer())
+    assert material.origin.startswith("Python's manuals")
+    assert tokens_of(material.calibrating) > 3000 < tokens_of(material.measuring)
+    assert material.measuring[0].tokens.shape[1] <= adapter.model.spec.max_seq_len
+    assert _without_text(adapter, None).origin == "sequences drawn from the model itself"
+
+
+def test_the_benchmark_measures_a_model_beside_other_formats(runs):
+    rows = [str(row["name"]) for row in bench_quant.quality(str(runs / "text"), windows=16)]
+    named = {name.partition(":")[0] for name in rows}
+    assert {"int8 g32", "int4 g32, smoothed", "llama.cpp's q8_0", "llama.cpp's q4_0"} <= named
+    assert all(" ± " in name and "KL " in name and "same token" in name for name in rows)

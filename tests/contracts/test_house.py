@@ -348,7 +348,6 @@ ONE_IMPORTER = {
     "data.tasks.finetune": "the task of fine-tuning; lab makes it with a base model",
     "data.tasks.sequences": "a task; build_task is the table",
     "data.tasks.translation": "a task; build_task is the table",
-    "quant.smooth": "outliers into weights, before any rounding: a method of its own",
     "lab.measure.lm_eval": "needs the lm-eval package",
     "lab.plots.machine_graph": "a drawing of its own, read without the learner",
     "lab.smallbench.exams": "the questions; the suite asks them",

@@ -7,9 +7,19 @@ import pytest
 import torch
 
 from glassformer.data.batch import Batch
+from glassformer.lab.measure.precision import layer_errors
+from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
 from glassformer.quant.convert import plan, quantize_in_turn, quantize_model
-from glassformer.quant.smooth import Link, apply, inputs_of_layers, links, outliers, smooth
+from glassformer.quant.smooth import (
+    Link,
+    apply,
+    inputs_of_layers,
+    links,
+    outliers,
+    smooth,
+    smoothed_alike,
+)
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
@@ -55,8 +65,6 @@ def test_links_are_those_that_are_exact():
         made = build(presets.preset(name), generator=torch.Generator().manual_seed(0))
         inputs = tokens(made)
         if made.spec.encoder is not None:
-            from glassformer.models.inputs import Inputs
-
             inputs = Inputs(inputs, source_BS=inputs)
         by_name[name] = {link.source: link.readers for link in links(made, inputs)}
     attn = tuple(f"blocks.0.attn.{leaf}_proj" for leaf in "qkv")
@@ -81,6 +89,10 @@ def test_outliers_are_named_and_smoothing_makes_up_for_them():
     smooth(smoothed, [batch], schemes_of(full, spec))
     fine = quantize_model(smoothed, spec)
     exact = logits(full)
+    twin = smoothed_alike(full, fine, batch)
+    assert twin is not full and torch.equal(logits(twin), exact)
+    assert max(error for _, error in layer_errors(twin, fine, Inputs(batch))) < 0.02
+    assert smoothed_alike(twin, fine, batch) is twin
     errors = [float((logits(one) - exact).norm()) for one in (rough, fine)]
     assert errors[1] < 0.5 * errors[0], errors
 

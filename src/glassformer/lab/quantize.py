@@ -24,6 +24,7 @@ from glassformer.adapters.load import AnyModel, adapt, folder_of, load
 from glassformer.adapters.native import NativeAdapter, save_model
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
+from glassformer.data.tasks.text import read_corpus
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
@@ -46,7 +47,7 @@ from glassformer.quant.convert import (
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.schemes import quantize_tensor
-from glassformer.quant.smooth import Smoothed, smooth
+from glassformer.quant.smooth import Outlier, Smoothed, inputs_of_layers, outliers, smooth
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -160,6 +161,12 @@ LENGTH, ROWS = 128, 16
 CALIBRATING, MEASURING = 16, 32
 #: Batches that smoothing needs at most.
 SMOOTHING = 4
+#: Tokens times parameters that one reading of the material may cost; but never fewer tokens.
+AFFORDED, LEAST = 10**12, 2048
+#: Logits that are held at once: a large vocabulary gets fewer rows.
+LOGITS = 1 << 25
+#: A loss above this is warned of; so are fewer tokens than these to calibrate GPTQ on, to measure.
+WARNED, FEW_CALIBRATING, FEW_MEASURING = 0.01, 4096, 1000
 #: Share of a text that is kept for measuring.
 HELD_OUT = 0.2
 
@@ -198,22 +205,50 @@ def of_text(path: Path, tokenizer: Tokenizer, model: Model) -> Material:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the text cannot be read: {error}", where=str(path)) from error
+    return _of_words(text, tokenizer, model, where=str(path), origin=f"the end of {path.name}")
+
+
+def of_manuals(tokenizer: Tokenizer, model: Model) -> Material:
+    """Return material of Python's own manuals, in English: what every machine has."""
+    _check_continues(model)
+    enough = 8 * (CALIBRATING + MEASURING) * ROWS * LENGTH  # characters
+    pieces, length = [], 0
+    for document in read_corpus("", seed=0):
+        pieces.append(document.content.decode())
+        length += len(pieces[-1])
+        if length > enough:
+            break
+    text = "\n\n".join(pieces)
+    origin = "Python's manuals (English; --text FILE measures on yours)"
+    return _of_words(text, tokenizer, model, where="Python's manuals", origin=origin)
+
+
+def _of_words(
+    text: str, tokenizer: Tokenizer, model: Model, *, where: str, origin: str
+) -> Material:
     ids = np.array(tokenizer.encode(text), dtype=np.int64)
     if len(ids) and ids.max() >= model.spec.vocab_size:
-        raise InputError("the tokenizer has more tokens than the model", where=str(path))
+        raise InputError("the tokenizer has more tokens than the model", where=where)
     cut = int(len(ids) * (1 - HELD_OUT))
     parts = [_windows(part, model) for part in (ids[:cut], ids[cut:])]
     if not all(parts):
         raise InputError(
             f"a text of {len(ids)} tokens is too short to calibrate and to measure on",
-            where=str(path),
+            where=where,
             hint="some thousand words serve best",
         )
+    tokens = max(LEAST, AFFORDED // max(1, sum(p.numel() for p in model.parameters())))
+    most = max(1, tokens // int(parts[0][0].tokens.size))
     return Material(
-        tuple(_spread(parts[0], CALIBRATING)),
-        tuple(_spread(parts[1], MEASURING)),
-        f"the end of {path.name}",
+        tuple(_spread(parts[0], min(most, CALIBRATING * ROWS // _rows(model)))),
+        tuple(_spread(parts[1], min(most, MEASURING * ROWS // _rows(model)))),
+        origin,
     )
+
+
+def _rows(model: Model) -> int:
+    """Return the number of rows of a batch whose logits may be held at once."""
+    return max(1, min(ROWS, LOGITS // (LENGTH * model.spec.vocab_size)))
 
 
 def _spread(batches: list[Batch], most: int) -> list[Batch]:
@@ -247,7 +282,8 @@ def _windows(ids: "np.ndarray", model: Model) -> list[Batch]:
     length = min(LENGTH, model.spec.max_seq_len, max(2, len(ids) - 1))
     starts = range(0, len(ids) - length, length)
     rows = [ids[start : start + length + 1] for start in starts]
-    return [_batch(np.stack(rows[i : i + ROWS])) for i in range(0, len(rows), ROWS)]
+    many = _rows(model)
+    return [_batch(np.stack(rows[i : i + many])) for i in range(0, len(rows), many)]
 
 
 def _batch(window_BT: "np.ndarray") -> Batch:
@@ -282,6 +318,7 @@ class Wish:
 
     spec: QuantSpec
     calibrate: Path | None = None
+    text: Path | None = None
     smooth: bool = True
     qat_steps: int = 0
     auto: bool = False
@@ -304,6 +341,8 @@ class Outcome:
     prompt: str
     timings: list[Timing] = field(default_factory=list)
     smoothed: list[Smoothed] = field(default_factory=list)
+    outliers: list[Outlier] = field(default_factory=list)
+    warnings: tuple[str, ...] = ()
 
 
 def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = None) -> Outcome:
@@ -335,11 +374,12 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
                 hint="leave out {--auto|auto=True} to save memory all the same",
             )
         select = keeping_float(timings)
-    smoothed = []
+    smoothed: list[Smoothed] = []
+    seen = inputs_of_layers(full, material.calibrating[:SMOOTHING])
     if wish.smooth and not wish.qat_steps:
         # The same function to the last bit, so that the comparison below is with what was given.
         schemes = {p: scheme for p, (_, scheme) in plan(full, wish.spec, select=select).items()}
-        smoothed = smooth(full, material.calibrating[:SMOOTHING], schemes)
+        smoothed = smooth(full, material.calibrating[:SMOOTHING], schemes, samples=seen)
         small = copy.deepcopy(full)
     small = _quantized(small, wish, material, run, task, select, watch)
     files = dict(adapter.files())
@@ -361,7 +401,39 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
         timings=timings,
         smoothed=smoothed,
+        outliers=outliers(seen),
+        warnings=tuple(_warnings(wish, comparison, tokens_of(material.calibrating))),
     )
+
+
+def _warnings(wish: Wish, found: Comparison, calibrated: int) -> Iterator[str]:
+    """Yield what the user should know before trusting the result, and what would help."""
+    agreement, spec = found.agreement, wish.spec
+    gptq = spec.resolved_method == "gptq"
+    if gptq and calibrated < FEW_CALIBRATING:
+        yield (
+            f"GPTQ has seen {calibrated:,} tokens, and fits what it sees: give it "
+            f"{FEW_CALIBRATING:,} or more (--calibrate FILE)"
+        )
+    if agreement.positions < FEW_MEASURING:
+        yield f"measured on {agreement.positions:,} positions only: another text may differ much"
+    if agreement.change - (agreement.change_error or 0.0) <= WARNED:
+        return
+    helps = []
+    if not wish.smooth and not wish.qat_steps:
+        helps.append("smoothing (leave out --no-smooth)")
+    if spec.scheme.bits < 8:
+        if not gptq and not wish.qat_steps:
+            helps.append("GPTQ on a text like yours (--calibrate FILE)")
+        if getattr(spec.scheme, "group", 32) not in (None, 32):
+            helps.append("groups of 32 (--group 32)")
+        helps.append("8 bits (--bits 8)")
+    elif getattr(spec.scheme, "group", None) == 0:
+        helps.append("groups of 32 (leave out --group 0)")
+    elif not gptq:
+        helps.append("GPTQ on a text like yours (--calibrate FILE)")
+    more = f"; what helps: {', '.join(helps)}" if helps else ""
+    yield f"the perplexity rises by {agreement.change:.1%}{more}"
 
 
 def compare_precision(
@@ -385,8 +457,10 @@ def compare_precision(
         material = of_task(built_task(task))
     elif text is not None:
         material = of_text(Path(text), before.tokenizer, before.model)
+    elif run is not None:
+        material = of_task(assemble(run).task)
     else:
-        material = of_model(before.model) if run is None else of_task(assemble(run).task)
+        material = of_model(before.model)
     found = compare(before.model, after.model, material.measuring, material=material.origin)
     if not isinstance(full, str | Path) or not isinstance(small, str | Path):
         return found
@@ -443,16 +517,30 @@ def run_of(path: str) -> RunSpec | None:
 
 
 def _material(wish: Wish, adapter: NativeAdapter, task: Task | None) -> Material:
-    text = None
-    if wish.calibrate is not None:
-        tokenizer = adapter.get_tokenizer()
-        if tokenizer is None:
-            raise InputError("a model without a tokenizer cannot read a text")
-        text = of_text(wish.calibrate, tokenizer, adapter.model)
-    if task is not None:
-        own = of_task(task)
-        return own if text is None else joined(text, own)
-    return of_model(adapter.model) if text is None else text
+    """Return what to calibrate and to measure on: given texts, the task, manuals, own samples."""
+    tokenizer = adapter.get_tokenizer()
+    texts = [wish.calibrate, wish.text]
+    if tokenizer is None and any(texts):
+        raise InputError("a model without a tokenizer cannot read a text")
+    calibrating, measuring = (
+        None if path is None else of_text(path, cast(Tokenizer, tokenizer), adapter.model)
+        for path in texts
+    )
+    if measuring is None:
+        measuring = of_task(task) if task is not None else calibrating
+    if measuring is None:
+        measuring = _without_text(adapter, tokenizer)
+    return measuring if calibrating is None else joined(calibrating, measuring)
+
+
+def _without_text(adapter: NativeAdapter, tokenizer: Tokenizer | None) -> Material:
+    """Return manuals that the model can read, or else sequences sampled from it."""
+    if tokenizer is not None:
+        try:
+            return of_manuals(tokenizer, adapter.model)
+        except InputError:  # characters, or ids, that it does not have
+            pass
+    return of_model(adapter.model)
 
 
 def _quantized(

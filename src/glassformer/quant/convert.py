@@ -427,26 +427,48 @@ def _settle_block(
     settle: Callable[[Plain, Tensor, Tensor], None],
 ) -> None:
     """Quantize the layers of one block in turn; `sides`: the block being rounded, the float one."""
-    for names in _stages(sides[0], layers, calls[0][0]):
-        first = sides[0].get_submodule(names[0])
+    rounded, plain = sides
+    stages = _stages(rounded, layers, calls[0][0])
+    due: list[list[Tensor]] = []  # what the float block's layers are given, by batch and stage
+    for args, settings in calls[1]:
+        with _inputs_of(plain, [names[0] for names in stages]) as seen:
+            plain(*args, **settings)
+        due.append([x for _, x in seen])
+    for number, names in enumerate(stages):
+        first = rounded.get_submodule(names[0])
         assert isinstance(first, Linear)
         width = first.d_in
         moment_II = torch.zeros(width, width, device=first.weight.device)
         cross_II = torch.zeros_like(moment_II)
-        for batch, *pair in zip(batches, *calls, strict=True):
-            rows, reading = [], model.inputs(batch)
-            for block, (args, settings) in zip(sides, pair, strict=True):
-                with _inputs_of(block, names[:1]) as seen:
-                    block(*args, **settings)
-                rows.append(real_rows(seen[0][1], reading).float())
-            got_MI, due_MI = rows
+        for batch, call, wanted in zip(batches, calls[0], due, strict=True):
+            reading = model.inputs(batch)
+            got_MI = real_rows(_given(rounded, names[0], call), reading).float()
+            due_MI = real_rows(wanted[number], reading).float()
             moment_II.addmm_(got_MI.T, got_MI)
             cross_II.addmm_(due_MI.T, got_MI)
         for name in names:
-            layer = sides[0].get_submodule(name)
+            layer = rounded.get_submodule(name)
             assert isinstance(layer, Linear)
             weight_OI = making_up(layer.weight, moment_II=moment_II, cross_II=cross_II)
             settle(layer, weight_OI, moment_II)
+
+
+def _given(block: nn.Module, layer: str, call: Call) -> Tensor:
+    """Return what a layer of the block is given; the block's forward pass stops there."""
+    found: list[Tensor] = []
+
+    def stop(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        found.append(given[0])
+        raise _Reached
+
+    hook = block.get_submodule(layer).register_forward_pre_hook(stop)
+    try:
+        block(*call[0], **call[1])
+    except _Reached:
+        pass
+    finally:
+        hook.remove()
+    return found[0]
 
 
 def _stages(block: nn.Module, layers: Sequence[str], call: Call) -> list[list[str]]:

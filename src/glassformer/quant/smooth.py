@@ -16,6 +16,7 @@ rounded products on calibration rows; 0, nothing, is one of the choices.
 (SmoothQuant, Xiao et al., 2022; AWQ, Lin et al., 2023.)
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from glassformer.nn.block import TransformerBlock
 from glassformer.nn.ffn import SwiGLU
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
-from glassformer.quant.layers import real_rows
+from glassformer.quant.layers import QuantizedWeight, real_rows
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import Scheme
@@ -330,6 +331,33 @@ def smooth(
             apply(bare, link, scale_C)
             done.append(Smoothed(link.source, link.readers, exponent, first, error))
     return done
+
+
+@torch.no_grad()
+def smoothed_alike(full: Model, small: Model, batch: Any) -> Model:
+    """Return the float model with its channels scaled as those of a quantized copy of it.
+
+    The same function, whose layers are given what the quantized ones are given. Scales are powers
+    of two, so the sizes of columns tell them, rounded as they are.
+    """
+    scaled: Model | None = None
+    for link in links(full, batch):
+        layer, rounded = (model.get_submodule(link.readers[0]) for model in (full, small))
+        if not isinstance(rounded, QuantizedWeight):
+            continue
+        assert isinstance(layer, Linear)
+        before_I, after_I = layer.weight.norm(dim=0), rounded.weights().norm(dim=0)
+        there_I = (before_I > 0) & (after_I > 0)
+        times_I = torch.where(there_I, (after_I / before_I).log2().round(), 0.0)
+        scale_C = torch.ones(len(link.made[0])).to(times_I)
+        scale_C[link.channel_I.to(times_I.device)] = torch.exp2(times_I)
+        if bool((scale_C != 1).any()):
+            scaled = copy.deepcopy(full) if scaled is None else scaled
+            own = dict(scaled.named_parameters())
+            names = {id(p): name for name, p in full.named_parameters()}
+            made = tuple(own[names[id(p)]] for p in link.made)
+            apply(scaled, Link(link.source, link.readers, made, link.channel_I), scale_C)
+    return full if scaled is None else scaled
 
 
 def _by_channel(rms_I: Tensor, channel_I: Tensor) -> Tensor:

@@ -48,6 +48,13 @@ def quantize(
     calibrate: Annotated[
         str | None, typer.Option(metavar="FILE", help="A text to calibrate on, by GPTQ.")
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A text to measure on; else the run's own examples, or Python's manuals.",
+        ),
+    ] = None,
     smooth: Annotated[
         bool,
         typer.Option(
@@ -119,6 +126,7 @@ def quantize(
     wish = Wish(
         spec=spec,
         calibrate=None if calibrate is None else Path(calibrate),
+        text=None if text is None else Path(text),
         smooth=smooth,
         qat_steps=qat,
         auto=auto,
@@ -154,6 +162,8 @@ def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
         print(_as_json(outcome))
         return
     print(_as_text(outcome, wish.spec), flush=True)
+    for said in outcome.warnings:
+        tell(f"warning: {said}")
     end(outcome.folder, after_quantizing(outcome.folder, outcome.prompt))
 
 
@@ -186,6 +196,8 @@ def _as_json(outcome: "Outcome") -> str:
         "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
         "smoothed": [asdict(link) for link in outcome.smoothed],
+        "outliers": [asdict(one) for one in outcome.outliers],
+        "warnings": list(outcome.warnings),
         "timings": [
             asdict(timing) | {"scheme": timing.scheme.describe()} for timing in outcome.timings
         ],
@@ -206,6 +218,12 @@ def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
         "",
         str(outcome.comparison),
     ]
+    if outcome.outliers:
+        shown = ", ".join(f"{o.layer} {o.channel} ({o.times:.0f}x)" for o in outcome.outliers[:4])
+        lines.append(
+            f"outlier channels       {len(outcome.outliers)}, size over the median channel's: "
+            f"{shown}"
+        )
     if outcome.smoothed:
         before, after = (
             sum(errors) / len(outcome.smoothed)

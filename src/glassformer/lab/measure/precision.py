@@ -39,6 +39,7 @@ from glassformer.quant.contents import (
     resident_bytes,
 )
 from glassformer.quant.convert import quantized_layers
+from glassformer.quant.smooth import smoothed_alike
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import coverage
@@ -89,6 +90,19 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
+class Operands:
+    """Where the divergence comes from, in nats per position, on the first batch.
+
+    `weights`: rounded weights with activations as they are. `activations`: what rounding those adds
+    to it. `head`: the rounded head on the full model's own vectors. They do not add up.
+    """
+
+    weights: float
+    activations: float
+    head: float
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Everything that `glass quantize` prints, as text when printed.
 
@@ -103,6 +117,7 @@ class Comparison:
     layers: tuple[tuple[str, float], ...]
     backends: tuple[str, ...]
     material: str
+    operands: Operands | None = None
     disk: tuple[int, int] | None = None
     note: str = ""
 
@@ -136,6 +151,10 @@ class Comparison:
                 f"divergence, {name}  mean {one.mean:.5f}, worst {one.worst:.4f} "
                 f"(example {one.example}, position {one.position})"
             )
+        if self.operands is not None:
+            parts = asdict(self.operands).items()
+            alone = ", ".join(f"{name} {value:.5f}" for name, value in parts)
+            lines.append(f"divergence, by cause   {alone}")
         worst = "; ".join(f"{path} {error:.2%}" for path, error in self.layers)
         return "\n".join([*lines, f"worst layers           {worst}"])
 
@@ -161,7 +180,8 @@ def compare(
     """Measure both models, now."""
     if not batches:
         raise InputError("nothing to compare on", hint="give a text, or a run with its task")
-    errors = sorted(layer_errors(full, small, batches[0]), key=lambda error: -error[1])
+    twin = smoothed_alike(full, small, batches[0])
+    errors = sorted(layer_errors(twin, small, batches[0]), key=lambda error: -error[1])
     agreement = agree(full, small, batches)
     prefill, decode = speeds(full, small)
     return Comparison(
@@ -172,6 +192,38 @@ def compare(
         layers=tuple(errors[:worst]),
         backends=quantization_report(small).backends,
         material=material,
+        operands=_operands(full, small, batches[0]),
+    )
+
+
+@torch.no_grad()
+def _operands(full: Model, small: Model, batch: Batch) -> Operands:
+    """Return the divergence that rounding weights, activations and the head causes, each alone."""
+    head = next(name for name in full.spec.head_names() if name in batch.targets)
+    counted = torch.from_numpy(loss_weights(batch, head)) > 0
+
+    def predicted(model: Model) -> Tensor:
+        logits: Tensor = model(batch)[head]
+        return logits.float().log_softmax(-1).cpu()
+
+    def far(one: Tensor, other: Tensor) -> float:
+        return max(0.0, float((divergence(one, other) * counted).sum() / counted.sum()))
+
+    p, q = predicted(full), predicted(small)
+    wanted = {layer: layer.wanted for _, layer in quantized_layers(small)}
+    try:
+        for layer in wanted:
+            layer.use("reference")
+        plain = predicted(small)
+    finally:
+        for layer, backend in wanted.items():
+            layer.use(backend)
+    inputs = full.inputs(batch)
+    logits = small.logits(full.hidden(inputs), head, valid_BT=inputs.valid_BT)
+    return Operands(
+        weights=far(p, plain),
+        activations=far(plain, q),
+        head=far(p, logits.float().log_softmax(-1).cpu()),
     )
 
 
