@@ -549,7 +549,7 @@ FAULTS = [
     fault(
         "gradients of the last batch left standing",
         "model:Model._zero_shared",
-        'if name.startswith(("embed.", "position.")):',
+        'if name.startswith(("embed.", "position.", "token_type.")):',
         'if name.startswith("position."):',
         "accumulation",
     ),

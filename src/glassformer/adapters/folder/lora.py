@@ -12,9 +12,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from glassformer.adapters.families.llama import TABLE
+from glassformer.adapters.counterpart import counterpart
 from glassformer.adapters.folder.files import SIDECAR_LIMIT, read_object
-from glassformer.adapters.table import make_plan
+from glassformer.adapters.table import Rows
 from glassformer.models.model import Model
 from glassformer.models.state import dtype_of, load_weights, weights_hash, weights_of
 from glassformer.nn.lora import apply_lora, merge
@@ -50,14 +50,22 @@ UNUSED: dict[str, tuple[object, ...]] = {
 
 
 def module_names(spec: ModelSpec) -> dict[str, str]:
-    """Map our projections' names to those of the Hugging Face model, or to themselves."""
+    """Map our projections' names to those of the Hugging Face model, or to themselves.
+
+    Theirs are used where each of our matrices is one of theirs, as it is: factors of a matrix that
+    is fused or reordered there would correct something else.
+    """
     ours = [name for name, p in stored(spec).items() if p.kind == "matrix"]
+    theirs = {name: name for name in ours}
     try:
-        plan = make_plan(TABLE, spec)
-    except InputError:  # a parameter that these models do not have
-        theirs = {name: name for name in ours}
+        plan = counterpart(spec).plan(spec)
+    except InputError:  # no Hugging Face model computes this
+        pass
     else:
-        theirs = {name: entry.theirs for entry in plan.entries.values() for name in entry.ours}
+        entries = {name: entry for entry in plan.entries.values() for name in entry.ours}
+        held = [entries[name] for name in ours]
+        if all(len(one.ours) == 1 and isinstance(one.layout, Rows) for one in held):
+            theirs = {name: entries[name].theirs for name in ours}
     return {name.removesuffix(".weight"): theirs[name].removesuffix(".weight") for name in ours}
 
 
