@@ -66,14 +66,13 @@ def serve(
 ) -> None:
     """Serve models to applications: OpenAI's interface, on this machine.
 
-    Answers do not depend on who else is being served. Ctrl-C finishes what is running; a second
-    one ends at once. Examples:
+    Answers do not depend on who else is being served. Applications talk to the address that it
+    prints; curl ADDRESS/v1/models lists the models. Ctrl-C finishes what is running; a second one
+    ends at once. Examples:
 
       glass serve Qwen/Qwen3-0.6B
 
       glass serve small=runs/helper large=path/to/model.gguf --slots 16
-
-      curl http://127.0.0.1:8000/v1/models
     """
     if not 0 <= port <= 65535:
         raise InputError(f"--port {port} is no port", hint="0 to 65535; 0 takes a free one")
