@@ -12,7 +12,6 @@ The fence is ```py, not ```python: blocks of the second kind are run as tests.
 import ast
 import re
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -28,14 +27,8 @@ QUOTE = re.compile(
 )
 
 
-@dataclass(frozen=True)
 class BadQuote(Exception):
     """A quote that names nothing, or more than one thing."""
-
-    what: str
-
-    def __str__(self) -> str:
-        return self.what
 
 
 def source_of(file: str, name: str) -> str:
