@@ -19,8 +19,9 @@ from glassformer.spec.options import options_of
 DEEPEST, QUOTED = 64, 60
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 4, 200
 MOST_TOP, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 20, 64, 2_000, 128
-#: Sampling options of ours that OpenAI's interface does not have, by their names in `DecodeSpec`.
-OURS = ("top_k", "min_p", "typical_p", "repetition_penalty")
+#: Sampling options of `DecodeSpec` that OpenAI's interface does not have; Hugging Face's has them.
+OPENAIS = ("temperature", "top_p")
+OURS = tuple(each for each in options_of(DecodeSpec) if each.hf and each.name not in OPENAIS)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -221,7 +222,7 @@ SHARED = (
     "frequency_penalty",
     "logit_bias",
     "user",
-    *OURS,
+    *(each.name for each in OURS),
 )
 
 
@@ -251,13 +252,11 @@ def _generation(fields: Fields, *, limit: int | None) -> Generation:
         top_p = fields.number("top_p", 1.0, low=0, high=1)
         # The nucleus of no probability is the likeliest token.
         settings |= {"top_p": top_p} if top_p > 0 else {"temperature": 0.0}
-    for option in (each for each in options_of(DecodeSpec) if each.name in OURS):
-        if not fields.has(option.name):
-            continue
-        if option.name == "top_k":
-            found = fields.integer("top_k", None, low=1, high=2**31)
+    for option in (each for each in OURS if fields.has(each.name)):
+        if option.type is int:
+            found = fields.integer(option.name, None, low=int(option.at_least or 0), high=2**31)
             assert found is not None
-            settings["top_k"] = found
+            settings[option.name] = found
         else:
             settings[option.name] = fields.number(option.name, 0.0, low=0, high=100)
     return Generation(
