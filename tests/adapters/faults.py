@@ -76,7 +76,7 @@ FAULTS = [
     Fault(
         "interleaved rotary",
         "nn.position:rotate",
-        "x_BNTH.chunk(2, dim=-1)",
+        "x_BNTH[..., :width].chunk(2, dim=-1)",
         "(x_BNTH[..., ::2], x_BNTH[..., 1::2])",
         "llama",
     ),

@@ -162,9 +162,9 @@ FAULTS = (
     Fault("a biased score taken for a masked one", ATTEND, "added == -math.inf", "added < 0", READ, "alibi-lm"),
     Fault("distance from the new tokens alone", "models.stack:_Masks._bias", "torch.arange(self.keys, device=self.device)", "torch.arange(self.keys, device=self.device).clamp(min=self.keys - self.queries)", GROWING, "alibi-lm"),
     Fault("fast step without its bias", "generation.fast.block:FastAttention.heads", "mask = bias_1KGS if mask is None else mask + bias_1KGS", "pass", STEPS, "alibi-lm"),
-    Fault("fast step with slopes of other heads", "generation.fast.block:FastAttention._bias", "-self.slopes_N[:, None]", "-self.slopes_N.flip(0)[:, None]", STEPS, "alibi-lm"),
-    Fault("sinusoid sin and cos swapped", "nn.position:sinusoids", "angle.sin()", "angle.cos()", SINUSOIDS),
-    Fault("sinusoid exponent doubled", "nn.position:sinusoids", "-even / d_model", "-2 * even / d_model", SINUSOIDS),
+    Fault("fast step with slopes of other heads", "generation.fast.block:FastAttention.bias", "-self.slopes_N[:, None]", "-self.slopes_N.flip(0)[:, None]", STEPS, "alibi-lm"),
+    Fault("sinusoid sin and cos swapped", "nn.position:sinusoids", "table[:, 0::2] = angle.sin()", "table[:, 0::2] = angle.cos()", SINUSOIDS),
+    Fault("sinusoid exponent doubled", "nn.position:sinusoids", "kind.base**-powers", "kind.base ** (-2 * powers)", SINUSOIDS),
     Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", self.first(), persistent=False)', "self.table = nn.Parameter(self.first())", SINUSOIDS),
     Fault("table in the checkpoint", "nn.position:RotaryPosition.__init__", "persistent=False", "persistent=True", MANIFEST, "qwen"),
     # norms, feed-forward, blocks

@@ -18,6 +18,9 @@ GREEDY = 1e-5
 #: An alpha beyond this would overflow for lengths that models have.
 STEEPEST = 40
 
+#: The widest beam search: beyond this, memory and time are those of a mistake.
+WIDEST_BEAM = 1024
+
 LengthPenalty = Literal["gnmt", "power"]
 
 
@@ -189,7 +192,7 @@ class BeamSpec:
         flag="--beams",
         label="Beams",
         at_least=1,
-        at_most=1024,
+        at_most=WIDEST_BEAM,
         show_default=False,
     )
     n_best: int | None = option(

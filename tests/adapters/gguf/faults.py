@@ -24,8 +24,8 @@ READING = [
     Fault(
         "reordered the other way",
         "adapters.table:Interleaved.split",
-        "self.d_head // 2, 2",
-        "2, self.d_head // 2",
+        "(self.turned or self.d_head) // 2, 2",
+        "2, (self.turned or self.d_head) // 2",
         "llama",
     ),
     Fault("tied forgotten", SETTINGS, '"output.weight" not in tensors', "False", "smollm2"),
@@ -75,7 +75,7 @@ WRITING = [
     Fault(
         "written as it is",
         "adapters.table:Interleaved.join",
-        "self._turned(tensors[0], 2, self.d_head // 2)",
+        "self._turned(tensors[0], 2, (self.turned or self.d_head) // 2)",
         "tensors[0]",
         "llama",
     ),
