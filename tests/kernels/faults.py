@@ -1,12 +1,16 @@
 """Planted faults of the C files: a line of damage each, and the check that must notice."""
 
 import atexit
+import contextlib
 import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from glassformer.kernels.build import COMPILERS, HEADERS, HERE, SOURCES
 
@@ -82,6 +86,21 @@ STEP_FAULTS = (
     Fault("log-probabilities of a half", "step_parts.h", "all = most + logf(all)", "all = most + 0.5f * logf(all)", "native_runs_are_steps"),
     Fault("a team leaves gaps", "native.c", "int64_t last = first + chunk < count ? first + chunk : count;", "int64_t last = first + chunk < count ? first + chunk - 1 : count;", "threads_change_no_step"),
 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """Fill torch's new tensors: what a damaged line leaves out is never there by chance.
+
+    Memory that an earlier check gave back may hold the very numbers that should be written.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import pytest
 
 from glassformer.kernels import c_library
 from tests.kernels.checks import CHECKS
-from tests.kernels.faults import FAULTS, damaged_library
+from tests.kernels.faults import FAULTS, damaged_library, new_memory_is_nan
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -13,7 +13,7 @@ def test_every_fault_is_caught(fault, tmp_path, monkeypatch):
         pytest.skip("this machine cannot run the damaged line")
     damaged = c_library.open_library(damaged_library(fault, tmp_path))
     monkeypatch.setattr(c_library, "_loaded", lambda: (damaged, ""))
-    with pytest.raises(AssertionError):
+    with new_memory_is_nan(), pytest.raises(AssertionError):
         CHECKS[fault.caught_by]()
 
 

@@ -38,7 +38,16 @@ from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets
 from glassformer.spec.manifest import count_parameters, stored
-from glassformer.spec.model import MLP, Attention, Dropout, FeedForward, ModelSpec, MoE, SwiGLU
+from glassformer.spec.model import (
+    MLP,
+    Attention,
+    Dropout,
+    FeedForward,
+    ModelSpec,
+    MoE,
+    NextHead,
+    SwiGLU,
+)
 from glassformer.spec.taps import tap_shapes
 from glassformer.spec.tasks import NAMED_TASKS
 from glassformer.spec.train import AdamW, RunSpec, TrainSpec
@@ -95,6 +104,10 @@ def tied(subject: Subject) -> Measure:
             expected = hidden @ embed.weight.T
         bias = model.heads["next"].bias
         expected = expected if bias is None else expected + bias
+        head = next(head for head in model.spec.heads if isinstance(head, NextHead))
+        expected = expected * head.scale
+        if head.softcap is not None:
+            expected = head.softcap * torch.tanh(expected / head.softcap)
     names = [name for name, _ in model.named_parameters() if name.startswith("heads.next.")]
     worst = math.inf if set(names) - {"heads.next.bias"} else relative_gap(logits, expected)
     return Measure(worst, tolerance_of(logits, subject), subject.size)
