@@ -51,7 +51,7 @@ FAULTS = (
     Fault("metrics measured before they are written", EVENTS, "if save:\n        log.flush()", "if save:\n        pass", "resume, torch"),
     Fault("early stop forgotten", "lab.runs.run:TrainingRun._gave_up", "self.progress.stale >= patience", "self.progress.stale == patience + 1", "early stop"),
     Fault("a damaged checkpoint is used", f"{RUNDIR}.newest_whole", "verify_folder(self.step_folder(step))", "pass", "damage"),
-    Fault("another run's checkpoint is used", RESUME, 'if state["spec"] != spec_hash(self.spec):', "if False:", "other spec"),
+    Fault("another run's checkpoint is used", RESUME, 'if not is_of_spec(folder, state["spec"], self.spec):', "if False:", "other spec"),
     # the run
     Fault("two writers", f"{RUNDIR}.locked", "self._take_lock(file)", "pass", "lock"),
     Fault("the best one is pruned", f"{RUNDIR}.prune", 'self.pointed("best")', "None", "pruning"),

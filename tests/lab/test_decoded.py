@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glassformer.data.build_task import build_task
-from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.stepper import Stepper, TorchStepper
 from glassformer.lab.measure.exact_match import answers, decode_split, wanted
 from glassformer.lab.recipes import recipe
 from glassformer.models.inputs import Inputs
@@ -15,7 +15,7 @@ from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 
 
-class Told:
+class Told(Stepper):
     """A stepper that knows the rule of the task, to the word: copies or reverses its source."""
 
     encoder_calls = positions = 0

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from glassformer.generation.beam import beam_search
-from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
@@ -103,7 +102,7 @@ def test_the_tree_is_that_of_beam_search(talkers: Workspace) -> None:
     start, *grown, end = said(talkers, mode="beam", width=3, max_new_tokens=6, alpha=0.2)
     model = talkers.model("text")
     spec = BeamSpec(width=3, alpha=0.2, max_new_tokens=6, eos=model.end_ids())
-    (found,) = beam_search(TorchStepper(model.model), model.prompt("so it"), spec=spec, record=True)
+    (found,) = beam_search(model.stepper(), model.prompt("so it"), spec=spec, record=True)
     nodes = [node for line in grown for node in line["nodes"]]
     assert len(grown) > 1 and len(nodes) == len(found.tree)
     for node, own in zip(nodes, found.tree, strict=True):

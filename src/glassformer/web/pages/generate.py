@@ -161,9 +161,10 @@ def _stepper(adapter: "BaseAdapter", *, cached: bool) -> "Stepper":
 
 
 def _caches(stepper: "Stepper") -> bool:
+    from glassformer.generation.fast.native import NativeStepper
     from glassformer.generation.stepper import TorchStepper
 
-    return isinstance(stepper, TorchStepper)
+    return isinstance(stepper, (TorchStepper, NativeStepper))
 
 
 def _started(
