@@ -13,6 +13,7 @@ import torch
 import glassformer as gf
 from glassformer.adapters.load import load
 from glassformer.cli.verbs.train import run_training
+from glassformer.quant.convert import use_backend
 
 WRITTEN = Path(__file__).parents[1] / "fixtures" / "run-0.1.0"
 
