@@ -15,7 +15,7 @@ from glassformer.generation.fast.program import why_not
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import NOTHING, decode
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.kernels.threads import taking
@@ -211,6 +211,38 @@ def native_beams_are_plain() -> None:
         for one, other in zip(found, expected, strict=True):
             assert [h.tokens for h in one.hypotheses] == [h.tokens for h in other.hypotheses]
         assert stepper.pages.used == 0
+
+
+class OneByOne(NativeStepper):
+    """The native step without runs: `beam_search` chooses at every step."""
+
+    run_beams = Stepper.run_beams
+
+
+def native_beam_runs_are_steps() -> None:
+    """Many beam steps in one call: the trees of single steps, whatever ends a run."""
+    for name in ("learned", "encoder"):
+        model = single(name)
+        stepper, prompts = NativeStepper(model), prompts_for(model)
+        for spec in (
+            BeamSpec(width=4, max_new_tokens=40, n_best=1, eos=(VOCAB - 1, 5), alpha=1.0),
+            BeamSpec(width=5, max_new_tokens=30, eos=(5,), min_new_tokens=9, forbidden=(1, 8)),
+            BeamSpec(width=3, max_new_tokens=30, n_best=2, eos=(5, 7), alpha=-2.0),
+        ):
+            expected = beam_search(OneByOne(model), prompts, spec=spec, record=True)
+            for _ in range(2):  # the second time it knows how long a step takes
+                before = stepper.positions
+                found = beam_search(stepper, prompts, spec=spec, record=True)
+                for one, other in zip(found, expected, strict=True):
+                    assert [h.tokens for h in one.hypotheses] == [
+                        h.tokens for h in other.hypotheses
+                    ]
+                    assert len(one.tree) == len(other.tree)
+                    for a, b in zip(one.tree, other.tree, strict=True):
+                        assert a[:3] == b[:3] and a.finish == b.finish
+                        assert abs(a.total - b.total) < 1e-5 and abs(a.logprob - b.logprob) < 1e-5
+                assert stepper.positions - before < 100
+            assert stepper.pages.used == 0
 
 
 def threads_change_no_step() -> None:

@@ -32,6 +32,7 @@ CHECKS = {
         checks.long_rows_are_uncached,
         checks.native_runs_are_steps,
         checks.native_beams_are_plain,
+        checks.native_beam_runs_are_steps,
         checks.threads_change_no_step,
     )
 }

@@ -83,7 +83,13 @@ STEP_FAULTS = (
     Fault("greedy tokens stand still", "step.c", "step->position[m]++", "step->position[m] += 0", "native_runs_are_steps"),
     Fault("closed tokens are chosen", "step_parts.h", "logits[closed[i]] = -INFINITY", "(void)closed", "native_runs_are_steps"),
     Fault("an end is passed over", "step.c", "going &= tokens[m] != all->ends[e]", "going &= tokens[m] != all->ends[0]", "native_runs_are_steps"),
-    Fault("log-probabilities of a half", "step_parts.h", "all = most + logf(all)", "all = most + 0.5f * logf(all)", "native_runs_are_steps"),
+    Fault("log-probabilities of a half", "step_parts.h", "return logf(all)", "return 0.5f * logf(all)", "native_runs_are_steps"),
+    Fault("beams lose their sums", "step.c", "all->sums[row] + (double)", "(double)", "native_beam_runs_are_steps"),
+    Fault("the last beams first", "step.c", "at > 0 && totals[at - 1] < total", "at > 0 && totals[at - 1] > total", "native_beam_runs_are_steps"),
+    Fault("beams take closed tokens", "step.c", "if (!(total > bar) || among(token, all->closed, all->n_closed)) continue;", "if (!(total > bar)) continue;", "native_beam_runs_are_steps"),
+    Fault("beams run past an end", "step.c", "if (among(tokens[i], all->ends, all->n_ends)) return 0;", "if (among(tokens[i], all->ends, 0)) return 0;", "native_beam_runs_are_steps"),
+    Fault("beams run past their item's end", "step.c", "return !(all->last[item] >= (soon > late ? soon : late));", "(void)soon, (void)late; return 1;", "native_beam_runs_are_steps"),
+    Fault("beams keep their pages", "step.c", "memcpy(step->table[OWN], all->table, bytes);", "glass_reorder(step->memory[OWN], all->table, rows, step->table[OWN], step->row, rows, width), (void)bytes;", "native_beam_runs_are_steps"),
     Fault("a team leaves gaps", "native.c", "int64_t last = first + chunk < count ? first + chunk : count;", "int64_t last = first + chunk < count ? first + chunk - 1 : count;", "threads_change_no_step"),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ hypotheses of different lengths.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.generation.constraint import Bounded, Constraint
-from glassformer.generation.loop import check_something_left, check_tokens
+from glassformer.generation.loop import PATIENCE, check_something_left, check_tokens
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import Stepper
+from glassformer.generation.stepper import BeamRun, BeamStep, Stepper
 from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.errors import DivergedError
@@ -29,8 +30,7 @@ from glassformer.spec.errors import DivergedError
 # I items (prompts), W beams, V vocab, C = W * V candidates, R rows of the batch
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One kept token: the node before it (-1: the prompt), and the sum of log-probabilities.
 
     `position` counts new tokens from 1. `finish` says why a hypothesis is complete here, if it is.
@@ -127,14 +127,20 @@ class _Item:
     nodes: list[Node] = field(default_factory=list)
     complete: list[Hypothesis] = field(default_factory=list)
 
+    def last(self, spec: BeamSpec) -> float | None:
+        """Return the lowest score among the n best, if there are so many."""
+        if len(self.complete) < spec.kept:
+            return None
+        return sorted((h.score for h in self.complete), reverse=True)[spec.kept - 1]
+
     def settled(self, spec: BeamSpec, made: int) -> bool:
         """True if no live beam can come among the n best any more."""
         alive = [beam.total for group in self.live for beam in group]
         if not alive:
             return True
-        if len(self.complete) < spec.kept:
+        last = self.last(spec)
+        if last is None:
             return False
-        last = sorted((h.score for h in self.complete), reverse=True)[spec.kept - 1]
         shortest = max(made + 1, spec.min_new_tokens)
         return last >= spec.bound(max(alive), shortest=shortest, longest=self.limit)
 
@@ -211,8 +217,9 @@ def _search(
 ) -> Iterator[int]:
     """Run the search, yielding the number of each step, from 1."""
     logits_RV, past = stepper.start(prompts, room=max(item.limit for item in items))
-    going = items
-    for made in range(1, spec.max_new_tokens + 1):
+    going, made = items, 0
+    while made < spec.max_new_tokens:
+        made += 1
         logprobs_RV = _logprobs(logits_RV, spec, made)
         rows, tokens = _grow(going, logprobs_RV, spec, made)
         yield made
@@ -227,7 +234,49 @@ def _search(
             beam.row = place
         if order != list(range(len(logits_RV))):
             past.reorder(torch.tensor(order))
-        logits_RV = stepper.step(chosen, past=past)
+        logits_RV, ahead = stepper.run_beams(chosen, past=past, run=_run(going, spec, made))
+        for chosen_ahead in ahead:
+            made += 1
+            _follow(going, chosen_ahead, made)
+            yield made
+
+
+def _run(items: list[_Item], spec: BeamSpec, made: int) -> BeamRun:
+    """Return how far the stepper may search by itself: none where more than sums decides."""
+    count = min(item.limit for item in items) - made - 1
+    closed = spec.forbidden
+    if made + 1 < spec.min_new_tokens:
+        closed, count = (*closed, *spec.eos), min(count, spec.min_new_tokens - 1 - made)
+    free = all(item.bounded is None and item.places[0] == len(item.live[0]) for item in items)
+    if spec.groups > 1 or not free:
+        count = 0
+    lengths = [max(made + step + 2, spec.min_new_tokens) for step in range(count)]
+    beams = [item.live[0] for item in items]
+    return BeamRun(
+        count=count,
+        seconds=PATIENCE,
+        first=np.cumsum([0, *map(len, beams)]).tolist(),
+        sums=[beam.total for live in beams for beam in live],
+        closed=closed,
+        ends=spec.eos,
+        last=[math.nan if (last := item.last(spec)) is None else last for item in items],
+        shortest=[spec.length_penalty(length) for length in lengths],
+        longest=[spec.length_penalty(item.limit) for item in items],
+    )
+
+
+def _follow(items: list[_Item], step: BeamStep, made: int) -> None:
+    """Add a step that the stepper chose: every item continues as many beams as it had."""
+    parents, tokens, totals = step
+    begin = 0
+    for item in items:
+        live, nodes = item.live[0], item.nodes
+        item.live[0] = []
+        for row in range(begin, begin + len(live)):
+            parent, total = live[parents[row] - begin], totals[row]
+            item.live[0].append(_Beam(row, len(nodes), total))
+            nodes.append(Node(parent.node, tokens[row], made, total - parent.total, total))
+        begin += len(live)
 
 
 def _logprobs(logits_RV: Tensor, spec: BeamSpec, made: int) -> Tensor:

@@ -35,6 +35,30 @@ class Past(Protocol):
         """Replace row b by row rows_B[b]; rows may repeat, or be fewer."""
 
 
+@dataclass(frozen=True, slots=True)
+class BeamRun:
+    """Beam searches that may go on without their caller while each continues all its beams.
+
+    Item i has rows `first[i]` to `first[i + 1]`, of these `sums`. A run ends before a step that
+    chooses one of `ends`, or after which no beam of an item can beat the score `last[i]` (NaN:
+    any can), by the length penalties of the shortest completion, after each step, and the longest.
+    """
+
+    count: int
+    seconds: float
+    first: list[int]
+    sums: list[float]
+    closed: tuple[int, ...]
+    ends: tuple[int, ...]
+    last: list[float]
+    shortest: list[float]
+    longest: list[float]
+
+
+#: The beams after one step, by row: the rows that they continue, their tokens and their sums.
+BeamStep = tuple[list[int], list[int], list[float]]
+
+
 class Stepper(ABC):
     """A model as decoding reads it: next-token logits after a prompt, then token by token.
 
@@ -77,6 +101,15 @@ class Stepper(ABC):
         `closed`; NOTHING (-1) where there is none. The last tokens chosen are not added yet.
         """
         return None
+
+    def run_beams(
+        self, tokens_B: Tensor, *, past: Any, run: BeamRun
+    ) -> tuple[Tensor, list[BeamStep]]:
+        """Add the tokens, and then those of any number of beam steps, `run.count` at most.
+
+        Return the logits after the last, as `step` does, and those steps.
+        """
+        return self.step(tokens_B, past=past), []
 
 
 def check_decodes(spec: ModelSpec) -> None:

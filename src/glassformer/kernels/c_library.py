@@ -79,6 +79,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     found.glass_step.argtypes = [pointer]
     found.glass_greedy.argtypes = [pointer]
     found.glass_greedy.restype = wide
+    found.glass_beams.argtypes = [pointer]
+    found.glass_beams.restype = wide
     found.glass_reserve.argtypes = [pointer, pointer, wide, pointer, wide, wide]
     found.glass_reserve.restype = wide
     found.glass_reorder.argtypes = [pointer, pointer, wide, pointer, pointer, wide, wide]

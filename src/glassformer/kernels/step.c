@@ -108,6 +108,8 @@ INLINE float widened(uint16_t bits) {
 #endif
 
 typedef int64_t (*likeliest_fn)(float *, int64_t, const int64_t *, int64_t, float *);
+typedef float (*most_fn)(const float *, int64_t);
+typedef float (*log_sum_fn)(const float *, int64_t, float);
 
 #define PARTS(NAME)                                                                              \
     {                                                                                            \
@@ -118,9 +120,13 @@ typedef int64_t (*likeliest_fn)(float *, int64_t, const int64_t *, int64_t, floa
 #ifdef GLASS_X86
 static const part_fn parts[][CHOOSE + 1] = {PARTS(portable), PARTS(avx2), PARTS(avx512)};
 static const likeliest_fn likeliest[] = {portable_likeliest, avx2_likeliest, avx512_likeliest};
+static const most_fn most_of[] = {portable_most, avx2_most, avx512_most};
+static const log_sum_fn log_sum_of[] = {portable_log_sum, avx2_log_sum, avx512_log_sum};
 #else
 static const part_fn parts[][CHOOSE + 1] = {PARTS(portable)};
 static const likeliest_fn likeliest[] = {portable_likeliest};
+static const most_fn most_of[] = {portable_most};
+static const log_sum_fn log_sum_of[] = {portable_log_sum};
 #endif
 
 /* --- the program ------------------------------------------------------------------------------ */
@@ -267,4 +273,94 @@ EXPORT void glass_reorder(struct memory *memory, const int32_t *before, int64_t 
             if (page >= 0) memory->uses[page]++;
         }
     for (int64_t i = 0; i < n_before * width; i++) release(memory, before[i]);
+}
+
+/* --- beams ------------------------------------------------------------------------------------ */
+
+/* Searches in which each item continues as many beams as it has: rows first[i] to first[i + 1]. */
+struct beams {
+    struct step *step;
+    int64_t count, made;
+    const int64_t *first;
+    int64_t n_items;
+    const int64_t *closed, *ends;
+    int64_t n_closed, n_ends;
+    const double *last;              /* the score that an item's beams must beat, or NaN: any */
+    const double *shortest, *longest; /* length penalties: of each step, of each item */
+    double *sums;                    /* log-probability of each row */
+    int64_t *tokens, *parents;       /* count x rows: what was chosen, and the rows continued */
+    double *totals;
+    int32_t *table; /* room for a table like the step's */
+};
+
+static int among(int64_t token, const int64_t *some, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (token == some[i]) return 1;
+    return 0;
+}
+
+/* Chooses an item's next beams, best first, of equal candidates the first. 0 where they are not
+   simply continued: one ends, the item is done, there are too few, or a logit is no number. */
+static int choose(const struct beams *all, int64_t item) {
+    const struct op *head = all->step->ops + all->step->n_ops - 1;
+    int64_t begin = all->first[item], end = all->first[item + 1], found = 0;
+    int64_t here = all->made * all->step->n_new + begin;
+    int64_t *tokens = all->tokens + here, *parents = all->parents + here;
+    double *totals = all->totals + here, bar = -INFINITY;
+    for (int64_t row = begin; row < end; row++) {
+        const float *logits = all->step->buffers[head->to] + row * head->to_width;
+        float most = most_of[glass_variant()](logits, head->to_width);
+        if (!isfinite(most)) return 0;
+        float rest = log_sum_of[glass_variant()](logits, head->to_width, most);
+        for (int64_t token = 0; token < head->to_width; token++) {
+            double total = all->sums[row] + (double)(logits[token] - most - rest);
+            if (!(total > bar) || among(token, all->closed, all->n_closed)) continue;
+            int64_t at = found < end - begin ? found++ : found - 1;
+            for (; at > 0 && totals[at - 1] < total; at--) {
+                totals[at] = totals[at - 1];
+                tokens[at] = tokens[at - 1];
+                parents[at] = parents[at - 1];
+            }
+            totals[at] = total, tokens[at] = token, parents[at] = row;
+            if (found == end - begin) bar = totals[found - 1];
+        }
+    }
+    if (found < end - begin) return 0;
+    for (int64_t i = 0; i < found; i++)
+        if (among(tokens[i], all->ends, all->n_ends)) return 0;
+    double soon = totals[0] / all->shortest[all->made], late = totals[0] / all->longest[item];
+    return !(all->last[item] >= (soon > late ? soon : late));
+}
+
+static void run_beams(void *data) {
+    struct beams *all = data;
+    struct step *step = all->step;
+    int64_t rows = step->n_new, width = step->table_width[OWN];
+    size_t bytes = sizeof(int32_t) * (size_t)(rows * width);
+    for (;; all->made++) {
+        step->failed |= glass_reserve(step->memory[OWN], step->table[OWN], width,
+                                      step->length[OWN], rows, 1) != 0;
+        if (step->failed) return;
+        run(step);
+        for (int64_t m = 0; m < rows; m++) step->position[m] = ++step->length[OWN][m];
+        if (step->failed || all->made == all->count) return;
+        for (int64_t item = 0; item < all->n_items; item++)
+            if (!choose(all, item)) return;
+        /* Rows of one item have one length and one source: their pages alone change places. */
+        const int64_t *parents = all->parents + all->made * rows;
+        glass_reorder(step->memory[OWN], step->table[OWN], rows, all->table, parents, rows, width);
+        memcpy(step->table[OWN], all->table, bytes);
+        memcpy(step->token, all->tokens + all->made * rows, sizeof(int64_t) * (size_t)rows);
+        memcpy(all->sums, all->totals + all->made * rows, sizeof(double) * (size_t)rows);
+    }
+}
+
+/* Reads one new token of each row, chooses the beams that continue, reads them, and so on: at most
+   `count` times, while every item simply continues. The last buffer then has the logits after what
+   was read last. Returns how many were chosen, or -1 where there was no memory. */
+EXPORT int64_t glass_beams(struct beams *all) {
+    all->step->failed = 0;
+    all->made = 0;
+    glass_team(run_beams, all, all->step->threads);
+    return all->step->failed ? -1 : all->made;
 }

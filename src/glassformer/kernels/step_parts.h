@@ -278,33 +278,45 @@ TARGET static void NAME(activate)(void *data, int64_t first, int64_t last) {
 
 /* --- choosing --------------------------------------------------------------------------------- */
 
-/* The first of the likeliest tokens, or -1 where that has no finite logit or one is no number;
-   `logprob` (or null) gets its log-probability among all tokens, closed ones too. */
-TARGET static int64_t NAME(likeliest)(float *logits, int64_t count, const int64_t *closed,
-                                      int64_t n_closed, float *logprob) {
-    lanes best = (lanes){0} - INFINITY, sums = {0};
+/* The largest logit, or NaN where one is. */
+TARGET static float NAME(most)(const float *logits, int64_t count) {
+    lanes best = (lanes){0} - INFINITY;
     whole wrong = {0};
-    int64_t i = 0, at = 0;
-    float most = -INFINITY, all = 0;
+    int64_t i = 0;
     for (; i + PAGE <= count; i += PAGE) {
         lanes v = NAME(get)(logits + i, PAGE);
         wrong |= v != v;
         best = NAME(pick)(v > best, v, best);
     }
-    most = NAME(largest)(best);
+    float most = NAME(largest)(best);
     for (int l = 0; l < PAGE; l++)
-        if (wrong[l]) return -1;
+        if (wrong[l]) return NAN;
     for (; i < count; i++) {
-        if (logits[i] != logits[i]) return -1;
+        if (logits[i] != logits[i]) return NAN;
         most = logits[i] > most ? logits[i] : most;
     }
-    if (logprob) {
-        for (i = 0; i + PAGE <= count; i += PAGE)
-            sums += NAME(exponential)(NAME(get)(logits + i, PAGE) - most);
-        all = NAME(sum)(sums);
-        for (; i < count; i++) all += expf(logits[i] - most);
-        all = most + logf(all);
-    }
+    return most;
+}
+
+/* The logarithm of the sum of exponentials, less the largest logit. */
+TARGET static float NAME(log_sum)(const float *logits, int64_t count, float most) {
+    lanes sums = {0};
+    int64_t i = 0;
+    for (; i + PAGE <= count; i += PAGE)
+        sums += NAME(exponential)(NAME(get)(logits + i, PAGE) - most);
+    float all = NAME(sum)(sums);
+    for (; i < count; i++) all += expf(logits[i] - most);
+    return logf(all);
+}
+
+/* The first of the likeliest tokens, or -1 where that has no finite logit or one is no number;
+   `logprob` (or null) gets its log-probability among all tokens, closed ones too. */
+TARGET static int64_t NAME(likeliest)(float *logits, int64_t count, const int64_t *closed,
+                                      int64_t n_closed, float *logprob) {
+    int64_t i, at = 0;
+    float most = NAME(most)(logits, count), all = 0;
+    if (most != most) return -1;
+    if (logprob) all = most + NAME(log_sum)(logits, count, most);
     if (n_closed) {
         for (i = 0; i < n_closed; i++) logits[closed[i]] = -INFINITY;
         for (i = 0, most = -INFINITY; i < count; i++) most = logits[i] > most ? logits[i] : most;

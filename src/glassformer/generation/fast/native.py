@@ -21,7 +21,7 @@ from torch import Tensor
 
 from glassformer.generation.fast.program import BUFFERS, LOGITS, PAGE, Op, programs, why_not
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import Stepper, TorchStepper, decodable
+from glassformer.generation.stepper import BeamRun, BeamStep, Stepper, TorchStepper, decodable
 from glassformer.kernels import c_library
 from glassformer.models.model import Holder, Model
 from glassformer.nn.linear import PackedWeight
@@ -31,6 +31,9 @@ from glassformer.spec.errors import InputError, MachineError
 
 #: New tokens that are read at once: a prompt goes through the layers in blocks of so many.
 BLOCK = 256
+
+#: Beam steps in one call at most: the memory is there before, as if no beams shared any.
+BEAM_STEPS = 64
 
 
 def fastest_stepper(model: Model | Holder) -> Stepper:
@@ -77,6 +80,21 @@ class _Greedy(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("closed", "ends")),
         *((name, ctypes.c_int64) for name in ("n_closed", "n_ends")),
         *((name, ctypes.c_void_p) for name in ("tokens", "logprobs")),
+    )
+
+
+class _Beams(ctypes.Structure):
+    """`struct beams` of step.c."""
+
+    _fields_ = (
+        ("step", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "made")),
+        ("first", ctypes.c_void_p),
+        ("n_items", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("closed", "ends")),
+        *((name, ctypes.c_int64) for name in ("n_closed", "n_ends")),
+        *((name, ctypes.c_void_p) for name in ("last", "shortest", "longest", "sums")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "parents", "totals", "table")),
     )
 
 
@@ -257,6 +275,7 @@ class NativeStepper(Stepper):
         self._greedy = _Greedy()
         self._rows = 0
         self._seconds = 0.0  # of one greedy step
+        self._beam_seconds = 0.0
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, NativePast]:
         """Read the prompts in blocks; the memory grows as needed, whatever `room` was requested."""
@@ -399,6 +418,45 @@ class NativeStepper(Stepper):
         self.positions += steps
         past.own.length += steps
         return made[:steps].tolist(), values[:steps].tolist()
+
+    def run_beams(
+        self, tokens_B: Tensor, *, past: NativePast, run: BeamRun
+    ) -> tuple[Tensor, list[BeamStep]]:
+        """Run beam steps in one call; see `Stepper.run_beams`."""
+        B = len(past)
+        most = int(run.seconds / self._beam_seconds) if self._beam_seconds else 1
+        count = min(run.count, BEAM_STEPS, most)
+        if count < 1:
+            return self.step(tokens_B, past=past), []
+        self._ready(B, past, more=count + 1)
+        self._token[:B] = tokens_B.numpy()
+        parents, tokens = np.empty((2, count, B), dtype=np.int64)
+        totals = np.empty((count, B))
+        whole = {"first": run.first, "closed": run.closed, "ends": run.ends}
+        real = {name: getattr(run, name) for name in ("sums", "last", "shortest", "longest")}
+        arrays: dict[str, NDArray[np.generic]] = {
+            name: np.array(some, dtype=np.int64) for name, some in whole.items()
+        }
+        arrays |= {name: np.array(some, dtype=np.float64) for name, some in real.items()}
+        arrays |= {"parents": parents, "tokens": tokens, "totals": totals}
+        arrays["table"] = np.empty_like(past.own.table)
+        self._step.threads = torch.get_num_threads()
+        call = _Beams(
+            step=ctypes.addressof(self._step),
+            count=count,
+            n_items=len(run.first) - 1,
+            n_closed=len(run.closed),
+            n_ends=len(run.ends),
+            **{name: array.ctypes.data for name, array in arrays.items()},
+        )
+        begin = time.perf_counter()
+        steps = c_library.library().glass_beams(ctypes.addressof(call))
+        if steps < 0:
+            raise MachineError(f"no memory for a step of {B} rows")
+        self._beam_seconds = (time.perf_counter() - begin) / (steps + 1)
+        self.positions += steps + 1
+        made = (parents[:steps].tolist(), tokens[:steps].tolist(), totals[:steps].tolist())
+        return self._buffers[LOGITS][:B], list(zip(*made, strict=True))
 
     @property
     def memory_bytes(self) -> int:
