@@ -228,6 +228,8 @@ def native_beam_runs_are_steps() -> None:
             BeamSpec(width=4, max_new_tokens=40, n_best=1, eos=(VOCAB - 1, 5), alpha=1.0),
             BeamSpec(width=5, max_new_tokens=30, eos=(5,), min_new_tokens=9, forbidden=(1, 8)),
             BeamSpec(width=3, max_new_tokens=30, n_best=2, eos=(5, 7), alpha=-2.0),
+            BeamSpec(width=5, max_new_tokens=40, n_best=1, eos=tuple(range(3, 9)), alpha=1.0),
+            BeamSpec(width=6, max_new_tokens=40, n_best=1, eos=(5, 6, 7), alpha=0.3),
         ):
             expected = beam_search(OneByOne(model), prompts, spec=spec, record=True)
             for _ in range(2):  # the second time it knows how long a step takes

@@ -12,6 +12,7 @@ import torch
 from glassformer.checks.rows.decoding import every_hypothesis
 from glassformer.generation.beam import beam_search
 from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import Stepper
 from glassformer.spec.decoding import BeamSpec
 
 # B batch, V vocab
@@ -31,6 +32,7 @@ class MarkovStepper:
     """logits[length - 1][last token]; nothing is learned and nothing is cached."""
 
     source_vocab = None
+    run_beams = Stepper.run_beams
 
     def __init__(self, logits_SVV: torch.Tensor) -> None:
         self.logits_SVV = logits_SVV

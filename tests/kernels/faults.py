@@ -89,7 +89,7 @@ STEP_FAULTS = (
     Fault("beams take closed tokens", "step.c", "if (!(total > bar) || among(token, all->closed, all->n_closed)) continue;", "if (!(total > bar)) continue;", "native_beam_runs_are_steps"),
     Fault("beams run past an end", "step.c", "if (among(tokens[i], all->ends, all->n_ends)) return 0;", "if (among(tokens[i], all->ends, 0)) return 0;", "native_beam_runs_are_steps"),
     Fault("beams run past their item's end", "step.c", "return !(all->last[item] >= (soon > late ? soon : late));", "(void)soon, (void)late; return 1;", "native_beam_runs_are_steps"),
-    Fault("beams keep their pages", "step.c", "memcpy(step->table[OWN], all->table, bytes);", "glass_reorder(step->memory[OWN], all->table, rows, step->table[OWN], step->row, rows, width), (void)bytes;", "native_beam_runs_are_steps"),
+    Fault("beams keep their pages", "step.c", "all->table, parents, rows, width);", "all->table, step->row, rows, width), (void)parents;", "native_beam_runs_are_steps"),
     Fault("a team leaves gaps", "native.c", "int64_t last = first + chunk < count ? first + chunk : count;", "int64_t last = first + chunk < count ? first + chunk - 1 : count;", "threads_change_no_step"),
 )  # fmt: skip
 
