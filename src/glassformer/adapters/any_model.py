@@ -37,7 +37,8 @@ def export(
 ) -> Exported:
     """Write a Hugging Face folder, a GGUF file, or a checkpoint of ours; never overwrite one.
 
-    `dtype` is GGUF's: f32, f16 or q8_0. What could not be written is in the result's notes.
+    `dtype` is GGUF's: f32, f16, q8_0, q4_0 or q4_k. What could not be written is in the notes of
+    the result.
     """
     one_of("to", to, get_args(Format))
     if dtype is not None:

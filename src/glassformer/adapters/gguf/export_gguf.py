@@ -9,6 +9,7 @@ the file says that it has no tokenizer.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,18 @@ from glassformer.adapters.gguf.hf_files import (
     TEMPLATES,
     name_of,
 )
-from glassformer.adapters.gguf.load import F16, F32, Q8_0, Kind, kind_of, library, packed
+from glassformer.adapters.gguf.load import (
+    F16,
+    F32,
+    Q4_0,
+    Q4_K,
+    Q5_0,
+    Q8_0,
+    Kind,
+    kind_of,
+    library,
+    packed,
+)
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
 from glassformer.adapters.tokenizers.pieces import CONTROL, UNUSED, USER_DEFINED
@@ -132,7 +144,15 @@ def _why_not(data: dict[str, Any], words: str | None, tokenizer: Tokenizer, size
 
 
 #: Dtypes that can be written: the type of matrices, and the format's number for such a file.
-DTYPES = {"f32": (F32, 0), "f16": (F16, 1), "q8_0": (Q8_0, 7)}
+DTYPES = {
+    "f32": (F32, 0),
+    "f16": (F16, 1),
+    "q8_0": (Q8_0, 7),
+    "q4_0": (Q4_0, 2),
+    "q4_k": (Q4_K, 14),
+}
+#: What is written where the blocks of a type do not fit into a row, in turn.
+SMALLER = {Q4_K: (Q5_0, F16), Q4_0: (F16,), Q8_0: (F16,)}
 PACKING_VERSION = 2  # of the format's quantized kinds
 
 
@@ -164,9 +184,15 @@ def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32")
     factors = factors_of(spec)
     if factors is not None:
         shapes[FACTORS], kinds[FACTORS] = (len(factors),), _kind((1,), F32)
-    odd = sum(len(shape) > 1 and kinds[name].number != wanted for name, shape in shapes.items())
-    if odd:
-        notes = (*notes, f"{odd} tensors whose rows are no multiple of 32 numbers are F16")
+    odd = Counter(
+        kinds[name].name
+        for name, shape in shapes.items()
+        if len(shape) > 1 and kinds[name].number != wanted
+    )
+    for name, count in odd.items():
+        block = _kind((1, 0), wanted).block
+        what = f"{count} tensors whose rows are no multiple of {block} numbers are {name}"
+        notes = (*notes, what)
     size = sum(kinds[name].bytes_of(shape) for name, shape in shapes.items())
     with publishing_file(place, size=size) as beside:
         _write_head(beside, metadata | words | write_templates(templates), shapes, kinds)
@@ -188,12 +214,13 @@ def _sampling(origin: Path) -> bool:
 
 
 def _kind(shape: tuple[int, ...], wanted: int) -> Kind:
-    """Return the type of a tensor: float32 for vectors, F16 where blocks do not fit a row."""
-    found = kind_of(F32 if len(shape) == 1 else wanted)
-    if found is not None and not found.fits(shape):
-        found = kind_of(F16)
-    assert found is not None
-    return found
+    """Return the type of a tensor: float32 for vectors, another where blocks do not fit a row."""
+    for number in (F32,) if len(shape) == 1 else (wanted, *SMALLER.get(wanted, ())):
+        found = kind_of(number)
+        assert found is not None
+        if found.fits(shape):
+            return found
+    raise AssertionError(f"no type for rows of {shape[-1]} numbers")
 
 
 def _chunks(tensor: Tensor, kind: Kind, name: str) -> Iterator[bytes]:

@@ -28,7 +28,8 @@ def convert(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="gguf: f32 (the default), f16 or q8_0.")
+        str | None,
+        typer.Option(metavar="TYPE", help="gguf: f32 (the default), f16, q8_0, q4_0 or q4_k."),
     ] = None,
     runs: Runs = "runs",
     as_json: AsJson = False,
