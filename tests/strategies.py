@@ -25,6 +25,7 @@ from glassformer.spec.model import (
     NoPosition,
     NormalInit,
     PlainEmbedding,
+    RelativeBias,
     RMSNorm,
     Rotary,
     ScaledEmbedding,
@@ -63,6 +64,7 @@ positions = st.one_of(
     st.builds(Sinusoidal, base=st.sampled_from([100.0, 10_000.0])),
     st.builds(Learned),
     st.builds(ALiBi, max_bias=st.sampled_from([8.0, 3.0]), scaled=st.booleans()),
+    st.builds(RelativeBias, buckets=st.sampled_from([4, 6]), max_distance=st.integers(4, 7)),
     st.builds(Rotary, base=st.sampled_from([100.0, 10_000.0]), scaling=scalings),
 )
 ffns = st.one_of(
@@ -153,14 +155,19 @@ def model_specs(draw: st.DrawFn) -> ModelSpec:
             )
         )
     shared = two and draw(st.booleans())
+    decoder = draw(stacks(d_model=d_model, causal=causal, crossed=two))
+    encoder = draw(stacks(d_model=d_model, causal=False, crossed=False)) if two else None
+    position = draw(positions)
+    if any(len({b.attention.n_heads for b in s.blocks()}) > 1 for s in (decoder, encoder) if s):
+        position = ALiBi() if isinstance(position, RelativeBias) else position  # layers share it
     return ModelSpec(
         vocab_size=draw(st.integers(2, 11)),
         d_model=d_model,
         max_seq_len=draw(st.integers(5, 13)),
-        decoder=draw(stacks(d_model=d_model, causal=causal, crossed=two)),
-        encoder=draw(stacks(d_model=d_model, causal=False, crossed=False)) if two else None,
+        decoder=decoder,
+        encoder=encoder,
         embedding=draw(embeddings),
-        position=draw(positions),
+        position=position,
         heads=tuple(draw(st.permutations(choices))[: draw(st.integers(1, len(choices)))]),
         init=draw(inits),
         source_vocab_size=draw(st.integers(2, 11)) if two and not shared else None,

@@ -49,6 +49,24 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", {"scale_embedding": True}),
     "m2m-100": ("M2M100Config", "M2M100ForConditionalGeneration", {}),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {}),
+    "t5 gated": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+}
+T5_SIZES = {
+    "vocab_size": 61,
+    "d_model": 32,
+    "d_kv": 6,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 9,
+    "decoder_start_token_id": 0,
 }
 TOLERANCE = 1e-5
 
@@ -58,10 +76,14 @@ def live(case: str) -> Any:
     import transformers
 
     config, model, fields = CASES[case]
-    made = getattr(transformers, config)(**(SIZES | {"forced_eos_token_id": None} | fields))
-    module = perturbed(getattr(transformers, model)(made)).eval()
-    for side in (module.model.encoder, module.model.decoder):  # sines, which are not learned
-        if hasattr(side.embed_positions, "create_weight"):
+    sizes = T5_SIZES if case.startswith("t5") else SIZES | {"forced_eos_token_id": None}
+    module = perturbed(
+        getattr(transformers, model)(getattr(transformers, config)(**(sizes | fields)))
+    )
+    module.eval()
+    body = getattr(module, "model", module)
+    for side in (body.encoder, body.decoder):  # sines, which are not learned
+        if hasattr(getattr(side, "embed_positions", None), "create_weight"):
             side.embed_positions.weight.data = side.embed_positions.create_weight()
     if hasattr(module, "final_logits_bias"):
         module.final_logits_bias.normal_(generator=torch.Generator().manual_seed(2))

@@ -19,7 +19,7 @@ from tests.byhand import (
     test_training,
 )
 from tests.byhand.parts import PARTS
-from tests.byhand.witness import PRESETS
+from tests.byhand.witness import PRESETS, T5
 from tests.checks.faults import Fault, planted
 
 
@@ -41,6 +41,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         f"model {n}": lambda s=s: test_model_parity.assert_same_gradients(s)
         for n, s in PRESETS.items()
     },
+    "model t5": lambda: test_model_parity.assert_same_gradients(T5),
     "segments": lambda: test_model_parity.assert_same_gradients(PRESETS["qwen"], segments=True),
     "padding between": lambda: (
         test_cached_forward.test_padding_between_prompt_and_answer_moves_no_position("alibi-lm")
@@ -98,7 +99,7 @@ FAULTS = [
     ),
     fault(
         "distance counts padding",
-        "stack:_Allows.bias",
+        "stack:_Allows._places",
         "valid_BS=self.valid_BS, ",
         "",
         "padding between",
@@ -109,6 +110,34 @@ FAULTS = [
         "positions_BS[:, -queries:, None]",
         "positions_BS[:, :queries, None]",
         "cached, alibi",
+    ),
+    fault(
+        "the bias's gradient after the scale",
+        "attention:attend_backward",
+        "dbias += dscores.sum(axis=0, keepdims=True) if len(dbias) == 1 else dscores",
+        "dbias += dscores * scale * 0.5 if len(dbias) > 1 else scale * dscores.sum(axis=0)[None]",
+        "model t5",
+    ),
+    fault(
+        "the bias of the first layer alone",
+        "stack:stack_backward",
+        "            dbias=dbias,",
+        "            dbias=dbias if block is cache.blocks[0] else None,",
+        "model t5",
+    ),
+    fault(
+        "buckets of the query's side",
+        "embedding:relative_buckets_of",
+        "np.clip(apart_BTS, -most, most)",
+        "np.clip(-apart_BTS, -most, most)",
+        "model t5",
+    ),
+    fault(
+        "a bucket's gradient to its neighbour",
+        "embedding:relative_backward",
+        "buckets_BTS.reshape(-1), weights",
+        "np.maximum(buckets_BTS.reshape(-1) - 1, 0), weights",
+        "model t5",
     ),
     fault(
         "missing transpose",

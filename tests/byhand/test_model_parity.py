@@ -27,13 +27,14 @@ from glassformer.spec.model import (
     ModelSpec,
     NoPosition,
     Position,
+    RelativeBias,
     RMSNorm,
     Sinusoidal,
     Stack,
     VectorHead,
 )
 from glassformer.spec.presets import PRESETS as ALL_PRESETS
-from tests.byhand.witness import PRESETS, case_for, torch_gradients, torch_loss, torch_twin
+from tests.byhand.witness import PRESETS, T5, case_for, torch_gradients, torch_loss, torch_twin
 from tests.strategies import model_specs
 
 PARITY = 1e-10  # worst seen 2.3e-11, where the gradient is 1e-5 of the largest
@@ -77,6 +78,13 @@ def test_packed_segments(name: str) -> None:
 def test_linear_biases_in_an_encoder_and_decoder() -> None:
     """Both ways in the encoder, none in cross-attention, both sides padded."""
     assert_same_gradients(replace(PRESETS["seq2seq"], position=ALiBi(scaled=True)))
+
+
+def test_learned_biases_by_distance() -> None:
+    """T5's parts; a decoder alone, packed, with grouped heads and a window."""
+    assert_same_gradients(T5)
+    packed = replace(PRESETS["qwen-sliding"], position=RelativeBias(buckets=6, max_distance=4))
+    assert_same_gradients(packed, segments=True)
 
 
 #: BERT's parts: token types, a norm of the embedding, rows before position 0, norms after, a

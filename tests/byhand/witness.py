@@ -1,6 +1,6 @@
 """A by-hand model beside the torch model of the same spec: same weights, same batch, same loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from glassformer.data.batch import Batch, Source
 from glassformer.models.model import build
 from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.taps import Taps
-from glassformer.spec import presets
+from glassformer.spec import model, presets
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import ModelSpec
 
@@ -67,6 +67,30 @@ PRESETS: dict[str, ModelSpec] = {
         vocab_size=31, d_model=12, n_heads=3, d_ff=17, n_layers=2, pre_norm=True, activation="gelu"
     ),
 }
+#: T5's parts: learned biases by distance in both stacks, no scale, gates, one scaled table.
+_SELF = model.Attention(n_heads=3, d_head=5, scale=1.0, causal=False)
+_FEED = {"ffn": model.SwiGLU(d_ff=17, activation="gelu_tanh"), "norm": model.RMSNorm()}
+T5 = replace(
+    PRESETS["seq2seq"],
+    d_model=14,
+    source_vocab_size=None,
+    position=model.RelativeBias(buckets=8, max_distance=5),
+    encoder=model.Stack(
+        layers=(model.Layers(count=2, block=model.Block(attention=_SELF, **_FEED)),),
+        final_norm=model.RMSNorm(),
+    ),
+    decoder=model.Stack(
+        layers=(
+            model.Layers(
+                count=2,
+                block=model.Block(attention=replace(_SELF, causal=True), cross=_SELF, **_FEED),
+            ),
+        ),
+        final_norm=model.RMSNorm(),
+    ),
+    share_embedding=True,
+    heads=(model.NextHead(scale=14**-0.5),),
+)
 
 B, T, S = 3, 7, 5
 ONE = ("answer", "vector")  # heads with one result for a sequence

@@ -68,6 +68,7 @@ DECODER = "decoder layer = nn.TransformerDecoderLayer"
 WHOLE = "encoder-decoder = nn.Transformer"
 ROTARY = "rotary positions = complex numbers"
 ALIBI = "ALiBi = one query at a time"
+RELATIVE = "relative biases = one query at a time"
 HAND = "by hand: every tap = torch's"
 READ = "scores or weights read, same logits"
 SINUSOIDS = "sinusoids = formula, and no parameter"
@@ -163,6 +164,12 @@ FAULTS = (
     Fault("distance from the new tokens alone", "models.stack:_Masks._bias", "torch.arange(self.keys, device=self.device)", "torch.arange(self.keys, device=self.device).clamp(min=self.keys - self.queries)", GROWING, "alibi-lm"),
     Fault("fast step without its bias", "generation.fast.block:FastAttention.heads", "mask = bias_1KGS if mask is None else mask + bias_1KGS", "pass", STEPS, "alibi-lm"),
     Fault("fast step with slopes of other heads", "generation.fast.block:FastAttention.bias", "-self.slopes_N[:, None]", "-self.slopes_N.flip(0)[:, None]", STEPS, "alibi-lm"),
+    Fault("near distances share a bucket", "spec.position:relative_buckets", "exact = count // 2", "exact = count // 4", RELATIVE),
+    Fault("the last bucket is never reached", "spec.position:relative_buckets", "count - 1)", "count - 2)", RELATIVE),
+    Fault("keys behind share the buckets of keys before", "spec.position:relative_buckets", "count + number for", "number for", RELATIVE),
+    Fault("distance from the key's side", "nn.position:RelativePosition.bias", "positions_S[..., None, :] - positions_S[..., -queries:, None]", "positions_S[..., -queries:, None] - positions_S[..., None, :]", RELATIVE),
+    Fault("biases of other heads", "nn.position:RelativePosition.bias", "movedim(-1, -3)", "flip(-1).movedim(-1, -3)", RELATIVE),
+    Fault("biases are not learned", "nn.position:RelativePosition.bias", "self.weight)", "self.weight.detach())", RELATIVE),
     Fault("sinusoid sin and cos swapped", "nn.position:sinusoids", "table[:, 0::2] = angle.sin()", "table[:, 0::2] = angle.cos()", SINUSOIDS),
     Fault("sinusoid exponent doubled", "nn.position:sinusoids", "kind.base**-powers", "kind.base ** (-2 * powers)", SINUSOIDS),
     Fault("table as a parameter", "nn.position:SinusoidalPosition.__init__", 'self.register_buffer("table", self.first(), persistent=False)', "self.table = nn.Parameter(self.first())", SINUSOIDS),

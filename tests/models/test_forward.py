@@ -22,6 +22,7 @@ from glassformer.spec.model import (
     Learned,
     NextHead,
     NoPosition,
+    RelativeBias,
     RMSNorm,
     Rotary,
     ScaledEmbedding,
@@ -41,6 +42,7 @@ POSITIONS = {
     "learned": Learned(),
     "rotary": Rotary(),
     "alibi": ALiBi(),
+    "relative": RelativeBias(buckets=6, max_distance=5),
 }
 SPECS = {
     **{name: tiny(position=position) for name, position in POSITIONS.items()},

@@ -11,6 +11,7 @@ from glassformer.spec.model import (
     AnswerHead,
     Learned,
     NoPosition,
+    RelativeBias,
     RMSNorm,
     Rotary,
     Sinusoidal,
@@ -27,6 +28,7 @@ SPECS = {
     "window": tiny(position=Rotary(), attention={"window": 3}),
     "alibi": tiny(position=ALiBi(), attention={"n_heads": 6, "n_kv_heads": 2}),
     "alibi, window": tiny(position=ALiBi(), attention={"window": 3}),
+    "relative": tiny(position=RelativeBias(buckets=6, max_distance=5)),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 CACHES = pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class EncoderAdapter(NativeAdapter):
 
 
 class TranslatorAdapter(NativeAdapter):
-    """BART, mBART, Marian, Pegasus, M2M-100 and NLLB."""
+    """BART, mBART, Marian, Pegasus, M2M-100, NLLB and T5."""
 
     architecture_type = "translator"
     families = TRANSLATORS

@@ -170,8 +170,12 @@ def attend_backward(
     dk_BKSH: Array | None = None,
     dv_BKSH: Array | None = None,
     dsinks_N: Array | None = None,
+    dbias: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Return dq, dk, dv, written into the given arrays; fill dsinks, if there are sinks."""
+    """Return dq, dk, dv, written into the given arrays; fill dsinks, if there are sinks.
+
+    The gradient of a bias that is learned is added to `dbias`, which has the bias's shape.
+    """
     q_BKMH, k_BKSH, v_BKSH, weights, keep, at, scale, slope, sunk = cache
     B, N, T, S = weights.shape
     K, M, H = q_BKMH.shape[1:]
@@ -201,9 +205,12 @@ def attend_backward(
     # forward: weights = softmax(scores) where allowed, 0 elsewhere; a weight of 0 passes nothing on
     dscores = softmax_backward(dweights, weights, dx=dweights)
     pass_context.tap_grad(f"{at}scores", dscores)
+    if dbias is not None:
+        # forward: scores = cap(q @ k.T / sqrt(H)) + bias   =>   dbias = dscores
+        dbias += dscores.sum(axis=0, keepdims=True) if len(dbias) == 1 else dscores
     if slope is not None:
         dscores *= slope
-    # forward: scores = q @ k.T / sqrt(H) + bias, the bias a constant
+    # forward: scores = q @ k.T / sqrt(H) + bias
     #   =>   dq = dscores @ k / sqrt(H),  dk = dscores.T @ q / sqrt(H)
     dscores *= scale
     dscores_BKMS = dscores.reshape(B, K, M, S)
@@ -354,9 +361,17 @@ def multi_head_forward(
 
 
 def multi_head_backward(
-    dout_BTD: Array, cache: HeadsCache, *, grads: dict[str, Array], pass_context: PassContext
+    dout_BTD: Array,
+    cache: HeadsCache,
+    *,
+    grads: dict[str, Array],
+    pass_context: PassContext,
+    dbias: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """Return dx and, for cross-attention, dcontext; parameter gradients go to `grads`."""
+    """Return dx and, for cross-attention, dcontext; parameter gradients go to `grads`.
+
+    `dbias` is added to, where the bias of the scores is learned.
+    """
     at, ws = cache.at, pass_context.ws
     pass_context.tap_grad(f"{at}out", dout_BTD)
     dheads = linear_grads(
@@ -386,6 +401,7 @@ def multi_head_backward(
         dk_BKSH=dk,
         dv_BKSH=dv,
         dsinks_N=dsinks_N,
+        dbias=dbias,
     )
     # forward: norm, then rotation (or the other way round)   =>   backward in the other order
     if cache.attention.qk_norm_last:

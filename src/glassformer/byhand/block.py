@@ -160,10 +160,12 @@ def block_backward(
     pass_context: PassContext,
     dmemory_BSD: Array | None = None,
     dbalance: float = 0.0,
+    dbias: Array | None = None,
 ) -> Array:
     """Return the gradient of the residual stream before this block, in place; add to dmemory.
 
-    `dbalance` is the slope of the objective in this block's load-balancing loss.
+    `dbalance` is the slope of the objective in this block's load-balancing loss; `dbias`, that of
+    self-attention's bias where it is learned, is added to.
     """
     ws, block = pass_context.ws, cache.block
 
@@ -174,7 +176,7 @@ def block_backward(
     def back(d: Array, line: PartCache) -> Array:
         dout = d if line.keep is None else np.multiply(d, line.keep, out=ws.take(d.shape))
         return _part_backward(
-            dout, line.part, line.name, grads, pass_context, dmemory_BSD, dbalance
+            dout, line.part, line.name, grads, pass_context, dmemory_BSD, dbalance, dbias
         )
 
     if block.placement in ("parallel", "parallel_shared"):
@@ -315,6 +317,7 @@ def _part_backward(
     pass_context: PassContext,
     dmemory_BSD: Array | None,
     dbalance: float,
+    dbias: Array | None,
 ) -> Array:
     match part:
         case FeedCache():
@@ -331,9 +334,13 @@ def _part_backward(
                 dloss=dbalance,
             )
         case HeadsCache():
-            mine = grads.attn if name == "attn" else grads.cross
+            own = name == "attn"
             dx, dcontext = multi_head_backward(
-                dout_BTD, part, grads=mine, pass_context=pass_context
+                dout_BTD,
+                part,
+                grads=grads.attn if own else grads.cross,
+                pass_context=pass_context,
+                dbias=dbias if own else None,
             )
             if dcontext is not None and dmemory_BSD is not None:
                 # every decoder layer reads the same memory, so its gradients add up

@@ -185,6 +185,34 @@ def alibi_bias(slopes_N: Array, *, positions_BS: Array, queries: int) -> Array:
     return bias_BNTS
 
 
+def relative_buckets_of(buckets_R: Array, *, positions_BS: Array, queries: int) -> Array:
+    """Return the bucket of every query and key, (B, T, S); the queries are the last positions.
+
+    `buckets_R` has those of key - query from -(R - 1) / 2 on; both ends stand for what is farther.
+    """
+    most = len(buckets_R) // 2
+    apart_BTS = positions_BS[:, None, :] - positions_BS[:, -queries:, None]
+    found_BTS: Array = buckets_R[np.clip(apart_BTS, -most, most) + most]
+    return found_BTS
+
+
+def relative_forward(buckets_BTS: Array, *, table_RN: Array) -> Array:
+    """Return the bias table[bucket] of each head, (B, N, T, S)."""
+    return np.ascontiguousarray(table_RN[buckets_BTS].transpose(0, 3, 1, 2))
+
+
+def relative_backward(dbias_BNTS: Array, buckets_BTS: Array, *, dtable_RN: Array) -> Array:
+    """Add the gradient of each bias to that of its bucket."""
+    # forward: bias[b, n, t, s] = table[bucket[b, t, s], n]
+    #   =>   dtable[r, n] = sum of dbias[., n, ., .] wherever the bucket is r
+    rows_MN = dbias_BNTS.transpose(0, 2, 3, 1).reshape(-1, dbias_BNTS.shape[1])
+    for head in range(rows_MN.shape[1]):
+        dtable_RN[:, head] += np.bincount(
+            buckets_BTS.reshape(-1), weights=rows_MN[:, head], minlength=len(dtable_RN)
+        )
+    return dtable_RN
+
+
 def _turn(x_BNTH: Array, cos: Array, sin: Array, ws: Workspace | None) -> None:
     half = cos.shape[-1]
     first, second = x_BNTH[..., :half], x_BNTH[..., half : 2 * half]

@@ -16,6 +16,9 @@ from glassformer.byhand.embedding import (
     embedding_scale,
     factorized_backward,
     factorized_forward,
+    relative_backward,
+    relative_buckets_of,
+    relative_forward,
     rotations,
     sinusoidal_forward,
     sinusoids,
@@ -27,7 +30,7 @@ from glassformer.byhand.storage import Storage
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnPosition
-from glassformer.spec.position import alibi_slopes
+from glassformer.spec.position import alibi_slopes, relative_buckets
 
 # B batch, T query length, S key length, D d_model
 
@@ -46,6 +49,7 @@ class StackParts:
     rotary: dict[tuple[spec.Rotary, int], tuple[Array, Array]]
     slopes: dict[tuple[int, int], Array]
     offset: int = 0
+    buckets_R: Array | None = None
 
 
 class StackCache(NamedTuple):
@@ -58,6 +62,7 @@ class StackCache(NamedTuple):
     final: NormCache | None
     types_BT: Array | None
     normed: NormCache | None
+    buckets_BTS: Array | None
 
 
 def stack_parts(
@@ -81,6 +86,7 @@ def stack_parts(
     table: Array | None = None
     rotary: dict[tuple[spec.Rotary, int], tuple[Array, Array]] = {}
     slopes: dict[tuple[int, int], Array] = {}
+    buckets: Array | None = None
     match model.position:
         case spec.NoPosition():
             pass
@@ -92,6 +98,9 @@ def stack_parts(
             for block in stack.blocks():
                 heads = (block.attention.n_heads, block.attention.head_width(model.d_model))
                 slopes[heads] = np.array(alibi_slopes(alibi, *heads), dtype)
+        case spec.RelativeBias() as relative:
+            causal = next(stack.blocks()).attention.causal
+            buckets = np.array(relative_buckets(relative, causal=causal))
         case spec.Rotary():  # below: layers may have one of their own
             pass
         case OwnPosition(source=source):
@@ -107,7 +116,9 @@ def stack_parts(
             rotary[turned, width] = rotations(
                 turned, length=model.max_seq_len, d_head=width, dtype=dtype
             )
-    return StackParts(model, stack, prefix, own, own_grads, blocks, table, rotary, slopes, offset)
+    return StackParts(
+        model, stack, prefix, own, own_grads, blocks, table, rotary, slopes, offset, buckets
+    )
 
 
 def _rotation(block: spec.Block, model: spec.ModelSpec) -> tuple[spec.Rotary | None, int]:
@@ -141,12 +152,16 @@ def stack_forward(
     memory_allow = allows.of_memory(memory_BSD, memory_valid_BS)
     turned = {kind: _rows(table, positions) for kind, table in parts.rotary.items()}
     biases = {heads: allows.bias(slopes_N) for heads, slopes_N in parts.slopes.items()}
+    buckets_BTS = learned = None
+    if parts.buckets_R is not None:
+        buckets_BTS = allows.buckets(parts.buckets_R)
+        learned = relative_forward(buckets_BTS, table_RN=parts.own["relative.weight"])
     caches = []
     for layer, (block, params, _) in enumerate(parts.blocks):
         rotary, d_head = _rotation(block, parts.model)
         setting = Setting(
             allow=allows.of(block.attention),
-            bias=biases.get((block.attention.n_heads, d_head)),
+            bias=biases.get((block.attention.n_heads, d_head)) if learned is None else learned,
             rotation=None if rotary is None else turned[rotary, d_head],
             memory_BSD=memory_BSD,
             memory_allow=memory_allow,
@@ -177,7 +192,7 @@ def stack_forward(
     types_BT = None
     if "token_type.weight" in parts.own:
         types_BT = _types_of(side)
-    return x_BTD, StackCache(embed, positions, keep, caches, final, types_BT, normed)
+    return x_BTD, StackCache(embed, positions, keep, caches, final, types_BT, normed, buckets_BTS)
 
 
 def stack_backward(
@@ -205,6 +220,11 @@ def stack_backward(
             dx=d_BTD,
             ws=pass_context.ws,
         )
+    dbias = None
+    if cache.buckets_BTS is not None:
+        B, T, S = cache.buckets_BTS.shape
+        heads = next(parts.stack.blocks()).attention.n_heads
+        dbias = np.zeros((B, heads, T, S), d_BTD.dtype)
     for (_, _, grads), block in zip(reversed(parts.blocks), reversed(cache.blocks), strict=True):
         block_backward(
             d_BTD,
@@ -213,7 +233,10 @@ def stack_backward(
             pass_context=pass_context,
             dmemory_BSD=dmemory_BSD,
             dbalance=(dbalance or {}).get(block.at.removesuffix("."), 0.0),
+            dbias=dbias,
         )
+    if dbias is not None and cache.buckets_BTS is not None:
+        relative_backward(dbias, cache.buckets_BTS, dtable_RN=parts.own_grads["relative.weight"])
     pass_context.tap_grad(f"{parts.prefix}embed", d_BTD)
     if cache.keep is not None:
         d_BTD *= cache.keep
@@ -315,10 +338,17 @@ class _Allows:
 
     def bias(self, slopes_N: Array) -> Array:
         """Return ALiBi's bias, (1 or B, N, T, S): the queries are the last positions."""
+        return alibi_bias(slopes_N, positions_BS=self._places(), queries=self.queries)
+
+    def buckets(self, buckets_R: Array) -> Array:
+        """Return the bucket of every query and key, (1 or B, T, S)."""
+        return relative_buckets_of(buckets_R, positions_BS=self._places(), queries=self.queries)
+
+    def _places(self) -> Array:
+        """Return the positions of all keys, (1 or B, S)."""
         keys = self.past + self.queries
         places = positions_of(keys, valid_BS=self.valid_BS, segments_BT=self.segments_BT)
-        places_BS = np.arange(keys)[None] if isinstance(places, slice) else places
-        return alibi_bias(slopes_N, positions_BS=places_BS, queries=self.queries)
+        return np.arange(keys)[None] if isinstance(places, slice) else places
 
     def of_memory(self, memory_BSD: Array | None, memory_valid_BS: Array | None) -> Array | None:
         if memory_BSD is None:

@@ -140,6 +140,7 @@ PART_CHECKS = (
     PartCheck("rotary scores depend on distance only", "positions", parts.rotary_is_relative),
     PartCheck("ALiBi = one query at a time", "positions", attention.alibi_by_hand),
     PartCheck("ALiBi depends on distance only", "positions", parts.alibi_is_relative),
+    PartCheck("relative biases = one query at a time", "positions", attention.relative_by_hand),
     PartCheck("sinusoids = formula, and no parameter", "positions", parts.sinusoidal_closed_form),
     PartCheck("factorized embedding = U @ V", "parts", parts.factorized_embedding),
     PartCheck("initial weights follow their rule", "parts", parts.initialisation),

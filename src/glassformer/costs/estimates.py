@@ -34,6 +34,7 @@ from glassformer.spec.model import (
     NoPosition,
     Norm,
     PlainEmbedding,
+    RelativeBias,
     RMSNorm,
     Rotary,
     ScaledEmbedding,
@@ -279,9 +280,11 @@ def activations(
 
 
 def _masks(model: ModelSpec, stack: Stack, length: int) -> Iterator[int]:
-    """Masks that fused attention keeps: a window's in each layer, ALiBi's biases once."""
+    """Masks that fused attention keeps: a window's in each layer, biases by distance once."""
     match model.position:
-        case ALiBi():  # one bias for each head, shared by all layers whose attention is alike
+        case (
+            ALiBi() | RelativeBias()
+        ):  # one bias for each head, shared by all layers whose attention is alike
             kinds = {
                 (a.causal, a.window, a.n_heads, a.head_width(model.d_model))
                 for a in (block.attention for block in stack.blocks())

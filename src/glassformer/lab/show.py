@@ -26,6 +26,7 @@ from glassformer.spec.model import (
     MoE,
     NoPosition,
     Position,
+    RelativeBias,
     Rotary,
     Sinusoidal,
     SwiGLU,
@@ -328,6 +329,8 @@ def _position(position: Position) -> str:
             return "sinusoidal positions"
         case ALiBi():
             return "linear biases for positions (ALiBi)"
+        case RelativeBias():
+            return "learned biases by distance (T5)"
         case NoPosition():
             return "no positions"
         case OwnPosition():

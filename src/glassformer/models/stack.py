@@ -18,6 +18,7 @@ from glassformer.nn.position import (
     AddedPosition,
     ALiBiPosition,
     LearnedPosition,
+    RelativePosition,
     RotaryPosition,
     SinusoidalPosition,
     build_own_position,
@@ -41,6 +42,7 @@ class StackParts(nn.Module):
     rotary: nn.ModuleDict
     turns: tuple[str | None, ...]
     alibi: nn.ModuleDict
+    relative: RelativePosition | None
     blocks: nn.ModuleList
     final_norm: LayerNorm | RMSNorm | None
     stack: spec.Stack
@@ -53,7 +55,7 @@ def add_stack_parts(
     holder.stack = stack
     holder.embed = build_embedding(model.embedding, vocab_size, model.d_model)
     holder.dropout = nn.Dropout(stack.dropout.embedding)
-    holder.position = None
+    holder.position = holder.relative = None
     holder.rotary, holder.alibi = nn.ModuleDict(), nn.ModuleDict()
     match model.position:
         case spec.NoPosition():
@@ -70,6 +72,9 @@ def add_stack_parts(
             for block in stack.blocks():
                 heads, width = block.attention.n_heads, block.attention.head_width(model.d_model)
                 holder.alibi[heads_key(heads, width)] = ALiBiPosition(alibi, heads, width)
+        case spec.RelativeBias() as relative:
+            first = next(stack.blocks()).attention
+            holder.relative = RelativePosition(relative, first.n_heads, causal=first.causal)
         case _ as unreachable:
             assert_never(unreachable)
     holder.token_type = holder.embed_norm = None
@@ -160,7 +165,7 @@ def run_stack(
             )
         valid_BS = joined_valid(cache.valid_BS, past, valid_BT, T)
     places = positions_of(past, T, valid_BS, segments_BT)
-    masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device, parts.alibi)
+    masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device, parts)
     memory_mask = _memory_mask(T, memory_BSD, valid_BS, memory_valid_BS)
     rotations = {
         width: cast(RotaryPosition, rotary).at(places) for width, rotary in parts.rotary.items()
@@ -219,7 +224,7 @@ def positions_of(
 class _Masks:
     """The masks of one forward, one for each kind of attention among the layers.
 
-    With ALiBi (`alibi` holds slopes) they also carry the bias, which depends on the heads.
+    With ALiBi and T5's positions they also carry the bias, which depends on the heads.
     """
 
     def __init__(
@@ -229,10 +234,11 @@ class _Masks:
         valid_BS: Tensor | None,
         segments_BT: Tensor | None,
         device: torch.device,
-        alibi: nn.ModuleDict,
+        parts: StackParts,
     ) -> None:
         self.queries, self.keys, self.device = queries, keys, device
-        self.valid_BS, self.segments_BT, self.alibi = valid_BS, segments_BT, alibi
+        self.valid_BS, self.segments_BT = valid_BS, segments_BT
+        self.alibi, self.relative = parts.alibi, parts.relative
         self.made: dict[tuple[bool, int | None, str], Mask] = {}
 
     def of(self, attention: spec.Attention, d_head: int) -> Mask:
@@ -254,10 +260,12 @@ class _Masks:
             if heads:
                 part = cast(ALiBiPosition, self.alibi[heads])
                 mask = replace(mask, bias=self._bias(part))
+            elif self.relative is not None:
+                mask = replace(mask, bias=self._bias(self.relative))
             self.made[kind] = mask
         return self.made[kind]
 
-    def _bias(self, part: ALiBiPosition) -> Tensor:
+    def _bias(self, part: ALiBiPosition | RelativePosition) -> Tensor:
         places = positions_of(0, self.keys, self.valid_BS, self.segments_BT)
         if isinstance(places, slice):
             places = torch.arange(self.keys, device=self.device)

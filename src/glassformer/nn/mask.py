@@ -22,7 +22,7 @@ class Mask:
 
     allow: (T, S), (B, 1, T, S) or (B, N, T, S), True = may attend; None = everything, or the
     triangle if causal. empty: (B, 1 or N, T, 1), True where a row may attend to nothing, and its
-    result is erased. bias: (1 or B, N, T, S), ALiBi's; None = no bias.
+    result is erased. bias: (1 or B, N, T, S), ALiBi's or T5's; None = no bias.
     """
 
     allow: Tensor | None = None

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import ALiBi, Rotary, Sinusoidal
+from glassformer.spec.model import ALiBi, RelativeBias, Rotary, Sinusoidal
 from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
-from glassformer.spec.position import alibi_slopes, rotary_frequencies
+from glassformer.spec.position import alibi_slopes, relative_buckets, rotary_frequencies
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head
 
@@ -236,6 +237,34 @@ class ALiBiPosition(ComputedTable):
         apart_TS = positions_S[..., -queries:, None] - positions_S[..., None, :]
         distance_1TS = apart_TS.abs().to(self.table.dtype).unsqueeze(-3)
         bias_NTS = -self.table[:, None, None] * distance_1TS
+        return bias_NTS if bias_NTS.ndim == 4 else bias_NTS[None]
+
+
+class RelativePosition(ComputedTable):
+    """A learned bias for each bucket of distances and head; the table has each distance's bucket.
+
+    Its numbers are whole, and exact in the precision of the other tables.
+    """
+
+    def __init__(self, relative: RelativeBias, n_heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.relative = relative
+        self.causal = causal
+        self.table_shape = (2 * relative.max_distance + 1,)
+        self.weight = nn.Parameter(torch.empty(relative.buckets, n_heads))
+        self.register_buffer("table", self.first(), persistent=False)
+
+    def make(self, dtype: torch.dtype) -> Tensor:
+        """The buckets of distances from -max_distance to max_distance."""
+        buckets = relative_buckets(self.relative, causal=self.causal)
+        return torch.tensor(buckets, dtype=table_dtype(dtype), device="cpu")
+
+    def bias(self, positions_S: Tensor, queries: int) -> Tensor:
+        """(1, N, T, S), or (B, N, T, S) of positions (B, S); the queries are the last positions."""
+        most = self.relative.max_distance
+        apart_TS = positions_S[..., None, :] - positions_S[..., -queries:, None]
+        buckets_TS = self.table[apart_TS.clamp(-most, most) + most].long()
+        bias_NTS = F.embedding(buckets_TS, self.weight).movedim(-1, -3)
         return bias_NTS if bias_NTS.ndim == 4 else bias_NTS[None]
 
 

@@ -35,6 +35,7 @@ from glassformer.spec.model import (
     Norm,
     PlainEmbedding,
     Position,
+    RelativeBias,
     RMSNorm,
     Rotary,
     ScaledEmbedding,
@@ -142,10 +143,23 @@ def position_parameters(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
                     kind="table",
                     init=Gaussian(std=one.std),
                 )
-        case NoPosition() | Sinusoidal() | Rotary() | ALiBi():
+        case NoPosition() | Sinusoidal() | Rotary() | ALiBi() | RelativeBias():
             pass
         case _ as unreachable:
             assert_never(unreachable)
+
+
+def relative_parameters(model: ModelSpec, stack: Stack, prefix: str) -> Iterator[Parameter]:
+    """Yield the biases of a stack by bucket and head, if its positions are such."""
+    if isinstance(model.position, RelativeBias):
+        shape = (model.position.buckets, next(stack.blocks()).attention.n_heads)
+        yield Parameter(
+            name=f"{prefix}weight",
+            shape=shape,
+            role="position",
+            kind="table",
+            init=model.init.table(shape),
+        )
 
 
 def turns_keys(position: Position) -> bool:
@@ -153,7 +167,7 @@ def turns_keys(position: Position) -> bool:
     match position:
         case Rotary():
             return True
-        case NoPosition() | Sinusoidal() | Learned() | ALiBi() | OwnPosition():
+        case NoPosition() | Sinusoidal() | Learned() | ALiBi() | RelativeBias() | OwnPosition():
             return False
         case _ as unreachable:
             assert_never(unreachable)
@@ -385,6 +399,7 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
         else:
             yield parameter
     yield from position_parameters(model, f"{prefix}position.")
+    yield from relative_parameters(model, stack, f"{prefix}relative.")
     if model.token_types:
         shape = (model.token_types, model.d_model)
         yield Parameter(
@@ -527,7 +542,7 @@ def check_fits(spec: ModelSpec, *, bytes_each: int) -> None:
                 for block in stack.blocks()
             ]
             tables = spec.max_seq_len * max(widths)
-        case NoPosition() | Learned() | ALiBi() | OwnPosition():
+        case NoPosition() | Learned() | ALiBi() | RelativeBias() | OwnPosition():
             pass
         case _ as unreachable:
             assert_never(unreachable)

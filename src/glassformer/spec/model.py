@@ -50,6 +50,7 @@ from glassformer.spec.position import (
     LongRopeScaling,
     NoPosition,
     Position,
+    RelativeBias,
     Rotary,
     Sinusoidal,
     YarnScaling,
@@ -90,6 +91,7 @@ __all__ = [
     "Position",
     "RMSNorm",
     "Readout",
+    "RelativeBias",
     "Rotary",
     "ScaledEmbedding",
     "Sinusoidal",
@@ -109,7 +111,7 @@ def rotary_of(attention: Attention, position: Position) -> Rotary | None:
     match own:
         case Rotary():
             return own
-        case NoPosition() | Sinusoidal() | Learned() | ALiBi() | OwnPosition():
+        case NoPosition() | Sinusoidal() | Learned() | ALiBi() | RelativeBias() | OwnPosition():
             return None
         case _ as unreachable:
             assert_never(unreachable)
@@ -151,6 +153,17 @@ class ModelSpec:
         for stack in self.stacks().values():
             for run in stack.layers:
                 self._check_block(run.block)
+            if isinstance(self.position, RelativeBias):
+                kinds = {
+                    (one.block.attention.n_heads, one.block.attention.causal)
+                    for one in stack.layers
+                }
+                if len(kinds) > 1:
+                    raise InputError(
+                        "layers of one stack share their relative position biases, and differ in "
+                        "n_heads or causal",
+                        hint="give all of them the same",
+                    )
 
     def _check_heads(self) -> None:
         names = self.head_names()

@@ -1,4 +1,4 @@
-"""Position encodings: none, sinusoids, a learned table, rotations, linear biases.
+"""Position encodings: none, sinusoids, a learned table, rotations, biases by distance.
 
 The numbers that are not learned (angles of rotary positions, slopes of ALiBi) are computed here in
 plain Python, so that every engine uses the same ones. Formulas: RoFormer for the default angles,
@@ -188,7 +188,51 @@ class ALiBi:
         positive("max_bias", self.max_bias)
 
 
-Position = NoPosition | Sinusoidal | Learned | Rotary | ALiBi | OwnPosition
+@spec
+class RelativeBias:
+    """A learned bias of scores for each head and bucket of distances, shared by all layers (T5).
+
+    Raffel and others, 2020. Each stack has a table of its own. Of the `buckets` a causal attention
+    has half for the distances 0, 1, 2, ..., and half for ranges that grow with the distance's
+    logarithm; from `max_distance` on, all distances share the last. Attention to both sides has
+    half of the buckets for either side. Cross-attention has no bias.
+    """
+
+    buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        at_least("buckets", self.buckets, 4)
+        if self.buckets % 2:
+            raise InputError(
+                f"buckets {self.buckets} is odd: each side has half of them",
+                hint=f"the nearest valid number is {self.buckets + 1}",
+            )
+        at_least("max_distance", self.max_distance, self.buckets // 2 + 1)
+
+
+Position = NoPosition | Sinusoidal | Learned | Rotary | ALiBi | RelativeBias | OwnPosition
+
+
+def relative_buckets(bias: RelativeBias, *, causal: bool) -> list[int]:
+    """Return the bucket of each key - query from -max_distance to max_distance.
+
+    What is farther apart has the bucket of either end. Logarithms are rounded as T5's code does,
+    in single precision: a range begins where a quotient of two of them is a whole number.
+    """
+    count = bias.buckets if causal else bias.buckets // 2
+    exact = count // 2
+    whole = single(math.log(bias.max_distance / exact))
+
+    def bucket(distance: int) -> int:
+        if distance < exact:
+            return distance
+        share = single(single(math.log(single(distance / exact))) / whole)
+        return min(exact + int(single(share * (count - exact))), count - 1)
+
+    one_side = [bucket(distance) for distance in range(bias.max_distance + 1)]
+    after = [0 if causal else count + number for number in one_side[1:]]
+    return [*reversed(one_side), *after]
 
 
 def alibi_slopes(alibi: ALiBi, n_heads: int, d_head: int) -> list[float]:

@@ -28,7 +28,7 @@ from glassformer.nn.position import make_tables
 from glassformer.nn.stacked import Fold, dropout_rates, stack_parts
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import stored
-from glassformer.spec.model import Dropout, ModelSpec
+from glassformer.spec.model import Dropout, ModelSpec, RelativeBias
 from glassformer.spec.own import OwnOptimizer, OwnPosition
 from glassformer.spec.train import AdamW, Muon, RunSpec
 from glassformer.store.tensors import explain_difference
@@ -58,6 +58,8 @@ def why_not_stacked(run: RunSpec) -> str | None:
         return "a fine-tuned model starts from its base"
     if isinstance(run.model.position, OwnPosition):
         return f"{run.model.position.source} is code for one model"
+    if isinstance(run.model.position, RelativeBias):
+        return "relative position biases are learned for one model at a time"
     if isinstance(run.train.optimizer, Muon | OwnOptimizer):
         return "only SGD and AdamW are stacked"
     if run.train.gradient_checkpointing:

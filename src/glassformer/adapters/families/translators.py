@@ -1,17 +1,21 @@
-"""Encoder-decoders of BART's kind: BART, mBART, Marian, Pegasus, M2M-100 and NLLB.
+"""Encoder-decoders: BART, mBART, Marian, Pegasus, M2M-100 and NLLB; and T5 in both versions.
 
-One table of names for all. They differ in where the norms are, in positions (a learned table with
-two rows in front, or sinusoids in one of two forms), in whether the embedding is scaled, and in a
-bias of the logits. Encoder and decoder may differ in depth, heads and width.
+One table of names for all of BART's kind. They differ in where the norms are, in positions (a
+learned table with two rows in front, or sinusoids in one of two forms), in whether the embedding is
+scaled, and in a bias of the logits. Encoder and decoder may differ in depth, heads and width.
+
+T5 has names of its own, biases by distance in place of positions, and scores without a scale. Its
+first version ties and scales the head; version 1.1 (Flan) has gates, and a head of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
 from glassformer.adapters.families.gpt2 import ACTIVATIONS
 from glassformer.adapters.table import Family, Row, Shape, Table, dense
+from glassformer.spec.block import GateActivation
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import (
@@ -27,9 +31,12 @@ from glassformer.spec.model import (
     NextHead,
     PlainEmbedding,
     Position,
+    RelativeBias,
+    RMSNorm,
     ScaledEmbedding,
     Sinusoidal,
     Stack,
+    SwiGLU,
 )
 
 if TYPE_CHECKING:
@@ -237,4 +244,157 @@ M2M_100 = _family(
     "M2M100ForConditionalGeneration",
     Kind(FAIRSEQ, pre=True, final_norm=True, bias=False),
 )
-TRANSLATORS = (BART, MBART, MARIAN, PEGASUS, M2M_100)
+
+
+def _t5_table() -> Table:
+    rows = [Row("shared.weight", "encoder.embed.weight")]
+    rows.append(Row("decoder.embed_tokens.weight", "decoder.embed.weight"))
+    for side, last in (("encoder", 1), ("decoder", 2)):
+        parts = {"layer.0.SelfAttention": "attn", "layer.1.EncDecAttention": "cross"}
+        names = {
+            f"{theirs}.{letter}": f"{ours}.{letter}_proj"
+            for theirs, ours in parts.items()
+            for letter in "qkvo"
+        }
+        norms = {0: "attn_norm", 1: "cross_norm", last: "ffn_norm"}
+        names |= {f"layer.{number}.layer_norm": ours for number, ours in norms.items()}
+        feeds = {"wi": "up_proj", "wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+        names |= {
+            f"layer.{last}.DenseReluDense.{theirs}": f"ffn.{ours}" for theirs, ours in feeds.items()
+        }
+        bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        rows.append(Row(f"{side}.{bias}", f"{side}.relative.weight"))
+        rows.append(Row(f"{side}.final_layer_norm.weight", f"{side}.final_norm.weight"))
+        rows += [
+            Row(f"{side}.block.{{}}.{theirs}.weight", f"{side}.blocks.{{}}.{ours}.weight")
+            for theirs, ours in names.items()
+        ]
+    rows.append(Row("lm_head.weight", "heads.next.weight"))
+    return Table(
+        rows=tuple(rows),
+        ignored=(
+            "encoder.embed_tokens.weight",  # a copy of what is shared
+            # Released files hold it; cross-attention has never read it.
+            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+        ),
+    )
+
+
+def _t5_names(spec: ModelSpec) -> Table:
+    """Return the rows of plain or of gated feed-forwards, which share the name of a matrix."""
+    gated = isinstance(next(spec.decoder.blocks()).ffn, SwiGLU)
+    other = "DenseReluDense.wi." if gated else "DenseReluDense.wi_"
+    rows = tuple(row for row in T5_TABLE.rows if other not in row.theirs)
+    return replace(T5_TABLE, rows=rows)
+
+
+T5_TABLE = _t5_table()
+#: Feed-forwards by their name in a config; their "gated-gelu" is the approximation by tanh.
+T5_FEEDS: dict[str, tuple[str, bool]] = {
+    "relu": ("relu", False),
+    "gelu": ("gelu", False),
+    "gelu_new": ("gelu_tanh", False),
+    "silu": ("silu", False),
+    "gated-gelu": ("gelu_tanh", True),
+    "gated-silu": ("silu", True),
+}
+
+
+def read_t5(config: Config) -> ModelSpec:
+    """Read the config of T5, of version 1.1 and of Flan-T5."""
+    if not config.flag("is_encoder_decoder", default=True):
+        raise config.bad("is_encoder_decoder", False, "true")
+    width, layers = config.whole("d_model"), config.whole("num_layers", most=MOST_LAYERS)
+    tied = config.flag("tie_word_embeddings", default=True)
+    scaled = config.flag("scale_decoder_outputs", default=tied)
+    word = config.one_of("feed_forward_proj", {name: name for name in T5_FEEDS}, default="relu")
+    counts = {
+        "encoder": layers,
+        "decoder": config.whole("num_decoder_layers", default=layers, most=MOST_LAYERS),
+    }
+    factor = config.number("initializer_factor", default=1.0)
+    sides = {side: _t5_side(config, word, side == "decoder", n) for side, n in counts.items()}
+    return ModelSpec(
+        vocab_size=config.whole("vocab_size"),
+        d_model=width,
+        max_seq_len=config.whole("n_positions", default=512, most=MOST_POSITIONS),
+        position=RelativeBias(
+            buckets=config.whole("relative_attention_num_buckets", default=32),
+            max_distance=config.whole("relative_attention_max_distance", default=128),
+        ),
+        encoder=sides["encoder"],
+        decoder=sides["decoder"],
+        share_embedding=True,
+        heads=(NextHead(tied=tied, scale=width**-0.5 if scaled else 1.0),),
+        init=NormalInit(std=factor * width**-0.5),
+    )
+
+
+def _t5_side(config: Config, word: str, decoder: bool, count: int) -> Stack:
+    attention = Attention(
+        n_heads=config.whole("num_heads"), d_head=config.whole("d_kv"), scale=1.0, causal=decoder
+    )
+    activation, gated = T5_FEEDS[word]
+    d_ff = config.whole("d_ff")
+    norm = RMSNorm(eps=config.number("layer_norm_epsilon", default=1e-6))
+    ffn: MLP | SwiGLU = MLP(d_ff=d_ff, activation=cast(Activation, activation), bias=False)
+    if gated:
+        ffn = SwiGLU(d_ff=d_ff, activation=cast(GateActivation, activation))
+    block = Block(
+        attention=attention,
+        cross=replace(attention, causal=False) if decoder else None,
+        ffn=ffn,
+        norm=norm,
+    )
+    rate = config.number("dropout_rate", default=0.1)
+    return Stack(
+        layers=(Layers(count=count, block=block),),
+        final_norm=norm,
+        dropout=Dropout.from_number(rate),
+    )
+
+
+def write_t5(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config keys of T5 for a spec."""
+    if spec.encoder is None or not isinstance(spec.position, RelativeBias):
+        raise InputError("an encoder and relative position biases: not both here, both there")
+    block, head = next(spec.decoder.blocks()), spec.heads[0]
+    ffn, norm, attention = dense(block.ffn), block.norm, block.attention
+    words = {meaning: word for word, meaning in T5_FEEDS.items()}
+    word = words.get((ffn.activation, isinstance(ffn, SwiGLU)), "relu")
+    std = spec.init.std if isinstance(spec.init, NormalInit) else spec.d_model**-0.5
+    return {
+        "vocab_size": spec.vocab_size,
+        "d_model": spec.d_model,
+        "d_kv": attention.head_width(spec.d_model),
+        "d_ff": ffn.d_ff,
+        "num_heads": attention.n_heads,
+        "num_layers": spec.encoder.n_layers,
+        "num_decoder_layers": spec.decoder.n_layers,
+        "n_positions": spec.max_seq_len,
+        "relative_attention_num_buckets": spec.position.buckets,
+        "relative_attention_max_distance": spec.position.max_distance,
+        "feed_forward_proj": word,
+        "layer_norm_epsilon": norm.eps,
+        "dropout_rate": spec.decoder.dropout.residual,
+        "initializer_factor": std * spec.d_model**0.5,
+        "tie_word_embeddings": isinstance(head, NextHead) and head.tied,
+        "scale_decoder_outputs": isinstance(head, NextHead) and head.scale != 1.0,
+        "is_encoder_decoder": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    }
+
+
+T5 = Family(
+    "t5",
+    "T5ForConditionalGeneration",
+    _t5_names,
+    read_t5,
+    write_t5,
+    harmless=("dense_act_fn", "is_gated_act", "classifier_dropout", "output_past"),
+    idle={"is_decoder": False},
+    encodes=True,
+)
+TRANSLATORS = (BART, MBART, MARIAN, PEGASUS, M2M_100, T5)

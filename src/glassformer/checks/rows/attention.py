@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.checks.measure import EXACT, TOLERANCE, Measure, draw, gap, parity, seeded
+from glassformer.checks.measure import EXACT, TOLERANCE, Measure, Pair, draw, gap, parity, seeded
 from glassformer.checks.preset_subjects import perturb
 from glassformer.checks.rows.layers import attention_pairs
 from glassformer.checks.rows.parts import turn_by_hand
 from glassformer.nn.attention import MultiHeadAttention, attend
 from glassformer.nn.mask import Mask, build_mask, mask_from_allow
-from glassformer.nn.position import ALiBiPosition, rotations
+from glassformer.nn.position import ALiBiPosition, RelativePosition, rotations
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec import model as spec
 
@@ -146,6 +146,60 @@ def alibi_by_hand(dtype: torch.dtype) -> Measure:
             measures.append(
                 parity(ours, one_by_one, inputs=inputs, size=f"B{B} N{N} K{K} T{T} H{H}")
             )
+    return max(measures, key=lambda measure: measure.worst)
+
+
+def paper_bucket(distance: int, *, buckets: int, most: int) -> int:
+    """The bucket of a distance, by counting edges: from buckets / 2 on they grow by one factor."""
+    exact = buckets // 2
+    edges = [exact * (most / exact) ** (i / (buckets - exact)) for i in range(buckets - exact)]
+    return min(distance, exact - 1) + sum(distance >= edge - 1e-9 for edge in edges)
+
+
+def relative_by_hand(dtype: torch.dtype) -> Measure:
+    """Scores raised by the learned bias of their distance's bucket: each query alone.
+
+    Causal, and to both sides, where keys behind have a half of the buckets to themselves; padding
+    before and behind, where a distance counts real tokens. The biases' gradient is compared too.
+    """
+    B, N, T, H, buckets, most = 2, 3, 11, 5, 8, 7
+    valid = torch.ones(B, T, dtype=torch.bool)
+    valid[0, :3], valid[1, 9:] = False, False
+    positions = (valid.cumsum(1) - 1).clamp(min=0)
+    measures = []
+    for causal, taps in itertools.product((True, False), (None, everything_explicit())):
+        relative = spec.RelativeBias(buckets=buckets, max_distance=most)
+        part = RelativePosition(relative, N, causal=causal)
+        perturb(part, dtype=dtype, seed=41)
+        table = nn.Parameter(torch.empty(buckets, N, dtype=dtype))
+        mask = build_mask(T, T, causal=causal, valid_q_BT=valid, valid_k_BS=valid)
+        half = buckets if causal else buckets // 2
+
+        def bucket(b: int, t: int, s: int, half: int = half) -> int:
+            apart = int(valid[b, min(s, t) : max(s, t)].sum())
+            return paper_bucket(apart, buckets=half, most=most) + (half if s > t else 0)
+
+        def ours(
+            q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask, part: Any = part, taps: Any = taps
+        ) -> Tensor:
+            return attend(q, k, v, mask=replace(mask, bias=part.bias(positions, T)), taps=taps)
+
+        def one_by_one(
+            q: Tensor, k: Tensor, v: Tensor, causal: bool = causal, table: Tensor = table
+        ) -> Tensor:
+            rows = []
+            for b, n, t in itertools.product(range(B), range(N), range(T)):
+                real = [s for s in range(T) if valid[b, s] and (s <= t or not causal)]
+                biases = table[[bucket(b, t, s) for s in real], n]
+                weights = torch.softmax(k[b, n, real] @ q[b, n, t] / math.sqrt(H) + biases, -1)
+                rows.append(
+                    weights @ v[b, n, real] if valid[b, t] else torch.zeros_like(v[b, n, t])
+                )
+            return torch.stack(rows).view(B, N, T, H)
+
+        inputs = [draw(B, N, T, H, dtype=dtype, seed=seed) for seed in (42, 43, 44)]
+        pairs = [Pair("biases", part.weight, table)]
+        measures.append(parity(ours, one_by_one, inputs=inputs, pairs=pairs, size=f"N{N} T{T}"))
     return max(measures, key=lambda measure: measure.worst)
 
 

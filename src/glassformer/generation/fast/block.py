@@ -65,6 +65,7 @@ def why_not(model: spec.ModelSpec) -> str:
         norms = (block.norm, attention.qk_norm, model.decoder.final_norm)
         rotary = spec.rotary_of(attention, model.position)
         found = {
+            "relative position biases": isinstance(model.position, spec.RelativeBias),
             f"placement '{block.placement}'": block.placement not in ("pre", "post"),
             "residual_scale": block.residual_scale != 1.0,
             "attention.scale": attention.scale is not None,
@@ -389,7 +390,7 @@ def _position_table(
         case OwnPosition():
             assert isinstance(part, AddedPosition)
             return part.table(model.max_seq_len, dtype)
-        case spec.NoPosition() | spec.Rotary() | spec.ALiBi():
+        case spec.NoPosition() | spec.Rotary() | spec.ALiBi() | spec.RelativeBias():
             return None
         case _ as unreachable:
             assert_never(unreachable)

@@ -372,7 +372,7 @@ class Program:
             case OwnPosition():
                 assert isinstance(part, AddedPosition)
                 table = part.table(model.max_seq_len, torch.float32)
-            case spec.NoPosition() | spec.Rotary() | spec.ALiBi():
+            case spec.NoPosition() | spec.Rotary() | spec.ALiBi() | spec.RelativeBias():
                 return
             case _ as unreachable:
                 assert_never(unreachable)

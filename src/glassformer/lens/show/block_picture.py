@@ -18,6 +18,7 @@ from glassformer.spec.model import (
     FeedForward,
     ModelSpec,
     MoE,
+    RelativeBias,
     SwiGLU,
     rotary_of,
 )
@@ -215,6 +216,7 @@ def _score_words(
     if attention.softcap is not None:
         scores = f"{attention.softcap:g} tanh({scores} / {attention.softcap:g})"
     bias = " - slope · distance" if isinstance(model.position, ALiBi) and not cross else ""
+    bias = " + bias by distance" if isinstance(model.position, RelativeBias) and not cross else bias
     sink = ", with a sink" if attention.sinks else ""
     if cross:
         sees = "every position sees the whole source"

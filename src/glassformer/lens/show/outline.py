@@ -27,6 +27,7 @@ from glassformer.spec.model import (
     NoPosition,
     Norm,
     PlainEmbedding,
+    RelativeBias,
     RMSNorm,
     Rotary,
     ScaledEmbedding,
@@ -142,6 +143,10 @@ def _before(model: ModelSpec, prefix: str, owned: _Owned) -> Iterator[Part]:
     tied = "the encoder's table" if prefix == "decoder." and model.share_embedding else ""
     yield Part(key, "embed", "Token embedding", note, owned(key), tied)
     yield from _positions(model, f"{prefix}position", owned)
+    if isinstance(model.position, RelativeBias):
+        note = f"by {model.position.buckets} ranges of distance, for the scores of every layer"
+        key = f"{prefix}relative"
+        yield Part(key, "position", "Relative position biases", note, owned(key))
 
 
 def _positions(model: ModelSpec, key: str, owned: _Owned) -> Iterator[Part]:
@@ -154,7 +159,7 @@ def _positions(model: ModelSpec, key: str, owned: _Owned) -> Iterator[Part]:
             yield Part(key, "position", "Sinusoidal positions", "sines and cosines, not learned")
         case OwnPosition(class_name=name):
             yield Part(key, "position", f"Positions: {name}", "a part of yours", owned(key))
-        case Rotary() | ALiBi() | NoPosition():
+        case Rotary() | ALiBi() | RelativeBias() | NoPosition():
             pass
         case _ as unreachable:
             assert_never(unreachable)
@@ -246,6 +251,8 @@ def _attention_note(attention: Attention, model: ModelSpec) -> str:
     match model.position:
         case ALiBi():
             words.append("ALiBi")
+        case RelativeBias():
+            words.append("relative biases")
         case Rotary() | NoPosition() if rotary is not None:
             words.append("rotary" if rotary.share == 1.0 else f"{rotary.share:.0%} rotary")
         case Rotary() | NoPosition():
