@@ -152,7 +152,8 @@ def alibi_by_hand(dtype: torch.dtype) -> Measure:
 def paper_bucket(distance: int, *, buckets: int, most: int) -> int:
     """The bucket of a distance, by counting edges: from buckets / 2 on they grow by one factor."""
     exact = buckets // 2
-    edges = [exact * (most / exact) ** (i / (buckets - exact)) for i in range(buckets - exact)]
+    power = buckets - exact
+    edges: list[float] = [exact * (most / exact) ** (i / power) for i in range(power)]
     return min(distance, exact - 1) + sum(distance >= edge - 1e-9 for edge in edges)
 
 
