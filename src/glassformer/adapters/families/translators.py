@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
 from glassformer.adapters.families.gpt2 import ACTIVATIONS
 from glassformer.adapters.table import Family, Row, Shape, Table, dense
-from glassformer.spec.block import GateActivation
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import (
@@ -24,6 +23,7 @@ from glassformer.spec.model import (
     Attention,
     Block,
     Dropout,
+    GateActivation,
     LayerNorm,
     Layers,
     Learned,
