@@ -15,7 +15,7 @@ from glassformer.data.batch import Batch
 from glassformer.data.task import Task
 from glassformer.lens.measure.roles import head_roles
 from glassformer.nn.taps import trace
-from glassformer.spec.taps import tap_shapes
+from glassformer.spec.model import tap_shapes
 from glassformer.training.torch_engine import TorchEngine
 
 #: Examples of the test split that are looked at.

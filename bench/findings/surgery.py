@@ -17,8 +17,7 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.taps import Edit, Taps
-from glassformer.spec.model import ModelSpec
-from glassformer.spec.taps import tap_shapes
+from glassformer.spec.model import ModelSpec, tap_shapes
 
 STREAM = ("resid_pre", "resid_mid", "resid_cross", "resid_post")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from glassformer.budget.ordering import level
 from glassformer.budget.question import Budget
+from glassformer.budget.search import level
 from glassformer.spec.model import LayerNorm, Learned, Rotary
 
 

@@ -2,7 +2,7 @@
 
 from tests.checks.faults import Fault
 
-KEY = "budget.ordering:Ordering."
+KEY = "budget.search:Ordering."
 SEARCH = "budget.search:Search."
 LIMITS = "budget.regions:Limits."
 REGIONS = "budget.regions:Regions."
@@ -51,7 +51,7 @@ FAULTS = (
     Fault("a refusal that was not proven", SEARCH + "first", "self.is_proven = False", "pass", "limited"),
     Fault("the nearest count claims a proof", SEARCH + "nearest", "self.is_proven = False", "pass", "limited"),
     Fault("nothing can drift less than the most", SEARCH + "_least", "least_drift(min(", "least_drift(9 + min(", "limited"),
-    Fault("a part that is not taken from the whole", "budget.effort:Effort.spend", "effort = effort._parent", "effort = None", "efforts"),
+    Fault("a part that is not taken from the whole", "budget.regions:Effort.spend", "effort = effort._parent", "effort = None", "efforts"),
     Fault("a change that was not proven", "budget.infeasible:Probe.works", "self.is_proven &= search.is_proven", "pass", "certified"),
     Fault("a dive that forgets the rest", "budget.search:Frontier.push", "entries.remove(self._ahead)", "entries.clear()", "dives"),
     Fault("a depth too many for a d_ff", "budget.regions:Region.runs", "(allowed.high - frame.outside) // layer", "(allowed.high - frame.outside) // layer + 1", "runs"),

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from glassformer.budget import search
 from glassformer.budget.design import EVALUATIONS, solve
-from glassformer.budget.effort import Effort
 from glassformer.budget.infeasible import InfeasibleBudget, Undecided, certificate
-from glassformer.budget.ordering import LEVEL, least_drift, level
-from glassformer.budget.search import Search
+from glassformer.budget.regions import Effort
+from glassformer.budget.search import LEVEL, Search, least_drift, level
 from glassformer.spec.errors import InputError
 from tests.budget import brute
 from tests.budget.test_budget import (

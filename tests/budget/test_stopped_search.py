@@ -3,8 +3,8 @@
 import pytest
 
 from glassformer.budget.design import neighbour, solve
-from glassformer.budget.effort import Effort, SearchStopped
 from glassformer.budget.question import Budget
+from glassformer.budget.regions import Effort, SearchStopped
 from glassformer.budget.search import Search
 
 LONG = Budget(shape="classic", vocab=256, params=10**9, heads="any", rank="any")

@@ -46,11 +46,18 @@ from glassformer.byhand.embedding import (
     sinusoidal_forward,
     sinusoids,
 )
-from glassformer.byhand.ffn import feed_backward, feed_forward, swiglu_backward, swiglu_forward
+from glassformer.byhand.ffn import (
+    expert_arrays,
+    feed_backward,
+    feed_forward,
+    moe_backward,
+    moe_forward,
+    swiglu_backward,
+    swiglu_forward,
+)
 from glassformer.byhand.linear import linear_backward, linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
 from glassformer.byhand.model import head_backward, head_forward
-from glassformer.byhand.moe import expert_arrays, moe_backward, moe_forward
 from glassformer.byhand.norm import (
     layer_norm_backward,
     layer_norm_forward,

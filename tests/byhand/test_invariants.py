@@ -22,11 +22,11 @@ from glassformer.byhand.embedding import (
     rotations,
     sinusoids,
 )
+from glassformer.byhand.ffn import expert_arrays, moe_forward
 from glassformer.byhand.inputs import allow_of, positions_of
 from glassformer.byhand.linear import linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
 from glassformer.byhand.model import Model, readout_forward
-from glassformer.byhand.moe import expert_arrays, moe_forward
 from glassformer.byhand.norm import layer_norm_backward, layer_norm_forward, rms_norm_forward
 from glassformer.byhand.pass_context import PassContext, Workspace
 from glassformer.nn.mask import build_mask

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.adapters.load import load_tokenizer
 from glassformer.cli.main import app
-from glassformer.cli.verbs import chat, generate
+from glassformer.cli.verbs import generate
 from glassformer.spec.errors import InputError
 from tests.adapters import folders
 
@@ -47,7 +47,7 @@ def test_every_line_is_a_question_and_the_end_is_the_end(folder):
     assert one["finish"] in ("eos", "length")
     assert one["text"] != two["text"]
     stdout, stderr = glass(folder, *GREEDY, lines=["the cat", "on the mat"])
-    assert stdout == f"{chat.visible(one['text'])}\n{chat.visible(two['text'])}\n"
+    assert stdout == f"{generate.visible(one['text'])}\n{generate.visible(two['text'])}\n"
     assert stderr.count("cut off") == [one["finish"], two["finish"]].count("length")
 
 
@@ -71,13 +71,13 @@ def test_the_systems_words_come_first(folder):
 
 
 def test_the_folders_settings_are_used_unless_others_are_given(folder):
-    conversation = chat.open_conversation(folder, {}, template_options=[])
+    conversation = generate.open_conversation(folder, {}, template_options=[])
     spec = conversation.spec
     assert (spec.temperature, spec.top_p, spec.top_k) == (0.7, 0.9, 20)
     assert spec.eos == (312, 310)
     assert spec.forbidden == tuple(range(313, 320))
     given = {"temperature": 0.0, "max_new_tokens": 5, "stop": ("x",)}
-    spec = chat.open_conversation(folder, given, template_options=[]).spec
+    spec = generate.open_conversation(folder, given, template_options=[]).spec
     assert (spec.temperature, spec.top_p, spec.max_new_tokens) == (0.0, 0.9, 5)
     assert spec.stop == ("x",)
     drawn = [answers(folder, "--seed", str(seed), lines=["the cat"]) for seed in (1, 1, 2)]
@@ -92,7 +92,7 @@ def test_a_plain_prompt_ends_at_any_end_and_meets_no_nameless_id(folder):
 
 def test_options_reach_the_template(folder):
     options = ["enable_thinking=false", "name=Ada"]
-    talk = chat.open_conversation(folder, {}, template_options=options)
+    talk = generate.open_conversation(folder, {}, template_options=options)
     assert talk.options == {"enable_thinking": False, "name": "Ada"}
 
 
@@ -187,42 +187,42 @@ class Typed(io.StringIO):
 
 
 def test_errors_at_a_terminal_do_not_end_the_conversation(folder, monkeypatch, capsys):
-    talk = chat.open_conversation(
+    talk = generate.open_conversation(
         folder, {"temperature": 0.0, "max_new_tokens": 4}, template_options=[]
     )
     typed = Typed("/nothing\n", KeyboardInterrupt(), "the cat\n")
     monkeypatch.setattr(sys, "stdin", typed)
-    assert chat.converse(talk) == 0
+    assert generate.converse(talk) == 0
     seen = capsys.readouterr()
     assert "is no command" in seen.err
     assert "/quit or Ctrl-D leaves" in seen.err
     assert len(talk.messages) == 2
-    assert chat.visible(talk.messages[1]["content"]) in seen.out
+    assert generate.visible(talk.messages[1]["content"]) in seen.out
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(folder, capsys):
-    talk = chat.open_conversation(
+    talk = generate.open_conversation(
         folder, {"temperature": 0.0, "max_new_tokens": 40}, template_options=[]
     )
     before = signal.getsignal(signal.SIGINT)
     heard = 0
-    for _ in chat.answering(talk, "the cat"):
+    for _ in generate.answering(talk, "the cat"):
         heard += 1
         if heard == 3:
             os.kill(os.getpid(), signal.SIGINT)
     assert heard == 3
     assert talk.last.finish == "stopped"
     assert signal.getsignal(signal.SIGINT) is before
-    assert len(list(chat.answering(talk, "the mat"))) > 0
+    assert len(list(generate.answering(talk, "the mat"))) > 0
 
 
 def test_a_second_ctrl_c_is_not_held_back(folder):
-    talk = chat.open_conversation(
+    talk = generate.open_conversation(
         folder, {"temperature": 0.0, "max_new_tokens": 40}, template_options=[]
     )
 
     def twice():
-        for _ in chat.answering(talk, "the cat"):
+        for _ in generate.answering(talk, "the cat"):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 

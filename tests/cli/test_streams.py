@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from glassformer.cli.shell.output import write_file
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.terminal import CUT_OFF, TerminalOutput, is_cut_off, tell, trouble
+from glassformer.cli.shell.terminal import (
+    CUT_OFF,
+    TerminalOutput,
+    is_cut_off,
+    tell,
+    trouble,
+    write_file,
+)
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lab.show import catalogue
 from glassformer.spec.errors import FileError, InputError, MachineError

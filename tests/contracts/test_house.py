@@ -342,14 +342,11 @@ ONE_IMPORTER = {
     "checks.rows.foreign_training": "rows about others' training; the catalogue is their table",
     "checks.rows.numpy_parity": "rows that compare the engines; the catalogue is their table",
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
-    "cli.verbs.chat": "a verb; generate --chat is another door to it",
     "cli.main": "the command's entry point; __main__ is another door to it",
     "data.automata.query_learning": "learns a machine from anything that answers queries",
     "data.tasks.finetune": "the task of fine-tuning; lab makes it with a base model",
-    "data.tasks.sequences": "a task; build_task is the table",
-    "data.tasks.translation": "a task; build_task is the table",
+    "data.tasks.seq2seq": "two tasks; build_task is the table",
     "lab.measure.lm_eval": "needs the lm-eval package",
-    "lab.plots.machine_graph": "a drawing of its own, read without the learner",
     "lab.smallbench.exams": "the questions; the suite asks them",
     "lab.smallbench.suite": "the suite; one option of evaluate runs it",
     "lab.runs.stack": "many runs as one, public through sweeps; it reads beside the run alone",
@@ -373,7 +370,6 @@ ONE_IMPORTER = {
     "web.pages.model": "a page with its routes; the server is the table",
     "web.pages.quantize": "a page with its routes; the server is the table",
     "web.pages.runs": "a page with its routes; the server is the table",
-    "web.pages.sweeps": "a page with its routes; the server is the table",
     "web.report.errors": "a section of the report; the document is the table",
 }
 

@@ -58,6 +58,7 @@ from glassformer.spec.model import (
     StateHead,
     SwiGLU,
     VectorHead,
+    tap_shapes,
 )
 from glassformer.spec.own import (
     OwnOptimizer,
@@ -76,7 +77,6 @@ from glassformer.spec.quantization import (
     stored_tensors,
 )
 from glassformer.spec.schemes import Int8, Scheme, scheme_bytes
-from glassformer.spec.taps import tap_shapes
 from glassformer.spec.tasks import FinetuneTask, Task, TextTask, TranslationTask
 from glassformer.spec.train import Muon, Optimizer, RunSpec, Schedule, TrainSpec
 from glassformer.store.checkpoint import load_quantized, save_quantized
@@ -359,7 +359,7 @@ OPENED = [
         "return LayerNorm(width, eps=1)",
         "norm/torch parts",
     ),
-    Fault("taps", "spec.taps:ffn_taps", NEVER, "return FFN_TAPS", "feed-forward/taps"),
+    Fault("taps", "spec.model:ffn_taps", NEVER, "return FFN_TAPS", "feed-forward/taps"),
     Fault("memory", "costs.estimates:_masks", NEVER, "pass", "position/masks"),
 ]
 CELLS: dict[str, Callable[[ModelSpec], object]] = CONSUMERS | {

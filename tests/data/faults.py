@@ -2,7 +2,7 @@
 
 from tests.checks.faults import Fault
 
-TRANSLATION = "data.tasks.translation:Translation."
+TRANSLATION = "data.tasks.seq2seq:Translation."
 ANSWERED = "data.task:answered_batch"
 FSM, DRAWN = "data.tasks.fsm:Fsm.", "data.tasks.fsm:"
 SHIFT = "tokens_BT[:, 1:] = next_BT[:, :-1]"
@@ -17,7 +17,7 @@ FAULTS = (
     # labels
     Fault("seq2seq labels not shifted", ANSWERED, SHIFT, "tokens_BT[:] = next_BT", "sequences"),
     Fault("seq2seq reads the future", ANSWERED, SHIFT, "tokens_BT[:, :-1] = next_BT[:, 1:]", "sequences"),
-    Fault("seq2seq without EOS", "data.tasks.sequences:Sequences._make", "source_NS[place, length] = answer_NT[place, length] = EOS", "source_NS[place, length] = EOS", "sequences"),
+    Fault("seq2seq without EOS", "data.tasks.seq2seq:Sequences._make", "source_NS[place, length] = answer_NT[place, length] = EOS", "source_NS[place, length] = EOS", "sequences"),
     Fault("FSM labels not shifted", DRAWN + "_rows", "next_NT = np.pad(words, ((0, 0), (0, 1)), constant_values=PAD)", "next_NT = tokens_NT.copy()", "rows"),
     Fault("FSM without EOS", DRAWN + "_rows", "np.where(ended, EOS, following + FIRST)", "following + FIRST", "rows"),
     Fault("FSM state one late", DRAWN + "_rows", "np.where(valid_NT, states_NL[numbers], 0)", "np.where(valid_NT, np.roll(states_NL[numbers], 1, axis=1), 0)", "rows"),
@@ -29,14 +29,14 @@ FAULTS = (
     Fault("source of another pair", TRANSLATION + "batch", "pairs.source_NS[rows]", "pairs.source_NS[rows[::-1]]", "translation batches"),
     # answers
     Fault("the other form's words", TRANSLATION + "_pair", "written(value.kind, value.value, wanted)", "written(value.kind, value.value, given)", "translations"),
-    Fault("dates a day late", "data.tasks.translation:_date", "format_date(date,", "format_date(date + datetime.timedelta(1),", "translations"),
-    Fault("numbers one more", "data.tasks.translation:_number", "num2words(value,", "num2words(value + 1,", "translations"),
+    Fault("dates a day late", "data.tasks.seq2seq:_date", "format_date(date,", "format_date(date + datetime.timedelta(1),", "translations"),
+    Fault("numbers one more", "data.tasks.seq2seq:_number", "num2words(value,", "num2words(value + 1,", "translations"),
     Fault("SECOND is the first", "data.tasks.digits:_answers", "digits[:, 1]", "digits[:, 0]", "digits"),
     Fault("SUM modulo 9", "data.tasks.digits:_answers", "% 10", "% 9", "digits"),
     Fault("answers of other rows", "data.tasks.digits:Digits.__init__", "every.answers_N[mixed]", "every.answers_N[numbers]", "digits"),
     Fault("SEP forgotten", "data.tasks.digits:_enumerate", "tokens_NT[place, length + 1] = SEP", "pass", "digits"),
-    Fault("reverse is a copy", "data.tasks.sequences:_rearranged", "rows[:, ::-1]", "rows", "sequences"),
-    Fault("sorted backwards", "data.tasks.sequences:_rearranged", "np.sort(rows, axis=1)", "np.sort(rows, axis=1)[:, ::-1]", "sequences"),
+    Fault("reverse is a copy", "data.tasks.seq2seq:_rearranged", "rows[:, ::-1]", "rows", "sequences"),
+    Fault("sorted backwards", "data.tasks.seq2seq:_rearranged", "np.sort(rows, axis=1)", "np.sort(rows, axis=1)[:, ::-1]", "sequences"),
     # padding
     Fault("seq2seq PAD weighted", ANSWERED, "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "sequence padding"),
     Fault("FSM PAD weighted", DRAWN + "_rows", "counts_NL[numbers] & valid_NT", "counts_NL[numbers]", "FSM padding"),
@@ -53,7 +53,7 @@ FAULTS = (
     Fault("only what happened is rare", DRAWN + "divided", "rest_LQ[np.arange(spec.max_length + 1), states_NL]", "1e-9", DRAWS),
     Fault("longer counts from the start", DRAWN + "longer", "np.arange(cut + 1) > spec.max_length", "np.arange(cut + 1) >= 0", DRAWS),
     Fault("hash reads the padding", "data.rng:hash_rows", "np.where(place < lengths_N, mixed_N, hash_N)", "mixed_N", "row hashes"),
-    Fault("pairs split, not values", "data.tasks.translation:_divided", 'mixed.permutation(numbers)]', 'mixed.permutation(len(values))[: len(numbers)]]', "translation splits"),
+    Fault("pairs split, not values", "data.tasks.seq2seq:_divided", 'mixed.permutation(numbers)]', 'mixed.permutation(len(values))[: len(numbers)]]', "translation splits"),
     # oracle
     Fault("oracle forgets min_length", FSM + "oracle", "np.minimum(np.arange(width), self.spec.min_length)", "np.full(width, self.spec.min_length)", "oracle"),
     Fault("oracle of the next state", FSM + "oracle", "states_BT = kept.states_NT[:, :width]", "states_BT = np.roll(kept.states_NT[:, :width], -1, axis=1)", "oracle"),

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from glassformer.data.automata.library import machine_named, weighted_walk
-from glassformer.data.tasks.translation import written
+from glassformer.data.tasks.seq2seq import written
 from glassformer.spec.errors import GlassError
 from tests.checks.faults import planted
 from tests.data import (

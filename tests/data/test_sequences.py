@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glassformer.data.tasks.sequences import Sequences
+from glassformer.data.tasks.seq2seq import Sequences
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import SequenceTask
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from glassformer.data.tasks import translation as writing
-from glassformer.data.tasks.translation import WAYS, Translation, written
+from glassformer.data.tasks import seq2seq as writing
+from glassformer.data.tasks.seq2seq import WAYS, Translation, written
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.tasks import TranslationTask
@@ -182,7 +182,7 @@ def test_digits_stand_alone_and_a_name_is_no_token():
 
 def test_other_processes_and_locales_make_the_same_bytes():
     program = (
-        "from glassformer.data.tasks.translation import Translation\n"
+        "from glassformer.data.tasks.seq2seq import Translation\n"
         "from glassformer.spec.tasks import TranslationTask\n"
         "print(Translation(TranslationTask(examples=3_000, pieces=400)).facts()['sha256'])\n"
     )

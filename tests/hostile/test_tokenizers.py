@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from glassformer.adapters.load import load_tokenizer
-from glassformer.data.tokenizers.bounds import MOST_ADDED, MOST_GROWTH, check_growth
-from glassformer.data.tokenizers.bpe import BytePairs
+from glassformer.data.tokenizers.bpe import MOST_ADDED, MOST_GROWTH, BytePairs, check_growth
 from glassformer.spec.errors import FileError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "

@@ -63,5 +63,5 @@ FAULTS = (
     Fault("exact match of PAD too", ADD, "counted = (weights > 0).reshape(len(exact), -1)", "counted = (weights >= 0).reshape(len(exact), -1)", "exact match"),
     Fault("half the loss of a short last chunk", "lab.measure.evaluate:_chunks", "min(start + size, count)", "start + size - 1", "chunks"),
     Fault("entropy everywhere", "lab.measure.evaluate:_Tally.add_truth", "self.entropy += float((truth.entropy * weights).sum())", "self.entropy += float(truth.entropy.sum())", "evaluation"),
-    Fault("the rate that breaks is suggested", "training.lr_find:_read", "suggestion = min(usable[steepest][0], high)", "suggestion = usable[-1][0]", "rates"),
+    Fault("the rate that breaks is suggested", "training.fit:_read", "suggestion = min(usable[steepest][0], high)", "suggestion = usable[-1][0]", "rates"),
 )  # fmt: skip

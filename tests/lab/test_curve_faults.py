@@ -111,7 +111,7 @@ FAULTS = (
     ),
     Fault(
         "upside down",
-        "lab.plots.terminal:_Canvas.draw",
+        "lab.plots.curves:_Canvas.draw",
         "(1 - y) * (high - 1)",
         "y * (high - 1)",
         "falls",

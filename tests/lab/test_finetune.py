@@ -27,9 +27,8 @@ from glassformer.lab.recipes import plan_finetune, read_config, recipe
 from glassformer.lab.runs import assemble as assembling
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.models.model import build
-from glassformer.models.state import weights_hash, weights_of
-from glassformer.nn.lora import corrected_layers
+from glassformer.models.model import build, weights_hash, weights_of
+from glassformer.nn.linear import corrected_layers
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
@@ -486,7 +485,7 @@ FAULTS = (
     ),
     Fault(
         "names are not hashed, nor numbers",
-        "models.state:weights_hash",
+        "models.model:weights_hash",
         "total.update(array.tobytes())",
         "pass",
         "",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glassformer.lab.plots.terminal import SIGNS, Line, plot
+from glassformer.lab.plots.curves import SIGNS, Line, plot
 from glassformer.spec.errors import InputError
 
 X = np.arange(1.0, 101.0)

@@ -55,7 +55,7 @@ def test_what_is_no_name_is_refused(name):
 
 
 def test_taps_of_heads_are_taps_of_the_model():
-    from glassformer.spec.taps import tap_shapes
+    from glassformer.spec.model import tap_shapes
 
     for name in ("decoder", "encoder-decoder"):
         spec = model_of(name).spec

@@ -8,9 +8,14 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
 from glassformer.nn.taps import Taps
 from glassformer.spec.manifest import count_parameters, manifest
-from glassformer.spec.model import FactorizedEmbedding, ModelSpec, NextHead, PlainEmbedding
+from glassformer.spec.model import (
+    FactorizedEmbedding,
+    ModelSpec,
+    NextHead,
+    PlainEmbedding,
+    tap_shapes,
+)
 from glassformer.spec.presets import PRESETS, preset
-from glassformer.spec.taps import tap_shapes
 from tests.strategies import model_specs
 from tests.tiny import VOCAB, built, noise, tiny, token_ids
 

@@ -17,7 +17,7 @@ from glassformer.nn.ffn import (
     build_feed_forward,
     route,
 )
-from glassformer.nn.lora import apply_lora
+from glassformer.nn.linear import apply_lora
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_active_parameters, count_parameters, ffn_parameters

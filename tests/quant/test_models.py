@@ -12,8 +12,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lab.quantize import keeping_float, time_layers
-from glassformer.models.model import build
-from glassformer.models.state import weights_of
+from glassformer.models.model import build, weights_of
 from glassformer.quant.backends import choose
 from glassformer.quant.backends.choose import SlowQuantization
 from glassformer.quant.contents import (

@@ -28,9 +28,9 @@ from glassformer.spec.model import (
     Rotary,
     SwiGLU,
     XavierInit,
+    tap_shapes,
 )
 from glassformer.spec.presets import PRESETS, budget_lm, fsm_probe, preset
-from glassformer.spec.taps import tap_shapes
 from tests.strategies import model_specs
 from tests.tiny import D_FF, D_MODEL, MAX_SEQ_LEN, VOCAB, tiny
 

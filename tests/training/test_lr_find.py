@@ -9,8 +9,7 @@ import torch
 from glassformer.data.build_task import build_task
 from glassformer.spec.errors import InputError
 from glassformer.training.engine import StepResult
-from glassformer.training.fit import fit
-from glassformer.training.lr_find import BURN_IN, find_rate
+from glassformer.training.fit import BURN_IN, find_rate, fit
 from tests.training.samples import ENGINES, digits, engine_of
 
 

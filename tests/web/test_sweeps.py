@@ -13,7 +13,7 @@ from glassformer.lab.sweeps.sweep import sweep_spec
 from glassformer.spec.errors import GlassError
 from glassformer.web.app.query import Query
 from glassformer.web.app.workspace import Workspace
-from glassformer.web.pages.sweeps import list_sweeps, one_sweep
+from glassformer.web.pages.runs import list_sweeps, one_sweep
 from tests.lab.sweeps.test_sweep import planned, run
 
 

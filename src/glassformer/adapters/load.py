@@ -34,9 +34,8 @@ from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_tran
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.model import Model
+from glassformer.models.model import Model, dtype_of, load_weights
 from glassformer.models.model import build as build_model
-from glassformer.models.state import dtype_of, load_weights
 from glassformer.quant.contents import restored_model
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import FileError, InputError

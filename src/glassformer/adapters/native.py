@@ -39,8 +39,7 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.fast.native import fastest_stepper
 from glassformer.generation.stepper import PrefixCacheStepper, Stepper
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
-from glassformer.models.state import weights_of
+from glassformer.models.model import Model, weights_of
 from glassformer.nn.cache import Cache
 from glassformer.nn.taps import Taps
 from glassformer.quant.contents import is_model_quantized, quantized_arrays

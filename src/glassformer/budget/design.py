@@ -11,7 +11,6 @@ from decimal import Decimal
 from typing import Any
 
 from glassformer.budget.answer import Answer, Design
-from glassformer.budget.effort import Effort, Stop
 from glassformer.budget.infeasible import (
     InfeasibleBudget,
     Undecided,
@@ -20,9 +19,9 @@ from glassformer.budget.infeasible import (
     least_tolerance,
     undecided,
 )
-from glassformer.budget.ordering import GLU_UNIT, RATIO_UNIT
 from glassformer.budget.question import Budget, build_spec
-from glassformer.budget.search import Found, Search
+from glassformer.budget.regions import Effort, Stop
+from glassformer.budget.search import GLU_UNIT, RATIO_UNIT, Found, Search
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import active, manifest
 from glassformer.spec.schemes import Int4

@@ -17,8 +17,8 @@ from fractions import Fraction
 from typing import Any, Literal, assert_never
 
 from glassformer.budget.counting import Widths, heads_of
-from glassformer.budget.effort import Effort
 from glassformer.budget.question import WISHES, Budget, Wish
+from glassformer.budget.regions import Effort
 from glassformer.budget.search import Found, Search
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import CheckFailed, InputError, MachineError

@@ -12,14 +12,17 @@ import numpy as np
 
 from glassformer.byhand.attention import HeadsCache, Past, multi_head_backward, multi_head_forward
 from glassformer.byhand.ffn import (
+    Experts,
     FeedCache,
+    MoECache,
     SwiGLUCache,
     feed_backward,
     feed_forward,
+    moe_backward,
+    moe_forward,
     swiglu_backward,
     swiglu_forward,
 )
-from glassformer.byhand.moe import Experts, MoECache, moe_backward, moe_forward
 from glassformer.byhand.norm import NormCache, norm_backward, norm_forward
 from glassformer.byhand.pass_context import Array, PassContext
 from glassformer.spec import model as spec

@@ -12,7 +12,7 @@ import numpy as np
 from glassformer.byhand.attention import JOINED as JOINED_QKV
 from glassformer.byhand.block import BlockArrays
 from glassformer.byhand.ffn import JOINED as JOINED_GATE_UP
-from glassformer.byhand.moe import expert_arrays
+from glassformer.byhand.ffn import expert_arrays
 from glassformer.byhand.pass_context import Array
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import Constant, Gaussian, Rule, Uniform

@@ -7,9 +7,8 @@ from glassformer.data.corpus.windows import build_corpus, is_corpus
 from glassformer.data.task import Task, check_task
 from glassformer.data.tasks.digits import Digits
 from glassformer.data.tasks.fsm import Fsm
-from glassformer.data.tasks.sequences import Sequences
+from glassformer.data.tasks.seq2seq import Sequences, Translation
 from glassformer.data.tasks.text import Text
-from glassformer.data.tasks.translation import Translation
 from glassformer.spec import tasks as spec
 from glassformer.spec.checks import check_member
 from glassformer.spec.errors import InputError

@@ -61,8 +61,7 @@ from glassformer.spec.units import visible
 from glassformer.store.checkpoint import is_quantized
 from glassformer.store.rundir import RunDirectory, RunRef, cache_folder, run_folder
 from glassformer.training.engine import Engine
-from glassformer.training.fit import StepRecord
-from glassformer.training.lr_find import RateRange, find_rate
+from glassformer.training.fit import RateRange, StepRecord, find_rate
 from glassformer.training.torch_engine import TorchEngine
 
 

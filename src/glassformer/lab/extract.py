@@ -34,7 +34,7 @@ from glassformer.data.task import Task
 from glassformer.data.tasks.fsm import BOS, EOS, FIRST, Fsm
 from glassformer.kernels.threads import taking
 from glassformer.lab.api import engine_for, opened
-from glassformer.lab.plots.machine_graph import Edge, dot_text, machine_svg
+from glassformer.lab.plots.figures import Edge, dot_text, machine_svg
 from glassformer.lab.runs.process import threads_of_decoding
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec.checks import at_least, one_of

@@ -29,7 +29,7 @@ from glassformer.data.task import HEADS, Task
 from glassformer.lab.corpus import built
 from glassformer.lab.finetune import open_base
 from glassformer.lab.runs.assemble import PlannedRun
-from glassformer.models.state import weights_hash
+from glassformer.models.model import weights_hash
 from glassformer.nn.position import declared_parameters
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest

@@ -3,10 +3,13 @@
 `DecoderLM` is one stack and heads; GPT-2, Llama, Qwen and the FSM probe are specs of it.
 `EncoderDecoder` is decode(encode(source)); the encoder's output goes to every decoder layer.
 
-`build(spec)`: the only place where models are constructed.
+`build(spec)`: the only place where models are constructed. `weights_of` and `load_weights` copy
+weights between a model and plain arrays, checked against the manifest.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Protocol, assert_never
 
 import numpy as np
@@ -26,13 +29,11 @@ from glassformer.nn.embedding import (
     read_out,
 )
 from glassformer.nn.ffn import BalanceLosses
-from glassformer.nn.init import initialise
-from glassformer.nn.linear import Linear
-from glassformer.nn.lora import Specified
+from glassformer.nn.linear import Linear, Specified, initialise
 from glassformer.nn.taps import Taps
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.manifest import check_fits, is_tied, manifest
+from glassformer.spec.manifest import Parameter, check_fits, is_tied, manifest, stored
 from glassformer.spec.model import (
     AnswerHead,
     ClassHead,
@@ -43,6 +44,7 @@ from glassformer.spec.model import (
     StateHead,
     VectorHead,
 )
+from glassformer.store.tensors import CODES, OPAQUE, explain_difference
 
 # B batch, T length, D d_model, V logits
 
@@ -347,3 +349,102 @@ def build(
         initialise(model, manifest(spec), generator=generator)
         model.to(target)
     return model.eval()
+
+
+# --- weights as plain arrays ----------------------------------------------------------------------
+
+
+Rules = Mapping[str, Parameter]
+
+#: How torch holds the bytes of a number that NumPy lacks.
+_RAW = {1: torch.uint8, 2: torch.uint16}
+
+
+def weights_of(model: Model, *, rules: Rules | None = None) -> dict[str, np.ndarray]:
+    """Return every parameter that owns its storage, by manifest name, as NumPy arrays (copies).
+
+    With `rules`, the parameters that they name. Without, a model with LoRA layers is refused: its
+    weights alone are not the model.
+    """
+    own = dict(model.named_parameters())
+    names = stored(model.spec) if rules is None else rules
+    added = sorted(set(own) - set(names))
+    if rules is None and added:
+        raise InputError(
+            f"the model has parameters that its spec does not name: {added[0]} and "
+            f"{len(added) - 1} more",
+            hint="merge LoRA into the weights first: glassformer.nn.linear.merge(model)",
+        )
+    lacking = sorted(set(names) - set(own))
+    if lacking:
+        raise InputError(
+            f"the model has no plain weights for {lacking[0]} and {len(lacking) - 1} more",
+            hint="a quantized model: quant.dequantize_model first",
+        )
+    return arrays_of({name: own[name] for name in names})
+
+
+def weights_hash(model: Model) -> str:
+    """Return the SHA-256 of all weights as they are stored: names, types, shapes and values."""
+    own, total = dict(model.named_parameters()), hashlib.sha256()
+    for name in sorted(stored(model.spec)):
+        array = array_of(own[name].detach())
+        total.update(f"{name} {CODES[array.dtype]} {array.shape}".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()
+
+
+@torch.no_grad()
+def load_weights(
+    model: Model,
+    arrays: Mapping[str, np.ndarray],
+    *,
+    where: str = "",
+    rules: Rules | None = None,
+) -> None:
+    """Put arrays into the model; a missing, unexpected or misshapen one is named in an error."""
+    wanted = stored(model.spec) if rules is None else rules
+    problems = explain_difference(wanted, {name: a.shape for name, a in arrays.items()})
+    if problems:
+        raise InputError(f"the weights do not fit the model: {problems}", where=where)
+    own = dict(model.named_parameters())
+    for name, array in arrays.items():
+        own[name].copy_(tensor_of(array))
+
+
+def dtype_of(arrays: Mapping[str, np.ndarray]) -> torch.dtype:
+    """Return the precision of a model with these arrays: the widest of them."""
+    found = {tensor_of(array[:0] if array.ndim else array).dtype for array in arrays.values()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
+
+
+def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Copy tensors to NumPy; from a GPU through pinned memory, waiting once for all of them."""
+    here = {}
+    for name, tensor in tensors.items():
+        given = tensor.detach().contiguous()
+        here[name] = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda)
+        here[name].copy_(given, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return {name: _numpy(tensor) for name, tensor in here.items()}
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """Copy a tensor to NumPy."""
+    return arrays_of({"": tensor})[""]
+
+
+def _numpy(here: torch.Tensor) -> np.ndarray:
+    opaque = OPAQUE.get(str(here.dtype).removeprefix("torch."))
+    if opaque is not None:
+        return here.view(_RAW[here.itemsize]).numpy().view(opaque)
+    return here.numpy()
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """Copy an array to torch."""
+    if array.dtype.names is not None:
+        raw = torch.from_numpy(array.view(f"u{array.dtype.itemsize}").copy())
+        return raw.view(getattr(torch, array.dtype.names[0]))
+    return torch.from_numpy(np.array(array))

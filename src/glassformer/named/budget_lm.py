@@ -25,7 +25,7 @@ from glassformer.costs.parameter_table import allocate
 from glassformer.lab.api import result_of, train
 from glassformer.models.model import build
 from glassformer.nn import attention, block, ffn
-from glassformer.nn.init import initialise
+from glassformer.nn.linear import initialise
 from glassformer.nn.mask import Mask, causal_allow, mask_from_allow
 from glassformer.spec import manifest
 from glassformer.spec import model as spec

@@ -21,7 +21,7 @@ from glassformer.adapters.registry import QwenAdapter, adapter_named, register
 from glassformer.checks.adapter import validate_adapter
 from glassformer.models.model import build
 from glassformer.nn import attention, block, ffn, norm
-from glassformer.nn.init import initialise
+from glassformer.nn.linear import initialise
 from glassformer.nn.mask import Mask
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.quant.convert import (

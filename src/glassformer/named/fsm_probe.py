@@ -28,8 +28,7 @@ from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
 from glassformer.nn import attention, block, embedding, ffn
-from glassformer.nn.init import initialise
-from glassformer.nn.linear import Linear
+from glassformer.nn.linear import Linear, initialise
 from glassformer.nn.mask import build_mask
 from glassformer.nn.position import SinusoidalPosition, sinusoids
 from glassformer.nn.taps import Taps, TapsAt, trace

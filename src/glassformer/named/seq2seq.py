@@ -31,7 +31,7 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
 from glassformer.nn import attention, block, embedding, ffn
 from glassformer.nn.cache import FixedCache as KVCache
-from glassformer.nn.init import initialise
+from glassformer.nn.linear import initialise
 from glassformer.nn.mask import Mask, build_mask, causal_allow, mask_from_allow
 from glassformer.nn.norm import build_norm
 from glassformer.nn.position import SinusoidalPosition

@@ -14,8 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.model import ModelSpec
-from glassformer.spec.taps import tap_shapes
+from glassformer.spec.model import ModelSpec, tap_shapes
 
 Edit = Tensor | Callable[[Tensor], Tensor]
 

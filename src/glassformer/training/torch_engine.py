@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.models.model import Model, build
-from glassformer.models.state import arrays_of, load_weights, weights_of
+from glassformer.models.model import Model, arrays_of, build, load_weights, weights_of
 from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.norm import as_float
 from glassformer.spec.checks import check_tree

@@ -22,7 +22,7 @@ from glassformer.adapters.registry import families_that_write
 from glassformer.adapters.table import Family, Plan
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.state import array_of
+from glassformer.models.model import array_of
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
@@ -78,7 +78,7 @@ class Tensors:
         if set(self.own) != set(stored(adapter.spec)):
             raise InputError(
                 "the model has no plain weights: it is quantized, or carries LoRA",
-                hint="quant.dequantize_model or nn.lora.merge first",
+                hint="quant.dequantize_model or nn.linear.merge first",
             )
         self.plan = plan
         self.dtype = next(iter(self.own.values())).dtype

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from glassformer.adapters.counterpart import counterpart
 from glassformer.adapters.folder.files import SIDECAR_LIMIT, read_object
 from glassformer.adapters.table import Rows
-from glassformer.models.model import Model
-from glassformer.models.state import dtype_of, load_weights, weights_hash, weights_of
-from glassformer.nn.lora import apply_lora, merge
+from glassformer.models.model import Model, dtype_of, load_weights, weights_hash, weights_of
+from glassformer.nn.linear import apply_lora, merge
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
@@ -176,7 +175,7 @@ def save_adapter(model: Model, lora: LoRA, folder: str | Path, *, base: str = ""
 
 
 def load_adapter(model: Model, folder: str | Path) -> LoRA:
-    """Add an adapter, ours or PEFT's, to a plain model; `nn.lora.merge` folds it in."""
+    """Add an adapter, ours or PEFT's, to a plain model; `nn.linear.merge` folds it in."""
     lora, arrays = read_peft(Path(folder), model.spec)
     apply_lora(model, lora)
     load_weights(model, arrays, where=str(folder), rules=lora_manifest(model.spec, lora))

@@ -35,7 +35,7 @@ from glassformer.adapters.tokenizers.pieces import (
     read_pieces,
     wordpiece_json,
 )
-from glassformer.data.tokenizers.bounds import check_growth, is_panic
+from glassformer.data.tokenizers.bpe import check_growth, is_panic
 from glassformer.spec.errors import FileError
 from glassformer.spec.serialize import unique_keys
 

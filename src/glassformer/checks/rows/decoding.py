@@ -33,8 +33,7 @@ from glassformer.generation.samplers import uniform
 from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
-from glassformer.models.model import Model, build
-from glassformer.models.state import weights_of
+from glassformer.models.model import Model, build, weights_of
 from glassformer.spec.decoding import WIDEST_BEAM, BeamSpec, DecodeSpec, LengthPenalty
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import (

@@ -23,8 +23,7 @@ from glassformer.checks.measure import Measure, NotOffered, seeded
 from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.subject import Subject, with_source
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
-from glassformer.models.state import weights_of
+from glassformer.models.model import Model, weights_of
 from glassformer.nn.ffn import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import ModelSpec

@@ -47,8 +47,8 @@ from glassformer.spec.model import (
     MoE,
     NextHead,
     SwiGLU,
+    tap_shapes,
 )
-from glassformer.spec.taps import tap_shapes
 from glassformer.spec.tasks import NAMED_TASKS
 from glassformer.spec.train import AdamW, RunSpec, TrainSpec
 from glassformer.training.fit import step_seed

@@ -31,7 +31,7 @@ from glassformer.checks.subject import Subject, with_source
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.ffn import MLP, BalanceAt, BalanceLosses, MixtureOfExperts, SwiGLU, build_ffn
-from glassformer.nn.init import initialise
+from glassformer.nn.linear import initialise
 from glassformer.nn.norm import LayerNorm, build_norm
 from glassformer.nn.position import ALiBiPosition, SinusoidalPosition, rotate, rotations
 from glassformer.nn.taps import Taps

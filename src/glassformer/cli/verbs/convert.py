@@ -7,9 +7,8 @@ from typing import Annotated, cast, get_args
 import typer
 
 from glassformer.cli.shell.options import AnyModel, AsJson, Runs
-from glassformer.cli.shell.output import end
 from glassformer.cli.shell.resolve import find_model
-from glassformer.cli.shell.terminal import tell
+from glassformer.cli.shell.terminal import end, tell
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 

@@ -12,9 +12,8 @@ import typer
 
 from glassformer.budget.question import Budget
 from glassformer.cli.shell.options import AsJson, Device, takes
-from glassformer.cli.shell.output import ending_of, write_file
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.terminal import tell
+from glassformer.cli.shell.terminal import ending_of, tell, write_file
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Overrides, complete_tasks, out_file
-from glassformer.cli.shell.output import ending_of, target_of, write_file
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.terminal import in_colour
+from glassformer.cli.shell.terminal import ending_of, in_colour, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.tasks import check_task_name
 

@@ -16,9 +16,8 @@ import typer
 
 from glassformer.cli.shell import resolve
 from glassformer.cli.shell.options import AsJson, Device, Runs, Threads, complete_runs, out_file
-from glassformer.cli.shell.output import end, ending_of, target_of, write_file
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.terminal import columns
+from glassformer.cli.shell.terminal import columns, end, ending_of, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread, taking
 from glassformer.spec.errors import InputError, nearest
 

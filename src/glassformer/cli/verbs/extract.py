@@ -54,10 +54,9 @@ def extract(
       glass extract mod-3 --by next --json
     """
     one_blas_thread()
-    from glassformer.cli.shell.output import target_of, write_file
     from glassformer.cli.shell.process import check_device
     from glassformer.cli.shell.resolve import find_run
-    from glassformer.cli.shell.terminal import columns, printable
+    from glassformer.cli.shell.terminal import columns, printable, target_of, write_file
     from glassformer.lab.extract import ENDINGS, By
     from glassformer.lab.extract import extract as extract_from
     from glassformer.spec.checks import one_of

@@ -10,8 +10,8 @@ import typer
 
 from glassformer.cli.shell import resolve, terminal
 from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs, out_file
-from glassformer.cli.shell.output import end, target_of, write_file
 from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.terminal import end, target_of, write_file
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Overrides, Threads, Trainable, out_file
-from glassformer.cli.shell.output import ending_of, target_of, write_file
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.terminal import columns, is_unicode
+from glassformer.cli.shell.terminal import columns, ending_of, is_unicode, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.tasks import check_task_name
 
 if TYPE_CHECKING:
-    from glassformer.training.lr_find import RateRange
+    from glassformer.training.fit import RateRange
 
 ENDINGS = ("png", "svg", "csv")
 

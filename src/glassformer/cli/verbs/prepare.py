@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from glassformer.cli.shell.options import AsJson, Runs, takes
-from glassformer.cli.shell.output import end
+from glassformer.cli.shell.terminal import end
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import OWN_TOKENIZERS, PrepareSpec
 

@@ -10,9 +10,8 @@ import typer
 
 from glassformer.cli.shell import resolve
 from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs
-from glassformer.cli.shell.output import end
 from glassformer.cli.shell.process import check_device
-from glassformer.cli.shell.terminal import tell
+from glassformer.cli.shell.terminal import end, tell
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import SCHEMES, Method

@@ -10,10 +10,9 @@ import typer
 
 from glassformer.cli.shell import terminal
 from glassformer.cli.shell.options import AsJson, Device, Runs, complete_runs, out_file
-from glassformer.cli.shell.output import end, target_of, write_file
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_run
-from glassformer.cli.shell.terminal import tell
+from glassformer.cli.shell.terminal import end, target_of, tell, write_file
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.serialize import json_numbers
 
@@ -233,8 +232,7 @@ def _curves_text(curves: "Sequence[Curves]", asked: _Asked, axis: str) -> str:
 
 
 def _panel_text(panel: "Panel", curves: "Sequence[Curves]", axis: str) -> str:
-    from glassformer.lab.plots.curves import X_TITLES
-    from glassformer.lab.plots.terminal import Line, plot
+    from glassformer.lab.plots.curves import X_TITLES, Line, plot
 
     lines, marks = [], []
     for line in panel.lines:

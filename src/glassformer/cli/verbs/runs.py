@@ -58,7 +58,7 @@ def list_runs(
     if context.invoked_subcommand is not None:
         return
     from glassformer.cli.shell import terminal
-    from glassformer.cli.shell.output import target_of, write_file
+    from glassformer.cli.shell.terminal import target_of, write_file
     from glassformer.lab.runs import table
 
     target = target_of(out, ("csv", "json"))
@@ -134,7 +134,7 @@ def compare(
       glass compare wide-0 wide-1 wide-2 deep-0 deep-1 deep-2 -o wide-or-deep.html
     """
     from glassformer.cli.shell import terminal
-    from glassformer.cli.shell.output import target_of, write_file
+    from glassformer.cli.shell.terminal import target_of, write_file
     from glassformer.lab.compare import compare as compared
 
     target = target_of(out, ("html", "csv", "json"))

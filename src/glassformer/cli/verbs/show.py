@@ -47,8 +47,7 @@ def show(
       glass show qwen --diagram -o qwen.svg
     """
     from glassformer.cli.shell import resolve
-    from glassformer.cli.shell.output import target_of, write_file
-    from glassformer.cli.shell.terminal import tell
+    from glassformer.cli.shell.terminal import target_of, tell, write_file
     from glassformer.lab.show import show as shown
 
     drawn = diagram or narrow or every_block or (out or "").lower().endswith(".svg")

@@ -11,9 +11,8 @@ import typer
 
 from glassformer.budget.question import Budget
 from glassformer.cli.shell.options import AsJson, Device, takes
-from glassformer.cli.shell.output import end
 from glassformer.cli.shell.process import check_device, keep_freed_memory
-from glassformer.cli.shell.terminal import columns, tell
+from glassformer.cli.shell.terminal import columns, end, tell
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError

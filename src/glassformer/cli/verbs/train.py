@@ -19,7 +19,6 @@ from glassformer.cli.shell.options import (
     Threads,
     Trainable,
 )
-from glassformer.cli.shell.output import end
 from glassformer.cli.shell.process import (
     check_device,
     is_a_rank,
@@ -30,7 +29,7 @@ from glassformer.cli.shell.process import (
     was_restarted,
 )
 from glassformer.cli.shell.resolve import find_data, find_model
-from glassformer.cli.shell.terminal import tell
+from glassformer.cli.shell.terminal import end, tell
 from glassformer.kernels.threads import one_blas_thread, taking
 from glassformer.spec.errors import InputError
 from glassformer.spec.options import settings_text

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Runs, complete_names
-from glassformer.cli.shell.output import write_file
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_model
-from glassformer.cli.shell.terminal import in_colour
+from glassformer.cli.shell.terminal import in_colour, write_file
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.presets import PRESETS

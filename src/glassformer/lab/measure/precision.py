@@ -29,8 +29,7 @@ from glassformer.lens.capture import eval_mode
 from glassformer.lens.inspection import Inspection
 from glassformer.lens.measure.predictions import Readout, divergence
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model
-from glassformer.models.state import weights_of
+from glassformer.models.model import Model, weights_of
 from glassformer.nn.linear import Linear
 from glassformer.quant.contents import (
     is_model_quantized,

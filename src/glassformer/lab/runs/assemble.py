@@ -19,9 +19,8 @@ from glassformer.data.tokenizers.own import same_tokens
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.corpus import built
 from glassformer.lab.finetune import Base, open_base
-from glassformer.models.model import build
-from glassformer.models.state import weights_of
-from glassformer.nn.lora import apply_lora
+from glassformer.models.model import build, weights_of
+from glassformer.nn.linear import apply_lora
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec

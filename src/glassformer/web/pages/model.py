@@ -16,8 +16,7 @@ from glassformer.lens.show.outline import Layer, Part, outline
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.manifest import Parameter
-from glassformer.spec.model import ModelSpec
-from glassformer.spec.taps import tap_shapes
+from glassformer.spec.model import ModelSpec, tap_shapes
 from glassformer.web.app.query import Query, Route
 from glassformer.web.app.workspace import Workspace, kind_of, written_at
 from glassformer.web.pages.inspect import example_of, inspect_example, requested_example, task_of
