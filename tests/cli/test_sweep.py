@@ -44,7 +44,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
         (["train.seed=1..2000000", "--sampler", "random", "--draws", "1000000"], "--yes"),
         (["--embedding-ratio", "0.3"], "--params 300k"),
         (["train.lr=1,2", "--resume", "--overwrite"], "leave out one"),
-        (["train.lr=1,2", "--ray", "auto", "--jobs", "2"], "one of --jobs, --ray and --stack"),
+        (["train.lr=1,2", "--ray", "auto", "--jobs", "2"], "either --ray, or --jobs and --stack"),
     ],
 )
 def test_bad_input_is_an_error_before_anything_runs(tmp_path, words, message):

@@ -1,13 +1,14 @@
 """`Stepper`: what decoding requires of an engine. `start` reads prompts, `step` adds one token.
 
 `TorchStepper` has a cache; `NaiveStepper` has none, reads everything again at each step and is
-what the others are checked against; `HandStepper` runs the by-hand engine; `PrefixCacheStepper`
+what the others are checked against; `ReplayedStepper` does the same as one launch on a GPU;
+`HandStepper` runs the by-hand engine; `PrefixCacheStepper`
 keeps its cache between prompts and reads only what differs from the last one, as in a chat. The
 past is passed in and out, never stored on the model.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -255,6 +256,87 @@ class NaiveStepper(Stepper):
             source_valid_BS=past.source_valid_BS,
         )
         return self.model.project(self.model.hidden(inputs)[:, -1], "next")
+
+
+@dataclass(slots=True)
+class ReplayedPast:
+    """Token ids of one length, filled up to column `column`; `lines` are the rows still wanted."""
+
+    replay: Callable[[], Tensor]
+    tokens_BT: Tensor
+    column: Tensor
+    lines: Tensor
+
+    def reorder(self, rows_B: Tensor) -> None:
+        self.lines = self.lines[rows_B.to(self.lines.device)]
+
+
+class ReplayedStepper(Stepper):
+    """No cache, on a GPU: sequences of the final length at every step, launched as one graph.
+
+    For small models, which wait for launches, not for arithmetic, and for stacks of them, which
+    have no fast step. It reads the weights where they are; they may change, but not move.
+    """
+
+    def __init__(self, model: Model) -> None:
+        if model.spec.encoder is not None:
+            raise InputError("a model with an encoder", hint="use TorchStepper")
+        self.model = decodable(model)
+        super().__init__(model.spec)
+        self._graphs: dict[tuple[int, int], tuple[Callable[[], Tensor], Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, ReplayedPast]:
+        inputs = read_prompts(self.model, prompts)
+        if inputs.valid_BT is not None:
+            raise InputError("prompts of different lengths", hint="use TorchStepper")
+        B, length = inputs.tokens_BT.shape
+        shape = B, length + room
+        if shape not in self._graphs:
+            self._graphs[shape] = self._record(*shape, inputs.tokens_BT.device)
+        replay, tokens_BT, column = self._graphs[shape]
+        tokens_BT[:, :length] = inputs.tokens_BT
+        column.fill_(length - 1)
+        past = ReplayedPast(replay, tokens_BT, column, torch.arange(B, device=tokens_BT.device))
+        self.positions += tokens_BT.shape[1]
+        return past.replay(), past
+
+    @torch.no_grad()
+    def step(self, tokens_B: Tensor, *, past: ReplayedPast) -> Tensor:
+        self.positions += past.tokens_BT.shape[1]
+        past.column += 1
+        new_B = past.tokens_BT.gather(1, past.column.expand(len(past.tokens_BT), 1))[:, 0]
+        new_B = new_B.index_copy(0, past.lines, tokens_B.to(new_B.device))
+        past.tokens_BT.index_copy_(1, past.column, new_B[:, None])
+        return past.replay()[past.lines]
+
+    def _record(
+        self, B: int, T: int, device: torch.device
+    ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
+        """Return what computes the logits after a column, and where it reads tokens and column."""
+        tokens_BT = torch.zeros(B, T, dtype=torch.int64, device=device)
+        column = torch.zeros(1, dtype=torch.int64, device=device)
+
+        def compute() -> Tensor:
+            hidden_BTD = self.model.hidden(Inputs(tokens_BT))
+            return self.model.project(hidden_BTD.index_select(1, column)[:, 0], "next")
+
+        if device.type != "cuda":
+            return compute, tokens_BT, column
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits_BV = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits_BV
+
+        return replay, tokens_BT, column
 
 
 @dataclass(slots=True)

@@ -23,6 +23,9 @@ from glassformer.nn.position import LearnedPosition
 
 # M models, B batch of one model, T length, D d_model, V vocab, R rows of one model, O out, I in
 
+#: A matrix product on a GPU: the side of a tile, blocks that keep an H200 busy, fewest rows of one.
+TILE, BLOCKS, LEAST = 32, 512, 64
+
 
 @dataclass(slots=True)
 class Extent:
@@ -90,8 +93,14 @@ class Fold:
         if more_in or more_out:
             rows, weight = F.pad(rows, (0, more_in)), F.pad(weight, (0, more_in, 0, more_out))
             bias = None if bias is None else F.pad(bias, (0, more_out))
+        pieces = 1 if self.only is not None else gradient_pieces(rows, weight)
         if self.only is not None:
             out = F.linear(rows, weight, None if bias is None else bias[self.only])
+        elif pieces > 1:
+            M, R, d_in = rows.shape
+            spread = weight[:, None].expand(-1, pieces, -1, -1).flatten(0, 1)
+            out = torch.bmm(rows.reshape(M * pieces, R // pieces, d_in), spread.mT).view(M, R, -1)
+            out = out if bias is None else out + bias[:, None]
         elif bias is None:
             out = torch.bmm(rows, weight.mT)
         else:
@@ -104,6 +113,22 @@ class Fold:
         if bias_MD is not None:
             out = out + self.of(bias_MD).unsqueeze(-2)
         return out.view(x.shape)
+
+
+def gradient_pieces(rows_MRI: Tensor, weight_MOI: Tensor) -> int:
+    """Return the number of pieces into which rows are cut so that a GPU's gradient is not slow.
+
+    The gradient of a small weight is a sum over all rows in a few tiles, each by one core of the
+    GPU while the others wait; in pieces it is as many sums, added at the end.
+    """
+    if not (rows_MRI.is_cuda and torch.is_grad_enabled()):
+        return 1
+    M, R, d_in = rows_MRI.shape
+    tiles = M * -(-weight_MOI.shape[1] // TILE) * -(-d_in // TILE)
+    pieces = 1
+    while 2 * pieces * tiles <= BLOCKS and R % (2 * pieces) == 0 and R // (2 * pieces) >= LEAST:
+        pieces *= 2
+    return pieces
 
 
 class _Part(nn.Module):

@@ -87,11 +87,13 @@ def shape_of(spec: ModelSpec) -> ModelSpec:
 
 class StackedEngine:
     """Models with their optimizers, side by side. `members` are in the order of the runs; those
-    that have not left are `live`, and `slots` says whose each row of the arrays is.
+    that have not left are `live`, and `slots` says whose each row of the arrays is. `sharing` is
+    the number of stacks that train on the device at the same time.
     """
 
-    def __init__(self, runs: Sequence[RunSpec], *, device: str = "cpu") -> None:
+    def __init__(self, runs: Sequence[RunSpec], *, device: str = "cpu", sharing: int = 1) -> None:
         check_stack(runs)
+        self.sharing = sharing
         self.runs, self.device = tuple(runs), torch.device(device)
         self.spec = shape_of(runs[0].model)
         self.dtype = torch.float64 if runs[0].train.precision == "float64" else torch.float32
@@ -141,7 +143,8 @@ class StackedEngine:
                 moments=self.moments,
                 counts_M=self.counts_M,
                 random=self.random,
-            )
+            ),
+            sharing=self.sharing,
         )
 
     @property

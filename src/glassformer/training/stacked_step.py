@@ -31,6 +31,7 @@ from glassformer.training.engine import Array, StepResult
 from glassformer.training.recorded import (
     AHEAD,
     COMPILE_SECONDS,
+    LAYER_SECONDS,
     RecordedSteps,
     inputs_of,
     precision,
@@ -144,13 +145,15 @@ class StackedModels:
 class StackedSteps(RecordedSteps):
     """Steps of a stack: recorded on a GPU, plain on a CPU."""
 
-    def __init__(self, stack: StackedModels) -> None:
+    def __init__(self, stack: StackedModels, *, sharing: int = 1) -> None:
         trains, spec, device = stack.trains, stack.model.spec, stack.weights_MP.device
         self.stack, self.fold, train = stack, stack.fold, trains[0]
         cuda = device.type == "cuda"
         fixed = cuda and not spec.mixtures() and train.compile != "off"
         fixed = fixed and (train.compile == "on" or train.precision != "float64")
-        compiled = fixed and (train.compile == "on" or _pays_to_compile(spec, trains))
+        compiled = fixed and (
+            train.compile == "on" or _pays_to_compile(spec, trains, sharing=sharing)
+        )
         self.fixed, self.compiled = fixed, compiled
         self.settings = _settings(trains, spec, device)
         sgd = isinstance(train.optimizer, SGD)
@@ -348,15 +351,19 @@ class StackedSteps(RecordedSteps):
         return torch.cat((numbers[:1], norm_M.double()[None], numbers[1:]))
 
 
-def _pays_to_compile(spec: ModelSpec, trains: Sequence[TrainSpec]) -> bool:
-    """Return True if compiling is likely to save more time than it takes: passes over activations.
+def _pays_to_compile(spec: ModelSpec, trains: Sequence[TrainSpec], *, sharing: int) -> bool:
+    """Return True if compiling is likely to save more time than it takes: launches of each layer,
+    and passes over activations.
 
-    A rule of the specs alone, so that a resumed stack computes as before.
+    A rule of the specs alone, so that a resumed stack computes as before. Where several stacks
+    share the device, each on a core of its own, they wait for the device and compile side by side.
     """
     layers = sum(1 for stack in spec.stacks().values() for _ in stack.blocks())
     tokens = trains[0].batch_size * trains[0].accumulate * spec.max_seq_len
     numbers = sum(train.steps for train in trains) * tokens * layers * spec.d_model
-    return numbers * SAVED_PER_NUMBER > COMPILE_SECONDS
+    launches = max(train.steps for train in trains) * layers
+    saved = numbers * SAVED_PER_NUMBER + launches * LAYER_SECONDS
+    return saved > COMPILE_SECONDS / sharing
 
 
 def _settings(

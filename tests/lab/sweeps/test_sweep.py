@@ -12,7 +12,7 @@ from glassformer.data.rng import Sampler
 from glassformer.lab.sweeps import executors
 from glassformer.lab.sweeps.executors import Job, Result, read_result, run_here, train_job
 from glassformer.lab.sweeps.plan import Planner, make_plan, plan_files, read_plan, run_name
-from glassformer.lab.sweeps.sweep import Sweep, stopped_at, survivors, sweep, sweep_spec
+from glassformer.lab.sweeps.sweep import Sweep, executor, stopped_at, survivors, sweep, sweep_spec
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.serialize import from_dict, to_dict
 from glassformer.spec.sweep import SweepSpec
@@ -35,7 +35,7 @@ VARY = {"train.lr": ["1e-3", "3e-2"]}
 def run(folder, *, name="s", vary=VARY, extra=(), **options):
     options = {"seeds": 2, "jobs": 1, "progress": False} | options
     paths = {text.partition("=")[0] for text in extra}
-    given = [text for text in TINY if text.partition("=")[0] not in paths]
+    given = [text for text in TINY if text.partition("=")[0] not in {*paths, *vary}]
     return sweep(
         "digits", vary=vary, overrides=[*given, *extra], name=name, sweeps=folder, **options
     )
@@ -185,7 +185,7 @@ def test_a_run_that_comes_back_from_another_machine_is_the_same(done, tmp_path):
     for until in (4, None):
         begun = executors._packed(job.folder) if job.folder.is_dir() else b""
         given = Job(name=job.name, folder=job.folder, spec=spec, until=until)
-        executors._unpack(executors.train_away(given.to_json(), begun, "test"), job.folder)
+        executors._unpack(executors.train_away(given.to_dict(), begun, "test"), job.folder)
     assert read_result("c001-s0", job.folder).scores == done.results["c001-s0"].scores
     last = "checkpoints/step-000006/model.safetensors"
     assert (job.folder / last).read_bytes() == (done.run_path(1, 0) / last).read_bytes()
@@ -206,6 +206,27 @@ def test_a_stack_ranks_as_runs_alone_do(done, tmp_path):
     halved = run(tmp_path, name="h", jobs=None, stack=True, rungs=[2, 4], keep=0.5)
     assert len(halved.ranking.rows) == 1
     assert halved.results["c000-s0"].step in (2, 6)
+
+
+def test_stacks_in_processes_rank_the_same_even_if_one_dies(tmp_path, monkeypatch):
+    """Two shapes, each trained as one by a worker; one worker is killed while it trains."""
+    real, killed = executors._Worker, []
+
+    class Fragile(real):
+        def lines(self):
+            found = super().lines()
+            if found and not killed:
+                killed.append([*self.jobs])
+                self.process.kill()
+            return found
+
+    vary = {"model.decoder.layers.block.ffn.d_ff": ["16", "24"]}
+    here = run(tmp_path, name="here", vary=vary, jobs=None, stack=True)
+    monkeypatch.setattr(executors, "_Worker", Fragile)
+    beside = run(tmp_path, name="beside", vary=vary, jobs=2, stack=True)
+    assert len(killed[0]) == 2  # seeds of one shape
+    assert beside.ranking == here.ranking
+    assert "2 at a time" in executor(jobs=2, ray=None, stack=True, device="cpu")[0]
 
 
 def test_a_stack_that_fails_is_tried_in_halves(tmp_path, monkeypatch):
@@ -279,7 +300,7 @@ def test_results_and_jobs_travel_as_json(done, tmp_path):
     one = done.results["c000-s1"]
     assert Result.from_dict(json.loads(json.dumps(one.to_dict()))) == one
     job = Job(name="a", folder=tmp_path, spec=done.plan.cells[0].spec, until=4)
-    assert Job.from_json(job.to_json()) == job
+    assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
     assert from_dict(SweepSpec, to_dict(done.plan.sweep)) == done.plan.sweep
 
 

@@ -88,7 +88,9 @@ def sweep(
     threads: Annotated[int, typer.Option(help="CPU threads of each run.")] = 1,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Runs at a time, a process each; by default one per core, one on a GPU."),
+        typer.Option(
+            help="Runs at a time, a process each; by default one per core. With --stack: stacks."
+        ),
     ] = None,
     stack: Annotated[
         bool | None,

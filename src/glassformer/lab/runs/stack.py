@@ -13,13 +13,14 @@ from pathlib import Path
 
 from glassformer.costs.estimates import flops
 from glassformer.data.task import Task
-from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.stepper import ReplayedStepper, Stepper, TorchStepper
 from glassformer.kernels.threads import FLOPS, threads_for
 from glassformer.lab.corpus import built
 from glassformer.lab.runs.artifacts import Sample, probe_models, write_samples
 from glassformer.lab.runs.assemble import Parts, check_fit
 from glassformer.lab.runs.run import Event, TrainingRun
 from glassformer.lens.measure.probes import Probes
+from glassformer.models.model import Model
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import cache_folder
@@ -52,7 +53,7 @@ class StackedRuns:
 
     `runs[i]` is the run of `specs[i]`: call its `prepare()` or its `resume()` first, as for a run
     alone. Setting `stop_requested` ends all of them after the current step, with their state saved.
-    `tasks` keeps what was built, for the next stack.
+    `tasks` keeps what was built, for the next stack; `sharing` stacks use the device at a time.
     """
 
     def __init__(
@@ -62,12 +63,13 @@ class StackedRuns:
         *,
         device: str = "cpu",
         tasks: dict[object, Task] | None = None,
+        sharing: int = 1,
     ) -> None:
         if len(folders) != len(specs) or len(set(folders)) < len(folders):
             raise InputError(
                 f"{len(specs)} runs and {len(set(folders))} different folders", hint="one each"
             )
-        self.engine = StackedEngine(specs, device=device)
+        self.engine = StackedEngine(specs, device=device, sharing=sharing)
         self.stop_requested = False
         tasks = {} if tasks is None else tasks
         self.runs: list[TrainingRun] = []
@@ -83,6 +85,7 @@ class StackedRuns:
             run.samples = functools.partial(self._samples, i)
             run.probes = functools.partial(self._probes, i)
         self._written: dict[int, tuple[Sample, ...]] = {}
+        self._stepper: tuple[Model, Stepper] | None = None
         self._probed: dict[int, Probes] = {}
 
     @property
@@ -160,10 +163,18 @@ class StackedRuns:
         run, engine = self.runs[i], self.engine
         if i not in self._written and run.task.is_running_text:
             engine.fold.extents, engine.fold.batch = (), 1
-            made = write_samples(TorchStepper(engine.model), run.task, models=len(engine.slots))
+            made = write_samples(self._decoder(), run.task, models=len(engine.slots))
             mine = zip(engine.slots, made, strict=True)
             self._written |= {m: one for m, one in mine if self.runs[m].task is run.task}
         return self._written.pop(i, ())
+
+    def _decoder(self) -> Stepper:
+        """Return what decodes with the models of the stack as it is now."""
+        model = self.engine.model
+        if self._stepper is None or self._stepper[0] is not model:
+            recorded = self.engine.steps.fixed and model.spec.encoder is None
+            self._stepper = model, ReplayedStepper(model) if recorded else TorchStepper(model)
+        return self._stepper[1]
 
     def _probes(self, i: int) -> Probes:
         """Return a run's probes; those of all that look at the same examples are taken at once."""

@@ -4,8 +4,8 @@ All leave the same run folders. A run is done when its folder says so: an execut
 anywhere is called again with the same jobs, goes on with what has begun, and repeats nothing that
 has ended. A run that diverges or fails is a result; a worker that dies has its run done again.
 
-`python -m glassformer.lab.sweeps.executors` is a worker: jobs as JSON lines on stdin, what happens
-on stdout. It ends when its stdin does, so that no worker outlives a driver that was killed.
+`python -m glassformer.lab.sweeps.executors` is a worker: groups of jobs as JSON lines on stdin,
+what happens on stdout. It ends when its stdin does, so that no worker outlives a killed driver.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,24 +66,21 @@ class Job:
     until: int | None = None
     own_code: tuple[str, ...] = ()
 
-    def to_json(self) -> str:
-        """Return one line for a worker."""
-        return json.dumps(
-            {
-                "name": self.name,
-                "folder": str(self.folder),
-                "spec": to_dict(self.spec),
-                "device": self.device,
-                "threads": self.threads,
-                "until": self.until,
-                "own_code": list(self.own_code),
-            }
-        )
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a worker."""
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "spec": to_dict(self.spec),
+            "device": self.device,
+            "threads": self.threads,
+            "until": self.until,
+            "own_code": list(self.own_code),
+        }
 
     @classmethod
-    def from_json(cls, line: str) -> "Job":
-        """Read what `to_json` made."""
-        data = json.loads(line)
+    def from_dict(cls, data: Mapping[str, Any]) -> "Job":
+        """Read what `to_dict` made."""
         for source in data["own_code"]:
             allow_own_code(source)
         return cls(
@@ -281,15 +278,15 @@ def run_here(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[Upd
 
 
 class _Worker:
-    """A process that trains the jobs it is given, one at a time."""
+    """A process that trains the groups of jobs it is given, one group at a time."""
 
-    def __init__(self, threads: int) -> None:
-        count = str(threads)
+    def __init__(self, threads: int, *, compilers: int) -> None:
         names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
         paths = [p for p in (*sys.path, os.environ.get("PYTHONPATH", "")) if p]
         environment = {
+            "TORCHINDUCTOR_COMPILE_THREADS": str(compilers),
             **os.environ,
-            **dict.fromkeys(names, count),
+            **dict.fromkeys(names, str(threads)),
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         }
         self.process = subprocess.Popen(
@@ -299,7 +296,7 @@ class _Worker:
             env=environment,
             start_new_session=True,  # a signal from the terminal is the driver's to pass on
         )
-        self.job: Job | None = None
+        self.jobs: dict[str, Job] = {}
         self.unread = b""
 
     @property
@@ -340,24 +337,30 @@ class _Worker:
 
 
 def run_processes(
-    jobs: Iterable[Job], *, count: int, stop: Stop = lambda: False
+    groups: Iterable[Sequence[Job]], *, count: int, stop: Stop = lambda: False
 ) -> Iterator[Update]:
-    """Train `count` jobs at a time, each in a process; a process that dies is replaced."""
-    waiting, attempts = deque(jobs), dict[str, int]()
+    """Train `count` groups at a time, each in a process; a process that dies is replaced.
+
+    A group of one is a run, a larger one is trained as one.
+    """
+    waiting, attempts = deque(groups), dict[str, int]()
     workers: list[_Worker] = []
+    compilers = max(1, (os.cpu_count() or 1) // count)
     told = False
     with selectors.DefaultSelector() as selector:
 
-        def give(worker: _Worker) -> bool:
+        def give(worker: _Worker) -> None:
             if not waiting or told:
-                return False
-            worker.job = waiting.popleft()
-            attempts[worker.job.name] = attempts.get(worker.job.name, 0) + 1
-            worker.send(worker.job.to_json())  # if it is gone, its end is noticed below
-            return True
+                return
+            group = waiting.popleft()
+            worker.jobs = {job.name: job for job in group}
+            for name in worker.jobs:
+                attempts[name] = attempts.get(name, 0) + 1
+            line = {"sharing": count, "jobs": [job.to_dict() for job in group]}
+            worker.send(json.dumps(line))  # if it is gone, its end is noticed below
 
         def start() -> None:
-            worker = _Worker(waiting[0].threads)
+            worker = _Worker(waiting[0][0].threads, compilers=compilers)
             workers.append(worker)
             selector.register(worker.output, selectors.EVENT_READ, worker)
             give(worker)
@@ -365,7 +368,7 @@ def run_processes(
         try:
             while len(workers) < count and waiting:
                 start()
-            while any(worker.job for worker in workers):
+            while any(worker.jobs for worker in workers):
                 if stop() and not told:
                     told = True
                     for worker in workers:
@@ -377,8 +380,7 @@ def run_processes(
                         selector.unregister(worker.output)
                         workers.remove(worker)
                         worker.end()
-                        if worker.job is not None:
-                            yield from _lost(worker, waiting, attempts)
+                        yield from _lost(worker, waiting, attempts)
                         if waiting and not told:
                             start()
                         continue
@@ -386,91 +388,106 @@ def run_processes(
                         update = _update(line)
                         yield update
                         if isinstance(update, Result):
-                            worker.job = None
-                            give(worker)
+                            worker.jobs.pop(update.name)
+                            if not worker.jobs:
+                                give(worker)
         finally:
             for worker in workers:
                 worker.end()
 
 
-def _lost(worker: _Worker, waiting: "deque[Job]", attempts: Mapping[str, int]) -> Iterator[Update]:
-    """Do the run of a dead worker again; after several attempts it has failed."""
-    job, worker.job = worker.job, None
-    assert job is not None
-    if attempts[job.name] < ATTEMPTS:
-        waiting.appendleft(job)
-        return
+def _lost(
+    worker: _Worker, waiting: "deque[Sequence[Job]]", attempts: Mapping[str, int]
+) -> Iterator[Update]:
+    """Do the runs of a dead worker again; after several attempts one has failed."""
+    jobs, worker.jobs = [*worker.jobs.values()], {}
+    again = [job for job in jobs if attempts[job.name] < ATTEMPTS]
+    if again:
+        waiting.appendleft(again)
     code = worker.process.returncode
-    yield record_failure(job, f"its process ended {ATTEMPTS} times, with exit code {code}")
+    for job in jobs:
+        if job not in again:
+            why = f"its process ended {ATTEMPTS} times, with exit code {code}"
+            yield record_failure(job, why)
 
 
 def _update(line: str) -> Update:
     data = json.loads(line)
     if "status" in data:
         return Result.from_dict(data)
+    if "text" in data:
+        return Told(data["text"])
     return Stepped(data["name"], data["step"])
 
 
 def work() -> None:
-    """Train jobs from stdin until it ends; `stop` saves the current run and ends."""
+    """Train groups of jobs from stdin until it ends; `stop` saves the current runs and ends."""
     report = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever prints must not disturb the reports
-    jobs: queue.Queue[Job | None] = queue.Queue()
+    groups: queue.Queue[Mapping[str, Any] | None] = queue.Queue()
     stopping = threading.Event()
 
     def listen() -> None:
         for line in sys.stdin:
             if line.strip() == "stop":
                 stopping.set()
-                jobs.put(None)
+                groups.put(None)
             else:
-                jobs.put(Job.from_json(line))
+                groups.put(json.loads(line))
         os._exit(0)  # the driver is gone: a run goes on from its last checkpoint
 
     threading.Thread(target=listen, daemon=True).start()
 
-    def send(update: Stepped | Result) -> None:
-        data = (
-            {"name": update.name, "step": update.step}
-            if isinstance(update, Stepped)
-            else update.to_dict()
-        )
+    def send(update: Update) -> None:
+        data = update.to_dict() if isinstance(update, Result) else asdict(update)
         try:
             report.write(json.dumps(json_numbers(data)) + "\n")
             report.flush()
         except BrokenPipeError:
             os._exit(0)  # the driver is gone
 
-    while (job := jobs.get()) is not None:
-        steps, told = train_job(job, stop=stopping.is_set), 0.0
-        while True:
-            try:
-                update = next(steps)
-            except StopIteration as end:
-                send(end.value)
-                break
-            if time.monotonic() - told > REPORT_SECONDS:
-                told = time.monotonic()
-                send(update)
+    tasks: dict[object, Task] = {}
+    while (group := groups.get()) is not None:
+        jobs, told = [Job.from_dict(data) for data in group["jobs"]], dict[str, float]()
+        for update in run_stacked(
+            jobs, sharing=group["sharing"], tasks=tasks, stop=stopping.is_set
+        ):
+            if isinstance(update, Stepped):
+                now = time.monotonic()
+                if now - told.get(update.name, 0.0) < REPORT_SECONDS:
+                    continue
+                told[update.name] = now
+            send(update)
 
 
 # --- stacked on one device ------------------------------------------------------------------------
 
 
-def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[Update]:
-    """Train runs of one shape as one, shape after shape; a run that cannot be stacked alone.
-
-    A stack that fails as a whole, mostly for want of memory, is tried again in halves, and the
-    reason is told: each run goes on from its last checkpoint.
-    """
-    every = list(jobs)
-    groups = [[every[i] for i in group] for group in stack_groups([job.spec for job in every])]
-    waiting = deque(
+def stacks_of(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Return jobs in groups that train as one; a run that cannot be stacked is alone."""
+    groups = [[jobs[i] for i in group] for group in stack_groups([job.spec for job in jobs])]
+    return [
         group[start : start + STACKED]
         for group in groups
         for start in range(0, len(group), STACKED)
-    )
-    tasks: dict[object, Task] = {}
+    ]
+
+
+def run_stacked(
+    jobs: Iterable[Job],
+    *,
+    sharing: int = 1,
+    tasks: dict[object, Task] | None = None,
+    stop: Stop = lambda: False,
+) -> Iterator[Update]:
+    """Train runs of one shape as one, shape after shape; a run that cannot be stacked alone.
+
+    A stack that fails as a whole, mostly for want of memory, is tried again in halves, and the
+    reason is told: each run goes on from its last checkpoint. `sharing` processes do this on the
+    device at the same time; `tasks` keeps what was built.
+    """
+    waiting = deque(stacks_of([*jobs]))
+    tasks = {} if tasks is None else tasks
     while waiting and not stop():
         group = waiting.popleft()
         if len(group) == 1:
@@ -478,7 +495,7 @@ def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[
             continue
         ended: set[str] = set()
         try:
-            for update in _train_stack(group, tasks, stop=stop):
+            for update in _train_stack(group, tasks, sharing=sharing, stop=stop):
                 if isinstance(update, Result):
                     ended.add(update.name)
                 yield update
@@ -490,7 +507,9 @@ def run_stacked(jobs: Iterable[Job], *, stop: Stop = lambda: False) -> Iterator[
             waiting.extendleft(half for half in (rest[middle:], rest[:middle]) if half)
 
 
-def _train_stack(group: list[Job], tasks: dict[object, Task], *, stop: Stop) -> Iterator[Update]:
+def _train_stack(
+    group: list[Job], tasks: dict[object, Task], *, sharing: int, stop: Stop
+) -> Iterator[Update]:
     for job in group:
         _wait_for_lock(job.folder)
     stack = StackedRuns(
@@ -498,6 +517,7 @@ def _train_stack(group: list[Job], tasks: dict[object, Task], *, stop: Stop) -> 
         [job.folder for job in group],
         device=group[0].device,
         tasks=tasks,
+        sharing=sharing,
     )
     with taking(group[0].threads), stack.locked():
         for job, run in zip(group, stack.runs, strict=True):
@@ -563,7 +583,7 @@ def run_ray(jobs: Iterable[Job], *, address: str, stop: Stop = lambda: False) ->
                     max_retries=ATTEMPTS,
                 )(train_away)
                 begun = _packed(job.folder) if job.folder.is_dir() else b""
-                running[remote.remote(job.to_json(), begun, sweep)] = job
+                running[remote.remote(job.to_dict(), begun, sweep)] = job
                 yield Stepped(job.name, 0)
             if stop():
                 for task in running:
@@ -590,12 +610,12 @@ def _returned(ray: Any, task: Any, job: Job) -> Result:
     return made
 
 
-def train_away(line: str, begun: bytes, sweep: str) -> bytes:
+def train_away(data: Mapping[str, Any], begun: bytes, sweep: str) -> bytes:
     """Train a job in a folder of this machine, and return the folder as a tar archive.
 
     Runs of one sweep share the folder above, where a text keeps its tokens.
     """
-    job = Job.from_json(line)
+    job = Job.from_dict(data)
     above = Path(tempfile.gettempdir()) / f"glassformer-ray-{sweep}"
     folder = above / f"{job.name}-{os.getpid()}"
     if begun:

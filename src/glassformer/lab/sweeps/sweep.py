@@ -38,6 +38,7 @@ from glassformer.lab.sweeps.executors import (
     run_processes,
     run_ray,
     run_stacked,
+    stacks_of,
 )
 from glassformer.lab.sweeps.plan import (
     Cell,
@@ -75,6 +76,8 @@ QUIET_SECONDS = 10.0
 RECORD_SECONDS = 1.0
 #: Cells below the best whose curves are held against its.
 CROSSED = 10
+#: The most stacks that train on a GPU at the same time, each driven by a process.
+GPU_STACKS = 8
 
 
 class Sweep:
@@ -651,29 +654,39 @@ def executor(
 ) -> tuple[str, Execute]:
     """Return how runs are executed, in words, and the executor.
 
-    On a GPU runs of one shape are stacked unless `stack` is False, or `jobs` or `ray` is given.
+    On a GPU runs of one shape are stacked unless `stack` is False, or `ray` is given; `jobs` stacks
+    share the GPU, by default as many as half of the cores can drive.
     """
     if jobs is not None:
         at_least("jobs", jobs)
-    if sum((jobs is not None, ray is not None, bool(stack))) > 1:
+    if ray is not None and (jobs is not None or stack):
         raise InputError(
             "runs are executed in one way",
-            hint="one of {--jobs, --ray and --stack|jobs, ray and stack}",
+            hint="either {--ray|ray}, or {--jobs and --stack|jobs and stack}",
         )
     if ray is not None:
         optional_library("ray")
         return f"Ray at {ray}", lambda work, stop: run_ray(work, address=ray, stop=stop)
-    if stack or (stack is None and jobs is None and device.startswith("cuda")):
-        return "runs of one shape as one", lambda work, stop: run_stacked(work, stop=stop)
-    cores = (os.cpu_count() or 1) if device == "cpu" else 1
-    count = jobs or cores
+    cuda = device.startswith("cuda")
+    stacked = cuda if stack is None else stack
+    cores = os.cpu_count() or 1
+    if cuda:
+        count = jobs or (max(1, min(cores // 2, GPU_STACKS)) if stacked else 1)
+    else:
+        count = jobs or (1 if stacked else cores)
 
     def execute(work: list[Job], stop: Callable[[], bool]) -> Iterator[Update]:
-        if min(count, len(work)) <= 1:
-            return run_here(work, stop=stop)
-        return run_processes(work, count=min(count, len(work)), stop=stop)
+        groups = stacks_of(work) if stacked else [[job] for job in work]
+        at_once = min(count, len(groups))
+        if at_once > 1:
+            groups.sort(key=len, reverse=True)  # the longest first: nobody waits for it at the end
+            return run_processes(groups, count=at_once, stop=stop)
+        return run_stacked(work, stop=stop) if stacked else run_here(work, stop=stop)
 
-    return f"{count} at a time on this machine", execute
+    at_once = f"{count} at a time"
+    if stacked:
+        return "runs of one shape as one" + (f", {at_once}" if count > 1 else ""), execute
+    return f"{at_once} on this machine", execute
 
 
 def sweep(
