@@ -319,3 +319,47 @@ def test_quantized_layers_compute_with_the_weights_they_say(off):
     found = {f.name: f for f in gf.verify(Small(), only="quantization").findings}
     row = found["quantized layers = their dequantized weights"]
     assert row.verdict == ("bug" if off else "passed"), row
+
+
+class Neighbours(nn.Module):
+    """Each embedding is joined with its neighbours', padding included, as in MobileBERT."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(29, 16, padding_idx=0)
+        self.join, self.head = nn.Linear(48, 16), nn.Linear(16, 29)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        wide = nn.functional.pad(x, (0, 0, 1, 1))
+        joined = self.join(torch.cat((wide[:, :-2], x, wide[:, 2:]), -1))
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mean = (joined * real[..., None]).sum(1) / real.sum(1)[:, None]
+        return self.head(joined + mean[:, None])
+
+
+def test_neighbours_of_padding_are_a_limit_where_the_pad_token_is_zero():
+    model = Neighbours()
+    with torch.no_grad():
+        model.embed.weight[0] = 1.0  # not as trained: the checks must not rely on it
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = {f.name: f for f in gf.verify(model, only="padding", causal=False).findings}
+    assert found[strangers.PAD_HOLDS].verdict == "limit", found[strangers.PAD_HOLDS]
+    assert "pad token, whose embedding is zero" in found[strangers.PAD_HOLDS].note
+    assert "not asked" in found["a batch = each sequence alone"].note
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_model_that_reads_both_ways_is_told_how_to_say_so():
+    found = gf.verify(Neighbours(), only="causality").findings[0]
+    assert (found.verdict, "--bidirectional" in found.note) == ("bug", True)
+
+
+def test_a_watcher_hears_of_every_row_before_it_runs():
+    heard = []
+    report = gf.verify(made()(), only="calls", watch=lambda *said: heard.append(said))
+    assert [row for row, _, _ in heard] == [f.name for f in report.findings]
+    assert [(done, total) for _, done, total in heard] == [
+        (i, len(heard)) for i in range(len(heard))
+    ]

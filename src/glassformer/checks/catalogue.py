@@ -55,6 +55,7 @@ class Finding:
     verdict: Verdict
     note: str = ""
     seconds: float = 0.0
+    explains: bool = False  # rows after it would not hold for the same reason
 
     @property
     def failed(self) -> bool:
@@ -515,12 +516,36 @@ def check_group(only: str | None) -> None:
         raise InputError(f"no group of checks '{only}'", hint=nearest(only, GROUPS, cutoff=0.7))
 
 
-def verify_parts(*, only: str | None = None, deep: bool = False) -> Iterator[Finding]:
-    """Check our parts in float32 and float64; `deep` adds slow checks."""
+Begin = Callable[[str], None]  # called with the name of each row before it runs
+
+
+def part_checks(*, only: str | None = None, deep: bool = False) -> list[PartCheck]:
+    """Return the checks of our parts; `deep` adds slow ones."""
     check_group(only)
-    for check in PART_CHECKS:
-        if only in (None, check.group) and (deep or not check.deep):
-            yield from run_part_check(check)
+    return [c for c in PART_CHECKS if only in (None, c.group) and (deep or not c.deep)]
+
+
+def subject_checks(
+    subject: Subject, *, only: str | None = None, deep: bool = False
+) -> list[SubjectCheck]:
+    """Return the checks that concern a subject, the row that explains others first."""
+    check_group(only)
+    chosen = [
+        check
+        for check in SUBJECT_CHECKS
+        if only in (None, check.group) and (deep or not check.deep) and check.concerns(subject)
+    ]
+    return sorted(chosen, key=lambda check: check.name != FIRST)
+
+
+def verify_parts(
+    *, only: str | None = None, deep: bool = False, begin: Begin | None = None
+) -> Iterator[Finding]:
+    """Check our parts in float32 and float64; `deep` adds slow checks."""
+    for check in part_checks(only=only, deep=deep):
+        if begin is not None:
+            begin(check.name)
+        yield from run_part_check(check)
 
 
 def run_part_check(check: PartCheck) -> Iterator[Finding]:
@@ -550,25 +575,25 @@ def _part_measure(check: PartCheck, dtype: torch.dtype) -> Measure:
 
 
 def verify_subject(
-    subject: Subject, *, only: str | None = None, deep: bool = False
+    subject: Subject,
+    *,
+    only: str | None = None,
+    deep: bool = False,
+    begin: Begin | None = None,
 ) -> Iterator[Finding]:
     """Run every check that this subject offers; `deep` adds slow checks."""
-    check_group(only)
-    chosen = [
-        check
-        for check in SUBJECT_CHECKS
-        if only in (None, check.group) and (deep or not check.deep) and check.concerns(subject)
-    ]
     causes: dict[str, str] = {}  # of rows that failed, or were not asked for that reason
-    for check in sorted(chosen, key=lambda check: check.name != FIRST):
+    for check in subject_checks(subject, only=only, deep=deep):
+        if begin is not None:
+            begin(check.name)
         cause = causes.get(FIRST) or causes.get(check.after)
         if cause is not None:
             causes[check.name] = cause
-            reason = Measure(0.0, 0.0, subject.size, f"not asked, as '{cause}' failed")
+            reason = Measure(0.0, 0.0, subject.size, f"not asked, as '{cause}' does not hold")
             yield _finding(check, subject.name, _dtype_of(subject), reason, "not offered", 0.0)
             continue
         finding = run_subject_check(check, subject)
-        if finding.failed:
+        if finding.failed or finding.explains:
             causes[check.name] = check.name
         yield finding
 
@@ -640,4 +665,5 @@ def _finding(
         verdict,
         note,
         seconds,
+        measure.explains,
     )

@@ -628,7 +628,8 @@ def seed_what_is_unseeded(module: nn.Module) -> list[str]:
 
 def says_unused(foreign: Foreign) -> bool:
     """True if a forward that takes the mask says in its text or messages that it is not used."""
-    said = re.compile(rf"{foreign.mask_name}\b[^\n]*\b(is|are) (unused|not used|ignored)")
+    unused = r"\b((is|are) (unused|not used|ignored)|dummy)\b"
+    said = re.compile(rf"{foreign.mask_name}\b[^\n]*{unused}")
     for kind in {type(part) for part in foreign.module.modules()}:
         with contextlib.suppress(OSError, TypeError):  # no source
             if said.search(inspect.getsource(kind.forward).replace("`", "")):

@@ -40,7 +40,8 @@ class Measure:
     """The worst disagreement of one check, what was allowed, and the size it was taken at.
 
     `rounding` is the size below which a gap is put down to rounding where bits should be equal;
-    `limit` is filled where the claim fails as asked, and holds under the condition that it names.
+    `limit` is filled where the claim fails as asked, and holds under the condition that it names;
+    `explains` says that rows after this one would fail for the same reason, limit or not.
     """
 
     worst: float
@@ -50,6 +51,7 @@ class Measure:
     dtype: str = ""  # where it is not the subject's own
     rounding: float = 0.0
     limit: str = ""
+    explains: bool = False
 
     @property
     def holds(self) -> bool:
@@ -172,8 +174,9 @@ def nudged(parameters: Iterable[Tensor], *, seed: int) -> Iterator[None]:
     generator = seeded(seed)
     with torch.no_grad():
         for p in moved:
-            up = torch.randint(0, 2, p.shape, generator=generator).to(p.device)
-            p.mul_(1 + torch.finfo(p.dtype).eps * (2 * up - 1).to(p.dtype))
+            sign = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8)
+            sign.mul_(2).sub_(1)
+            p.mul_(sign.to(p).mul_(torch.finfo(p.dtype).eps).add_(1))
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """The certificate: findings, counted, shown as text or as one JSON object."""
 
 import importlib.metadata
+import itertools
 import math
 import platform
 import textwrap
@@ -14,7 +15,14 @@ import torch
 from torch import nn
 
 from glassformer.adapters.base import BaseAdapter
-from glassformer.checks.catalogue import Finding, verify_parts, verify_subject
+from glassformer.checks.catalogue import (
+    Begin,
+    Finding,
+    part_checks,
+    subject_checks,
+    verify_parts,
+    verify_subject,
+)
 from glassformer.checks.foreign import looks_fresh, redraw, untouched
 from glassformer.checks.preset_subjects import sample_subjects
 from glassformer.checks.subject import Logits, Subject, subject_of
@@ -23,6 +31,7 @@ from glassformer.models.model import Model
 from glassformer.spec.errors import CheckFailed, FileError
 
 Style = Callable[[str, str], str]  # (text, verdict) -> text with or without colour
+Watch = Callable[[str, int, int], None]  # the row that begins, rows done, rows in all
 
 
 def plain(text: str, verdict: str) -> str:
@@ -327,12 +336,14 @@ def verify(
     vocab_size: int | None = None,
     max_length: int | None = None,
     causal: bool | None = None,
+    watch: Watch | None = None,
 ) -> Report:
     """Check a model, ours or anyone's; without one, our parts and every preset.
 
     `logits=lambda tokens, valid: ...` calls a module whose forward has other arguments; `causal`
     tells a model that reads forwards from one that reads both ways, where its config does not.
-    The model comes back as it was: weights, gradients, modes, buffers, random generators.
+    `watch(row, done, total)` is called before each row. The model comes back as it was: weights,
+    gradients, modes, buffers, random generators.
     """
     if thing is not None:
         module = _module_of(thing)
@@ -348,17 +359,31 @@ def verify(
                 max_length=max_length,
                 causal=causal,
             )
+            begin = _counted(watch, len(subject_checks(subject, only=only, deep=deep)))
             with verifying(subject.parameter_count()):
-                findings = tuple(verify_subject(subject, only=only, deep=deep))
+                findings = tuple(verify_subject(subject, only=only, deep=deep, begin=begin))
         return Report(findings, redrawn)
+    subjects = list(sample_subjects())
+    total = len(part_checks(only=only, deep=deep))
+    total += sum(len(subject_checks(s, only=only, deep=deep)) for s in subjects)
+    total += sum(len(subject_checks(s, only=only)) for s in subjects) if deep else 0
+    begin = _counted(watch, total)
     with verifying(0):
-        findings = tuple(verify_parts(only=only, deep=deep))
-        for subject in sample_subjects():
-            findings += tuple(verify_subject(subject, only=only, deep=deep))
+        findings = tuple(verify_parts(only=only, deep=deep, begin=begin))
+        for subject in subjects:
+            findings += tuple(verify_subject(subject, only=only, deep=deep, begin=begin))
         if deep:
             for subject in sample_subjects(deep=True):
-                findings += tuple(verify_subject(subject, only=only))
+                findings += tuple(verify_subject(subject, only=only, begin=begin))
     return Report(findings)
+
+
+def _counted(watch: Watch | None, total: int) -> Begin | None:
+    """Return what tells a watcher the number of rows done, beside each row's name."""
+    if watch is None:
+        return None
+    done = itertools.count()
+    return lambda row: watch(row, next(done), total)
 
 
 def _module_of(thing: object) -> nn.Module | None:

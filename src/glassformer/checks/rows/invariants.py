@@ -6,6 +6,7 @@ same, bits must be equal.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,11 @@ def causality(subject: Subject) -> Measure:
         return Measure(math.inf, EXACT, subject.size, "the logits do not depend on the tokens")
     bar = tolerance_of(before, subject)
     limit = _holds_with_order(subject, tokens, bar) if gaps.worst > bar else ""
-    return gaps.measure(bar, subject.size, exact=True, limit=limit)
+    measure = gaps.measure(bar, subject.size, exact=True, limit=limit)
+    if gaps.worst > bar and not limit and subject.foreign is not None:
+        hint = "if it is meant to read both ways, say so: causal=False, --bidirectional"
+        measure = replace(measure, note=f"{measure.note}; {hint}")
+    return measure
 
 
 def _holds_with_order(subject: Subject, tokens: Tensor, bar: float) -> str:
@@ -154,9 +159,53 @@ def padding_content(subject: Subject) -> Measure:
                 limit = f"positions depend on which tokens are PAD; {WITH_POSITIONS}"
         if not limit and foreign.mask_name is not None:
             turned = measured(lambda t, v: foreign.logits(t, ~v))
-            if turned.worst <= bar:
+            if turned.worst <= bar and _reads_real_tokens(subject, foreign, tokens):
                 limit = "it holds with the mask inverted: here True marks padding"
+        if not limit and _holds_for_pad(subject, foreign, tokens, bar):
+            limit = "it holds where padding holds the pad token, whose embedding is zero"
+            return replace(gaps.measure(bar, subject.size, limit=limit), explains=True)
     return gaps.measure(bar, subject.size, exact=True, limit=limit)
+
+
+def _reads_real_tokens(subject: Subject, foreign: Foreign, tokens: Tensor) -> bool:
+    """True if real tokens reach the logits with the mask inverted: silence agrees with anything."""
+    padded, valid = _padded(subject, tokens, _lengths(tokens), left=False)
+    changed = torch.where(valid, other_tokens(subject, padded), padded)
+    return not torch.equal(foreign.logits(changed, ~valid), foreign.logits(padded, ~valid))
+
+
+def _holds_for_pad(subject: Subject, foreign: Foreign, tokens: Tensor, bar: float) -> bool:
+    """True if padded rows are what they are alone, once the embedding of PAD is zero.
+
+    That row gets no gradient (`padding_idx`), so that in a trained model it is zero; a part that
+    reads a token's neighbours then finds nothing in padding, as it does behind the last token.
+    """
+    tables = [
+        part.weight
+        for part in foreign.module.modules()
+        if isinstance(part, nn.Embedding) and part.padding_idx == foreign.pad
+    ]
+    if not tables or not subject.per_position:
+        return False
+    kept = [table[foreign.pad].clone() for table in tables]
+    gaps = Gaps()
+    try:
+        for table in tables:
+            table[foreign.pad] = 0.0
+        for left in _sides(subject):
+            padded, valid = _padded(subject, tokens, _lengths(tokens), left=left)
+            ask = foreign.logits
+            if left and foreign.offers("position_ids"):
+                ask = foreign.at_positions
+            together = ask(padded, valid)
+            for row, length in enumerate(_lengths(tokens)):
+                single = tokens[row : row + 1, :length]
+                alone = ask(single, torch.ones_like(single, dtype=torch.bool))[0]
+                gaps.compare(together[row][valid[row]], alone)
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            table[foreign.pad] = before
+    return gaps.worst <= bar
 
 
 def _padding_amount(subject: Subject, *, left: bool) -> Measure:

@@ -56,8 +56,11 @@ from glassformer.training.stacked import StackedEngine
 from glassformer.training.stacked_batches import Work
 from glassformer.training.torch_engine import TorchEngine
 
-#: Taps that are edited in one forward, each in a sequence of its own.
-EDITS = 8
+#: Taps that are edited in one forward, each in a sequence of its own of this many tokens.
+EDITS, EDITED_LENGTH = 8, 3
+#: Blocks of a deeper stack whose taps are edited: the first, the last and some between them. The
+#: names of all are compared, and every block runs the same code.
+EDITED_BLOCKS = 6
 
 
 def _inputs(subject: Subject) -> Inputs:
@@ -173,22 +176,33 @@ def _allowed(queries: list[list[bool]], keys: list[list[bool]], attention: Atten
 @torch.no_grad()
 def taps_are_named(subject: Subject) -> Measure:
     """Exactly the taps of the spec are recorded; an edit reaches the logits; no hook remains."""
-    model, row = subject.ours(), tokens_of(subject, 1, LENGTH, seed=81)
+    model, row = subject.ours(), tokens_of(subject, 1, EDITED_LENGTH, seed=81)
     inputs = with_source(model.spec, row.expand(EDITS, -1), None)
     taps = Taps(read="*")
     plain = model(inputs, taps=taps)
     wanted = tap_shapes(model.spec)
     mistakes = len(set(taps.seen) ^ set(wanted))
     mistakes += sum(taps.seen[name].ndim != len(shape) for name, shape in wanted.items())
-    for start in range(0, len(wanted), EDITS):
+    edited = _edited_taps(model.spec)
+    for start in range(0, len(edited), EDITS):
         # Everything is read again, so that the same path is taken and equal bits mean no effect.
-        names = list(wanted)[start : start + EDITS]
+        names = edited[start : start + EDITS]
         edits = {name: partial(_moved, place=place) for place, name in enumerate(names)}
         changed = model(inputs, taps=Taps(read="*", edit=edits))
         felt = [(changed[head] != plain[head]).flatten(1).any(1) for head in plain]
         mistakes += int((~torch.stack(felt).any(0)[: len(names)]).sum())
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     return Measure(float(mistakes + hooks), EXACT, f"{subject.size}, {len(wanted)} taps")
+
+
+def _edited_taps(spec: ModelSpec) -> list[str]:
+    """Return the taps outside the blocks, and those of some blocks of each stack."""
+    left_out = set()
+    for prefix, stack in spec.stacks().items():
+        ends = stack.n_layers - 1
+        kept = {round(i * ends / (EDITED_BLOCKS - 1)) for i in range(EDITED_BLOCKS)}
+        left_out |= {f"{prefix}blocks.{i}." for i in range(stack.n_layers) if i not in kept}
+    return [name for name in tap_shapes(spec) if not name.startswith(tuple(left_out))]
 
 
 def _moved(x: Tensor, *, place: int) -> Tensor:

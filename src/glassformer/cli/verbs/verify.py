@@ -3,9 +3,10 @@
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -18,7 +19,7 @@ from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.presets import PRESETS
 
 if TYPE_CHECKING:
-    from glassformer.checks.report import Report
+    from glassformer.checks.report import Report, Watch
 
 
 def verify(
@@ -87,18 +88,49 @@ def verify(
         )
     one_blas_thread()
     older = _older_of(against)  # a bad file is refused before the checks run
-    report = _certificate(
-        place,
-        name=model or "",
-        only=only,
-        deep=deep,
-        causal=False if bidirectional else None,
-        device=device,
-    )
+    with _Progress(model or "glassformer") as progress:
+        report = _certificate(
+            place,
+            name=model or "",
+            only=only,
+            deep=deep,
+            causal=False if bidirectional else None,
+            device=device,
+            watch=progress.show,
+        )
     files = {"out": out, "junit": junit, "markdown": markdown, "badge": badge}
     _show(report, as_json=as_json, files=files, older=older)
     if report.failed if older is None else report.new_failures(older):
         raise typer.Exit(1)
+
+
+#: Seconds between two lines of progress where there is no terminal to draw a bar on.
+LINE_SECONDS = 10.0
+
+
+class _Progress:
+    """A bar with the row that runs; in a log, a line now and then of checks that take long."""
+
+    def __init__(self, title: str) -> None:
+        from glassformer.lab.bar import Bar
+
+        self.bar, self.told = Bar(title, total=1), time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.bar.__exit__(*raised)
+
+    def show(self, row: str, done: int, total: int) -> None:
+        """Show how many rows are done, and which begins."""
+        if self.bar.total != total:
+            self.bar.resize(total)
+        self.bar.show(done, row)
+        if not self.bar.live and time.monotonic() - self.told > LINE_SECONDS:
+            self.told = time.monotonic()
+            self.bar.tell(f"{self.bar.title}: {done} of {total} rows done; now: {row}")
 
 
 def _certificate(
@@ -109,6 +141,7 @@ def _certificate(
     deep: bool = False,
     causal: bool | None = None,
     device: str = "cpu",
+    watch: "Watch | None" = None,
 ) -> "Report":
     """Return the report on a preset, a factory's model, a model on disk, or on glassformer."""
     from glassformer.adapters.folder.origin import is_native
@@ -119,15 +152,16 @@ def _certificate(
 
     if model is None or model in PRESETS:
         subject = None if model is None else sample_subject(model, deep=deep)
-        return check(subject, only=only, deep=deep)
+        return check(subject, only=only, deep=deep, watch=watch)
     if ":" in model:
-        return check(subject_of_factory(model, causal=causal), only=only, deep=deep)
+        made = subject_of_factory(model, causal=causal)
+        return check(made, only=only, deep=deep, watch=watch)
     folder = folder_of(model)
     is_foreign = not is_native(folder) and folder.is_dir()
     # compared with transformers too, where it is installed and time does not matter
     compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
     adapter = load(model, reference=compared, device=check_device(device))
-    return check(adapter, name=name, only=only, deep=deep)
+    return check(adapter, name=name, only=only, deep=deep, watch=watch)
 
 
 def _older_of(against: str | None) -> dict[str, Any] | None:
