@@ -21,6 +21,7 @@ from glassformer.checks.catalogue import (
 from glassformer.checks.measure import Measure
 from glassformer.checks.preset_subjects import sample_subject
 from glassformer.checks.report import Report, verify
+from glassformer.checks.rows import numpy_parity, own_models
 from glassformer.checks.rows.numpy_parity import _equal_shares, gradients_by_differences
 from glassformer.checks.subject import Subject, subject_of, subject_of_factory, subject_of_module
 from glassformer.spec.errors import CheckFailed, InputError
@@ -261,3 +262,25 @@ def test_wide_layers_of_kinked_units_are_no_bug():
     spec = seq2seq(d_model=64, d_ff=8192, n_layers=1, vocab_size=50)
     model = gf.build(spec, generator=torch.Generator().manual_seed(0))
     assert gradients_by_differences(subject_of(model)).holds
+
+
+def test_a_large_model_is_cut_where_depth_shows_nothing(monkeypatch):
+    subject = sample_subject("modern-lm")
+    model = subject.ours()
+    assert own_models.shortened(model) is model
+    monkeypatch.setattr(own_models, "LARGE", 0)
+    short = own_models.shortened(model)
+    assert (short.spec.n_layers, model.spec.n_layers) == (own_models.KEPT, 3)
+    whole = model.state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in short.state_dict().items())
+    measure = numpy_parity.same_training(subject)
+    assert measure.holds
+    assert "2 blocks of it" in measure.size
+
+
+def test_a_deep_stack_has_edits_in_its_first_and_last_blocks(monkeypatch):
+    monkeypatch.setattr(own_models, "EDITED_BLOCKS", 2)
+    subject = sample_subject("modern-lm")
+    edited = own_models._edited_taps(subject.ours().spec)
+    assert {name.split(".")[1] for name in edited if name.startswith("blocks.")} == {"0", "2"}
+    assert own_models.taps_are_named(subject).holds

@@ -21,6 +21,7 @@ from glassformer.byhand.inputs import Inputs as HandInputs
 from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.measure import Measure, NotOffered, seeded
 from glassformer.checks.rows.invariants import tokens_of
+from glassformer.checks.rows.own_models import shortened, size_with
 from glassformer.checks.subject import Subject, with_source
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, weights_of
@@ -35,8 +36,7 @@ GRADIENT = 1e-10
 DIFFERENCES = 1e-6
 #: Below this share of the model's largest gradient a tensor is compared absolutely.
 FLOOR = 1e-5
-#: Steps of Adam; a large model takes the fewest that show both moments and their corrections.
-STEPS, FEW_STEPS, LARGE = 5, 2, 50_000_000
+STEPS = 5
 #: By how much each tensor of a direction moves the loss: far above its rounding, and so little that
 #: hardly a unit of a wide ReLU layer crosses its kink.
 CHANGES = (3e-8, 1e-8)
@@ -44,9 +44,12 @@ CHANGES = (3e-8, 1e-8)
 POINTS, NUDGE = 4, 1e-3
 
 
-def _twins(subject: Subject) -> tuple[Model, HandModel, Inputs]:
-    """Return the model in float64, its NumPy twin with the same weights, and a padded batch."""
-    own = subject.ours()
+def _twins(subject: Subject, *, short: bool = False) -> tuple[Model, HandModel, Inputs]:
+    """Return the model in float64, its NumPy twin with the same weights, and a padded batch.
+
+    `short` takes some blocks of a large model: moving and stepping all of it takes gigabytes.
+    """
+    own = shortened(subject.ours()) if short else subject.ours()
     if any(p.dtype not in (torch.float32, torch.float64) for p in own.parameters()):
         raise NotOffered("the by-hand engine has no half precision")
     model = copy.deepcopy(own).double().cpu()
@@ -142,7 +145,7 @@ def same_gradients(subject: Subject) -> Measure:
 
 def gradients_by_differences(subject: Subject) -> Measure:
     """The by-hand gradient along random directions, against central differences of the loss."""
-    model, hand, inputs = _twins(subject)
+    model, hand, inputs = _twins(subject, short=True)
     targets = {h: t.numpy() for h, t in targets_for(model.spec, inputs).items()}
     checked = hand_inputs(hand, inputs)
 
@@ -172,7 +175,7 @@ def gradients_by_differences(subject: Subject) -> Measure:
                     found = slope_along(loss, hand.params, toward, epsilon=epsilon)
                     errors[kind] = min(errors[kind], abs(found - slope))
     worst = max(errors, key=lambda kind: errors[kind])
-    size = f"{subject.size}, {len(hand.params)} tensors"
+    size = f"{size_with(subject, model)}, {len(hand.params)} tensors"
     return Measure(errors[worst], DIFFERENCES, size, f"worst: {worst}", "float64")
 
 
@@ -195,15 +198,15 @@ def _equal_shares(
 
 def same_training(subject: Subject) -> Measure:
     """Weights after some AdamW steps beside torch's, from the same weights and batch."""
-    model, hand, inputs = _twins(subject)
+    model, hand, inputs = _twins(subject, short=True)
     targets = targets_for(model.spec, inputs)
     arrays = {head: target.numpy() for head, target in targets.items()}
     checked = hand_inputs(hand, inputs)
     # A large eps keeps the zero-by-theory gradients, which are rounding, from being blown up.
     theirs = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4)
     ours = optim.Adam(hand, lr=1e-3, eps=1e-4)
-    worst, steps = 0.0, STEPS if (subject.parameter_count() or 0) < LARGE else FEW_STEPS
-    for _ in range(steps):
+    worst = 0.0
+    for _ in range(STEPS):
         theirs.zero_grad()
         loss = torch_loss(model, inputs, targets)
         loss.backward()
@@ -213,4 +216,4 @@ def same_training(subject: Subject) -> Measure:
         worst = max(worst, abs(mine - loss.item()))
     for name, parameter in model.named_parameters():
         worst = max(worst, float(np.abs(hand.params[name] - parameter.detach().numpy()).max()))
-    return Measure(worst, GRADIENT, f"{subject.size}, {steps} steps", "", "float64")
+    return Measure(worst, GRADIENT, f"{size_with(subject, model)}, {STEPS} steps", "", "float64")

@@ -8,6 +8,7 @@ Models that are trained as one are compared with each of them trained alone.
 import copy
 import inspect
 import math
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -65,6 +66,44 @@ EDITED_BLOCKS = 6
 
 def _inputs(subject: Subject) -> Inputs:
     return with_source(subject.ours().spec, tokens_of(subject, 2, LENGTH, seed=81), None)
+
+
+#: A model of more weights than this is cut to so many blocks of each kind by rows that would take
+#: minutes and many gigabytes with all of them, and find the same.
+LARGE, KEPT = 50_000_000, 2
+
+
+def shortened(model: Model) -> Model:
+    """Return a large model with its first blocks of each kind; a smaller one as it is."""
+    if sum(p.numel() for p in model.parameters()) <= LARGE:
+        return model
+    state, kept, stacks = model.state_dict(), {}, {}
+    for prefix, stack in model.spec.stacks().items():
+        runs = tuple(replace(run, count=min(run.count, KEPT)) for run in stack.layers)
+        stacks[prefix or "decoder."] = replace(stack, layers=runs)
+        first = new = 0
+        for run, short in zip(stack.layers, runs, strict=True):
+            for old in range(first, first + short.count):
+                kept[f"{prefix}blocks.{old}."] = f"{prefix}blocks.{new}."
+                new += 1
+            first += run.count
+    spec = replace(model.spec, decoder=stacks["decoder."], encoder=stacks.get("encoder."))
+    weights = {}
+    for name, tensor in state.items():
+        block = re.match(r"(.*?blocks\.\d+\.)(.*)", name)
+        if block is None:
+            weights[name] = tensor
+        elif block[1] in kept:
+            weights[kept[block[1]] + block[2]] = tensor
+    twin = type(model)(spec).to(next(model.parameters()))
+    twin.load_state_dict(weights)
+    return twin.eval()
+
+
+def size_with(subject: Subject, model: Model) -> str:
+    """Return the subject's size, and how many of its blocks a shortened copy has."""
+    cut = model.spec.n_layers != subject.ours().spec.n_layers
+    return f"{subject.size}, {model.spec.n_layers} blocks of it" if cut else subject.size
 
 
 def conforms_to_manifest(subject: Subject) -> Measure:
@@ -327,7 +366,7 @@ def _before_dropout(ffn: FeedForward) -> str:
 
 def dropout_places(subject: Subject) -> Measure:
     """Each rate acts where its name says and nowhere before, in training only."""
-    model, mistakes = subject.ours(), 0
+    model, mistakes = shortened(subject.ours()), 0
     inputs = with_source(model.spec, tokens_of(subject, 2, LENGTH, seed=81), None)
     for place, (same, differs) in PLACES.items():
         for prefix, stack in model.spec.stacks().items():
@@ -345,7 +384,7 @@ def dropout_places(subject: Subject) -> Measure:
             twin.eval()
             first, second = (_one_run(twin, inputs, [], seed=seed) for seed in (1, 2))
             mistakes += any(not torch.equal(first[key], second[key]) for key in first)
-    return Measure(float(mistakes), EXACT, subject.size)
+    return Measure(float(mistakes), EXACT, size_with(subject, model))
 
 
 def _with_dropout(model: Model, prefix: str, place: str) -> Model:
