@@ -78,31 +78,7 @@ EXHIBITS = (
         "4.48.0",
         BATCH,
         "BERT as decoder, prompts of mixed lengths",
-        "a prompt continues otherwise in a batch",
-    ),
-    _hf(
-        "ElectraForCausalLM",
-        "4.45.2",
-        "4.48.0",
-        BATCH,
-        "ELECTRA as decoder, prompts of mixed lengths",
-        "the same",
-    ),
-    _hf(
-        "RemBertForCausalLM",
-        "4.45.2",
-        "4.48.0",
-        BATCH,
-        "RemBERT as decoder, prompts of mixed lengths",
-        "the same",
-    ),
-    _hf(
-        "MegatronBertForCausalLM",
-        "4.45.2",
-        "4.48.0",
-        BATCH,
-        "Megatron-BERT as decoder, prompts of mixed lengths",
-        "the same",
+        "a prompt continues otherwise in a batch; so with ELECTRA, RemBERT, Megatron-BERT",
     ),
     _hf(
         "MistralForCausalLM",
@@ -110,35 +86,7 @@ EXHIBITS = (
         "4.40.0",
         WINDOW,
         "Mistral, longer than the sliding window",
-        "the fused kernel ignored the window (pull request 30127)",
-    ),
-    _hf(
-        "MixtralForCausalLM",
-        "4.39.3",
-        "4.40.0",
-        WINDOW,
-        "Mixtral, longer than the sliding window",
-        "the same",
-        sliding_window=32,
-    ),
-    _hf(
-        "Qwen2ForCausalLM",
-        "4.39.3",
-        "4.40.0",
-        WINDOW,
-        "Qwen2 with its window switched on",
-        "the same",
-        use_sliding_window=True,
-        max_window_layers=0,
-    ),
-    _hf(
-        "Starcoder2ForCausalLM",
-        "4.39.3",
-        "4.40.0",
-        WINDOW,
-        "Starcoder2, longer than the sliding window",
-        "the same",
-        sliding_window=32,
+        "the fused kernel ignored the window (pull request 30127), in three other models too",
     ),
     _hf(
         "LlamaForCausalLM",
@@ -146,7 +94,7 @@ EXHIBITS = (
         "4.41.2",
         EXTRAS,
         "Llama, attention weights asked for",
-        "`output_attentions=True` dropped the causal mask",
+        "`output_attentions=True` dropped the causal mask; so in Cohere",
     ),
     _hf(
         "LlamaForCausalLM",
@@ -154,7 +102,7 @@ EXHIBITS = (
         "4.41.2",
         STATIC,
         "Llama, static cache",
-        "other text with the static cache",
+        "other text with the static cache; so with Cohere",
     ),
     _hf(
         "LlamaForCausalLM",
@@ -163,22 +111,6 @@ EXHIBITS = (
         "generate: cache on = off",
         "Llama, `generate` without a cache",
         "other text without the cache",
-    ),
-    _hf(
-        "CohereForCausalLM",
-        "4.40.0",
-        "4.41.2",
-        EXTRAS,
-        "Cohere, attention weights asked for",
-        "`output_attentions=True` dropped the causal mask",
-    ),
-    _hf(
-        "CohereForCausalLM",
-        "4.40.0",
-        "4.41.2",
-        STATIC,
-        "Cohere, static cache",
-        "other text with the static cache",
     ),
     _hf(
         "Mamba2ForCausalLM",
@@ -201,6 +133,40 @@ EXHIBITS = (
         chunk_size=4,
         state_size=8,
         n_groups=1,
+    ),
+    _hf(
+        "NemotronForCausalLM",
+        "4.46.3",
+        "4.48.0",
+        CACHED,
+        "Nemotron, cache",
+        "other text with the cache than without",
+    ),
+    _hf(
+        "Cohere2ForCausalLM",
+        "4.48.0",
+        "4.53.3",
+        BATCH,
+        "Cohere-2, prompts longer than its window",
+        "a prompt continues otherwise in a batch",
+        sliding_window=4,
+    ),
+    _hf(
+        "Gemma2ForCausalLM",
+        "4.45.2",
+        "4.53.3",
+        BATCH,
+        "Gemma-2, prompts longer than its window",
+        "a prompt continues otherwise in a batch",
+        sliding_window=4,
+    ),
+    _hf(
+        "ApertusForCausalLM",
+        "4.57.1",
+        "5.22.2",
+        FOLDER,
+        "Apertus, saved and loaded",
+        "a loaded model gave other logits",
     ),
     _hf(
         "DogeForCausalLM",
@@ -232,15 +198,7 @@ EXHIBITS = (
         "4.45.2",
         EMBEDS,
         "XGLM, embeddings given",
-        "`inputs_embeds` and token ids gave other logits",
-    ),
-    _hf(
-        "BioGptForCausalLM",
-        "4.40.0",
-        "4.45.2",
-        EMBEDS,
-        "BioGPT, embeddings given",
-        "`inputs_embeds` and token ids gave other logits",
+        "`inputs_embeds` and token ids gave other logits; so in BioGPT",
     ),
     _hf(
         "Gemma2ForCausalLM",
@@ -547,8 +505,9 @@ process with that release first on its path builds a tiny model and runs `gf.ver
 `python -m bench museum` installs the releases into folders of their own and prints this table;
 `--write` writes this page.
 
-{count} of {total} exhibits, from {packages} packages, are told apart. *gap*: relative to the
-largest logit; *no match*: other shapes, or NaN.
+{count} of {total} exhibits, from {packages} packages, are told apart. Each is another bug: where
+one mistake was copied into several models, one stands for all. *gap*: relative to the largest
+logit; *no match*: other shapes, or NaN.
 
 | package | with the bug | without | trigger | what users saw | row | gap with, without |
 |---|---|---|---|---|---|---|
