@@ -6,6 +6,7 @@ same, bits must be equal.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -194,9 +195,9 @@ def _holds_for_pad(subject: Subject, foreign: Foreign, tokens: Tensor, bar: floa
             table[foreign.pad] = 0.0
         for left in _sides(subject):
             padded, valid = _padded(subject, tokens, _lengths(tokens), left=left)
-            ask = foreign.logits
-            if left and foreign.offers("position_ids"):
-                ask = foreign.at_positions
+            given = left and foreign.offers("position_ids")
+            ask: Callable[[Tensor, Tensor], Tensor]
+            ask = foreign.at_positions if given else foreign.logits
             together = ask(padded, valid)
             for row, length in enumerate(_lengths(tokens)):
                 single = tokens[row : row + 1, :length]
