@@ -17,7 +17,7 @@ from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.generation.stepper import TorchStepper
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
-from glassformer.lab.measure.exact_match import decode_split
+from glassformer.lab.measure.scores import decode_split
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec.tasks import DigitsTask

@@ -69,9 +69,9 @@ FAULTS = (
     Fault("counterexample not shortest", "data.automata.machine:counterexample", "queue.popleft()", "queue.pop()", "equivalence"),
     Fault("what cannot be read is ignored", "data.automata.machine:counterexample", "if state == NOWHERE:\n            return None", "if state == NOWHERE:\n            state = 0", "equivalence"),
     Fault("legal into a dead end", "data.automata.machine:Machine.legal", "target != NOWHERE and alive[target]", "target != NOWHERE", "legal"),
-    Fault("plus matches nothing", "data.automata.regex:_Parser.repeated", 'how in "*?"', 'how in "*?+"', "regex"),
-    Fault("star only once", "data.automata.regex:_Parser.repeated", 'how in "*+"', 'how in "+"', "regex"),
-    Fault("choice not inverted", "data.automata.regex:_Parser.choice", "if inverted else", "if not members else", "regex"),
+    Fault("plus matches nothing", "data.automata.construct:_Parser.repeated", 'how in "*?"', 'how in "*?+"', "regex"),
+    Fault("star only once", "data.automata.construct:_Parser.repeated", 'how in "*+"', 'how in "+"', "regex"),
+    Fault("choice not inverted", "data.automata.construct:_Parser.choice", "if inverted else", "if not members else", "regex"),
     # order and text
     Fault("last batch dropped", "data.rng:Sampler._batches_of", "range(0, self.size, self.batch_size)", "range(0, self.size - self.size % self.batch_size or self.size, self.batch_size)", "every row once"),
     Fault("every epoch alike", "data.rng:Sampler._batches_of", '"order", epoch', '"order"', "epochs differ"),

@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 
-from glassformer.data.automata.library import machine_named
-from glassformer.data.automata.machine import NOWHERE, Machine, counterexample
-from glassformer.data.automata.query_learning import (
+from glassformer.data.automata.construct import (
     BEYOND,
     Seen,
     agree,
     disagreements,
     hypotheses,
 )
+from glassformer.data.automata.library import machine_named
+from glassformer.data.automata.machine import NOWHERE, Machine, counterexample
 
 NAMES = (
     "parity",

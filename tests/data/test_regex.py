@@ -5,8 +5,8 @@ import re
 import pytest
 from hypothesis import given, settings
 
+from glassformer.data.automata.construct import machine_of_regex
 from glassformer.data.automata.machine import counterexample, equivalent
-from glassformer.data.automata.regex import machine_of_regex
 from glassformer.spec.errors import InputError
 from tests.data.strategies import patterns, strings
 

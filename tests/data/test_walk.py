@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from glassformer.data.automata.construct import machine_of_regex
 from glassformer.data.automata.library import Walk, brackets, machine_named, parity, weighted_walk
 from glassformer.data.automata.machine import Machine
-from glassformer.data.automata.regex import machine_of_regex
 from glassformer.spec.errors import InputError
 from tests.data.strategies import machines
 

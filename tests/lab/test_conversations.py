@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from glassformer.data.tasks.finetune import Chat, Plain, Prompted
 from glassformer.data.tokenizers.vocab import Bytes
-from glassformer.lab.finetune import Speech, examples_of
+from glassformer.lab.finetune import Chat, Plain, Prompted, Speech, examples_of
 from glassformer.spec.errors import InputError
 from tests.checks.faults import Fault, planted
 

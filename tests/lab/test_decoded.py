@@ -8,7 +8,7 @@ import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.generation.stepper import Stepper, TorchStepper
-from glassformer.lab.measure.exact_match import answers, decode_split, wanted
+from glassformer.lab.measure.scores import answers, decode_split, wanted
 from glassformer.lab.recipes import recipe
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build

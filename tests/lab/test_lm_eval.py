@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from glassformer.adapters.load import load
 from glassformer.cli.main import app
-from glassformer.lab.measure.lm_eval import Answerer, run_harness
+from glassformer.lab.measure.scores import Answerer, run_harness
 from glassformer.spec.errors import InputError, MachineError
 from tests.adapters import folders
 

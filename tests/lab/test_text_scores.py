@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glassformer.data.build_task import build_task
-from glassformer.lab.measure.exact_match import (
+from glassformer.lab.measure.scores import (
     Decoded,
     corpus_scores,
     decode_split,

@@ -11,7 +11,7 @@ import pytest
 
 from glassformer.generation.stepper import TorchStepper
 from glassformer.lab.measure.evaluate import evaluate
-from glassformer.lab.measure.exact_match import decode_split
+from glassformer.lab.measure.scores import decode_split
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import Evaluated, TrainingRun
 from glassformer.nn.taps import Taps

@@ -2,6 +2,10 @@
 
 The contents of a folder decide its format: `FORMATS` lists the formats in the order in which
 they are recognised, each with its opener. `load_model` returns our bare model, without the adapter.
+
+`WrappedAdapter` is a live transformers module behind the same interface, computed by itself:
+`load(folder, backend="transformers")` returns one, to measure against; `adapt` wraps a module that
+is already in memory.
 """
 
 import json
@@ -9,12 +13,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.base import BaseAdapter, valid_of
 from glassformer.adapters.config import Config
 from glassformer.adapters.folder.lora import read_tuning, tuned
 from glassformer.adapters.folder.origin import (
@@ -30,7 +34,6 @@ from glassformer.adapters.gguf.load import open_gguf, read_gguf_spec
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import adapter_for, adapter_named
 from glassformer.adapters.table import identity_plan
-from glassformer.adapters.wrapped import Backend, WrappedAdapter, open_with_transformers
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.tokenizers.vocab import Tokenizer
@@ -38,7 +41,7 @@ from glassformer.models.model import Model, dtype_of, load_weights
 from glassformer.models.model import build as build_model
 from glassformer.quant.contents import restored_model
 from glassformer.spec.checks import one_of
-from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.serialize import override
@@ -50,6 +53,89 @@ from glassformer.store.checkpoint import (
     verify_sums,
 )
 from glassformer.store.rundir import RunDirectory, RunRef
+
+Backend = Literal["native", "transformers"]
+
+
+class WrappedAdapter(BaseAdapter):
+    """A transformers module that computes; `spec` describes the same model in our parts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        spec: ModelSpec,
+        architecture_type: str,
+        origin: Path | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        super().__init__(model.eval(), spec=spec, origin=origin, tokenizer=tokenizer)
+        self.wrapped_type = architecture_type
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        head: str | None = None,
+    ) -> Tensor:
+        """Return the module's own logits; its only head is `next`."""
+        one_of("head", head or "next", ("next",))
+        valid = valid_of(input_ids, attention_mask, valid)
+        mask = None if valid is None else valid.long()
+        logits: Tensor = self.model(input_ids=input_ids, attention_mask=mask).logits
+        return logits
+
+    def get_architecture_type(self) -> str:
+        """Return the type of the adapter that would read it natively."""
+        return self.wrapped_type
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the module's config as plain data."""
+        return Config.of_module(self.model).data
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write a Hugging Face folder with transformers; the tokenizer's files are copied."""
+        folder = Path(path)
+        if folder.exists():
+            raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
+        module: Any = self.model
+        module.save_pretrained(folder)
+        for name, data in ({} if self.origin is None else read_origin(self.origin)).items():
+            if not (folder / name).exists():
+                (folder / name).write_bytes(data)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Copy all weights of a Hugging Face folder into this module."""
+        folder = Path(path)
+        weights = folder_weights(folder)
+        own = dict(self.model.named_parameters())
+        if set(weights.shapes) != set(own):
+            odd = sorted(set(weights.shapes) ^ set(own))
+            raise InputError(f"the weights do not fit the module: {odd[0]}", where=str(folder))
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights.read(name, again=True))
+        self.origin = folder
+
+
+def open_with_transformers(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
+    """Open a folder with transformers, without network, pickle or the folder's own code."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise MachineError(
+            "transformers is not installed", hint="pip install 'glassformer[hf]'"
+        ) from error
+    loader: Any = AutoModelForCausalLM
+    return loader.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        dtype=dtype or "auto",
+    ).eval()
 
 
 def build(

@@ -45,7 +45,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Shell": ("completion",),
 }
 #: Verbs that are read with another one, in its module.
-WITH = {"list": "show", "finetune": "train", "compare": "runs", "chat": "generate"}
+WITH = {
+    "list": "show",
+    "completion": "show",
+    "finetune": "train",
+    "lr-find": "train",
+    "compare": "runs",
+    "chat": "generate",
+}
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 #: Verbs that open no run and no model.
 WITHOUT_MODELS = ("demo", "list", "design", "runs", "compare", "completion")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from glassformer.data.automata.construct import machine_of_regex
 from glassformer.data.automata.machine import NOWHERE, Machine
-from glassformer.data.automata.regex import machine_of_regex
 from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
 from glassformer.spec.errors import InputError
 
@@ -56,7 +56,7 @@ class Constraint:
 
     @classmethod
     def of_regex(cls, pattern: str, *, tokenizer: Tokenizer) -> "Constraint":
-        """Return a constraint to strings that match the pattern (see `data.automata.regex`)."""
+        """Return a constraint to strings that match the pattern (see `data.automata.construct`)."""
         spaces = not isinstance(tokenizer, Vocab)  # its tokens are names, never a blank
         return cls(machine_of_regex(pattern, spaces=spaces), tokenizer=tokenizer)
 

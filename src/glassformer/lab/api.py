@@ -19,7 +19,7 @@ from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.lab.measure import evaluate as evaluation
-from glassformer.lab.measure.exact_match import decoded_scores
+from glassformer.lab.measure.scores import decoded_scores
 from glassformer.lab.recipes import (
     FINETUNE,
     built_task,

@@ -1,9 +1,10 @@
 """Extraction: from a trained model to the finite machine that it computes, if it computes one.
 
 The model is asked, string by string, what it predicts: which symbols may follow (a probability of
-`threshold` or more), whether the string may end, and its class. `query_learning` makes a machine of
-the answers; machine and model are then compared on held-out strings, and the machine with the true
-one by the test of equivalence. The head that was trained on the states themselves is never asked.
+`threshold` or more), whether the string may end, and its class. `data.automata.construct` makes a
+machine of the answers; machine and model are then compared on held-out strings, and the machine
+with the true one by the test of equivalence. The head that was trained on the states themselves is
+never asked.
 """
 
 import json
@@ -17,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.adapters.load import AnyModel
-from glassformer.data.automata.machine import NOWHERE, Machine, counterexample
-from glassformer.data.automata.query_learning import (
+from glassformer.data.automata.construct import (
     BEYOND,
     Answer,
     Hypothesis,
@@ -28,6 +28,7 @@ from glassformer.data.automata.query_learning import (
     disagreements,
     hypotheses,
 )
+from glassformer.data.automata.machine import NOWHERE, Machine, counterexample
 from glassformer.data.batch import Batch
 from glassformer.data.rng import stream
 from glassformer.data.task import Task

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glassformer.adapters.chat.template import ChatTemplate
-from glassformer.data.automata.regex import machine_of_regex
+from glassformer.data.automata.construct import machine_of_regex
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.text_stream import StopFilter

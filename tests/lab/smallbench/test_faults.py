@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from glassformer.data.tokenizers.vocab import Bytes
-from glassformer.lab.smallbench.exams import encode_length
-from glassformer.lab.smallbench.suite import EXAMS, interval
+from glassformer.lab.smallbench.suite import EXAMS, encode_length, interval
 from tests.checks.faults import planted
 from tests.lab.smallbench import test_questions, test_scorer, test_suite
 from tests.lab.smallbench.faults import FAULTS

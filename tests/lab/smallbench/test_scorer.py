@@ -9,7 +9,6 @@ import torch
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
 from glassformer.lab.smallbench import question as module
-from glassformer.lab.smallbench.exams import encode_length, manuals
 from glassformer.lab.smallbench.question import (
     Examinee,
     Group,
@@ -18,7 +17,7 @@ from glassformer.lab.smallbench.question import (
     examinee_of,
     mark,
 )
-from glassformer.lab.smallbench.suite import EXAMS, questions_of
+from glassformer.lab.smallbench.suite import EXAMS, encode_length, manuals, questions_of
 from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import preset

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from glassformer.checks.report import Report
     from glassformer.data.task import Task
-    from glassformer.lab.measure.exact_match import Decoded
+    from glassformer.lab.measure.scores import Decoded
     from glassformer.lab.runs.run import TrainingRun
     from glassformer.models.model import Model
 
@@ -228,7 +228,7 @@ def _verify(model: "Model", name: str) -> "Report":
 
 def _decode(model: "Model", task: "Task") -> "dict[str, Decoded]":
     from glassformer.generation.stepper import TorchStepper
-    from glassformer.lab.measure.exact_match import decode_split
+    from glassformer.lab.measure.scores import decode_split
 
     tell(f"3/4 decode  {HELD_OUT} rows that were never trained on, greedily and with {WIDTH} beams")
     stepper, found = TorchStepper(model), {}
@@ -282,7 +282,7 @@ def _example(model: "Model", task: "Task") -> Example:
 
     from glassformer.data.tokenizers.vocab import Vocab
     from glassformer.generation.stepper import TorchStepper
-    from glassformer.lab.measure.exact_match import answers, wanted
+    from glassformer.lab.measure.scores import answers, wanted
     from glassformer.lens.inspection import inspect
     from glassformer.models.inputs import Inputs
 

@@ -192,7 +192,7 @@ def _harness(path: str, asked: _Asked) -> _Outcome:
     # Its libraries read these when they are imported.
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         os.environ.setdefault(name, "1")
-    from glassformer.lab.measure.lm_eval import run_harness
+    from glassformer.lab.measure.scores import run_harness
 
     adapter = load_native(path, device=asked.device)
     with _threads(adapter, asked):

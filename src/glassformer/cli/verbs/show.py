@@ -1,4 +1,4 @@
-"""`glass show` and `glass list`: settings without training, and everything that has a name."""
+"""`glass show`, `glass list`, `glass completion`: settings, names, a shell that completes them."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from glassformer.cli.shell.options import AsJson, Overrides, Runs, out_file
+from glassformer.spec.errors import InputError, nearest
 
 
 def show(
@@ -89,3 +90,31 @@ def list_all(runs: Runs = "runs", as_json: AsJson = False) -> None:
 
     found = catalogue(runs)
     typer.echo(json.dumps(found.to_dict()) if as_json else found.text(width=terminal.columns()))
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion(
+    shell: Annotated[
+        str,
+        typer.Argument(metavar="SHELL", help="bash, zsh or fish.", autocompletion=lambda: SHELLS),
+    ],
+) -> None:
+    """Print the script that completes `glass` in your shell.
+
+    Examples:
+
+      eval "$(glass completion bash)"
+
+      glass completion zsh > ~/.zfunc/_glass
+
+      glass completion fish > ~/.config/fish/completions/glass.fish
+    """
+    if shell not in SHELLS:
+        raise InputError(f"no completion for '{shell}'", hint=nearest(shell, SHELLS))
+    # typer's own, which it does not list among its exports
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    script = get_completion_script(prog_name="glass", complete_var="_GLASS_COMPLETE", shell=shell)
+    typer.echo(script)

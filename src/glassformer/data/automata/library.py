@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from glassformer.data.automata.construct import machine_of_regex
 from glassformer.data.automata.machine import NOWHERE, Machine
-from glassformer.data.automata.regex import machine_of_regex
 from glassformer.data.batch import Floats, Ints
 from glassformer.data.rng import stream
 from glassformer.spec.checks import at_least

@@ -1,10 +1,19 @@
-"""The SmallBench suite: a row for each exam, with its interval, chance and oracle.
+"""The SmallBench suite: its exams, each with a solver, and a row for each with its interval.
+
+Copy, recall, induction and a machine pair every query with every arrangement of the answers, so
+that neither the query nor the rest decides alone. Agreement varies the number of subject and other
+noun: agreeing with the nearest noun is right in two of four. Arithmetic and brackets need a rule
+that the model brings along. Bits per byte: every token costs -log2 of its probability, a first
+token without context log2 of the vocabulary, on the text that the recipes hold out.
 
 Intervals are bootstrapped over groups, not over questions: the questions of a group share their
 words, and their marks are not independent.
 """
 
+import bz2
+import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
@@ -14,21 +23,371 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.rng import stream
-from glassformer.lab.smallbench.exams import (
-    AGREEMENT,
-    ARITHMETIC,
-    BRACKET,
-    COPY,
-    INDUCTION,
-    MACHINE,
-    RECALL,
-    encode_length,
-    manuals,
-    yardstick,
+from glassformer.data.tasks.text import held_out_text
+from glassformer.lab.smallbench.question import (
+    LETTERS,
+    WORDS,
+    Exam,
+    Examinee,
+    Group,
+    NotOffered,
+    Place,
+    Question,
+    drawn,
+    grouped,
+    log_probabilities,
+    mark,
 )
-from glassformer.lab.smallbench.question import Exam, Examinee, Group, NotOffered, mark
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
+from glassformer.spec.tasks import TextTask
+
+K = 4  # spans, pairs: the number of choices
+SPAN = 4  # words of a span to copy
+STATES = 3
+
+
+def _copy(rng: np.random.Generator) -> Group:
+    words = drawn(rng, WORDS, K * SPAN)
+    starts = [words[i * SPAN : (i + 1) * SPAN - 1] for i in range(K)]
+    ends = words[SPAN - 1 :: SPAN]
+    questions = []
+    for shift in range(K):
+        lines = [" ".join([*start, ends[(i + shift) % K]]) for i, start in enumerate(starts)]
+        for query, start in enumerate(starts):
+            questions.append(_question([*lines, " ".join(start)], "\n", ends, (query + shift) % K))
+    return grouped(questions)
+
+
+def _question(parts: list[str], between: str, ends: list[str], right: int) -> Question:
+    return Question(
+        context=between.join(parts), choices=tuple(f" {end}" for end in ends), right=right
+    )
+
+
+def _solve_copy(context: str, choices: tuple[str, ...]) -> str:
+    *lines, begun = context.split("\n")
+    (line,) = (line for line in lines if line.startswith(begun))
+    return line.removeprefix(begun)
+
+
+def _recall(rng: np.random.Generator) -> Group:
+    words = drawn(rng, WORDS, 2 * K)
+    keys, values = words[:K], words[K:]
+    questions = []
+    for shift in range(K):
+        pairs = [f"{key}: {values[(i + shift) % K]}" for i, key in enumerate(keys)]
+        for query, key in enumerate(keys):
+            parts = [", ".join(pairs), f"{key}:"]
+            questions.append(_question(parts, ". ", values, (query + shift) % K))
+    return grouped(questions)
+
+
+def _solve_recall(context: str, choices: tuple[str, ...]) -> str:
+    pairs, query = context.split(". ")
+    known = dict(pair.split(": ") for pair in pairs.split(", "))
+    return f" {known[query.removesuffix(':')]}"
+
+
+def _induction(rng: np.random.Generator) -> Group:
+    letters = drawn(rng, LETTERS, 2 * K)
+    keys, values = letters[:K], letters[K:]
+    questions = []
+    for shift in range(K):
+        pairs = [f"{key} {values[(i + shift) % K]}" for i, key in enumerate(keys)]
+        for query, key in enumerate(keys):
+            questions.append(_question([*pairs, key], " ", values, (query + shift) % K))
+    return grouped(questions)
+
+
+def _solve_induction(context: str, choices: tuple[str, ...]) -> str:
+    letters = context.split()
+    return f" {letters[letters.index(letters[-1]) + 1]}"
+
+
+def _machine(rng: np.random.Generator) -> Group:
+    """Ask for the state after two symbols, each a permutation; the second one's is rotated."""
+    letters = drawn(rng, LETTERS, STATES + 2)
+    states, (first, second) = letters[:STATES], letters[STATES:]
+    one, two = rng.permutation(STATES), rng.permutation(STATES)
+    questions = []
+    for turn in range(STATES):
+        turned = (two + turn) % STATES
+        for start, state in enumerate(states):
+            parts = [
+                f"{first} takes {_edges(states, one)}",
+                f"{second} takes {_edges(states, turned)}",
+                f"from {state}, {first} then {second} leads to",
+            ]
+            questions.append(_question(parts, "; ", states, int(turned[one[start]])))
+    return grouped(questions)
+
+
+def _edges(states: list[str], targets: np.ndarray) -> str:
+    return ", ".join(f"{states[i]} to {states[target]}" for i, target in enumerate(targets))
+
+
+def _solve_machine(context: str, choices: tuple[str, ...]) -> str:
+    *tables, query = context.split("; ")
+    leads = {}
+    for table in tables:
+        symbol, _, edges = table.partition(" takes ")
+        leads[symbol] = dict(edge.split(" to ") for edge in edges.split(", "))
+    found = re.fullmatch(r"from (\w), (\w) then (\w) leads to", query)
+    assert found is not None
+    state, *symbols = found.groups()
+    for symbol in symbols:
+        state = leads[symbol][state]
+    return f" {state}"
+
+
+COPY = Exam(
+    name="copy",
+    asks=f"which word ends a line of {SPAN} that was begun again",
+    make=_copy,
+    solve=_solve_copy,
+    opens=True,
+)
+RECALL = Exam(
+    name="recall",
+    asks=f"which of {K} values belongs to a key",
+    make=_recall,
+    solve=_solve_recall,
+    opens=True,
+)
+INDUCTION = Exam(
+    name="induction",
+    asks="which letter followed this one before",
+    make=_induction,
+    solve=_solve_induction,
+    opens=True,
+)
+MACHINE = Exam(
+    name="fsm",
+    asks=f"where a machine of {STATES} states is after two symbols, its table being given",
+    make=_machine,
+    solve=_solve_machine,
+    opens=True,
+)
+
+
+#: Singular and plural.
+NOUNS = (
+    ("the value", "the values"),
+    ("the object", "the objects"),
+    ("the file", "the files"),
+    ("the name", "the names"),
+    ("the line", "the lines"),
+    ("the man", "the men"),
+    ("the woman", "the women"),
+    ("the child", "the children"),
+    ("the foot", "the feet"),
+    ("the tooth", "the teeth"),
+    ("the mouse", "the mice"),
+    ("the goose", "the geese"),
+    ("this sheep", "these sheep"),
+    ("that fish", "those fish"),
+    ("one series", "two series"),
+    ("one deer", "many deer"),
+    ("each aircraft", "all aircraft"),
+    ("this species", "some species"),
+)
+VERBS = (
+    (" is", " are"),
+    (" was", " were"),
+    (" has", " have"),
+    (" does not", " do not"),
+)
+PREPOSITIONS = ("near", "of", "with", "behind", "in", "for", "from", "by")
+
+
+def _agreement(rng: np.random.Generator) -> Group:
+    subject, other = (NOUNS[i] for i in rng.permutation(len(NOUNS))[:2])
+    verbs = VERBS[int(rng.integers(len(VERBS)))]
+    preposition = PREPOSITIONS[int(rng.integers(len(PREPOSITIONS)))]
+    return grouped(
+        [
+            Question(context=f"{subject[n]} {preposition} {other[m]}", choices=verbs, right=n)
+            for n in (0, 1)
+            for m in (0, 1)
+        ]
+    )
+
+
+def _solve_agreement(context: str, choices: tuple[str, ...]) -> str:
+    subject = " ".join(context.split()[:2])
+    (number,) = {pair.index(subject) for pair in NOUNS if subject in pair}
+    (verbs,) = (pair for pair in VERBS if pair == choices)
+    return verbs[number]
+
+
+AGREEMENT = Exam(
+    name="agreement",
+    asks="which verb agrees with the subject, another noun standing between",
+    make=_agreement,
+    solve=_solve_agreement,
+    opens=False,
+)
+
+
+CHOICES = 4  # results to choose from
+BRACKETS = ("()", "[]", "{}", "<>")
+
+
+def _arithmetic(rng: np.random.Generator) -> Group:
+    """Make questions of one number with four others, all results of two digits.
+
+    Results share some digits with the question. Only groups are taken in which the right ones share
+    neither more nor fewer than the wrong ones: repeating what was read does not help.
+    """
+    while True:
+        sign = "+-"[int(rng.integers(2))]
+        one = int(rng.integers(10, 100))
+        others = [int(other) for other in rng.permutation(90)[:CHOICES] + 1]
+        results = [one + other if sign == "+" else one - other for other in others]
+        if not all(10 <= result < 100 for result in results) or set(results) & set(others):
+            continue
+        contexts = [f"{one}{sign}{other}=" for other in others]
+        shared = np.array([[_shared(text, str(result)) for result in results] for text in contexts])
+        if shared.trace() * CHOICES == shared.sum():
+            choices = tuple(map(str, results))
+            return grouped(
+                [
+                    Question(context=text, choices=choices, right=i)
+                    for i, text in enumerate(contexts)
+                ]
+            )
+
+
+def _shared(context: str, result: str) -> int:
+    """Count the digits of the result that occur in the context."""
+    return sum(digit in context for digit in result)
+
+
+def _solve_arithmetic(context: str, choices: tuple[str, ...]) -> str:
+    found = re.fullmatch(r"(\d+)([+-])(\d+)=", context)
+    assert found is not None
+    one, sign, other = int(found[1]), found[2], int(found[3])
+    return str(one + other if sign == "+" else one - other)
+
+
+def _brackets(rng: np.random.Generator) -> Group:
+    """Make questions: `( ant [ bed ] cap` needs `)`, `( ant [ bed ] [ cap` needs `]`, and swapped.
+
+    What was opened or closed last is the same in both: only the number of open brackets decides.
+    There are few kinds of brackets, and a model treats one alike everywhere: groups of the same two
+    kinds count as one in the interval.
+    """
+    kinds = drawn(rng, BRACKETS, 2)
+    words = drawn(rng, WORDS, 3)
+    before = bool(rng.integers(2))  # pairs of both kinds, closed before anything counts
+    choices = tuple(f" {kind[1]}" for kind in kinds)
+    questions = []
+    for outer, (o, c) in enumerate((kind[0], kind[1]) for kind in kinds):
+        inner = 1 - outer
+        i, j = kinds[inner][0], kinds[inner][1]
+        closed = f"{o} {c} {i} {j} " if before else ""
+        begun = f"{closed}{o} {words[0]} {i} {words[1]} {j} "
+        texts = ((f"{begun}{words[2]}", outer), (f"{begun}{i} {words[2]}", inner))
+        for text, right in texts:
+            questions.append(Question(context=text, choices=choices, right=right))
+    return grouped(questions, kind="".join(sorted(kinds)))
+
+
+def _solve_brackets(context: str, choices: tuple[str, ...]) -> str:
+    partner = {pair[0]: pair[1] for pair in BRACKETS}
+    waiting: list[str] = []
+    for word in context.split():
+        if word in partner:
+            waiting.append(partner[word])
+        elif word in partner.values():
+            assert waiting.pop() == word, "brackets cross"
+    return f" {waiting[-1]}"
+
+
+ARITHMETIC = Exam(
+    name="arithmetic",
+    asks="the sum or difference of two numbers, of two digits",
+    make=_arithmetic,
+    solve=_solve_arithmetic,
+    opens=True,
+)
+BRACKET = Exam(
+    name="brackets",
+    asks="which of two kinds of brackets has to be closed",
+    make=_brackets,
+    solve=_solve_brackets,
+    opens=False,
+)
+
+
+#: A longer context is not used, so that models of different lengths get the same questions.
+WINDOW = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The cost of a text: bits by window, bytes by window (its tokens' share of the text), all
+    tokens, and bits per byte of this model and of uniform logits.
+    """
+
+    bits: NDArray[np.float64]
+    bytes: NDArray[np.float64]
+    tokens: int
+    bits_per_byte: float
+    uniform: float
+
+
+def manuals(size: int) -> str:
+    """Return about the first `size` bytes of the default corpus's held-out part, in full lines."""
+    text = _held_out()
+    end = text.find(b"\n", size)
+    return text.decode() if end < 0 else text[: end + 1].decode()
+
+
+@functools.cache
+def _held_out() -> bytes:
+    return held_out_text(TextTask()).encode()
+
+
+def encode_length(examinee: Examinee, text: str) -> Code:
+    """Read a text in windows; a token is predicted from those before it in the window."""
+    if not text.strip():
+        raise InputError("an empty text has no bits per byte")
+    if examinee.max_length < 2:
+        raise NotOffered("it reads one token at a time")
+    ids = examinee.ids(text)
+    if len(ids) < 2:
+        raise NotOffered("the text is a single token")
+    width = min(WINDOW, examinee.max_length)
+    rows, places = [], []
+    for start in range(0, len(ids) - 1, width):
+        row = ids[start : start + width]
+        following = ids[start + 1 : start + width + 1]
+        asked: list[Place] = list(enumerate(following))
+        rows.append(row[: len(asked)])
+        places.append(asked)
+    found = log_probabilities(examinee, rows, places)
+    bits = np.array([-logp.sum() / math.log(2) for logp, _ in found])
+    tokens = np.array([len(asked) for asked in places])
+    if examinee.begin is None:  # nothing stood before the first token
+        bits[0] += math.log2(examinee.vocab_size)
+        tokens[0] += 1
+    size, count = len(text.encode()), int(tokens.sum())
+    return Code(
+        bits,
+        tokens / count * size,
+        count,
+        bits_per_byte=float(bits.sum() / size),
+        uniform=count * math.log2(examinee.vocab_size) / size,
+    )
+
+
+def yardstick(text: str) -> float:
+    """Return bits per byte of bz2 on this text alone, with nothing learned before."""
+    content = text.encode()
+    return 8 * len(bz2.compress(content, 9)) / len(content)
+
 
 EXAMS: dict[str, Exam] = {
     exam.name: exam for exam in (COPY, RECALL, INDUCTION, ARITHMETIC, BRACKET, AGREEMENT, MACHINE)

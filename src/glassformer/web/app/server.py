@@ -61,7 +61,7 @@ from glassformer.web.app.query import (
     to_json,
 )
 from glassformer.web.app.workspace import Workspace
-from glassformer.web.pages import design, errors, generate, inspect, model, quantize, runs
+from glassformer.web.pages import design, errors, generate, inspect, model, runs
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -385,7 +385,6 @@ ROUTES: tuple[Route, ...] = (
     *model.ROUTES,
     *design.ROUTES,
     *generate.ROUTES,
-    *quantize.ROUTES,
 )
 
 

@@ -19,7 +19,7 @@ from glassformer.lab.measure.evaluate import (
     order,
     shares,
 )
-from glassformer.lab.measure.exact_match import answers, wanted
+from glassformer.lab.measure.scores import answers, wanted
 from glassformer.lens.show.report_page import (
     Cell,
     Shaded,

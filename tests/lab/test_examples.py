@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.data.tasks.finetune import (
+from glassformer.data.tokenizers.vocab import Bytes
+from glassformer.lab.finetune import (
     Chat,
     Example,
     Examples,
@@ -17,7 +18,6 @@ from glassformer.data.tasks.finetune import (
     packed,
     read_records,
 )
-from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import FinetuneTask
@@ -323,7 +323,7 @@ def test_the_spec_is_checked(fields):
 
 # --- tests are tested -----------------------------------------------------------------------------
 
-BATCH, ROWS = "data.tasks.finetune:Examples.batch", "data.tasks.finetune:_rows"
+BATCH, ROWS = "lab.finetune:Examples.batch", "lab.finetune:_rows"
 ANSWERS, LEAKS = "answers", "packed"
 FAULTS = (
     Fault("mask one too early", ROWS, "example.learned_N[1:]", "example.learned_N[:-1]", ANSWERS),
