@@ -9,7 +9,7 @@ ASKED, TOKENS, SHARED = (
     f"{ROOM}question:_shared",
 )
 LOOKED, LOGP = f"{ROOM}question:_looked_up", f"{ROOM}question:log_probabilities"
-LENGTH, INTERVAL = f"{ROOM}exams:encode_length", f"{ROOM}suite:interval"
+LENGTH, INTERVAL = f"{ROOM}suite:encode_length", f"{ROOM}suite:interval"
 
 FAULTS = (
     # scores
@@ -39,9 +39,9 @@ FAULTS = (
     Fault("not widened", INTERVAL, "middle + wider * (", "middle + (", "intervals of a few"),
     Fault("the normal for Student", f"{ROOM}suite:_student", "enumerate(terms)", "enumerate(terms[:1])", "student"),
     # questions
-    Fault("always the same arrangement", f"{ROOM}exams:_recall", "pairs = [f\"{key}: {values[(i + shift) % K]}\"", "pairs = [f\"{key}: {values[i]}\"", "solved"),
-    Fault("the first bracket closes", f"{ROOM}exams:_solve_brackets", "waiting[-1]", "waiting[0]", "solved"),
-    Fault("the nearest noun agrees", f"{ROOM}exams:_solve_agreement", "context.split()[:2]", "context.split()[-2:]", "solved"),
-    Fault("one step of the machine", f"{ROOM}exams:_solve_machine", "for symbol in symbols:", "for symbol in symbols[:1]:", "solved"),
-    Fault("results among the operands", f"{ROOM}exams:_arithmetic", "or set(results) & set(others)", "or False", "habits"),
+    Fault("always the same arrangement", f"{ROOM}suite:_recall", "pairs = [f\"{key}: {values[(i + shift) % K]}\"", "pairs = [f\"{key}: {values[i]}\"", "solved"),
+    Fault("the first bracket closes", f"{ROOM}suite:_solve_brackets", "waiting[-1]", "waiting[0]", "solved"),
+    Fault("the nearest noun agrees", f"{ROOM}suite:_solve_agreement", "context.split()[:2]", "context.split()[-2:]", "solved"),
+    Fault("one step of the machine", f"{ROOM}suite:_solve_machine", "for symbol in symbols:", "for symbol in symbols[:1]:", "solved"),
+    Fault("results among the operands", f"{ROOM}suite:_arithmetic", "or set(results) & set(others)", "or False", "habits"),
 )  # fmt: skip
