@@ -5,6 +5,7 @@ evaluation, logging and checkpoints, against the plain engine and the bare stack
 """
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.process import threads_of_run
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.stack import StackedRuns
+from glassformer.lab.sweeps.executors import Job, Told, run_processes, stacks_of
+from glassformer.lab.sweeps.sweep import GPU_STACKS
 from glassformer.spec.serialize import override
 from glassformer.spec.train import RunSpec
 from glassformer.training.fit import StepRecord
@@ -119,6 +122,10 @@ def _gpu(quick: bool) -> Iterator[dict[str, Any]]:
     for name, ms in spent.items():
         limit = bare / ms if name == "complete loop" else None
         yield row(case, name, ms, ms / plain, limit)
+    workers = min(GPU_STACKS, (os.cpu_count() or 1) // 2)
+    with tempfile.TemporaryDirectory() as folder:
+        ms = _divided(specs, Path(folder), workers=workers)
+    yield row(case, f"complete loop, divided among {workers} processes", ms, ms / plain, bare / ms)
 
 
 def _plain_step(spec: RunSpec, *, steps: int) -> float:
@@ -177,3 +184,21 @@ def _complete(specs: list[RunSpec], folder: Path) -> dict[str, float]:
         "its steps, without evaluation and saving": 1_000 * steps / done,
         "complete loop with compiling": 1_000 * (end - first) / done,
     }
+
+
+def _divided(specs: list[RunSpec], folder: Path, *, workers: int) -> float:
+    """Return milliseconds of a model's step where stacks share the GPU, once all of them train."""
+    jobs = [
+        Job(name=str(i), folder=folder / str(i), spec=spec, device="cuda")
+        for i, spec in enumerate(specs)
+    ]
+    reached = dict.fromkeys((job.name for job in jobs), 0)
+    began, steps = 0.0, 0
+    for update in run_processes(stacks_of(jobs, workers=workers), count=workers):
+        if isinstance(update, Told):
+            raise RuntimeError(update.text)
+        reached[update.name] = update.step
+        if not began and min(reached.values()) >= WARM:
+            began = time.perf_counter()
+            steps = sum(specs[int(name)].train.steps - step for name, step in reached.items())
+    return 1_000 * (time.perf_counter() - began) / steps

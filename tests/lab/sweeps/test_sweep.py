@@ -229,6 +229,16 @@ def test_stacks_in_processes_rank_the_same_even_if_one_dies(tmp_path, monkeypatc
     assert "2 at a time" in executor(jobs=2, ray=None, stack=True, device="cpu")[0]
 
 
+def test_a_large_stack_is_divided_among_workers(tmp_path):
+    cell = planned("train.lr=1e-3,1e-2").cells[0]
+    jobs = [Job(name=str(i), folder=tmp_path / str(i), spec=cell.run(i)) for i in range(70)]
+    for workers, sizes in ((1, [64, 6]), (3, [32, 32, 6]), (9, [8] * 8 + [6])):
+        stacks = executors.stacks_of(jobs, workers=workers)
+        assert sorted(map(len, stacks), reverse=True) == sizes
+        assert sorted(int(job.name) for stack in stacks for job in stack) == [*range(70)]
+    assert [*map(len, executors.stacks_of(jobs[:15], workers=8))] == [15]
+
+
 def test_a_stack_that_fails_is_tried_in_halves(tmp_path, monkeypatch):
     real, sizes = executors.StackedRuns, []
 

@@ -52,6 +52,8 @@ LOCK_SECONDS = 10.0
 FAILED = "failed.json"
 #: The most runs in one stack: more of them gain nothing on the largest GPU, and cost memory.
 STACKED = 64
+#: The fewest runs of a stack that was divided among workers.
+DIVIDED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -463,14 +465,23 @@ def work() -> None:
 # --- stacked on one device ------------------------------------------------------------------------
 
 
-def stacks_of(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Return jobs in groups that train as one; a run that cannot be stacked is alone."""
+def stacks_of(jobs: Sequence[Job], *, workers: int = 1) -> list[list[Job]]:
+    """Return jobs in groups that train as one; a run that cannot be stacked is alone.
+
+    Where there are fewer groups than workers, large groups are divided: writing a run's files takes
+    a core longer than training it takes a GPU.
+    """
     groups = [[jobs[i] for i in group] for group in stack_groups([job.spec for job in jobs])]
-    return [
+    stacks = [
         group[start : start + STACKED]
         for group in groups
         for start in range(0, len(group), STACKED)
     ]
+    while len(stacks) < workers and len(largest := max(stacks, key=len)) >= 2 * DIVIDED:
+        stacks.remove(largest)
+        middle = (len(largest) + 1) // 2
+        stacks += [largest[:middle], largest[middle:]]
+    return stacks
 
 
 def run_stacked(

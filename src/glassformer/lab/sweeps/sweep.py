@@ -676,7 +676,7 @@ def executor(
         count = jobs or (1 if stacked else cores)
 
     def execute(work: list[Job], stop: Callable[[], bool]) -> Iterator[Update]:
-        groups = stacks_of(work) if stacked else [[job] for job in work]
+        groups = stacks_of(work, workers=count) if stacked else [[job] for job in work]
         at_once = min(count, len(groups))
         if at_once > 1:
             groups.sort(key=len, reverse=True)  # the longest first: nobody waits for it at the end
