@@ -31,12 +31,21 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, default=results.FILE, help="where results are kept")
     parser.add_argument("--only", default="", help="cells whose name holds this text")
     parser.add_argument("--again", action="store_true", help="also what is finished")
+    parser.add_argument(
+        "--sweep", default="", help="no cells: a sweep at one size, 300k, 3m, rates"
+    )
     parser.add_argument("--render", action="store_true", help="no cells: page and figures alone")
 
 
-def run(*, asked: argparse.Namespace, quick: bool = False) -> Iterator[Row]:
+def run(*, asked: argparse.Namespace, quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     """A row for each cell as it ends; then, unless it was a quick look, the page."""
-    if not asked.render:
+    if asked.sweep:
+        from bench.findings import allocation
+
+        found = allocation.answer(asked.sweep, device=device)
+        allocation.keep(asked.sweep, found)
+        yield row(f"sweep {asked.sweep}", f"{len(found['shapes'])} cells in {found['seconds']} s")
+    elif not asked.render:
         yield from run_cells(
             list(jobs(quick=quick)),
             path=asked.file,
@@ -49,7 +58,7 @@ def run(*, asked: argparse.Namespace, quick: bool = False) -> Iterator[Row]:
         return
     from bench.findings import page
 
-    if not asked.render and not (asked.file.parent / page.PAGE).exists():
+    if not (asked.render or asked.sweep) and not (asked.file.parent / page.PAGE).exists():
         yield row("page", f"none beside {asked.file.name}: nothing is made of it here")
         return
     for written in page.render(results.read(asked.file), asked.file.parent):

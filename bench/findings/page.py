@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.findings import failures, heads
+from bench.findings import allocation, failures, heads
 from bench.findings.cells import (
     BASE,
     CELLS,
@@ -200,4 +200,5 @@ PARTS: dict[str, Callable[[Found], str]] = {
     "training_figure": picture("training"),
     "heads": heads.part,
     "failures": failures.part,
+    "allocation": allocation.part,
 }
