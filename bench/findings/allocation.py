@@ -67,7 +67,14 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def answer(name: str, *, device: str, seeds: int = SEEDS, folder: Path = FOLDER) -> dict[str, Any]:
+def answer(
+    name: str,
+    *,
+    device: str,
+    seeds: int = SEEDS,
+    folder: Path = FOLDER,
+    jobs: int | None = None,
+) -> dict[str, Any]:
     """Train what is missing of one question, ask SmallBench of every run, and return both ranks."""
     began = time.monotonic()
     asked = QUESTIONS[name]
@@ -78,6 +85,7 @@ def answer(name: str, *, device: str, seeds: int = SEEDS, folder: Path = FOLDER)
         overrides=asked["overrides"],
         seeds=seeds,
         device=device,
+        jobs=jobs,
         name=name,
         sweeps=folder,
         resume=(folder / name / "sweep.json").is_file(),

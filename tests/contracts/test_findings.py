@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from bench import findings
-from bench.findings import page, results, surgery, training
+from bench.findings import allocation, page, results, surgery, training
 from bench.findings.cells import CELLS, SEEDS, TASKS, Job, compared, jobs
 from bench.findings.results import Score, score, verdict
 
@@ -165,7 +165,7 @@ def test_a_deadline_starts_nothing_more(tmp_path):
 
 def test_the_command_takes_its_options(tmp_path):
     asked = Namespace(
-        render=False, file=tmp_path / "f.json", jobs=1, deadline=None, again=False,
+        render=False, sweep="", file=tmp_path / "f.json", jobs=1, deadline=None, again=False,
         only="digits / feed-forward / none / seed 2",
     )  # fmt: skip
     assert len(list(findings.run(asked=asked, quick=True))) == 2
@@ -231,3 +231,49 @@ def test_without_scale_norm_and_feed_forward():
     fed(batch)["next"].sum().backward()
     for name, parameter in fed.named_parameters():
         assert (".ffn." in name) == (parameter.grad is None), name
+
+
+# --- where the parameters go --------------------------------------------------------------------
+
+
+class Here:
+    """A pool of no processes."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    map = staticmethod(map)
+
+
+def test_a_sweep_at_one_size_is_ranked_by_bits_and_by_exams(tmp_path, monkeypatch):
+    tiny = {
+        "what": "text",
+        "vary": {"train.lr": ["1e-3", "1e-2"]},
+        "overrides": [
+            "train.steps=2",
+            "train.batch_size=2",
+            "train.evaluate_every=2",
+            "train.evaluate_examples=4",
+            "train.probes=0",
+            "task.vocab_size=300",
+            "task.length=32",
+            "model.d_model=8",
+        ],
+    }
+    monkeypatch.setitem(allocation.QUESTIONS, "tiny", tiny)
+    monkeypatch.setattr(allocation, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(allocation, "ITEMS", 1)
+    found = allocation.answer("tiny", device="cpu", seeds=2, folder=tmp_path, jobs=1)
+    file = tmp_path / "sweeps.json"
+    allocation.keep("tiny", found, file)
+    assert allocation.read(file) == json.loads(json.dumps({"tiny": found}))
+    text = allocation.section("tiny", found)
+    assert "SmallBench above chance" in text and "| 2 | lr=" in text
+    assert f"{found['shapes']['0']['width']} x {found['shapes']['0']['layers']}" in text
+    assert len(found["exams"]["rows"]) == len(found["bits"]["rows"]) == 2
