@@ -1,15 +1,23 @@
 """Continuous batching: a sequence's tokens and logits are those that it has alone, bit for bit."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from glassformer.generation.batching import WORTH_WAITING, Batcher, Continuation
 from glassformer.generation.fast.program import why_not
-from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots, SlotStepper, Span
+from glassformer.generation.fast.slots import (
+    NativeSlots,
+    OneByOneSlots,
+    RecordedSlots,
+    SlotStepper,
+    Span,
+)
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import build
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
@@ -119,6 +127,45 @@ def test_alone_is_together(kind):
             model, jobs, slots=slots, step_tokens=step_tokens, between=between, kind=kind
         )
         assert found == alone
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_slots_give_the_logits_of_the_model(name):
+    """Whole prompts together, and prompts token by token beside others: rounding apart."""
+    model = made(name)
+    slots = RecordedSlots(model, slots=8, context=model.spec.max_seq_len)
+    prompts = prompts_of(model, 7, longest=min(20, model.spec.max_seq_len - 1))
+    plain_RV = torch.cat([TorchStepper(model).start(Prompts((row,)), room=1)[0] for row in prompts])
+    together_RV = slots.read([Span(place, 0, row) for place, row in enumerate(prompts)])
+    torch.testing.assert_close(together_RV, plain_RV, rtol=1e-4, atol=1e-3)
+    for place, row in enumerate(prompts):
+        for at, token in enumerate(row):
+            beside = [Span(place, 0, row)] if at % 2 else []
+            cut_RV = slots.read([Span(7, at, (token,)), *beside])
+        torch.testing.assert_close(cut_RV[0], plain_RV[place], rtol=1e-4, atol=1e-3)
+
+
+def test_a_step_ahead_changes_no_token():
+    """Sequences that end early, by an end token or a limit, and join while others run."""
+    model = build(preset("qwen"), generator=torch.Generator().manual_seed(0)).double()
+    ends = tuple(range(0, model.spec.vocab_size, 7))
+    jobs = [(prompt, replace(spec, eos=ends)) for prompt, spec in jobs_of(model, 40)]
+    want = [
+        list(generate_batch(TorchStepper(model), [prompt], spec=spec)[0].tokens)
+        for prompt, spec in jobs
+    ]
+    assert len({len(tokens) for tokens in want}) > 3
+    for slots, step_tokens, between in ((1, 128, 0), (3, 1, 0), (5, 17, 2), (40, 64, 1)):
+        batcher = Batcher(RecordedSlots(model, slots=slots, context=40), step_tokens=step_tokens)
+        rows = []
+        for place, (prompt, spec) in enumerate(jobs):
+            asked = {"logprobs": place % 5 == 0}
+            rows.append(batcher.add(batcher.prepare(prompt, spec=spec, **asked)))
+            for _ in range(place % (between + 1)):
+                batcher.step()
+        list(batcher.run())
+        assert [row.tokens for row in rows] == want
+        assert batcher.running == batcher.waiting == 0 and not batcher.busy
 
 
 def test_pages_are_shared_and_never_more_than_the_bound():

@@ -8,6 +8,11 @@ one is still going on (the positions are copied).
 
 No sequence depends on its company: random numbers come from its own seed, its logits from
 `fast.slots`, which see there, and it is sampled alone. There are no threads here and no clock.
+
+Over `RecordedSlots` (a GPU) a step is launched before the tokens of the one before it are seen, so
+that the device never waits for this code: what ended meanwhile is dropped. Sequences with the same
+settings are sampled together there. The steps of one sequence are the same, and so are its random
+numbers; its logits may differ in the last bits with the size of the batch.
 """
 
 from collections import OrderedDict, deque
@@ -15,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +30,20 @@ from glassformer.generation.fast.program import why_not
 from glassformer.generation.fast.slots import (
     NativeSlots,
     OneByOneSlots,
+    RecordedSlots,
     Slots,
     SlotStepper,
     Span,
 )
 from glassformer.generation.loop import Row, check_something_left, check_tokens, permission
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.samplers import NOTHING, make_sampler
+from glassformer.generation.samplers import (
+    NOTHING,
+    Together,
+    is_plain,
+    make_sampler,
+    uniforms,
+)
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.streaming import NewToken, RowText
 from glassformer.generation.text_stream import TextStream
@@ -45,6 +58,10 @@ from glassformer.spec.model import ModelSpec
 STEP_TOKENS = 128
 #: Of these, what prompts get at least, however many sequences go on.
 LEAST_OF_PROMPTS = 16
+#: What a step reads at most on a GPU, which needs more rows to be busy.
+GPU_STEP_TOKENS = 4_096
+#: Samplers of different settings that are kept.
+MOST_SETTINGS = 256
 #: Tokens that must be saved before a prompt waits for another one that begins alike.
 WORTH_WAITING = 16
 
@@ -66,11 +83,13 @@ class Continuation:
     owner: str
     data: Any
     sample: Callable[..., Tensor]
+    together: Together | None  # its sampler with others, if only logits decide the next token
     seen_1V: Tensor | None
     tokens: list[int] = field(default_factory=list)
     slot: int | None = None
     read: int = 0  # tokens whose keys and values are in the slot
     reused: int = 0  # of these, the ones that were there already
+    ahead: int = 0  # tokens that were launched and not seen yet
     finish: str | None = None
 
     @property
@@ -111,6 +130,8 @@ class Batcher:
         self._queue: OrderedDict[str, deque[Continuation]] = OrderedDict()
         #: The number of sequences without a slot; another thread may read it.
         self.waiting = 0
+        self._flight: _Flight | None = None
+        self._together: dict[tuple[object, ...], Together] = {}
 
     # --- the queue --------------------------------------------------------------------------------
 
@@ -155,6 +176,9 @@ class Batcher:
         if spec.repetition_penalty != 1.0:
             seen_1V = torch.zeros(1, vocab_size, dtype=torch.bool)
             seen_1V[0, list(prompts.tokens[0])] = True
+        together = None
+        if is_plain(spec) and bounded is None and not (logprobs or top_logprobs):
+            together = self._sampler_of(spec)
         return Continuation(
             prompt=prompts.tokens[0],
             spec=spec,
@@ -166,8 +190,16 @@ class Batcher:
             owner=owner,
             data=data,
             sample=make_sampler(spec),
+            together=together,
             seen_1V=seen_1V,
         )
+
+    def _sampler_of(self, spec: DecodeSpec) -> Together:
+        """Return the one sampler of all sequences with these settings; called by any thread."""
+        key = (spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.typical_p, spec.forbidden)
+        if len(self._together) >= MOST_SETTINGS:
+            self._together.clear()
+        return self._together.setdefault(key, Together(spec))
 
     def add(self, sequence: Continuation) -> Continuation:
         """Put a prepared sequence at the end of its owner's queue."""
@@ -198,7 +230,7 @@ class Batcher:
     @property
     def busy(self) -> bool:
         """True if a step has something to do."""
-        return bool(self._queue) or self.running > 0
+        return bool(self._queue) or self.running > 0 or self._flight is not None
 
     def everyone(self) -> list[Continuation]:
         """Return the sequences that wait or run."""
@@ -210,6 +242,9 @@ class Batcher:
     def step(self) -> list[tuple[Continuation, NewToken]]:
         """Give free slots to the queue, read, and sample: the new tokens of those who got one."""
         self._admit()
+        if isinstance(self.slots, RecordedSlots):
+            before, self._flight = self._flight, self._launch(self.slots)
+            return [] if before is None else self._landed(before)
         users = [held.user for held in self._held if held.user is not None]
         spans = list(self._spans(users))
         if not spans:
@@ -242,7 +277,13 @@ class Batcher:
                 yield user, self._span(user, 1)
             else:
                 prompts.append(user)
-        room = max(self.step_tokens - (len(users) - len(prompts)), LEAST_OF_PROMPTS)
+        yield from self._shares(prompts, self.step_tokens - (len(users) - len(prompts)))
+
+    def _shares(
+        self, prompts: Sequence[Continuation], room: int
+    ) -> Iterator[tuple[Continuation, Span]]:
+        """Yield parts of prompts that together fill the room, or a little of each."""
+        room = max(room, LEAST_OF_PROMPTS)
         if not self.slots.cuts_prompts:  # one prompt in a step, complete
             prompts, room = prompts[:1], max((len(user.prompt) for user in prompts), default=0)
         # The shortest first, so that what they leave goes to the others.
@@ -260,6 +301,11 @@ class Batcher:
 
     def _sampled(self, user: Continuation, logits_1V: Tensor) -> NewToken:
         """Choose the next token of one sequence; set its `finish` if it was the last."""
+        token, extra = self._chosen(user, logits_1V)
+        return self._taken(user, token, *extra)
+
+    def _chosen(self, user: Continuation, logits_1V: Tensor) -> "tuple[int, _Extra]":
+        """Return the next token of one sequence, its log-probability and the likeliest ones."""
         row = user.row
         allow_1V = permission([row], made=row.made, device=logits_1V.device)
         seen_1V = None if user.seen_1V is None else user.seen_1V.to(logits_1V.device)
@@ -267,17 +313,28 @@ class Batcher:
             logits_1V, step=row.made, rows=[row.name], seen_BV=seen_1V, allow_BV=allow_1V
         )
         token = int(found_1)
-        if token == NOTHING:
-            user.finish = "error"
-            return NewToken(row.name, token, float("nan"), "", True, "error")
         logprob = float("nan")
         top: tuple[tuple[int, float], ...] = ()
-        if user.logprobs:
+        if user.logprobs and token != NOTHING:
             values_V = logits_1V[0].double().log_softmax(-1)
             logprob = float(values_V[token])
             if user.top_logprobs:
                 best = values_V.topk(user.top_logprobs)
                 top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return token, (logprob, top)
+
+    def _taken(
+        self,
+        user: Continuation,
+        token: int,
+        logprob: float = float("nan"),
+        top: tuple[tuple[int, float], ...] = (),
+    ) -> NewToken:
+        """Add a token to a sequence; set its `finish` if it was the last."""
+        row = user.row
+        if token == NOTHING:
+            user.finish = "error"
+            return NewToken(row.name, token, logprob, "", True, "error")
         row.take(token)
         user.finish = row.finish
         user.tokens.append(token)
@@ -288,6 +345,104 @@ class Batcher:
         if user.text is not None:
             text = user.text.push(token, is_end=is_end, is_last=user.finish is not None)
         return NewToken(row.name, token, logprob, text, is_end, user.finish, top)
+
+    # --- a step ahead -----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _launch(self, slots: RecordedSlots) -> "_Flight | None":
+        """Start the next step of everyone whose next token is decided by the device alone."""
+        users = [held.user for held in self._held if held.user is not None]
+        going = []
+        for user in users:
+            ready = user.read >= len(user.prompt) and (user.together is not None or not user.ahead)
+            if ready and user.row.made + user.ahead < user.row.limit:
+                going.append(user)
+        prompts = [user for user in users if user.read < len(user.prompt)]
+        spans = list(self._shares(prompts, self.step_tokens - len(going)))
+        if not (going or spans):
+            return None
+        self.steps += 1
+        done, parts = [], []
+        if spans:
+            logits_RV = slots.read([span for _, span in spans])
+            lines = []
+            for line, (user, span) in enumerate(spans):
+                self._held_by(user).ids += span.tokens
+                user.read += len(span.tokens)
+                self.read_tokens += len(span.tokens)
+                if user.read == len(user.prompt):
+                    done.append(user)
+                    lines.append(line)
+            if lines:
+                parts.append(logits_RV[slots.there(lines)])
+        if going:
+            ends = [user.read + 1 for user in going]
+            parts.append(slots.advance([_slot(user) for user in going], ends))
+            self.read_tokens += len(going)
+            for user in going:
+                user.read += 1
+        made = [*done, *going]
+        if not made:
+            return _Flight([], [], list)
+        logits_RV = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tokens_R, extra = self._sampled_together(slots, made, logits_RV)
+        slots.keep([_slot(user) for user in made], tokens_R)
+        for user in made:
+            user.ahead += 1
+        return _Flight(made, extra, _fetched(tokens_R))
+
+    def _sampled_together(
+        self, slots: RecordedSlots, made: Sequence[Continuation], logits_RV: Tensor
+    ) -> tuple[Tensor, "list[_Extra]"]:
+        """Choose everyone's next token: plain ones by group of settings, the others alone."""
+        groups: dict[int, list[int]] = {}
+        others = []
+        for line, user in enumerate(made):
+            if user.together is not None:
+                groups.setdefault(id(user.together), []).append(line)
+            else:
+                others.append(line)
+        tokens_R = torch.empty(len(made), dtype=torch.long, device=slots.device)
+        for lines in groups.values():
+            users = [made[line] for line in lines]
+            sample = users[0].together
+            assert sample is not None
+            share_B1 = None
+            if not sample.spec.greedy:
+                shares = uniforms(
+                    [user.spec.seed for user in users],
+                    [user.row.name for user in users],
+                    [user.row.made + user.ahead for user in users],
+                )
+                share_B1 = slots.there(np.array(shares)[:, None])
+            if len(lines) == len(made):
+                tokens_R = sample(logits_RV, share_B1)
+            else:
+                lines_B = slots.there(lines)
+                tokens_R[lines_B] = sample(logits_RV[lines_B], share_B1)
+        extra: list[_Extra] = [(float("nan"), ())] * len(made)
+        for line in others:
+            user = made[line]
+            tokens_R[line], extra[line] = self._chosen(user, logits_RV[line : line + 1])
+        return tokens_R, extra
+
+    def _landed(self, flight: "_Flight") -> list[tuple[Continuation, NewToken]]:
+        """See what a launched step chose; who had ended before it is passed over."""
+        new = []
+        for user, token, extra in zip(flight.users, flight.tokens(), flight.extra, strict=True):
+            if user.finish is not None:
+                continue
+            user.ahead -= 1
+            if user.tokens:  # it was read by this step
+                self._held_by(user).ids.append(user.tokens[-1])
+            new.append((user, self._taken(user, token, *extra)))
+            self.made_tokens += 1
+            if user.finish is not None:
+                self._release(user)
+        return new
+
+    def _held_by(self, user: Continuation) -> _Held:
+        return self._held[_slot(user)]
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -345,6 +500,41 @@ class Batcher:
         return True
 
 
+#: A log-probability and the likeliest tokens with theirs.
+_Extra = tuple[float, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step: whose tokens it makes, and a function that waits for them."""
+
+    users: Sequence[Continuation]
+    extra: Sequence[_Extra]
+    tokens: Callable[[], list[int]]
+
+
+def _fetched(tokens_R: Tensor) -> Callable[[], list[int]]:
+    """Start the copy from a device; return a function that waits for it."""
+    here_R = tokens_R.to("cpu", non_blocking=True)
+    arrived = None
+    if tokens_R.is_cuda:
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def tokens() -> list[int]:
+        if arrived is not None:
+            arrived.synchronize()
+        found: list[int] = here_R.tolist()
+        return found
+
+    return tokens
+
+
+def _slot(user: Continuation) -> int:
+    assert user.slot is not None
+    return user.slot
+
+
 def _shared(held: Sequence[int], prompt: Sequence[int]) -> int:
     """Return the number of ids at the beginning that are the same."""
     low, high = 0, min(len(held), len(prompt))
@@ -375,7 +565,10 @@ def make_slots(
     if model is not None and spec.encoder is None and not why_not(model):
         return NativeSlots(model, slots=slots, context=context)
     if model is not None and spec.encoder is None:
+        on_gpu = next(model.parameters()).is_cuda
         try:
+            if on_gpu and not invariant:
+                return RecordedSlots(model, slots=slots, context=context)
             return SlotStepper(model, slots=slots, context=context, invariant=invariant)
         except InputError:
             if context is not None and not 1 < context <= spec.max_seq_len:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,16 +129,34 @@ def uniform(seed: int, row: int, step: int) -> float:
     return float((mixed >> 11) * 2.0**-53)
 
 
+def uniforms(seeds: Sequence[int], rows: Sequence[int], steps: Sequence[int]) -> list[float]:
+    """Return `uniform` of many rows at once."""
+    mixed = np.zeros(len(seeds), np.uint64)
+    for parts in (seeds, rows, steps):
+        given = np.array([part & _MASK for part in parts], np.uint64)
+        mixed = mixed + given + np.uint64(0x9E3779B97F4A7C15)  # modulo 2**64, as above
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    found: list[float] = ((mixed >> np.uint64(11)) * 2.0**-53).tolist()
+    return found
+
+
 def draw(logits_BV: Tensor, *, seed: int, rows: Sequence[int], step: int) -> Tensor:
     """Sample one token per row from softmax(logits), by inverting the cumulative sum.
 
     `rows` are the rows' names; a row with the same name samples the same token in any batch.
     """
-    sum_BV = logits_BV.double().softmax(-1).cumsum(-1)
     share_B1 = torch.tensor([[uniform(seed, row, step)] for row in rows], dtype=torch.float64)
+    return draw_at(logits_BV, share_B1.to(logits_BV.device))
+
+
+def draw_at(logits_BV: Tensor, share_B1: Tensor) -> Tensor:
+    """Return the token at which the cumulative probability of each row passes its share."""
+    sum_BV = logits_BV.double().softmax(-1).cumsum(-1)
     total_B1 = sum_BV[:, -1:]
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    point_B1 = torch.minimum(share_B1.to(sum_BV.device) * total_B1, below_total_B1)
+    point_B1 = torch.minimum(share_B1 * total_B1, below_total_B1)
     # The first token whose sum is above the point: never one of probability 0.
     found_B1 = torch.searchsorted(sum_BV, point_B1, right=True)
     return found_B1.masked_fill(total_B1.isnan(), NOTHING)[:, 0]
@@ -193,11 +212,43 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
             x_BV = x_BV.masked_fill(~allow_BV, -math.inf)
         if spec.greedy:
             return _likeliest(x_BV)
-        x_BV = scale_by_temperature(x_BV, spec.temperature)
-        if spec.top_k is not None:
-            x_BV = keep_top_k(x_BV, spec.top_k)
-        x_BV = keep_min_p(keep_top_p(x_BV, spec.top_p), spec.min_p)
-        x_BV = keep_typical(x_BV, spec.typical_p)
-        return draw(x_BV, seed=spec.seed, rows=rows, step=step)
+        return draw(_kept(x_BV, spec), seed=spec.seed, rows=rows, step=step)
 
     return sample
+
+
+def _kept(x_BV: Tensor, spec: DecodeSpec) -> Tensor:
+    """Apply the temperature and the rules after it."""
+    x_BV = scale_by_temperature(x_BV, spec.temperature)
+    if spec.top_k is not None:
+        x_BV = keep_top_k(x_BV, spec.top_k)
+    x_BV = keep_min_p(keep_top_p(x_BV, spec.top_p), spec.min_p)
+    return keep_typical(x_BV, spec.typical_p)
+
+
+def is_plain(spec: DecodeSpec) -> bool:
+    """Return True if the rules look at the logits alone, not at what came before."""
+    return spec.repetition_penalty == 1.0 and not spec.forced and spec.min_new_tokens <= 1
+
+
+class Together:
+    """The sampler of a plain spec for rows of several sequences at once, seeds and steps apart.
+
+    Nothing here waits for a GPU, except a nucleus (`keep_top_p`).
+    """
+
+    def __init__(self, spec: DecodeSpec) -> None:
+        assert is_plain(spec)
+        self.spec = spec
+        self._closed: Tensor | None = None  # the forbidden ids, on the logits' device
+
+    def __call__(self, logits_BV: Tensor, share_B1: Tensor | None) -> Tensor:
+        """Return the token of each row; `share_B1` are their random numbers, unless greedy."""
+        if self.spec.forbidden:
+            if self._closed is None:
+                self._closed = torch.tensor(self.spec.forbidden, device=logits_BV.device)
+            logits_BV = logits_BV.index_fill(1, self._closed, -math.inf)
+        if self.spec.greedy:
+            return _likeliest(logits_BV)
+        assert share_B1 is not None
+        return draw_at(_kept(as_float(logits_BV), self.spec), share_B1)

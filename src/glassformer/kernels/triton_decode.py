@@ -137,16 +137,20 @@ def _turned(
 @triton.jit
 def _attend(
     qkv_ptr, kv_ptr, mask_ptr, slope_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, end_ptr,
-    place_ptr, out_ptr, part_ptr, most_ptr, sum_ptr,
+    place_ptr, slot_ptr, out_ptr, part_ptr, most_ptr, sum_ptr,
     scale, eps, n_heads, n_kv, d_head, kv_row, kv_head, n_places, n_mask, window, n_parts, span,
+    end_step,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // n_kv
     head = tl.program_id(0) % n_kv
     part = tl.program_id(1)
-    end = tl.load(end_ptr)
+    end = tl.load(end_ptr + b * end_step)
     new = end - 1
+    slot = b.to(tl.int64)
+    if slot_ptr is not None:
+        slot = tl.load(slot_ptr + b).to(tl.int64)
     h = tl.arange(0, WIDTH)
     inside = h < d_head
     g = tl.arange(0, QUERIES)
@@ -164,7 +168,7 @@ def _attend(
     slope = tl.zeros((QUERIES,), tl.float32)
     if slope_ptr is not None:
         slope = tl.load(slope_ptr + head * GROUP + g, g < GROUP, 0.0).to(tl.float32)
-    key_ptr = kv_ptr + b.to(tl.int64) * kv_row + head * kv_head
+    key_ptr = kv_ptr + slot * kv_row + head * kv_head
     value_ptr = key_ptr + n_kv * kv_head
 
     first = part * span
@@ -243,7 +247,7 @@ def _combine(
 def attend(
     qkv_BXH: Tensor,
     kv_BXSH: Tensor,
-    end_1: Tensor,
+    ends: Tensor,
     *,
     n_heads: int,
     places_B: Tensor,
@@ -253,9 +257,12 @@ def attend(
     window: int | None,
     mask_BS: Tensor | None,
     slopes_N: Tensor | None = None,
+    slots_B: Tensor | None = None,
 ) -> Tensor:
     """Return attention (B, N H) of one new query per row; store its key and value at end - 1.
 
+    `ends` is one end for all rows, or each row's own. Row b of the batch is row b of the memory, or
+    `slots_B[b]` of it; no two rows may write to one place.
     `rotation` is (cos, sin) of every position, both halves, sin's first half negated; `gains` are
     those of the queries' and keys' RMS norm. `mask_BS` is added to the scores, and with `slopes_N`
     ALiBi's bias -slope * distance.
@@ -263,6 +270,7 @@ def attend(
     B, X, H = qkv_BXH.shape
     K, S = kv_BXSH.shape[1] // 2, kv_BXSH.shape[2]
     assert kv_BXSH.is_contiguous() and qkv_BXH.is_contiguous() and n_heads + 2 * K == X
+    assert len(ends) in (1, B)
     parts = _parts(B * K, S)
     span = triton.cdiv(triton.cdiv(S, parts), CHUNK) * CHUNK
     out_BN = qkv_BXH.new_empty(B, n_heads * H)
@@ -274,10 +282,10 @@ def attend(
     q_gain, k_gain = gains if gains is not None else (None, None)
     group, width = n_heads // K, max(16, triton.next_power_of_2(H))
     _attend[(B * K, parts)](
-        qkv_BXH, kv_BXSH, mask_BS, slopes_N, q_gain, k_gain, cos, sin, end_1, places_B,
-        out_BN, part, most, total,
+        qkv_BXH, kv_BXSH, mask_BS, slopes_N, q_gain, k_gain, cos, sin, ends, places_B,
+        slots_B, out_BN, part, most, total,
         H**-0.5, eps, n_heads, K, H, 2 * K * S * H, S * H, S,
-        0 if mask_BS is None else mask_BS.shape[1], window or 0, parts, span,
+        0 if mask_BS is None else mask_BS.shape[1], window or 0, parts, span, int(len(ends) > 1),
         GROUP=group, QUERIES=max(16, triton.next_power_of_2(group)), WIDTH=width, CHUNK=CHUNK,
         NORM=gains is not None, TURN=rotation is not None, WINDOW=window is not None,
         PARTS=triton.next_power_of_2(parts), num_warps=4,

@@ -23,7 +23,14 @@ from glassformer.adapters.chat.template import ChatTemplate, read_chat, read_tem
 from glassformer.adapters.embed import Embeddings, embed
 from glassformer.adapters.folder.files import generation_defaults
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.batching import STEP_TOKENS, Batcher, Continuation, make_slots
+from glassformer.generation.batching import (
+    GPU_STEP_TOKENS,
+    STEP_TOKENS,
+    Batcher,
+    Continuation,
+    make_slots,
+)
+from glassformer.generation.fast.slots import RecordedSlots
 from glassformer.generation.prompts import text_prompt
 from glassformer.generation.streaming import NewToken
 from glassformer.models.model import Model
@@ -52,7 +59,7 @@ class Served:
         *,
         slots: int,
         context: int | None = None,
-        step_tokens: int = STEP_TOKENS,
+        step_tokens: int | None = None,
         invariant: bool | None = None,
     ) -> None:
         if not re.fullmatch(r"[\w.@:+/-]{1,200}", name, re.ASCII):
@@ -82,6 +89,8 @@ class Served:
             invariant=invariant,
         )
         self.slots = made
+        if step_tokens is None:
+            step_tokens = GPU_STEP_TOKENS if isinstance(made, RecordedSlots) else STEP_TOKENS
         self.batcher = Batcher(made, tokenizer=self.tokenizer, step_tokens=step_tokens)
 
     def _read_folder(self, folder: Path) -> None:

@@ -46,7 +46,12 @@ from glassformer.spec.own import OwnPosition
 
 
 class Places(ABC):
-    """Rows of several sequences, each token with its own place in memory; see `fast.slots`."""
+    """Rows of several sequences, each token with its own place in memory; see `fast.slots`.
+
+    With `turns`, queries and keys arrive as the product made them: a kernel normalises and rotates.
+    """
+
+    turns = False
 
     @abstractmethod
     def attend(self, own: "FastAttention", qkv_BXH: Tensor, kv_BXSH: Tensor) -> Tensor:
@@ -151,6 +156,8 @@ class FastAttention:
                 slopes_N=self.slopes_N,
             )
             return heads
+        if isinstance(end, Places) and end.turns:
+            return end.attend(self, qkv_BXH, kv_BXSH)
         turned_BXH = qkv_BXH[:, : N + K]
         if self.norms is not None:
             turned_BXH = turned_BXH.copy_(self.norms(turned_BXH))
@@ -316,6 +323,11 @@ class FastModel:
             block.attention.slopes_N = _slopes(parts, block.attention)
         self.head = _make_head(model, make, norm=parts.final_norm)
 
+    @property
+    def all_attend_by_kernels(self) -> bool:
+        """True if every layer's attention is one of our GPU kernels."""
+        return all(block.attention.gpu is not None for block in self.blocks)
+
     def step(
         self,
         tokens_B: Tensor,
@@ -340,8 +352,10 @@ class FastModel:
         x_BD = self._embedded(tokens_B, at)
         if self.embed_norm is not None:
             x_BD = self.embed_norm(x_BD)
-        turned_by_kernels = isinstance(end, Tensor) and all(
-            block.attention.gpu is not None for block in self.blocks
+        turned_by_kernels = (
+            end.turns
+            if isinstance(end, Places)
+            else isinstance(end, Tensor) and self.all_attend_by_kernels
         )
         rotations = {}
         for width, (cos, sin) in ({} if turned_by_kernels else self.turns).items():
