@@ -354,7 +354,7 @@ ONE_IMPORTER = {
     "named.fsm_probe": "one source document's names; the package is their table",
     "named.seq2seq": "one source document's names; the package is their table",
     "serve.app": "the endpoints; the verb starts them",
-    "serve.structured": "forms of answers: constraints and tool calls, read by themselves",
+    "serve.answers": "the shapes of answers and their streams; the endpoints make them",
     "spec.block": "the parts of a block; model re-exports them",
     "training.stacked_step": "the step of many models; the engine is what surrounds it",
     "web.app.server": "the explorer's app; cli starts it",

@@ -92,6 +92,17 @@ class Continuation:
     ahead: int = 0  # tokens that were launched and not seen yet
     finish: str | None = None
 
+    def shown(self, new: Sequence[NewToken]) -> str:
+        """Return the text that the next tokens, in order, let be shown; "" without a tokenizer.
+
+        A step makes no texts: whoever shows them does, several tokens at once where that is enough.
+        """
+        if self.text is None:
+            return ""
+        last = new[-1]
+        ids = [one.token for one in new]
+        return self.text.push(*ids, is_end=last.is_end, is_last=last.finish is not None)
+
     @property
     def unread(self) -> int:
         """Tokens that are not in the slot yet."""
@@ -340,11 +351,7 @@ class Batcher:
         user.tokens.append(token)
         if user.seen_1V is not None:
             user.seen_1V[0, token] = True
-        is_end = token in user.spec.eos
-        text = ""
-        if user.text is not None:
-            text = user.text.push(token, is_end=is_end, is_last=user.finish is not None)
-        return NewToken(row.name, token, logprob, text, is_end, user.finish, top)
+        return NewToken(row.name, token, logprob, "", token in user.spec.eos, user.finish, top)
 
     # --- a step ahead -----------------------------------------------------------------------------
 

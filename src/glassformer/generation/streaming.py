@@ -154,9 +154,10 @@ class RowText:
         self.characters = TextStream(tokenizer)
         self.visible = StopFilter(spec.stop)
 
-    def push(self, token: int, *, is_end: bool, is_last: bool) -> str:
-        """Return the text that this token lets be shown."""
-        piece = "" if is_end else self.visible.push(self.characters.push(token))
+    def push(self, *tokens: int, is_end: bool, is_last: bool) -> str:
+        """Return the text that these tokens let be shown; `is_end`: the last one has no text."""
+        shown = tokens[:-1] if is_end else tokens
+        piece = self.visible.push(self.characters.push(*shown)) if shown else ""
         if is_last:
             piece += self.visible.push(self.characters.flush()) + self.visible.flush()
         return piece

@@ -15,9 +15,9 @@ class TextStream:
         self._ids: list[int] = []  # from the last token that ended with a complete character
         self._shown = 0  # characters of their text that were returned
 
-    def push(self, token: int) -> str:
-        """Return the text that this token adds; empty while a character lacks bytes."""
-        self._ids.append(token)
+    def push(self, *tokens: int) -> str:
+        """Return the text that these tokens add; empty while a character lacks bytes."""
+        self._ids += tokens
         text = self.tokenizer.decode(self._ids)
         # An unfinished character is the last one: decoders write one sign for all of its bytes.
         whole = len(text) - text.endswith(BROKEN)

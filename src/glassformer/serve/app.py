@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's paths over the engine, server-sent events, limits, and the guard.
+"""The endpoints: OpenAI's paths over the engine, their limits, and the guard.
 
 A request is checked and tokenized in a worker thread, computed by the engine's thread, and written
 by the event loop. Whoever goes away is noticed while waiting, and the slots are free again. Errors
@@ -9,15 +9,10 @@ import base64
 import hashlib
 import hmac
 import json
-import math
-import secrets
 import socket
 import struct
-import sys
-import time
-import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -33,9 +28,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glassformer.generation.batching import Continuation
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.streaming import NewToken
 from glassformer.kernels.matmul import machine
-from glassformer.serve.engine import BUCKETS, LONGEST, Engine, Histogram, Listener, Served
+from glassformer.serve.answers import (
+    HEADERS,
+    Answer,
+    Chat,
+    Completion,
+    Events,
+    Style,
+    json_response,
+    mistake,
+    problem,
+)
+from glassformer.serve.engine import LONGEST, Engine, Served, metrics_text
 from glassformer.serve.http import (
     EVERYWHERE,
     LOOPBACK,
@@ -59,19 +64,10 @@ from glassformer.serve.request import (
     parse_json,
     refused,
 )
-from glassformer.serve.structured import Formats, ToolCall, ToolReader, reads_tools
+from glassformer.serve.structured import Formats, reads_tools
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError, InputError
 
-#: Why a text ended, in OpenAI's words.
-FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
-#: The log-probability that stands for minus infinity, which JSON does not have.
-LEAST_LOGPROB = -9999.0
-HEADERS = {
-    "x-content-type-options": "nosniff",
-    "cache-control": "no-store",
-    "cross-origin-resource-policy": "same-origin",
-}
 DECISIVE = ("host", "origin", "content-type", "content-length", "authorization")
 
 
@@ -196,13 +192,13 @@ class _Guard:
                     seconds=self.limits.body_seconds,
                 )
         except BadRequest as error:
-            await _problem(error)(scope, receive, send)
+            await problem(error)(scope, receive, send)
             return
         except TooLong as error:
-            await _problem(BadRequest(error.what, status=413))(scope, receive, send)
+            await problem(BadRequest(error.what, status=413))(scope, receive, send)
             return
         except InputError as error:
-            await _problem(BadRequest(error.what, status=408))(scope, receive, send)
+            await problem(BadRequest(error.what, status=408))(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -232,24 +228,12 @@ class _Guard:
         return name in self.hosts or (self.any_address and is_address(name))
 
 
-def _json(value: Mapping[str, Any], *, status: int = 200, headers: Any = None) -> Response:
-    body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-    return Response(
-        body, status, media_type="application/json", headers={**HEADERS, **(headers or {})}
-    )
-
-
-def _problem(error: BadRequest) -> Response:
-    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-    return _json(error.body(), status=error.status, headers=headers)
-
-
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "Not allowed method" if error.status_code == 405 else "Unknown request URL"
     path = request.url.path[:200]
     message = f"{what}: {request.method[:20]} {path}"
-    return _problem(BadRequest(message, status=error.status_code, code="unknown_url"))
+    return problem(BadRequest(message, status=error.status_code, code="unknown_url"))
 
 
 # --- the endpoints --------------------------------------------------------------------------------
@@ -276,11 +260,11 @@ class _Api:
                 response: Response = await handler(request)
                 return response
             except BadRequest as error:
-                return _problem(error)
+                return problem(error)
             except GlassError as error:
-                return _problem(refused(error))
+                return problem(refused(error))
             except Exception as error:
-                return _problem(_mistake(error))
+                return problem(mistake(error))
 
         return answer
 
@@ -300,17 +284,17 @@ class _Api:
     async def models(self, request: Request) -> Response:
         """List the models."""
         data = [_model(served) for served in self.engine.models.values()]
-        return _json({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """Describe one model."""
-        return _json(_model(self.served(request.path_params["name"])))
+        return json_response(_model(self.served(request.path_params["name"])))
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while requests are taken."""
         ready = not self.engine.closing and self.engine.failed is None
         status = {"status": "ok" if ready else "stopping"}
-        return _json(status, status=200 if ready else 503)
+        return json_response(status, status=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Write the figures as Prometheus reads them."""
@@ -335,7 +319,7 @@ class _Api:
             )
         self.check_room(served, asked.generation.choices)
         rows = await self.checked(partial(self._chat_rows, served, asked, _client(request)))
-        style = _Chat(served, asked, self.fingerprint)
+        style = Chat(served, asked, self.fingerprint)
         return await self.respond(request, served, rows, asked.generation, style)
 
     def _chat_rows(self, served: Served, asked: ChatRequest, client: str) -> list[Continuation]:
@@ -360,7 +344,7 @@ class _Api:
         served = self.served(asked.generation.model)
         self.check_room(served, asked.generation.choices * len(asked.prompts))
         rows = await self.checked(partial(self._text_rows, served, asked, _client(request)))
-        style = _Completion(served, asked, self.fingerprint)
+        style = Completion(served, asked, self.fingerprint)
         return await self.respond(request, served, rows, asked.generation, style)
 
     def _text_rows(
@@ -402,7 +386,7 @@ class _Api:
             vector = base64.b64encode(packed).decode() if asked.base64 else numbers
             data.append({"object": "embedding", "index": place, "embedding": vector})
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return _json({"object": "list", "data": data, "model": served.name, "usage": usage})
+        return json_response({"object": "list", "data": data, "model": served.name, "usage": usage})
 
     # --- from a request to continuations ----------------------------------------------------------
 
@@ -413,7 +397,7 @@ class _Api:
                 "The server is stopping", status=503, kind="server_error", retry_after=5
             )
         if self.engine.waiting(served.name) + count > self.limits.queue + served.slots.slots:
-            self.count(served, "refused")
+            self.engine.count(served.name, "refused")
             raise BadRequest(
                 f"{self.engine.waiting(served.name)} requests wait already; try again later",
                 status=429,
@@ -485,43 +469,20 @@ class _Api:
 
     # --- from continuations to a response ---------------------------------------------------------
 
-    def count(self, served: Served, outcome: str) -> None:
-        """Count how a request ended."""
-        counts = self.engine.figures[served.name].requests
-        counts[outcome] = counts.get(outcome, 0) + 1
-
     async def respond(
         self,
         request: Request,
         served: Served,
         rows: list[Continuation],
         generation: Generation,
-        style: "_Style",
+        style: Style,
     ) -> Response:
         """Queue the continuations; stream them, or collect them while the client is there."""
-        answer = _Answer(self, served, rows, style)
-        if generation.stream:
-            answer.begin()
-            return _Events(answer, include_usage=generation.include_usage)
-        body: Response | None = None
-        async with anyio.create_task_group() as group:
-
-            async def watch() -> None:
-                await _gone(request.receive)
-                group.cancel_scope.cancel()
-
-            group.start_soon(watch)
-            try:
-                answer.begin()
-                async for _ in answer.tokens():
-                    pass
-                body = _json(style.whole(rows))
-            except BadRequest as error:
-                body = _problem(error)
-            finally:
-                answer.end()
-            group.cancel_scope.cancel()
-        return Response(status_code=499) if body is None else body
+        answer = Answer(self.engine, served, rows, style, seconds=self.limits.seconds)
+        if not generation.stream:
+            return await answer.collected(request.receive)
+        answer.begin()
+        return Events(answer, include_usage=generation.include_usage)
 
 
 def _check_prompt(served: Served, ids: Sequence[int], *, most: int, empty: bool = False) -> None:
@@ -540,374 +501,6 @@ def _client(request: Request) -> str:
     return "" if request.client is None else request.client.host
 
 
-async def _gone(receive: Receive) -> None:
-    """Wait until the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _mistake(error: BaseException) -> BadRequest:
-    """Print the traceback on the terminal; the client sees one line."""
-    traceback.print_exception(error, file=sys.stderr)
-    return BadRequest("The server has a bug; its log shows it", status=500, kind="server_error")
-
-
-class _Answer:
-    """The continuations of one request while they run: `tokens` yields what arrives."""
-
-    def __init__(
-        self, api: _Api, served: Served, rows: list[Continuation], style: "_Style"
-    ) -> None:
-        self.api, self.served, self.rows, self.style = api, served, rows, style
-        self.listener = Listener()
-        self.left = {id(row) for row in rows}
-        self.places = {id(row): place for place, row in enumerate(rows)}
-        self.begun = time.perf_counter()
-        for row in rows:
-            row.data = self.listener
-
-    def begin(self) -> None:
-        """Queue everything."""
-        self.begun = time.perf_counter()
-        self.api.engine.add(self.served.name, self.rows)
-
-    async def tokens(self) -> AsyncIterator[tuple[int, NewToken]]:
-        """Yield (choice, token) until every choice has ended, within the time limit."""
-        first = True
-        ends = self.begun + self.api.limits.seconds
-        while self.left:
-            new = None
-            with anyio.move_on_after(max(ends - time.perf_counter(), 0)):
-                row, new = await self.listener.get()
-            if new is None:
-                self.api.count(self.served, "timeout")
-                raise BadRequest(
-                    f"The answer took longer than {self.api.limits.seconds:g} seconds",
-                    status=503,
-                    kind="server_error",
-                    code="timeout",
-                )
-            if first:
-                first = False
-                waited = time.perf_counter() - self.begun
-                self.api.engine.figures[self.served.name].first_token.add(waited)
-            if new.finish == "error":
-                raise BadRequest(
-                    "The model's logits are not numbers", status=500, kind="server_error"
-                )
-            place = self.places[id(row)]
-            self.style.take(place, new)
-            if new.finish is not None:
-                self.left.discard(id(row))
-                self.api.count(self.served, FINISH[new.finish])
-            yield place, new
-
-    def end(self) -> None:
-        """Cancel what has not ended: the client has gone, or an error ends the answer."""
-        if self.left:
-            if len(self.left) and all(row.finish is None for row in self.rows):
-                self.api.count(self.served, "cancelled")
-            self.api.engine.cancel(self.served.name, self.rows)
-            self.left.clear()
-
-
-class _Events(Response):
-    """Server-sent events: a chunk for each token, then usage if asked for, then `[DONE]`."""
-
-    def __init__(self, answer: _Answer, *, include_usage: bool) -> None:
-        self.answer = answer
-        self.include_usage = include_usage
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {**HEADERS, "content-type": "text/event-stream; charset=utf-8"}
-        start = [(name.encode(), value.encode()) for name, value in headers.items()]
-        try:
-            async with anyio.create_task_group() as group:
-
-                async def watch() -> None:
-                    await _gone(receive)
-                    group.cancel_scope.cancel()
-
-                group.start_soon(watch)
-                await send({"type": "http.response.start", "status": 200, "headers": start})
-                await self._write(send)
-                group.cancel_scope.cancel()
-        finally:
-            self.answer.end()
-
-    async def _write(self, send: Send) -> None:
-        async def event(value: Mapping[str, Any] | str) -> None:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            body = f"data: {text}\n\n".encode("utf-8", "replace")
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        style, rows = self.answer.style, self.answer.rows
-        limit = self.answer.api.limits.seconds + 1.0
-        with anyio.move_on_after(limit) as clock:  # who reads too slowly is cut off
-            try:
-                for chunk in style.opening(len(rows)):
-                    await event(chunk)
-                async for place, new in self.answer.tokens():
-                    for chunk in style.chunks(place, new):
-                        await event(chunk)
-                if self.include_usage:
-                    await event(style.usage_chunk(rows))
-                await event("[DONE]")
-            except BadRequest as error:
-                await event(error.body())
-            except Exception as error:
-                await event(_mistake(error).body())
-        if not clock.cancelled_caught:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-# --- the shapes of answers ------------------------------------------------------------------------
-
-
-class _Style:
-    """The part of an answer that both endpoints share: ids, usage, tokens by choice."""
-
-    object = ""
-    prefix = ""
-
-    def __init__(self, served: Served, fingerprint: str) -> None:
-        self.served = served
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self.created = int(time.time())
-        self.fingerprint = fingerprint
-        self.texts: dict[int, list[str]] = {}
-        self.finish: dict[int, str] = {}
-
-    def take(self, place: int, new: NewToken) -> None:
-        """Record a token."""
-        self.texts.setdefault(place, []).append(new.text)
-        if new.finish is not None:
-            self.finish[place] = FINISH[new.finish]
-
-    def text(self, place: int) -> str:
-        """Return the text of a choice so far."""
-        return "".join(self.texts.get(place, ()))
-
-    def head(self, object_: str) -> dict[str, Any]:
-        """Return the fields that every answer begins with."""
-        return {
-            "id": self.id,
-            "object": object_,
-            "created": self.created,
-            "model": self.served.name,
-            "system_fingerprint": self.fingerprint,
-        }
-
-    def token_text(self, token: int) -> str:
-        """Return a token's own text."""
-        return self.served.tokenizer.decode([token])
-
-    def opening(self, count: int) -> list[dict[str, Any]]:
-        """Return the chunks before the first token."""
-        return []
-
-    def chunks(self, place: int, new: NewToken) -> list[dict[str, Any]]:
-        """Return the chunks of a token."""
-        raise NotImplementedError
-
-    def whole(self, rows: Sequence[Continuation]) -> dict[str, Any]:
-        """Return the complete answer."""
-        raise NotImplementedError
-
-    def usage_chunk(self, rows: Sequence[Continuation]) -> dict[str, Any]:
-        """Return the last chunk of a stream, with the counts and no choice."""
-        return {**self.head(self.object), "choices": [], "usage": usage(rows)}
-
-
-def usage(rows: Sequence[Continuation]) -> dict[str, Any]:
-    """Return the counts of tokens; a prompt counts once, however many choices it has."""
-    prompts = {row.prompt: row for row in reversed(rows)}
-    read = sum(len(row.prompt) + len(row.source or ()) for row in prompts.values())
-    made = sum(len(row.tokens) for row in rows)
-    cached = sum(row.reused for row in prompts.values())
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": made,
-        "total_tokens": read + made,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
-
-
-class _Chat(_Style):
-    """`chat.completion` and `chat.completion.chunk`."""
-
-    object, prefix = "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, served: Served, asked: ChatRequest, fingerprint: str) -> None:
-        super().__init__(served, fingerprint)
-        self.asked = asked
-        self.logprobs: dict[int, list[dict[str, Any]]] = {}
-        self.tools: dict[int, ToolReader] = {}
-
-    def _reader(self, place: int) -> ToolReader | None:
-        if not self.asked.tools:
-            return None
-        return self.tools.setdefault(place, ToolReader())
-
-    def take(self, place: int, new: NewToken) -> None:
-        reader = self._reader(place)
-        if reader is not None:
-            text = reader.push(new.text)
-            if new.finish is not None:
-                text += reader.flush()
-            new = replace(new, text=text)
-        super().take(place, new)
-        if reader is not None and reader.calls and place in self.finish:
-            self.finish[place] = "tool_calls"
-        if self.asked.logprobs and not new.is_end:
-            self.logprobs.setdefault(place, []).append(self._logprob(new))
-
-    def _logprob(self, new: NewToken) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self.token_text(token)
-            data = None if "\ufffd" in text else list(text.encode("utf-8"))
-            return {"token": text, "logprob": _finite(logprob), "bytes": data}
-
-        top = [entry(token, logprob) for token, logprob in new.top]
-        return {**entry(new.token, new.logprob), "top_logprobs": top}
-
-    def _choice(self, place: int, delta: Mapping[str, Any]) -> dict[str, Any]:
-        choice = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self.head(self.object), "choices": [choice]}
-
-    def opening(self, count: int) -> list[dict[str, Any]]:
-        return [self._choice(n, {"role": "assistant", "content": ""}) for n in range(count)]
-
-    def chunks(self, place: int, new: NewToken) -> list[dict[str, Any]]:
-        made = []
-        text = self.texts[place][-1]  # what `take` left of it: the text of no tool call
-        if text or (self.asked.logprobs and not new.is_end):
-            chunk = self._choice(place, {"content": text})
-            if self.asked.logprobs and not new.is_end:
-                chunk["choices"][0]["logprobs"] = {
-                    "content": [self.logprobs[place][-1]],
-                    "refusal": None,
-                }
-            made.append(chunk)
-        if new.finish is not None:
-            reader = self._reader(place)
-            for number, call in enumerate(reader.calls if reader is not None else ()):
-                delta = {"tool_calls": [{"index": number, **call_json(call)}]}
-                made.append(self._choice(place, delta))
-            last = self._choice(place, {})
-            last["choices"][0]["finish_reason"] = self.finish[place]
-            made.append(last)
-        return made
-
-    def whole(self, rows: Sequence[Continuation]) -> dict[str, Any]:
-        choices = []
-        for place in range(len(rows)):
-            message: dict[str, Any] = {
-                "role": "assistant",
-                "content": self.text(place),
-                "refusal": None,
-            }
-            reader = self._reader(place)
-            if reader is not None and reader.calls:
-                message["tool_calls"] = [call_json(call) for call in reader.calls]
-                message["content"] = message["content"].strip() or None
-            logprobs = None
-            if self.asked.logprobs:
-                logprobs = {"content": self.logprobs.get(place, []), "refusal": None}
-            choices.append(
-                {
-                    "index": place,
-                    "message": message,
-                    "logprobs": logprobs,
-                    "finish_reason": self.finish[place],
-                }
-            )
-        return {**self.head("chat.completion"), "choices": choices, "usage": usage(rows)}
-
-
-def call_json(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's shape."""
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-class _Completion(_Style):
-    """`text_completion`, streamed or not."""
-
-    object, prefix = "text_completion", "cmpl"
-
-    def __init__(self, served: Served, asked: CompletionRequest, fingerprint: str) -> None:
-        super().__init__(served, fingerprint)
-        self.asked = asked
-        self.made: dict[int, list[NewToken]] = {}
-
-    def take(self, place: int, new: NewToken) -> None:
-        super().take(place, new)
-        if self.asked.logprobs is not None and not new.is_end:
-            self.made.setdefault(place, []).append(new)
-
-    def _logprobs(self, tokens: Sequence[NewToken], offset: int) -> dict[str, Any] | None:
-        if self.asked.logprobs is None:
-            return None
-        texts = [self.token_text(new.token) for new in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        tops = [
-            {self.token_text(token): _finite(logprob) for token, logprob in new.top}
-            for new in tokens
-        ]
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(new.logprob) for new in tokens],
-            "top_logprobs": tops if self.asked.logprobs else None,
-            "text_offset": offsets,
-        }
-
-    def _echo(self, place: int) -> str:
-        if not self.asked.echo:
-            return ""
-        prompt = self.asked.prompts[place // self.asked.generation.choices]
-        return prompt if isinstance(prompt, str) else self.served.tokenizer.decode(list(prompt))
-
-    def opening(self, count: int) -> list[dict[str, Any]]:
-        if not self.asked.echo:
-            return []
-        return [self._chunk(place, self._echo(place), None, None) for place in range(count)]
-
-    def _chunk(self, place: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
-        choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return {**self.head(self.object), "choices": [choice]}
-
-    def chunks(self, place: int, new: NewToken) -> list[dict[str, Any]]:
-        logprobs = None
-        if self.asked.logprobs is not None and not new.is_end:
-            logprobs = self._logprobs([new], len(self.text(place)) - len(new.text))
-        if not new.text and logprobs is None and new.finish is None:
-            return []
-        return [self._chunk(place, new.text, logprobs, self.finish.get(place))]
-
-    def whole(self, rows: Sequence[Continuation]) -> dict[str, Any]:
-        choices = []
-        for place in range(len(rows)):
-            echo = self._echo(place)
-            choices.append(
-                {
-                    "index": place,
-                    "text": echo + self.text(place),
-                    "logprobs": self._logprobs(self.made.get(place, []), len(echo)),
-                    "finish_reason": self.finish[place],
-                }
-            )
-        return {**self.head(self.object), "choices": choices, "usage": usage(rows)}
-
-
 def _model(served: Served) -> dict[str, Any]:
     return {
         "id": served.name,
@@ -916,64 +509,3 @@ def _model(served: Served) -> dict[str, Any]:
         "owned_by": "glassformer",
         "context_length": served.context,
     }
-
-
-# --- figures --------------------------------------------------------------------------------------
-
-
-def metrics_text(engine: Engine) -> str:
-    """Return the figures of all models in Prometheus' text format."""
-    counters = (
-        ("tokens_read", "counter", "Tokens of prompts and answers that went through the model."),
-        ("tokens_reused", "counter", "Tokens of prompts that a slot held already."),
-        ("tokens_generated", "counter", "Tokens that were sampled."),
-        ("steps", "counter", "Passes over the weights."),
-        ("step_seconds", "counter", "Seconds in these passes and in sampling."),
-        ("running", "gauge", "Sequences with a slot."),
-        ("waiting", "gauge", "Sequences that wait for a slot."),
-        ("slots", "gauge", "Slots."),
-        ("cache_bytes", "gauge", "The most bytes that keys and values take."),
-    )
-    lines = []
-    for name, kind, help_text in counters:
-        full = f"glass_{name}_total" if kind == "counter" else f"glass_{name}"
-        lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
-        for served in engine.models.values():
-            lines.append(f'{full}{{model="{served.name}"}} {_figure(engine, served, name)}')
-    full = "glass_requests_total"
-    lines += [f"# HELP {full} Choices by how they ended.", f"# TYPE {full} counter"]
-    for name, figures in engine.figures.items():
-        for outcome, count in sorted(figures.requests.items()):
-            lines.append(f'{full}{{model="{name}",outcome="{outcome}"}} {count}')
-    full = "glass_first_token_seconds"
-    lines += [f"# HELP {full} From a request to its first token.", f"# TYPE {full} histogram"]
-    for name, figures in engine.figures.items():
-        lines += _histogram(full, name, figures.first_token)
-    return "\n".join(lines) + "\n"
-
-
-def _figure(engine: Engine, served: Served, name: str) -> float:
-    batcher = served.batcher
-    figures: dict[str, float] = {
-        "tokens_read": batcher.read_tokens,
-        "tokens_reused": batcher.reused_tokens,
-        "tokens_generated": batcher.made_tokens,
-        "steps": batcher.steps,
-        "step_seconds": engine.figures[served.name].step_seconds,
-        "running": batcher.running,
-        "waiting": engine.waiting(served.name),
-        "slots": served.slots.slots,
-        "cache_bytes": served.slots.memory_bytes,
-    }
-    return figures[name]
-
-
-def _histogram(full: str, name: str, found: Histogram) -> list[str]:
-    lines, sum_ = [], 0
-    for bound, count in zip((*BUCKETS, math.inf), found.counts, strict=True):
-        sum_ += count
-        shown = "+Inf" if math.isinf(bound) else f"{bound:g}"
-        lines.append(f'{full}_bucket{{model="{name}",le="{shown}"}} {sum_}')
-    lines.append(f'{full}_sum{{model="{name}"}} {found.total}')
-    lines.append(f'{full}_count{{model="{name}"}} {sum_}')
-    return lines

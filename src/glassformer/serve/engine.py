@@ -6,6 +6,7 @@ needs the model (embeddings), so that nothing competes with a step for the proce
 """
 
 import asyncio
+import math
 import re
 import threading
 import time
@@ -180,7 +181,7 @@ class Listener:
     """One request's side of the event loop: the new tokens of its continuations, in order."""
 
     def __init__(self) -> None:
-        self._new: deque[tuple[Continuation, NewToken]] = deque()
+        self._new: list[tuple[Continuation, NewToken]] = []
         self._arrived = asyncio.Event()
         self.error: BaseException | None = None
 
@@ -194,14 +195,15 @@ class Listener:
         self.error = error
         self._arrived.set()
 
-    async def get(self) -> tuple[Continuation, NewToken]:
-        """Return the next token as soon as there is one."""
-        while not self._new:
-            if self.error is not None:
-                raise self.error
+    async def get(self) -> list[tuple[Continuation, NewToken]]:
+        """Return all tokens that have arrived, as soon as there is one."""
+        while not self._new and self.error is None:
             self._arrived.clear()
             await self._arrived.wait()
-        return self._new.popleft()
+        if self.error is not None:
+            raise self.error
+        arrived, self._new = self._new, []
+        return arrived
 
 
 class Engine:
@@ -246,6 +248,11 @@ class Engine:
     def waiting(self, name: str) -> int:
         """Return the number of continuations that have no slot yet."""
         return self._pending[name] + self.models[name].batcher.waiting
+
+    def count(self, name: str, outcome: str) -> None:
+        """Count how a choice of a model's ended."""
+        counts = self.figures[name].requests
+        counts[outcome] = counts.get(outcome, 0) + 1
 
     def add(self, name: str, continuations: Sequence[Continuation]) -> None:
         """Queue continuations; the `data` of each is its `Listener`."""
@@ -337,3 +344,64 @@ class Engine:
 def _deliver(new: Sequence[tuple[Continuation, NewToken]]) -> None:
     for continuation, token in new:
         continuation.data.put(continuation, token)
+
+
+# --- what /metrics shows --------------------------------------------------------------------------
+
+
+def metrics_text(engine: Engine) -> str:
+    """Return the figures of all models in Prometheus' text format."""
+    counters = (
+        ("tokens_read", "counter", "Tokens of prompts and answers that went through the model."),
+        ("tokens_reused", "counter", "Tokens of prompts that a slot held already."),
+        ("tokens_generated", "counter", "Tokens that were sampled."),
+        ("steps", "counter", "Passes over the weights."),
+        ("step_seconds", "counter", "Seconds in these passes and in sampling."),
+        ("running", "gauge", "Sequences with a slot."),
+        ("waiting", "gauge", "Sequences that wait for a slot."),
+        ("slots", "gauge", "Slots."),
+        ("cache_bytes", "gauge", "The most bytes that keys and values take."),
+    )
+    lines = []
+    for name, kind, help_text in counters:
+        full = f"glass_{name}_total" if kind == "counter" else f"glass_{name}"
+        lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
+        for served in engine.models.values():
+            lines.append(f'{full}{{model="{served.name}"}} {_figure(engine, served, name)}')
+    full = "glass_requests_total"
+    lines += [f"# HELP {full} Choices by how they ended.", f"# TYPE {full} counter"]
+    for name, figures in engine.figures.items():
+        for outcome, count in sorted(figures.requests.items()):
+            lines.append(f'{full}{{model="{name}",outcome="{outcome}"}} {count}')
+    full = "glass_first_token_seconds"
+    lines += [f"# HELP {full} From a request to its first token.", f"# TYPE {full} histogram"]
+    for name, figures in engine.figures.items():
+        lines += _histogram(full, name, figures.first_token)
+    return "\n".join(lines) + "\n"
+
+
+def _figure(engine: Engine, served: Served, name: str) -> float:
+    batcher = served.batcher
+    figures: dict[str, float] = {
+        "tokens_read": batcher.read_tokens,
+        "tokens_reused": batcher.reused_tokens,
+        "tokens_generated": batcher.made_tokens,
+        "steps": batcher.steps,
+        "step_seconds": engine.figures[served.name].step_seconds,
+        "running": batcher.running,
+        "waiting": engine.waiting(served.name),
+        "slots": served.slots.slots,
+        "cache_bytes": served.slots.memory_bytes,
+    }
+    return figures[name]
+
+
+def _histogram(full: str, name: str, found: Histogram) -> list[str]:
+    lines, sum_ = [], 0
+    for bound, count in zip((*BUCKETS, math.inf), found.counts, strict=True):
+        sum_ += count
+        shown = "+Inf" if math.isinf(bound) else f"{bound:g}"
+        lines.append(f'{full}_bucket{{model="{name}",le="{shown}"}} {sum_}')
+    lines.append(f'{full}_sum{{model="{name}"}} {found.total}')
+    lines.append(f'{full}_count{{model="{name}"}} {sum_}')
+    return lines
