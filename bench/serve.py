@@ -4,6 +4,8 @@ Rows: tokens a second of many clients over one at a time, and the time to the fi
 load on llama.cpp's server (`xllamacpp`, where installed); answers with the same seed alone and in
 company; bad requests; clients that vanish, read slowly or say nothing; memory after many short
 requests. `--gguf` takes a file instead of the 25 M model that is made here; `--part` runs some.
+`--device cuda` serves a model of Qwen2.5-0.5B's shape in bfloat16 to 256 clients (`--clients`,
+`--new`, `--temperature`) in four processes, and prints their tokens a second.
 """
 
 import argparse
@@ -20,14 +22,19 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.clock import Row, installed, said
-from bench.generate import MEDIUM, TINY
+from bench.generate import HALF_BILLION, MEDIUM, TINY
 
+SHAPES = {"0.5B": HALF_BILLION, "25M": MEDIUM, "tiny": TINY}
+#: Processes that the clients of `--device` are spread over.
+PROCESSES = 4
 PARTS = ("throughput", "company", "bad", "leaving", "short")
 ROOT = Path(__file__).parents[1]
 WORDS = [
@@ -67,8 +74,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     """The sizes."""
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--gguf", type=Path, help="serve this file instead of a 25 M model")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--new", type=int, default=64, help="new tokens of an answer")
+    parser.add_argument("--shape", choices=SHAPES, help="the model of --device")
+    parser.add_argument("--clients", type=int, help="32; 256 with --device")
+    parser.add_argument("--new", type=int, help="new tokens of an answer: 64; 512 with --device")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of --device")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--answers", type=int, default=1_000)
     parser.add_argument("--bad", type=int, default=10_000)
@@ -78,11 +87,18 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
 
 
-def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
+def run(device: str = "cpu", *, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
     """Every figure that was asked for."""
     if quick:
         asked.clients, asked.new, asked.rounds, asked.answers = 4, 4, 1, 8
+        asked.shape = "tiny" if device != "cpu" else asked.shape
         asked.bad, asked.killed, asked.idle, asked.short = 100, 4, 20, 200
+    on_device = device != "cpu" or asked.shape is not None
+    asked.clients = asked.clients or (256 if on_device else 32)
+    asked.new = asked.new or (512 if on_device else 64)
+    if on_device:
+        yield from device_throughput(asked)
+        return
     parts = asked.part or PARTS
     with tempfile.TemporaryDirectory(prefix="glass-bench-") as place:
         file = asked.gguf or make_model(Path(place), TINY if quick else MEDIUM)
@@ -104,6 +120,16 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
 
 def make_model(folder: Path, sizes: dict[str, int]) -> Path:
     """A Qwen2 with random weights and a tokenizer of the documentation's words, as GGUF."""
+    from glassformer.adapters.any_model import export
+    from glassformer.adapters.load import load
+
+    home = make_folder(folder / "hf", sizes)
+    export(load(home), folder / "model.gguf", to="gguf", dtype="f32")
+    return folder / "model.gguf"
+
+
+def make_folder(home: Path, sizes: dict[str, int], dtype: torch.dtype = torch.float32) -> Path:
+    """The same as a Hugging Face folder."""
     from tokenizers import (
         AddedToken,
         Regex,
@@ -116,8 +142,6 @@ def make_model(folder: Path, sizes: dict[str, int]) -> Path:
     from tokenizers.trainers import BpeTrainer
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from glassformer.adapters.any_model import export
-    from glassformer.adapters.load import load
     from glassformer.adapters.tokenizers.files import QWEN_WORDS
 
     marks = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -139,6 +163,10 @@ def make_model(folder: Path, sizes: dict[str, int]) -> Path:
     texts = [p.read_text(encoding="utf-8") for p in sorted((ROOT / "src").rglob("*.py"))]
     texts += [p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs").glob("*.md"))]
     made.train_from_iterator(texts, trainer)
+    parts = json.loads(made.to_str())
+    names = parts["model"]["vocab"]
+    names |= {f"<{number}>": number for number in range(len(names), pieces)}  # what was not learned
+    made = Tokenizer.from_str(json.dumps(parts))
     made.add_special_tokens([AddedToken(mark, normalized=False, special=True) for mark in marks])
     vocab = made.get_vocab_size()
     config = Qwen2Config(
@@ -155,8 +183,7 @@ def make_model(folder: Path, sizes: dict[str, int]) -> Path:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    home = folder / "hf"
-    Qwen2ForCausalLM(config).save_pretrained(home)
+    Qwen2ForCausalLM(config).to(dtype).save_pretrained(home)
     made.save(str(home / "tokenizer.json"))
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
@@ -168,8 +195,7 @@ def make_model(folder: Path, sizes: dict[str, int]) -> Path:
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     }
     (home / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    export(load(home), folder / "model.gguf", to="gguf", dtype="f32")
-    return folder / "model.gguf"
+    return home
 
 
 class Server:
@@ -211,8 +237,9 @@ def _started(command: list[str], model: str, **more: Any) -> Iterator[Server]:
 def glass_server(file: Path, asked: argparse.Namespace) -> Iterator[Server]:
     """Ours."""
     command = [sys.executable, "-m", "glassformer", "serve", f"m={file}", "--port", "0"]
-    command += ["--slots", str(asked.clients), "--context", "256"]
-    command += ["--threads", str(asked.threads), "--queue", "4096"]
+    context = max(256, asked.new + 128)
+    command += ["--slots", str(asked.clients), "--context", str(context)]
+    command += ["--threads", str(asked.threads), "--queue", "4096", "--device", asked.device]
     with _started(command, "m") as server:
         yield server
 
@@ -319,6 +346,82 @@ def throughput(server: Server, file: Path, asked: argparse.Namespace) -> Iterato
                 ]
                 share = statistics.median(shares)
                 yield said("serve", case, f"{n} clients: {share:.2f} x llama.cpp's tokens/s")
+
+
+def device_throughput(asked: argparse.Namespace) -> Iterator[Row]:
+    """Tokens a second of many clients, each with one answer after another."""
+    shape = asked.shape or "0.5B"
+    with tempfile.TemporaryDirectory(prefix="glass-bench-") as place:
+        dtype = torch.bfloat16 if asked.device != "cpu" else torch.float32
+        home = make_folder(Path(place), SHAPES[shape], dtype)
+        case = f"{shape}, {asked.device}, {asked.clients} clients, {asked.new} new"
+        with (
+            glass_server(home, asked) as server,
+            ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool,
+        ):
+            for turn in range(asked.rounds + 1):
+                each = asked.clients // PROCESSES
+                jobs = [
+                    (server.port, each, turn * 100_000 + n * 10_000, asked.new, asked.temperature)
+                    for n in range(PROCESSES)
+                ]
+                steps = asyncio.run(_gauge(server.port, "steps_total"))
+                inside = asyncio.run(_gauge(server.port, "step_seconds_total"))
+                found = list(pool.map(_share, jobs))
+                if turn == 0:  # it warms up
+                    continue
+                seconds = max(end for _, end, _, _ in found) - min(begin for begin, *_ in found)
+                tokens = sum(made for _, _, made, _ in found)
+                firsts = sorted(first for *_, some in found for first in some)
+                p50, p99 = (firsts[int(len(firsts) * share)] for share in (0.5, 0.99))
+                steps = asyncio.run(_gauge(server.port, "steps_total")) - steps
+                inside = asyncio.run(_gauge(server.port, "step_seconds_total")) - inside
+                yield said(
+                    "serve",
+                    case,
+                    f"{tokens / seconds:,.0f} tokens/s ({tokens:,} in {seconds:.1f} s, {steps:.0f} "
+                    f"steps of {1e3 * inside / max(steps, 1):.1f} ms in the engine); first token "
+                    f"p50 {p50:.2f} s, p99 {p99:.2f} s",
+                )
+
+
+def _share(job: tuple[int, int, int, int, float]) -> tuple[float, float, int, list[float]]:
+    """One process's clients: begin, end, tokens, and seconds to each first token."""
+    port, clients, begin, new, temperature = job
+    firsts: list[float] = []
+    made = 0
+
+    async def one(number: int) -> None:
+        nonlocal made
+        body = json.dumps(
+            {
+                "model": "m",
+                "prompt": prompt(number),
+                "max_tokens": new,
+                "temperature": temperature,
+                "seed": number,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        started = time.perf_counter()
+        reader, writer = await send(port, body.encode())
+        waiting, tail = True, b""
+        while data := await reader.read(1 << 16):
+            if waiting and b"data: {" in data:
+                waiting = False
+                firsts.append(time.perf_counter() - started)
+            tail = (tail + data)[-4_096:]
+        writer.close()
+        usage = tail[tail.rindex(b'"completion_tokens"') :].partition(b":")[2]
+        made += int(usage.partition(b",")[0])
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(begin + n) for n in range(clients)))
+
+    started = time.perf_counter()
+    asyncio.run(all_of_them())
+    return started, time.perf_counter(), made, firsts
 
 
 async def _load(
@@ -459,10 +562,10 @@ def bad_requests(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
     yield said("serve", f"{asked.bad} bad requests", f"memory {growth:+.2%}")
 
 
-async def _gauge(port: int, name: str) -> int:
+async def _gauge(port: int, name: str) -> float:
     _, text = await post(port, b"", path="/metrics", method="GET")
     lines = text.decode().splitlines()
-    return int(float(next(x.split()[1] for x in lines if x.startswith(f"glass_{name}{{"))))
+    return float(next(x.split()[1] for x in lines if x.startswith(f"glass_{name}{{")))
 
 
 def leaving(server: Server, asked: argparse.Namespace) -> Iterator[Row]:

@@ -5,8 +5,11 @@ import torch
 
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
+from glassformer.generation.batching import Batcher
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
+from glassformer.generation.fast.block import why_not
+from glassformer.generation.fast.slots import RecordedSlots
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -57,3 +60,31 @@ def test_rows_that_end_leave_the_others_as_they_were(dtype):
     assert [
         g.tokens for g in generate_batch(FastStepper(model, graph=False), prompts, spec=spec)
     ] == want
+
+
+@pytest.mark.parametrize("name", checks.SPECS)
+def test_slots_on_the_gpu_give_the_tokens_of_the_cpu(name):
+    """More sequences than slots, some ending early: recorded steps, launched ahead."""
+    model = built(checks.SPECS[name])
+    if model.spec.encoder is not None or why_not(model.spec):
+        return
+    draw = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(model.spec.vocab_size, (2 + n % 5,), generator=draw).tolist()
+        for n in range(13)
+    ]
+    specs = [
+        DecodeSpec(max_new_tokens=4 + n % 9, temperature=n % 2 * 1.1, eos=(1,), seed=n)
+        for n in range(13)
+    ]
+    want = [
+        list(generate_batch(TorchStepper(model), [prompt], spec=spec)[0].tokens)
+        for prompt, spec in zip(prompts, specs, strict=True)
+    ]
+    batcher = Batcher(RecordedSlots(model.cuda(), slots=5))
+    rows = [
+        batcher.add(batcher.prepare(prompt, spec=spec))
+        for prompt, spec in zip(prompts, specs, strict=True)
+    ]
+    list(batcher.run())
+    assert [row.tokens for row in rows] == want

@@ -117,3 +117,31 @@ def test_one_query_looks_back(batch, end, window, extra, biased):
     )
     assert (shown - want).abs().max() < 1e-5
     assert (kv - given).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_rows_have_their_own_slot_and_end(window):
+    """A batch over some slots is each row alone over its slot."""
+    from glassformer.kernels import triton_decode
+
+    N, K, H, S = 6, 2, 24, 320
+    slots, ends = torch.tensor([4, 0, 2], device="cuda"), torch.tensor([1, 70, 301], device="cuda")
+    qkv, kv = draw(3, N + 2 * K, H), draw(6, 2 * K, S, H, seed=1)
+    angle = draw(S, H // 2, seed=4)
+    cos, sin = angle.cos(), angle.sin()
+    rotation = (torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))
+
+    def attend(rows, memory, ends, **where):
+        return triton_decode.attend(
+            rows, memory, ends, n_heads=N, places_B=ends - 1, rotation=rotation, gains=None,
+            eps=0.0, window=window, mask_BS=None, **where,
+        )  # fmt: skip
+
+    want, given = [], kv.clone()
+    for row, (slot, end) in enumerate(zip(slots.tolist(), ends, strict=True)):
+        own = given[slot : slot + 1].clone()
+        want.append(attend(qkv[row : row + 1], own, end[None]))
+        given[slot] = own[0]
+    shown = attend(qkv, kv, ends, slots_B=slots)
+    assert (shown - torch.cat(want)).abs().max() < 1e-5
+    assert torch.equal(kv, given)

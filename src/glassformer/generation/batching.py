@@ -496,6 +496,8 @@ class Batcher:
                         return False
         if source in free and 2 * shared >= len(self._held[source].ids):
             target = source
+        elif shared < self.slots.worth_copying:
+            shared = 0
         if source != target and shared:
             self.slots.copy(source, target, length=shared)
         if isinstance(self.slots, OneByOneSlots):

@@ -11,6 +11,7 @@ import hmac
 import json
 import socket
 import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,12 +121,17 @@ def create_app(
     return app
 
 
+#: Seconds after which a waiting thread gets the interpreter.
+SWITCH_SECONDS = 0.0005
 #: Connections that may be open at once, idle ones too.
 CONNECTIONS = 4_096
 
 
 def serve_forever(app: Starlette, listening: socket.socket) -> None:
     """Serve until a signal: the first finishes what is running, the second ends at once."""
+    # The engine's thread gives up the interpreter while a step computes and needs it back at once:
+    # by default the event loop would keep it for 5 ms, longer than a step on a GPU takes.
+    sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
         app,
         http=TimedConnection,

@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 #: Seconds that a busy thread sleeps at most before it looks for a reason to end.
 LOOK_SECONDS = 1.0
+#: Seconds that the event loop takes to write an event to one client, about.
+EVENT_SECONDS = 1e-4
 #: Upper ends of the histograms' buckets, in seconds.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -185,9 +187,9 @@ class Listener:
         self._arrived = asyncio.Event()
         self.error: BaseException | None = None
 
-    def put(self, continuation: Continuation, new: NewToken) -> None:
-        """Called by the event loop when a step has ended."""
-        self._new.append((continuation, new))
+    def put(self, new: Sequence[tuple[Continuation, NewToken]]) -> None:
+        """Called by the event loop after a step or several."""
+        self._new += new
         self._arrived.set()
 
     def fail(self, error: BaseException) -> None:
@@ -223,6 +225,8 @@ class Engine:
         self._work = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._made: list[tuple[Continuation, NewToken]] = []  # not yet passed on
+        self._passed_on = 0.0
         self._pending = dict.fromkeys(self.models, 0)  # added by the event loop, not yet taken
 
     # Called by the event loop:
@@ -316,6 +320,7 @@ class Engine:
             self._inbox.popleft()()
         busy = [one for one in self.models.values() if one.batcher.busy]
         if not busy:
+            self._pass_on(0)
             if self.closing and not self._inbox:
                 return False
             self._work.wait(LOOK_SECONDS)
@@ -324,9 +329,16 @@ class Engine:
             begin = time.perf_counter()
             new = served.batcher.step()
             self.figures[served.name].step_seconds += time.perf_counter() - begin
-            if new:
-                self._tell(_deliver, new)
+            self._made += new
+        self._pass_on(sum(one.batcher.running for one in busy))
         return True
+
+    def _pass_on(self, running: int) -> None:
+        """Tell the event loop of new tokens; not oftener than it can write them to so many."""
+        now = time.perf_counter()
+        if self._made and (now - self._passed_on >= running * EVENT_SECONDS or not running):
+            self._tell(_deliver, self._made)
+            self._made, self._passed_on = [], now
 
     def _tell(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
@@ -342,8 +354,11 @@ class Engine:
 
 
 def _deliver(new: Sequence[tuple[Continuation, NewToken]]) -> None:
-    for continuation, token in new:
-        continuation.data.put(continuation, token)
+    for_each: dict[Listener, list[tuple[Continuation, NewToken]]] = {}
+    for one in new:
+        for_each.setdefault(one[0].data, []).append(one)
+    for listener, theirs in for_each.items():
+        listener.put(theirs)
 
 
 # --- what /metrics shows --------------------------------------------------------------------------

@@ -65,6 +65,8 @@ class Slots(ABC):
 
     cuts_prompts: bool
     invariant: bool
+    #: Positions that two prompts must share before copying them is less work than reading them.
+    worth_copying = 1
 
     def __init__(self, spec: ModelSpec, *, slots: int, context: int) -> None:
         check_decodes(spec)
@@ -337,6 +339,7 @@ class RecordedSlots(Slots):
 
     cuts_prompts = True
     invariant = False
+    worth_copying = 64
 
     def __init__(self, model: Model | Holder, *, slots: int, context: int | None = None) -> None:
         self.model = decodable(model)
