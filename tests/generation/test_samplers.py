@@ -123,3 +123,8 @@ def test_top_k_of_everything_is_plain_sampling(name):
         cold = generate_batch(stepper, prompts, spec=DecodeSpec(**rules, **more))
         greedy = generate_batch(stepper, prompts, spec=DecodeSpec(max_new_tokens=15))
         assert [g.tokens for g in cold] == [g.tokens for g in greedy]
+
+
+def test_random_numbers_of_many_rows_are_those_of_each():
+    of = [(0, 0, 0), (1, 2, 3), (2**63 - 1, 5, 10_000), (2**70 + 1, 0, 7)]
+    assert samplers.uniforms(*zip(*of, strict=True)) == [samplers.uniform(*one) for one in of]

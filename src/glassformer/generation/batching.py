@@ -42,6 +42,7 @@ from glassformer.generation.samplers import (
     Together,
     is_plain,
     make_sampler,
+    settings_of,
     uniforms,
 )
 from glassformer.generation.stepper import Stepper
@@ -207,7 +208,7 @@ class Batcher:
 
     def _sampler_of(self, spec: DecodeSpec) -> Together:
         """Return the one sampler of all sequences with these settings; called by any thread."""
-        key = (spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.typical_p, spec.forbidden)
+        key = settings_of(spec)
         if len(self._together) >= MOST_SETTINGS:
             self._together.clear()
         return self._together.setdefault(key, Together(spec))

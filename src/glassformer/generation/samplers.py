@@ -231,6 +231,12 @@ def is_plain(spec: DecodeSpec) -> bool:
     return spec.repetition_penalty == 1.0 and not spec.forced and spec.min_new_tokens <= 1
 
 
+def settings_of(spec: DecodeSpec) -> tuple[object, ...]:
+    """Return what two plain specs must have in common to be sampled together."""
+    rules = (spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.typical_p)
+    return (*rules, spec.forbidden)
+
+
 class Together:
     """The sampler of a plain spec for rows of several sequences at once, seeds and steps apart.
 
