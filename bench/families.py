@@ -141,6 +141,37 @@ def _cases() -> Iterator[Case]:
         "gpt_bigcode", "GPTBigCode", GPT_SIZES, one_key={}, many_keys={"multi_query": False}
     )
 
+    neo = {"vocab_size": 53, "hidden_size": 24, "num_layers": 3, "num_heads": 4}
+    neo |= {
+        "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 1], [["local"], 1]],
+    }
+    yield from of(
+        "gpt_neo",
+        "GPTNeo",
+        neo,
+        usual={"window_size": 5},
+        untied={"window_size": 3, "intermediate_size": 36, "tie_word_embeddings": False},
+    )
+    yield from of(
+        "gptj",
+        "GPTJ",
+        GPT_SIZES | {"n_embd": 32},
+        usual={"rotary_dim": 4},
+        whole={"rotary_dim": 8, "n_inner": 36, "activation_function": "gelu"},
+    )
+    opt = {
+        key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "intermediate_size")
+    }
+    yield from of(
+        "opt",
+        "OPT",
+        opt | {"ffn_dim": 36},
+        usual={},
+        after={"do_layer_norm_before": False, "enable_bias": False, "activation_function": "gelu"},
+        untied={"tie_word_embeddings": False, "_remove_final_layer_norm": True},
+    )
+
     yield from of("arcee", "Arcee", usual={}, biases={"attention_bias": True, "mlp_bias": True})
     yield from of("hunyuan_v1_dense", "HunYuanDenseV1", usual={"head_dim": 8})
     yield from of(
@@ -163,6 +194,23 @@ def _cases() -> Iterator[Case]:
             "embedding_multiplier": 2.0,
             "logits_scaling": 3.0,
             "residual_multiplier": 0.4,
+        },
+    )
+    yield from of(
+        "granitemoe",
+        "GraniteMoe",
+        usual={
+            "num_local_experts": 5,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.4,
+        },
+        biases={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
         },
     )
     yield from of(

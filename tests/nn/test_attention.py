@@ -240,7 +240,7 @@ def test_the_key_bias_has_no_gradient_and_shifts_nothing():
     assert part.k_proj.bias.grad.abs().max() < 1e-12 < part.q_proj.bias.grad.abs().max()
 
 
-@pytest.mark.parametrize("bias", ["none", "qkv", "all", "no_key"])
+@pytest.mark.parametrize("bias", ["none", "qkv", "all", "no_key", "out"])
 def test_gradient_of_the_whole_part(bias):
     part = filled(MultiHeadAttention(Attention(n_heads=2, n_kv_heads=1, d_head=2, bias=bias), 3))
     mask = build_mask(3, 3, causal=True)

@@ -52,7 +52,8 @@ def test_swiglu_is_3_d_dff_and_an_mlp_2():
 
 
 @pytest.mark.parametrize(
-    ("bias", "letters"), [("none", ""), ("qkv", "qkv"), ("all", "qkvo"), ("no_key", "qvo")]
+    ("bias", "letters"),
+    [("none", ""), ("qkv", "qkv"), ("all", "qkvo"), ("no_key", "qvo"), ("out", "o")],
 )
 def test_the_bias_policy_says_which_projections_carry_one(bias, letters):
     attention = Attention(n_heads=3, n_kv_heads=1, d_head=5, bias=bias)

@@ -8,8 +8,14 @@ from typing import TypeVar
 
 from glassformer.adapters.config import Config
 from glassformer.adapters.families.encoders import ENCODERS
-from glassformer.adapters.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
-from glassformer.adapters.families.gpt2 import GPT2
+from glassformer.adapters.families.experts import (
+    GRANITE_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
+from glassformer.adapters.families.gpt2 import GPT2, GPT_J, GPT_NEO, OPT
 from glassformer.adapters.families.layernorm import (
     BIGCODE,
     BLOOM,
@@ -87,10 +93,10 @@ class LlamaAdapter(NativeAdapter):
 
 
 class GPT2Adapter(NativeAdapter):
-    """GPT-2 in all sizes."""
+    """GPT-2 in all sizes, GPT-Neo, GPT-J and OPT."""
 
     architecture_type = "gpt2"
-    families = (GPT2,)
+    families = (GPT2, GPT_NEO, GPT_J, OPT)
 
 
 class EncoderAdapter(NativeAdapter):
@@ -119,7 +125,7 @@ NAMED = {
     "gemma": (GEMMA, GEMMA2, GEMMA3),
     "phi": (PHI, PHI3),
     "olmo": (OLMO2, OLMO3, OLMOE),
-    "granite": (GRANITE,),
+    "granite": (GRANITE, GRANITE_MOE),
     "glm": (GLM, GLM4),
     "gpt-neox": (NEOX_FAMILY,),
     "stablelm": (STABLELM,),

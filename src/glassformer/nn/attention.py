@@ -171,11 +171,11 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.d_head = d_head = attention.head_width(d_model)
         q_width, kv_width = attention.n_heads * d_head, attention.kv_heads * d_head
-        qv_bias = attention.bias != "none"
+        qv_bias = attention.bias in ("qkv", "all", "no_key")
         self.q_proj = Linear(d_model, q_width, bias=qv_bias)
         self.k_proj = Linear(d_model, kv_width, bias=attention.bias in ("qkv", "all"))
         self.v_proj = Linear(d_model, kv_width, bias=qv_bias)
-        self.o_proj = Linear(q_width, d_model, bias=attention.bias in ("all", "no_key"))
+        self.o_proj = Linear(q_width, d_model, bias=attention.bias in ("all", "no_key", "out"))
         norm = attention.qk_norm
         self.norm_all = attention.qk_norm_over == "all"
         self.norm_last = attention.qk_norm_last

@@ -40,8 +40,8 @@ class RMSNorm:
 Norm = LayerNorm | RMSNorm
 
 #: Which projections carry a bias. `no_key` is `all` without the key's, whose gradient is zero
-#: wherever no rotation or q/k-norm follows it.
-Bias = Literal["none", "qkv", "all", "no_key"]
+#: wherever no rotation or q/k-norm follows it; `out` is the output's alone (GPT-Neo).
+Bias = Literal["none", "qkv", "all", "no_key", "out"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
 #: Activations of a gate.
 GateActivation = Literal["silu", "gelu", "gelu_tanh"]

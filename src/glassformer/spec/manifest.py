@@ -238,6 +238,7 @@ def attention_parameters(
         "qkv": "qkv",
         "all": "qkvo",
         "no_key": "qvo",
+        "out": "o",
     }[attention.bias]
     if attention.sinks:
         yield Parameter(

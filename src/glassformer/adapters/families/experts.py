@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE.
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE.
 
 Files hold each expert's matrices by themselves; a live module of transformers 5 holds all experts
 of a layer in two tensors, so these families have a second table.
@@ -19,6 +19,7 @@ from glassformer.adapters.families.llama import (
     write_stack,
 )
 from glassformer.adapters.families.qwen import read_windows, write_windows
+from glassformer.adapters.families.relatives import multipliers_of, with_multipliers
 from glassformer.adapters.table import Experts, Family, Row, Table
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import MLP, Bias, Block, FeedForward, ModelSpec, MoE, SwiGLU
@@ -280,4 +281,56 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
     },
     live=QWEN_LIVE,
+)
+
+
+def granite_moe_table(experts: str, gate: tuple[str, str], router: str) -> Any:
+    """Return a function to a spec's table: all experts in one tensor, in files and modules."""
+
+    def table(spec: ModelSpec) -> Table:
+        ours = f"{BLOCK}ffn.experts."
+        every = range(mixture_of(spec).n_experts)
+        both = tuple(f"{ours}{e}.{one}.weight" for e in every for one in PARTS[:2])
+        down = tuple(f"{ours}{e}.down_proj.weight" for e in every)
+        rows = (
+            Row(f"{LAYER}block_sparse_moe.{experts}{gate[0]}", both, Experts(per=2)),
+            Row(f"{LAYER}block_sparse_moe.{experts}{gate[1]}", down, Experts()),
+            Row(f"{LAYER}block_sparse_moe.{router}.weight", f"{BLOCK}ffn.gate.weight"),
+        )
+        return Table(rows=(*TABLE.rows, *rows), ignored=TABLE.ignored)
+
+    return table
+
+
+def read_granite_moe(config: Config) -> ModelSpec:
+    """Read a Granite-MoE config: Granite's factors, experts in every layer."""
+    ffn = read_mixture(config, d_ff=config.whole("intermediate_size"), normalize=True)
+    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
+    bias: Bias = "all" if config.flag("attention_bias", default=False) else "none"
+    return with_multipliers(read_stack(config, bias=bias, d_head=None, ffn=ffn), config)
+
+
+def write_granite_moe(spec: ModelSpec) -> dict[str, Any]:
+    """Return Granite-MoE's config keys."""
+    mixture = mixture_of(spec)
+    return {
+        **write_stack(spec, d_ff=mixture.expert.d_ff),
+        **multipliers_of(spec),
+        "attention_bias": next(spec.decoder.blocks()).attention.bias == "all",
+        "num_local_experts": mixture.n_experts,
+        "num_experts_per_tok": mixture.experts_per_token,
+        "router_aux_loss_coef": mixture.balance,
+        "output_router_logits": False,
+    }
+
+
+GRANITE_MOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    granite_moe_table("", ("input_linear.weight", "output_linear.weight"), "router.layer"),
+    read_granite_moe,
+    write_granite_moe,
+    idle={"output_router_logits": False},
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    live=granite_moe_table("experts.", ("gate_up_proj", "down_proj"), "router"),
 )
