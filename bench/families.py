@@ -196,6 +196,17 @@ def _cases() -> Iterator[Case]:
             "residual_multiplier": 0.4,
         },
     )
+    oss = {"head_dim": 8, "sliding_window": 5, "layer_types": KINDS, "swiglu_limit": 0.8}
+    yield from of(
+        "gpt_oss",
+        "GptOss",
+        usual=oss
+        | {"num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"rope_parameters": YARN | {"truncate": False}},
+        plain=oss
+        | {"num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_alpha": 1.1},
+    )
     yield from of(
         "granitemoe",
         "GraniteMoe",
@@ -531,6 +542,7 @@ def features(spec: Any) -> str:
 
     block = next(spec.decoder.blocks())
     attention, ffn = block.attention, block.ffn
+    inner = ffn.expert if isinstance(ffn, parts.MoE) else ffn
     windows = {one.attention.window for one in spec.decoder.blocks()}
     rotary = parts.rotary_of(attention, spec.position)
     found = {
@@ -549,6 +561,8 @@ def features(spec: Any) -> str:
             one.attention.position is not None for one in spec.decoder.blocks()
         ),
         "caps": attention.softcap is not None,
+        "sinks": attention.sinks,
+        "clamped gates": isinstance(inner, parts.SwiGLU) and inner.clamp is not None,
         "multipliers": block.residual_scale != 1.0,
     }
     return ", ".join(word for word, there in found.items() if there) or "Llama's parts"

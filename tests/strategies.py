@@ -11,6 +11,7 @@ from glassformer.spec.model import (
     AnswerHead,
     Attention,
     Block,
+    Clamp,
     ClassHead,
     Dropout,
     FactorizedEmbedding,
@@ -79,6 +80,12 @@ ffns = st.one_of(
         d_ff=st.integers(1, 9),
         bias=st.booleans(),
         activation=st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+    ),
+    st.builds(
+        SwiGLU,
+        d_ff=st.integers(1, 9),
+        bias=st.booleans(),
+        clamp=st.builds(Clamp, limit=st.sampled_from([0.3, 7.0])),
     ),
 )
 dropouts = st.builds(Dropout, embedding=rates, attention=rates, residual=rates, ffn=rates)

@@ -345,6 +345,7 @@ def with_context(make: Callable[[], Arrays]) -> Callable[[], Arrays]:
 RELU = spec.MLP(d_ff=F_, activation="relu")
 TANH = spec.MLP(d_ff=F_, activation="gelu_tanh", bias=False)
 GATED = spec.SwiGLU(d_ff=F_, bias=True)
+CLAMPED = spec.SwiGLU(d_ff=F_, bias=True, clamp=spec.Clamp(limit=0.6, slope=1.3))
 
 
 def feed(ffn: spec.MLP | spec.SwiGLU) -> Any:
@@ -371,6 +372,15 @@ def feed_reference(t: dict[str, Tensor], prefix: str = "", act: Any = F.relu) ->
     if f"{prefix}gate_proj.weight" in t:
         return line("down_proj", F.silu(line("gate_proj", t["x"])) * line("up_proj", t["x"]))
     return line("down_proj", act(line("up_proj", t["x"])))
+
+
+def clamped_reference(t: dict[str, Tensor]) -> Tensor:
+    gate, up = (
+        F.linear(t["x"], t[f"{one}_proj.weight"], t[f"{one}_proj.bias"]) for one in ("gate", "up")
+    )
+    gate = gate.clamp(max=0.6)
+    hidden = gate * torch.sigmoid(1.3 * gate) * (up.clamp(-0.6, 0.6) + 1)
+    return F.linear(hidden, t["down_proj.weight"], t["down_proj.bias"])
 
 
 ROUTED = spec.MoE(
@@ -501,6 +511,9 @@ def block_reference(placement: str) -> Any:
             case "sandwich":
                 x = x + norm(t, "attn_post_norm", attn(t, norm(t, "attn_norm", x)))
                 return x + norm(t, "ffn_post_norm", ffn(norm(t, "ffn_norm", x)))
+            case "pre_ffn":
+                x = x + attn(t, x)
+                return x + ffn(norm(t, "ffn_norm", x))
             case "output":
                 x = x + norm(t, "attn_norm", attn(t, x))
                 return x + norm(t, "ffn_norm", ffn(x))
@@ -677,6 +690,12 @@ PARTS: dict[str, Part] = {
         named(lambda: ffn_parameters(GATED, "", D, init=HeInit()), D),
         feed(GATED),
         feed_reference,
+        (B, T, D),
+    ),
+    "clamped swiglu": Part(
+        named(lambda: ffn_parameters(CLAMPED, "", D, init=HeInit()), D),
+        feed(CLAMPED),
+        clamped_reference,
         (B, T, D),
     ),
     **{

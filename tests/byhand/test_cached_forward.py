@@ -7,10 +7,10 @@ from glassformer.byhand.cached_forward import start, step
 from glassformer.byhand.model import Model
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
-from tests.byhand.witness import PRESETS, T5
+from tests.byhand.witness import OSS, PRESETS, T5
 
 DECODERS = {name: spec for name, spec in PRESETS.items() if "next" in spec.head_names()}
-DECODERS["t5"] = T5
+DECODERS |= {"t5": T5, "gpt-oss": OSS}
 B, T, S, STEPS = 3, 4, 5, 5
 
 

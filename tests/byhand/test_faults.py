@@ -19,7 +19,7 @@ from tests.byhand import (
     test_training,
 )
 from tests.byhand.parts import PARTS
-from tests.byhand.witness import PRESETS, T5
+from tests.byhand.witness import MODERN, PRESETS, T5
 from tests.checks.faults import Fault, planted
 
 
@@ -41,6 +41,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         f"model {n}": lambda s=s: test_model_parity.assert_same_gradients(s)
         for n, s in PRESETS.items()
     },
+    "model without a first norm": lambda: test_model_parity.assert_same_gradients(MODERN),
     "model t5": lambda: test_model_parity.assert_same_gradients(T5),
     "segments": lambda: test_model_parity.assert_same_gradients(PRESETS["qwen"], segments=True),
     "padding between": lambda: (
@@ -124,6 +125,35 @@ FAULTS = [
         "            dbias=dbias,",
         "            dbias=dbias if block is cache.blocks[0] else None,",
         "model t5",
+    ),
+    fault(
+        "a clamped gate passes a gradient on",
+        "ffn:clamped_forward",
+        "    slope *= below\n",
+        "",
+        "part clamped swiglu",
+    ),
+    fault(
+        "a clamped factor passes a gradient on",
+        "ffn:swiglu_backward",
+        "dup *= cache.inside",
+        "pass",
+        "part clamped swiglu",
+    ),
+    fault(
+        "the attention's input lost under the sum",
+        "block:block_forward",
+        "x_BTD = np.add(x_BTD, out, out=out)  # the part keeps its input, x\n"
+        '            case "pre_ffn":',
+        'x_BTD += out\n            case "pre_ffn":',
+        "model without a first norm",
+    ),
+    fault(
+        "a block without its first norm keeps no residual",
+        "block:block_backward",
+        'd_BTD += back(d_BTD, line)\n            case "pre_ffn":',
+        'd_BTD[:] = back(d_BTD, line)\n            case "pre_ffn":',
+        "model without a first norm",
     ),
     fault(
         "buckets of the query's side",

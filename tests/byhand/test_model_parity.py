@@ -34,7 +34,16 @@ from glassformer.spec.model import (
     VectorHead,
 )
 from glassformer.spec.presets import PRESETS as ALL_PRESETS
-from tests.byhand.witness import PRESETS, T5, case_for, torch_gradients, torch_loss, torch_twin
+from tests.byhand.witness import (
+    MODERN,
+    OSS,
+    PRESETS,
+    T5,
+    case_for,
+    torch_gradients,
+    torch_loss,
+    torch_twin,
+)
 from tests.strategies import model_specs
 
 PARITY = 1e-10  # worst seen 2.3e-11, where the gradient is 1e-5 of the largest
@@ -85,6 +94,11 @@ def test_learned_biases_by_distance() -> None:
     assert_same_gradients(T5)
     packed = replace(PRESETS["qwen-sliding"], position=RelativeBias(buckets=6, max_distance=4))
     assert_same_gradients(packed, segments=True)
+
+
+@pytest.mark.parametrize("spec", [MODERN, OSS], ids=["modernbert", "gpt-oss"])
+def test_parts_of_newer_families(spec: ModelSpec) -> None:
+    assert_same_gradients(spec)
 
 
 #: BERT's parts: token types, a norm of the embedding, rows before position 0, norms after, a

@@ -92,6 +92,51 @@ T5 = replace(
     heads=(model.NextHead(scale=14**-0.5),),
 )
 
+#: ModernBERT's parts: no norm before the first attention, GeGLU, windows to both sides, two
+#: rotations, a transform before the logits; and gpt-oss's: clamped experts, sinks, a router's bias.
+_WIDE = model.Attention(n_heads=3, d_head=4, causal=False)
+_NEAR = replace(_WIDE, window=2, position=model.Rotary(base=100.0))
+_PLAIN = model.LayerNorm(bias=False)
+_GATES = {"ffn": model.SwiGLU(d_ff=17, activation="gelu"), "norm": _PLAIN}
+MODERN = model.ModelSpec(
+    vocab_size=29,
+    d_model=12,
+    max_seq_len=13,
+    position=model.Rotary(),
+    decoder=model.Stack(
+        layers=(
+            model.Layers(
+                count=1, block=model.Block(attention=_WIDE, placement="pre_ffn", **_GATES)
+            ),
+            model.Layers(count=2, block=model.Block(attention=_NEAR, **_GATES)),
+        ),
+        embed_norm=_PLAIN,
+        final_norm=_PLAIN,
+    ),
+    heads=(model.MaskedHead(transform=model.HeadTransform(bias=False, norm=_PLAIN)),),
+)
+_CLAMPED = model.SwiGLU(d_ff=7, bias=True, clamp=model.Clamp(limit=0.6, slope=1.3))
+OSS = replace(
+    PRESETS["qwen"],
+    decoder=model.Stack(
+        layers=(
+            model.Layers(
+                count=2,
+                block=model.Block(
+                    attention=model.Attention(
+                        n_heads=6, n_kv_heads=2, d_head=4, bias="all", sinks=True, window=3
+                    ),
+                    ffn=model.MoE(
+                        n_experts=5, experts_per_token=2, expert=_CLAMPED, router_bias=True
+                    ),
+                    norm=model.RMSNorm(),
+                ),
+            ),
+        ),
+        final_norm=model.RMSNorm(),
+    ),
+)
+
 B, T, S = 3, 7, 5
 ONE = ("answer", "vector")  # heads with one result for a sequence
 

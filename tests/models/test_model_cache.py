@@ -9,12 +9,14 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
     ALiBi,
     AnswerHead,
+    Clamp,
     Learned,
     NoPosition,
     RelativeBias,
     RMSNorm,
     Rotary,
     Sinusoidal,
+    SwiGLU,
 )
 from tests.tiny import VOCAB, B, S, T, built, tiny, token_ids
 
@@ -28,6 +30,8 @@ SPECS = {
     "window": tiny(position=Rotary(), attention={"window": 3}),
     "alibi": tiny(position=ALiBi(), attention={"n_heads": 6, "n_kv_heads": 2}),
     "alibi, window": tiny(position=ALiBi(), attention={"window": 3}),
+    "clamped, sinks": tiny(ffn=SwiGLU(d_ff=7, clamp=Clamp(limit=0.5)), attention={"sinks": True}),
+    "no first norm": tiny(position=Rotary(), placement="pre_ffn"),
     "relative": tiny(position=RelativeBias(buckets=6, max_distance=5)),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

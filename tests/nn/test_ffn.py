@@ -4,7 +4,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 from glassformer.nn.ffn import activate, build_ffn
-from glassformer.spec.model import MLP, SwiGLU
+from glassformer.spec.model import MLP, Clamp, SwiGLU
 from tests.compare import assert_matches
 from tests.tiny import filled, noise
 
@@ -15,6 +15,7 @@ ALL = [
     MLP(d_ff=F_, activation="gelu_tanh", bias=False),
     SwiGLU(d_ff=F_),
     SwiGLU(d_ff=F_, bias=True),
+    SwiGLU(d_ff=F_, clamp=Clamp(limit=0.5)),
 ]
 
 

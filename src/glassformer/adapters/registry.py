@@ -9,6 +9,7 @@ from typing import TypeVar
 from glassformer.adapters.config import Config
 from glassformer.adapters.families.encoders import ENCODERS
 from glassformer.adapters.families.experts import (
+    GPT_OSS,
     GRANITE_MOE,
     MIXTRAL,
     OLMOE,
@@ -128,6 +129,7 @@ NAMED = {
     "granite": (GRANITE, GRANITE_MOE),
     "glm": (GLM, GLM4),
     "gpt-neox": (NEOX_FAMILY,),
+    "gpt-oss": (GPT_OSS,),
     "stablelm": (STABLELM,),
     "falcon": (FALCON,),
     "bloom": (BLOOM,),

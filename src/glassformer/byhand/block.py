@@ -133,6 +133,13 @@ def block_forward(
                 if block.residual_scale != 1.0:
                     out *= block.residual_scale
                 x_BTD += out
+            case "pre_ffn" if name == "attn":
+                out, part, keep = run(x_BTD, name)
+                x_BTD = np.add(x_BTD, out, out=out)  # the part keeps its input, x
+            case "pre_ffn":
+                into, norm = normed(x_BTD, f"{name}_norm")
+                out, part, keep = run(into, name)
+                x_BTD += out
             case "post":
                 out, part, keep = run(x_BTD, name)
                 out += x_BTD
@@ -209,6 +216,12 @@ def block_backward(
                 if block.residual_scale != 1.0:
                     dout = np.multiply(d_BTD, block.residual_scale, out=ws.take(d_BTD.shape))
                 dnormed = back(dout, line)
+                d_BTD += unnormed(dnormed, line.norm, f"{name}_norm", dx=dnormed)
+            case "pre_ffn" if name == "attn":
+                # forward: x' = x + keep * part(x)   =>   dx = dx' + part'(keep * dx')
+                d_BTD += back(d_BTD, line)
+            case "pre_ffn":
+                dnormed = back(d_BTD, line)
                 d_BTD += unnormed(dnormed, line.norm, f"{name}_norm", dx=dnormed)
             case "post":
                 # forward: x' = norm(s), s = x + keep * part(x)

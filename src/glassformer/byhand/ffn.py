@@ -27,7 +27,7 @@ from glassformer.byhand.linear import (
     linear_products,
     sum_rows,
 )
-from glassformer.byhand.pass_context import Array, PassContext, slot
+from glassformer.byhand.pass_context import Array, PassContext, Workspace, slot
 from glassformer.spec import model as spec
 
 # B batch, T length, D d_model, F d_ff, W = 2F, gate and up side by side
@@ -58,6 +58,7 @@ class SwiGLUCache(NamedTuple):
     down: LinearCache
     biased: bool
     at: str
+    inside: Array | None = None
 
 
 def feed_forward(
@@ -127,7 +128,10 @@ def swiglu_forward(
     if biased and bias_W is None:
         gate += params["gate_proj.bias"]
         up += params["up_proj.bias"]
+    inside: Array | None = None
     match ffn.activation:
+        case "silu" if ffn.clamp is not None:
+            opened, slope, inside = clamped_forward(gate, up, clamp=ffn.clamp, ws=ws)
         case "silu":
             opened, slope = silu_forward(gate, ws=ws)
         case "gelu":
@@ -145,7 +149,26 @@ def swiglu_forward(
         hidden, weight_OI=params["down_proj.weight"], bias_O=params.get("down_proj.bias"), ws=ws
     )
     pass_context.tap(f"{at}out", out_BTD)
-    return out_BTD, SwiGLUCache(into, opened, slope, up, keep, down, biased, at)
+    return out_BTD, SwiGLUCache(into, opened, slope, up, keep, down, biased, at, inside)
+
+
+def clamped_forward(
+    gate: Array, up: Array, *, clamp: spec.Clamp, ws: Workspace
+) -> tuple[Array, Array, Array]:
+    """Return g sigmoid(slope g) and its slope, and where u is inside; u + 1 replaces `up`.
+
+    g = min(gate, limit), u = up within both limits. What lies outside passes no gradient on.
+    """
+    # g sigmoid(a g) = silu(a g) / a   =>   its slope is silu'(a g)
+    below, inside = gate <= clamp.limit, np.abs(up) <= clamp.limit
+    np.minimum(gate, clamp.limit, out=gate)
+    gate *= clamp.slope
+    opened, slope = silu_forward(gate, ws=ws)
+    opened /= clamp.slope
+    slope *= below
+    np.clip(up, -clamp.limit, clamp.limit, out=up)
+    up += 1.0
+    return opened, slope, inside
 
 
 def swiglu_backward(
@@ -164,7 +187,9 @@ def swiglu_backward(
     dboth = ws.take((*dhidden.shape[:-1], 2 * width))
     # forward: hidden = act(gate) * up
     #   =>   dup = dhidden * act(gate),  dgate = dhidden * up * act'(gate)
-    np.multiply(dhidden, cache.opened, out=dboth[..., width:])
+    dup = np.multiply(dhidden, cache.opened, out=dboth[..., width:])
+    if cache.inside is not None:
+        dup *= cache.inside
     dgate = np.multiply(dhidden, cache.up, out=dboth[..., :width])
     slope_backward(dgate, cache.slope, dx=dgate)
     dweight_WD = grads.get(f"{JOINED}.weight")

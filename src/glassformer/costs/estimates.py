@@ -354,12 +354,12 @@ def _block(
     parts = 2 if block.cross is None else 3
     if stack.dropout.residual:
         yield FLOAT * parts * rows * d_model
-    norms = 1 if block.placement == "parallel_shared" else parts
+    norms = 1 if block.placement in ("parallel_shared", "pre_ffn") else parts
     for _ in range(norms):
         yield from _norm(block.norm, rows, d_model)
         yield FLOAT * rows * d_model  # the normalised input, which the products read
     match block.placement:
-        case "pre" | "post" | "output" | "parallel_shared":
+        case "pre" | "post" | "output" | "parallel_shared" | "pre_ffn":
             pass
         case "parallel":
             yield -FLOAT * rows * d_model  # both norms keep the same input
@@ -385,8 +385,12 @@ def _ffn(ffn: MLP | SwiGLU, stack: Stack, rows: int) -> Iterator[int]:
     """The activations between the input of a feed-forward and its output."""
     wide = FLOAT * rows * ffn.d_ff
     match ffn:
-        case SwiGLU():
+        case SwiGLU(clamp=None):
             yield 4 * wide  # gate, silu(gate), up, and their product
+        case SwiGLU():
+            # gate and up, before and after their limits; the sigmoid, the opened gate, u + 1, the
+            # product
+            yield 8 * wide
         case MLP(activation="relu"):
             yield wide if not stack.dropout.ffn else 2 * wide  # the slope follows from the output
         case MLP():

@@ -272,6 +272,7 @@ PLACEMENTS = {
     "output": "on each part's output",
     "parallel": "before each of two parallel parts",
     "parallel_shared": "before two parallel parts",
+    "pre_ffn": "before the feed-forward",
 }
 
 

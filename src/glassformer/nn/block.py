@@ -32,7 +32,8 @@ class TransformerBlock(nn.Module):
         self.pre = block.placement == "pre"
         self.residual_scale = block.residual_scale
         self.dropout = nn.Dropout(dropout.residual)
-        self.attn_norm = build_norm(block.norm, d_model)
+        bare = block.placement == "pre_ffn"
+        self.attn_norm = None if bare else build_norm(block.norm, d_model)
         self.attn = MultiHeadAttention(block.attention, d_model, dropout=dropout.attention)
         self.cross_norm = self.cross = None
         if block.cross is not None:
@@ -88,6 +89,10 @@ class TransformerBlock(nn.Module):
             return self.drop(self.ffn(x, taps=under(taps, "ffn.")))
 
         x = tap(taps, "resid_pre", x_BTD)
+        if self.attn_norm is None:
+            assert self.placement == "pre_ffn" and self.ffn_norm is not None
+            x = tap(taps, "resid_mid", x + attend(x))
+            return tap(taps, "resid_post", x + feed(self.ffn_norm(x)))
         if self.placement == "parallel_shared":
             shared = self.attn_norm(x)
             x = tap(taps, "resid_mid", x + attend(shared))
@@ -115,6 +120,8 @@ class TransformerBlock(nn.Module):
                 one, two = self.attn_norm(x), self.ffn_norm(x)
                 x = tap(taps, "resid_mid", x + attend(one))
                 return tap(taps, "resid_post", x + feed(two))
+            case "pre_ffn":
+                raise AssertionError("a block without a norm of its attention was run above")
             case _ as unreachable:
                 assert_never(unreachable)
 

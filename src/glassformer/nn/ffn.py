@@ -60,12 +60,19 @@ class MLP(nn.Module):
         return tap(taps, "out", self.down_proj(self.dropout(hidden_BTF)))
 
 
+def clamped_product(gate_BTF: Tensor, up_BTF: Tensor, clamp: spec.Clamp) -> Tensor:
+    """g sigmoid(slope g) (u + 1), with g at most `limit` and u between both limits."""
+    gate_BTF = gate_BTF.clamp(max=clamp.limit)
+    up_BTF = up_BTF.clamp(min=-clamp.limit, max=clamp.limit)
+    return gate_BTF * torch.sigmoid(clamp.slope * gate_BTF) * (up_BTF + 1)
+
+
 class SwiGLU(nn.Module):
-    """down(dropout(silu(gate(x)) * up(x))), or with GELU in place of SiLU."""
+    """down(dropout(silu(gate(x)) * up(x))), or with GELU in place of SiLU, or clamped."""
 
     def __init__(self, ffn: spec.SwiGLU, d_model: int, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.activation = ffn.activation
+        self.activation, self.clamp = ffn.activation, ffn.clamp
         self.gate_proj = Linear(d_model, ffn.d_ff, bias=ffn.bias)
         self.up_proj = Linear(d_model, ffn.d_ff, bias=ffn.bias)
         self.down_proj = Linear(ffn.d_ff, d_model, bias=ffn.bias)
@@ -73,7 +80,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor, *, taps: TapsAt | None = None) -> Tensor:
         gate_BTF, up_BTF = side_by_side(x_BTD, (self.gate_proj, self.up_proj))
-        hidden_BTF = tap(taps, "hidden", activate(gate_BTF, self.activation) * up_BTF)
+        if self.clamp is None:
+            hidden_BTF = activate(gate_BTF, self.activation) * up_BTF
+        else:
+            hidden_BTF = clamped_product(gate_BTF, up_BTF, self.clamp)
+        hidden_BTF = tap(taps, "hidden", hidden_BTF)
         return tap(taps, "out", self.down_proj(self.dropout(hidden_BTF)))
 
 

@@ -45,7 +45,7 @@ Bias = Literal["none", "qkv", "all", "no_key", "out"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
 #: Activations of a gate.
 GateActivation = Literal["silu", "gelu", "gelu_tanh"]
-Placement = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
+Placement = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared", "pre_ffn"]
 #: The values that q/k-norm takes together: those of one head, or of all heads.
 NormWidth = Literal["head", "all"]
 
@@ -122,19 +122,40 @@ class MLP:
 
 
 @spec
+class Clamp:
+    """Limits of a gated feed-forward, as gpt-oss has them.
+
+    g = min(gate(x), limit) and u = up(x) within [-limit, limit]; g sigmoid(slope g) (u + 1) takes
+    the place of silu(gate(x)) * up(x).
+    """
+
+    limit: float = 7.0
+    slope: float = 1.702
+
+    def __post_init__(self) -> None:
+        positive("limit", self.limit)
+        positive("slope", self.slope)
+
+
+@spec
 class SwiGLU:
     """down(silu(gate(x)) * up(x)), with the names that LLaMA and Qwen use.
 
-    With GELU for its `activation` it is known as GeGLU (Gemma).
+    With GELU for its `activation` it is known as GeGLU (Gemma). `clamp` limits both factors.
     """
 
     d_ff: int
     bias: bool = False
     activation: GateActivation = "silu"
+    clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
         size("d_ff", self.d_ff)
         one_of("activation", self.activation, get_args(GateActivation))
+        if self.clamp is not None and self.activation != "silu":
+            raise InputError(
+                f"clamp with activation {self.activation!r}", hint="a clamped gate has silu"
+            )
 
 
 @spec
@@ -194,7 +215,8 @@ class Block:
     post: x = norm(x + part(x)), the 2017 paper. pre: x = x + part(norm(x)), steadier when deep.
     sandwich: x = x + norm'(part(norm(x))) (Gemma 2). output: x = x + norm(part(x)) (OLMo 2).
     parallel: x = x + attention(norm(x)) + ffn(norm'(x)) (GPT-NeoX); parallel_shared: with one norm
-    for both (Falcon, Cohere). `residual_scale` multiplies what a part adds to x (Granite).
+    for both (Falcon, Cohere). pre_ffn: x = x + attention(x), x = x + ffn(norm(x)), for the first
+    block after a norm of the embedding (ModernBERT). `residual_scale` multiplies what a part adds to x (Granite).
     """
 
     attention: Attention

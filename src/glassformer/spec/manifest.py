@@ -361,7 +361,8 @@ def block_parameters(
     residual_depth: int = 0,
 ) -> Iterator[Parameter]:
     """Yield the parameters of a block: each sublayer's norm, then the sublayer."""
-    yield from norm_parameters(block.norm, f"{prefix}attn_norm.", d_model)
+    if block.placement != "pre_ffn":
+        yield from norm_parameters(block.norm, f"{prefix}attn_norm.", d_model)
     yield from attention_parameters(
         block.attention,
         f"{prefix}attn.",

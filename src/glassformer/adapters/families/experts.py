@@ -1,4 +1,5 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE.
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE,
+gpt-oss.
 
 Files hold each expert's matrices by themselves; a live module of transformers 5 holds all experts
 of a layer in two tensors, so these families have a second table.
@@ -10,19 +11,24 @@ from typing import Any
 from glassformer.adapters.config import MOST_LAYERS, Config
 from glassformer.adapters.families.llama import (
     BLOCK,
+    FULL,
     LAYER,
+    SLIDING,
     TABLE,
     each_block,
+    kinds_of,
     optional_whole,
     own_width,
+    read_kinds,
     read_stack,
+    window_of,
     write_stack,
 )
 from glassformer.adapters.families.qwen import read_windows, write_windows
 from glassformer.adapters.families.relatives import multipliers_of, with_multipliers
 from glassformer.adapters.table import Experts, Family, Row, Table
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import MLP, Bias, Block, FeedForward, ModelSpec, MoE, SwiGLU
+from glassformer.spec.model import MLP, Bias, Block, Clamp, FeedForward, ModelSpec, MoE, SwiGLU
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 SHARED = (*(f"shared_expert.{part}" for part in PARTS), "shared_expert_gate")
@@ -333,4 +339,94 @@ GRANITE_MOE = Family(
     idle={"output_router_logits": False},
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     live=granite_moe_table("experts.", ("gate_up_proj", "down_proj"), "router"),
+)
+
+
+# --- gpt-oss --------------------------------------------------------------------------------------
+
+
+def gpt_oss_table(spec: ModelSpec) -> Table:
+    """Return gpt-oss's table: experts in one tensor as (in, out), gate and up row by row."""
+    every = range(mixture_of(spec).n_experts)
+    rows = [
+        Row(f"{LAYER}self_attn.sinks", f"{BLOCK}attn.sinks"),
+        Row(f"{LAYER}mlp.router.weight", f"{BLOCK}ffn.gate.weight"),
+        Row(f"{LAYER}mlp.router.bias", f"{BLOCK}ffn.gate.bias"),
+    ]
+    for leaf, ending in (("weight", ""), ("bias", "_bias")):
+        names = [tuple(f"{BLOCK}ffn.experts.{e}.{one}.{leaf}" for one in PARTS) for e in every]
+        both = tuple(name for gate, up, _ in names for name in (gate, up))
+        down = tuple(name for _, _, name in names)
+        layout = Experts(per=2, transposed=True, alternating=True)
+        rows += [
+            Row(f"{LAYER}mlp.experts.gate_up_proj{ending}", both, layout),
+            Row(f"{LAYER}mlp.experts.down_proj{ending}", down, Experts(transposed=True)),
+        ]
+    return Table(rows=(*TABLE.rows, *rows), ignored=TABLE.ignored)
+
+
+def read_gpt_oss(config: Config) -> ModelSpec:
+    """Read a gpt-oss config: sinks, windows in every other layer, clamped experts with biases."""
+    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
+    kinds = read_kinds(config, absent=[(SLIDING, FULL)[layer % 2] for layer in range(layers)])
+    window = config.whole("sliding_window")
+    clamp = Clamp(limit=config.number("swiglu_limit"), slope=config.number("swiglu_alpha"))
+    config.any("initial_context_length", default=None)  # rope_parameters has it too
+    expert = SwiGLU(d_ff=config.whole("intermediate_size"), bias=True, clamp=clamp)
+    ffn = replace(
+        read_mixture(config, d_ff=expert.d_ff, normalize=True), expert=expert, router_bias=True
+    )
+    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
+    spec = read_stack(
+        config,
+        bias="all" if config.flag("attention_bias") else "none",
+        d_head=config.whole("head_dim"),
+        windows=[window if kind == SLIDING else None for kind in kinds],
+        ffn=ffn,
+        theta=150_000.0,
+    )
+    return each_block(
+        spec, lambda block, _: replace(block, attention=replace(block.attention, sinks=True))
+    )
+
+
+def write_gpt_oss(spec: ModelSpec) -> dict[str, Any]:
+    """Return gpt-oss's config keys."""
+    mixture = mixture_of(spec)
+    gated = mixture.expert if isinstance(mixture.expert, SwiGLU) else SwiGLU(d_ff=1)
+    clamp = gated.clamp or Clamp()
+    return {
+        **write_stack(spec, d_ff=mixture.expert.d_ff),
+        **own_width(spec),
+        "attention_bias": next(spec.decoder.blocks()).attention.bias == "all",
+        "sliding_window": window_of(spec) or 128,
+        "layer_types": kinds_of(spec),
+        "num_local_experts": mixture.n_experts,
+        "num_experts_per_tok": mixture.experts_per_token,
+        "router_aux_loss_coef": mixture.balance,
+        "output_router_logits": False,
+        "swiglu_limit": clamp.limit,
+        "swiglu_alpha": clamp.slope,
+    }
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    gpt_oss_table,
+    read_gpt_oss,
+    write_gpt_oss,
+    harmless=("experts_per_token",),
+    idle={"output_router_logits": False},
+    defaults={
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
 )

@@ -1,8 +1,8 @@
 """GPT-2 and its first relatives: GPT-Neo, GPT-J, OPT.
 
-LayerNorm and no gate in all of them. GPT-2 has learned positions, fused q, k, v, and matrices stored
-as (in, out). GPT-Neo has scores without a scale and windows in every other layer; GPT-J rotates a
-part of each head and adds both parts at once; OPT has two rows before its first position.
+LayerNorm and no gate in all of them. GPT-2 has learned positions, fused q, k, v, and matrices as
+(in, out). GPT-Neo has scores without a scale and windows in every other layer; GPT-J rotates a part
+of each head and adds both parts at once; OPT has two rows before its first position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -352,9 +352,8 @@ def read_neo(config: Config) -> ModelSpec:
     window, given = config.whole("window_size"), config.any("attention_types")
     config.any("attention_layers", default=None)  # the same, written out
     try:
-        kinds = [
-            kind for group, count in given for _ in range(min(count, layers)) for kind in group
-        ]
+        runs = [list(group) * min(count, layers) for group, count in given]
+        kinds = [str(kind) for run in runs for kind in run]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != layers or not set(kinds) <= {"global", "local"}:

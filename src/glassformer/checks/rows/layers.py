@@ -60,7 +60,7 @@ def block_pairs(
     reference: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer,
 ) -> Iterator[Pair]:
     """Pair a complete layer; in torch's decoder layer the second norm is cross-attention's."""
-    assert isinstance(ours.ffn, MLP)
+    assert isinstance(ours.ffn, MLP) and ours.attn_norm is not None
     yield from attention_pairs(f"{name}.attn", ours.attn, reference.self_attn)
     yield from norm_pairs(f"{name}.attn_norm", ours.attn_norm, reference.norm1)
     ffn_norm = reference.norm2

@@ -76,7 +76,7 @@ def rms_norm(dtype: torch.dtype) -> Measure:
 
 
 def feed_forward(dtype: torch.dtype) -> Measure:
-    """ReLU, both GELUs and SwiGLU against formulas written out."""
+    """ReLU, both GELUs and SwiGLU, plain and clamped, against formulas written out."""
     B, T, D, d_ff = 2, 5, 7, 13
     formulas: dict[spec.Activation, Callable[[Tensor], Tensor]] = {
         "relu": lambda x: x.clamp(min=0),
@@ -106,6 +106,17 @@ def feed_forward(dtype: torch.dtype) -> Measure:
 
     inputs = [draw(B, T, D, dtype=dtype, seed=30)]
     measures.append(parity(glu, swiglu, inputs=inputs, size=f"B{B} T{T} D{D} F{d_ff}"))
+    limited = spec.SwiGLU(d_ff=d_ff, clamp=spec.Clamp(limit=0.7, slope=1.3))
+    held = perturb(SwiGLU(limited, D), dtype=dtype, seed=31)
+
+    def clamped(x: Tensor) -> Tensor:
+        gate, up = x @ held.gate_proj.weight.T, x @ held.up_proj.weight.T
+        gate = torch.where(gate > 0.7, gate.new_tensor(0.7), gate)
+        up = torch.where(up.abs() > 0.7, 0.7 * up.sign(), up)
+        return (gate / (1 + torch.exp(-1.3 * gate)) * (1 + up)) @ held.down_proj.weight.T
+
+    inputs = [draw(B, T, D, dtype=dtype, seed=32)]
+    measures.append(parity(held, clamped, inputs=inputs, size=f"B{B} T{T} D{D} F{d_ff}"))
     return max(measures, key=lambda measure: measure.worst)
 
 

@@ -81,6 +81,7 @@ def why_not(model: spec.ModelSpec) -> str:
             "a q/k-norm after the rotation": attention.qk_norm_last,
             "rotary positions of a part of each head": rotary is not None and rotary.share != 1.0,
             "a gate by GELU": isinstance(inner, spec.SwiGLU) and inner.activation != "silu",
+            "a clamped gate": isinstance(inner, spec.SwiGLU) and inner.clamp is not None,
             "a router's bias": isinstance(ffn, spec.MoE) and ffn.router_bias,
             "LayerNorm without a bias": any(
                 isinstance(norm, spec.LayerNorm) and not norm.bias for norm in norms
@@ -244,6 +245,7 @@ class FastBlock:
 
     def __init__(self, part: TransformerBlock, block: spec.Block, make: Maker) -> None:
         pre = part.pre
+        assert part.attn_norm is not None, "`why_not` refuses blocks without one"
         assert part.ffn_norm is not None, "`why_not` refuses blocks without one"
         self.attention = FastAttention(
             part.attn, block.attention, make, norm=part.attn_norm if pre else None

@@ -476,6 +476,7 @@ class Program:
         self.position(model, parts)
         for layer, block in enumerate(parts.stack.blocks()):
             part = cast(TransformerBlock, parts.blocks[layer])
+            assert part.attn_norm is not None, "`why_not` refuses blocks without one"
             assert part.ffn_norm is not None, "`why_not` refuses blocks without one"
             self.heads(part.attn, block.attention, parts, self._before(part, part.attn_norm))
             self._after(part, part.attn.o_proj, part.attn_norm)

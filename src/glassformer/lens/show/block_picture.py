@@ -281,6 +281,7 @@ def _funnel(ffn: MLP | SwiGLU, D: int, y: float) -> tuple[list[Element], float]:
         case SwiGLU():
             silu = ffn.activation == "silu"
             act = "SwiGLU: silu(gate) × up" if silu else "GeGLU: gelu(gate) × up"
+            act += "" if ffn.clamp is None else f", within ±{ffn.clamp.limit:g}"
             up = f"gate and up: {D} → {F:,} each"
         case _ as unreachable:
             assert_never(unreachable)

@@ -137,6 +137,10 @@ class _Pen:
                 self.stream(_GAP - 4)
         else:
             size, begin = 3 if layer.block.placement == "sandwich" else 2, 0
+            if layer.block.placement == "pre_ffn":  # the attention has no norm
+                self.sublayer(layer.parts[:1])
+                self.stream(_GAP)
+                begin = 1
             while begin < len(layer.parts):
                 self.sublayer(layer.parts[begin : begin + size])
                 self.stream(_GAP)

@@ -229,6 +229,8 @@ def _block_parts(
                 yield from (norm, part, after)
             case "parallel_shared":
                 yield from (norm, part) if leaf == "attn" else (part,)
+            case "pre_ffn":
+                yield from (part,) if leaf == "attn" else (norm, part)
             case _ as unreachable:
                 assert_never(unreachable)
 
@@ -283,6 +285,7 @@ def ffn_words(ffn: FeedForward, d_model: int) -> tuple[str, str]:
             return "Feed-forward", f"{d_model} → {ffn.d_ff:,} → {d_model}, {name}"
         case SwiGLU():
             name = "SwiGLU" if ffn.activation == "silu" else "GeGLU"
+            name += "" if ffn.clamp is None else f" clamped at {ffn.clamp.limit:g}"
             return "Feed-forward", f"{d_model} → 2 × {ffn.d_ff:,} → {d_model}, {name}"
         case MoE():
             shared = ", and a shared one" if ffn.shared is not None else ""
