@@ -35,6 +35,13 @@ DISTIL = {
     "n_heads": 4,
     "max_position_embeddings": 40,
 }
+MODERN = SIZES | {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
+BIASES = {
+    **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True),
+    "tie_word_embeddings": False,
+    "hidden_activation": "silu",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 #: Name: (prefix of the classes, fields of the config, class of the model).
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("Bert", SIZES, "ForMaskedLM"),
@@ -45,6 +52,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "distilbert": ("DistilBert", DISTIL, "ForMaskedLM"),
     "distilbert untied": ("DistilBert", DISTIL | {"tie_word_embeddings": False}, "ForMaskedLM"),
     "distilbert body": ("DistilBert", DISTIL, "Model"),
+    "modernbert": ("ModernBert", MODERN, "ForMaskedLM"),
+    "modernbert biases": ("ModernBert", MODERN | BIASES, "ForMaskedLM"),
+    "modernbert body": ("ModernBert", MODERN, "Model"),
 }
 TOLERANCE = 1e-5
 

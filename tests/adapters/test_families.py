@@ -3,6 +3,8 @@
 import pytest
 from bench.families import CASES, prove
 
+from tests.checks.faults import Fault, planted
+
 TOLERANCE = 1e-5  # of the largest logit, float32
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -15,3 +17,36 @@ def test_a_family_is_what_transformers_computes(name, tmp_path):
     assert proof.tokens
     assert proof.bytes
     assert proof.complete
+
+
+GPT2, EXPERTS = "adapters.families.gpt2", "adapters.families.experts"
+FAULTS = [
+    Fault(
+        "no window", f"{GPT2}:read_neo", 'window if kind == "local" else None', "None", "gpt_neo"
+    ),
+    Fault("scores are scaled", f"{GPT2}:read_neo", "scale=1.0", "scale=None", "gpt_neo"),
+    Fault("rows as they are", f"{GPT2}:gptj_table", "Interleaved(width, turned)", "Rows()", "gptj"),
+    Fault("two norms", f"{GPT2}:read_gptj", '"parallel_shared"', '"parallel"', "gptj"),
+    Fault("positions from 0", f"{GPT2}:read_opt", "offset=2", "offset=0", "opt"),
+    Fault("no limit", f"{EXPERTS}:read_gpt_oss", "clamp=clamp", "clamp=None", "gpt_oss"),
+    Fault("no sinks", f"{EXPERTS}:read_gpt_oss", "sinks=True", "sinks=False", "gpt_oss"),
+    Fault("gate, then up", f"{EXPERTS}:gpt_oss_table", ", alternating=True", "", "gpt_oss"),
+    Fault(
+        "no factors",
+        f"{EXPERTS}:read_granite_moe",
+        "with_multipliers(",
+        "(lambda one, _: one)(",
+        "granitemoe",
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_of_a_family_is_seen(fault, tmp_path):
+    case = next(case for case in CASES.values() if case.model_type == fault.caught_by)
+    try:
+        with planted(fault):
+            proof = prove(case, tmp_path)
+    except Exception:
+        return  # a tensor without a parameter, a file that does not fit
+    assert proof.worst > 100 * TOLERANCE

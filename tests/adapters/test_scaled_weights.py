@@ -87,6 +87,43 @@ def test_mxfp4_is_what_transformers_unpacks(tmp_path):
     assert weights.notes == ("unpacked to bfloat16: 1 MXFP4",)
 
 
+@torch.no_grad()
+def test_gpt_oss_with_experts_in_mxfp4(tmp_path):
+    """As released: every expert's matrices in blocks of 32 with one scale."""
+    import transformers
+    from bench.families import perturbed
+    from safetensors.torch import load_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = transformers.GptOssConfig(
+        vocab_size=53, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2,
+        sliding_window=5, max_position_embeddings=64, pad_token_id=None, eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    module = perturbed(transformers.GptOssForCausalLM(config)).eval()
+    packed, generator = {}, torch.Generator().manual_seed(2)
+    for name, parameter in module.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, width, rows = parameter.shape
+            shape = (count, rows, width // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(121, 124, shape, generator=generator, dtype=torch.uint8)
+            parameter.copy_(convert_moe_packed_tensors(blocks, scales))
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    module.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    plain = {name: x for name, x in load_file(path).items() if f"{name}_blocks" not in packed}
+    save_file(plain | packed, path)
+    folder_config = json.loads((tmp_path / "config.json").read_text())
+    folder_config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(folder_config))
+    adapter, ids = load(tmp_path), torch.randint(0, 53, (2, 9), generator=generator)
+    theirs = module(ids).logits
+    assert (adapter(ids) - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    assert adapter.report.notes == ("unpacked to bfloat16: 4 MXFP4",)
+
+
 @pytest.mark.parametrize(
     ("quantization", "said"),
     [

@@ -101,7 +101,7 @@ class GPT2Adapter(NativeAdapter):
 
 
 class EncoderAdapter(NativeAdapter):
-    """BERT, RoBERTa, XLM-RoBERTa and DistilBERT, with their masked-token heads or without."""
+    """BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ModernBERT, with masked-token heads or without."""
 
     architecture_type = "encoder"
     families = ENCODERS

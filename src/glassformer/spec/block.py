@@ -215,8 +215,9 @@ class Block:
     post: x = norm(x + part(x)), the 2017 paper. pre: x = x + part(norm(x)), steadier when deep.
     sandwich: x = x + norm'(part(norm(x))) (Gemma 2). output: x = x + norm(part(x)) (OLMo 2).
     parallel: x = x + attention(norm(x)) + ffn(norm'(x)) (GPT-NeoX); parallel_shared: with one norm
-    for both (Falcon, Cohere). pre_ffn: x = x + attention(x), x = x + ffn(norm(x)), for the first
-    block after a norm of the embedding (ModernBERT). `residual_scale` multiplies what a part adds to x (Granite).
+    for both (Falcon, Cohere). pre_ffn: x = x + attention(x), then x = x + ffn(norm(x)): a first
+    block whose embedding is normalised (ModernBERT). `residual_scale` multiplies what a part adds
+    to x (Granite).
     """
 
     attention: Attention

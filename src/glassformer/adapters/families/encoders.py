@@ -1,14 +1,26 @@
-"""Encoders: BERT, RoBERTa and XLM-RoBERTa, DistilBERT; with their masked-token head, or the body.
+"""Encoders: BERT, RoBERTa and XLM-RoBERTa, DistilBERT, ModernBERT; with a masked-token head or not.
 
 LayerNorm after each part and after the embedding, learned positions, attention in both directions.
 A folder of the body alone (`BertModel`) ends in a vector: BERT's pooled one where it has a pooler,
 else the mean over its tokens, which is what sentence embeddings use.
 """
 
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
 from glassformer.adapters.families.gpt2 import ACTIVATIONS
+from glassformer.adapters.families.llama import (
+    FULL,
+    SLIDING,
+    joined,
+    kinds_of,
+    read_kinds,
+    read_rotaries,
+    window_of,
+    write_rotaries,
+)
 from glassformer.adapters.table import Family, Row, Table, dense
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import NormalInit
@@ -18,6 +30,7 @@ from glassformer.spec.model import (
     Attention,
     Block,
     Dropout,
+    GateActivation,
     Head,
     HeadTransform,
     LayerNorm,
@@ -26,6 +39,7 @@ from glassformer.spec.model import (
     MaskedHead,
     ModelSpec,
     Stack,
+    SwiGLU,
     VectorHead,
 )
 
@@ -305,7 +319,189 @@ DISTILBERT_BODY = Family(
     write_distilbert,
     harmless=(*HARMLESS, "tie_word_embeddings"),
 )
+
+
+# --- ModernBERT -----------------------------------------------------------------------------------
+
+MODERN_PARTS = {
+    "attn.Wo": "attn.o_proj",
+    "attn_norm": "attn_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp.Wo": "ffn.down_proj",
+}
+MODERN_HEAD = (
+    *_pairs("head.dense", "transforms.masked.dense"),
+    *_pairs("head.norm", "transforms.masked.norm"),
+    *_pairs("decoder", "heads.masked"),
+)
+GATES: dict[str, GateActivation] = {
+    "gelu": "gelu",
+    "silu": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def modern_table(body: str, head: tuple[Row, ...]) -> Table:
+    """Return ModernBERT's names: q, k and v in one matrix, gate and up in another."""
+    layer = f"{body}layers.{{}}."
+    qkv = [f"{BLOCK}attn.{letter}_proj" for letter in "qkv"]
+    return Table(
+        rows=(
+            Row(f"{body}embeddings.tok_embeddings.weight", "embed.weight"),
+            *_pairs(f"{body}embeddings.norm", "embed_norm"),
+            *joined(f"{layer}attn.Wqkv", *qkv),
+            *joined(f"{layer}mlp.Wi", f"{BLOCK}ffn.gate_proj", f"{BLOCK}ffn.up_proj"),
+            *(
+                row
+                for name, ours in MODERN_PARTS.items()
+                for row in _pairs(layer + name, BLOCK + ours)
+            ),
+            *_pairs(f"{body}final_norm", "final_norm"),
+            *head,
+        ),
+    )
+
+
+def read_modern(config: Config, *, masked: bool) -> ModelSpec:
+    """Read ModernBERT's config: windows to both sides in most layers, two rotary bases.
+
+    The first layer's attention reads the normalised embedding as it is.
+    """
+    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
+    every = config.whole("global_attn_every_n_layers", default=3)
+    kinds = read_kinds(config, absent=[SLIDING if i % every else FULL for i in range(layers)])
+    window = config.whole("local_attention") // 2 + 1
+    most = config.whole("max_position_embeddings", most=MOST_POSITIONS)
+    base = config.number("global_rope_theta", default=160_000.0)
+    near = config.any("local_rope_theta", default=10_000.0)
+    near = base if near is None else config.number("local_rope_theta", default=10_000.0)
+    whole, local = read_rotaries(config, max_seq_len=most, thetas=(base, near))
+    norm = LayerNorm(eps=config.number("norm_eps"), bias=config.flag("norm_bias"))
+    word = config.one_of("hidden_activation", {name: name for name in GATES}, default="gelu")
+    attention = Attention(
+        n_heads=config.whole("num_attention_heads"),
+        bias="all" if config.flag("attention_bias") else "none",
+        causal=False,
+    )
+    slides = replace(attention, window=window, position=None if local == whole else local)
+    blocks = [
+        Block(
+            attention=slides if kind == SLIDING else attention,
+            ffn=SwiGLU(
+                d_ff=config.whole("intermediate_size"),
+                bias=config.flag("mlp_bias"),
+                activation=GATES[word],
+            ),
+            norm=norm,
+            placement="pre" if layer else "pre_ffn",
+        )
+        for layer, kind in enumerate(kinds)
+    ]
+    transform = HeadTransform(
+        activation=_activation(config, "classifier_activation"),
+        norm=norm,
+        bias=config.flag("classifier_bias"),
+    )
+    tied, biased = config.flag("tie_word_embeddings"), config.flag("decoder_bias")
+    return ModelSpec(
+        vocab_size=config.whole("vocab_size"),
+        d_model=config.whole("hidden_size"),
+        max_seq_len=most,
+        position=whole,
+        decoder=Stack(
+            layers=tuple(Layers(count=len(list(run)), block=one) for one, run in groupby(blocks)),
+            embed_norm=norm,
+            final_norm=norm,
+            dropout=Dropout(
+                embedding=config.number("embedding_dropout", default=0.0),
+                ffn=config.number("mlp_dropout", default=0.0),
+            ),
+        ),
+        heads=(
+            MaskedHead(tied=tied, bias=biased, transform=transform) if masked else VectorHead(),
+        ),
+        init=NormalInit(std=config.number("initializer_range", default=0.02)),
+    )
+
+
+def write_modern(spec: ModelSpec) -> dict[str, Any]:
+    """Return ModernBERT's config keys."""
+    block, head, rates = next(spec.decoder.blocks()), spec.heads[0], spec.decoder.dropout
+    ffn, norm = dense(block.ffn), block.norm
+    masked = head if isinstance(head, MaskedHead) else MaskedHead()
+    transform = masked.transform or HeadTransform(bias=False)
+    gates = {meaning: word for word, meaning in reversed(GATES.items())}
+    words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.d_model,
+        "num_hidden_layers": spec.n_layers,
+        "num_attention_heads": block.attention.n_heads,
+        "intermediate_size": ffn.d_ff,
+        "hidden_activation": gates[ffn.activation] if isinstance(ffn, SwiGLU) else "gelu",
+        "max_position_embeddings": spec.max_seq_len,
+        "norm_eps": norm.eps,
+        "norm_bias": isinstance(norm, LayerNorm) and norm.bias,
+        "attention_bias": block.attention.bias == "all",
+        "attention_dropout": 0.0,
+        "mlp_bias": ffn.bias,
+        "mlp_dropout": rates.ffn,
+        "embedding_dropout": rates.embedding,
+        "layer_types": kinds_of(spec),
+        "local_attention": 2 * ((window_of(spec) or 65) - 1),
+        **write_rotaries(spec),
+        "classifier_activation": words.get(transform.activation, "gelu"),
+        "classifier_bias": transform.bias,
+        "decoder_bias": masked.bias,
+        "initializer_range": spec.init.std if isinstance(spec.init, NormalInit) else 0.02,
+        "tie_word_embeddings": masked.tied,
+        **dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id")),
+        "pad_token_id": 0,
+    }
+
+
+MODERN_HARMLESS = (
+    *("classifier_dropout", "classifier_pooling", "initializer_cutoff_factor", "sep_token_id"),
+    *(
+        "cls_token_id",
+        "deterministic_flash_attn",
+        "repad_logits_with_grad",
+        "sparse_pred_ignore_index",
+    ),
+    *("reference_compile", "gradient_checkpointing", "layer_norm_eps", "position_embedding_type"),
+)
+MODERN_DEFAULTS = {
+    "local_attention": 128,
+    "norm_eps": 1e-5,
+    "norm_bias": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "classifier_bias": False,
+    "decoder_bias": True,
+    "tie_word_embeddings": True,
+}
+MODERNBERT = Family(
+    "modernbert",
+    "ModernBertForMaskedLM",
+    modern_table("model.", MODERN_HEAD),
+    lambda config: read_modern(config, masked=True),
+    write_modern,
+    harmless=MODERN_HARMLESS,
+    idle={"sparse_prediction": False, "attention_dropout": 0.0},
+    defaults=MODERN_DEFAULTS,
+)
+MODERNBERT_BODY = Family(
+    "modernbert",
+    "ModernBertModel",
+    modern_table("", ()),
+    lambda config: read_modern(config, masked=False),
+    write_modern,
+    harmless=MODERN_HARMLESS,
+    idle={"sparse_prediction": False, "attention_dropout": 0.0},
+    defaults=MODERN_DEFAULTS,
+)
 ENCODERS = (
     *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
-    *(DISTILBERT, DISTILBERT_BODY),
+    *(DISTILBERT, DISTILBERT_BODY, MODERNBERT, MODERNBERT_BODY),
 )
