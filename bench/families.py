@@ -1,12 +1,14 @@
-"""Tiny random models of every decoder family, and the proof of parity with transformers.
+"""Tiny random models of every family, and the proof of parity with transformers.
 
 A case is a family's config with some options. Its module gets random weights, is saved as a folder,
-and opened here. `prove` compares logits (plain, padded on either side, cached, of the live module),
+and opened here. `prove` compares results (plain, padded on either side, cached, of a live module),
 greedy tokens, and the way back: the same bytes from the imported config, and a folder with a config
 of our own that transformers opens with nothing missing. Differences are relative to the largest
-logit.
+logit. An encoder-decoder's source is what is padded; an encoder has logits of masked tokens, or
+states, and neither a cache nor tokens.
 """
 
+import inspect
 import json
 import math
 import warnings
@@ -22,8 +24,10 @@ from torch import Tensor, nn
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.load import adapt, load
 from glassformer.adapters.native import NativeAdapter
+from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
-from glassformer.nn.cache import FixedCache
+from glassformer.models.inputs import Inputs
+from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.decoding import DecodeSpec
 
 LENGTH, ROOM = 13, 8
@@ -67,6 +71,14 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.model_type}: {self.variant}"
+
+    @property
+    def auto(self) -> str:
+        """The class of transformers that builds such a module."""
+        if self.model_type in MASKED:
+            return "AutoModel" if self.variant == "body" else "AutoModelForMaskedLM"
+        translates = self.model_type in TRANSLATED
+        return "AutoModelForSeq2SeqLM" if translates else "AutoModelForCausalLM"
 
 
 def _cases() -> Iterator[Case]:
@@ -325,8 +337,64 @@ def _cases() -> Iterator[Case]:
         normalized={"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True},
     )
 
+    yield from of(
+        "llama",
+        "Llama",
+        usual={},
+        biases={"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+        | {"head_dim": 8, "rope_parameters": YARN},
+    )
+    yield from of("mistral", "Mistral", usual={"sliding_window": 5}, whole={"sliding_window": None})
+    slide = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    yield from of("qwen2", "Qwen2", usual={}, windows=slide | {"tie_word_embeddings": True})
+    yield from of("qwen3", "Qwen3", usual={"head_dim": 8}, biases={"attention_bias": True})
+    yield from of("gpt2", "GPT2", GPT_SIZES, usual={}, untied={"tie_word_embeddings": False})
+
+    small = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    names = {"hidden_size": "dim", "intermediate_size": "hidden_dim"}
+    names |= {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+    distil = {names.get(key, key): value for key, value in small.items()}
+    body = {"body": {}}
+    yield from of("bert", "Bert", small, usual={}, relu={"hidden_act": "relu"}, **body)
+    yield from of("roberta", "Roberta", small, usual={"layer_norm_eps": 1e-5}, **body)
+    yield from of("xlm-roberta", "XLMRoberta", small, usual={"type_vocab_size": 1}, **body)
+    yield from of(
+        "distilbert", "DistilBert", distil, usual={}, untied={"tie_word_embeddings": False}, **body
+    )
+    modern: dict[str, Any] = small | {"local_attention": 6, "layer_types": KINDS, "pad_token_id": 0}
+    modern |= dict.fromkeys([f"{one}_token_id" for one in ("bos", "eos", "cls", "sep")])
+    biases = dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)
+    yield from of("modernbert", "ModernBert", modern, usual={}, biases=biases, **body)
+
+    two = {"vocab_size": 53, "d_model": 24, "encoder_layers": 3, "decoder_layers": 2}
+    two |= {"encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 36}
+    two |= {"decoder_ffn_dim": 28, "max_position_embeddings": 64, "forced_eos_token_id": None}
+    relu = {"activation_function": "relu"}
+    yield from of("bart", "Bart", two, usual={}, scaled={"scale_embedding": True}, relu=relu)
+    yield from of("mbart", "MBart", two, usual={"decoder_start_token_id": 2})
+    ends = {"pad_token_id": 52, "decoder_start_token_id": 52, "eos_token_id": 0}
+    yield from of(
+        "marian",
+        "Marian",
+        two | ends,
+        usual={"activation_function": "swish", "scale_embedding": True},
+    )
+    yield from of("m2m_100", "M2M100", two, usual={})
+    five = {"vocab_size": 53, "d_model": 24, "d_kv": 6, "d_ff": 36, "num_layers": 3, "num_heads": 4}
+    five |= {"num_decoder_layers": 2, "decoder_start_token_id": 0}
+    five |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 9}
+    yield from of(
+        "t5",
+        "T5",
+        five,
+        first={},
+        gated={"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    )
+
 
 CASES = {str(case): case for case in _cases()}
+MASKED = ("bert", "roberta", "xlm-roberta", "distilbert", "modernbert")
+TRANSLATED = ("bart", "mbart", "marian", "m2m_100", "t5")
 #: One config of each family, for the tests.
 FIRST = {case.model_type: name for name, case in reversed(CASES.items())}
 
@@ -337,11 +405,20 @@ def module_of(case: Case) -> Any:
 
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     fields = json.loads(json.dumps(case.fields))
-    config = getattr(transformers, case.config)(**(case.sizes | ends | fields))
-    module = transformers.AutoModelForCausalLM.from_config(
+    alone = case.auto == "AutoModelForCausalLM"
+    config = getattr(transformers, case.config)(**((ends if alone else {}) | case.sizes | fields))
+    module = getattr(transformers, case.auto).from_config(
         config, attn_implementation=implementation(case.model_type)
     )
-    return perturbed(module).eval()
+    perturbed(module).eval()
+    for part in module.modules():  # sines are not learned
+        if hasattr(getattr(part, "embed_positions", None), "create_weight"):
+            part.embed_positions.weight.data = part.embed_positions.create_weight()
+    if hasattr(module, "final_logits_bias"):
+        module.final_logits_bias.normal_(generator=torch.Generator().manual_seed(2))
+    if case.auto == "AutoModelForSeq2SeqLM":
+        module.generation_config.forced_eos_token_id = None
+    return module
 
 
 def implementation(model_type: str) -> str:
@@ -383,6 +460,68 @@ class Proof:
         return max(self.plain, self.right, self.left, self.cached, self.live, self.again)
 
 
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """How both sides compute a case's results of tokens and a mask of real ones."""
+
+    case: Case
+    targets: Tensor
+
+    def theirs(self, module: Any, ids: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Return transformers' logits or states; positions count real tokens."""
+        given: dict[str, Any] = {} if valid is None else {"attention_mask": valid}
+        if self.translates:
+            return _tensor(module(input_ids=ids, decoder_input_ids=self.targets, **given).logits)
+        known = inspect.signature(module.forward).parameters
+        if valid is not None and "position_ids" in known and self.case.model_type not in PADDED:
+            given["position_ids"] = (valid.cumsum(1) - 1).clamp(min=0)
+        made = module(input_ids=ids, **given)
+        return _tensor(made.last_hidden_state if self.case.auto == "AutoModel" else made.logits)
+
+    def ours(self, adapter: NativeAdapter, ids: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Return the same results of ours."""
+        real = None if valid is None else valid.bool()
+        if self.translates:
+            source = torch.ones_like(ids).bool() if real is None else real
+            return adapter(Inputs(self.targets, source_BS=ids, source_valid_BS=source))
+        if self.case.auto == "AutoModel":
+            return adapter.model.hidden(adapter.model.inputs(Inputs(ids, real)))
+        return adapter(Inputs(ids, real))
+
+    def steps(self, adapter: NativeAdapter, ids: Tensor) -> Tensor:
+        """Return our logits, one cached token after the other."""
+        if not self.translates:
+            cache = FixedCache(LENGTH)
+            parts = [adapter.model(ids[:, t : t + 1], cache=cache) for t in range(LENGTH)]
+            return torch.cat([part["next"] for part in parts], 1)
+        grown, every = GrowingCache(), torch.ones_like(ids).bool()
+        parts = []
+        for t in range(LENGTH):
+            one = self.targets[:, t : t + 1]
+            inputs = Inputs(one, source_BS=ids, source_valid_BS=every)
+            parts.append(adapter.model(inputs, cache=grown))
+        return torch.cat([part["next"] for part in parts], 1)
+
+    @property
+    def translates(self) -> bool:
+        """True for an encoder-decoder."""
+        return self.case.auto == "AutoModelForSeq2SeqLM"
+
+    @property
+    def generates(self) -> bool:
+        """True unless it is an encoder."""
+        return self.case.model_type not in MASKED
+
+
+#: Types that count positions themselves, by the padding id.
+PADDED = ("roberta", "xlm-roberta")
+
+
+def _tensor(made: Any) -> Tensor:
+    assert isinstance(made, Tensor)
+    return made
+
+
 def prove(case: Case, place: Path) -> Proof:
     """Compare one model with transformers, in both directions, in a folder that is empty."""
     with warnings.catch_warnings(), torch.no_grad():
@@ -392,25 +531,26 @@ def prove(case: Case, place: Path) -> Proof:
         adapter = load(place / "theirs")
         assert isinstance(adapter, NativeAdapter)
         generator = torch.Generator().manual_seed(3)
-        ids = torch.randint(3, case.sizes["vocab_size"], (3, LENGTH), generator=generator)
-        logits = module(ids).logits
+        ids, targets = (
+            torch.randint(3, case.sizes["vocab_size"] - 1, (3, LENGTH), generator=generator)
+            for _ in range(2)
+        )
+        sides = Sides(case, targets)
+        logits = sides.theirs(module, ids)
         largest = float(logits.abs().max())
 
         def gap(ours: Tensor, theirs: Tensor) -> float:
             return float((ours - theirs).abs().max()) / largest
 
-        cache, columns = FixedCache(LENGTH), []
-        for t in range(LENGTH):
-            columns.append(adapter.model(ids[:, t : t + 1], cache=cache)["next"])
-        equal, complete, again = _there_and_back(adapter, module, ids, place)
+        equal, complete, again = _there_and_back(adapter, module, ids, place, sides)
         return Proof(
-            plain=gap(adapter(ids), logits),
-            right=_padded(adapter, module, ids, gap, right=True),
-            left=_padded(adapter, module, ids, gap, right=False),
-            cached=gap(torch.cat(columns, 1), logits),
-            live=gap(adapt(module)(ids), logits),
+            plain=gap(sides.ours(adapter, ids), logits),
+            right=_padded(adapter, module, ids, gap, sides, right=True),
+            left=_padded(adapter, module, ids, gap, sides, right=False),
+            cached=gap(sides.steps(adapter, ids), logits) if sides.generates else 0.0,
+            live=gap(sides.ours(adapt(module), ids), logits),
             again=gap(again, logits),
-            tokens=_same_tokens(adapter, module, ids),
+            tokens=_same_tokens(adapter, module, ids, sides) if sides.generates else True,
             bytes=equal,
             complete=complete,
         )
@@ -423,36 +563,47 @@ def _mask(ids: Tensor, *, right: bool) -> Tensor:
     return valid if right else valid.flip(1)
 
 
-def _positions(module: Any, valid: Tensor) -> dict[str, Tensor]:
-    """Return positions that count real tokens, for modules that do not do so by themselves."""
-    import inspect
-
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        return {}
-    return {"position_ids": (valid.cumsum(1) - 1).clamp(min=0)}
-
-
-def _padded(adapter: Any, module: Any, ids: Tensor, gap: Any, *, right: bool) -> float:
+def _padded(
+    adapter: NativeAdapter, module: Any, ids: Tensor, gap: Any, sides: Sides, *, right: bool
+) -> float:
+    """Compare padded rows; a source padded on the left is the same source padded on the right."""
     valid = _mask(ids, right=right)
-    theirs = module(ids, attention_mask=valid, **_positions(module, valid)).logits
-    real = valid.bool()
-    return float(gap(adapter(ids, valid)[real], theirs[real]))
-
-
-def _same_tokens(adapter: NativeAdapter, module: Any, ids: Tensor) -> bool:
-    """Compare greedy tokens after prompts of different lengths, padded on the left."""
-    valid = _mask(ids, right=False)
-    theirs = module.generate(
-        ids, attention_mask=valid, max_new_tokens=ROOM, do_sample=False, pad_token_id=0
+    pad = torch.tensor(module.config.pad_token_id or 0)
+    filled = ids.where(valid.bool(), pad)
+    if not sides.translates:
+        real = valid.bool()
+        theirs = sides.theirs(module, filled, valid)
+        return float(gap(sides.ours(adapter, filled, valid)[real], theirs[real]))
+    other = _mask(ids, right=True)
+    moved = torch.stack(
+        [torch.cat((row[v.bool()], row[~v.bool()])) for row, v in zip(filled, valid, strict=True)]
     )
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(ids, valid, strict=True)]
-    spec = DecodeSpec(max_new_tokens=ROOM)
-    ours = generate_batch(adapter.stepper(), prompts, spec=spec)
-    return [list(one.tokens) for one in ours] == theirs[:, LENGTH:].tolist()
+    return float(gap(sides.ours(adapter, filled, valid), sides.theirs(module, moved, other)))
+
+
+def _same_tokens(adapter: NativeAdapter, module: Any, ids: Tensor, sides: Sides) -> bool:
+    """Compare greedy tokens after prompts of different lengths, padded on the left.
+
+    An encoder-decoder answers sources that are padded on the right.
+    """
+    valid = _mask(ids, right=sides.translates)
+    pad = module.config.pad_token_id or 0
+    filled = ids.where(valid.bool(), torch.tensor(pad))
+    options: dict[str, Any] = {"max_new_tokens": ROOM, "do_sample": False, "pad_token_id": pad}
+    if sides.translates:
+        options |= {"num_beams": 1, "bad_words_ids": None, "forced_bos_token_id": None}
+        options |= {"eos_token_id": 10**6}
+    theirs = module.generate(filled, attention_mask=valid, **options)
+    rows = [row[mask.bool()].tolist() for row, mask in zip(ids, valid, strict=True)]
+    prompts: Any = rows
+    if sides.translates:
+        prompts = Prompts.of([[module.config.decoder_start_token_id]] * 3, sources=rows)
+    ours = generate_batch(adapter.stepper(), prompts, spec=DecodeSpec(max_new_tokens=ROOM))
+    return [list(one.tokens) for one in ours] == theirs[:, -ROOM:].tolist()
 
 
 def _there_and_back(
-    adapter: NativeAdapter, module: Any, ids: Tensor, place: Path
+    adapter: NativeAdapter, module: Any, ids: Tensor, place: Path, sides: Sides
 ) -> tuple[bool, bool, Tensor]:
     """Export with the imported config, byte for byte; then with a config made from the spec."""
     first = export_hf(adapter, place / "same").folder
@@ -468,8 +619,7 @@ def _there_and_back(
     complete = made.model_type == module.config.model_type and not any(
         info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
     )
-    logits: Tensor = again.eval()(ids).logits
-    return equal, complete, logits
+    return equal, complete, sides.theirs(again.eval(), ids)
 
 
 def run() -> Iterator[dict[str, object]]:
@@ -515,8 +665,9 @@ against transformers {version}. The figure is the worst difference of float32 lo
 the largest, over tiny random models of several configs: plain, padded on either side, cached token
 by token, of the live module, and read back by transformers from a folder that was written here.
 *Exact* says that greedy tokens are equal, that an imported folder is written back byte for byte,
-and that transformers finds nothing missing or unexpected. Families without a figure have tests of
-their own (`tests/adapters`).
+and that transformers finds nothing missing or unexpected. Encoders (with masked-token heads and
+without) have neither a cache nor tokens; of encoder-decoders the source is padded. Qwen-1's code is
+not in transformers, and Pegasus is read only: both have tests of their own (`tests/adapters`).
 
 | model_type | direction | what is special | difference | exact |
 |---|---|---|---|---|
@@ -524,7 +675,9 @@ their own (`tests/adapters`).
 
 A model of another type is refused with the config's key that is not understood; the page
 [Adding an architecture](adding-an-architecture.md) tells how a family is added. Phi-3's LongRoPE is
-read with its short factors, up to the context that they are for.
+read with its short factors, up to the context that they are for; OPT-350M, whose embedding is
+narrower than its layers, and BERT with an untied head, of whose two biases one is never used, are
+refused.
 
 The fast and native decoding steps refuse parts that they do not compute (norms around or beside
 parts, caps, partial rotation), by name; such models are decoded by the cached step.
@@ -555,6 +708,7 @@ def features(spec: Any) -> str:
         "windows": windows != {None},
         "q/k-norm": attention.qk_norm is not None,
         "ALiBi": isinstance(spec.position, parts.ALiBi),
+        "biases by distance": isinstance(spec.position, parts.RelativeBias),
         "learned positions": isinstance(spec.position, parts.Learned),
         "partial rotary": rotary is not None and rotary.share < 1.0,
         "layers with other positions": any(

@@ -285,6 +285,26 @@ FAULTS = [
         "bert",
     ),
     (
+        Fault(
+            "a window one too narrow",
+            "adapters.families.encoders:read_modern",
+            "// 2 + 1",
+            "// 2",
+            "",
+        ),
+        "modernbert",
+    ),
+    (
+        Fault(
+            "one rotary base for all layers",
+            "adapters.families.encoders:read_modern",
+            "position=None if local == whole else local",
+            "position=None",
+            "",
+        ),
+        "modernbert",
+    ),
+    (
         Fault("the pooler has no tanh", "nn.embedding:Pooler.forward", "torch.tanh", "", ""),
         "bert body",
     ),

@@ -66,7 +66,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
-    """The parameters and stored buffers of a live module; tied ones occur once."""
+    """The parameters and stored buffers of a live module; tied ones under each of their names."""
 
     module: nn.Module
     where: str
@@ -85,7 +85,8 @@ class ModuleWeights:
         """Return parameters, and the buffers that a checkpoint of the module holds."""
         kept = set(self.module.state_dict())
         buffers = {name: b for name, b in self.module.named_buffers() if name in kept}
-        return dict(self.module.named_parameters()) | buffers
+        # Under every name: of tied ones the first may be the head's.
+        return dict(self.module.named_parameters(remove_duplicate=False)) | buffers
 
     def read(self, name: str, *, again: bool = False) -> Tensor:
         return self._stored()[name].detach().cpu().clone()
