@@ -20,7 +20,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_active_parameters, count_parameters
 from glassformer.spec.model import Norm, Position, Rotary
 from glassformer.spec.options import options_of
-from glassformer.spec.position import OwnPosition
+from glassformer.spec.position import OwnPosition, RelativeBias
 from tests.budget import brute
 
 #: The classic shape, whose widths are free: what these tests know by heart.
