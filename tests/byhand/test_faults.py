@@ -151,8 +151,8 @@ FAULTS = [
     fault(
         "a block without its first norm keeps no residual",
         "block:block_backward",
-        'd_BTD += back(d_BTD, line)\n            case "pre_ffn":',
-        'd_BTD[:] = back(d_BTD, line)\n            case "pre_ffn":',
+        "d_BTD += dinto\n            case",
+        "d_BTD[:] = dinto\n            case",
         "model without a first norm",
     ),
     fault(

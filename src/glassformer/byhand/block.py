@@ -219,7 +219,8 @@ def block_backward(
                 d_BTD += unnormed(dnormed, line.norm, f"{name}_norm", dx=dnormed)
             case "pre_ffn" if name == "attn":
                 # forward: x' = x + keep * part(x)   =>   dx = dx' + part'(keep * dx')
-                d_BTD += back(d_BTD, line)
+                dinto = back(d_BTD, line)
+                d_BTD += dinto
             case "pre_ffn":
                 dnormed = back(d_BTD, line)
                 d_BTD += unnormed(dnormed, line.norm, f"{name}_norm", dx=dnormed)
