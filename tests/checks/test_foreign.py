@@ -67,6 +67,25 @@ def test_a_seed_left_open_is_a_limit_and_set_for_the_other_rows():
     assert model.hash_seed is None
 
 
+def test_a_gap_within_chance_is_a_limit_and_a_larger_one_a_bug():
+    class Hashed(StrangeGPT):
+        """Which random numbers a text gets depends on all of it, as buckets of hashed keys do."""
+
+        def forward(self, input_ids):
+            drawn = torch.randint(2**31, (1,)) if self.hash_seed is None else input_ids.sum()
+            noise = torch.rand(1, generator=torch.Generator().manual_seed(int(drawn)))
+            size = 0.1 if self.hash_seed is None else 0.04
+            return super().forward(input_ids)["logits"] * (1 + size * noise)
+
+    for fault, verdict in (("", "limit"), ("one token of the future", "bug")):
+        model = Hashed(fault)
+        model.hash_seed = None
+        found = {f.name: f for f in gf.verify(model).findings}
+        row = found["the future changes no bit of the past"]
+        assert row.verdict == verdict, row
+        assert ("another seed" in row.note) == (verdict == "limit")
+
+
 def test_a_mask_that_its_forward_disowns_is_not_offered():
     class Deaf(nn.Module):
         def __init__(self):

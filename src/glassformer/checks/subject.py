@@ -94,6 +94,8 @@ class Subject:
     pad: int = 0
     specials: frozenset[int] = frozenset()
     _noise: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+    #: What another seed changes in a model that computes with random numbers, once measured.
+    chance: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def stranger(self) -> Foreign:
         """Return the module if it is another library's; otherwise the check is not offered."""

@@ -34,6 +34,8 @@ from glassformer.checks.subject import Subject
 # B batch, T length
 
 LENGTH = 11
+#: Seeds that are compared with each other where a model computes with random numbers.
+SEEDS = 8
 WITH_POSITIONS = "it holds when position_ids are given"
 
 
@@ -297,22 +299,25 @@ def determinism(subject: Subject) -> Measure:
     """The same tokens twice, with torch's generator in two states: the same bits."""
     tokens = tokens_of(subject, 3, LENGTH, seed=66)
 
-    def measured() -> Gaps:
-        results, gaps = [], Gaps()
+    def results_of(seeds: int) -> list[Tensor]:
+        results = []
         with torch.random.fork_rng():
-            for seed in (1, 2):
+            for seed in range(1, seeds + 1):
                 torch.manual_seed(seed)
                 if subject.train is not None:  # a trip through training mode leaves nothing behind
                     subject.train(True)
                     subject.train(False)
                 results.append(subject.logits(tokens, None))
-        gaps.compare(results[1], results[0])
-        return gaps
+        return results
 
-    gaps, limit = measured(), ""
+    gaps, limit = Gaps(), ""
+    first, second = results_of(2)
+    gaps.compare(second, first)
     if gaps.worst > 0 and subject.foreign is not None:
+        several = results_of(SEEDS)
         names = seed_what_is_unseeded(subject.foreign.module)
-        if names and measured().worst == 0:  # the other rows are asked with the seed
+        if names and torch.equal(*results_of(2)):  # the other rows are asked with the seed
+            subject.chance.extend(relative_gap(one, other) for one in several for other in several)
             limit = f"it holds when {' and '.join(names)} is set, as for the rows below"
     return gaps.measure(0.0, subject.size, exact=True, limit=limit)
 
