@@ -13,6 +13,7 @@ import torch
 import glassformer as gf
 from glassformer.adapters.load import load
 from glassformer.cli.verbs.train import run_training
+from glassformer.quant.contents import quantization_report
 from glassformer.quant.convert import use_backend
 
 WRITTEN = Path(__file__).parents[1] / "fixtures" / "run-0.1.0"
@@ -75,11 +76,25 @@ KEPT = WRITTEN.parent / "written-0.1.0"
 def test_models_of_that_version_load_and_predict_what_they_did(name):
     recorded = json.loads((KEPT / "predictions.json").read_text())[name]
     model = load(KEPT / name)
-    if name != "native":  # a backend may round activations in its own way; this one has none
-        use_backend(model.model, "reference")
-    with torch.inference_mode():
-        found = model.forward(torch.arange(1, 8)[None])
-    assert found.flatten().tolist() == pytest.approx(recorded, abs=1e-5)
+    tokens = torch.arange(1, 8)[None]
+
+    def predicted(backend: str | None = None) -> list[float]:
+        if backend is not None:
+            use_backend(model.model, backend)
+        with torch.inference_mode():
+            return model.forward(tokens).flatten().tolist()
+
+    if name == "native":
+        assert predicted() == pytest.approx(recorded, abs=1e-5)
+        return
+    found = predicted()  # with activations of 8 bits
+    backends = quantization_report(model.model).backends
+    if backends in (("c",), ("reference",)):
+        assert found == predicted("reference") == predicted("auto")
+        of_eight_bits = json.loads((KEPT / "predictions.json").read_text())[f"{name}, 8-bit inputs"]
+        assert found == pytest.approx(of_eight_bits, abs=1e-5)
+    assert found == pytest.approx(recorded, abs=0.01 * max(map(abs, recorded)))
+    assert predicted("float") == pytest.approx(recorded, abs=1e-5)
 
 
 def test_a_certificate_of_that_version_can_be_compared_with():

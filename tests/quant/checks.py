@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from glassformer.models.model import Model, build
-from glassformer.quant.backends.choose import BACKENDS, why_not
+from glassformer.quant.backends.choose import BACKENDS, NAMES, why_not
 from glassformer.quant.contents import (
     is_model_quantized,
     quantization_report,
@@ -20,6 +20,7 @@ from glassformer.quant.convert import (
     quantize_in_turn,
     quantize_model,
     quantized_layers,
+    use_backend,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, fake_quantize
 from glassformer.quant.schemes import (
@@ -229,8 +230,8 @@ def turns_keep_answers() -> None:
     with torch.no_grad():
         at_once(ids)
         small = [
-            quantize_model(at_once, backend="reference"),
-            quantize_in_turn(copy.deepcopy(full), ids.chunk(2), spec, backend="reference"),
+            quantize_model(at_once, backend="float"),
+            quantize_in_turn(copy.deepcopy(full), ids.chunk(2), spec, backend="float"),
         ]
         exact = full(ids)["next"]
         errors = [float((one(ids)["next"] - exact).norm() / exact.norm()) for one in small]
@@ -260,9 +261,33 @@ def backends_are_within_their_bound() -> None:
             room = backend.bound(x, dequantize(tensor)) + 1e-5 * exact.abs().max()
             assert ((layer(x) - bias - exact).abs() <= room).all(), (name, scheme)
             asked += 1
-        layer = QuantizedLinear(tensor, None, backend="reference")
+        layer = QuantizedLinear(tensor, None, backend="float")
         assert (layer(x) - exact).abs().max() < 1e-4 * exact.abs().max()
     assert asked, "this machine has no backend but the reference"
+
+
+def the_reference_has_the_bits_of_c() -> None:
+    weight, x = matrix(48), noise(20, 256, seed=9)
+    x[1] *= 20.0
+    x[2], x[3] = x[2].sign(), 0.0
+    for scheme in SCHEMES:
+        tensor, bias = quantize_tensor(weight, scheme), noise(48, seed=4)
+        if why_not("c", scheme, tensor.shape, CPU):
+            continue
+        for head in (False, True):
+            one, other = (
+                QuantizedLinear(tensor, bias, backend=name, head=head)
+                for name in ("c", "reference")
+            )
+            assert torch.equal(one(x), other(x)), (scheme, head)
+            assert torch.equal(one(x[:, None]).bfloat16(), other(x[:, None]).bfloat16())
+            # Activations of 8 bits are not activations as they are.
+            assert not torch.equal(one(x), QuantizedLinear(tensor, bias, backend="float")(x))
+    for preset in ("qwen", "core"):
+        for spec in BY_KIND:
+            small = quantize_model(model(preset), spec)
+            expected = logits(use_backend(small, "reference"))
+            assert torch.equal(logits(use_backend(small, "auto")), expected), (preset, spec)
 
 
 def rows_are_alone() -> None:
@@ -299,8 +324,8 @@ def forms_come_back() -> None:
 def lookups_are_rows() -> None:
     for scheme in SCHEMES:
         tensor = quantize_tensor(matrix(48), scheme)
-        for name in (*BACKENDS, "reference"):
-            if name != "reference" and why_not(name, scheme, tensor.shape, CPU, lookup=True):
+        for name in NAMES:
+            if name in BACKENDS and why_not(name, scheme, tensor.shape, CPU, lookup=True):
                 continue
             table = QuantizedEmbedding(tensor, multiplier=3.0, backend=name)
             ids = torch.tensor([[0, 5], [47, 5]])
@@ -319,7 +344,7 @@ def converted_is_rounded() -> None:
             )
             before = logits(rounded)
             assert not torch.equal(before, logits(model(preset)))
-            assert torch.equal(logits(quantize_model(rounded, backend="reference")), before)
+            assert torch.equal(logits(quantize_model(rounded, backend="float")), before)
 
 
 def gradients_go_straight_through() -> None:
@@ -333,7 +358,7 @@ def gradients_go_straight_through() -> None:
 def dequantized_is_what_was_used() -> None:
     for spec in (*BY_KIND, QuantSpec(scheme=Int4(), tied="untie")):
         for preset in ("qwen", "core"):
-            small = quantize_model(model(preset), spec, backend="reference")
+            small = quantize_model(model(preset), spec, backend="float")
             used = {path: layer.weights() for path, layer in quantized_layers(small)}
             expected = logits(small)
             back = dequantize_model(small)

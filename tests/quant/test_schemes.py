@@ -102,7 +102,7 @@ def test_a_scheme_is_spelled_in_at_most_four_files():
 def test_folders_written_by_the_version_before_compute_the_same(name, tmp_path):
     folder = BEFORE / name
     expected = json.loads((folder / "expected.json").read_text())
-    model = use_backend(load_model(folder), "reference")
+    model = use_backend(load_model(folder), "float")
     with torch.no_grad():
         found = model(torch.tensor(expected["tokens"]))["next"][0, -1]
     assert torch.equal(found, torch.tensor(expected["logits"]))

@@ -33,6 +33,7 @@ from glassformer.spec.errors import InputError, MachineError
 # B rows, I inputs, O outputs, G groups
 
 STEPS = 127
+FLOAT32_GROUP = 2**24 // 128 // STEPS  # inputs whose sums, level by level, stay below 2 ** 24
 
 
 def reference_int8(
@@ -45,10 +46,24 @@ def reference_int8(
 ) -> Tensor:
     """Compute `Int8Weight.product` in plain torch, bit for bit; scale is (O,) or (O, G)."""
     scale_OG = scale[:, None] if scale.ndim == 1 else scale
-    y_BO = _in_groups(x_BI, qweight_OI, scale_OG, torch.zeros_like(scale_OG))
+    zero_OG = torch.zeros_like(scale_OG)
+    return reference_integer(x_BI, qweight_OI, scale_OG, zero_OG, bias_O, refined=refined)
+
+
+def reference_integer(
+    x_BI: Tensor,
+    qweight_OI: Tensor,
+    scale_OG: Tensor,
+    zero_OG: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    refined: bool = False,
+) -> Tensor:
+    """Compute the product of any integer weights in plain torch, on any device."""
+    y_BO = _in_groups(x_BI, qweight_OI, scale_OG, zero_OG)
     if refined:
         rest_BI = rest_of(x_BI, scale_OG.shape[1])
-        y_BO = y_BO + _in_groups(rest_BI, qweight_OI, scale_OG, torch.zeros_like(scale_OG))
+        y_BO = y_BO + _in_groups(rest_BI, qweight_OI, scale_OG, zero_OG)
     return y_BO if bias_O is None else y_BO + bias_O
 
 
@@ -81,7 +96,9 @@ def _in_groups(x_BI: Tensor, qweight_OI: Tensor, scale_OG: Tensor, zero_OG: Tens
         zip(x_BI.chunk(groups, 1), qweight_OI.chunk(groups, 1), strict=True)
     ):
         xq, a_B1 = _quantized(x)
-        sum_BO = (xq.double() @ q.double().t()).float()  # sums of integers are exact in float64
+        # Sums of integers are exact in float32 below 2 ** 24, and in float64 always.
+        exact = torch.float32 if q.shape[1] <= FLOAT32_GROUP else torch.float64
+        sum_BO = (xq.to(exact) @ q.to(exact).t()).float()
         sum_BO = sum_BO - zero_OG[:, g].float() * xq.sum(1, keepdim=True)
         acc_BO = acc_BO + sum_BO * scale_OG[:, g].float() * a_B1
     return acc_BO

@@ -22,7 +22,8 @@ from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.linear import Linear, PackedWeight
 from glassformer.quant.backends.choose import (
     BACKENDS,
-    REFERENCE,
+    EVERYWHERE,
+    FLOAT,
     Form,
     LookupForm,
     check_backend,
@@ -30,6 +31,7 @@ from glassformer.quant.backends.choose import (
 )
 from glassformer.quant.backends.routines import (
     NativeForm,
+    float_product,
     in_pieces,
     reference_product,
     reference_rows,
@@ -120,10 +122,9 @@ class QuantizedWeight(PackedWeight, ABC):
         return dequantize(self.stored())
 
     def ready(self) -> Form | None:
-        """Return the backend's form, packed now if it is not yet; None for the reference."""
-        if self.form is None and self.backend != REFERENCE:
-            backend = BACKENDS[self.backend]
-            form = backend.pack(self.stored(), lookup=self.lookup, head=self.head)
+        """Return the backend's form, packed now if it is not yet; None if it runs as stored."""
+        if self.form is None and self.backend not in EVERYWHERE:
+            form = BACKENDS[self.backend].pack(self.stored(), lookup=self.lookup, head=self.head)
             self.form, self.home = form, self.device
             self.qweight = self.scale = self.zero = None
         return self.form
@@ -137,7 +138,9 @@ class QuantizedWeight(PackedWeight, ABC):
         """Return x W^T + b for x (..., I)."""
         form = self.ready()
         if form is None:
-            return reference_product(x, self.stored(), bias_O)
+            if self.backend == FLOAT:
+                return float_product(x, self.stored(), bias_O)
+            return reference_product(x, self.stored(), bias_O, head=self.head)
         rows_MI = x.detach().reshape(-1, self.shape[1]).float()
         bias = None if bias_O is None else bias_O.float()
         return form.product(rows_MI, bias).view(*x.shape[:-1], self.shape[0]).to(x.dtype)

@@ -297,13 +297,16 @@ def quantize_tensor(
 
 def dequantize(tensor: QuantizedTensor) -> Tensor:
     """Return the float32 weights (O, I) that a quantized matrix stands for."""
-    rules = codec(tensor.scheme)
+    scale_OG, zero_OG = grid_of(tensor)
+    return codec(tensor.scheme).values(tensor.levels().to(scale_OG.dtype), scale_OG, zero_OG)
+
+
+def grid_of(tensor: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """Return the float32 scales and zero levels (O, G) of a quantized matrix."""
     scale_OG = tensor.scale.float().reshape(len(tensor.scale), -1)
     if tensor.zero is None:
-        zero_OG = torch.full_like(scale_OG, rules.middle)
-    else:
-        zero_OG = tensor.zero.reshape(scale_OG.shape).to(scale_OG.dtype)
-    return rules.values(tensor.levels().to(scale_OG.dtype), scale_OG, zero_OG)
+        return scale_OG, torch.full_like(scale_OG, codec(tensor.scheme).middle)
+    return scale_OG, tensor.zero.reshape(scale_OG.shape).to(scale_OG.dtype)
 
 
 def least_squares_grid(weight_OI: Tensor, rules: Codec) -> tuple[Tensor, Tensor]:

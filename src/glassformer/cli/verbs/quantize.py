@@ -74,7 +74,9 @@ def quantize(
     indivisible: Annotated[
         str, typer.Option(help="A layer that --group does not divide: refuse, int8 or keep.")
     ] = "refuse",
-    backend: Annotated[str, typer.Option(help="auto, c, fbgemm, aten or reference.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="auto, c, fbgemm, aten, reference or float.")
+    ] = "auto",
     dequantize: Annotated[
         bool,
         typer.Option("--dequantize", help="Write a quantized model's float weights."),

@@ -31,6 +31,7 @@ from glassformer.lens.measure.predictions import Readout, divergence
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, weights_of
 from glassformer.nn.linear import Linear
+from glassformer.quant.backends.choose import FLOAT
 from glassformer.quant.contents import (
     is_model_quantized,
     quantization_report,
@@ -212,7 +213,7 @@ def _operands(full: Model, small: Model, batch: Batch) -> Operands:
     wanted = {layer: layer.wanted for _, layer in quantized_layers(small)}
     try:
         for layer in wanted:
-            layer.use("reference")
+            layer.use(FLOAT)
         plain = predicted(small)
     finally:
         for layer, backend in wanted.items():

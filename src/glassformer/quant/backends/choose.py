@@ -1,9 +1,9 @@
 """Choose the backend that runs a quantized matrix, unless the user names one.
 
 A backend replaces the stored form in memory by its own, and can restore it without loss. It is
-compared with the reference once: a backend that exceeds its error bound, or loses something when
-unpacked, is not used, and the reason is reported. Nothing is timed here, so the same model on the
-same machine always gives the same results.
+compared with the float product once: a backend that exceeds its error bound, or loses something
+when unpacked, is not used, and the reason is reported. Nothing is timed here, so the same model on
+the same machine always gives the same results.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from glassformer.quant.backends.routines import Aten, Fbgemm, Native, reference_product
+from glassformer.quant.backends.routines import Aten, Fbgemm, Native, float_product
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError, MachineError, nearest
 from glassformer.spec.schemes import Scheme, check_scheme
@@ -65,13 +65,16 @@ class Backend(Protocol):
         """
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return the error bound (M, O) against the reference."""
+        """Return the error bound (M, O) against the product with activations as they are."""
 
 
-REFERENCE = "reference"
+#: They run everything everywhere: the arithmetic of `c` in plain torch, bit for bit; and rounded
+#: weights with activations as they are, which is what training with rounded weights computes.
+REFERENCE, FLOAT = "reference", "float"
+EVERYWHERE = (REFERENCE, FLOAT)
 #: In order of preference: our routine is exact in more cases, and measured faster.
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Fbgemm(), Aten())}
-NAMES = (*BACKENDS, REFERENCE)
+NAMES = (*BACKENDS, *EVERYWHERE)
 
 #: Allowance for rounding on top of a backend's bound, relative to the largest result.
 ROUNDING = 1e-5
@@ -106,7 +109,7 @@ def check_backend(
     """Refuse a backend that was requested by name and cannot run this matrix."""
     if name not in (*NAMES, "auto"):
         raise InputError(f"no backend '{name}'", hint=nearest(name, (*NAMES, "auto")))
-    if name not in (REFERENCE, "auto"):
+    if name not in (*EVERYWHERE, "auto"):
         reason = why_not(name, scheme, shape, device, lookup=lookup)
         if reason:
             raise MachineError(
@@ -141,7 +144,7 @@ def _probed(name: str, scheme: Scheme, device: str, lookup: bool) -> str:
 
 
 def probe(backend: Backend, scheme: Scheme, device: torch.device, *, lookup: bool) -> str:
-    """Compare a backend with the reference on a small matrix; return what is wrong, or empty.
+    """Compare a backend with the float product on a small matrix; return what is wrong, or empty.
 
     The inputs are ordinary rows, rows at the ends of the range, and a row of zeros.
     """
@@ -153,7 +156,7 @@ def probe(backend: Backend, scheme: Scheme, device: torch.device, *, lookup: boo
     tensor = moved(quantize_tensor(weight_OI, scheme), device)
     x_MI = x_MI.to(device)
     form, dense_OI = backend.pack(tensor, lookup=lookup), dequantize(tensor)
-    expected_MO, found_MO = reference_product(x_MI, tensor), form.product(x_MI, None)
+    expected_MO, found_MO = float_product(x_MI, tensor), form.product(x_MI, None)
     room_MO = backend.bound(x_MI, dense_OI) + ROUNDING * expected_MO.abs().max()
     if not bool(((found_MO - expected_MO).abs() <= room_MO).all()):
         return "its answers leave their bound"

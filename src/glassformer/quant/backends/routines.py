@@ -1,8 +1,9 @@
 """Products with quantized matrices: the reference, and the routines of torch and of our C kernels.
 
-The reference runs on every machine: weights are dequantized piece by piece, with little memory and
-slowly. Every backend is compared with it, and training with rounded weights computes the same, bit
-for bit.
+Two run on every machine, piece by piece, with little memory and slowly. The reference does the
+arithmetic of the C routines, activations of 8 bits and exact sums, bit for bit. The float product
+has rounded weights and activations as they are: training with rounded weights and a dequantized
+model compute the same, bit for bit, and every backend is held to a bound around it.
 """
 
 import warnings
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.kernels import int_matmul
-from glassformer.quant.schemes import QuantizedTensor, codec, dequantize
+from glassformer.quant.schemes import IntegerCodec, QuantizedTensor, codec, dequantize, grid_of
 from glassformer.spec.schemes import Int4, Int8, Scheme
 
 # M rows, N looked-up rows, O outputs, I inputs, G groups
@@ -37,8 +38,28 @@ def in_pieces(
     return torch.cat(found, dim=-1)
 
 
-def reference_product(x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return x W^T + b for x (..., I), in x's precision."""
+def reference_product(
+    x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None = None, *, head: bool = False
+) -> Tensor:
+    """Return x W^T + b for x (..., I) as the C routines compute it, for schemes that they know."""
+    if not isinstance(codec(tensor.scheme), IntegerCodec):
+        return float_product(x, tensor, bias_O)
+    outputs, inputs = tensor.shape
+    rows_MI = x.reshape(-1, inputs).float()
+    step, found = max(1, PIECE // inputs), []
+    for start in range(0, outputs, step):
+        part = tensor.rows(slice(start, start + step))
+        scale_OG, zero_OG = grid_of(part)
+        found.append(
+            int_matmul.reference_integer(rows_MI, part.levels(), scale_OG, zero_OG, refined=head)
+        )
+    y_MO = torch.cat(found, -1) if len(found) > 1 else found[0]
+    y_MO = y_MO if bias_O is None else y_MO + bias_O.float()
+    return y_MO.view(*x.shape[:-1], outputs).to(x.dtype)
+
+
+def float_product(x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x W^T + b for x (..., I), in x's precision: rounded weights, activations as given."""
     bias_O = None if bias_O is None else bias_O.to(x.dtype)
     return in_pieces(
         x, tensor.shape, lambda piece: dequantize(tensor.rows(piece)).to(x.dtype), bias_O
@@ -148,7 +169,7 @@ class AtenInt8:
         levels_OI, x = self.stored.qweight, x_MI.to(torch.bfloat16).contiguous()
         out_MO: Tensor
         if self.grouped:
-            out_MO = reference_product(x, self.stored).to(x_MI.dtype)
+            out_MO = float_product(x, self.stored).to(x_MI.dtype)
         elif len(x) == 1:
             out_MO = torch.ops.aten._weight_int8pack_mm(x, levels_OI, self.scale_O).to(x_MI.dtype)
         else:
