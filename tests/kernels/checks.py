@@ -4,6 +4,8 @@ Sizes are primes and their neighbours: no multiple of a vector, a tile, or a pan
 through every variant that the machine has.
 """
 
+import pickle
+
 import torch
 import torch.nn.functional as F
 
@@ -115,6 +117,33 @@ def int4_is_the_reference() -> None:
                             assert torch.equal(weight.product(x, bias), want), (name, inputs, group)
 
 
+def int4_of_bytes_is_the_reference() -> None:
+    """Scales of a byte, zeros in sixteenths, an outer factor of each output: bit for bit."""
+    for outputs, inputs, group in GROUPED:
+        qweight, scale, zero = int4(outputs, inputs, group)
+        bytes_OG = (1 + 254 * scale / scale.max()).to(torch.uint8)
+        sixteenths = (16 * zero).to(torch.uint8)
+        outer = torch.exp2(torch.arange(outputs) % 7 - 9.0)
+        for zeros in (None, sixteenths):
+            for refined in (False, True):
+                weight = Int4Weight(
+                    qweight, bytes_OG, zeros, group=group, outer_O=outer, refined=refined
+                )
+                again = pickle.loads(pickle.dumps(weight))
+                x = single(13, inputs, seed=2)
+                want = reference_int4(x, qweight, bytes_OG, zeros, None, outer, refined=refined)
+                for name in c_library.variants():
+                    with c_library.use_variant(name):
+                        assert torch.equal(weight.product(x), want), (name, inputs, group)
+                assert torch.equal(again.product(x), want)
+                rows = weight.rows(torch.arange(outputs))
+                z = torch.full(scale.shape, 8.0) if zeros is None else zeros / 16
+                dense = (qweight.unflatten(1, (-1, group)) - z[..., None]) * bytes_OG[..., None]
+                assert torch.equal(rows, dense.flatten(1) * outer[:, None])
+                exact = x.double() @ rows.double().T
+                assert ((weight.product(x) - exact).norm() < 0.02 * exact.norm()).all()
+
+
 def nothing_saturates() -> None:
     """Everything at its largest, of either sign: exact."""
     inputs, x = 1280, torch.full((2, 1280), 3.0)
@@ -203,6 +232,7 @@ CHECKS = {
         int8_is_the_reference,
         refined_products_are_finer,
         int4_is_the_reference,
+        int4_of_bytes_is_the_reference,
         nothing_saturates,
         rows_are_their_own,
         threads_change_nothing,

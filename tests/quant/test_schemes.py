@@ -121,8 +121,12 @@ def test_a_record_names_bits_where_it_did_and_kinds_elsewhere():
             layers=(QuantizedLayer(name="a", scheme=kind().resolve(64), method="mse"),)
         )
         record = json.loads(json.dumps(to_record(quantization)))
-        assert ("bits" in record["layers"][0]["scheme"]) == (kind in (Int8, Int4))
+        assert ("bits" in record["layers"][0]["scheme"]) == (kind is Int8)
         assert from_record(record) == quantization
+    older = Quantization(layers=(QuantizedLayer(name="a", scheme=Int4(group=64, fine=False)),))
+    record = json.loads(json.dumps(to_record(older)))
+    assert record["layers"][0]["scheme"] == {"bits": 4, "group": 64, "symmetric": False}
+    assert from_record(record) == older
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 import torch
 
+import glassformer as gf
 from glassformer.data.batch import Batch
 from glassformer.lab.measure.precision import layer_errors
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
 from glassformer.quant.convert import plan, quantize_in_turn, quantize_model
+from glassformer.quant.schemes import dequantize, quantize_tensor
 from glassformer.quant.smooth import (
     Link,
     apply,
     inputs_of_layers,
     links,
     outliers,
+    quantize_on,
     smooth,
     smoothed_alike,
 )
@@ -24,7 +27,7 @@ from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Int4, Int8
-from tests.quant.checks import logits, model, tokens
+from tests.quant.checks import logits, model, noise, tokens
 
 
 def with_outliers(name: str = "qwen", channels: tuple[int, ...] = (3, 17)):
@@ -131,3 +134,43 @@ def test_heads_that_share_values_share_their_scale():
     with torch.no_grad():
         apply(made, link, 2.0 ** torch.randint(-3, 4, (len(link.made[0]),)).float())
     assert torch.equal(logits(made), before)
+
+
+def test_samples_are_those_of_the_smoothed_model():
+    full = with_outliers()
+    batch = tokens(full, 8, 16)
+    samples = inputs_of_layers(full, [batch])
+    assert smooth(full, [batch], schemes_of(full, QuantSpec(scheme=Int4())), samples=samples)
+    again = inputs_of_layers(full, [batch])
+    for path, sample in samples.items():
+        assert torch.equal(sample.rms_I, again[path].rms_I), path
+        assert torch.equal(sample.rows_MI, again[path].rows_MI), path
+
+
+def test_a_grid_is_chosen_by_what_errors_are_multiplied_with():
+    weight, sizes = noise(24, 128), torch.ones(128)
+    sizes[::16] = 20.0
+    x = noise(300, 128, seed=2) * sizes
+    exact = x @ weight.T
+    errors = [
+        float((x @ dequantize(tensor).T - exact).norm() / exact.norm())
+        for tensor in (
+            quantize_tensor(weight, Int4(), least_squares=True),
+            quantize_tensor(weight, Int4(), least_squares=True, inputs_I=sizes),
+        )
+    ]
+    assert errors[1] < 0.8 * errors[0], errors
+
+
+def test_the_function_does_what_the_command_does():
+    full = with_outliers()
+    batch = tokens(full, 8, 16)
+    spec = QuantSpec(scheme=Int4(), method="mse")
+    expected, done = quantize_on(copy.deepcopy(full), [batch], spec)
+    found = gf.quantize(full, bits=4, method="mse", calibrate=[batch])
+    assert done and torch.equal(logits(found), logits(expected))
+    plain = gf.quantize(full, bits=4, method="mse", calibrate=[batch], smooth=False)
+    exact = logits(full)
+    made = (found, plain, gf.quantize(full, bits=4))
+    errors = [float((logits(one) - exact).norm()) for one in made]
+    assert errors[0] < 0.8 * errors[1] and errors[0] < 0.8 * errors[2], errors

@@ -9,7 +9,8 @@ A group is a part of a row's inputs, or for INT8 the entire row; for each group 
     INT4   sum = float(sum xq q) - zero * sum xq
     acc  = acc + (sum * scale) * a                 (from 0)
 
-and y = acc * outer, if there is one, then + bias. A refined product is y(x) + y(x - a * xq): what
+and y = acc * outer, if there is one, then + bias; with an outer, scales are bytes and zeros count
+sixteenths. A refined product is y(x) + y(x - a * xq): what
 rounding left of the activations is rounded in its turn.
 
 Sums of integers are exact (nothing saturates), so the result is the same, bit for bit, for any
@@ -57,13 +58,16 @@ def reference_integer(
     zero_OG: Tensor,
     bias_O: Tensor | None = None,
     *,
+    outer_O: Tensor | None = None,
     refined: bool = False,
 ) -> Tensor:
     """Compute the product of any integer weights in plain torch, on any device."""
     y_BO = _in_groups(x_BI, qweight_OI, scale_OG, zero_OG)
+    y_BO = y_BO if outer_O is None else y_BO * outer_O
     if refined:
         rest_BI = rest_of(x_BI, scale_OG.shape[1])
-        y_BO = y_BO + _in_groups(rest_BI, qweight_OI, scale_OG, zero_OG)
+        more_BO = _in_groups(rest_BI, qweight_OI, scale_OG, zero_OG)
+        y_BO = y_BO + (more_BO if outer_O is None else more_BO * outer_O)
     return y_BO if bias_O is None else y_BO + bias_O
 
 
@@ -81,12 +85,20 @@ def reference_int4(
     zero_OG: Tensor | None = None,
     bias_O: Tensor | None = None,
     outer_O: Tensor | None = None,
+    *,
+    refined: bool = False,
 ) -> Tensor:
-    """Compute `Int4Weight.product` in plain torch, bit for bit; q is (O, I)."""
-    zero_OG = torch.full(scale_OG.shape, 8.0) if zero_OG is None else zero_OG
-    y_BO = _in_groups(x_BI, qweight_OI, scale_OG, zero_OG)
-    y_BO = y_BO if outer_O is None else y_BO * outer_O
-    return y_BO if bias_O is None else y_BO + bias_O
+    """Compute `Int4Weight.product` in plain torch, bit for bit; q is (O, I).
+
+    With `outer_O` zeros count sixteenths.
+    """
+    if zero_OG is None:
+        zero_OG = torch.full(scale_OG.shape, 8.0)
+    elif outer_O is not None:
+        zero_OG = zero_OG.float() / SIXTEENTHS
+    return reference_integer(
+        x_BI, qweight_OI, scale_OG, zero_OG, bias_O, outer_O=outer_O, refined=refined
+    )
 
 
 def _in_groups(x_BI: Tensor, qweight_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> Tensor:
@@ -128,6 +140,7 @@ TILE = 16
 MOST_INPUTS = 1 << 17  # 128 * 127 * this still fits into 32 bits
 MOST_GROUP = 1 << 13  # 15 * 127 * this is still exact in float32
 KINDS = (torch.float32, torch.float16, torch.uint8)  # `enum kind` of integer.c
+SIXTEENTHS = 16  # what a zero counts where scales have an outer factor: the kind after the last
 
 
 class _Form(ctypes.Structure):
@@ -168,7 +181,7 @@ class _IntegerWeight(ABC):
             shape[1] // groups,
             bits,
             KINDS.index(scale_TGL.dtype),
-            0 if zero_TGL is None else KINDS.index(zero_TGL.dtype),
+            0 if zero_TGL is None else KINDS.index(zero_TGL.dtype) + (outer_TL is not None),
             refined,
         )
         self._address = ctypes.addressof(self._form)
@@ -257,7 +270,8 @@ class Int4Weight(_IntegerWeight):
     """W = (q - zero) * scale for groups of `group` inputs, a multiple of 8.
 
     q is uint8, (O, I) with one value 0..15 per byte, or (O, I / 2) with two, the low nibble first;
-    scale (O, G) is float16 or float32, zero (O, G) also uint8; no zero means 8 everywhere.
+    scale (O, G) is float16 or float32, zero (O, G) also uint8; no zero means 8 everywhere. With
+    outer (O,) of float32, W = (q - zero / 16) * scale * outer, where scale and zero are uint8.
     """
 
     def __init__(
@@ -267,6 +281,7 @@ class Int4Weight(_IntegerWeight):
         zero_OG: Tensor | None = None,
         *,
         group: int,
+        outer_O: Tensor | None = None,
         refined: bool = False,
     ) -> None:
         outputs, width = _matrix_shape(qweight, torch.uint8)
@@ -279,9 +294,12 @@ class Int4Weight(_IntegerWeight):
                 hint=f"{shape[1]} unpacked, {shape[1] // 2} packed",
             )
         grid = (outputs, shape[1] // group)
-        _check_numbers("scale", scale_OG, grid)
+        byte = KINDS[-1:]
+        if outer_O is not None:
+            _check_numbers("outer", outer_O, (outputs,), kinds=KINDS[:1])
+        _check_numbers("scale", scale_OG, grid, kinds=KINDS[:2] if outer_O is None else byte)
         if zero_OG is not None:
-            _check_numbers("zero", zero_OG, grid, kinds=KINDS)
+            _check_numbers("zero", zero_OG, grid, kinds=KINDS if outer_O is None else byte)
         q_OI = qweight if width == shape[1] else _nibbles(qweight)
         if q_OI.numel() and int(q_OI.max()) > 15:
             raise InputError(f"a 4-bit value of {int(q_OI.max())}", hint="0 to 15")
@@ -291,9 +309,20 @@ class Int4Weight(_IntegerWeight):
         packed = (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2).contiguous()
         zero_TGL = None if zero_OG is None else _in_tiles(zero_OG)
         super().__init__(
-            packed, _in_tiles(scale_OG), zero_TGL, shape=shape, bits=4, refined=refined
+            packed,
+            _in_tiles(scale_OG),
+            zero_TGL,
+            shape=shape,
+            bits=4,
+            outer_TL=None if outer_O is None else _in_tiles(outer_O[:, None]),
+            refined=refined,
         )
         self.group = group
+
+    @property
+    def outer(self) -> Tensor | None:
+        """The factor of each output's scales."""
+        return None if self.outer_TL is None else _from_tiles(self.outer_TL, self.shape[0])[:, 0]
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return q (O, I) with one value per byte, scale and zero (O, G), as they were given."""
@@ -308,10 +337,14 @@ class Int4Weight(_IntegerWeight):
         zero: Tensor | float = 8.0
         if self.zero_TGL is not None:
             zero = self.zero_TGL[tile_N, :, lane_N].float()[..., None]
-        return ((q_NGi - zero) * self.scale_TGL[tile_N, :, lane_N].float()[..., None]).flatten(1)
+            zero = zero if self.outer_TL is None else zero / SIXTEENTHS
+        scale_NG1 = self.scale_TGL[tile_N, :, lane_N].float()[..., None]
+        rows_NI = ((q_NGi - zero) * scale_NG1).flatten(1)
+        return rows_NI if self.outer_TL is None else rows_NI * self.outer_TL[tile_N, :, lane_N]
 
     def __reduce__(self) -> tuple[Callable[..., "Int4Weight"], tuple[Tensor | None, ...]]:
-        make = functools.partial(Int4Weight, group=self.group, refined=self.refined)
+        options = {"group": self.group, "outer_O": self.outer, "refined": self.refined}
+        make = functools.partial(Int4Weight, **options)
         return make, self.unpack()
 
 

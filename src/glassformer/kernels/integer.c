@@ -27,7 +27,8 @@ struct integer {
     int32_t refined;                        /* activations are rounded twice */
 };
 
-enum kind { FLOAT, HALF, BYTE }; /* float32, float16, uint8; int_matmul.py has the same order */
+/* float32, float16, uint8, uint8 that counts sixteenths; int_matmul.py has the same order */
+enum kind { FLOAT, HALF, BYTE, SIXTEENTHS };
 
 struct job {
     const struct integer *w;
@@ -114,7 +115,7 @@ static float from_half(uint16_t half) {
 }
 
 INLINE float number(const void *from, int32_t kind, int64_t at) {
-    if (kind == BYTE) return ((const uint8_t *)from)[at];
+    if (kind >= BYTE) return ((const uint8_t *)from)[at] * (kind == BYTE ? 1.0f : 0.0625f);
     return kind == HALF ? from_half(((const uint16_t *)from)[at]) : ((const float *)from)[at];
 }
 

@@ -20,9 +20,10 @@
 
 AVX2 INLINE __m256 numbers8(const void *from, int32_t kind, int64_t at) {
     if (kind == FLOAT) return _mm256_loadu_ps((const float *)from + at);
-    if (kind == BYTE) {
+    if (kind >= BYTE) {
         __m128i bytes = _mm_loadl_epi64((const __m128i *)((const uint8_t *)from + at));
-        return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+        __m256 whole = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+        return kind == BYTE ? whole : _mm256_mul_ps(whole, _mm256_set1_ps(0.0625f));
     }
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)from + at)));
 }
@@ -149,9 +150,10 @@ PART(avx2_int4, AVX2, 4, ROWS4(1) ROWS4(2) ROWS4(3) ROWS4(4))
 
 AVX512 INLINE __m512 numbers16(const void *from, int32_t kind, int64_t at) {
     if (kind == FLOAT) return _mm512_loadu_ps((const float *)from + at);
-    if (kind == BYTE) {
+    if (kind >= BYTE) {
         __m128i bytes = _mm_loadu_si128((const __m128i *)((const uint8_t *)from + at));
-        return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+        __m512 whole = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+        return kind == BYTE ? whole : _mm512_mul_ps(whole, _mm512_set1_ps(0.0625f));
     }
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at)));
 }

@@ -42,12 +42,18 @@ from glassformer.quant.convert import (
     dequantize_model,
     plan,
     prepare_model_for_quantization,
-    quantize_in_turn,
     quantize_model,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.schemes import quantize_tensor
-from glassformer.quant.smooth import Outlier, Smoothed, inputs_of_layers, outliers, smooth
+from glassformer.quant.smooth import (
+    SMOOTHING,
+    Outlier,
+    Smoothed,
+    inputs_of_layers,
+    outliers,
+    quantize_on,
+)
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -159,8 +165,6 @@ def _timed(side: Callable[[], Tensor], calls: int) -> float:
 LENGTH, ROWS = 128, 16
 #: Batches that calibrate at most, and that measure at most.
 CALIBRATING, MEASURING = 16, 32
-#: Batches that smoothing needs at most.
-SMOOTHING = 4
 #: Tokens times parameters that one reading of the material may cost; but never fewer tokens.
 AFFORDED, LEAST = 10**12, 2048
 #: Logits that are held at once: a large vocabulary gets fewer rows.
@@ -374,14 +378,20 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
                 hint="leave out {--auto|auto=True} to save memory all the same",
             )
         select = keeping_float(timings)
-    smoothed: list[Smoothed] = []
-    seen = inputs_of_layers(full, material.calibrating[:SMOOTHING])
-    if wish.smooth and not wish.qat_steps:
-        # The same function to the last bit, so that the comparison below is with what was given.
-        schemes = {p: scheme for p, (_, scheme) in plan(full, wish.spec, select=select).items()}
-        smoothed = smooth(full, material.calibrating[:SMOOTHING], schemes, samples=seen)
-        small = copy.deepcopy(full)
-    small = _quantized(small, wish, material, run, task, select, watch)
+    samples = inputs_of_layers(full, material.calibrating[:SMOOTHING])
+    large, smoothed = outliers(samples), []
+    if wish.qat_steps:
+        small = _trained_rounded(small, wish, run, task, select, watch)
+    else:
+        small, smoothed = quantize_on(
+            small,
+            material.calibrating,
+            wish.spec,
+            select=select,
+            backend=wish.backend,
+            smoothing=wish.smooth,
+            samples=samples,
+        )
     files = dict(adapter.files())
     if run is not None:
         files |= {"config.json": to_json(_whole(run, small.spec)).encode(), **data_file(recorded)}
@@ -401,7 +411,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
         timings=timings,
         smoothed=smoothed,
-        outliers=outliers(seen),
+        outliers=large,
         warnings=tuple(_warnings(wish, comparison, tokens_of(material.calibrating))),
     )
 
@@ -543,30 +553,25 @@ def _without_text(adapter: NativeAdapter, tokenizer: Tokenizer | None) -> Materi
     return of_model(adapter.model)
 
 
-def _quantized(
+def _trained_rounded(
     model: Model,
     wish: Wish,
-    material: Material,
     run: RunSpec | None,
     task: Task | None,
     select: Select | None,
     watch: Watch | None,
 ) -> Model:
-    if wish.qat_steps:
-        if run is None or task is None:
-            raise InputError(
-                "training with rounded weights needs a run, which knows its task",
-                hint="give a run, or calibrate on a text instead",
-            )
-        prepare_model_for_quantization(model, wish.spec, mode="qat", select=select)
-        for record in _trained(model, run, task, steps=wish.qat_steps):
-            if watch is not None:
-                watch(record)
-        return quantize_model(model, backend=wish.backend)
-    if wish.spec.resolved_method == "gptq":
-        batches = material.calibrating
-        return quantize_in_turn(model, batches, wish.spec, select=select, backend=wish.backend)
-    return quantize_model(model, wish.spec, select=select, backend=wish.backend)
+    """Train with rounded weights for a while, then quantize."""
+    if run is None or task is None:
+        raise InputError(
+            "training with rounded weights needs a run, which knows its task",
+            hint="give a run, or calibrate on a text instead",
+        )
+    prepare_model_for_quantization(model, wish.spec, mode="qat", select=select)
+    for record in _trained(model, run, task, steps=wish.qat_steps):
+        if watch is not None:
+            watch(record)
+    return quantize_model(model, backend=wish.backend)
 
 
 def _trained(model: Model, run: RunSpec, task: Task, *, steps: int) -> Iterator[StepRecord]:

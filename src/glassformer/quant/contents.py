@@ -16,7 +16,12 @@ from torch import nn
 from glassformer.models.model import Model, array_of, build, dtype_of, tensor_of
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.convert import quantized_layers, replace_module
-from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from glassformer.quant.layers import (
+    STORED,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    QuantizedWeight,
+)
 from glassformer.quant.schemes import QuantizedTensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -129,7 +134,7 @@ def quantized_arrays(model: Model) -> tuple[Quantization, dict[str, np.ndarray]]
     arrays = {name: array_of(p.detach()) for name, p in model.named_parameters()}
     for path, layer in quantized_layers(model):
         tensor = layer.stored()
-        parts = {"qweight": tensor.qweight, "scale": tensor.scale, "zero": tensor.zero}
+        parts = {leaf: getattr(tensor, leaf) for leaf in STORED}
         if isinstance(layer, QuantizedLinear):
             parts["bias"] = layer.bias
         arrays |= {f"{path}.{leaf}": array_of(t) for leaf, t in parts.items() if t is not None}
@@ -158,7 +163,7 @@ def restored_model(
         part = model.get_submodule(layer.name)
         leaves = {
             leaf: tensor_of(arrays[f"{layer.name}.{leaf}"])
-            for leaf in ("qweight", "scale", "zero", "bias")
+            for leaf in (*STORED, "bias")
             if f"{layer.name}.{leaf}" in arrays
         }
         head = any(part is one for one in model.heads.values())
@@ -177,7 +182,13 @@ def _layer(
     backend: str,
     head: bool,
 ) -> QuantizedWeight:
-    tensor = QuantizedTensor(leaves["qweight"], leaves["scale"], leaves.get("zero"), layer.scheme)
+    tensor = QuantizedTensor(
+        leaves["qweight"],
+        leaves["scale"],
+        leaves.get("zero"),
+        layer.scheme,
+        leaves.get("exponent"),
+    )
     if isinstance(part, TokenEmbedding):
         return QuantizedEmbedding(
             tensor, multiplier=part.scale, dtype=dtype, method=layer.method, backend=backend

@@ -12,7 +12,7 @@ together.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -137,8 +137,13 @@ def quantize_model(
     *,
     select: Select | None = None,
     backend: str = "auto",
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> M:
-    """Replace layers by quantized ones; a prepared model has its schemes already."""
+    """Replace layers by quantized ones; a prepared model has its schemes already.
+
+    `inputs`: the root mean square of each input of a layer, by path. Grids of least squared error
+    weigh errors by them.
+    """
     bare = model_of(model)
     if any(isinstance(module, QuantizedWeight) for module in bare.modules()):
         raise InputError("the model is quantized already", hint="dequantize_model goes back")
@@ -159,9 +164,11 @@ def quantize_model(
             )
         _untie(bare, spec)
         chosen = list(plan(bare, spec, select=select).values())
+    paths = {module: path for path, module in bare.named_modules()}
     for module, scheme in chosen:
         method: Method = spec.resolved_method if spec is not None else _method_of(module)
-        tensor = _quantized(module, scheme, method)
+        inputs_I = None if inputs is None else inputs.get(paths[module])
+        tensor = _quantized(module, scheme, method, inputs_I)
         layer = quantized_layer(module, tensor, method, backend, head=_is_head(bare, module))
         replace_module(bare, module, layer)
     _forget_watches(bare)
@@ -169,12 +176,15 @@ def quantize_model(
     return model
 
 
-def _quantized(module: Plain, scheme: Scheme, method: Method) -> QuantizedTensor:
+def _quantized(
+    module: Plain, scheme: Scheme, method: Method, inputs_I: Tensor | None
+) -> QuantizedTensor:
     if method == "gptq":
         assert isinstance(module, WATCHED)
         moment_II = module.watch.moment_II
         return quantize_with_inputs(module.weight, scheme, moment_II=moment_II)
-    return quantize_tensor(module.weight, scheme, least_squares=method == "mse")
+    least = method == "mse"
+    return quantize_tensor(module.weight, scheme, least_squares=least, inputs_I=inputs_I)
 
 
 def _is_head(model: Model, module: nn.Module) -> bool:

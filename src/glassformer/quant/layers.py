@@ -43,6 +43,10 @@ from glassformer.spec.schemes import Method, Scheme
 # B batch, T length, M rows, N looked-up rows, D d_model, V vocab, O outputs, I inputs
 
 
+#: The tensors of the stored form; a scheme may lack the last two.
+STORED = ("qweight", "scale", "zero", "exponent")
+
+
 class QuantizedWeight(PackedWeight, ABC):
     """A quantized (O, I) matrix. `wanted` is the requested backend, `backend` the one in use.
 
@@ -54,6 +58,7 @@ class QuantizedWeight(PackedWeight, ABC):
     qweight: Tensor | None
     scale: Tensor | None
     zero: Tensor | None
+    exponent: Tensor | None
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class QuantizedWeight(PackedWeight, ABC):
         self.dtype = dtype
         self.form: Form | None = None
         self.home = tensor.qweight.device
-        for name in ("qweight", "scale", "zero"):
+        for name in STORED:
             self.register_buffer(name, getattr(tensor, name))
         self.use(backend)
 
@@ -108,14 +113,15 @@ class QuantizedWeight(PackedWeight, ABC):
         if self.form is not None:
             return self.form.unpack()
         assert self.qweight is not None and self.scale is not None
-        return QuantizedTensor(self.qweight, self.scale, self.zero, self.scheme)
+        return QuantizedTensor(self.qweight, self.scale, self.zero, self.scheme, self.exponent)
 
     def restore(self) -> None:
         """Replace the backend's form by the stored one."""
         if self.form is not None:
             tensor = self.form.unpack()
             self.form = None
-            self.qweight, self.scale, self.zero = tensor.qweight, tensor.scale, tensor.zero
+            for name in STORED:
+                setattr(self, name, getattr(tensor, name))
 
     def weights(self) -> Tensor:
         """Return the float32 weights (O, I) that the levels represent."""
@@ -126,7 +132,7 @@ class QuantizedWeight(PackedWeight, ABC):
         if self.form is None and self.backend not in EVERYWHERE:
             form = BACKENDS[self.backend].pack(self.stored(), lookup=self.lookup, head=self.head)
             self.form, self.home = form, self.device
-            self.qweight = self.scale = self.zero = None
+            self.qweight = self.scale = self.zero = self.exponent = None
         return self.form
 
     def c_weight(self) -> Int8Weight | Int4Weight | None:

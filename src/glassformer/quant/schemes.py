@@ -8,6 +8,7 @@ level, ties to even; what lies outside the range is clamped to its ends.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -21,20 +22,23 @@ from glassformer.spec.schemes import Float8, Int4, Int8, Scheme, check_scheme
 
 #: Shares of the full range that the search for the least squared error tries.
 SHRINKS = tuple(1.0 - 0.025 * step for step in range(17))
+#: Weights that a grid is searched for at once: what a processor's cache holds.
+SEARCHED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
     """A quantized (O, I) matrix in its stored form, which no backend changes.
 
-    The types and shapes of `qweight`, `scale` and `zero` are those of `scheme.parts`; `zero` is
-    None where the scheme's middle level means 0.
+    The types and shapes of its tensors are those of `scheme.parts`; `zero` is None where the
+    scheme's middle level means 0, `exponent` where scales are stored as they are.
     """
 
     qweight: Tensor
     scale: Tensor
     zero: Tensor | None
     scheme: Scheme
+    exponent: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,9 +48,9 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of levels, scales and zeros."""
-        zeros = 0 if self.zero is None else self.zero.nbytes
-        return self.qweight.nbytes + self.scale.nbytes + zeros
+        """Bytes of levels, scales, zeros and exponents."""
+        parts = (self.qweight, self.scale, self.zero, self.exponent)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def levels(self) -> Tensor:
         """Return the levels (O, I), one per entry."""
@@ -54,8 +58,19 @@ class QuantizedTensor:
 
     def rows(self, index: Tensor | slice) -> "QuantizedTensor":
         """Return some of the outputs."""
-        zero = None if self.zero is None else self.zero[index]
-        return QuantizedTensor(self.qweight[index], self.scale[index], zero, self.scheme)
+        return self._each(lambda part: part[index])
+
+    def to(self, device: torch.device) -> "QuantizedTensor":
+        """Return the same tensor on another device."""
+        return self._each(lambda part: part.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "QuantizedTensor":
+        zero, exponent = (
+            None if part is None else change(part) for part in (self.zero, self.exponent)
+        )
+        return QuantizedTensor(
+            change(self.qweight), change(self.scale), zero, self.scheme, exponent
+        )
 
 
 class Codec(ABC):
@@ -67,14 +82,33 @@ class Codec(ABC):
     middle = 0.0
     #: True if levels are so few that GPTQ gains by rounding each column again.
     coarse = False
+    #: True if zeros lie between levels.
+    fine = False
 
     def groups(self, inputs: int) -> int:
         """Return the number of scales per output channel."""
         return 1
 
+    def unit(self, weight_OI: Tensor) -> Tensor | None:
+        """Return what the scales of each row are multiples of, (O, 1); None if they are free."""
+        return None
+
     @abstractmethod
-    def grid(self, weight_OI: Tensor, *, shrink: float = 1.0) -> tuple[Tensor, Tensor]:
+    def grid(
+        self, weight_OI: Tensor, *, shrink: float = 1.0, unit_O1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return scale and zero level (O, G) that cover each group's range, or a share of it."""
+
+    def fitted(
+        self,
+        weight_OI: Tensor,
+        levels_OI: Tensor,
+        grid: tuple[Tensor, Tensor],
+        weight_I: Tensor,
+        unit_O1: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the grid of least squared error for these levels; columns weigh `weight_I`."""
+        return grid
 
     @abstractmethod
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -89,8 +123,22 @@ class Codec(ABC):
         """Return the levels (O, I) of a stored form."""
 
     @abstractmethod
-    def assemble(self, levels_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> QuantizedTensor:
+    def assemble(
+        self,
+        levels_OI: Tensor,
+        scale_OG: Tensor,
+        zero_OG: Tensor,
+        unit_O1: Tensor | None = None,
+    ) -> QuantizedTensor:
         """Return the stored form of levels, scales and zeros."""
+
+    def rounded_scale(self, scale_OG: Tensor, unit_O1: Tensor | None) -> Tensor:
+        """Return the nearest scale that can be stored, in float32."""
+        return scale_OG
+
+    def rounded_zero(self, zero_OG: Tensor) -> Tensor:
+        """Return the nearest zero level that can be stored."""
+        return zero_OG
 
     @abstractmethod
     def error_bound(self, weight_OI: Tensor, scale_OG: Tensor) -> Tensor:
@@ -119,19 +167,44 @@ class IntegerCodec(Codec):
     highest: int
     symmetric: bool
 
-    def grid(self, weight_OI: Tensor, *, shrink: float = 1.0) -> tuple[Tensor, Tensor]:
+    def grid(
+        self, weight_OI: Tensor, *, shrink: float = 1.0, unit_O1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return scale and zero level (O, G) that cover each group's range, or a share of it."""
         weight_OGE = self.grouped(weight_OI)
         if self.symmetric:
             reach_OG = weight_OGE.abs().amax(-1) * shrink
-            scale_OG = self.storable(reach_OG / (self.highest - self.middle))
+            scale_OG = self.storable(reach_OG / (self.highest - self.middle), unit_O1)
             return scale_OG, torch.full_like(scale_OG, self.middle)
         # The range holds 0, so that 0 is a level and a weight of 0 stays one.
         low_OG = weight_OGE.amin(-1).clamp(max=0) * shrink
         high_OG = weight_OGE.amax(-1).clamp(min=0) * shrink
-        scale_OG = self.storable((high_OG - low_OG) / (self.highest - self.lowest))
-        zero_OG = torch.round(self.lowest - low_OG / scale_OG)
-        return scale_OG, zero_OG.clamp(self.lowest, self.highest)
+        scale_OG = self.storable((high_OG - low_OG) / (self.highest - self.lowest), unit_O1)
+        return scale_OG, self.rounded_zero(self.lowest - low_OG / scale_OG)
+
+    def rounded_zero(self, zero_OG: Tensor) -> Tensor:
+        """Return the nearest zero level that can be stored."""
+        return torch.round(zero_OG).clamp(self.lowest, self.highest)
+
+    def fitted(
+        self,
+        weight_OI: Tensor,
+        levels_OI: Tensor,
+        grid: tuple[Tensor, Tensor],
+        weight_I: Tensor,
+        unit_O1: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the grid of least squared error for these levels; columns weigh `weight_I`.
+
+        The zero stays where it is: then the scale is sum(v w u) / sum(v u u), u = level - zero.
+        """
+        scale_OG, zero_OG = grid
+        units_OGE = self.grouped(levels_OI) - zero_OG[..., None]
+        pull_OGE = units_OGE * self.grouped(weight_I[None])
+        above_OG = (pull_OGE * self.grouped(weight_OI)).sum(-1)
+        found_OG = above_OG / (pull_OGE * units_OGE).sum(-1)
+        good_OG = found_OG.isfinite() & (found_OG > 0)
+        return self.rounded_scale(torch.where(good_OG, found_OG, scale_OG), unit_O1), zero_OG
 
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Return the level nearest to each weight; all three broadcast."""
@@ -143,9 +216,13 @@ class IntegerCodec(Codec):
         width = weight_OI.shape[1] // scale_OG.shape[1]
         return steps * scale_OG.repeat_interleave(width, 1)
 
-    def storable(self, scale_OG: Tensor) -> Tensor:
+    def storable(self, scale_OG: Tensor, unit_O1: Tensor | None = None) -> Tensor:
         """Return the scale as it is stored, in float32. A group of zeros gets scale 1."""
         return torch.where(scale_OG > 0, scale_OG, torch.ones_like(scale_OG))
+
+    def rounded_scale(self, scale_OG: Tensor, unit_O1: Tensor | None) -> Tensor:
+        """Return the nearest scale that can be stored, in float32."""
+        return self.storable(scale_OG)
 
 
 def _as_half(scale_OG: Tensor) -> Tensor:
@@ -180,7 +257,13 @@ class Int8Codec(IntegerCodec):
         """Return the levels, which are stored as they are."""
         return qweight
 
-    def assemble(self, levels_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> QuantizedTensor:
+    def assemble(
+        self,
+        levels_OI: Tensor,
+        scale_OG: Tensor,
+        zero_OG: Tensor,
+        unit_O1: Tensor | None = None,
+    ) -> QuantizedTensor:
         """Return the stored form of levels, scales and zeros."""
         if not self.scheme.group:
             scale_OG, zero_OG = scale_OG[:, 0], zero_OG[:, 0]
@@ -188,13 +271,19 @@ class Int8Codec(IntegerCodec):
         scale = (scale_OG.half() if self.scheme.group else scale_OG).contiguous()
         return QuantizedTensor(self.pack(levels_OI), scale, zero, self.scheme)
 
-    def storable(self, scale_OG: Tensor) -> Tensor:
+    def storable(self, scale_OG: Tensor, unit_O1: Tensor | None = None) -> Tensor:
         """Return the scale as it is stored, in float32: a group's as float16 holds it."""
         return super().storable(_as_half(scale_OG) if self.scheme.group else scale_OG)
 
 
+#: A fine zero counts sixteenths of a level, in a byte; a fine scale is a byte times its row's unit.
+SIXTEENTHS, BYTE = 16, 255
+#: Exponents of units, which int8 and float32 both hold, scales and their squares included.
+EXPONENTS = (-60, 60)
+
+
 class Int4Codec(IntegerCodec):
-    """Levels 0 to 15, two per byte; one float16 scale per group of inputs."""
+    """Levels 0 to 15, two per byte; one scale per group of inputs: a byte, or float16."""
 
     lowest, highest, middle = 0, 15, 8.0
     per_item = 2
@@ -202,6 +291,7 @@ class Int4Codec(IntegerCodec):
 
     def __init__(self, scheme: Int4) -> None:
         self.scheme, self.symmetric = scheme, scheme.symmetric
+        self.fine = scheme.fine and not scheme.symmetric
 
     def groups(self, inputs: int) -> int:
         """Return the number of scales per output channel."""
@@ -218,14 +308,96 @@ class Int4Codec(IntegerCodec):
         """Return the levels of packed bytes."""
         return torch.stack((qweight & 15, qweight >> 4), dim=-1).flatten(-2)
 
-    def assemble(self, levels_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> QuantizedTensor:
-        """Return the stored form of levels, scales and zeros."""
-        zero = None if self.symmetric else zero_OG.to(torch.uint8).contiguous()
-        return QuantizedTensor(self.pack(levels_OI), scale_OG.half(), zero, self.scheme)
+    def unit(self, weight_OI: Tensor) -> Tensor | None:
+        """Return the power of two of each row that its widest group's scale is 128 to 255 times.
 
-    def storable(self, scale_OG: Tensor) -> Tensor:
-        """Return the scale as float16 holds it, in float32."""
-        return super().storable(_as_half(scale_OG))
+        A power of two, so that products with it are exact, wherever they are multiplied.
+        """
+        if not self.scheme.fine:
+            return None
+        weight_OGE = self.grouped(weight_OI)
+        if self.symmetric:
+            widest_OG = weight_OGE.abs().amax(-1) / (self.highest - self.middle)
+        else:
+            low_OG, high_OG = weight_OGE.amin(-1), weight_OGE.amax(-1)
+            widest_OG = (high_OG.clamp(min=0) - low_OG.clamp(max=0)) / (self.highest - self.lowest)
+        widest_O1 = widest_OG.amax(-1, keepdim=True)
+        widest_O1 = torch.where(widest_O1 > 0, widest_O1, torch.ones_like(widest_O1))
+        exponent_O1 = torch.ceil(torch.log2(widest_O1 / BYTE))
+        if bool((exponent_O1 > EXPONENTS[1]).any()):
+            raise InputError(
+                f"weights up to {float(weight_OI.abs().max()):.3g} are too large for 4 bits"
+            )
+        return torch.exp2(exponent_O1.clamp(min=EXPONENTS[0]))
+
+    def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Return the level nearest to each weight; all three broadcast."""
+        if not self.scheme.fine:
+            return super().nearest(weight, scale, zero)
+        return torch.round(weight / scale + zero).clamp(self.lowest, self.highest)
+
+    def rounded_zero(self, zero_OG: Tensor) -> Tensor:
+        """Return the nearest zero level that can be stored: a whole one, or sixteenths."""
+        if not self.scheme.fine:
+            return super().rounded_zero(zero_OG)
+        return torch.round(zero_OG * SIXTEENTHS).clamp(0, BYTE) / SIXTEENTHS
+
+    def fitted(
+        self,
+        weight_OI: Tensor,
+        levels_OI: Tensor,
+        grid: tuple[Tensor, Tensor],
+        weight_I: Tensor,
+        unit_O1: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the grid of least squared error for these levels, its zero fitted first.
+
+        A straight line through the points (level, weight): its slope is the scale.
+        """
+        if self.fine:
+            scale_OG, zero_OG = grid
+            v_OGE, x_OGE = self.grouped(weight_I[None]), self.grouped(weight_OI)
+            level_OGE = self.grouped(levels_OI)
+            total_OG = v_OGE.sum(-1)
+            x_OG, level_OG = ((v_OGE * one).sum(-1) / total_OG for one in (x_OGE, level_OGE))
+            off_OGE = v_OGE * (level_OGE - level_OG[..., None])
+            slope_OG = (off_OGE * x_OGE).sum(-1) / (off_OGE * level_OGE).sum(-1)
+            found_OG = level_OG - x_OG / slope_OG
+            good_OG = found_OG.isfinite() & (slope_OG > 0)
+            zero_OG = torch.where(good_OG, found_OG, zero_OG)
+            grid = (scale_OG, self.rounded_zero(zero_OG))
+        return super().fitted(weight_OI, levels_OI, grid, weight_I, unit_O1)
+
+    def assemble(
+        self,
+        levels_OI: Tensor,
+        scale_OG: Tensor,
+        zero_OG: Tensor,
+        unit_O1: Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Return the stored form of levels, scales and zeros."""
+        zero_OG = zero_OG * SIXTEENTHS if self.scheme.fine else zero_OG
+        zero = None if self.symmetric else zero_OG.to(torch.uint8).contiguous()
+        if not self.scheme.fine:
+            return QuantizedTensor(self.pack(levels_OI), scale_OG.half(), zero, self.scheme)
+        assert unit_O1 is not None
+        scale = (scale_OG / unit_O1).to(torch.uint8).contiguous()
+        exponent = torch.log2(unit_O1[:, 0]).to(torch.int8)
+        return QuantizedTensor(self.pack(levels_OI), scale, zero, self.scheme, exponent)
+
+    def storable(self, scale_OG: Tensor, unit_O1: Tensor | None = None) -> Tensor:
+        """Return the scale as it is stored, in float32; rounded up, so that nothing is cut off."""
+        if not self.scheme.fine:
+            return super().storable(_as_half(scale_OG))
+        assert unit_O1 is not None
+        return torch.ceil(scale_OG / unit_O1).clamp(1, BYTE) * unit_O1
+
+    def rounded_scale(self, scale_OG: Tensor, unit_O1: Tensor | None) -> Tensor:
+        """Return the nearest scale that can be stored, in float32."""
+        if not self.scheme.fine:
+            return super().rounded_scale(scale_OG, unit_O1)
+        assert unit_O1 is not None
+        return torch.round(scale_OG / unit_O1).clamp(1, BYTE) * unit_O1
 
 
 class Float8Codec(Codec):
@@ -237,7 +409,9 @@ class Float8Codec(Codec):
     def __init__(self, scheme: Float8) -> None:
         self.scheme = scheme
 
-    def grid(self, weight_OI: Tensor, *, shrink: float = 1.0) -> tuple[Tensor, Tensor]:
+    def grid(
+        self, weight_OI: Tensor, *, shrink: float = 1.0, unit_O1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return a scale (O, 1) that maps each row's range, or a share of it, to +-448."""
         scale_O1 = weight_OI.abs().amax(-1, keepdim=True) * shrink / self.highest
         scale_O1 = torch.where(scale_O1 > 0, scale_O1, torch.ones_like(scale_O1))
@@ -257,7 +431,13 @@ class Float8Codec(Codec):
         """Return the levels as float32."""
         return qweight.float()
 
-    def assemble(self, levels_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> QuantizedTensor:
+    def assemble(
+        self,
+        levels_OI: Tensor,
+        scale_OG: Tensor,
+        zero_OG: Tensor,
+        unit_O1: Tensor | None = None,
+    ) -> QuantizedTensor:
         """Return the stored form of levels and scales."""
         scale = scale_OG[:, 0].contiguous()
         return QuantizedTensor(self.pack(levels_OI), scale, None, self.scheme)
@@ -285,14 +465,25 @@ def codec(scheme: Scheme) -> Codec:
 
 @torch.no_grad()
 def quantize_tensor(
-    weight_OI: Tensor, scheme: Scheme, *, least_squares: bool = False
+    weight_OI: Tensor,
+    scheme: Scheme,
+    *,
+    least_squares: bool = False,
+    inputs_I: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Round a matrix to a grid over its full range, or to the one of least squared error."""
+    """Round a matrix to a grid over its full range, or to the one of least squared error.
+
+    `inputs_I`: the root mean square of each input; errors count by what they are multiplied with.
+    """
     rules = codec(check_matrix(weight_OI, scheme))
     weight_OI = weight_OI.float()
-    find = least_squares_grid if least_squares else _full_range
-    scale_OG, zero_OG = find(weight_OI, rules)
-    return rules.assemble(rules.nearest_levels(weight_OI, scale_OG, zero_OG), scale_OG, zero_OG)
+    unit_O1 = rules.unit(weight_OI)
+    if least_squares:
+        scale_OG, zero_OG = least_squares_grid(weight_OI, rules, unit_O1, inputs_I)
+    else:
+        scale_OG, zero_OG = rules.grid(weight_OI, unit_O1=unit_O1)
+    levels_OI = rules.nearest_levels(weight_OI, scale_OG, zero_OG)
+    return rules.assemble(levels_OI, scale_OG, zero_OG, unit_O1)
 
 
 def dequantize(tensor: QuantizedTensor) -> Tensor:
@@ -304,33 +495,63 @@ def dequantize(tensor: QuantizedTensor) -> Tensor:
 def grid_of(tensor: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Return the float32 scales and zero levels (O, G) of a quantized matrix."""
     scale_OG = tensor.scale.float().reshape(len(tensor.scale), -1)
+    if tensor.exponent is not None:
+        scale_OG = scale_OG * outer_of(tensor)[:, None]
     if tensor.zero is None:
         return scale_OG, torch.full_like(scale_OG, codec(tensor.scheme).middle)
-    return scale_OG, tensor.zero.reshape(scale_OG.shape).to(scale_OG.dtype)
+    zero_OG = tensor.zero.reshape(scale_OG.shape).to(scale_OG.dtype)
+    return scale_OG, zero_OG if tensor.exponent is None else zero_OG / SIXTEENTHS
 
 
-def least_squares_grid(weight_OI: Tensor, rules: Codec) -> tuple[Tensor, Tensor]:
-    """Return the grid of least squared error among shrunk ones, for each group alone."""
+def outer_of(tensor: QuantizedTensor) -> Tensor:
+    """Return the power of two (O,) that each row's scales are multiples of."""
+    assert tensor.exponent is not None
+    return torch.exp2(tensor.exponent.float())
+
+
+def least_squares_grid(
+    weight_OI: Tensor,
+    rules: Codec,
+    unit_O1: Tensor | None = None,
+    inputs_I: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the grid of least squared error for each group alone.
+
+    Each grid over a share of the range gives levels; a grid fitted to those is tried too.
+    """
+    weight_I = torch.ones_like(weight_OI[0]) if inputs_I is None else inputs_I.float().square()
+    weight_I = weight_I + 1e-3 * weight_I.mean().clamp(min=1e-30)  # an input may not have been seen
+    step = max(1, SEARCHED // weight_OI.shape[1])
+    found = [
+        _searched_grid(rows_OI, rules, None if unit_O1 is None else unit_O1[i : i + step], weight_I)
+        for i, rows_OI in zip(range(0, len(weight_OI), step), weight_OI.split(step), strict=True)
+    ]
+    scale_OG, zero_OG = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return scale_OG, zero_OG
+
+
+def _searched_grid(
+    weight_OI: Tensor, rules: Codec, unit_O1: Tensor | None, weight_I: Tensor
+) -> tuple[Tensor, Tensor]:
     best_OG = best_scale_OG = best_zero_OG = None
     for shrink in SHRINKS:
-        scale_OG, zero_OG = rules.grid(weight_OI, shrink=shrink)
-        levels_OI = rules.nearest_levels(weight_OI, scale_OG, zero_OG)
-        error_OI = rules.values(levels_OI, scale_OG, zero_OG) - weight_OI
-        error_OG = rules.grouped(error_OI.square()).sum(-1)
-        if best_OG is None:
-            best_OG, best_scale_OG, best_zero_OG = error_OG, scale_OG, zero_OG
-            continue
-        assert best_scale_OG is not None and best_zero_OG is not None
-        better_OG = error_OG < best_OG
-        best_OG = torch.where(better_OG, error_OG, best_OG)
-        best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
-        best_zero_OG = torch.where(better_OG, zero_OG, best_zero_OG)
+        grid = rules.grid(weight_OI, shrink=shrink, unit_O1=unit_O1)
+        levels_OI = rules.nearest_levels(weight_OI, *grid)
+        fitted = rules.fitted(weight_OI, levels_OI, grid, weight_I, unit_O1)
+        for scale_OG, zero_OG in (grid, fitted):
+            levels_OI = rules.nearest_levels(weight_OI, scale_OG, zero_OG)
+            error_OI = rules.values(levels_OI, scale_OG, zero_OG) - weight_OI
+            error_OG = rules.grouped(error_OI.square() * weight_I).sum(-1)
+            if best_OG is None:
+                best_OG, best_scale_OG, best_zero_OG = error_OG, scale_OG, zero_OG
+                continue
+            assert best_scale_OG is not None and best_zero_OG is not None
+            better_OG = error_OG < best_OG
+            best_OG = torch.where(better_OG, error_OG, best_OG)
+            best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
+            best_zero_OG = torch.where(better_OG, zero_OG, best_zero_OG)
     assert best_scale_OG is not None and best_zero_OG is not None
     return best_scale_OG, best_zero_OG
-
-
-def _full_range(weight_OI: Tensor, rules: Codec) -> tuple[Tensor, Tensor]:
-    return rules.grid(weight_OI)
 
 
 def check_matrix(weight_OI: Tensor, scheme: Scheme) -> Scheme:
@@ -375,6 +596,7 @@ def quantize_with_inputs(
 ) -> QuantizedTensor:
     """Quantize a matrix so that its products with inputs like the calibration's change least."""
     rules = codec(check_matrix(weight_OI, scheme))
+    unit_O1 = rules.unit(weight_OI)
     moment_II = _damped(moment_II)
     factor_II = _inverse_factor(moment_II)
     wanted_OI = weight_OI.float()
@@ -389,7 +611,8 @@ def quantize_with_inputs(
         for i in range(start, end):
             if i % width == 0:
                 # From the weights as the corrections have left them.
-                scale_O1, zero_O1 = least_squares_grid(weight_OI[:, i : i + width], rules)
+                group_OE = weight_OI[:, i : i + width]
+                scale_O1, zero_O1 = least_squares_grid(group_OE, rules, unit_O1)
                 scales.append(scale_O1)
                 zeros.append(zero_O1)
             scale_O, zero_O = scales[-1][:, 0], zeros[-1][:, 0]
@@ -404,8 +627,9 @@ def quantize_with_inputs(
     if rules.coarse:
         for _ in range(SWEEPS):
             levels_OI = _rounded_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, rules)
-            scale_OG = _scales_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, rules)
-    return rules.assemble(levels_OI, scale_OG, zero_OG)
+            grid = (scale_OG, zero_OG)
+            scale_OG, zero_OG = _grid_again(levels_OI, grid, wanted_OI, moment_II, rules, unit_O1)
+    return rules.assemble(levels_OI, scale_OG, zero_OG, unit_O1)
 
 
 def making_up(weight_OI: Tensor, *, moment_II: Tensor, cross_II: Tensor) -> Tensor:
@@ -447,32 +671,53 @@ def _rounded_again(
     return levels_OI
 
 
-def _scales_again(
+def _grid_again(
     levels_OI: Tensor,
-    scale_OG: Tensor,
-    zero_OG: Tensor,
+    grid: tuple[Tensor, Tensor],
     wanted_OI: Tensor,
     moment_II: Tensor,
     rules: Codec,
-) -> Tensor:
-    """Return the scales of least squared error of the products, solved for all groups of a row."""
-    groups = scale_OG.shape[1]
-    units_OI = rules.values(levels_OI, torch.ones_like(scale_OG), zero_OG).double()
-    units_OGE, moment_GEI = (
-        units_OI.unflatten(1, (groups, -1)),
-        moment_II.unflatten(0, (groups, -1)),
-    )
-    left_OGG = units_OI.new_empty(len(units_OI), groups, groups)
-    right_OG = units_OI.new_empty(len(units_OI), groups)
-    for g in range(groups):
-        pull_OI = units_OGE[:, g] @ moment_GEI[g]
-        left_OGG[:, g] = (pull_OI.unflatten(1, (groups, -1)) * units_OGE).sum(-1)
-        right_OG[:, g] = (pull_OI * wanted_OI).sum(-1)
+    unit_O1: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the grid of least squared error of the products, solved for all groups of a row.
+
+    Where zeros are fine, weight = scale * level - shift is solved first, and zero = shift / scale.
+    """
+    scale_OG, zero_OG = grid
+    levels_OI = levels_OI.double()
+    if rules.fine:
+        ones_OI = torch.ones_like(levels_OI)
+        found_OG, shift_OG = _solved((levels_OI, -ones_OI), len(zero_OG[0]), wanted_OI, moment_II)
+        good_OG = (found_OG > 0) & found_OG.isfinite() & shift_OG.isfinite()
+        moved_OG = rules.rounded_zero((shift_OG / found_OG).float())
+        zero_OG = torch.where(good_OG, moved_OG, zero_OG)
+    units_OI = rules.values(levels_OI, torch.ones_like(scale_OG), zero_OG)
+    (found_OG,) = _solved((units_OI,), len(zero_OG[0]), wanted_OI, moment_II)
+    good_OG = (found_OG > 0) & found_OG.isfinite()
+    scale_OG = torch.where(good_OG, found_OG.float(), scale_OG)
+    return rules.rounded_scale(scale_OG, unit_O1), zero_OG
+
+
+def _solved(
+    parts: tuple[Tensor, ...], groups: int, wanted_OI: Tensor, moment_II: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the factors (O, G) of each part whose sum gives products nearest to the wanted."""
+    rows, count = len(wanted_OI), len(parts) * groups
+    moment_GEI = moment_II.unflatten(0, (groups, -1))
+    parts_OGE = [part.unflatten(1, (groups, -1)) for part in parts]
+    left_ONN = wanted_OI.new_empty(rows, count, count, dtype=torch.float64)
+    right_ON = wanted_OI.new_empty(rows, count, dtype=torch.float64)
+    for n in range(count):
+        one_OGE, g = parts_OGE[n // groups], n % groups
+        pull_OI = one_OGE[:, g] @ moment_GEI[g]
+        pull_OGE = pull_OI.unflatten(1, (groups, -1))
+        left_ONN[:, n] = torch.cat([(pull_OGE * other).sum(-1) for other in parts_OGE], -1)
+        right_ON[:, n] = (pull_OI * wanted_OI).sum(-1)
     # A group of zero levels makes the system singular; a small diagonal keeps it solvable.
-    size_O = left_OGG.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30)
-    left_OGG.diagonal(dim1=1, dim2=2).add_(1e-9 * size_O[:, None])
-    found_OG = torch.linalg.solve(left_OGG, right_OG).half().float()
-    return torch.where((found_OG > 0) & found_OG.isfinite(), found_OG, scale_OG)
+    size_O = left_ONN.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30)
+    left_ONN.diagonal(dim1=1, dim2=2).add_(1e-9 * size_O[:, None])
+    found_ON: Tensor = torch.linalg.solve(left_ONN, right_ON)
+    return found_ON.split(groups, 1)
 
 
 def _damped(moment_II: Tensor) -> Tensor:

@@ -33,9 +33,11 @@ from glassformer.nn.block import TransformerBlock
 from glassformer.nn.ffn import SwiGLU
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
+from glassformer.quant.convert import M, Select, plan, quantize_in_turn, quantize_model
 from glassformer.quant.layers import QuantizedWeight, real_rows
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
+from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Scheme
 
 # B batch, T length, M rows, O outputs, I inputs, D d_model, G groups, K key-value heads, H d_head
@@ -46,10 +48,14 @@ EXPONENTS = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8)
 MOST = 2.0**10
 #: Rows of each layer's inputs that are kept to choose by.
 KEPT = 192
+#: Outputs of each layer that its rounding is tried on.
+OUTPUTS = 128
 #: A channel is an outlier if its root mean square is this many times the median channel's.
 OUTLIER = 8.0
 #: A link is scaled if the error falls below this share of what it was.
 WORTH = 0.97
+#: Batches that smoothing looks at, at most.
+SMOOTHING = 4
 #: Tokens that a link is tried on.
 TRIED = 16
 #: Activations of 8 bits have this many steps on each side of 0.
@@ -297,11 +303,14 @@ def smooth(
     batches: Sequence[Any],
     schemes: Mapping[str, Scheme],
     *,
-    samples: Mapping[str, Sample] | None = None,
+    samples: dict[str, Sample] | None = None,
+    least_squares: bool = False,
 ) -> list[Smoothed]:
     """Move outliers of activations into weights; return what was done, link by link.
 
-    `schemes` has the scheme of each layer that is going to be quantized, by path.
+    `schemes` has the scheme of each layer that is going to be quantized, by path; `least_squares`
+    says whether their grids will be searched for. Samples that are given are those of the smoothed
+    model afterwards.
     """
     bare = model_of(model)
     samples = inputs_of_layers(bare, batches) if samples is None else samples
@@ -318,7 +327,7 @@ def smooth(
             scale_C = _powers_of_two(size_C, exponent)
             scale_I = scale_C[link.channel_I.to(scale_C.device)]
             error = sum(
-                _error(bare.get_submodule(path), schemes[path], sample.rows_MI, scale_I)
+                _error(bare.get_submodule(path), schemes[path], sample, scale_I, least_squares)
                 for path in readers
             ) / len(readers)
             if best is None:
@@ -330,7 +339,41 @@ def smooth(
         if error < WORTH * first:
             apply(bare, link, scale_C)
             done.append(Smoothed(link.source, link.readers, exponent, first, error))
+            scale_I = scale_C[link.channel_I.to(scale_C.device)]
+            for path in readers:
+                one = samples[path]
+                samples[path] = Sample(one.rms_I / scale_I, one.rows_MI / scale_I)
     return done
+
+
+def quantize_on(
+    model: M,
+    batches: Sequence[Any],
+    spec: QuantSpec,
+    *,
+    select: Select | None = None,
+    backend: str = "auto",
+    smoothing: bool = True,
+    samples: dict[str, Sample] | None = None,
+) -> tuple[M, list[Smoothed]]:
+    """Smooth and quantize a model by what its layers are given on these batches.
+
+    Grids are chosen by the errors of products (`mse`), or GPTQ is run on all the batches.
+    """
+    bare = model_of(model)
+    samples = inputs_of_layers(bare, batches[:SMOOTHING]) if samples is None else samples
+    done: list[Smoothed] = []
+    if smoothing:
+        schemes = {path: scheme for path, (_, scheme) in plan(bare, spec, select=select).items()}
+        least = spec.resolved_method == "mse"
+        few = batches[:SMOOTHING]
+        done = smooth(bare, few, schemes, samples=samples, least_squares=least)
+    if spec.resolved_method == "gptq":
+        quantize_in_turn(bare, batches, spec, select=select, backend=backend)
+    else:
+        sizes = {path: sample.rms_I for path, sample in samples.items()}
+        quantize_model(bare, spec, select=select, backend=backend, inputs=sizes)
+    return model, done
 
 
 @torch.no_grad()
@@ -378,12 +421,19 @@ def _powers_of_two(size_C: Tensor, exponent: float) -> Tensor:
     return torch.exp2((share_C**exponent).clamp(1 / MOST, MOST).log2().round())
 
 
-def _error(layer: nn.Module, scheme: Scheme, rows_MI: Tensor, scale_I: Tensor) -> float:
-    """Return the relative error of the rounded products, activations rounded too."""
+def _error(
+    layer: nn.Module, scheme: Scheme, sample: Sample, scale_I: Tensor, least_squares: bool
+) -> float:
+    """Return the relative error of some rounded products, activations rounded too."""
     assert isinstance(layer, Linear)
-    weight_OI = layer.weight.float()
+    weight_OI = layer.weight[:: -(-layer.d_out // OUTPUTS)].float()
+    rows_MI = sample.rows_MI
     wanted_MO = rows_MI @ weight_OI.T
-    rounded_OI = dequantize(quantize_tensor(weight_OI * scale_I, scheme))
+    sizes_I = sample.rms_I / scale_I
+    tensor = quantize_tensor(
+        weight_OI * scale_I, scheme, least_squares=least_squares, inputs_I=sizes_I
+    )
+    rounded_OI = dequantize(tensor)
     found_MO = rounded_inputs(rows_MI / scale_I, scheme) @ rounded_OI.T
     off = (found_MO - wanted_MO).square().sum() / wanted_MO.square().sum().clamp(min=1e-30)
     return float(off.sqrt())

@@ -249,13 +249,13 @@ def stored_tensors(model: ModelSpec, quantization: Quantization | None) -> dict[
 def to_record(quantization: Quantization) -> dict[str, Any]:
     """Return plain data for `quantization.json`.
 
-    Int8 and Int4 are written by bits, group and symmetric, as they were before schemes were types,
-    so that earlier versions read them; every other scheme carries its kind.
+    Int8, and Int4 with 16-bit scales, are written by bits, group and symmetric, as they were before
+    schemes were types, so that earlier versions read them; every other scheme carries its kind.
     """
     record = to_dict(quantization)
     for written, layer in zip(record["layers"], quantization.layers, strict=True):
         scheme = layer.scheme
-        if isinstance(scheme, (Int8, Int4)):
+        if isinstance(scheme, Int8) or (isinstance(scheme, Int4) and not scheme.fine):
             written["scheme"] = {
                 "bits": scheme.bits,
                 "group": scheme.group or None,  # per channel: None, as in every version
@@ -284,4 +284,6 @@ def _with_kind(layer: Any) -> Any:
         rest.pop("group", None)
         if kind is Int8:
             rest["group"] = 0
+    if kind is Int4:
+        rest["fine"] = False
     return {**layer, "scheme": {"kind": kind.__name__, **rest}}

@@ -108,10 +108,12 @@ class Int8:
 
 @spec
 class Int4:
-    """weight = (level - zero) * scale: 4-bit levels, one float16 scale per group of inputs.
+    """weight = (level - zero) * scale: 4-bit levels, one scale per group of inputs.
 
-    `group` is 32, 64 or 128 inputs; None means 64, or 32 where 64 does not divide the inputs.
-    Asymmetric by default: sixteen levels are too few to leave some of them unused.
+    `group` is 32, 64 or 128 inputs; None means 32. Asymmetric by default: sixteen levels are too
+    few to leave some of them unused. `fine`: a scale is a byte times a power of two that the row
+    shares, and a zero counts sixteenths of a level. Otherwise scales are float16 and zeros whole
+    levels, which is larger and less exact: folders of earlier versions have those.
     """
 
     name: ClassVar[str] = "int4"
@@ -123,6 +125,7 @@ class Int4:
 
     group: int | None = None
     symmetric: bool = False
+    fine: bool = True
 
     def __post_init__(self) -> None:
         if self.group is not None:
@@ -130,9 +133,7 @@ class Int4:
 
     def resolve(self, inputs: int) -> "Int4":
         """Return the scheme with every option chosen, for a matrix of this many inputs."""
-        if self.group is not None:
-            return self
-        return replace(self, group=32 if inputs % 64 else 64)
+        return replace(self, group=min(GROUPS)) if self.group is None else self
 
     def why_not(self, inputs: int) -> str:
         """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
@@ -150,20 +151,23 @@ class Int4:
         Two levels share a byte: the even column in the low nibble.
         """
         if self.group is None:
-            raise InputError(f"a stored {self.name} matrix needs its group", hint="64, 32 or 128")
+            raise InputError(f"a stored {self.name} matrix needs its group", hint="32, 64 or 128")
         scales = (outputs, inputs // self.group)
         parts = {
             "qweight": StoredTensor(shape=(outputs, inputs // 2), dtype="U8"),
-            "scale": StoredTensor(shape=scales, dtype="F16"),
+            "scale": StoredTensor(shape=scales, dtype="U8" if self.fine else "F16"),
         }
         if not self.symmetric:
             parts["zero"] = StoredTensor(shape=scales, dtype="U8")
+        if self.fine:
+            parts["exponent"] = StoredTensor(shape=(outputs,), dtype="I8")
         return parts
 
     def describe(self) -> str:
         """Return the name with its options: `int4 g32 asymmetric`."""
         group = "" if self.group is None else f" g{self.group}"
-        return f"{self.name}{group}{'' if self.symmetric else ' asymmetric'}"
+        scales = "" if self.fine else ", 16-bit scales"
+        return f"{self.name}{group}{'' if self.symmetric else ' asymmetric'}{scales}"
 
 
 @spec

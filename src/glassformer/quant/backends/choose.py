@@ -153,7 +153,7 @@ def probe(backend: Backend, scheme: Scheme, device: torch.device, *, lookup: boo
     x_MI = torch.randn(6, PROBED[1], generator=generator)
     x_MI[1] *= 20.0
     x_MI[2], x_MI[3], x_MI[4] = 1.0, weight_OI[0].sign(), 0.0
-    tensor = moved(quantize_tensor(weight_OI, scheme), device)
+    tensor = quantize_tensor(weight_OI, scheme).to(device)
     x_MI = x_MI.to(device)
     form, dense_OI = backend.pack(tensor, lookup=lookup), dequantize(tensor)
     expected_MO, found_MO = float_product(x_MI, tensor), form.product(x_MI, None)
@@ -165,23 +165,18 @@ def probe(backend: Backend, scheme: Scheme, device: torch.device, *, lookup: boo
     return ""
 
 
-def moved(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
-    """Return the same tensor on another device."""
-    zero = None if tensor.zero is None else tensor.zero.to(device)
-    return QuantizedTensor(tensor.qweight.to(device), tensor.scale.to(device), zero, tensor.scheme)
-
-
 def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
     """Return True if two tensors are equal in every bit."""
     return (
         one.scheme == other.scheme
         and torch.equal(one.qweight, other.qweight)
         and torch.equal(one.scale, other.scale)
-        and _same_zero(one.zero, other.zero)
+        and _same_part(one.zero, other.zero)
+        and _same_part(one.exponent, other.exponent)
     )
 
 
-def _same_zero(one: Tensor | None, other: Tensor | None) -> bool:
+def _same_part(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)

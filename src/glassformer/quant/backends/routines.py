@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.kernels import int_matmul
-from glassformer.quant.schemes import IntegerCodec, QuantizedTensor, codec, dequantize, grid_of
+from glassformer.quant.schemes import (
+    IntegerCodec,
+    QuantizedTensor,
+    codec,
+    dequantize,
+    grid_of,
+    outer_of,
+)
 from glassformer.spec.schemes import Int4, Int8, Scheme
 
 # M rows, N looked-up rows, O outputs, I inputs, G groups
@@ -50,6 +57,7 @@ def reference_product(
     for start in range(0, outputs, step):
         part = tensor.rows(slice(start, start + step))
         scale_OG, zero_OG = grid_of(part)
+        # A power of two changes no bit, whether it multiplies scales or sums.
         found.append(
             int_matmul.reference_integer(rows_MI, part.levels(), scale_OG, zero_OG, refined=head)
         )
@@ -90,7 +98,7 @@ class AtenInt4:
     def __init__(self, tensor: QuantizedTensor, *, lookup: bool) -> None:
         assert isinstance(tensor.scheme, Int4)
         self.scheme, self.shape = tensor.scheme, tensor.shape
-        self.scale_OG, self.zero_OG = tensor.scale, tensor.zero
+        self.own = (tensor.scale, tensor.zero, tensor.exponent)
         self.stored = tensor if lookup else None
         self.cuda = tensor.qweight.is_cuda
         if self.cuda:
@@ -101,8 +109,7 @@ class AtenInt4:
         else:
             levels = tensor.levels().int()
             self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
-        zero_OG = 8.0 if tensor.zero is None else tensor.zero.float()
-        scale_OG = self.scale_OG.float()
+        scale_OG, zero_OG = grid_of(tensor)
         self.table = self._table(scale_OG, (8.0 - zero_OG) * scale_OG)
 
     @staticmethod
@@ -114,9 +121,9 @@ class AtenInt4:
     @property
     def nbytes(self) -> int:
         """The number of resident bytes."""
-        zeros = 0 if self.zero_OG is None else self.zero_OG.nbytes
         kept = 0 if self.stored is None else self.stored.qweight.nbytes
-        return self.packed.nbytes + self.table.nbytes + self.scale_OG.nbytes + zeros + kept
+        own = sum(part.nbytes for part in self.own if part is not None)
+        return self.packed.nbytes + self.table.nbytes + own + kept
 
     def _multiply(self, x_MI: Tensor, table: Tensor) -> Tensor:
         name = "_weight_int4pack_mm" if self.cuda else "_weight_int4pack_mm_for_cpu"
@@ -141,11 +148,12 @@ class AtenInt4:
         if self.stored is not None:
             return self.stored
         unit = torch.eye(self.shape[1], device=self.packed.device)
-        ones = self._table(torch.ones_like(self.scale_OG), torch.zeros_like(self.scale_OG))
+        scale, zero, exponent = self.own
+        ones_OG = torch.ones(scale.shape, device=scale.device)
+        ones = self._table(ones_OG, torch.zeros_like(ones_OG))
         levels_OI = (self._multiply(unit, ones).t() + 8).to(torch.uint8).contiguous()
-        return QuantizedTensor(
-            codec(self.scheme).pack(levels_OI), self.scale_OG, self.zero_OG, self.scheme
-        )
+        qweight = codec(self.scheme).pack(levels_OI)
+        return QuantizedTensor(qweight, scale, zero, self.scheme, exponent)
 
 
 class AtenInt8:
@@ -326,8 +334,14 @@ class NativeForm:
             case Int8():
                 self.weight = int_matmul.Int8Weight(tensor.qweight, tensor.scale, refined=head)
             case Int4(group=int(group)):
+                outer_O = None if tensor.exponent is None else outer_of(tensor)
                 self.weight = int_matmul.Int4Weight(
-                    tensor.qweight, tensor.scale, tensor.zero, group=group, refined=head
+                    tensor.qweight,
+                    tensor.scale,
+                    tensor.zero,
+                    group=group,
+                    outer_O=outer_O,
+                    refined=head,
                 )
             case other:
                 raise TypeError(f"{type(other).__name__} has no C routine")
@@ -351,7 +365,10 @@ class NativeForm:
             qweight, scale = self.weight.unpack()
             return QuantizedTensor(qweight, scale, None, self.scheme)
         levels, scale, zero = self.weight.unpack()
-        return QuantizedTensor(codec(self.scheme).pack(levels), scale, zero, self.scheme)
+        outer_O = self.weight.outer
+        exponent = None if outer_O is None else torch.log2(outer_O).to(torch.int8)
+        qweight = codec(self.scheme).pack(levels)
+        return QuantizedTensor(qweight, scale, zero, self.scheme, exponent)
 
 
 class Native:
