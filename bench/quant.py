@@ -5,38 +5,48 @@ fastest float32 stands beside it, so that nobody takes a better loop for a gain 
 `ratio` = time over the baseline's. Sides take turns. Weights are drawn, not trained: only time and
 memory are measured here.
 
-`--model PATH` measures quality instead, on real weights: our schemes beside llama.cpp's formats
-(weights rounded by the `gguf` package, activations as they are), each with its bytes, the change of
-perplexity with its paired error, the divergence, and how often the likeliest token is the same.
+`--model PATH` measures quality instead, on real weights: our schemes as they run, activations of 8
+bits included, beside llama.cpp's formats (weights rounded by its own C where `xllamacpp` is there,
+else by the `gguf` package; activations as they are). Each has its bytes, the change of perplexity
+with its paired error, the divergence, how often the likeliest token is the same, and greedy
+decoding from `--prompts` prompts.
+
+A file that comes quantized has its weights on a grid, which a grid like it finds again: that shows
+the grid, not the scheme. `--shuffle` exchanges channels first (the same function: their order means
+nothing), which leaves groups of 32 without a grid.
 """
 
 import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from bench.quant_peers import installed, peers_of
+from bench.quant_peers import ggml_packed, ggml_quantizer, installed, k_m_format, peers_of
 from glassformer.adapters.load import load
 from glassformer.data.batch import Batch
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.matmul import CHOICES, Product
 from glassformer.lab.measure.precision import agree
 from glassformer.lab.quantize import of_manuals, of_text, tokens_of
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
+from glassformer.nn.attention import MultiHeadAttention
+from glassformer.nn.ffn import SwiGLU
 from glassformer.quant.contents import quantization_report, quantized_arrays, resident_bytes
-from glassformer.quant.convert import plan, quantize_in_turn, quantize_model
+from glassformer.quant.convert import quantize_model
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
-from glassformer.quant.smooth import smooth
+from glassformer.quant.smooth import quantize_on
 from glassformer.spec import presets
+from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec
@@ -47,11 +57,18 @@ ROWS = (1, 8, 64)
 SCHEMES = {
     "int8 per channel": Int8(group=0),
     "int8 g32": Int8(group=32),
-    "int4 g64": Int4(group=64),
+    "int4 g32": Int4(),
+    "int4 g64, 16-bit scales": Int4(group=64, fine=False),
     "int4 g32 symmetric": Int4(group=32, symmetric=True),
 }
-SPECS = {"int8": QuantSpec(), "int4": QuantSpec(scheme=Int4(), method="absmax")}
+SPECS = {
+    "int8": QuantSpec(),
+    "int4": QuantSpec(scheme=Int4(), method="absmax"),
+    "int4 g64, 16-bit scales": QuantSpec(scheme=Int4(group=64, fine=False), method="absmax"),
+}
 PAST, PREFILL = 128, 64
+#: Tokens of a prompt, and tokens that are decoded after it.
+PROMPT, NEW = 16, 64
 EAGER, FASTEST = "float32, eager", "float32, our fastest"
 
 Side = Callable[[], object]
@@ -63,6 +80,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", help="a text to measure on; else Python's manuals")
     parser.add_argument("--windows", type=int, default=32, help="windows of 128 tokens")
     parser.add_argument("--gptq", action="store_true", help="GPTQ too, which takes minutes")
+    parser.add_argument("--shuffle", action="store_true", help="exchange channels before")
+    parser.add_argument("--prompts", type=int, default=100, help="to decode 64 tokens from")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
 
 
 def run(
@@ -70,7 +90,7 @@ def run(
 ) -> Iterator[dict[str, object]]:
     """Layers by shape, then whole models; or the quality of one model."""
     if asked is not None and asked.model is not None:
-        yield from quality(asked.model, text=asked.text, windows=asked.windows, gptq=asked.gptq)
+        yield from quality(asked)
         return
     for title, found in installed().items():
         yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
@@ -85,74 +105,144 @@ def run(
 
 
 @torch.no_grad()
-def quality(
-    path: str, *, text: str | None = None, windows: int = 32, gptq: bool = False
-) -> Iterator[dict[str, object]]:
+def quality(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Bytes and loss of one model in every scheme, and in llama.cpp's formats."""
-    adapter = load(path)
+    adapter = load(asked.model)
     full, tokenizer = adapter.model.float().eval(), adapter.get_tokenizer()
+    text = asked.text
     found = of_manuals(tokenizer, full) if text is None else of_text(Path(text), tokenizer, full)
     batches, count = [], 0
     for batch in found.measuring:
-        if count < windows:
+        if count < asked.windows:
             batches.append(batch)
             count += len(batch.tokens)
-    case = f"{Path(path).name}, {tokens_of(batches):,} positions"
-    smoothed = copy.deepcopy(full)
-    spec = QuantSpec(scheme=Int4(group=32))
-    schemes = {layer: scheme for layer, (_, scheme) in plan(full, spec).items()}
-    smooth(smoothed, found.calibrating[:4], schemes)
-    ours: dict[str, tuple[Model, QuantSpec]] = {
-        "int8 per channel": (full, QuantSpec(scheme=Int8(group=0))),
-        "int8 g32": (full, QuantSpec()),
-        "int8 g32, smoothed": (smoothed, QuantSpec()),
-        "int4 g64": (full, QuantSpec(scheme=Int4(group=64))),
-        "int4 g32": (full, spec),
-        "int4 g32, smoothed": (smoothed, spec),
+    case = f"{Path(asked.model).name}, {tokens_of(batches):,} positions"
+    if asked.shuffle:
+        shuffle(full)
+        case += ", shuffled"
+    begin = min(PROMPT, full.spec.max_seq_len // 2)
+    rows = torch.cat([torch.from_numpy(batch.tokens)[:, :begin] for batch in found.measuring])
+    prompts = rows[: asked.prompts].tolist()
+    answers = _greedy(full, prompts)
+    for name, make in _makers(full, found.calibrating, gptq=asked.gptq):
+        if asked.only not in name:
+            continue
+        small, size = make()
+        agreement = agree(full, small, batches)
+        share = size / sum(4 * p.numel() for p in full.parameters())
+        error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
+        said = (
+            f"{name}: {share:.4f} of float32's bytes, perplexity {agreement.perplexity[1]:.4f} "
+            f"({agreement.change:+.2%}{error}), KL {agreement.full_to_small.mean:.5f}, "
+            f"same token {agreement.top1:.2%}"
+        )
+        if prompts:
+            alike = [a == b for a, b in zip(answers, _greedy(small, prompts), strict=True)]
+            said += f", greedy {sum(alike)} of {len(alike)} texts of {len(answers[0])} tokens alike"
+        yield _row(case, said)
+
+
+Made = Callable[[], tuple[Model, int]]
+
+
+def _makers(full: Model, calibrating: Sequence[Batch], *, gptq: bool) -> Iterator[tuple[str, Made]]:
+    """Each scheme by name, and how the model is made in it, with its bytes."""
+    schemes = {
+        "int8 per channel": QuantSpec(scheme=Int8(group=0)),
+        "int8": QuantSpec(),
+        "int4 g64, 16-bit scales": QuantSpec(scheme=Int4(group=64, fine=False)),
+        "int4": QuantSpec(scheme=Int4()),
+        "int4, head of 4 bits": QuantSpec(scheme=Int4(), head=Int4()),
     }
-    for name, (model, wish) in ours.items():
-        small = quantize_model(copy.deepcopy(model), wish)
-        arrays = quantized_arrays(small)[1]
-        yield _quality(case, name, full, small, sum(a.nbytes for a in arrays.values()), batches)
+    for name, spec in schemes.items():
+        yield (
+            f"{name}, weights alone looked at",
+            lambda s=spec: _sized(quantize_model(copy.deepcopy(full), s)),
+        )
+        for smoothing in (False, True):
+            title = f"{name}, calibrated{' and smoothed' if smoothing else ''}"
+            yield (
+                title,
+                lambda s=spec, on=smoothing: _sized(
+                    quantize_on(copy.deepcopy(full), calibrating, s, smoothing=on)[0]
+                ),
+            )
     if gptq:
-        wish = QuantSpec(scheme=Int4(group=32), method="gptq")
-        small = quantize_in_turn(copy.deepcopy(smoothed), found.calibrating, wish)
-        size = sum(a.nbytes for a in quantized_arrays(small)[1].values())
-        name = f"int4 g32, smoothed, GPTQ on {tokens_of(found.calibrating):,} tokens"
-        yield _quality(case, name, full, small, size, batches)
-    for name in ("Q8_0", "Q5_0", "Q4_1", "Q4_0"):
-        small, size = in_gguf_format(full, name)
-        yield _quality(case, f"llama.cpp's {name.lower()}", full, small, size, batches)
+        spec = QuantSpec(scheme=Int4(), method="gptq")
+        name = f"int4, GPTQ on {tokens_of(calibrating):,} tokens"
+        yield name, lambda: _sized(quantize_on(copy.deepcopy(full), calibrating, spec)[0])
+    formats = ["Q8_0", "Q5_0", "Q4_1", "Q4_0"]
+    for name in [*formats, "Q4_K_M"] if ggml_quantizer() is not None else formats:
+        yield f"llama.cpp's {name.lower()}", lambda n=name: in_gguf_format(full, n)
+
+
+def _sized(model: Model) -> tuple[Model, int]:
+    return model, sum(array.nbytes for array in quantized_arrays(model)[1].values())
+
+
+def _greedy(model: Model, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens that follow each prompt, each the likeliest."""
+    room = model.spec.max_seq_len - max((len(prompt) for prompt in prompts), default=0)
+    found, spec = [], DecodeSpec(max_new_tokens=min(NEW, room))
+    for i in range(0, len(prompts), 10):
+        some = Prompts.of(prompts[i : i + 10])
+        found += [list(one.tokens) for one in generate_batch(TorchStepper(model), some, spec=spec)]
+    return found
+
+
+def shuffle(model: Model) -> None:
+    """Exchange channels of the residual stream, of feed-forwards and of values: the same function.
+
+    For models of norms that see all channels alike, gated feed-forwards and one attention.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def order(count: int) -> torch.Tensor:
+        return torch.randperm(count, generator=generator)
+
+    stream = order(model.spec.d_model)
+    for name, p in model.named_parameters():
+        of_stream = p.ndim == 1 and "norm" in name and len(p) == len(stream)
+        if of_stream or name.endswith(("o_proj.weight", "down_proj.weight")):
+            p.copy_(p[stream])
+        elif p.ndim == 2:
+            p.copy_(p[:, stream])
+    for part in model.modules():
+        if isinstance(part, SwiGLU):
+            inner = order(part.up_proj.d_out)
+            for layer in (part.up_proj, part.gate_proj):
+                layer.weight.copy_(layer.weight[inner])
+            part.down_proj.weight.copy_(part.down_proj.weight[:, inner])
+        if isinstance(part, MultiHeadAttention):
+            width, heads = part.d_head, part.o_proj.d_in // part.d_head
+            kv_heads = part.v_proj.d_out // width
+            orders = [order(width) for _ in range(kv_heads)]
+            rows = torch.cat([k * width + one for k, one in enumerate(orders)])
+            shared = [orders[n * kv_heads // heads] + n * width for n in range(heads)]
+            part.v_proj.weight.copy_(part.v_proj.weight[rows])
+            part.o_proj.weight.copy_(part.o_proj.weight[:, torch.cat(shared)])
 
 
 def in_gguf_format(full: Model, name: str) -> tuple[Model, int]:
     """Every matrix in one of llama.cpp's formats (a table has 8 bits at least), and the bytes."""
     import gguf
 
-    kind, model, size = gguf.GGMLQuantizationType[name], copy.deepcopy(full), 0
+    model, size = copy.deepcopy(full), 0
     for path, p in model.named_parameters():
         if p.ndim != 2 or p.shape[1] % 32:
             size += 4 * p.numel()
             continue
-        used = gguf.GGMLQuantizationType.Q8_0 if path.startswith("embed") else kind
-        packed = gguf.quants.quantize(p.detach().numpy(), used)
-        p.copy_(torch.from_numpy(gguf.quants.dequantize(packed, used)))
+        kind = gguf.GGMLQuantizationType[
+            k_m_format(path, p.shape[1], full.spec.n_layers)
+            if name == "Q4_K_M"
+            else "Q8_0"
+            if path.startswith("embed")
+            else name
+        ]
+        packed = ggml_packed(p.detach(), kind)
+        p.copy_(torch.from_numpy(gguf.quants.dequantize(packed, kind)))
         size += packed.nbytes
     return model, size
-
-
-def _quality(
-    case: str, name: str, full: Model, small: Model, size: int, batches: list[Batch]
-) -> dict[str, object]:
-    agreement = agree(full, small, batches)
-    share = size / sum(4 * p.numel() for p in full.parameters())
-    error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
-    said = (
-        f"{name}: {share:.4f} of float32's bytes, perplexity {agreement.perplexity[1]:.4f} "
-        f"({agreement.change:+.2%}{error}), KL {agreement.full_to_small.mean:.5f}, "
-        f"same token {agreement.top1:.2%}"
-    )
-    return _row(case, said)
 
 
 def _row(case: str, name: str, ms: float | None = None, ratio: float | None = None) -> dict:

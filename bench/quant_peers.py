@@ -1,10 +1,12 @@
 """The same matrix in other libraries' quantized layers, where they are installed.
 
 Each gives calls `x -> x W^T` by name; what a library cannot do on this machine is left out.
-llama.cpp runs whole files only (`glass convert MODEL FILE --to gguf`), so no layer of it is here.
+llama.cpp runs whole files only (`glass convert MODEL FILE --to gguf`), so no layer of it is timed
+here; its rounding of weights is called (`ggml_packed`).
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import io
 import os
@@ -12,10 +14,14 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import gguf
 
 # O outputs, I inputs, M rows
 
@@ -105,3 +111,57 @@ def onnx_product(weight_OI: np.ndarray) -> object:
         [numpy_helper.from_array(np.ascontiguousarray(weight_OI.T), "w")],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+# --- llama.cpp's rounding of weights --------------------------------------------------------------
+
+#: What it takes where a row is not a multiple of 256, which its k-quants need.
+FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+
+
+def ggml_quantizer() -> ctypes.CDLL | None:
+    """llama.cpp's own C library, in the wheel of xllamacpp; None where that is not installed."""
+    found = importlib.util.find_spec("xllamacpp")
+    if found is None or found.submodule_search_locations is None:
+        return None
+    files = list(Path(next(iter(found.submodule_search_locations))).glob("xllamacpp*.so"))
+    library = ctypes.CDLL(str(files[0])) if files else None
+    if library is None or not hasattr(library, "ggml_quantize_chunk"):
+        return None
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library.ggml_quantize_chunk.argtypes = (
+        ctypes.c_int,
+        *(ctypes.c_void_p,) * 2,
+        *(ctypes.c_int64,) * 3,
+        ctypes.c_void_p,
+    )
+    return library
+
+
+def ggml_packed(weight_OI: Tensor, kind: "gguf.GGMLQuantizationType") -> np.ndarray:
+    """Return a matrix in one of llama.cpp's formats, by its own code where that is installed."""
+    import gguf
+
+    library = ggml_quantizer()
+    weight = np.ascontiguousarray(weight_OI.float().numpy())
+    if library is None:
+        return gguf.quants.quantize(weight, kind)
+    outputs, inputs = weight.shape
+    per, size = gguf.GGML_QUANT_SIZES[kind]
+    packed = np.zeros((outputs, inputs // per * size), np.uint8)
+    library.ggml_quantize_chunk(
+        int(kind), weight.ctypes.data, packed.ctypes.data, 0, outputs, inputs, None
+    )
+    return packed
+
+
+def k_m_format(path: str, inputs: int, layers: int) -> str:
+    """Return the format that llama.cpp's q4_K_M gives to a matrix: more bits for some layers."""
+    kind = "Q4_K"
+    if path.startswith("embed"):
+        kind = "Q6_K"
+    elif path.endswith(("v_proj.weight", "down_proj.weight")):
+        layer, eighth = int(path.split(".")[1]), layers // 8
+        more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+        kind = "Q6_K" if more else "Q4_K"
+    return FALLBACK[kind] if inputs % 256 else kind

@@ -1,5 +1,6 @@
 """`glass quantize`: the folder that every command takes, the comparison, and what is refused."""
 
+import argparse
 import json
 from types import SimpleNamespace
 
@@ -228,7 +229,25 @@ def test_a_model_of_its_own_is_measured_on_manuals(runs, tmp_path):
 
 
 def test_the_benchmark_measures_a_model_beside_other_formats(runs):
-    rows = [str(row["name"]) for row in bench_quant.quality(str(runs / "text"), windows=16)]
-    named = {name.partition(":")[0] for name in rows}
-    assert {"int8 g32", "int4 g32, smoothed", "llama.cpp's q8_0", "llama.cpp's q4_0"} <= named
-    assert all(" ± " in name and "KL " in name and "same token" in name for name in rows)
+    parser = argparse.ArgumentParser()
+    bench_quant.options(parser)
+    options = ["--model", str(runs / "text"), "--windows", "16", "--prompts", "2"]
+    rows = []
+    for only in ("int4, calibrated", "q4_0"):
+        asked = parser.parse_args([*options, "--only", only])
+        rows += [str(row["name"]) for row in bench_quant.quality(asked)]
+    named = [name.partition(":")[0] for name in rows]
+    assert named == ["int4, calibrated", "int4, calibrated and smoothed", "llama.cpp's q4_0"]
+    assert all(" ± " in name and "KL " in name and "of 2 texts" in name for name in rows)
+
+
+@torch.no_grad()
+def test_a_shuffled_model_is_the_same_function():
+    model = gf.build(gf.preset("qwen", n_heads=4, n_kv_heads=2), seed=1).model
+    for p in model.parameters():
+        p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+    tokens = torch.arange(1, 8)[None]
+    before, weight = model(tokens)["next"], model.embed.weight.clone()
+    bench_quant.shuffle(model)
+    assert not torch.equal(model.embed.weight, weight)
+    assert torch.allclose(model(tokens)["next"], before, atol=1e-4)

@@ -28,7 +28,7 @@ from glassformer.quant.convert import (
     quantized_layers,
     use_backend,
 )
-from glassformer.quant.schemes import quantize_tensor
+from glassformer.quant.schemes import dequantize, quantize_tensor
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
@@ -221,7 +221,10 @@ def test_methods_that_need_more_are_refused():
     with pytest.raises(InputError, match="not finite"):
         quantize_tensor(torch.full((2, 64), torch.nan), Int8())
     with pytest.raises(InputError, match="too large"):
-        quantize_tensor(torch.full((2, 64), 1e9), Int4(group=32))
+        quantize_tensor(torch.full((2, 64), 1e9), Int4(group=32, fine=False))
+    assert torch.isfinite(dequantize(quantize_tensor(torch.full((2, 64), 1e9), Int4()))).all()
+    with pytest.raises(InputError, match="too large"):
+        quantize_tensor(torch.full((2, 64), 1e30), Int4())
 
 
 def test_a_backend_that_is_not_here_is_refused_or_replaced_with_one_warning(monkeypatch):
