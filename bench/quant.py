@@ -40,8 +40,13 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.ffn import SwiGLU
-from glassformer.quant.contents import quantization_report, quantized_arrays, resident_bytes
-from glassformer.quant.convert import quantize_model
+from glassformer.quant.contents import (
+    is_model_quantized,
+    quantization_report,
+    quantized_arrays,
+    resident_bytes,
+)
+from glassformer.quant.convert import quantize_model, use_backend
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
 from glassformer.quant.smooth import quantize_on
@@ -90,7 +95,7 @@ def run(
 ) -> Iterator[dict[str, object]]:
     """Layers by shape, then whole models; or the quality of one model."""
     if asked is not None and asked.model is not None:
-        yield from quality(asked)
+        yield from quality(asked, device=device)
         return
     for title, found in installed().items():
         yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
@@ -105,9 +110,12 @@ def run(
 
 
 @torch.no_grad()
-def quality(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Bytes and loss of one model in every scheme, and in llama.cpp's formats."""
-    adapter = load(asked.model)
+def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[str, object]]:
+    """Bytes and loss of one model in every scheme, and in llama.cpp's formats.
+
+    On a GPU the reference computes, which has the bits of our C routines.
+    """
+    adapter = load(asked.model, device=device)
     full, tokenizer = adapter.model.float().eval(), adapter.get_tokenizer()
     text = asked.text
     found = of_manuals(tokenizer, full) if text is None else of_text(Path(text), tokenizer, full)
@@ -128,6 +136,8 @@ def quality(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
         if asked.only not in name:
             continue
         small, size = make()
+        if device != "cpu" and is_model_quantized(small):
+            use_backend(small, "reference")
         agreement = agree(full, small, batches)
         share = size / sum(4 * p.numel() for p in full.parameters())
         error = "" if agreement.change_error is None else f" ± {agreement.change_error:.2%}"
@@ -198,7 +208,7 @@ def shuffle(model: Model) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def order(count: int) -> torch.Tensor:
-        return torch.randperm(count, generator=generator)
+        return torch.randperm(count, generator=generator).to(next(model.parameters()).device)
 
     stream = order(model.spec.d_model)
     for name, p in model.named_parameters():
@@ -239,7 +249,7 @@ def in_gguf_format(full: Model, name: str) -> tuple[Model, int]:
             if path.startswith("embed")
             else name
         ]
-        packed = ggml_packed(p.detach(), kind)
+        packed = ggml_packed(p.detach().cpu(), kind)
         p.copy_(torch.from_numpy(gguf.quants.dequantize(packed, kind)))
         size += packed.nbytes
     return model, size

@@ -343,8 +343,9 @@ class Int4Weight(_IntegerWeight):
         return rows_NI if self.outer_TL is None else rows_NI * self.outer_TL[tile_N, :, lane_N]
 
     def __reduce__(self) -> tuple[Callable[..., "Int4Weight"], tuple[Tensor | None, ...]]:
-        options = {"group": self.group, "outer_O": self.outer, "refined": self.refined}
-        make = functools.partial(Int4Weight, **options)
+        make = functools.partial(
+            Int4Weight, group=self.group, outer_O=self.outer, refined=self.refined
+        )
         return make, self.unpack()
 
 

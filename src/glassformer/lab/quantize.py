@@ -379,7 +379,8 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
             )
         select = keeping_float(timings)
     samples = inputs_of_layers(full, material.calibrating[:SMOOTHING])
-    large, smoothed = outliers(samples), []
+    large = outliers(samples)
+    smoothed: list[Smoothed] = []
     if wish.qat_steps:
         small = _trained_rounded(small, wish, run, task, select, watch)
     else:

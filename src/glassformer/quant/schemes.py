@@ -717,7 +717,7 @@ def _solved(
     size_O = left_ONN.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30)
     left_ONN.diagonal(dim1=1, dim2=2).add_(1e-9 * size_O[:, None])
     found_ON: Tensor = torch.linalg.solve(left_ONN, right_ON)
-    return found_ON.split(groups, 1)
+    return tuple(torch.split(found_ON, groups, 1))
 
 
 def _damped(moment_II: Tensor) -> Tensor:

@@ -365,7 +365,7 @@ def quantize_on(
     done: list[Smoothed] = []
     if smoothing:
         schemes = {path: scheme for path, (_, scheme) in plan(bare, spec, select=select).items()}
-        least = spec.resolved_method == "mse"
+        least = spec.resolved_method != "absmax"
         few = batches[:SMOOTHING]
         done = smooth(bare, few, schemes, samples=samples, least_squares=least)
     if spec.resolved_method == "gptq":
