@@ -3,7 +3,7 @@
 Each recipe is trained for a few steps by both source trees, one thread, the same seed; losses,
 gradient norms and evaluations of every step are compared as written. Then this tree evaluates and
 resumes the runs that the other revision wrote. `--against REV` names the revision (a commit that
-git knows; by default the last one).
+git knows; by default the last one), `--only` and `--engine` some of the cases.
 """
 
 import argparse
@@ -28,8 +28,10 @@ KEYS = ("step", "loss", "objective", "grad_norm", "lr")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Which revision to compare with."""
+    """Which revision to compare with, and which recipes."""
     parser.add_argument("--against", default="HEAD~1", help="a revision that git knows")
+    parser.add_argument("--only", nargs="+", choices=SMALL + LARGE, help="these recipes alone")
+    parser.add_argument("--engine", choices=("torch", "numpy"), help="this engine alone")
 
 
 def run(*, asked: argparse.Namespace, quick: bool = False) -> Iterator[dict[str, Any]]:
@@ -40,6 +42,11 @@ def run(*, asked: argparse.Namespace, quick: bool = False) -> Iterator[dict[str,
         recipes = SMALL[:2] if quick else SMALL + LARGE
         cases = [(name, "torch") for name in recipes]
         cases += [(name, "numpy") for name in recipes if name in BY_HAND]
+        cases = [
+            (name, engine)
+            for name, engine in cases
+            if name in (asked.only or recipes) and engine == (asked.engine or engine)
+        ]
         for name, engine in cases:
             before = train(other, name, engine, base / "before")
             after = train(ROOT / "src", name, engine, base / "after")
