@@ -430,7 +430,7 @@ class Transformer:
 
     @property
     def spec(self) -> spec.ModelSpec:
-        """What the model is."""
+        """The model's spec."""
         return self.model.spec
 
     def __repr__(self) -> str:

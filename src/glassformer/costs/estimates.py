@@ -235,7 +235,7 @@ class Activations:
 
     @property
     def kept(self) -> int:
-        """What a saved-tensor hook measures."""
+        """The bytes that a saved-tensor hook measures."""
         return self.body + self.heads
 
 

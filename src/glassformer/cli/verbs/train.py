@@ -52,6 +52,12 @@ from glassformer.spec.train import TrainSpec
 if TYPE_CHECKING:
     from glassformer.training.fit import RateRange
 
+Seed = Annotated[int | None, typer.Option(help="Short for train.seed=N.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Delete the run of this name and start anew.")
+]
+
 
 def _list_settings(wanted: bool) -> None:
     """Print the settings of training, with defaults and limits, and end."""
@@ -67,18 +73,14 @@ def train(
         str | None, typer.Option(help="Name of the run; by default the task's.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Short for train.steps=N.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Short for train.seed=N.")] = None,
+    seed: Seed = None,
     engine: Annotated[str | None, typer.Option(help="torch or numpy.")] = None,
     device: Device = "cpu",
     threads: Threads = None,
     nproc: Nproc = None,
     fsdp: Fsdp = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a run that was stopped.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the run of this name and start anew.")
-    ] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     settings: Annotated[
         bool,
         typer.Option(
@@ -139,17 +141,13 @@ def finetune(
     steps: Annotated[
         int | None, typer.Option(help="Short for train.steps=N; by default three epochs.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Short for train.seed=N.")] = None,
+    seed: Seed = None,
     device: Device = "cpu",
     threads: Threads = None,
     nproc: Nproc = None,
     fsdp: Fsdp = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a run that was stopped.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the run of this name and start anew.")
-    ] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:

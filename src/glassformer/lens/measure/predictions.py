@@ -376,7 +376,7 @@ class LogitLens(Displayable):
         ]
 
     def text(self) -> str:
-        """At the readout position: each row's three likeliest words, and its KL."""
+        """Each row's three likeliest words at the readout position, and its KL."""
         t = self.position(None)
         lines = [f"logit lens at position {t} ({shown(self.words[t])})"]
         for r, name in enumerate(self.row_names):

@@ -106,7 +106,7 @@ class Difference(Displayable):
         yield html.folded("as a table", html.table(names, lines, caption=self.title))
 
     def figure(self) -> "Figure":
-        """On a scale from -1 to 1."""
+        """Draw the map on a scale from -1 to 1."""
         from glassformer.lens.show.mpl import difference_figure
 
         return difference_figure(self)

@@ -329,7 +329,7 @@ class HasSpec(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """What it is."""
+        """The spec of the model."""
 
 
 @dataclass(frozen=True)
