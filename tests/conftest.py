@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 
 # Two thread pools on two cores wait for each other; OpenBLAS reads this when NumPy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 torch.set_num_threads(1)
 
@@ -48,6 +50,22 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The browser last: its server lives on in a thread, and some tests fork."""
     items.sort(key=lambda item: "/browser/" in item.path.as_posix())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Hand out the tests by file, but the browser's one by one: they come last, and some are long.
+
+    What their files share is made for the session. Two files have more than that in common.
+    """
+    return _OneByOneAtTheEnd(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class _OneByOneAtTheEnd(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        whole = ("test_errors.py", "test_report.py")
+        return file if "/browser/" not in file or file.endswith(whole) else nodeid
 
 
 def pytest_collection_finish() -> None:

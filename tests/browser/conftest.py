@@ -5,7 +5,6 @@ the console, no exception, no request to another origin. axe(page) holds it to W
 shoot(page, name) keeps a picture in build/screens to look at.
 """
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -29,7 +28,7 @@ from playwright.sync_api import (
 )
 
 from glassformer.web.app.server import create_app
-from tests.browser.laboratory import train_all
+from tests.browser.laboratory import shared_laboratory
 
 SCREENS = Path(__file__).parents[2] / "build" / "screens"
 FLAGS = (
@@ -69,14 +68,7 @@ def chromium() -> str:
 @pytest.fixture(scope="session")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny runs: trained once for all workers, a copy for each."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "laboratory"
-    with open(shared.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / "complete").exists():
-            shutil.rmtree(shared, ignore_errors=True)
-            train_all(shared / "runs")
-            (shared / "complete").touch()
+    shared = shared_laboratory(tmp_path_factory)
     runs = tmp_path_factory.mktemp("explorer") / "runs"
     for name in ("runs", "sweeps"):
         shutil.copytree(shared / name, runs.parent / name, symlinks=True)

@@ -1,6 +1,11 @@
-"""The runs that the pages are looked at with: real ones, tiny, trained once."""
+"""The runs that the pages are looked at with: real ones, tiny, trained once for all workers."""
 
+import fcntl
+import os
+import shutil
 from pathlib import Path
+
+import pytest
 
 from glassformer.lab.api import train
 from glassformer.lab.sweeps.sweep import sweep
@@ -19,6 +24,23 @@ SWEPT = (
     *("train.evaluate_every=4", "train.checkpoint_every=12", "train.steps=12"),
 )
 SHORT = (*DIGITS, "train.evaluate_every=20", "train.checkpoint_every=20", "train.steps=40")
+
+
+def shared_laboratory(factory: pytest.TempPathFactory) -> Path:
+    """The folder with `runs` and `sweeps`, trained by the first worker that asks for it.
+
+    `tests/lab/test_laboratory.py` asks while the others have other files: at the browser's tests,
+    which come last, all of them would wait.
+    """
+    base = factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "laboratory"
+    with open(shared.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "complete").exists():
+            shutil.rmtree(shared, ignore_errors=True)
+            train_all(shared / "runs")
+            (shared / "complete").touch()
+    return shared
 
 
 def train_all(runs: Path) -> None:

@@ -106,9 +106,10 @@ def test_a_step_that_is_not_finite_changes_nothing(accumulate, token_files):
     assert engine.step(batches, lr=0.01, seed=2).applied and engine.steps == 2
 
 
-def test_large_logits_are_never_all_there(monkeypatch):
+def test_large_logits_are_never_all_there(monkeypatch, token_files):
     """In chunks, with and without bias and smoothing: the value and gradients of one piece."""
-    run = recipe("text", ["train.precision=float64", "model.heads.0.bias=true"])
+    settings = ["train.precision=float64", "model.heads.0.bias=true"]
+    run = recipe("text", settings, cache=token_files)
     model = build(run.model).double()
     hidden = torch.randn(3, 5, run.model.d_model, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(run.model.vocab_size, (15,))
@@ -157,7 +158,8 @@ def test_batches_are_filled_up_to_few_shapes():
 
 
 def test_compiling_is_chosen_by_the_length_of_the_run():
-    small, large = recipe("digits"), recipe("lm-10m")
+    text = [f"task.path={__file__}", "task.vocab_size=300"]  # its size is that of its budget
+    small, large = recipe("digits"), recipe("lm-10m", text)
     assert not pays_to_compile(small.model, small.train, parameters=20_000)
     assert pays_to_compile(large.model, replace(large.train, steps=50_000), parameters=10_000_000)
 
