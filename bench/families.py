@@ -11,9 +11,12 @@ states, and neither a cache nor tokens.
 import inspect
 import json
 import math
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from glassformer.adapters.folder.export_hf import export_hf
+from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.load import adapt, load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.generation.prompts import Prompts
@@ -135,6 +139,7 @@ def _cases() -> Iterator[Case]:
         "qwen3_moe",
         "Qwen3Moe",
         usual=EXPERTS | {"head_dim": 8},
+        gguf=EXPERTS | {"head_dim": 8, "norm_topk_prob": True},
         normalized=EXPERTS
         | {
             "head_dim": 6,
@@ -148,6 +153,7 @@ def _cases() -> Iterator[Case]:
         "Starcoder2",
         usual={"sliding_window": 5},
         plain={"use_bias": False, "tie_word_embeddings": False},
+        gguf={"sliding_window": None},
     )
     yield from of(
         "gpt_bigcode", "GPTBigCode", GPT_SIZES, one_key={}, many_keys={"multi_query": False}
@@ -272,6 +278,13 @@ def _cases() -> Iterator[Case]:
             "final_logit_softcapping": 3.0,
         },
         uncapped={"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        gguf={
+            "head_dim": 8,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
     )
     yield from of(
         "gemma3_text",
@@ -281,6 +294,12 @@ def _cases() -> Iterator[Case]:
             "sliding_window": 5,
             "layer_types": KINDS,
             "query_pre_attn_scalar": 8,
+        },
+        gguf={
+            "head_dim": 8,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "num_hidden_layers": 7,
         },
     )
     yield from of(
@@ -335,6 +354,7 @@ def _cases() -> Iterator[Case]:
         "Olmoe",
         usual={"num_experts": 5, "num_experts_per_tok": 2},
         normalized={"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        gguf={"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     )
 
     yield from of(
@@ -622,6 +642,98 @@ def _there_and_back(
     return equal, complete, sides.theirs(again.eval(), ids)
 
 
+# --- GGUF -----------------------------------------------------------------------------------------
+
+#: A config of each family that llama.cpp has an architecture for.
+FILES = (
+    *("llama: usual", "qwen2: usual", "qwen3: usual", "granite: usual", "granitemoe: usual"),
+    *("olmo2: usual", "olmoe: gguf", "qwen2_moe: usual", "qwen3_moe: gguf", "starcoder2: gguf"),
+    *("stablelm: usual", "stablelm: parallel", "gpt_neox: usual", "cohere: usual", "phi3: usual"),
+    *("glm4: usual", "gemma2: gguf", "gemma3_text: gguf"),
+)
+PROMPT = [40, 7, 99, 120, 33, 5, 61, 80, 200, 17]
+#: A program that lets llama.cpp continue token ids, and prints what it gives.
+LLAMA_CPP = """
+import json, sys
+import xllamacpp as x
+params = x.CommonParams()
+params.model.path, params.n_ctx, params.verbosity, params.warmup = sys.argv[1], 64, 0, False
+params.cpuparams.n_threads, params.n_gpu_layers = 1, 0
+params.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # half precision
+params.cache_type_k = params.cache_type_v = x.ggml_type.GGML_TYPE_F32
+server = x.Server(params)
+asked = {"prompt": json.loads(sys.argv[2]), "max_tokens": 8, "temperature": 0, "logprobs": 5}
+made = server.handle_completions(asked)
+print(json.dumps(made["choices"][0]["logprobs"]["content"]))
+"""
+
+
+def written(name: str, place: Path) -> tuple[Any, Path, str]:
+    """Return the module of a case with 300 tokens of letters, its GGUF file, and its kind."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    case = CASES[name]
+    case = replace(case, sizes=case.sizes | {"vocab_size": 300})
+    module = module_of(case)
+    for config in (module.config, module.generation_config):
+        config.eos_token_id = config.pad_token_id = None
+    module.save_pretrained(place / "theirs")
+    letters = [chr(code) for code in range(33, 127)]
+    pairs = [one + two for one in letters[-30:] for two in letters[-30:]]
+    words = {word: number for number, word in enumerate((letters + pairs)[:300])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[tuple(pairs[0])]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(place / "theirs" / "tokenizer.json"))
+    made = export_gguf(load(place / "theirs"), place / "model.gguf")
+    return module, made.folder, made.model_type
+
+
+@torch.no_grad()
+def against_llama_cpp(module: Any, file: Path) -> tuple[int, float]:
+    """Return how many of llama.cpp's greedy tokens are the module's, and the worst difference.
+
+    The difference is of the five largest log-probabilities of every token.
+    """
+    command = [sys.executable, "-c", LLAMA_CPP, str(file), json.dumps(PROMPT)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    ids, worst = list(PROMPT), 0.0
+    for one in json.loads(made.stdout.splitlines()[-1]):
+        logits = module(torch.tensor([ids])).logits[0, -1].double()
+        logs = torch.log_softmax(logits, -1)
+        gaps = [abs(top["logprob"] - float(logs[top["id"]])) for top in one["top_logprobs"]]
+        worst = max(worst, *gaps)
+        if one["id"] != int(logits.argmax()):
+            break
+        ids.append(one["id"])
+    return len(ids) - len(PROMPT), worst
+
+
+def gguf_rows() -> Iterator[dict[str, object]]:
+    """A row for each architecture: the file read back, and llama.cpp's results where installed."""
+    for name in FILES:
+        with TemporaryDirectory() as place, warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            module, file, kind = written(name, Path(place))
+            ids = torch.tensor([PROMPT])
+            logits = module(ids).logits
+            adapter = load(file)
+            assert isinstance(adapter, NativeAdapter)
+            gap = float((adapter(ids) - logits).abs().max() / logits.abs().max())
+            words = f"{kind}: {gap:.1e} of the largest logit"
+            if find_spec("xllamacpp") is not None:
+                same, worst = against_llama_cpp(module, file)
+                words += f"; llama.cpp: {same} of 8 tokens, log-probabilities within {worst:.1e}"
+        yield {
+            "bench": "gguf",
+            "case": name,
+            "name": words,
+            "median_ms": None,
+            "ratio": None,
+            "of_limit": None,
+        }
+
+
 def run() -> Iterator[dict[str, object]]:
     """A row for each case: the worst difference, and whether everything else was equal."""
     for name, case in CASES.items():
@@ -638,6 +750,7 @@ def run() -> Iterator[dict[str, object]]:
             "ratio": None,
             "of_limit": None,
         }
+    yield from gguf_rows()
 
 
 # --- the page -------------------------------------------------------------------------------------

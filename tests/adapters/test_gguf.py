@@ -1,6 +1,7 @@
 """GGUF both ways: against files and readers that share no code with ours, and there and back."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from bench.families import FILES, PROMPT, written
 from typer.testing import CliRunner
 
 import glassformer as gf
@@ -45,6 +47,21 @@ def same_weights(one, other) -> bool:
 
 
 # --- against others -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES[3:])
+@torch.no_grad()
+def test_families_have_files_of_llama_cpps_architecture(name, tmp_path):
+    """Names are the library's, of that architecture, and the file computes what the module does."""
+    module, file, kind = written(name, tmp_path)
+    arch = next(a for a, known in gguf.MODEL_ARCH_NAMES.items() if known == kind)
+    allowed = {gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[arch]}
+    reader = gguf.GGUFReader(file)
+    stems = {re.sub(r"\.\d+\.", ".{bid}.", t.name).rsplit(".", 1)[0] for t in reader.tensors}
+    assert stems <= allowed, stems - allowed
+    numbers = sum(int(t.n_elements) for t in reader.tensors)
+    assert numbers == sum(p.numel() for p in module.parameters())
+    assert gap(load(file), module, torch.tensor([PROMPT])) <= CLOSE
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES)

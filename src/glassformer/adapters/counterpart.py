@@ -1,9 +1,9 @@
 """Find the Hugging Face architecture that computes a spec.
 
 A spec is exported to a family whose config, read back, gives the same spec, so that nothing is
-lost; if none fits, the error names the nearest one and what differs. Initialisation and dropout are
-ignored: neither changes what a trained model computes. Nothing here needs torch, so that a design
-can be judged before it is built.
+lost; if none fits, the error names the nearest one and what differs. Initialisation, dropout
+and the weight of a balance loss are ignored: none changes what a trained model computes. Nothing
+here needs torch, so that a design can be judged before it is built.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from glassformer.adapters.table import Family
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.init import NormalInit
-from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, Stack
+from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, MoE, Stack
 from glassformer.spec.serialize import to_dict
 
 #: The families that are written, in the order of choice where several fit: the one that most
@@ -102,7 +102,8 @@ def _comparable(spec: ModelSpec) -> ModelSpec:
             n_kv_heads=one.attention.kv_heads,
             d_head=one.attention.head_width(spec.d_model),
         )
-        return replace(one, attention=attention)
+        ffn = replace(one.ffn, balance=0.0) if isinstance(one.ffn, MoE) else one.ffn
+        return replace(one, attention=attention, ffn=ffn)
 
     def stack(one: Stack) -> Stack:
         runs = groupby(one.blocks())

@@ -4,34 +4,183 @@ Metadata becomes the config of a family, so that it is read and refused in the s
 becomes metadata by way of the same config. Some settings show only in the tensors: an untied head,
 biases, Llama 3's scaling. The names are one more key table. llama.cpp's Llama rotates neighbouring
 rows of q and k, ours (and Hugging Face's) rows half a head apart: those rows are reordered, both
-ways. Its Qwen rotates as ours does.
+ways. Its Qwen rotates as ours does. What an architecture calls things, and what it always has, is
+an entry of `ARCHITECTURES`; llama.cpp's code knows more than its files say (the windows of Gemma,
+whether weights of experts are normalised), and that is `fixed` there.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from glassformer.adapters.config import Config
 from glassformer.adapters.counterpart import differences, nearest_of
+from glassformer.adapters.families.experts import GRANITE_MOE, OLMOE, QWEN2_MOE, QWEN3_MOE
+from glassformer.adapters.families.layernorm import COHERE, NEOX_FAMILY, STABLELM, STARCODER2
 from glassformer.adapters.families.llama import LLAMA, MISTRAL
 from glassformer.adapters.families.qwen import QWEN2, QWEN3
+from glassformer.adapters.families.relatives import GEMMA2, GEMMA3, GLM4, GRANITE, OLMO2, PHI3
 from glassformer.adapters.gguf.header import shortest
 from glassformer.adapters.table import (
+    Experts,
     Family,
     Interleaved,
     Layout,
     Plan,
     Row,
     Rows,
+    Shape,
     Table,
     make_plan,
 )
 from glassformer.spec.errors import FileError, GlassError, InputError
-from glassformer.spec.model import Llama3Scaling, ModelSpec, Rotary
+from glassformer.spec.model import Llama3Scaling, ModelSpec, Rotary, rotary_of
 from glassformer.spec.position import rotary_frequencies, single
 
-#: llama.cpp's own Llama reads Mistral's files too, without their window.
-FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RMS, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What llama.cpp calls the parts and settings of a family, and what it always has.
+
+    `eps` is config.json's key of the norms' constant, and GGUF's; `wholes`, `numbers` and `flags`
+    are further settings, GGUF's key and config.json's; `fixed` is what every model of the
+    architecture has, `biases` which tensor shows a switch. `turned`: rows of q and k are rotary
+    neighbours. `part`: the key of the rotated part of a head. `window`: files have one. `width`:
+    the key that has the width of a head, whatever it is. `shifted`: gains are stored plus 1.
+    """
+
+    family: Family
+    eps: tuple[str, str] = ("rms_norm_eps", RMS)
+    wholes: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    turned: bool = False
+    part: str = ""
+    window: bool = False
+    widths: tuple[str, ...] = ()
+    shifted: bool = False
+
+
+GATES = ("ffn.gate_proj", "ffn.up_proj")
+QKV = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
+AROUND = {
+    "post_attention_norm": "attn_post_norm",
+    "post_ffw_norm": "ffn_post_norm",
+}
+SPARSE = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+WIDE_EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
+Q_BIAS = "blk.0.attn_q.bias"
+EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GEMMA: dict[str, Any] = {
+    "parts": AROUND,
+    "window": True,
+    "widths": ("head_dim", "query_pre_attn_scalar"),
+    "shifted": True,
+}
+#: By GGUF's name. llama.cpp's own Llama reads Mistral's files too, without their window.
+ARCHITECTURES = {
+    "llama": Architecture(
+        LLAMA,
+        turned=True,
+        biases={"attention_bias": Q_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
+    ),
+    "qwen2": Architecture(QWEN2),
+    "qwen3": Architecture(QWEN3, widths=("head_dim",)),
+    "granite": Architecture(
+        GRANITE,
+        turned=True,
+        numbers=MULTIPLIERS,
+        biases={"attention_bias": Q_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
+    ),
+    "granitemoe": Architecture(
+        GRANITE_MOE,
+        turned=True,
+        wholes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        numbers=MULTIPLIERS,
+        biases={"attention_bias": Q_BIAS},
+    ),
+    "olmo2": Architecture(
+        OLMO2, parts={"post_attention_norm": "attn_norm", "post_ffw_norm": "ffn_norm"}
+    ),
+    "olmoe": Architecture(OLMOE, wholes=SPARSE, fixed={"norm_topk_prob": False}),
+    "qwen2moe": Architecture(
+        QWEN2_MOE,
+        wholes=SPARSE
+        | WIDE_EXPERTS
+        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        fixed=EVERY_LAYER | {"norm_topk_prob": False},
+        biases={"qkv_bias": Q_BIAS},
+    ),
+    "qwen3moe": Architecture(
+        QWEN3_MOE,
+        wholes=SPARSE | WIDE_EXPERTS,
+        fixed=EVERY_LAYER | {"norm_topk_prob": True},
+        widths=("head_dim",),
+    ),
+    "starcoder2": Architecture(
+        STARCODER2,
+        eps=("norm_epsilon", LAYER_NORM),
+        fixed={"sliding_window": None, "use_bias": True},
+    ),
+    "stablelm": Architecture(
+        STABLELM,
+        eps=("layer_norm_eps", LAYER_NORM),
+        flags={"use_parallel_residual": "use_parallel_residual"},
+        biases={"use_qkv_bias": Q_BIAS},
+        part="partial_rotary_factor",
+    ),
+    "gptneox": Architecture(
+        NEOX_FAMILY,
+        eps=("layer_norm_eps", LAYER_NORM),
+        flags={"use_parallel_residual": "use_parallel_residual"},
+        parts={"attn_qkv": QKV},
+        biases={"attention_bias": "blk.0.attn_qkv.bias"},
+        part="rotary_pct",
+    ),
+    "command-r": Architecture(
+        COHERE,
+        eps=("layer_norm_eps", LAYER_NORM),
+        numbers={"logit_scale": "logit_scale"},
+        biases={"attention_bias": Q_BIAS},
+        turned=True,
+    ),
+    "phi3": Architecture(
+        PHI3, parts={"attn_qkv": QKV, "ffn_up": GATES}, part="partial_rotary_factor"
+    ),
+    "glm4": Architecture(
+        GLM4,
+        parts=AROUND | {"ffn_up": GATES},
+        biases={"attention_bias": Q_BIAS},
+        widths=("head_dim",),
+        part="partial_rotary_factor",
+        turned=True,
+    ),
+    "gemma2": Architecture(GEMMA2, numbers=CAPS, **GEMMA),
+    "gemma3": Architecture(
+        GEMMA3,
+        fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        **GEMMA,
+    ),
+}
+FAMILIES = {kind: one.family for kind, one in ARCHITECTURES.items()}
 
 #: The key behind the architecture's name, and config.json's.
 WHOLE = {
@@ -43,7 +192,7 @@ WHOLE = {
     "attention.head_count_kv": "num_key_value_heads",
     "context_length": "max_position_embeddings",
 }
-NUMBER = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
+THETA = "rope.freq_base"
 WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 SCALING = "rope.scaling."
 YARN = {"yarn_beta_fast": ("beta_fast", 32.0), "yarn_beta_slow": ("beta_slow", 1.0)}
@@ -87,18 +236,27 @@ def read_settings(
             hint=f"read here: {', '.join(FAMILIES)}",
         )
     _whole_model(metadata, where)
+    made, family = ARCHITECTURES[kind], FAMILIES[kind]
     own = {key[len(kind) + 1 :]: metadata[key] for key in metadata if key.startswith(f"{kind}.")}
     absent = {
         "vocab_size": rows,
         "attention.head_count_kv": own.get("attention.head_count"),
-        "rope.freq_base": 10_000.0,
+        THETA: 10_000.0,
     }
     found = Config(absent | own, where=where, file="the metadata")
     config: dict[str, Any] = {name: found.whole(theirs) for theirs, name in WHOLE.items()}
-    config |= {name: found.number(theirs) for theirs, name in NUMBER.items()}
-    width = _head_width(found, config)
-    if kind == "qwen3" or width * config["num_attention_heads"] != config["hidden_size"]:
+    config |= {made.eps[0]: found.number(made.eps[1]), "rope_theta": found.number(THETA)}
+    config |= {name: found.whole(theirs) for theirs, name in made.wholes.items()}
+    config |= {name: found.number(theirs) for theirs, name in made.numbers.items()}
+    config |= {name: found.flag(theirs) for theirs, name in made.flags.items()}
+    config |= {name: tensor in tensors for name, tensor in made.biases.items()}
+    config |= made.fixed
+    if made.window:
+        config["sliding_window"] = found.whole("attention.sliding_window")
+    width = _head_width(found, config, made)
+    if width * config["num_attention_heads"] != config["hidden_size"]:
         config["head_dim"] = width
+    config |= dict.fromkeys(made.widths, width)
     config["rope_scaling"] = _scaling(found, config["max_position_embeddings"])
     if factors is not None:
         if config["rope_scaling"] is not None:
@@ -106,13 +264,10 @@ def read_settings(
         stated = metadata.get(LLAMA3_KEY)
         config["rope_scaling"] = _llama3(factors, stated, config["rope_theta"], width, where)
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    family = FAMILIES[kind]
-    if kind == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
-        if config["hidden_size"] % config["num_attention_heads"]:
-            family = MISTRAL
-            config |= {"sliding_window": None}
+    if kind == "llama" and config["hidden_size"] % config["num_attention_heads"]:
+        family = MISTRAL
+        del config["attention_bias"], config["mlp_bias"]
+        config |= {"sliding_window": None}
     found.finish(harmless=HARMLESS, idle=IDLE)
     return family, family.spec_of(Config(config, where=where, file="the metadata"))
 
@@ -130,12 +285,17 @@ def _whole_model(metadata: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _head_width(found: Config, config: Mapping[str, Any]) -> int:
+def _head_width(found: Config, config: dict[str, Any], made: Architecture) -> int:
+    """Return the width of a head; of a head that is rotated in part, note the part."""
     usual = config["hidden_size"] // config["num_attention_heads"]
     width = found.whole(WIDTHS[0], default=max(usual, 1))
-    for key in WIDTHS[1:]:
-        if found.whole(key, default=width) != width:
-            raise found.bad(key, found.any(key), f"{width}, the width of a head")
+    if found.whole(WIDTHS[1], default=width) != width:
+        raise found.bad(WIDTHS[1], found.any(WIDTHS[1]), f"{width}, the width of a head")
+    turned = found.whole(WIDTHS[2], default=width)
+    if made.part and turned <= width:
+        config[made.part] = turned / width
+    elif turned != width:
+        raise found.bad(WIDTHS[2], turned, f"{width}, the width of a head")
     return width
 
 
@@ -192,13 +352,24 @@ def _llama3(
 
 def write_settings(spec: ModelSpec, kind: str) -> dict[str, Any]:
     """Return a spec's metadata for an architecture."""
-    config = FAMILIES[kind].config_of(spec)
-    width = next(spec.decoder.blocks()).attention.head_width(spec.d_model)
+    config, one = FAMILIES[kind].config_of(spec), ARCHITECTURES[kind]
+    attention = next(spec.decoder.blocks()).attention
+    width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
+    config.setdefault("num_key_value_heads", attention.kv_heads)
+    turned = spec.position if isinstance(spec.position, Rotary) else rotary
     own: dict[str, Any] = {theirs: config[name] for theirs, name in WHOLE.items()}
-    own |= {theirs: float(config[name]) for theirs, name in NUMBER.items()}
+    own |= {one.eps[1]: float(config[one.eps[0]])}
+    own[THETA] = 10_000.0 if turned is None else float(turned.base)
+    own |= {theirs: config[name] for theirs, name in one.wholes.items()}
+    own |= {theirs: float(config[name] or 0.0) for theirs, name in one.numbers.items()}
+    own |= {theirs: bool(config[name]) for theirs, name in one.flags.items()}
+    if one.window:
+        own["attention.sliding_window"] = config["sliding_window"]
     own |= dict.fromkeys(WIDTHS, width)
+    if one.part and rotary is not None:
+        own[WIDTHS[2]] = rotary.width(width)
     made: dict[str, Any] = {"general.architecture": kind, "general.type": "model"}
-    scaled = config["rope_scaling"] or {}
+    scaled = config.get("rope_scaling") or {}
     match scaled.get("rope_type"):
         case "linear" | "yarn":
             own[f"{SCALING}type"] = scaled["rope_type"]
@@ -267,27 +438,89 @@ NORMS = {
     "attn_k_norm": "attn.k_norm",
     "ffn_norm": "ffn_norm",
 }
+EXPERTS = {f"ffn_{part}_exps": f"{part}_proj" for part in ("gate", "up", "down")}
+SHARED = {f"ffn_{part}_shexp": f"ffn.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+ROUTERS = {"ffn_gate_inp": "ffn.gate", "ffn_gate_inp_shexp": "ffn.shared_expert_gate"}
 TURNED = ("attn_q", "attn_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A gain that is stored plus 1, as llama.cpp's converter writes Gemma's."""
+
+    def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
+        return shapes[0]
+
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
+        return [tensor - 1]
+
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
+        return tensors[0] + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A matrix of one row that is stored as a vector: the gate of a shared expert."""
+
+    def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
+        return shapes[0][1:]
+
+    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
+        return [tensor.reshape(shapes[0])]
+
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
+        return tensors[0].reshape(-1)
+
+
+def _names(ours: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (ours,) if isinstance(ours, str) else ours
 
 
 def table_of(kind: str, spec: ModelSpec) -> Table:
     """Return the key table of an architecture; Llama's reordering depends on the head width."""
-    width = next(spec.decoder.blocks()).attention.head_width(spec.d_model)
+    one, attention = ARCHITECTURES[kind], next(spec.decoder.blocks()).attention
+    width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
+    turned = width if rotary is None else rotary.width(width)
 
     def layout(part: str) -> Layout:
-        return Interleaved(width) if kind == "llama" and part in TURNED else Rows()
+        if part.endswith("norm"):
+            return Gain() if one.shifted else Rows()
+        if part == "ffn_gate_inp_shexp":
+            return Flat()
+        return Interleaved(width, turned) if one.turned and part in TURNED else Rows()
 
+    usual: dict[str, str | tuple[str, ...]] = {**NORMS, **PARTS, **SHARED, **ROUTERS}
+    # A part has one name: those of the architecture come first.
+    taken = {name for ours in one.parts.values() for name in _names(ours)}
+    parts = {part: ours for part, ours in usual.items() if ours not in taken} | dict(one.parts)
+    every = range(max((mixture.n_experts for mixture in spec.mixtures().values()), default=0))
+    rows = [
+        Row(
+            f"{LAYER}{part}.{leaf}",
+            tuple(f"{BLOCK}{name}.{leaf}" for name in _names(ours)),
+            layout(part),
+        )
+        for part, ours in parts.items()
+        for leaf in ("weight", "bias")
+    ]
+    if every:
+        rows += [
+            Row(
+                f"{LAYER}{part}.weight",
+                tuple(f"{BLOCK}ffn.experts.{e}.{our}.weight" for e in every),
+                Experts(),
+            )
+            for part, our in EXPERTS.items()
+        ]
+    outer = {"token_embd": "embed", "output_norm": "final_norm", "output": "heads.next"}
     return Table(
         rows=(
-            Row("token_embd.weight", "embed.weight"),
-            *(Row(f"{LAYER}{one}.weight", f"{BLOCK}{our}.weight") for one, our in NORMS.items()),
+            *rows,
             *(
-                Row(f"{LAYER}{part}.{leaf}", f"{BLOCK}{our}.{leaf}", layout(part))
-                for part, our in PARTS.items()
+                Row(f"{theirs}.{leaf}", f"{our}.{leaf}", layout(theirs))
+                for theirs, our in outer.items()
                 for leaf in ("weight", "bias")
             ),
-            Row("output_norm.weight", "final_norm.weight"),
-            Row("output.weight", "heads.next.weight"),
         ),
         ignored=(FACTORS,),
     )
@@ -296,12 +529,13 @@ def table_of(kind: str, spec: ModelSpec) -> Table:
 def architecture_of(spec: ModelSpec, *, first: str = "") -> tuple[str, Plan]:
     """Return the architecture that computes a spec, and its plan; else name the nearest."""
     tried = {}
-    for kind in sorted(FAMILIES, key=lambda name: name != first):
+    for kind in sorted(FAMILIES, key=lambda name: FAMILIES[name].model_type != first):
         try:
             if spec.encoder is not None:
                 raise InputError("encoder: has one, and that is a decoder alone")
-            if any(block.attention.window is not None for block in spec.decoder.blocks()):
-                raise InputError("attention in a sliding window, which none of them has")
+            windows = [block.attention.window for block in spec.decoder.blocks()]
+            if not ARCHITECTURES[kind].window and windows != [None] * len(windows):
+                raise InputError("attention in a sliding window, which is not written there")
             plan, again = read_again(spec, kind)
             reasons = differences(spec, again)
         except GlassError as error:
