@@ -690,15 +690,16 @@ def written(name: str, place: Path) -> tuple[Any, Path, str]:
 
 
 @torch.no_grad()
-def against_llama_cpp(module: Any, file: Path) -> tuple[int, float]:
-    """Return how many of llama.cpp's greedy tokens are the module's, and the worst difference.
+def against_llama_cpp(module: Any, file: Path) -> tuple[int, int, float]:
+    """Return how many of llama.cpp's greedy tokens are the module's, of how many, and the gap.
 
     The difference is of the five largest log-probabilities of every token.
     """
     command = [sys.executable, "-c", LLAMA_CPP, str(file), json.dumps(PROMPT)]
     made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     ids, worst = list(PROMPT), 0.0
-    for one in json.loads(made.stdout.splitlines()[-1]):
+    steps = json.loads(made.stdout.splitlines()[-1])  # fewer than 8 where it takes one for the end
+    for one in steps:
         logits = module(torch.tensor([ids])).logits[0, -1].double()
         logs = torch.log_softmax(logits, -1)
         gaps = [abs(top["logprob"] - float(logs[top["id"]])) for top in one["top_logprobs"]]
@@ -706,7 +707,7 @@ def against_llama_cpp(module: Any, file: Path) -> tuple[int, float]:
         if one["id"] != int(logits.argmax()):
             break
         ids.append(one["id"])
-    return len(ids) - len(PROMPT), worst
+    return len(ids) - len(PROMPT), len(steps), worst
 
 
 def gguf_rows() -> Iterator[dict[str, object]]:
@@ -722,8 +723,9 @@ def gguf_rows() -> Iterator[dict[str, object]]:
             gap = float((adapter(ids) - logits).abs().max() / logits.abs().max())
             words = f"{kind}: {gap:.1e} of the largest logit"
             if find_spec("xllamacpp") is not None:
-                same, worst = against_llama_cpp(module, file)
-                words += f"; llama.cpp: {same} of 8 tokens, log-probabilities within {worst:.1e}"
+                same, given, worst = against_llama_cpp(module, file)
+                words += f"; llama.cpp: {same} of {given} tokens equal, "
+                words += f"log-probabilities within {worst:.1e}"
         yield {
             "bench": "gguf",
             "case": name,
