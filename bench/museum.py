@@ -135,24 +135,6 @@ EXHIBITS = (
         n_groups=1,
     ),
     _hf(
-        "NemotronForCausalLM",
-        "4.46.3",
-        "4.48.0",
-        CACHED,
-        "Nemotron, cache",
-        "other text with the cache than without",
-        num_key_value_heads=4,
-        head_dim=8,
-    ),
-    _hf(
-        "ApertusForCausalLM",
-        "4.57.1",
-        "5.22.2",
-        FOLDER,
-        "Apertus, saved and loaded",
-        "a loaded model gave other logits",
-    ),
-    _hf(
         "DogeForCausalLM",
         "5.16.1",
         "5.22.2",
@@ -286,17 +268,6 @@ EXHIBITS = (
     ),
     Exhibit(
         "peft",
-        "0.10.0",
-        "0.14.0",
-        "adapter",
-        {"use_dora": True},
-        MERGED,
-        "DoRA on GPT-2's Conv1D, merged",
-        "a merged model gave other logits (pull request 1588)",
-        ("transformers==4.45.2",),
-    ),
-    Exhibit(
-        "peft",
         "0.19.1",
         "0.21.0",
         "adapter",
@@ -306,6 +277,16 @@ EXHIBITS = (
         "after unmerging the model was another (issue 3531)",
     ),
 )
+
+
+#: Bugs that were tried and are not told apart by their row, so that they are no exhibits.
+LEFT_OUT = {
+    "transformers 4.46.3, Nemotron with a cache": "its forward returns none, so no row is offered",
+    "transformers 4.48.0, Cohere-2 with a window of 4, a batch": "green in 4.53.3 and in 4.48.0",
+    "transformers 4.45.2, Gemma-2 with a window of 4, a batch": "green in 4.53.3 and in 4.45.2",
+    "transformers 4.57.1, Apertus saved and loaded": "green in 5.22.2 and in 4.57.1",
+    "peft 0.10.0, DoRA merged": "red in 0.14.0 too, as the row also unmerges, mended in 0.21.0",
+}
 
 
 def companions(release: str) -> tuple[str, ...]:
@@ -520,4 +501,10 @@ def page(found: list[Shown]) -> str:
             if others:
                 what = f"{one.exhibit.package} {release}, {one.exhibit.trigger}"
                 lines.append(f"- {what}: {'; '.join(others)}")
+    lines += [
+        "",
+        "DoRA detaches the norm of its weights on purpose, so that row is no defect of peft.",
+    ]
+    lines += ["", "Tried, and not told apart:", ""]
+    lines += [f"- {what}: {why}" for what, why in LEFT_OUT.items()]
     return "\n".join(lines) + "\n"
