@@ -7,19 +7,26 @@ lines   random command lines and configs
 server  the explorer's server: bad requests, slow clients, many at once
 
 A case is a kind, a seed and a number, and can be repeated alone with `--case`. What was found is
-kept, a line a case, in a ledger below build/attack, so that an attack that is stopped goes on
-where it was. A row counts what became of the cases; its last word is what must be none.
+kept, a line a case, in a ledger below build/attack; an attack that was stopped goes on there with
+`--resume`, and `--cases 0:500` does a piece of one. A row counts what became of the cases; its last
+word is what must be none.
+
+Slowness is judged on a machine that may be crowded: a case over its limit of wall time is repeated
+alone. The limit of the repetition is the same number of CPU seconds, and of wall seconds as many
+times more as the case was kept waiting: the load per core, or the case's own time on the run queue.
 """
 
 import argparse
 import collections
 import contextlib
+import functools
 import importlib
 import json
 import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -32,6 +39,10 @@ from typing import Any
 FULL = {"kills": 1000, "flips": 10_000, "files": 20_000, "lines": 5_000, "server": 10_000}
 QUICK = {"kills": 4, "flips": 40, "files": 60, "lines": 20, "server": 40}
 MEGABYTE = 1 << 20
+RULE = (
+    "a case over its limit is repeated alone, and is a fault if it takes more CPU seconds than"
+    " that, or more wall seconds times the load per core or its own waiting for a core"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,8 @@ class Found:
     seconds: float = 0.0
     detail: str = ""
     megabytes: float = 0.0
+    cpu: float = 0.0
+    kills: int = 0
 
 
 @dataclass(slots=True)
@@ -83,16 +96,33 @@ def confine(megabytes: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def crowding(process: int) -> float:
+    """Return how many times longer than alone a process takes here and now, 1 at least.
+
+    That is the load per core, or its time on and off the run queue over its time on a core.
+    """
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    waiting = 1.0
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        running, queued, _ = Path(f"/proc/{process}/schedstat").read_text().split()
+        waiting = (int(running) + int(queued)) / int(running)
+    return max(1.0, load, waiting)
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended; `stopped` says that it was asked to, after its time."""
+    """How a child ended; `stopped` says that it was asked to, after its time; `over` that it was
+    killed, since it did not end then.
+    """
 
     code: int
     out: str
     err: str
     seconds: float
     megabytes: float
+    cpu: float = 0.0
     stopped: bool = False
+    over: bool = False
 
 
 def in_child(
@@ -103,9 +133,10 @@ def in_child(
     megabytes: float,
     grace: float = 10.0,
     ask_first: bool = True,
+    crowded: bool = False,
 ) -> Ended:
     """Run a call in a forked process, its output in files; after its time it gets a SIGTERM, and
-    after the grace a SIGKILL, or that at once.
+    after the grace a SIGKILL, or that at once. `crowded` stretches both by the crowding.
     """
     out, err = folder / "out", folder / "err"
     sys.stdout.flush()
@@ -128,21 +159,22 @@ def in_child(
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
-    stopped, status, usage = False, None, None
-    deadline = began + seconds
+    stopped, over, status, usage = False, False, None, None
+    since, limit = began, seconds
     while status is None:
         done, status_, usage_ = os.wait4(child, os.WNOHANG)
         if done:
             status, usage = status_, usage_
             break
         now = time.monotonic()
-        if now > deadline:
+        if now - since > limit * (crowding(child) if crowded and now - since > limit else 1.0):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM if ask_first and not stopped else signal.SIGKILL)
             if stopped or not ask_first:
+                over = True
                 _, status, usage = os.wait4(child, 0)
                 break
-            stopped, deadline = True, now + grace
+            stopped, since, limit = True, now, grace
         time.sleep(0.002 if now - began < 0.5 else 0.02)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # what it left behind
@@ -153,7 +185,9 @@ def in_child(
         _text(err),
         time.monotonic() - began,
         usage.ru_maxrss / 1024,
+        usage.ru_utime + usage.ru_stime,
         stopped,
+        over,
     )
 
 
@@ -190,9 +224,11 @@ def many_in_child(
 ) -> Iterator[tuple[int, Found]]:
     """Judge cases one after another in a forked process with limits; yield each as it is done.
 
-    A case that takes too long, or ends the process, is a fault; the next one gets a new process.
+    A case that takes too long is repeated; one that does so again, or ends the process, is a fault.
+    The next one gets a new process.
     """
     left = collections.deque(cases)
+    again: set[int] = set()
     while left:
         reading, writing = os.pipe()
         sys.stdout.flush()
@@ -209,8 +245,7 @@ def many_in_child(
                 os._exit(0)
         os.close(writing)
         with open(reading, "rb", buffering=0) as pipe:
-            yield from _answers(pipe.fileno(), child, left, seconds)
-    return
+            yield from _answers(pipe.fileno(), child, left, seconds, again)
 
 
 def _judged(judge: Callable[[int], Found], case: int) -> dict[str, Any]:
@@ -236,13 +271,14 @@ def _judged(judge: Callable[[int], Found], case: int) -> dict[str, Any]:
 
 
 def _answers(
-    pipe: int, child: int, left: collections.deque[int], seconds: float
+    pipe: int, child: int, left: collections.deque[int], seconds: float, again: set[int]
 ) -> Iterator[tuple[int, Found]]:
     import select
 
     pending = b""
     while True:
-        ready, _, _ = select.select([pipe], [], [], seconds)
+        limit = seconds * (crowding(child) if left and left[0] in again else 1.0)
+        ready, _, _ = select.select([pipe], [], [], limit)
         chunk = os.read(pipe, 1 << 16) if ready else b""
         if not ready:
             os.kill(child, signal.SIGKILL)
@@ -254,7 +290,9 @@ def _answers(
             assert case == left.popleft()
             yield case, Found(**values)
     _, status = os.waitpid(child, 0)
-    if left:
+    if left and not ready and left[0] not in again:
+        again.add(left[0])
+    elif left:
         code = os.waitstatus_to_exitcode(status)
         what = "hang" if not ready else f"process ended {code}"
         yield left.popleft(), Found(what, fault=True, seconds=seconds)
@@ -264,25 +302,46 @@ def _answers(
 
 
 class Ledger:
-    """The cases of one kind that were judged, a line each."""
+    """The cases of one kind that were judged, a line each, and the trees that were attacked."""
 
-    def __init__(self, plan: Plan, kind: str) -> None:
+    def __init__(self, plan: Plan, kind: str, *, resume: bool = True) -> None:
         self.path = plan.ledger / f"{kind}-{plan.seed}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.found: dict[int, Found] = {}
+        self.trees: list[str] = []
+        if self.path.is_file() and not resume:
+            self.path.replace(self.path.with_suffix(".before"))
         if self.path.is_file():
             for line in self.path.read_text().splitlines():
                 with contextlib.suppress(ValueError):  # the line of a kill
-                    values = json.loads(line)
-                    case = values.pop("case")
-                    self.found[case] = Found(**values)
+                    self._read(json.loads(line))
+
+    def _read(self, values: dict[str, Any]) -> None:
+        if "tree" in values:
+            self.trees += [] if values["tree"] in self.trees else [values["tree"]]
+        else:
+            case = values.pop("case")
+            self.found[case] = Found(**values)
+
+    def begin(self) -> None:
+        """Keep the tree that is attacked from here on."""
+        self._write({"tree": tree(), "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime())})
+        self._read({"tree": tree()})
 
     def add(self, case: int, found: Found) -> None:
         """Keep one case."""
         self.found[case] = found
         values = {name: getattr(found, name) for name in Found.__dataclass_fields__}
+        self._write({"case": case, **values})
+
+    def _write(self, values: dict[str, Any]) -> None:
+        text = json.dumps(values) + "\n"
+        begun = self.path.is_file() and self.path.stat().st_size > 0
+        with self.path.open("rb+" if begun else "wb") as file:
+            if begun and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n":
+                text = "\n" + text  # after the half line of a kill
         with self.path.open("a") as file:
-            file.write(json.dumps({"case": case, **values}) + "\n")
+            file.write(text)
 
     def missing(self, count: int) -> list[int]:
         """Return the cases that are not judged yet."""
@@ -296,10 +355,24 @@ class Ledger:
         faults = [(case, found) for case, found in self.found.items() if found.fault]
         longest = max((found.seconds for found in self.found.values()), default=0.0)
         most = max((found.megabytes for found in self.found.values()), default=0.0)
-        told = f"{len(self.found):,} cases: {len(faults)} faults"
+        kills = sum(found.kills for found in self.found.values())
+        killed = f", {kills:,} kills" if kills else ""
+        told = f"{len(self.found):,} cases{killed}: {len(faults)} faults"
         yield _row(f"{kind}, the longest; at most {most:.0f} MB", told, ms=longest * 1e3)
+        yield _row(f"{kind}, attacked", f"tree {', '.join(self.trees) or 'not recorded'}")
         for case, found in faults[:50]:
             print(f"{kind} --case {case}: {found.outcome}\n{found.detail}", file=sys.stderr)
+
+
+@functools.cache
+def tree() -> str:
+    """Return the commit that is attacked, with a plus where files were changed since."""
+    words = ["git", "describe", "--always", "--dirty=+", "--abbrev=10"]
+    try:
+        done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def _row(case: str, name: str, ms: float | None = None) -> dict[str, object]:
@@ -326,6 +399,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ledger", type=Path, default=Path("build/attack"))
     parser.add_argument("--case", type=int, help="judge this one alone, and show it")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the ledger; without it, one begins anew"
+    )
+    parser.add_argument("--cases", default="", metavar="FIRST:END", help="this piece of an attack")
 
 
 def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -344,9 +421,16 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str,
             for _, found in module.attack(plan, [asked.case]):
                 print(found.outcome, f"{found.seconds:.2f} s", found.detail, sep="\n")
             continue
-        ledger = Ledger(plan, kind)
-        for case, found in module.attack(plan, ledger.missing(counts[kind])):
+        ledger = Ledger(plan, kind, resume=asked.resume)
+        ledger.begin()
+        missing = ledger.missing(counts[kind])
+        if asked.cases:
+            first, _, end = asked.cases.partition(":")
+            missing = [case for case in missing if int(first or 0) <= case < int(end or 1e9)]
+        for case, found in module.attack(plan, missing):
             ledger.add(case, found)
             if plan.is_over():
                 break
         yield from ledger.rows(kind)
+    if asked.case is None:
+        print(f"The rule for slowness: {RULE}.", file=sys.stderr)

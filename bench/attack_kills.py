@@ -169,7 +169,7 @@ def killed(place: Path, r: random.Random) -> Found:
     strays = [p for p in folder.rglob(".tmp-*") if p.exists()]
     if strays:
         return Found(f"{kind}: left {strays[0].name}", fault=True, detail=detail)
-    return Found(f"{kind}: the same bits after {kills} kills", detail=detail)
+    return Found(f"{kind}: the same bits", detail=detail, kills=kills)
 
 
 def _err(folder: Path) -> str:
