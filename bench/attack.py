@@ -25,6 +25,7 @@ import json
 import os
 import random
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -159,26 +160,22 @@ def in_child(
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
-    stopped, over, status, usage = False, False, None, None
+    stopped = over = False
     since, limit = began, seconds
-    while status is None:
-        done, status_, usage_ = os.wait4(child, os.WNOHANG)
-        if done:
-            status, usage = status_, usage_
-            break
+    while not _has_ended(child, since + limit):
         now = time.monotonic()
-        if now - since > limit * (crowding(child) if crowded and now - since > limit else 1.0):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM if ask_first and not stopped else signal.SIGKILL)
-            if stopped or not ask_first:
-                over = True
-                _, status, usage = os.wait4(child, 0)
-                break
-            stopped, since, limit = True, now, grace
-        time.sleep(0.002 if now - began < 0.5 else 0.02)
+        if crowded and now - since < seconds * crowding(child):
+            limit = now - since + 1.0
+            continue
+        over = stopped or not ask_first
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL if over else signal.SIGTERM)
+        if over:
+            break
+        stopped, since, limit, seconds = True, now, grace, grace
+    _, status, usage = os.wait4(child, 0)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # what it left behind
-    assert usage is not None
     return Ended(
         os.waitstatus_to_exitcode(status),
         _text(out),
@@ -189,6 +186,16 @@ def in_child(
         stopped,
         over,
     )
+
+
+def _has_ended(child: int, deadline: float) -> bool:
+    """Wait for a child's end, until a time at most; it stays to be reaped."""
+    handle = os.pidfd_open(child)
+    try:
+        left = max(0.0, deadline - time.monotonic())
+        return bool(select.select([handle], [], [], left)[0])
+    finally:
+        os.close(handle)
 
 
 def _redirect(out: Path, err: Path) -> None:
@@ -273,8 +280,6 @@ def _judged(judge: Callable[[int], Found], case: int) -> dict[str, Any]:
 def _answers(
     pipe: int, child: int, left: collections.deque[int], seconds: float, again: set[int]
 ) -> Iterator[tuple[int, Found]]:
-    import select
-
     pending = b""
     while True:
         limit = seconds * (crowding(child) if left and left[0] in again else 1.0)

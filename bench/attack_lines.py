@@ -384,29 +384,55 @@ def attack(plan: Plan, cases: Iterable[int]) -> Iterator[tuple[int, Found]]:
     importlib.import_module("torch._dynamo")  # seconds, which every child that trains would take
     settings()
     world()
-    for case in cases:
-        r = chance("lines", plan.seed, case)
-        words, config = words_of(r), config_of(r)
-        yield case, run_line(words, config)
-
-
-def run_line(words: list[str], config: str = "") -> Found:
-    """Run one command line in a copy of the world, and judge its end."""
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name) / "world"
-        shutil.copytree(world(), place, symlinks=True)
-        (place / "bad.toml").write_text(config, errors="surrogatepass")
+        place = Place(Path(name))
+        for case in cases:
+            r = chance("lines", plan.seed, case)
+            words, config = words_of(r), config_of(r)
+            yield case, run_line(words, config, place)
 
-        def work() -> int:
-            os.chdir(place)
-            tempfile.tempdir = name
-            sys.argv = ["glass", *words]
-            sys.path.insert(0, str(place))
-            main()
-            return 0
 
-        ended = _ended(work, words, Path(name))
-        return judged(words, ended, Path(name))
+class Place:
+    """A copy of the world that commands run in, made again when one has changed it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.world, self.temporary = folder / "world", folder / "temporary"
+        self.names: list[tuple[object, ...]] = []
+
+    def ready(self, config: str) -> None:
+        """Make the copy the world again, with this config in it."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir()
+        if not self.names or self.names != self._listed():
+            shutil.rmtree(self.world, ignore_errors=True)
+            shutil.copytree(world(), self.world, symlinks=True)
+            (self.world / "bad.toml").touch()
+            self.names = self._listed()
+        (self.world / "bad.toml").write_text(config, errors="surrogatepass")
+
+    def _listed(self) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        for path in sorted(self.world.rglob("*")):
+            known = path.lstat()
+            if path.name != "bad.toml":
+                found.append((str(path), known.st_mode, known.st_ino, known.st_size))
+                found.append((known.st_mtime_ns,))
+        return found
+
+
+def run_line(words: list[str], config: str, place: Place) -> Found:
+    """Run one command line in a copy of the world, and judge its end."""
+    place.ready(config)
+
+    def work() -> int:
+        os.chdir(place.world)
+        tempfile.tempdir = str(place.temporary)
+        sys.argv = ["glass", *words]
+        sys.path.insert(0, str(place.world))
+        main()
+        return 0
+
+    return judged(words, _ended(work, words, place.temporary), place.temporary)
 
 
 def _ended(work: Callable[[], int], words: list[str], place: Path) -> Ended:
