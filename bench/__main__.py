@@ -23,6 +23,7 @@ def main() -> None:
         "attack_flips",
         "attack_kills",
         "attack_lines",
+        "attack_serve",
         "attack_server",
         "audit_reproductions",
         "clock",

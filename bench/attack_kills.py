@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.attack import Found, Plan, chance, in_child
+from bench.attack import Found, Plan, chance, in_child, warm
 from bench.attack_files import make_models
 from bench.kills import outcome, sample, train
 from glassformer.spec.serialize import override, to_json
@@ -133,10 +133,8 @@ def _whole(kind: str, place: Path) -> tuple[Ended, int, float]:
 
 def attack(plan: Plan, cases: Iterable[int]) -> Iterator[tuple[int, Found]]:
     """Kill, go on, compare."""
-    import importlib
-
-    importlib.import_module("torch._dynamo")
     make_models()
+    warm()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         for case in cases:
             yield case, killed(Path(name), chance("kills", plan.seed, case))

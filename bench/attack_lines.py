@@ -8,7 +8,6 @@ it is asked to.
 
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import random
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.attack import Ended, Found, Plan, chance, in_child
+from bench.attack import Ended, Found, Plan, chance, in_child, warm
 from glassformer.cli.main import OUR_FAULT, VERBS, _command, main
 from glassformer.spec.serialize import to_dict
 
@@ -381,9 +380,9 @@ def attack(plan: Plan, cases: Iterable[int]) -> Iterator[tuple[int, Found]]:
     """Run each command line in a process of its own; yield what became of it."""
     for name in VERBS:
         _command(name)
-    importlib.import_module("torch._dynamo")  # seconds, which every child that trains would take
     settings()
     world()
+    warm()
     with tempfile.TemporaryDirectory() as name:
         place = Place(Path(name))
         for case in cases:

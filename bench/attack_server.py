@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,20 @@ FIELDS = (
 class Server:
     """The explorer in a process of its own."""
 
+    child: int
+    port: int
+
     def __init__(self, runs: Path) -> None:
+        from glassformer.cli.verbs.explore import serve
+
+        given = {"allow_remote": False, "open_browser": False, "device": "cpu"}
+        text = self.start(lambda: serve(runs, port=0, host=HOST, **given))
+        found = re.search(r"http://[^:]+:(\d+)/[^\s]*?([\w-]{16,})", text)
+        assert found is not None, text
+        self.port, self.token = int(found[1]), found[2]
+
+    def start(self, work: Callable[[], None]) -> str:
+        """Fork a process that serves; return the first line that it prints."""
         reading, writing = os.pipe()
         self.child = os.fork()
         if self.child == 0:
@@ -72,10 +85,8 @@ class Server:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 2)
             sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-            from glassformer.cli.verbs.explore import serve
-
             with contextlib.suppress(BaseException):
-                serve(runs, port=0, host=HOST, allow_remote=False, open_browser=False, device="cpu")
+                work()
             os._exit(0)
         os.close(writing)
         text = b""
@@ -83,9 +94,7 @@ class Server:
             piece = os.read(reading, 4096)
             assert piece, "the server ended before it printed its link"
             text += piece
-        found = re.search(r"http://[^:]+:(\d+)/[^\s]*?([\w-]{16,})", text.decode())
-        assert found is not None, text
-        self.port, self.token = int(found[1]), found[2]
+        return text.decode()
 
     def megabytes(self) -> float:
         """Return its resident memory."""
