@@ -22,9 +22,10 @@ from bench.attack import Ended, Found, Plan, chance, in_child, warm
 from glassformer.cli.main import OUR_FAULT, VERBS, _command, main
 from glassformer.spec.serialize import to_dict
 
-#: Seconds after which a command is asked to end (one that may work on, earlier), and in which it
-#: must end then; its memory.
-SECONDS, WORKING, MEGABYTES = 20.0, 4.0, 4000.0
+#: Seconds after which a command is asked to end, and in which it must end then; its memory.
+SECONDS, MEGABYTES = 20.0, 4000.0
+#: Seconds after which one that may work on is asked to, more where the machine is crowded.
+WORKING = 1.5
 #: Exit codes as documented; 141 is a reader that has gone.
 CODES = {0, 1, 2, 3, 4, 5, 130, 141, 143}
 #: Verbs that may work for as long as they are let.
@@ -436,10 +437,11 @@ def run_line(words: list[str], config: str, place: Place) -> Found:
 
 def _ended(work: Callable[[], int], words: list[str], place: Path) -> Ended:
     """Let a command end, or ask it to; repeat one that took too long, as the rule has it."""
-    patience = WORKING if words[:1] and words[0] in LONG else SECONDS
+    works_on = bool(words) and words[0] in LONG
+    patience = WORKING if works_on else SECONDS
     limits = {"seconds": patience, "megabytes": MEGABYTES, "grace": SECONDS}
-    ended = in_child(work, folder=place, **limits)
-    if ended.over or (ended.stopped and patience == SECONDS):
+    ended = in_child(work, folder=place, **limits, crowded=works_on)
+    if ended.over or (ended.stopped and not works_on):
         ended = in_child(work, folder=place, **limits, crowded=True)
         if ended.cpu > patience + SECONDS:
             ended = dataclasses.replace(ended, over=True)
