@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import attack_files, attack_flips, attack_server
-from bench.attack import Found, Ledger, Plan, chance, many_in_child
+from bench import attack_files, attack_flips, attack_serve, attack_server
+from bench.attack import Found, Ledger, Plan, chance, crowding, in_child, many_in_child
 from bench.supply import bill_of_materials, core_packages, pinned
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ def world(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def same_world(world, monkeypatch):
-    for module in (attack_files, attack_flips, attack_server):
+    for module in (attack_files, attack_flips, attack_serve, attack_server):
         monkeypatch.setattr(module, "make_models", lambda: world)
 
 
@@ -60,6 +60,17 @@ def test_the_server_answers_what_is_bad_with_4xx_and_goes_on():
     assert not faults(found)
 
 
+def test_glass_serve_answers_the_same_whatever_happens(monkeypatch):
+    for name, few in {"EVERY": 4, "CROWD": 20, "KILLED": 3, "IDLE": 30}.items():
+        monkeypatch.setattr(attack_serve, name, few)
+    slow = attack_serve.slow  # its clients are waited for ten seconds
+    monkeypatch.setattr(attack_serve, "EVENTS", [e for e in attack_serve.EVENTS if e is not slow])
+    found = list(attack_serve.attack(Plan((), {}, seed=1), [*range(20), 49]))
+    assert not faults(found)
+    seen = {one.outcome for _, one in found}
+    assert {"event: crowd", "event: killed", "event: idle", "event: deleted"} <= seen
+
+
 def test_a_case_that_hangs_or_dies_is_a_fault_and_the_next_one_is_judged():
     import os
     import time
@@ -85,6 +96,39 @@ def test_a_ledger_goes_on_where_it_was(tmp_path):
         file.write('{"case": 2, "outc')  # a kill
     again = Ledger(plan, "lines")
     assert again.missing(4) == [0, 2, 3]
+
+
+def test_a_ledger_begins_anew_unless_it_is_resumed_and_names_the_trees(tmp_path):
+    plan = Plan((), {}, ledger=tmp_path)
+    first = Ledger(plan, "lines")
+    first.begin()
+    first.add(0, Found("fine", kills=2))
+    rows = [row["name"] for row in Ledger(plan, "lines").rows("lines")]
+    assert "1 cases, 2 kills: 0 faults" in rows and rows[-1].startswith("tree ")
+    anew = Ledger(plan, "lines", resume=False)
+    assert anew.missing(2) == [0, 1] and (tmp_path / "lines-0.before").is_file()
+
+
+def test_a_child_is_asked_to_end_then_killed_and_a_crowd_gives_it_longer(tmp_path, monkeypatch):
+    import signal
+    import time
+
+    def stubborn() -> int:
+        time.sleep(60)
+        return 0
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a child inherits
+    try:
+        ended = in_child(stubborn, folder=tmp_path, seconds=0.3, megabytes=500, grace=0.2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.stopped and ended.over and ended.code == -signal.SIGKILL
+    monkeypatch.setattr("bench.attack.crowding", lambda _: 50.0)
+    patient = in_child(
+        lambda: time.sleep(0.6) or 0, folder=tmp_path, seconds=0.1, megabytes=500, crowded=True
+    )
+    assert patient.code == 0 and not patient.stopped and patient.seconds >= 0.6
+    assert crowding(-1) >= 1.0
 
 
 # --- what is delivered ----------------------------------------------------------------------------
