@@ -27,7 +27,7 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES)
 def test_what_once_broke_is_three_lines_and_an_exit_code(line, tmp_path):
-    run = "tests/fixtures/run-0.1.0"
+    run = "tests/fixtures/older-run"
     done = glass(*(run if word == "{run}" else word for word in line.split(" ")))
     assert done.returncode == LINES[line]
     assert "Traceback" not in done.stderr and "our fault" not in done.stderr

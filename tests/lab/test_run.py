@@ -197,6 +197,12 @@ def test_a_second_writer_is_refused(tmp_path):
     a_second_writer_is_refused(tmp_path / "run")
 
 
+@pytest.mark.parametrize("way", ["resume", "overwrite"])
+def test_a_run_that_is_being_written_is_refused_before_anything_is_built(tmp_path, way):
+    with RunDirectory(tmp_path / "run").locked(), pytest.raises(MachineError, match="another proc"):
+        train("digits", name="run", runs=tmp_path, overrides=["model.d_model=-1"], **{way: True})
+
+
 def test_a_lock_is_free_when_its_writer_is_done(tmp_path):
     for _ in range(2):
         with RunDirectory(tmp_path).locked():

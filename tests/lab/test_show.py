@@ -15,7 +15,7 @@ from glassformer.spec.serialize import from_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
 from glassformer.spec.train import RunSpec
 
-RUN = "tests/fixtures/run-0.1.0"
+RUN = "tests/fixtures/older-run"
 
 
 def test_every_task_has_a_line_of_its_own():

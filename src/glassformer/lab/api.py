@@ -186,6 +186,8 @@ def open_run(
             hint='a task of your own is named by its file: gf.train("my_task.py:MyTask")',
         )
     folder = run_folder(runs, _name(what) if name is None else name)
+    if peers is None:  # of several processes, one may have the lock already
+        RunDirectory(folder).check_free()
     exists = resume and (folder / "config.json").is_file()
     if exists:
         plan = PlannedRun(spec=resumed_spec(folder, what, overrides))

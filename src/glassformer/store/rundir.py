@@ -73,13 +73,7 @@ class RunDirectory:
             try:
                 self._take_lock(file)
             except BlockingIOError as error:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise MachineError(
-                    f"another process (id {holder}) is writing this run",
-                    where=str(self.folder),
-                    hint="wait for it, or choose another {--name|name}",
-                ) from error
+                raise self._held_by(file) from error
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -92,6 +86,20 @@ class RunDirectory:
         except BlockingIOError:  # perhaps a process that only checks the lock
             time.sleep(0.1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _held_by(self, file: TextIO) -> MachineError:
+        file.seek(0)
+        return MachineError(
+            f"another process (id {file.read().strip() or 'unknown'}) is writing this run",
+            where=str(self.folder),
+            hint="wait for it, or choose another {--name|name}",
+        )
+
+    def check_free(self) -> None:
+        """Raise where a live process writes this run: before seconds are spent on building it."""
+        if self.held():
+            with (self.folder / "lock").open() as file:
+                raise self._held_by(file)
 
     def held(self) -> bool:
         """Return True if a live process writes this run; the kernel frees a dead one's lock."""
