@@ -1,5 +1,7 @@
 """`glass train`, `evaluate`, `list` and `lr-find` as a person or a script meets them."""
 
+import contextlib
+import importlib
 import json
 import os
 import platform
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from glassformer.cli import main as command
+from glassformer.cli.shell.process import ending_at_once
 from glassformer.lab.recipes import RECIPES
 from glassformer.lab.runs.process import stopping
 from glassformer.spec.presets import PRESETS
@@ -297,6 +300,40 @@ def test_a_signal_saves_the_state_and_resume_goes_on(number, code, engine, glass
     )
     glass(*words, "--name=whole", f"--runs={tmp_path}")
     same_end(tmp_path / "stopped", tmp_path / "whole")
+
+
+def in_fork(work) -> int:
+    """Run a call in a forked process; return its exit code, minus the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            work()
+        finally:
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_ctrl_c_ends_a_run_that_has_not_begun_whoever_would_swallow_the_exception():
+    def work() -> None:
+        with ending_at_once(), contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert in_fork(work) == -signal.SIGINT
+    before = signal.getsignal(signal.SIGINT)
+    with ending_at_once():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback():
+    def work() -> None:
+        sys.modules.pop("glassformer.__main__", None)
+        importlib.import_module("glassformer.__main__")
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert in_fork(work) == -signal.SIGINT
 
 
 def test_the_second_signal_ends_at_once():

@@ -157,6 +157,8 @@ def main() -> None:
     open_streams()
     sleep_soon_while_waiting()
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # __main__ has left it so
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             if "_GLASS_COMPLETE" in os.environ:
                 from typer._completion_classes import completion_init

@@ -45,6 +45,28 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, KEPT))
 
 
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let the kernel end the process on Ctrl-C, while there is nothing to save yet.
+
+    Python's exception can come within an import's own callbacks, which swallow it: the run would
+    begin as if nobody had asked.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except ValueError:  # not the main thread, which alone receives signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def check_device(device: str) -> str:
     """Return the device to compute on, `auto` resolved; refuse one that this machine lacks."""
     number = re.fullmatch(r"cuda(?::([0-9]{1,3}))?", device)

@@ -25,6 +25,7 @@ from glassformer.cli.shell.options import (
 )
 from glassformer.cli.shell.process import (
     check_device,
+    ending_at_once,
     is_a_rank,
     join,
     keep_freed_memory,
@@ -240,11 +241,12 @@ def _train(
     as_json: bool,
     options: dict[str, Any],
 ) -> int:
-    from glassformer.lab import api
-    from glassformer.lab.next_steps import after_training, before_training, trained_text
-    from glassformer.lab.runs.process import stopping
+    with ending_at_once():
+        from glassformer.lab import api
+        from glassformer.lab.next_steps import after_training, before_training, trained_text
+        from glassformer.lab.runs.process import stopping
 
-    run, count = api.open_run(what, overrides, resume=resume, **options)
+        run, count = api.open_run(what, overrides, resume=resume, **options)
     reports = run.directory.writes  # one of several processes
     for note in run.notes if reports else ():
         tell(note)
