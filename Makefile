@@ -60,7 +60,8 @@ figures: $(STAMP)
 	$(BIN)/python -m bench stacked
 	$(BIN)/python -m bench training
 	$(BIN)/python -m bench kills
-	$(BIN)/python -m bench attack
+	$(BIN)/python -m bench attack --resume
+	$(BIN)/python -m bench load
 	$(BIN)/python -m bench supply
 	$(BIN)/python -m bench distributed
 	$(BIN)/python -m bench learning
