@@ -90,6 +90,121 @@ def test_the_text_is_that_of_transformers(talk):
     template.close()
 
 
+#: Templates of our own in the manner of a family: its marks, its roles, what it computes.
+FAMILIES = {
+    "gemma": "{{ bos_token }}"
+    "{%- set head = messages[0].content + '\\n\\n' if messages[0].role == "
+    "'system' else '' -%}{%- for m in messages if m.role != 'system' -%}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}"
+    "\n{{ head if loop.first }}{{ m.content | trim }}<end_of_turn>\n{% endfor -%}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "llama 3": "{{- bos_token }}{%- set date = date_string | default('26 Jul 2024') %}"
+    "{%- for m in messages %}"
+    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + "
+    "m['content'] | trim + '<|eot_id|>' }}{%- if loop.first %}{{- 'Today: ' ~ date }}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}",
+    "mistral": "{{ bos_token }}"
+    "{% set turns = messages | selectattr('role', 'ne', 'system') | list %}"
+    "{% for m in turns %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' ~ m.content ~ ' [/INST]' }}{% elif m.role == 'assistant' %}"
+    "{{ m.content ~ eos_token }}{% else %}{{ m | tojson }}{% endif %}{% endfor %}",
+    "phi 3": "{% for m in messages %}"
+    "{{ '<|' + m['role'] + '|>' + '\\n' + m['content'] + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}"
+    "{% endif %}",
+    "granite": "{%- if tools %}{{- '<|start_of_role|>available_tools<|end_of_role|>' }}"
+    "{%- for t in tools %}{{- t | tojson(indent=4) }}{%- if not loop.last %}"
+    "{{- '\\n\\n' }}{%- endif %}{%- endfor %}{%- endif %}{%- for m in messages %}"
+    "{{- '<|start_of_role|>' ~ m.role ~ '<|end_of_role|>' ~ m.content ~ "
+    "'<|end_of_text|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}",
+    "glm 4": "[gMASK]<sop>{%- for m in messages -%}"
+    "<|{{ 'observation' if m.role == 'tool' else m.role }}|>{%- if m.tool_calls -%}"
+    "{%- for c in m.tool_calls -%}{{ c.function.name }}"
+    "\n{{ c.function.arguments | tojson }}{%- endfor -%}{%- else -%}\n{{ m.content }}"
+    "{%- endif -%}{%- endfor -%}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "cohere": "{{ bos_token }}{% for m in messages %}"
+    "<|START_OF_TURN_TOKEN|>{{ {'user': '<|USER_TOKEN|>', 'system': "
+    "'<|SYSTEM_TOKEN|>', 'assistant': '<|CHATBOT_TOKEN|>'}.get(m.role, '<|TOOL|>') }}"
+    "{{ m.content.strip() }}<|END_OF_TURN_TOKEN|>{% endfor %}",
+    "smollm 3": "{%- set ns = namespace(system='', mode='/think') -%}"
+    "{%- if messages[0].role == 'system' -%}"
+    "{%- set ns.system = messages[0].content.rstrip() -%}{%- endif -%}"
+    "{%- if think is defined and not think -%}{%- set ns.mode = '/no_think' -%}"
+    "{%- endif -%}<|im_start|>system\n{{ ns.mode }}\n{{ ns.system }}"
+    "<|im_end|>\n{%- for m in messages[1:] if m.content is string -%}"
+    "<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\\n') }}"
+    "<|im_end|>\n{%- endfor -%}",
+    "qwen 3": "{%- set ns = namespace(last=messages | length - 1, seen=false) %}"
+    "{%- for m in messages[::-1] %}{%- if not ns.seen and m.role == 'user' %}"
+    "{%- set ns.seen = true %}{%- set ns.last = messages | length - 1 - loop.index0 %}"
+    "{%- endif %}{%- endfor %}{%- for m in messages %}"
+    "{%- if m.role == 'tool' and (loop.first or loop.previtem.role != 'tool') %}"
+    "{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\\n<tool_response>\\n' ~ m.content if m.role == 'tool' else "
+    "'<|im_start|>' ~ m.role ~ ns.last }}{%- endfor %}",
+    "gpt-oss": "{%- macro shape(p) -%}{%- if p.type == 'object' -%}"
+    "({{ p | items | map('first') | join('|') }}){%- else -%}{{ p.type }}{%- endif -%}"
+    "{%- endmacro -%}"
+    "<|start|>system<|message|>Knowledge cutoff: 2024-06\n{% for t in tools or [] %}"
+    "type {{ t.function.name }} = (_: {{ shape(t.function.parameters) }}"
+    ") => any;\n{% endfor %}{%- for m in messages %}<|start|>{{ m.role }}"
+    "{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% endfor %}",
+    "olmo 2": "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'assistant' and loop.last %}"
+    "{{ '<|assistant|>\\n' + m['content'] + eos_token }}{% else %}"
+    "{{ '<|' ~ m['role'] ~ '|>\\n' + m['content'] ~ '\\n' }}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    "{% endfor %}",
+    "falcon": "{% for m in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
+    "{{ m.role | capitalize }}"
+    ": {{ m.content | replace('\\r\\n', '\\n') | replace('\\n\\n', '\\n') }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\nAssistant:' }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_templates_of_families_give_the_text_of_transformers(talk):
+    messages, names = TALKS[talk], {"bos_token": "<s>", "eos_token": "</s>"}
+    template = ChatTemplate(FAMILIES, names=names)
+    for name, source in FAMILIES.items():
+        for tools, prompt, options in (
+            (None, True, {}),
+            (TOOLS, True, {"think": False}),
+            (TOOLS, False, {}),
+        ):
+            (wanted,), _ = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=prompt,
+                **names,
+                **options,
+            )
+            found = template.render(
+                messages, tools=tools, add_generation_prompt=prompt, template=name, options=options
+            )
+            assert found == wanted and found, name
+    template.close()
+
+
+def test_a_family_may_refuse_roles_in_its_own_words():
+    """As Gemma and Mistral do it: turns must take turns."""
+    source = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    template = ChatTemplate(source)
+    assert template.render(PLAIN) == "hi"
+    with pytest.raises(InputError, match="must alternate"):
+        template.render(PLAIN * 2)
+    template.close()
+
+
 def test_the_time_can_be_given():
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}")
     assert template.render(PLAIN, now=datetime(2024, 7, 26)) == "26 Jul 2024"
