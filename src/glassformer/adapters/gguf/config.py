@@ -233,7 +233,8 @@ def read_settings(
         raise FileError(
             f"no adapter reads the GGUF architecture {str(kind)[:60]!r}",
             where=where,
-            hint=f"read here: {', '.join(FAMILIES)}",
+            hint=f"read here: {', '.join(FAMILIES)}; docs/adding-an-architecture.md tells how to "
+            "add one",
         )
     _whole_model(metadata, where)
     made, family = ARCHITECTURES[kind], FAMILIES[kind]
