@@ -76,6 +76,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     found.glass_floating.argtypes = [pointer, pointer, pointer, wide, number, number]
     found.glass_floating.restype = None
     found.glass_integer.argtypes = [pointer, pointer, pointer, pointer, wide, number]
+    found.glass_unpack.argtypes = [number, pointer, pointer, wide, number]
     found.glass_step.argtypes = [pointer]
     found.glass_greedy.argtypes = [pointer]
     found.glass_greedy.restype = wide

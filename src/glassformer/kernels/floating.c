@@ -11,6 +11,7 @@
 #define OUTS 4 /* outputs computed together */
 #define PANEL_BYTES (1 << 16)
 #define SHORT_BYTES (1 << 13)
+#define AHEAD 4096 /* bytes that are fetched before they are needed */
 
 struct job {
     const struct floating *w;

@@ -55,16 +55,19 @@ TARGET INLINE void NAME(block)(const struct job *job, int64_t out, int outs, int
 
 /* A panel of outputs stays in the second cache while all rows pass over it, some at a time; each
    pass fetches its share of the next panel, in the order of memory, which is what memory likes.
-   A row or two of short length need no panel: one output after another is that order already. */
+   A row or two of short length need no panel: one output after another is that order already, and
+   what is a page of memory ahead is fetched. */
 TARGET static void NAME(part)(void *data, int64_t first, int64_t last) {
     const struct job *job = data;
     int64_t passes = (job->rows + ROWS - 1) / ROWS;
     int64_t row_bytes = job->w->inputs * (int64_t)sizeof(WEIGHT);
     int64_t panel = passes == 1 ? 2 * OUTS : PANEL_BYTES / (row_bytes * OUTS + 1) * OUTS + OUTS;
     if (job->rows <= 2 && row_bytes <= SHORT_BYTES) {
-        for (int64_t out = first; out < last; out++)
-            if (job->rows == 1) NAME(block)(job, out, 1, 0, 1, 0, 0);
-            else NAME(block)(job, out, 1, 0, 2, 0, 0);
+        for (int64_t out = first; out < last; out++) {
+            const char *ahead = (const char *)job->w->weight + out * row_bytes + AHEAD;
+            if (job->rows == 1) NAME(block)(job, out, 1, 0, 1, ahead, 1);
+            else NAME(block)(job, out, 1, 0, 2, ahead, 1);
+        }
         return;
     }
     for (int64_t begin = first; begin < last; begin += panel) {

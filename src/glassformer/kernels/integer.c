@@ -101,19 +101,6 @@ static void portable_rows(void *job, int64_t first, int64_t last) { quantize(job
 
 /* --- portable --------------------------------------------------------------------------------- */
 
-static float from_half(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, bits = half & 0x7fffu;
-    float value;
-    if (bits < 0x0400u) { /* subnormal, or 0: exact as a product */
-        value = (float)bits * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    bits = bits >= 0x7c00u ? 0x7f800000u | (bits & 0x3ffu) << 13 : (bits << 13) + 0x38000000u;
-    bits |= sign;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 INLINE float number(const void *from, int32_t kind, int64_t at) {
     if (kind >= BYTE) return ((const uint8_t *)from)[at] * (kind == BYTE ? 1.0f : 0.0625f);
     return kind == HALF ? from_half(((const uint16_t *)from)[at]) : ((const float *)from)[at];

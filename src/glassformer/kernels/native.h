@@ -4,6 +4,7 @@
 #define GLASS_NATIVE_H
 
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define GLASS_X86 1
@@ -15,6 +16,20 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
+
+/* float32 of the bits of a float16. */
+INLINE float from_half(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, bits = half & 0x7fffu;
+    float value;
+    if (bits < 0x0400u) { /* subnormal, or 0: exact as a product */
+        value = (float)bits * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    bits = bits >= 0x7c00u ? 0x7f800000u | (bits & 0x3ffu) << 13 : (bits << 13) + 0x38000000u;
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
 
 enum { PORTABLE = 0, AVX2_FMA = 1, AVX512_VNNI = 2 };
 

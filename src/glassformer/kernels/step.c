@@ -19,12 +19,16 @@
 #define PAGE 16
 #define STEADY 8 /* pieces of shared work for each thread */
 
-enum kind { EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, CHOOSE };
+enum kind {
+    EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, ADJUST,
+    ROUTE, GATHER, SCATTER, CHOOSE
+};
 enum form {
     FLOAT32 = 0, BFLOAT16 = 1, INTEGER = 2,   /* of weights */
     LAYER_NORM = 0, RMS_NORM = 1,             /* of norms */
-    RELU = 0, GELU = 1, GELU_TANH = 2, SILU = 3, /* of activations */
+    RELU = 0, GELU = 1, GELU_TANH = 2, SILU = 3, RELU2 = 4, /* of activations */
     OWN = 0, SOURCE = 1,                      /* of memories */
+    CHOSEN = 0, ALL = 1,                      /* of the rows that a feed-forward is added to */
 };
 
 struct op {
@@ -32,12 +36,14 @@ struct op {
     int32_t from, to;             /* buffers */
     int64_t from_width, to_width; /* numbers in one row of each */
     int64_t first, count, width;  /* pieces of a row: the first number, how many, how wide */
-    int64_t groups;               /* key-value heads; of an integer product a buffer to use */
+    int64_t groups;               /* key-value heads; numbers of a head that are rotated; of an
+                                     integer product a buffer to use, of a mixture its weights */
     int64_t window;               /* positions attended to, or 0 for all */
     int64_t layer;                /* where this layer begins in a page */
     const void *weight;           /* a table, a gain, cos by position, a product's matrix, slopes */
-    const float *bias;            /* or sin by position */
+    const float *bias;            /* or sin by position, or sinks by head */
     float number;                 /* eps, or a factor */
+    float cap;                    /* c of c tanh(x / c), or 0 */
     int32_t onto, gated, causal;
 };
 
@@ -115,7 +121,7 @@ typedef float (*log_sum_fn)(const float *, int64_t, float);
     {                                                                                            \
         [EMBED] = NAME##_embed, [ADD_POSITION] = NAME##_add_position, [NORM] = NAME##_norm,      \
         [ROTATE] = NAME##_rotate, [REMEMBER] = NAME##_remember, [ATTEND] = NAME##_attend,        \
-        [ACTIVATE] = NAME##_activate                                                             \
+        [ACTIVATE] = NAME##_activate, [ADJUST] = NAME##_adjust                                   \
     }
 #ifdef GLASS_X86
 static const part_fn parts[][CHOOSE + 1] = {PARTS(portable), PARTS(avx2), PARTS(avx512)};
@@ -162,18 +168,78 @@ static void product(struct step *step, const struct op *op, int64_t rows) {
         }
 }
 
+/* --- a mixture of experts: rows are routed, and each expert reads those that chose it ---------- */
+
+/* Logits become weights: softmax(x) at the `count` largest (of equals the first), 0 elsewhere. */
+static void route(float *x, int64_t experts, int64_t count, int normalize) {
+    float least = INFINITY, most = x[0], all = 0, chosen = 0;
+    int64_t last = -1;
+    for (int64_t n = 0; n < count; n++) { /* the next in order of size, then of number */
+        int64_t next = -1;
+        for (int64_t e = 0; e < experts; e++)
+            if ((x[e] < least || (x[e] == least && e > last)) && (next < 0 || x[e] > x[next]))
+                next = e;
+        if (next >= 0) least = x[next], last = next;
+    }
+    for (int64_t e = 0; e < experts; e++) most = x[e] > most ? x[e] : most;
+    for (int64_t e = 0; e < experts; e++) all += expf(x[e] - most);
+    for (int64_t e = 0; e < experts; e++) {
+        int left = x[e] < least || (x[e] == least && e > last);
+        x[e] = left ? 0.0f : expf(x[e] - most) / all; /* what is no number is chosen, and seen */
+        chosen += x[e];
+    }
+    for (int64_t e = 0; normalize && e < experts; e++) x[e] /= chosen;
+}
+
+/* Copies the rows that chose expert `layer`, one behind another. Returns how many. */
+static int64_t gather(const struct work *work) {
+    const struct op *op = work->op;
+    int64_t rows = 0;
+    for (int64_t m = 0; m < work->step->n_new; m++) {
+        if (row_of(work, (int)op->groups, op->count, m)[op->layer] == 0) continue;
+        memcpy(row_of(work, op->to, op->to_width, rows++),
+               row_of(work, op->from, op->from_width, m), sizeof(float) * (size_t)op->to_width);
+    }
+    return rows;
+}
+
+/* Adds an expert's rows to those that chose it, times their weights; or all rows, each times the
+   sigmoid of its gate. */
+static void scatter(const struct work *work) {
+    const struct op *op = work->op;
+    for (int64_t m = 0, from = 0; m < work->step->n_new; m++) {
+        float weight = row_of(work, (int)op->groups, op->count, m)[op->layer];
+        float *to = row_of(work, op->to, op->to_width, m);
+        if (!op->onto) memset(to, 0, sizeof(float) * (size_t)op->to_width);
+        if (op->form == ALL) weight = 1.0f / (1.0f + expf(-weight));
+        else if (weight == 0) continue;
+        const float *x = row_of(work, op->from, op->from_width, from++);
+        for (int64_t i = 0; i < op->to_width; i++) to[i] += weight * x[i];
+    }
+}
+
 static void run(struct step *step) {
     int64_t rows = step->n_new;
     for (const struct op *op = step->ops; op < step->ops + step->n_ops; op++) {
         struct work work = {step, op};
-        if (op->kind == PRODUCT) {
-            product(step, op, rows);
+        if (op->kind == SCATTER) {
+            scatter(&work);
+            rows = step->n_new;
+        } else if (op->kind == GATHER) {
+            rows = gather(&work);
         } else if (op->kind == CHOOSE) {
             rows = step->n_chosen;
             for (int64_t m = 0; m < rows; m++)
                 memcpy(row_of(&work, op->to, op->to_width, m),
                        row_of(&work, op->from, op->from_width, step->chosen[m]),
                        sizeof(float) * (size_t)op->to_width);
+        } else if (rows == 0) {
+            continue; /* an expert that nobody chose, or no logits are wanted */
+        } else if (op->kind == ROUTE) {
+            for (int64_t m = 0; m < rows; m++)
+                route(row_of(&work, op->to, op->to_width, m), op->to_width, op->count, op->gated);
+        } else if (op->kind == PRODUCT) {
+            product(step, op, rows);
         } else {
             int64_t items = op->kind == ATTEND ? rows * op->groups : rows;
             int64_t chunk = items / (STEADY * step->threads) + 1;

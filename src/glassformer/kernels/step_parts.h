@@ -70,6 +70,17 @@ TARGET INLINE lanes NAME(gelu_tanh)(lanes x) {
     return x * NAME(sigmoid)(1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
+/* tanh(x): Cephes' polynomial near 0, where the other form would lose digits. */
+TARGET INLINE lanes NAME(tanh)(lanes x) {
+    const lanes near = (lanes){0} + 0.625f;
+    lanes z = x * x, far = 2.0f * NAME(sigmoid)(2.0f * x) - 1.0f;
+    lanes p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return NAME(pick)((x < near) & (x > -near), p * z * x + x, far);
+}
+
 /* --- rows ------------------------------------------------------------------------------------- */
 
 TARGET static void NAME(embed)(void *data, int64_t first, int64_t last) {
@@ -136,7 +147,7 @@ TARGET static void NAME(norm)(void *data, int64_t first, int64_t last) {
 TARGET static void NAME(rotate)(void *data, int64_t first, int64_t last) {
     const struct work *work = data;
     const struct op *op = work->op;
-    int64_t half = op->width / 2;
+    int64_t half = op->groups / 2; /* of the numbers of a head that are turned */
     for (int64_t m = first; m < last; m++) {
         const float *cos = (const float *)op->weight + work->step->position[m] * half;
         const float *sin = op->bias + work->step->position[m] * half;
@@ -147,6 +158,23 @@ TARGET static void NAME(rotate)(void *data, int64_t first, int64_t last) {
                 x[i] = a * cos[i] - b * sin[i];
                 x[i + half] = b * cos[i] + a * sin[i];
             }
+        }
+    }
+}
+
+/* y (+)= number x, or with a cap c: c tanh(number x / c). */
+TARGET static void NAME(adjust)(void *data, int64_t first, int64_t last) {
+    const struct work *work = data;
+    const struct op *op = work->op;
+    for (int64_t m = first; m < last; m++) {
+        const float *x = row_of(work, op->from, op->from_width, m);
+        float *y = row_of(work, op->to, op->to_width, m);
+        for (int64_t i = 0; i < op->to_width; i += PAGE) {
+            int64_t left = op->to_width - i;
+            lanes v = NAME(get)(x + i, left) * op->number;
+            if (op->cap > 0) v = op->cap * NAME(tanh)(v / op->cap);
+            if (op->onto) v += NAME(get)(y + i, left);
+            NAME(put)(y + i, v, left);
         }
     }
 }
@@ -194,8 +222,10 @@ TARGET INLINE void NAME(attend_head)(const struct work *work, const float *q, fl
                                      int64_t m, int64_t head, int64_t begin, int64_t end) {
     const struct op *op = work->op;
     int64_t H = op->width, row = work->step->row[m], at = work->step->position[m];
-    float slope = op->weight ? ((const float *)op->weight)[head] : 0.0f, most = -INFINITY;
-    lanes sums = {0};
+    float slope = op->weight ? ((const float *)op->weight)[head] : 0.0f;
+    /* A sink is a score without a value: it has its share of the sum, and nothing else. */
+    float most = op->bias ? op->bias[head] : -INFINITY;
+    lanes sums = {op->bias ? 1.0f : 0.0f};
     for (int64_t h = 0; h < H; h++) out[h] = 0.0f;
     for (int64_t from = begin / PAGE * PAGE; from < end; from += PAGE) {
         const float *keys = head_of_page(work, row, from, head / (op->count / op->groups));
@@ -209,6 +239,7 @@ TARGET INLINE void NAME(attend_head)(const struct work *work, const float *q, fl
         }
         for (; h < H; h++) a += q[h] * NAME(get)(keys + h * PAGE, PAGE);
         lanes scores = ((a + b) + (c + d)) * op->number;
+        if (op->cap > 0) scores = op->cap * NAME(tanh)(scores / op->cap);
         int first = from < begin ? (int)(begin - from) : 0;
         int used = end - from < PAGE ? (int)(end - from) : PAGE;
         if (op->weight)
@@ -265,6 +296,7 @@ TARGET static void NAME(activate)(void *data, int64_t first, int64_t last) {
             lanes v = NAME(get)(x + i, left);
             switch (op->form) {
                 case RELU: v = NAME(pick)(v < zero, zero, v); break;
+                case RELU2: v = NAME(pick)(v < zero, zero, v * v); break;
                 case GELU: v = NAME(gelu)(v); break;
                 case GELU_TANH: v = NAME(gelu_tanh)(v); break;
                 case SILU: v = v * NAME(sigmoid)(v); break;

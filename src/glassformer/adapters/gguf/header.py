@@ -33,6 +33,7 @@ HEAD_LIMIT = 256_000_000
 #: The format's numbers for kinds of values, as struct spells them.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 FLOAT, TEXT, ARRAY = 6, 8, 9
+LENGTH = struct.Struct("<Q")  # of a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class _Cursor:
             raise self.bad("lists within lists are not read here")
         if kind == TEXT:
             self.bounded("texts in a list", count, MOST_ITEMS, each=8)
-            return [self.text(LONGEST_TEXT) for _ in range(count)]
+            return self.texts(count)
         form = f"<{count}{self.code(kind)}"
         self.bounded("numbers in a list", count, MOST_ITEMS, each=struct.calcsize(form[-1]))
         found = struct.unpack_from(form, self.data, self.at)
@@ -172,6 +173,26 @@ class _Cursor:
             return found.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.bad(f"a text that is not UTF-8: {found[:40]!r}") from error
+
+    def texts(self, count: int) -> list[str]:
+        """Read texts that follow each other; vocabularies have a hundred thousand of them."""
+        found, begin, end, length = [], self.at, self.end, LENGTH.unpack_from
+        for _ in range(count):
+            if begin + 8 > end:
+                break
+            (size,) = length(self.data, begin)
+            if size > LONGEST_TEXT or begin + 8 + size > end:
+                break
+            found.append(self.data[begin + 8 : begin + 8 + size])
+            begin += 8 + size
+        try:
+            made = [each.decode("utf-8") for each in found]
+        except UnicodeDecodeError:
+            made = []
+        if len(made) < count:  # one by one, for the error that names the place
+            return [self.text(LONGEST_TEXT) for _ in range(count)]
+        self.at = begin
+        return made
 
     def bounded(self, what: str, count: int, most: int, *, each: int) -> None:
         """Refuse a count above a limit, or above what the file has room for."""

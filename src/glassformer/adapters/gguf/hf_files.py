@@ -297,14 +297,14 @@ def _tokens(head: Head) -> tuple[list[str], list[int]]:
     tokens = _texts(head, f"{PREFIX}tokens")
     kinds = head.metadata.get(f"{PREFIX}token_type", [1] * len(tokens))
     right = isinstance(kinds, list) and len(kinds) == len(tokens)
-    if not right or not all(type(kind) is int for kind in kinds):
+    if not right or {*map(type, kinds)} - {int}:
         raise FileError("the kinds of tokens are not one number for each", where=head.where)
     return tokens, kinds
 
 
 def _texts(head: Head, key: str) -> list[str]:
     found = head.metadata.get(key, [])
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    if not isinstance(found, list) or {*map(type, found)} - {str}:
         raise FileError(f"{key} is no list of texts", where=head.where)
     return found
 

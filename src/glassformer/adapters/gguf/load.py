@@ -26,6 +26,7 @@ from glassformer.adapters.gguf.hf_files import kept_files, why_no_tokenizer
 from glassformer.adapters.native import NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import adapter_for
 from glassformer.adapters.table import Family, Shape, make_plan
+from glassformer.kernels import c_library
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 
@@ -88,10 +89,26 @@ def kind_of(number: int) -> Kind | None:
     return Kind(number, kind.name, block, size)
 
 
-def unpacked(data: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers of these bytes: a view, or new float32 for packed types."""
+def unpacked(data: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
+    """Return the numbers of these bytes, a view, or new float32 for packed types.
+
+    True if all of them are known to be finite.
+    """
     if kind.number in FLOATS:
-        return torch.from_numpy(data).view(FLOATS[kind.number]).reshape(shape)
+        return torch.from_numpy(data).view(FLOATS[kind.number]).reshape(shape), False
+    if not c_library.available():
+        return _unpacked_by_library(data, kind, shape), False
+    tensor = torch.empty(shape)
+    blocks, threads = data.size // kind.size, torch.get_num_threads()
+    found = c_library.library().glass_unpack(
+        kind.number, data.ctypes.data, tensor.data_ptr(), blocks, threads
+    )
+    if found < 0:  # a type that the C file does not have
+        return _unpacked_by_library(data, kind, shape), False
+    return tensor, found == 0
+
+
+def _unpacked_by_library(data: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:
     gguf = library()
     # Blocks are unpacked one by one, and the library goes over 16 rows at a time: longer rows, of
     # any blocks that follow each other, are fewer calls.
@@ -226,8 +243,9 @@ class GGUFWeights:
             data = np.memmap(self.path, dtype=np.uint8, mode="c", offset=start, shape=(size,))
         except (OSError, ValueError) as error:  # the file has changed meanwhile
             raise self._bad(name, f"cannot be read: {error}") from error
-        tensor = unpacked(np.asarray(data), kind, shape)
-        check_finite(name, tensor, where=self.where)
+        tensor, is_finite = unpacked(np.asarray(data), kind, shape)
+        if not is_finite:
+            check_finite(name, tensor, where=self.where)
         return tensor
 
 

@@ -21,7 +21,7 @@ from glassformer.models.stack import Stack, StackParts, heads_key
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding
-from glassformer.nn.ffn import MLP, SwiGLU
+from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import AddedPosition, ALiBiPosition, RotaryPosition
@@ -41,23 +41,25 @@ DTYPES = (torch.float32, torch.bfloat16)
 FOLLOWED: dict[type, str] = {
     spec.ModelSpec: "vocab_size d_model max_seq_len decoder encoder embedding position heads "
     "source_vocab_size share_embedding",
-    spec.Stack: "layers final_norm",
+    spec.Stack: "layers final_norm embed_norm",
     spec.Layers: "count block",
-    spec.Block: "attention ffn norm placement cross",
-    spec.Attention: "n_heads n_kv_heads d_head bias qk_norm causal window",
+    spec.Block: "attention ffn norm placement cross residual_scale",
+    spec.Attention: "n_heads n_kv_heads d_head bias qk_norm causal window scale softcap "
+    "qk_norm_over qk_norm_last sinks position",
     spec.MLP: "d_ff activation bias",
-    spec.SwiGLU: "d_ff bias",
-    spec.LayerNorm: "eps",
-    spec.RMSNorm: "eps",
+    spec.SwiGLU: "d_ff bias activation",
+    spec.MoE: "n_experts experts_per_token expert normalize shared shared_gate balance router_bias",
+    spec.LayerNorm: "eps bias",
+    spec.RMSNorm: "eps offset",
     spec.NoPosition: "",
     spec.Sinusoidal: "base",
-    spec.Learned: "",
-    spec.Rotary: "base scaling",
+    spec.Learned: "offset",
+    spec.Rotary: "base scaling share",
     spec.ALiBi: "max_bias scaled",
     spec.PlainEmbedding: "",
-    spec.ScaledEmbedding: "",
+    spec.ScaledEmbedding: "factor",
     spec.FactorizedEmbedding: "rank l1",
-    spec.NextHead: "tied bias",
+    spec.NextHead: "tied bias scale softcap",
 }
 #: Parts and fields that no step depends on: how a model is trained, how its tables were computed
 #: (they are read, not computed again), and its other heads.
@@ -77,6 +79,7 @@ APART = (
 #: The modules that the program has operations for, and those that it need not run.
 PARTS = {
     *(DecoderLM, EncoderDecoder, Stack, TransformerBlock, MultiHeadAttention, MLP, SwiGLU, Linear),
+    MixtureOfExperts,
     *(LayerNorm, RMSNorm, TokenEmbedding, FactorizedTokenEmbedding, TiedHead, RotaryPosition),
     *(ALiBiPosition, nn.Dropout, nn.ModuleList, nn.ModuleDict),
 }
@@ -128,17 +131,6 @@ def _missing(model: Model) -> str:
     for stack in stacks:
         for block in stack.blocks():
             attention = block.attention
-            if block.placement not in ("pre", "post"):
-                return f"the native step has no placement '{block.placement}'"
-            if isinstance(block.ffn, spec.MLP) and block.ffn.activation not in ACTIVATIONS:
-                return f"the native step has no activation '{block.ffn.activation}'"
-            match block.ffn:
-                case spec.MLP() | spec.SwiGLU():
-                    pass
-                case spec.MoE():
-                    return "the native step has no mixture of experts"
-                case _ as unreachable:
-                    assert_never(unreachable)
             if stack is model.spec.decoder and not attention.causal:
                 return "its decoder is not causal"
             if stack is model.spec.encoder and (attention.causal or attention.window):
@@ -164,15 +156,20 @@ def _stacks(model: Model) -> list[StackParts]:
 
 # --- the program ----------------------------------------------------------------------------------
 
-(EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, CHOOSE) = range(9)
+(EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, ADJUST) = range(9)
+(ROUTE, GATHER, SCATTER, CHOOSE) = range(9, 13)
 INTEGER = 2  # of the forms of weights, after float32 and bfloat16
 OWN, SOURCE = range(2)  # memories
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+EVERY = 1  # of the rows that a feed-forward is added to: all, not those that chose it
+ACTIVATIONS: tuple[spec.Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu", "relu2")
+assert set(ACTIVATIONS) == set(get_args(spec.Activation))
 #: Buffers: the residual stream, a norm's output, wide activations, heads, the output of an
 #: activation, hidden states and logits of chosen tokens, a factorized embedding's rows, and rows of
-#: an integer product before they are put where they belong.
+#: an integer product before they are put where they belong. Then a second norm's output, what a
+#: part adds before it is added, the weights of experts, and the rows of one expert.
 (X, NORMED, WIDE, HEADS, HIDDEN, CHOSEN, FINAL, LOGITS, NARROW, APART_ROWS) = range(10)
-BUFFERS = 10
+(BESIDE, ADDED, ROUTES, EXPERT) = range(10, 14)
+BUFFERS = 14
 
 
 class Op(ctypes.Structure):
@@ -183,7 +180,7 @@ class Op(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("from_width", "to_width", "first", "count")),
         *((name, ctypes.c_int64) for name in ("width", "groups", "window", "layer")),
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        ("number", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("number", "cap")),
         *((name, ctypes.c_int32) for name in ("onto", "gated", "causal")),
     )
 
@@ -241,9 +238,11 @@ class Program:
         """Add a norm of `count` pieces of a row, from number `first` on."""
         match part:
             case LayerNorm():
-                form, bias = 0, self.floats(part.bias)
+                form, gain, bias = 0, part.weight.detach(), self.floats(part.bias)
             case RMSNorm():
-                form, bias = 1, None
+                form, gain, bias = 1, part.weight.detach(), None
+                if part.offset:
+                    gain = 1.0 + gain.float()
             case _ as unreachable:
                 assert_never(unreachable)
         self.add(
@@ -255,7 +254,7 @@ class Program:
             first=first,
             count=count,
             width=len(part.weight),
-            weight=self.floats(part.weight),
+            weight=self.floats(gain),
             bias=bias,
             number=part.eps,
         )
@@ -328,6 +327,19 @@ class Program:
         assert type(part) is Linear
         self.product(part.weight, part.bias, source, to, **rest)
 
+    def adjust(
+        self,
+        source: int,
+        to: int,
+        width: int,
+        *,
+        factor: float = 1.0,
+        cap: float | None = None,
+        onto: bool = False,
+    ) -> None:
+        """Add a factor and a cap, c tanh(x / c), from one buffer to (or onto) another."""
+        self.add(ADJUST, source, to, (width, width), number=factor, cap=cap or 0.0, onto=onto)
+
     # --- the parts of a model
 
     def embedding(self, embed: nn.Module, width: int) -> None:
@@ -366,9 +378,12 @@ class Program:
         """Add the table of positions, where there is one to be added."""
         part = parts.position
         match model.position:
-            case spec.Sinusoidal() | spec.Learned():
+            case spec.Sinusoidal():
                 assert part is not None and not isinstance(part, AddedPosition)
-                table = part.table if isinstance(model.position, spec.Sinusoidal) else part.weight
+                table = cast(Tensor, part.table)
+            case spec.Learned(offset=offset):
+                assert part is not None and not isinstance(part, AddedPosition)
+                table = cast(Tensor, part.weight)[offset:]
             case OwnPosition():
                 assert isinstance(part, AddedPosition)
                 table = part.table(model.max_seq_len, torch.float32)
@@ -377,10 +392,15 @@ class Program:
             case _ as unreachable:
                 assert_never(unreachable)
         width = (model.d_model, model.d_model)
-        self.add(ADD_POSITION, X, X, width, weight=self.floats(cast(Tensor, table)))
+        self.add(ADD_POSITION, X, X, width, weight=self.floats(table))
 
     def heads(
-        self, part: MultiHeadAttention, attention: spec.Attention, parts: StackParts, source: int
+        self,
+        part: MultiHeadAttention,
+        attention: spec.Attention,
+        parts: StackParts,
+        source: int,
+        turn: str | None,
     ) -> None:
         """Add self-attention from queries to heads; new keys and values are remembered."""
         N, K, H = attention.n_heads, attention.kv_heads, part.d_head
@@ -388,11 +408,10 @@ class Program:
         self.linear(part.q_proj, source, WIDE, row=row)
         self.linear(part.k_proj, source, WIDE, row=row, first=N * H)
         self.linear(part.v_proj, source, WIDE, row=row, first=(N + K) * H)
-        if part.q_norm is not None and part.k_norm is not None:
-            self.norm(part.q_norm, WIDE, WIDE, row, count=N)
-            self.norm(part.k_norm, WIDE, WIDE, row, first=N * H, count=K)
-        if str(H) in parts.rotary:
-            cos, sin = cast(RotaryPosition, parts.rotary[str(H)]).table
+        if not part.norm_last:
+            self.qk_norm(part, N, K, row)
+        if turn is not None:
+            cos, sin = cast(RotaryPosition, parts.rotary[turn]).table
             self.add(
                 ROTATE,
                 WIDE,
@@ -400,9 +419,12 @@ class Program:
                 (row, row),
                 count=N + K,
                 width=H,
+                groups=2 * cos.shape[1],
                 weight=self.floats(cos),
                 bias=self.floats(sin),
             )
+        if part.norm_last:
+            self.qk_norm(part, N, K, row)
         slopes = None
         if parts.alibi:
             slopes = self.floats(cast(ALiBiPosition, parts.alibi[heads_key(N, H)]).table)
@@ -419,10 +441,20 @@ class Program:
             layer=self.page,
             window=attention.window or 0,
             weight=slopes,
-            number=1 / math.sqrt(H),
+            bias=self.floats(part.sinks),
+            number=_scale(part),
+            cap=part.softcap or 0.0,
             causal=attention.causal,
         )
         self.page += 2 * PAGE * K * H
+
+    def qk_norm(self, part: MultiHeadAttention, N: int, K: int, row: int, first: int = 0) -> None:
+        """Add the norms of N heads of queries, and of K of keys behind them, if there are any."""
+        for norm, heads in ((part.q_norm, N), (part.k_norm, K)):
+            if norm is not None and heads:
+                count = 1 if part.norm_all else heads
+                self.norm(norm, WIDE, WIDE, row, first=first, count=count)
+            first += heads * part.d_head
 
     def remember(self, memory: int, K: int, H: int, row: int, *, first: int) -> None:
         """Add the writing of keys and values, which are side by side in a row."""
@@ -437,8 +469,7 @@ class Program:
         """Add cross-attention from queries to heads, over the source's memory."""
         N, K, H = attention.n_heads, attention.kv_heads, part.d_head
         self.linear(part.q_proj, source, WIDE)
-        if part.q_norm is not None:
-            self.norm(part.q_norm, WIDE, WIDE, N * H, count=N)
+        self.qk_norm(part, N, 0, N * H)
         self.add(
             ATTEND,
             WIDE,
@@ -449,56 +480,146 @@ class Program:
             groups=K,
             width=H,
             layer=layer,
-            number=1 / math.sqrt(H),
+            number=_scale(part),
+            cap=part.softcap or 0.0,
         )
 
-    def feed(self, part: nn.Module, source: int) -> None:
-        """Add a feed-forward, onto the residual stream."""
+    def feed(self, part: nn.Module, source: int, to: int, *, onto: bool) -> None:
+        """Add a feed-forward, written to (or onto) a buffer."""
         match part:
             case SwiGLU():
                 F = part.gate_proj.d_out
                 self.linear(part.gate_proj, source, WIDE, row=2 * F)
                 self.linear(part.up_proj, source, WIDE, row=2 * F, first=F)
-                silu = ACTIVATIONS.index("silu")
-                self.add(ACTIVATE, WIDE, HIDDEN, (2 * F, F), form=silu, gated=True)
+                form = ACTIVATIONS.index(part.activation)
+                self.add(ACTIVATE, WIDE, HIDDEN, (2 * F, F), form=form, gated=True)
             case MLP():
                 F = part.up_proj.d_out
                 self.linear(part.up_proj, source, WIDE)
                 form = ACTIVATIONS.index(part.activation)
                 self.add(ACTIVATE, WIDE, HIDDEN, (F, F), form=form)
+            case MixtureOfExperts():
+                self.experts(part, source, to, onto=onto)
+                return
             case _:
                 raise AssertionError(f"a feed-forward of class {type(part).__name__}")
-        self.linear(part.down_proj, HIDDEN, X, onto=True)
+        self.linear(part.down_proj, HIDDEN, to, onto=onto)
+
+    def experts(self, part: MixtureOfExperts, source: int, to: int, *, onto: bool) -> None:
+        """Add a mixture: each expert reads the rows that chose it, one behind another."""
+        E, D = part.n_experts, self.widths[X]
+        if source == to:  # a post-norm block: what all experts read is kept apart
+            self.adjust(X, NORMED, D)
+            source = NORMED
+        self.linear(part.gate, source, ROUTES)
+        count = part.experts_per_token
+        self.add(ROUTE, ROUTES, ROUTES, (E, E), count=count, gated=part.normalize)
+        for number, expert in enumerate(part.experts):
+            which = {"groups": ROUTES, "count": E, "layer": number}
+            self.add(GATHER, source, EXPERT, (D, D), **which)
+            self.feed(expert, EXPERT, EXPERT, onto=False)
+            self.add(SCATTER, EXPERT, to, (D, D), onto=onto or number > 0, **which)
+        if part.shared_expert is not None and part.shared_expert_gate is not None:
+            self.linear(part.shared_expert_gate, source, ROUTES)
+            self.feed(part.shared_expert, source, EXPERT, onto=False)
+            which = {"groups": ROUTES, "count": 1}
+            self.add(SCATTER, EXPERT, to, (D, D), form=EVERY, onto=True, **which)
+        elif part.shared_expert is not None:
+            self.feed(part.shared_expert, source, to, onto=True)
 
     def stack(self, model: spec.ModelSpec, parts: StackParts, cross_layers: Sequence[int]) -> None:
-        """Add embedding, positions and blocks: `TransformerBlock.forward`, line by line."""
+        """Add embedding, positions and blocks."""
         self.embedding(parts.embed, model.d_model)
         self.position(model, parts)
+        if parts.embed_norm is not None:
+            self.norm(parts.embed_norm, X, X, model.d_model)
         for layer, block in enumerate(parts.stack.blocks()):
             part = cast(TransformerBlock, parts.blocks[layer])
-            assert part.attn_norm is not None, "`why_not` refuses blocks without one"
-            assert part.ffn_norm is not None, "`why_not` refuses blocks without one"
-            self.heads(part.attn, block.attention, parts, self._before(part, part.attn_norm))
-            self._after(part, part.attn.o_proj, part.attn_norm)
-            if part.cross is not None and part.cross_norm is not None and block.cross is not None:
-                source = self._before(part, part.cross_norm)
-                self.cross(part.cross, block.cross, source, cross_layers[layer])
-                self._after(part, part.cross.o_proj, part.cross_norm)
-            self.feed(part.ffn, self._before(part, part.ffn_norm))
-            if not part.pre:
-                self.norm(part.ffn_norm, X, X, model.d_model)
+            self.block(part, block, parts, layer, cross_layers[layer] if cross_layers else 0)
 
-    def _before(self, part: TransformerBlock, norm: LayerNorm | RMSNorm) -> int:
-        """Return the buffer that a part reads: normalised first where the block is pre-norm."""
-        if not part.pre:
+    def block(
+        self, part: TransformerBlock, block: spec.Block, parts: StackParts, layer: int, memory: int
+    ) -> None:
+        """Add `TransformerBlock.forward`, line by line."""
+        turn = parts.turns[layer]
+        first, then = part.attn_norm, part.ffn_norm
+        match block.placement:
+            case "pre" | "post":
+                pre = block.placement == "pre"
+                self.heads(part.attn, block.attention, parts, self._normed(first, pre), turn)
+                self._join(part.attn.o_proj, first, part, post=not pre)
+                if part.cross is not None and block.cross is not None:
+                    source = self._normed(part.cross_norm, pre)
+                    self.cross(part.cross, block.cross, source, memory)
+                    self._join(part.cross.o_proj, part.cross_norm, part, post=not pre)
+                self._feed_and_join(part, self._normed(then, pre), then, post=not pre)
+            case "sandwich" | "output":
+                around = block.placement == "sandwich"
+                outer = (part.attn_post_norm, part.ffn_post_norm) if around else (first, then)
+                self.heads(part.attn, block.attention, parts, self._normed(first, around), turn)
+                self.linear(part.attn.o_proj, HEADS, ADDED)
+                self._add_normed(outer[0])
+                self.feed(part.ffn, self._normed(then, around), ADDED, onto=False)
+                self._add_normed(outer[1])
+            case "parallel" | "parallel_shared":
+                source = beside = self._normed(first, True)
+                if then is not None:
+                    beside = BESIDE
+                    self.norm(then, X, BESIDE, len(then.weight))
+                self.heads(part.attn, block.attention, parts, source, turn)
+                self.linear(part.attn.o_proj, HEADS, X, onto=True)
+                self.feed(part.ffn, beside, X, onto=True)
+            case "pre_ffn":
+                self.heads(part.attn, block.attention, parts, X, turn)
+                self.linear(part.attn.o_proj, HEADS, X, onto=True)
+                self.feed(part.ffn, self._normed(then, True), X, onto=True)
+            case _ as unreachable:
+                assert_never(unreachable)
+
+    def _normed(self, norm: LayerNorm | RMSNorm | None, wanted: bool) -> int:
+        """Return the buffer that a part reads: normalised first where the block says so."""
+        if not wanted:
             return X
+        assert norm is not None
         self.norm(norm, X, NORMED, len(norm.weight))
         return NORMED
 
-    def _after(self, part: TransformerBlock, out: nn.Module, norm: LayerNorm | RMSNorm) -> None:
-        self.linear(out, HEADS, X, onto=True)
-        if not part.pre:
-            self.norm(norm, X, X, len(norm.weight))
+    def _join(
+        self,
+        out: nn.Module,
+        norm: LayerNorm | RMSNorm | None,
+        part: TransformerBlock,
+        *,
+        post: bool,
+    ) -> None:
+        """Add a part's output to the residual stream, times the block's factor."""
+        scaled = part.residual_scale != 1.0
+        self.linear(out, HEADS, ADDED if scaled else X, onto=not scaled)
+        self._finish(norm, part, post=post)
+
+    def _feed_and_join(
+        self, part: TransformerBlock, source: int, norm: LayerNorm | RMSNorm | None, *, post: bool
+    ) -> None:
+        scaled = part.residual_scale != 1.0
+        self.feed(part.ffn, source, ADDED if scaled else X, onto=not scaled)
+        self._finish(norm, part, post=post)
+
+    def _finish(
+        self, norm: LayerNorm | RMSNorm | None, part: TransformerBlock, *, post: bool
+    ) -> None:
+        assert norm is not None
+        width = len(norm.weight)
+        if part.residual_scale != 1.0:
+            self.adjust(ADDED, X, width, factor=part.residual_scale, onto=True)
+        if post:
+            self.norm(norm, X, X, width)
+
+    def _add_normed(self, norm: LayerNorm | RMSNorm | None) -> None:
+        """Normalise what a part gave, then add it to the residual stream."""
+        assert norm is not None
+        width = len(norm.weight)
+        self.norm(norm, ADDED, ADDED, width)
+        self.adjust(ADDED, X, width, onto=True)
 
     def head(self, model: Model, parts: StackParts) -> None:
         """Add the final norm and the logits of the chosen tokens."""
@@ -508,18 +629,25 @@ class Program:
         if parts.final_norm is not None:
             final = FINAL
             self.norm(parts.final_norm, CHOSEN, FINAL, D)
-        part = model.heads["next"]
+        part, head = model.heads["next"], model.spec.head("next")
+        assert isinstance(head, spec.NextHead)
         if not isinstance(part, TiedHead):
             self.linear(part, final, LOGITS)
-            return
-        embed = model.output_embedding()
-        if isinstance(embed, IntegerWeights):
+        elif isinstance(embed := model.output_embedding(), IntegerWeights):
             self.integer(embed, part.bias, final, LOGITS)
         elif isinstance(embed, FactorizedTokenEmbedding):
             self.product(embed.v, None, final, NARROW)
             self.product(embed.u, part.bias, NARROW, LOGITS)
         else:
             self.product(embed.weight, part.bias, final, LOGITS)
+        if head.scale != 1.0 or head.softcap is not None:
+            size = self.widths[LOGITS]
+            self.adjust(LOGITS, LOGITS, size, factor=head.scale, cap=head.softcap)
+
+
+def _scale(part: MultiHeadAttention) -> float:
+    """Return the factor of an attention's scores."""
+    return 1 / math.sqrt(part.d_head) if part.scale is None else part.scale
 
 
 def programs(model: Model) -> tuple[Program, Program | None, int]:
@@ -552,8 +680,7 @@ def programs(model: Model) -> tuple[Program, Program | None, int]:
         K, H = block.cross.kv_heads, part.d_head
         encoder.linear(part.k_proj, last, WIDE, row=2 * K * H)
         encoder.linear(part.v_proj, last, WIDE, row=2 * K * H, first=K * H)
-        if part.k_norm is not None:
-            encoder.norm(part.k_norm, WIDE, WIDE, 2 * K * H, count=K)
+        encoder.qk_norm(part, 0, K, 2 * K * H)
         encoder.page = cross_layers[layer]
         encoder.remember(SOURCE, K, H, 2 * K * H, first=0)
     encoder.page = own_page

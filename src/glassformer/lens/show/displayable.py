@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from glassformer.lens.show.html import capped, page
-from glassformer.lens.show.mpl import figure_bytes
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 
@@ -92,6 +91,8 @@ class Displayable(ABC):
             case "html":
                 return page(self.title, "".join(self.parts())).encode()
             case _:
+                from glassformer.lens.show.mpl import figure_bytes
+
                 return figure_bytes(self.figure(), ending)
 
     def record(self) -> Any:

@@ -1,0 +1,126 @@
+/* Numbers out of GGUF's packed types: blocks of a row with scales of half precision.
+
+   The arithmetic is that of the `gguf` library, operation by operation, so that the bits are too. */
+
+#include <stdatomic.h>
+#include <string.h>
+
+#include "native.h"
+
+enum type { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_0 = 8, Q4_K = 12, Q6_K = 14 }; /* the format's */
+#define CHUNK 1024 /* blocks that a thread takes at a time */
+
+struct job {
+    int type;
+    const uint8_t *from;
+    float *to;
+    _Atomic int strange; /* some number is not finite */
+};
+
+INLINE float half_at(const uint8_t *from) {
+    uint16_t half;
+    memcpy(&half, from, 2);
+    return from_half(half);
+}
+
+/* Low nibbles are the first half of a block, high ones the second. */
+INLINE void nibbles(const uint8_t *q, float *to, int half, float step, float low) {
+    for (int i = 0; i < half; i++) to[i] = step * (float)(q[i] & 15) + low;
+    for (int i = 0; i < half; i++) to[half + i] = step * (float)(q[i] >> 4) + low;
+}
+
+INLINE void q4_0(const uint8_t *from, float *to) {
+    float step = half_at(from);
+    for (int i = 0; i < 16; i++) to[i] = step * (float)((from[2 + i] & 15) - 8);
+    for (int i = 0; i < 16; i++) to[16 + i] = step * (float)((from[2 + i] >> 4) - 8);
+}
+
+INLINE void q5_0(const uint8_t *from, float *to) {
+    float step = half_at(from);
+    uint32_t high;
+    memcpy(&high, from + 2, 4);
+    for (int i = 0; i < 32; i++) {
+        int low = i < 16 ? from[6 + i] & 15 : from[6 + i - 16] >> 4;
+        to[i] = step * (float)((low | (int)(high >> i & 1) << 4) - 16);
+    }
+}
+
+INLINE void q8_0(const uint8_t *from, float *to) {
+    float step = half_at(from);
+    const int8_t *q = (const int8_t *)from + 2;
+    for (int i = 0; i < 32; i++) to[i] = (float)q[i] * step;
+}
+
+/* 8 parts of 32; their steps and lows have 6 bits each, the last four parts' in pieces. */
+INLINE void q4_k(const uint8_t *from, float *to) {
+    const uint8_t *six = from + 4, *q = from + 16;
+    float coarse = half_at(from), coarse_low = half_at(from + 2);
+    for (int part = 0; part < 8; part++) {
+        int p = part % 4;
+        int step = part < 4 ? six[p] & 63 : (six[8 + p] & 15) | (six[p] >> 2 & 48);
+        int low = part < 4 ? six[4 + p] & 63 : six[8 + p] >> 4 | (six[4 + p] >> 2 & 48);
+        float d = coarse * (float)step, m = coarse_low * (float)low;
+        const uint8_t *pair = q + part / 2 * 32;
+        for (int i = 0; i < 32; i++)
+            to[part * 32 + i] = d * (float)(part % 2 ? pair[i] >> 4 : pair[i] & 15) - m;
+    }
+}
+
+/* 16 parts of 16: 4 low bits, 2 high ones, a signed byte for each part's step. */
+INLINE void q6_k(const uint8_t *from, float *to) {
+    const uint8_t *low = from, *high = from + 128;
+    const int8_t *steps = (const int8_t *)from + 192;
+    float coarse = half_at(from + 208);
+    for (int i = 0; i < 256; i++) {
+        int half = i / 128, in = i % 128, quarter = in / 32, at = in % 32;
+        int four = low[half * 64 + in % 64] >> (in < 64 ? 0 : 4) & 15;
+        int two = high[half * 32 + at] >> (2 * quarter) & 3;
+        to[i] = coarse * (float)steps[i / 16] * (float)((four | two << 4) - 32);
+    }
+}
+
+INLINE void unpack(struct job *job, int64_t first, int64_t last) {
+    int strange = 0;
+    for (int64_t block = first; block < last; block++) {
+        int64_t count = 32;
+        float *to = job->to + block * 32;
+        switch (job->type) {
+            case Q4_0: q4_0(job->from + block * 18, to); break;
+            case Q4_1: {
+                const uint8_t *from = job->from + block * 20;
+                nibbles(from + 4, to, 16, half_at(from), half_at(from + 2));
+                break;
+            }
+            case Q5_0: q5_0(job->from + block * 22, to); break;
+            case Q8_0: q8_0(job->from + block * 34, to); break;
+            case Q4_K: q4_k(job->from + block * 144, to = job->to + block * 256), count = 256; break;
+            case Q6_K: q6_k(job->from + block * 210, to = job->to + block * 256), count = 256; break;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t bits;
+            memcpy(&bits, to + i, 4);
+            strange |= (bits & 0x7f800000u) == 0x7f800000u;
+        }
+    }
+    if (strange) job->strange = 1;
+}
+
+static void portable_part(void *job, int64_t first, int64_t last) { unpack(job, first, last); }
+#ifdef GLASS_X86
+AVX2 static void avx2_part(void *job, int64_t first, int64_t last) { unpack(job, first, last); }
+#endif
+
+/* Unpacks so many blocks. 0; 1 where some number is not finite; -1 for a type that is not here. */
+EXPORT int glass_unpack(int type, const uint8_t *from, float *to, int64_t blocks, int threads) {
+    struct job job = {type, from, to, 0};
+    part_fn part = portable_part;
+    switch (type) {
+        case Q4_0: case Q4_1: case Q5_0: case Q8_0: case Q4_K: case Q6_K: break;
+        default: return -1;
+    }
+#ifdef GLASS_X86
+    if (glass_variant() != PORTABLE) part = avx2_part;
+#endif
+    glass_share(part, &job, blocks, CHUNK, threads);
+    return job.strange;
+}
