@@ -5,8 +5,11 @@ The same weights on every side (`bench.peers`), greedy or beams, exactly so many
 cache, over the bandwidth that this machine showed in the same run.
 """
 
+import argparse
+import inspect
+import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +24,15 @@ from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.native import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
+from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
+from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.schemes import Int4, Int8, Scheme
 
 #: 25 M parameters, and the shape of Qwen2.5-0.5B.
 MEDIUM = {
@@ -58,6 +65,7 @@ class Size:
     draws: int = 10_000
     searches: int = 1_000
     generations: int = 1_000
+    asked: int = 1_000  # prompts of every preset
 
 
 QUICK = Size(
@@ -70,12 +78,23 @@ QUICK = Size(
     draws=500,
     searches=20,
     generations=50,
+    asked=12,
 )
 
 
-def run(device: str = "cpu", quick: bool = False) -> Iterator[Row]:
+def options(parser: argparse.ArgumentParser) -> None:
+    """A part alone."""
+    parser.add_argument("--only", choices=("native",), help="native = plain, every preset")
+
+
+def run(
+    device: str = "cpu", quick: bool = False, asked: argparse.Namespace | None = None
+) -> Iterator[Row]:
     """Every comparison in turn; on a GPU the one that a GPU is for."""
     size = QUICK if quick else Size()
+    if asked is not None and asked.only == "native":
+        yield from native_is_plain(size)
+        return
     if device != "cpu":
         shape, batches = (TINY, (1, 4)) if quick else (HALF_BILLION, (1, 128))
         yield from on_gpu(shape, batches, new=24 if quick else 256, device=device, size=size)
@@ -92,6 +111,7 @@ def run(device: str = "cpu", quick: bool = False) -> Iterator[Row]:
         yield from against_transformers(
             name, shape, new=new, batches=batches, rounds=rounds, size=size
         )
+    yield from native_is_plain(size)
     wrong = len(list(disagreements(size.searches, steppers=(TorchStepper, FastStepper))))
     yield said(
         "generate", "beam against brute force", f"{wrong} wrong lists of {size.searches} models"
@@ -295,3 +315,67 @@ def flat(size: Size) -> Iterator[Row]:
         f"{count} generations",
         f"cache {decoder.memory_bytes:,} bytes, predicted {expected:,}",
     )
+
+
+# --- the native step beside the plain one ---------------------------------------------------------
+
+#: Sizes of presets, those that a preset has; inputs are multiples of 32 where they can be.
+SMALL = {"vocab_size": 199, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 96}
+SCHEMES: dict[str, Scheme | None] = {"float32": None, "INT8": Int8(), "INT4": Int4()}
+#: A gap of two logits that is rounding, in standard deviations of all: of sums of float32, and of
+#: an activation that is rounded to the other of two integers.
+ROUNDING = {"float32": 1e-4, "INT8": 2e-2, "INT4": 2e-2}
+TOGETHER = 50  # prompts in a batch
+
+
+def native_is_plain(size: Size, names: Sequence[str] = ()) -> Iterator[Row]:
+    """Random prompts of each preset that continues text: the plain step's tokens, or a tie."""
+    for name in names or sorted(presets.PRESETS.keys() - {"digits"}):
+        known = inspect.signature(presets.PRESETS[name]).parameters
+        shape = {key: number for key, number in SMALL.items() if key in known}
+        if "n_kv_heads" in known:
+            shape["n_kv_heads"] = 2
+        for kind, scheme in SCHEMES.items():
+            model = fresh(presets.preset(name, **shape), device="cpu")
+            if scheme is not None:
+                model = quantize_model(model, QuantSpec(scheme=scheme, indivisible="int8"))
+            same, gaps = compared(model, size.asked)
+            wrong = sum(gap > ROUNDING[kind] for gap in gaps)
+            worst = f", the widest gap {max(gaps):.1e} deviations" if gaps else ""
+            told = (
+                f"{same} of {size.asked} the same tokens, {len(gaps) - wrong} ties, {wrong} wrong"
+            )
+            yield said("generate", f"native = plain, {name}, {kind}", told + worst)
+
+
+def compared(model: Model, count: int) -> tuple[int, list[float]]:
+    """Return how many prompts give the same tokens, and for each other the gap where they part.
+
+    The gap is between the plain step's logits of the two tokens, in deviations of its logits.
+    """
+    native, plain = NativeStepper(model), TorchStepper(model)
+    draw, spec = random.Random(7), DecodeSpec(max_new_tokens=16)
+    same, gaps = 0, []
+    for first in range(0, count, TOGETHER):
+        texts = [
+            [draw.randrange(model.spec.vocab_size) for _ in range(draw.randint(1, 24))]
+            for _ in range(min(TOGETHER, count - first))
+        ]
+        prompts = Prompts.of(texts, sources=texts[::-1] if model.spec.encoder else None)
+        pairs = zip(
+            generate_batch(native, prompts, spec=spec, logprobs=False),
+            generate_batch(plain, prompts, spec=spec, logprobs=False),
+            strict=True,
+        )
+        for row, (one, other) in enumerate(pairs):
+            if one.tokens == other.tokens:
+                same += 1
+                continue
+            both = enumerate(zip(one.tokens, other.tokens, strict=False))
+            parts = next(i for i, (a, b) in both if a != b)
+            read = [*texts[row], *other.tokens[:parts]]
+            source = [prompts.sources[row]] if prompts.sources else None
+            logits_V = plain.start(Prompts.of([read], sources=source), room=1)[0][0]
+            gap = logits_V[other.tokens[parts]] - logits_V[one.tokens[parts]]
+            gaps.append(float(gap.abs() / logits_V.std()))
+    return same, gaps

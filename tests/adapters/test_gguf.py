@@ -20,7 +20,6 @@ from glassformer.adapters.gguf.header import read_head, shortest
 from glassformer.adapters.gguf.load import kind_of, pack_q4_k, unpacked
 from glassformer.adapters.load import load
 from glassformer.cli.main import app
-from glassformer.kernels import c_library
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.position import single
@@ -317,24 +316,6 @@ def test_packed_kinds_are_what_their_bits_mean(name):
     found, _ = unpacked(data.reshape(-1), kind, (3, kind.block))
     wanted = [[one_number(name, block, i) for i in range(kind.block)] for block in data]
     assert torch.equal(found, torch.tensor(wanted, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K"])
-def test_numbers_unpacked_in_c_are_the_librarys(name):
-    """Any bytes at all, bit for bit; what is not finite is noticed."""
-    number = gguf.GGMLQuantizationType[name]
-    kind, generator = kind_of(number), np.random.default_rng(12)
-    data = generator.integers(0, 256, (2053, kind.size), dtype=np.uint8)
-    shape = (2053, kind.block)
-    for variant in c_library.variants():
-        with c_library.use_variant(variant), np.errstate(all="ignore"):
-            found, finite = unpacked(data.reshape(-1), kind, shape)
-            expected = gguf.quants.dequantize(data, number)
-            assert np.array_equal(found.numpy(), expected, equal_nan=True)
-            assert finite == bool(np.isfinite(expected).all()) is False
-            fine = np.isfinite(expected).all(1)
-            some = np.ascontiguousarray(data[fine])
-            assert unpacked(some.reshape(-1), kind, (len(some), kind.block))[1]
 
 
 # --- the command, refusals ----------------------------------------------------------------------

@@ -51,6 +51,9 @@ def test_the_generation_benchmark_gives_rows():
     ]
     for row in (*found, *decoding.constrained(decoding.QUICK)):
         assert set(row) == FIELDS
+    assert decoding.Size().asked == 1_000
+    told = list(decoding.native_is_plain(decoding.QUICK, names=("moe", "qwen")))
+    assert len(told) == 6 and all(" 0 wrong" in str(row["name"]) for row in told)
 
 
 @pytest.mark.alone

@@ -6,6 +6,8 @@ through every variant that the machine has.
 
 import pickle
 
+import gguf
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -225,6 +227,30 @@ def activations_are_rounded_as_said() -> None:
             assert torch.equal(got[4], reference_int8(x[4:], *weight.unpack())[0]), name
 
 
+def packed_numbers_are_the_librarys() -> None:
+    """GGUF's packed types, any bytes at all: the library's bits; what is not finite is noticed."""
+    for name in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K"):
+        number = gguf.GGMLQuantizationType[name]
+        block, size = gguf.GGML_QUANT_SIZES[number]
+        generator = np.random.default_rng(12)
+        data = generator.integers(0, 256, (1031, size), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(data, number)
+        fine = np.isfinite(expected).all(1)
+        assert 0 < fine.sum() < len(fine)
+        for variant in c_library.variants():
+            for rows, strange in ((data, 1), (data[fine], 0)):
+                found = np.full((len(rows), block), np.nan, dtype=np.float32)
+                with c_library.use_variant(variant):
+                    told = c_library.library().glass_unpack(
+                        number, rows.ctypes.data, found.ctypes.data, len(rows), 2
+                    )
+                assert told == strange, (name, variant)
+                wanted = expected if strange else expected[fine]
+                assert np.array_equal(found, wanted, equal_nan=True), (name, variant)
+    assert c_library.library().glass_unpack(0, None, None, 0, 1) == -1
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -237,5 +263,6 @@ CHECKS = {
         rows_are_their_own,
         threads_change_nothing,
         activations_are_rounded_as_said,
+        packed_numbers_are_the_librarys,
     )
 }

@@ -54,6 +54,9 @@ FAULTS = (
     Fault("halves of a product are mixed up", "integer.c", "both[size + i]", "both[2 * i + 1]", "int8_is_the_reference"),
     Fault("the last inputs are lost", "floating_block.h", "if (i < inputs) {", "if (0) {", "floats_are_torchs", "avx2"),
     Fault("the residual is forgotten", "floating.c", "job->onto ? *y + sum : sum", "sum", "floats_are_torchs"),
+    Fault("the bits above four are lost", "packed.c", "two << 4", "two << 3", "packed_numbers_are_the_librarys"),
+    Fault("lows of the last parts are the first's", "packed.c", "six[8 + p] >> 4 | (six[4 + p] >> 2 & 48)", "six[4 + p] & 63", "packed_numbers_are_the_librarys"),
+    Fault("what is not finite is not noticed", "packed.c", "if (strange) job->strange = 1;", "(void)strange;", "packed_numbers_are_the_librarys"),
     Fault("threads leave gaps", "native.c", "first + all->chunk;", "first + all->chunk - 1;", "threads_change_nothing"),
 )  # fmt: skip
 

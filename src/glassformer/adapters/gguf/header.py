@@ -45,7 +45,7 @@ class Stored:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """The header; `data` is the offset of the tensor data, `size` that of the file."""
 

@@ -10,6 +10,7 @@ are certain are listed: an unknown name is never guessed.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,12 @@ def why_no_tokenizer(head: Head) -> str | None:
     return None
 
 
+@lru_cache(maxsize=1)
 def tokenizer_json(head: Head) -> dict[str, Any]:
-    """Return the tokenizer as JSON of the `tokenizers` library; special tokens keep their ids."""
+    """Return the tokenizer as JSON of the `tokenizers` library; special tokens keep their ids.
+
+    The last one is cached, as its header is: a checkpoint keeps it, a tokenizer is made of it.
+    """
     if why_no_tokenizer(head) is not None:
         return {}
     kind = head.metadata[f"{PREFIX}model"]

@@ -146,7 +146,8 @@ def raise_if_panic(error: BaseException, *, where: str) -> None:
 
 def _from_any(folder: Path, config: dict[str, Any]) -> Tokenizer:
     if is_gguf(folder):
-        return _from_json(json.dumps(small_file(folder, ENGINE)), where=str(folder))
+        data = small_file(folder, ENGINE)
+        return _from_data(data, json.dumps(data), where=str(folder))
     if (folder / ENGINE).is_file():
         path = folder / ENGINE
         return _from_json(read_text(path, limit=FILE_LIMIT), where=str(path))
@@ -181,6 +182,11 @@ def _from_json(text: str, *, where: str) -> Tokenizer:
         data = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{ENGINE} is not JSON: {error}", where=where) from error
+    return _from_data(data, text, where=where)
+
+
+def _from_data(data: Any, text: str, *, where: str) -> Tokenizer:
+    """Build the library's tokenizer from JSON, `text`, that was read as `data`."""
     model = data.get("model") if isinstance(data, dict) else None
     if not isinstance(model, dict):
         raise FileError(f"{ENGINE} holds no tokenizer of the tokenizers library", where=where)
