@@ -29,6 +29,8 @@ FOLDER = ROOT / "build" / "screens"
 IMAGES = ROOT / "docs" / "images"
 WIDTHS, THEMES = (1320, 390), ("light", "dark")
 HEIGHT = 900
+#: The longest wait for a view, in milliseconds; some measure speeds, slowly on a busy machine.
+PATIENCE = 180_000
 #: A view of each page, and what is there once it is complete; the runs must be in the folder.
 PAGES = {
     "inspect": ("inspect?run=reverse", ".ranking table"),
@@ -146,7 +148,8 @@ FLAWS = """() => {
 
 def settle(page: Any) -> None:
     """Wait until nothing changes any more."""
-    for _ in range(600):
+    until = time.monotonic() + PATIENCE / 1000
+    while time.monotonic() < until:
         if page.evaluate(SETTLED):
             return
         page.wait_for_timeout(25)
@@ -244,6 +247,7 @@ def opened(runs: Path) -> Iterator[Any]:
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
         page = browser.new_page(reduced_motion="reduce")
+        page.set_default_timeout(PATIENCE)
         page.add_init_script(COUNTED)
         page.goto(address)
         page.wait_for_selector(".page")

@@ -235,7 +235,7 @@ def test_infeasible_is_exit_1_with_a_certificate(glass):
     assert code == 1
     assert out.startswith("infeasible: 16,000 tokens at the narrowest width allowed, 16")
     assert f"  --vocab {nearest['vocab']}\n" in out
-    assert "no change of one of these alone does: --tolerance --untied" in out
+    assert "changing only one of these does not help: --tolerance --untied" in out
     vocab = re.search(r"--vocab (\d+)", out)[1]
     assert glass("design", "--params", "100k", "--vocab", vocab, "--json")[0] == 0
 
@@ -356,7 +356,7 @@ def test_changes_that_are_not_proven_are_told_apart():
         "any one of these changes alone makes it feasible:",
         "  --params 7",
         "  --heads 4  (a nearer one is not ruled out)",
-        "no change of one of these alone does: --vocab",
+        "changing only one of these does not help: --vocab",
         "not known for these, --thorough finds out: --untied --length",
     ]
     assert certificate.to_dict()["infeasible"]["unproven"] == [

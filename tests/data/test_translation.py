@@ -249,4 +249,4 @@ def test_a_missing_library_is_named_with_its_remedy(monkeypatch):
     with pytest.raises(MachineError) as caught:
         writing.writers()
     assert "needs babel" in str(caught.value)
-    assert "pip install 'glassformer[translate]'" in str(caught.value)
+    assert "pip install num2words" in str(caught.value)

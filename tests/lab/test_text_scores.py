@@ -78,7 +78,7 @@ def test_what_cannot_be_scored_is_refused(monkeypatch):
         return plain(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MachineError, match="pip install 'glassformer\\[translate\\]'"):
+    with pytest.raises(MachineError, match="pip install sacrebleu"):
         corpus_scores(TRUTHS, TRUTHS)
 
 

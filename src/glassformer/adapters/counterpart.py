@@ -42,6 +42,8 @@ BUILT_IN = {
     )
 }
 SHOWN = 6
+#: Why a family of decoders does not fit a model that has an encoder.
+ALONE = "encoder: has one, and that is a decoder alone"
 
 
 def counterpart(
@@ -61,14 +63,27 @@ def counterpart(
     raise InputError(
         "no Hugging Face architecture computes this model",
         where=nearest_of(tried),
-        hint="{--to native|to='native'} keeps every spec",
+        hint=_way_out(spec),
     )
+
+
+def _way_out(spec: ModelSpec) -> str:
+    """Return which models are exported, and the format that takes this one."""
+    native = "{--to native|to='native'} keeps every spec"
+    if spec.encoder is None:
+        made = "rotary positions, RMSNorm and SwiGLU (`glass design`, `glass train lm-modern`)"
+        return f"{made} are a Llama; {native}"
+    return f"a model trained with these settings as there is one; {native}"
 
 
 def nearest_of(tried: dict[str, list[str]]) -> str:
     """Return the architecture with the fewest differences, and what they are, as text."""
     # A single reason that begins with config.json: the family could not be compared at all.
-    able = {name: found for name, found in tried.items() if not found[0].startswith("config.json")}
+    able = {
+        name: found
+        for name, found in tried.items()
+        if not found[0].startswith("config.json") and found[0] != ALONE
+    }
     name, reasons = min((able or tried).items(), key=lambda item: len(item[1]))
     more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
     return f"the nearest is '{name}': {'; '.join(reasons[:SHOWN])}{more}"
@@ -77,7 +92,7 @@ def nearest_of(tried: dict[str, list[str]]) -> str:
 def misfits(spec: ModelSpec, family: Family) -> list[str]:
     """Return what this family would compute differently, as text."""
     if spec.encoder is not None and not family.encodes:
-        return ["encoder: has one, and that is a decoder alone"]
+        return [ALONE]
     try:
         again = family.spec_of(Config(family.config_of(spec)))
     except GlassError as error:

@@ -126,7 +126,7 @@ def open_with_transformers(folder: Path, *, dtype: torch.dtype | None = None) ->
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise MachineError(
-            "transformers is not installed", hint="pip install 'glassformer[hf]'"
+            "transformers is not installed", hint="pip install transformers"
         ) from error
     loader: Any = AutoModelForCausalLM
     return loader.from_pretrained(

@@ -105,7 +105,7 @@ class Infeasible:
         rest = [name for name in self.nearest if name not in changes]
         known = [flags[name] for name in rest if name not in self.unproven]
         if known:
-            lines.append(f"no change of one of these alone does: {' '.join(known)}")
+            lines.append(f"changing only one of these does not help: {' '.join(known)}")
         unknown = [flags[name] for name in rest if name in self.unproven]
         if unknown:
             lines.append(f"not known for these, --thorough finds out: {' '.join(unknown)}")

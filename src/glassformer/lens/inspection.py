@@ -236,7 +236,7 @@ class Inspection(Displayable):
         layers, heads = self.attention.shape
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
         without = f", {' '.join(map(str, self.ablated))} ablated" if self.ablated else ""
-        size = f"{len(self.words)} tokens, {layers} layers x {heads} heads"
+        size = f"{len(self.words)} tokens, {layers} layer{'s' * (layers != 1)} x {heads} heads"
         return f"{size}, output head '{self.head}'{loss}{without}"
 
     def text(self) -> str:

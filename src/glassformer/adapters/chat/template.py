@@ -79,10 +79,11 @@ def read_chat(folder: Path, *, limits: Limits = Limits()) -> "ChatTemplate":  # 
     """Read the folder's templates, with the special tokens that they may use."""
     sources = read_templates(folder)
     if not sources:
-        command = f"glass generate {shlex.quote(str(folder))} 'Once upon a time'"
+        shown = folder.parents[1] if folder.parent.name == "checkpoints" else folder  # of a run
+        command = f"glass generate {shlex.quote(str(shown))} 'Once upon a time'"
         raise InputError(
             "this model has no chat template",
-            where=str(folder),
+            where=str(shown),
             hint=f"a base model continues text: {command}",
         )
     return ChatTemplate(sources, names=special_names(folder), limits=limits, where=str(folder))
@@ -191,7 +192,7 @@ class ChatTemplate:
     def _start(self) -> subprocess.Popen[bytes]:
         spec = importlib.util.find_spec("jinja2")
         if spec is None or spec.origin is None:
-            raise MachineError("chat templates need jinja2, which is missing", hint="pip install")
+            raise MachineError("chat templates need jinja2, which is missing", hint="pip install jinja2")
         words = (self.limits.megabytes, self.limits.characters, self.limits.seconds)
         worker = subprocess.Popen(
             [

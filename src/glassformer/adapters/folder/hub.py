@@ -71,7 +71,7 @@ def download(name: str, *, cache: Path, revision: str = "main") -> Path:
     except ImportError as error:
         raise MachineError(
             "downloading needs huggingface_hub, which is not installed",
-            hint="pip install 'glassformer[hf]'",
+            hint="pip install transformers",
         ) from error
     try:
         place: str = snapshot_download(

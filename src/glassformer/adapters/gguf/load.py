@@ -48,7 +48,7 @@ def library() -> Any:
     except ImportError as error:
         raise MachineError(
             "GGUF files need the library gguf, which is not installed",
-            hint="pip install 'glassformer[gguf]'",
+            hint="pip install gguf",
         ) from error
     return gguf
 

@@ -103,13 +103,13 @@ class VerbGroup(TyperGroup):
 def write_text(help_text: str, formatter: Any) -> None:
     """Wrap the text to the terminal's width; the examples stay as they are written."""
     text, _, examples = inspect.cleandoc(help_text).partition("Examples:\n")
-    formatter.write_paragraph()
     with formatter.indentation():
         for paragraph in filter(str.strip, text.split("\n\n")):
-            formatter.write_text(" ".join(paragraph.split()))
             formatter.write_paragraph()
+            formatter.write_text(" ".join(paragraph.split()))
     lines = [line.strip() for line in examples.splitlines() if line.strip()]
     if lines:
+        formatter.write_paragraph()
         formatter.write("Examples:\n" + "".join(f"  {line}\n" for line in lines))
 
 

@@ -37,9 +37,9 @@ def convert(
 
     What was imported goes back byte for byte. Examples:
 
-      glass convert runs/text --to hf -o exported
+      glass convert runs/lm-modern --to hf -o exported
 
-      glass convert runs/text --to gguf --dtype q8_0 -o text.gguf
+      glass convert runs/lm-modern --to gguf --dtype q8_0 -o lm.gguf
 
       glass convert path/to/Qwen3-0.6B --to native -o mine
     """

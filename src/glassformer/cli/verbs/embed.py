@@ -17,7 +17,7 @@ SHOWN = 40  # characters of a text in the table
 
 def embed(
     model: AnyModel,
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="One or more texts.")],
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="One or more texts.")],
     pooling: Annotated[
         str | None,
         typer.Option(

@@ -210,6 +210,8 @@ def _stream(
     print(json.dumps(result | {"finish": one.finish}) if as_json else "")
     if not one.text and not as_json:
         tell("(nothing: the model predicted the end at once; --min-new 5 asks for more)")
+    elif not one.text.strip() and not as_json:
+        tell(f"(only white space, {len(one.tokens)} tokens; --temperature 0.8 would sample others)")
 
 
 # --- glass chat -----------------------------------------------------------------------------------

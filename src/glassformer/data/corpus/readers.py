@@ -415,7 +415,7 @@ def _library(what: str) -> None:
     except ImportError as error:
         raise MachineError(
             f"reading {what} needs the library pyarrow, which is not installed",
-            hint="pip install 'glassformer[corpus]'",
+            hint="pip install pyarrow",
         ) from error
 
 

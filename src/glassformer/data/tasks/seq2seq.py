@@ -241,7 +241,7 @@ def writers() -> dict[str, str]:
     except ImportError as error:
         raise MachineError(
             f"the translation task needs {error.name}, which is not installed",
-            hint="pip install 'glassformer[translate]'",
+            hint="pip install num2words babel sacrebleu",
         ) from error
     return {name: version(name) for name in NEEDED}
 

@@ -43,7 +43,7 @@ def corpus_scores(ours: Sequence[str], truths: Sequence[str]) -> dict[str, float
     except ImportError as error:
         raise MachineError(
             "chrF and BLEU need sacrebleu, which is not installed",
-            hint="pip install 'glassformer[translate]'",
+            hint="pip install num2words babel sacrebleu",
         ) from error
     references = [list(truths)]
     return {
@@ -283,7 +283,7 @@ def run_harness(
     except ImportError as error:
         raise MachineError(
             "the suite lm-eval needs lm-evaluation-harness, which is not installed",
-            hint="pip install 'glassformer[eval]'",
+            hint="pip install lm-eval",
         ) from error
     if not tasks:
         raise InputError(

@@ -560,7 +560,7 @@ def optional_library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MachineError(
-            f"this needs the library {name}", hint="pip install glassformer[sweep]"
+            f"this needs the library {name}", hint=f"pip install {name}"
         ) from error
 
 

@@ -440,13 +440,18 @@ def parallel_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Elem
                 stroke_width=2 if row.rank == 1 else 1.2,
             )
         )
+    middle = (top + bottom) / 2
     for factor in factors:
         x = place[factor]
         parts.append(_line(x, top - 6, x, bottom + 6, stroke_opacity="0.5"))
         parts.append(_words(x, 18, factor.rpartition(".")[2], anchor="middle", font_weight=600))
         every = max(1, math.ceil(len(levels[factor]) / 12))
         for value, y in list(levels[factor].items())[::every]:
-            parts.append(_words(x - 6, y + 4, value[:14], anchor="end", opacity="0.8"))
+            if factor == factors[0]:
+                parts.append(_words(x - 6, y + 4, value[:14], anchor="end", opacity="0.8"))
+            else:  # beside the lines that arrive and leave
+                beside = y - 5 if y < middle else y + 13
+                parts.append(_words(x + 5, beside, value[:14], opacity="0.8"))
     x = place[""]
     parts.append(_line(x, top - 6, x, bottom + 6, stroke_opacity="0.5"))
     parts.append(_words(x, 18, _title(ranking.metric), anchor="middle", font_weight=600))
@@ -540,7 +545,8 @@ def html(
     )
     for key, heading, picture in pictures:
         if picture is not None:
-            body = scrolled(picture.svg(), label=heading)
+            body = say(f"{picture.props['aria-label']}.", kind="note")
+            body += scrolled(picture.svg(), label=heading)
             if key == "curves":
                 body += "".join(
                     say(f"The best was behind {one.ahead} until step {one.step:,}.")

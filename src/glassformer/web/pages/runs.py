@@ -366,7 +366,8 @@ def _pictures(sweep: "Sweep", ranking: "Ranking") -> Iterator[Element]:
     )
     for title, picture in made:
         if picture is not None:
-            inside = (Element("h2", {}, (title,)), _scrolled(title, picture))
+            note = Element("p", {"class": "note"}, (f"{picture.props['aria-label']}.",))
+            inside = (Element("h2", {}, (title,)), note, _scrolled(title, picture))
             yield Element("section", {"class": "panel", "aria-label": title}, inside)
 
 

@@ -208,7 +208,7 @@ def _model_text(run: Subject) -> str:
         if stack is not None:
             block = next(iter(stack.blocks()))
             heads = block.attention.n_heads
-            parts.append(f"{name} {stack.n_layers} layers x {heads} heads")
+            parts.append(f"{name} {stack.n_layers} layer{'s' * (stack.n_layers != 1)} x {heads} heads")
     return f"{', '.join(parts)}, d_model {model.d_model}"
 
 

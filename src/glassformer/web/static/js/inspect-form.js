@@ -60,9 +60,9 @@ export class Form {
     this.target.value = look.target ?? "";
     this.grow.disabled = look.extended === null;
     this.grow.onclick = append;
-    const layers = Object.values(look.kinds).map(({ heads }) => heads);
+    const heads = Object.values(look.kinds).at(-1).heads;
     fill(this.facts, el("span", { id: "parameters" }, count(look.parameters)), " parameters · ",
-      `${layers.at(-1).length} layers × ${Math.max(...layers.at(-1))} heads`);
+      `${heads.length} layer${heads.length === 1 ? "" : "s"} × ${Math.max(...heads)} heads`);
   }
 }
 
