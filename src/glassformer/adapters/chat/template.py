@@ -192,7 +192,9 @@ class ChatTemplate:
     def _start(self) -> subprocess.Popen[bytes]:
         spec = importlib.util.find_spec("jinja2")
         if spec is None or spec.origin is None:
-            raise MachineError("chat templates need jinja2, which is missing", hint="pip install jinja2")
+            raise MachineError(
+                "chat templates need jinja2, which is missing", hint="pip install jinja2"
+            )
         words = (self.limits.megabytes, self.limits.characters, self.limits.seconds)
         worker = subprocess.Popen(
             [

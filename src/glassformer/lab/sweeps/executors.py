@@ -559,9 +559,7 @@ def optional_library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MachineError(
-            f"this needs the library {name}", hint=f"pip install {name}"
-        ) from error
+        raise MachineError(f"this needs the library {name}", hint=f"pip install {name}") from error
 
 
 def run_ray(jobs: Iterable[Job], *, address: str, stop: Stop = lambda: False) -> Iterator[Update]:

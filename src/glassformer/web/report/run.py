@@ -32,6 +32,7 @@ from glassformer.lab.runs.metrics_file import Floats
 from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.table import duration, number, settings
 from glassformer.lens.show.html import escape_line
+from glassformer.lens.show.outline import counted
 from glassformer.lens.show.report_page import (
     Cell,
     Text,
@@ -208,7 +209,7 @@ def _model_text(run: Subject) -> str:
         if stack is not None:
             block = next(iter(stack.blocks()))
             heads = block.attention.n_heads
-            parts.append(f"{name} {stack.n_layers} layer{'s' * (stack.n_layers != 1)} x {heads} heads")
+            parts.append(f"{name} {counted(stack.n_layers, 'layer')} x {heads} heads")
     return f"{', '.join(parts)}, d_model {model.d_model}"
 
 
