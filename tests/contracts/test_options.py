@@ -6,7 +6,7 @@ import pytest
 from pages.options import refresh, refreshed, table_of
 from pages.quotes import PAGES, SOURCES
 
-from glassformer.cli.main import main
+from glassformer.cli.main import VERBS, main
 from glassformer.spec.options import options_of
 from glassformer.spec.train import TrainSpec
 
@@ -15,6 +15,11 @@ def test_tables_are_up_to_date():
     for page in sorted(PAGES.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         assert refreshed(text) == text, f"{page.name}: run python -m pages options"
+
+
+def test_every_verb_is_on_the_page_of_the_command_line():
+    page = (PAGES / "cli.md").read_text("utf-8")
+    assert [verb for verb in VERBS if f"<!-- help: {verb} -->" not in page] == []
 
 
 def test_an_old_table_is_replaced_and_the_rest_is_kept(tmp_path):

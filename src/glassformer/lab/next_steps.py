@@ -5,6 +5,7 @@ The predicted time is `costs.timing`'s, from rates of this machine that are meas
 with the runs' cache for a day.
 """
 
+import json
 import os
 import shlex
 import time
@@ -136,7 +137,7 @@ def after_training(run: TrainingRun) -> Commands:
         return [(resume_command(run.spec, run.directory.folder), "go on")]
     prompt = shlex.quote(example_prompt(run.task))
     use = (f"glass generate {name} {prompt}", "let it answer")
-    if isinstance(run.spec.task, FinetuneTask):
+    if isinstance(run.spec.task, FinetuneTask) and _can_chat(run):
         use = (f"glass chat {name}", "talk to it")
     if run.spec.model.head_names() == ("answer",):
         use = (f"glass explore {run.directory.folder}", "look around in a browser")
@@ -145,6 +146,13 @@ def after_training(run: TrainingRun) -> Commands:
         (f"glass inspect {name} {prompt}", "where it attends, which heads matter"),
         use,
     ]
+
+
+def _can_chat(run: TrainingRun) -> bool:
+    """True if the files that came with the base have a chat template."""
+    return any(
+        "chat_template" in name or b'"chat_template"' in data for name, data in run.files.items()
+    )
 
 
 def resume_command(spec: RunSpec, folder: Path) -> str:
@@ -169,13 +177,22 @@ def after_evaluation(path: str) -> Commands:
 
 
 def _newest_beside(folder: Path) -> Path | None:
-    """Return the run in the same folder that was written last; None if there is no other one."""
+    """Return the run of the same task and folder that was written last; None if there is none."""
+    task = _task_of(folder / "run.json")
     others = [
         (file.stat().st_mtime, file.parent)
         for file in folder.parent.glob("*/run.json")
-        if file.parent.name != folder.name
+        if file.parent.name != folder.name and _task_of(file) == task
     ]
     return max(others)[1] if others else None
+
+
+def _task_of(file: Path) -> object:
+    """Return the task that a run's record names."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["task"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a run that another process is just writing, or deleting
 
 
 def after_quantizing(folder: Path, prompt: str) -> Commands:

@@ -7,7 +7,9 @@ projections that get a low-rank correction; `lora_manifest` lists the correction
 the same names and rules that `manifest` has for the rest of the model.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -328,6 +330,16 @@ class TrainSpec:
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         return self.lr * self.schedule.share(step, self.steps)
+
+
+def check_train_keys(settings: Iterable[str]) -> None:
+    """Refuse `train.KEY=VALUE` of a key that training does not have."""
+    known = [each.name for each in dataclasses.fields(TrainSpec)]
+    for text in settings:
+        first, _, rest = text.partition("=")[0].partition(".")
+        key = rest.partition(".")[0]
+        if first == "train" and key not in known:
+            raise InputError(f"train.{rest}: unknown key '{key}'", hint=nearest(key, known))
 
 
 @spec

@@ -12,6 +12,7 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import ending_of, in_colour, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.tasks import check_task_name
+from glassformer.spec.train import check_train_keys
 
 if TYPE_CHECKING:
     from glassformer.checks.doctor import Diagnosis
@@ -58,6 +59,7 @@ def doctor(
       glass doctor my_package.train:setup -o diagnosis.md
     """
     check_task_name(what)  # before torch is imported
+    check_train_keys(overrides or ())
     one_blas_thread()
     from glassformer.checks.doctor import doctor as examine
 

@@ -6,7 +6,8 @@ from typing import Annotated, cast
 
 import typer
 
-from glassformer.cli.shell.options import AnyModel, AsJson, Runs
+from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs
+from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError
@@ -28,6 +29,7 @@ def embed(
     plain: Annotated[
         bool, typer.Option("--plain", help="Keep the lengths of vectors: do not scale them to 1.")
     ] = False,
+    device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -44,7 +46,7 @@ def embed(
 
     if not texts:
         raise InputError("no text", hint='glass embed MODEL "a cat" "a kitten"')
-    adapter = load_native(find_model(model, runs=Path(runs)))
+    adapter = load_native(find_model(model, runs=Path(runs)), device=check_device(device))
     found = vectors_of(adapter, texts, pooling=cast(Readout | None, pooling), normalize=not plain)
     if found.shortened:
         tell(f"note: {found.shortened} texts were longer than {adapter.spec.max_seq_len} tokens")

@@ -48,7 +48,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.options import settings_text
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.tasks import check_task_name
-from glassformer.spec.train import TrainSpec
+from glassformer.spec.train import TrainSpec, check_train_keys
 
 if TYPE_CHECKING:
     from glassformer.training.fit import RateRange
@@ -104,6 +104,7 @@ def train(
       glass train digits --nproc 2
     """
     check_task_name(what)  # before torch is imported
+    check_train_keys(overrides or ())
     one_blas_thread()
     if nproc is not None:
         raise typer.Exit(launch(nproc))

@@ -43,7 +43,7 @@ def corpus_scores(ours: Sequence[str], truths: Sequence[str]) -> dict[str, float
     except ImportError as error:
         raise MachineError(
             "chrF and BLEU need sacrebleu, which is not installed",
-            hint="pip install num2words babel sacrebleu",
+            hint="pip install sacrebleu",
         ) from error
     references = [list(truths)]
     return {
