@@ -184,7 +184,7 @@ REFUSED = {
     "budget-lm": "'stablelm': position: Learned here, Rotary there",
     "digits": "AnswerHead",
     "fsm-probe": "Sinusoidal",
-    "seq2seq": "decoder alone",
+    "seq2seq": "marian': position.form: interleaved here, halves there",
 }
 
 
