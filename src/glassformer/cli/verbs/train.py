@@ -301,6 +301,7 @@ def lr_find(
       glass lr-find digits train.batch_size=128 -o rates.png
     """
     check_task_name(what)  # before torch is imported
+    check_train_keys(overrides or ())
     one_blas_thread()
     from glassformer.lab import api
     from glassformer.lab.plots.figures import lr_text
