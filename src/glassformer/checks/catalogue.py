@@ -304,6 +304,12 @@ SUBJECT_CHECKS = (
         of="ours",
     ),
     SubjectCheck(
+        "guesses read ahead change no token",
+        "decoding",
+        decoding.speculation_changes_nothing,
+        of="ours",
+    ),
+    SubjectCheck(
         "compiled decoding = eager",
         "compiled",
         decoding.compiled_steps_are_eager,

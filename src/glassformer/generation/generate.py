@@ -18,6 +18,7 @@ from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.native import fastest_stepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts, text_prompt
+from glassformer.generation.speculative import SpeculativeStepper, facts_of
 from glassformer.generation.stepper import NaiveStepper, Stepper
 from glassformer.generation.streaming import Collected, Generated, NewToken, stream
 from glassformer.models.model import Model
@@ -62,33 +63,58 @@ class TextModel(Protocol):
         """Return the ids of the model's vocabulary that its tokenizer has no text for."""
 
 
-def generate(model: TextModel | Model, prompt: Prompt, **options: Any) -> Generated:
+def generate(
+    model: TextModel | Model,
+    prompt: Prompt,
+    *,
+    draft: TextModel | Model | None = None,
+    **options: Any,
+) -> Generated:
     """Continue a prompt: the text, the new tokens, their log-probabilities, and why they ended.
 
     Greedy by default. A model without a tokenizer takes token ids, and the text is then empty; an
     encoder-decoder then reads `source=ids`, and the prompt is how its output begins.
     """
     collected = Collected()
-    for new in stream_tokens(model, prompt, **options):
+    stepper, new_tokens = _streamed(model, prompt, options, draft)
+    for new in new_tokens:
         collected.add(new)
-    return collected.result(collected.text)
+    return collected.result(collected.text, facts_of(stepper))
 
 
-def stream_tokens(model: TextModel | Model, prompt: Prompt, **options: Any) -> Iterator[NewToken]:
+def stream_tokens(
+    model: TextModel | Model,
+    prompt: Prompt,
+    *,
+    draft: TextModel | Model | None = None,
+    **options: Any,
+) -> Iterator[NewToken]:
     """Yield what `generate` collects, token by token; bad options are refused by the call."""
+    return _streamed(model, prompt, options, draft)[1]
+
+
+def _streamed(
+    model: TextModel | Model,
+    prompt: Prompt,
+    options: Mapping[str, Any],
+    draft: TextModel | Model | None,
+) -> tuple[Stepper, Iterator[NewToken]]:
+    if draft is not None:
+        options = {**options, "speculate": True}
     tokenizer, request, prompts = prepare(model, prompt, options)
     spec = request.decoding
     if isinstance(spec, BeamSpec):
         raise InputError("width belongs to a beam search", hint="beam_search(model, prompt, ...)")
     with evaluating(model):
+        stepper = make_stepper(model, request.step, draft=draft)
         new_tokens = stream(
-            make_stepper(model, request.step),
+            stepper,
             prompts,
             spec=spec,
             constraint=request.constraint,
             tokenizer=tokenizer,
         )
-    return _one_row(model, new_tokens)
+    return stepper, _one_row(model, new_tokens)
 
 
 def beam_search(model: TextModel | Model, prompt: Prompt, **options: Any) -> tuple[Hypothesis, ...]:
@@ -149,7 +175,13 @@ def read_request(
         rest["forbidden"] = tuple(sorted({*rest.get("forbidden", ()), *forbidden}))
     decoding = decoding_spec(rest, eos=eos, spell=spell)
     made = make_constraint(ConstraintSpec(**constraint), tokenizer)
-    return Request(decoding, made, StepSpec(**step))
+    how = StepSpec(**step)
+    if how.speculate and isinstance(decoding, BeamSpec):
+        raise InputError(
+            "{--speculate|speculate} is for one sequence, and beams are several",
+            hint="leave out one of the two",
+        )
+    return Request(decoding, made, how)
 
 
 def make_constraint(spec: ConstraintSpec, tokenizer: Tokenizer | None) -> Constraint | None:
@@ -164,8 +196,19 @@ def make_constraint(spec: ConstraintSpec, tokenizer: Tokenizer | None) -> Constr
     return Constraint(machine_named(spec.machine), tokenizer=tokenizer)
 
 
-def make_stepper(model: TextModel | Model, step: StepSpec) -> Stepper:
-    """Return the stepper that the options describe; a model of another library has one only."""
+def make_stepper(
+    model: TextModel | Model, step: StepSpec, *, draft: TextModel | Model | None = None
+) -> Stepper:
+    """Return the stepper that the options describe; a model of another library has one only.
+
+    `draft` is a smaller or quantized model of the same tokenizer, which guesses if `speculate` is
+    set; without it guesses come from the text.
+    """
+    if step.speculate:
+        plain = replace(step, speculate=False)
+        return SpeculativeStepper(
+            make_stepper(model, plain), draft=None if draft is None else make_stepper(draft, plain)
+        )
     own = model if isinstance(model, Model) else getattr(model, "model", None)
     if not isinstance(own, Model):
         assert not isinstance(model, Model)

@@ -198,7 +198,7 @@ def _columns(
                 allow_BV=permission([rows[i] for i in going], made=step, device=logits_BV.device),
             )
             tokens_B = found_B.clamp(min=0)  # NOTHING raises below, once a GPU is busy again
-            values_B = _logprobs(logits_BV, tokens_B) if logprobs else None
+            values_B = logprobs_of(logits_BV, tokens_B) if logprobs else None
             fetch = _start_fetch(found_B, values_B)
             likeliest = _likeliest(logits_BV, count) if count else []
             # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped.
@@ -302,7 +302,8 @@ def _likeliest(logits_BV: Tensor, count: int) -> list[tuple[tuple[int, float], .
     return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
 
 
-def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+def logprobs_of(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    """Return the log-probability of one token in each row."""
     wide_BV = as_float(logits_BV)
     return wide_BV.gather(1, tokens_B[:, None])[:, 0] - wide_BV.logsumexp(-1)
 

@@ -162,7 +162,7 @@ def draw_at(logits_BV: Tensor, share_B1: Tensor) -> Tensor:
     return found_B1.masked_fill(total_B1.isnan(), NOTHING)[:, 0]
 
 
-def _likeliest(logits_BV: Tensor) -> Tensor:
+def likeliest(logits_BV: Tensor) -> Tensor:
     """Return `greedy`, or NOTHING where its logit is not finite: argmax prefers NaN."""
     best_B1 = greedy(logits_BV)[:, None]
     return best_B1.masked_fill(~logits_BV.gather(1, best_B1).isfinite(), NOTHING)[:, 0]
@@ -201,7 +201,7 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
             return torch.full((len(logits_BV),), spec.forced[step], device=logits_BV.device)
         untouched = spec.repetition_penalty == 1.0 and not spec.forbidden and allow_BV is None
         if spec.greedy and untouched and step + 1 >= spec.min_new_tokens:
-            return _likeliest(logits_BV)
+            return likeliest(logits_BV)
         x_BV = as_float(logits_BV)
         if spec.repetition_penalty != 1.0 and seen_BV is not None:
             x_BV = penalise_repetition(x_BV, seen_BV, spec.repetition_penalty)
@@ -211,7 +211,7 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
         if allow_BV is not None:
             x_BV = x_BV.masked_fill(~allow_BV, -math.inf)
         if spec.greedy:
-            return _likeliest(x_BV)
+            return likeliest(x_BV)
         return draw(_kept(x_BV, spec), seed=spec.seed, rows=rows, step=step)
 
     return sample
@@ -255,6 +255,6 @@ class Together:
                 self._closed = torch.tensor(self.spec.forbidden, device=logits_BV.device)
             logits_BV = logits_BV.index_fill(1, self._closed, -math.inf)
         if self.spec.greedy:
-            return _likeliest(logits_BV)
+            return likeliest(logits_BV)
         assert share_B1 is not None
         return draw_at(_kept(as_float(logits_BV), self.spec), share_B1)

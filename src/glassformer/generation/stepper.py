@@ -113,6 +113,18 @@ class Stepper(ABC):
         return self.step(tokens_B, past=past), []
 
 
+class RewindingStepper(Stepper):
+    """A stepper that reads several tokens of one row at once, and takes the last ones back."""
+
+    @abstractmethod
+    def read_several(self, tokens: Sequence[int], *, past: Any) -> Tensor:
+        """Add several tokens to the only row: next-token logits (T, V) after each, to be kept."""
+
+    @abstractmethod
+    def forget(self, count: int, *, past: Any) -> None:
+        """Take back the last tokens that were added."""
+
+
 def check_decodes(spec: ModelSpec) -> None:
     """Require known parts, and a head that predicts the next token."""
     check_tree(spec)
@@ -171,7 +183,7 @@ class TorchPast:
         self.memory_valid_BS = _row(self.memory_valid_BS, rows_B)
 
 
-class TorchStepper(Stepper):
+class TorchStepper(RewindingStepper):
     """A model with a cache: reads the prompt once, then one new token per row and step."""
 
     def __init__(
@@ -197,16 +209,25 @@ class TorchStepper(Stepper):
     def step(self, tokens_B: Tensor, *, past: TorchPast) -> Tensor:
         return self._read(tokens_B.to(past.device)[:, None], None, past)
 
+    @torch.no_grad()
+    def read_several(self, tokens: Sequence[int], *, past: TorchPast) -> Tensor:
+        tokens_1T = torch.tensor([list(tokens)], device=past.device)
+        return self.model.project(self._hidden(tokens_1T, None, past)[0], "next")
+
+    def forget(self, count: int, *, past: TorchPast) -> None:
+        past.cache.cut(past.cache.length - count)
+
     def _read(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:
         """Project the last column only: it holds every row's last token."""
+        return self.model.project(self._hidden(tokens_BT, valid_BT, past)[:, -1], "next")
+
+    def _hidden(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:
         self.positions += tokens_BT.shape[1]
         inputs = Inputs(tokens_BT, valid_BT, source_valid_BS=past.memory_valid_BS)
         if isinstance(self.model, EncoderDecoder):
             assert past.memory_BSD is not None
-            hidden_BTD = self.model.decode(inputs, past.memory_BSD, cache=past.cache)
-        else:
-            hidden_BTD = self.model.hidden(inputs, cache=past.cache)
-        return self.model.project(hidden_BTD[:, -1], "next")
+            return self.model.decode(inputs, past.memory_BSD, cache=past.cache)
+        return self.model.hidden(inputs, cache=past.cache)
 
 
 @dataclass(slots=True)

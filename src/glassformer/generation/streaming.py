@@ -13,6 +13,7 @@ from glassformer.generation.constraint import Constraint
 from glassformer.generation.loop import Column, decode
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import NOTHING
+from glassformer.generation.speculative import Speculation, facts_of
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.text_stream import StopFilter, TextStream
 from glassformer.spec.decoding import DecodeSpec
@@ -44,13 +45,14 @@ class Generated:
     """The result for one prompt: new tokens, the end among them, and why they stopped.
 
     `text` is the text of the tokens without the end and without what a stop string cut off; empty
-    without a tokenizer.
+    without a tokenizer. `speculation` counts passes and right guesses, with `speculate`.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str
     text: str = ""
+    speculation: Speculation | None = None
 
 
 def stream(
@@ -108,7 +110,8 @@ def generate_batch(
         for one in new:
             collected[one.row].add(one)
     texts = [text_of(row.tokens, spec=spec, tokenizer=tokenizer) for row in collected]
-    return [row.result(text) for row, text in zip(collected, texts, strict=True)]
+    facts = facts_of(stepper)
+    return [row.result(text, facts) for row, text in zip(collected, texts, strict=True)]
 
 
 def text_of(tokens: Sequence[int], *, spec: DecodeSpec, tokenizer: Tokenizer | None) -> str:
@@ -142,9 +145,10 @@ class Collected:
         """The text that was shown."""
         return "".join(self.texts)
 
-    def result(self, text: str) -> Generated:
+    def result(self, text: str, facts: Speculation | None = None) -> Generated:
         """Return what was collected; a row without an end has the finish `length`."""
-        return Generated(tuple(self.tokens), tuple(self.logprobs), self.finish or "length", text)
+        finish = self.finish or "length"
+        return Generated(tuple(self.tokens), tuple(self.logprobs), finish, text, facts)
 
 
 class RowText:

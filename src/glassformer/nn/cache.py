@@ -28,6 +28,9 @@ class Cache(Protocol):
     def advance(self, count: int, valid_BT: Tensor | None) -> None:
         """Count the new positions as past; called after every layer was extended."""
 
+    def cut(self, length: int) -> None:
+        """Drop everything from this position on."""
+
     def reorder(self, rows_B: Tensor) -> None:
         """Make row b what row rows_B[b] was; rows may repeat."""
 
@@ -122,6 +125,11 @@ class FixedCache:
     def advance(self, count: int, valid_BT: Tensor | None) -> None:
         self.valid_BS = joined_valid(self.valid_BS, self.length, valid_BT, count)
         self.length += count
+
+    def cut(self, length: int) -> None:
+        """Drop everything from this position on: it is written over."""
+        self.valid_BS = None if self.valid_BS is None else self.valid_BS[:, :length]
+        self.length = length
 
     def reorder(self, rows_B: Tensor) -> None:
         for layer, (k, v) in self._layers.items():

@@ -288,11 +288,19 @@ class StepSpec:
     cached: bool = option(True, help="Recompute everything at each token.", flag="--no-cache")
     fast: bool = option(False, help="The fast step, worth it for long texts.", flag="--lean")
     compile: bool = option(False, help="The fast step through torch.compile.")
+    speculate: bool = option(
+        False, help="Guess tokens from the text so far and read several at once."
+    )
 
     def __post_init__(self) -> None:
-        if not self.cached and (self.fast or self.compile):
+        if not self.cached and (self.fast or self.compile or self.speculate):
             raise InputError(
                 "{--no-cache|cached=False} is the plain loop",
+                hint="leave out {--lean, --compile and --speculate|fast, compile and speculate}",
+            )
+        if self.speculate and (self.fast or self.compile):
+            raise InputError(
+                "{--speculate|speculate} is for the default step: the fast one reads single tokens",
                 hint="leave out {--lean and --compile|fast and compile}",
             )
 

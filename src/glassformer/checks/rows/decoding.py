@@ -30,6 +30,7 @@ from glassformer.generation.fast.slots import Span
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import uniform
+from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
@@ -496,6 +497,34 @@ def company_changes_nothing(subject: Subject) -> Measure:
         same = torch.equal(alone_1V[0], together_RV[slot]) and torch.equal(alone_1V[0], cut_RV[-1])
         differ += not same
     return Measure(float(differ), EXACT, f"{subject.size}, {len(rows)} sequences")
+
+
+def speculation_changes_nothing(subject: Subject) -> Measure:
+    """Tokens chosen with guesses read ahead, right and wrong ones: those without, sampled or not.
+
+    Guesses come from the text and, for a decoder, from a draft: the model itself, always right when
+    greedy. Held to equality where a row's numbers do not depend on the rows read with it.
+    """
+    model, prompts = _case(subject)
+    if reason := program.why_not(model):
+        raise NotOffered(reason)
+    stepper, wrong, guessed, right = NativeStepper(model), [], 0, 0
+    drafts = {"from the text": None}
+    drafts |= {"by a draft": NativeStepper(model)} if model.spec.encoder is None else {}
+    repeated = Prompts(
+        (prompts.tokens[0][:2] * 2,), None if prompts.sources is None else prompts.sources[:1]
+    )
+    for name, draft in drafts.items():
+        guessing = SpeculativeStepper(stepper, draft=draft, clock=lambda: 0.0)
+        for temperature in (0.0, 1.0):
+            spec = DecodeSpec(max_new_tokens=3 * NEW, temperature=temperature, seed=3)
+            (want,) = generate_batch(stepper, repeated, spec=spec)
+            (found,) = generate_batch(guessing, repeated, spec=spec)
+            guessed, right = guessed + guessing.facts.guessed, right + guessing.facts.right
+            if found.tokens != want.tokens:
+                wrong.append(f"{name}, temperature {temperature:g}")
+    size = f"{subject.size}, {right} of {guessed} guesses right"
+    return Measure(float(len(wrong)), EXACT, size, "; ".join(wrong))
 
 
 def compiled_steps_are_eager(subject: Subject) -> Measure:

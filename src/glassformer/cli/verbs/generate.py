@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -62,6 +63,13 @@ def generate(
     system: System = None,
     chat_option: ChatOption = None,
     download: Download = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A smaller or quantized model of the same tokenizer that guesses tokens ahead.",
+        ),
+    ] = None,
     raw: Annotated[
         bool,
         typer.Option("--raw", help="Write control characters to a terminal as they are."),
@@ -87,6 +95,8 @@ def generate(
     """
     path = find_model(run, runs=Path(runs), download=download)
     if chat:
+        if draft is not None:
+            raise InputError("--draft does not go with --chat", hint="glass generate MODEL PROMPT")
         from glassformer.cli.verbs.generate import talk
 
         talk(
@@ -106,7 +116,18 @@ def generate(
         )
     if raw:
         let_through()
-    code = _run(path, prompt, options=options, device=device, threads=threads, as_json=as_json)
+    if draft is not None:
+        draft = find_model(draft, runs=Path(runs), download=download)
+        options = {**options, "speculate": True}
+    code = _run(
+        path,
+        prompt,
+        options=options,
+        draft=draft,
+        device=device,
+        threads=threads,
+        as_json=as_json,
+    )
     if code:
         raise typer.Exit(code)
 
@@ -134,6 +155,7 @@ def _run(
     text: str,
     *,
     options: Mapping[str, Any],
+    draft: str | None,
     device: str,
     threads: int | None,
     as_json: bool,
@@ -149,7 +171,8 @@ def _run(
     device = check_device(device)
     check_threads(threads)
     model = load(path).to(device)
-    stepper = make_stepper(model, request.step)
+    guessing = None if draft is None else load(draft).to(device)
+    stepper = make_stepper(model, request.step, draft=guessing)
     prompts = text_prompt(model.spec, tokenizer, sys.stdin.read() if text == "-" else text)
     count = threads_of_decoding(model.spec, asked=threads, device=device)
     show = _search if isinstance(request.decoding, BeamSpec) else _stream
@@ -194,6 +217,7 @@ def _stream(
     *,
     as_json: bool,
 ) -> None:
+    from glassformer.generation.speculative import facts_of
     from glassformer.generation.streaming import Collected, stream
 
     spec = request.decoding
@@ -207,7 +231,11 @@ def _stream(
             print(new.text, end="", flush=True)
     one = made.result(made.text)
     result = {"text": one.text, "tokens": one.tokens, "logprobs": one.logprobs}
-    print(json.dumps(result | {"finish": one.finish}) if as_json else "")
+    facts = facts_of(stepper)
+    counts = {} if facts is None else {"speculation": asdict(facts)}
+    print(json.dumps(result | {"finish": one.finish} | counts) if as_json else "")
+    if facts is not None and not as_json:
+        tell(str(facts))
     if not one.text and not as_json:
         tell("(nothing: the model predicted the end at once; --min-new 5 asks for more)")
     elif not one.text.strip() and not as_json:

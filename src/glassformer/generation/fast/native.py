@@ -21,7 +21,14 @@ from torch import Tensor
 
 from glassformer.generation.fast.program import BUFFERS, LOGITS, PAGE, Op, programs, why_not
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import BeamRun, BeamStep, Stepper, TorchStepper, decodable
+from glassformer.generation.stepper import (
+    BeamRun,
+    BeamStep,
+    RewindingStepper,
+    Stepper,
+    TorchStepper,
+    decodable,
+)
 from glassformer.kernels import c_library
 from glassformer.models.model import Holder, Model
 from glassformer.nn.linear import PackedWeight
@@ -262,7 +269,7 @@ class NativePast:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-class NativeStepper(Stepper):
+class NativeStepper(RewindingStepper):
     """A `Stepper` for one model, to be kept and used again; several pasts may be live at once."""
 
     def __init__(self, model: Model | Holder) -> None:
@@ -347,6 +354,12 @@ class NativeStepper(Stepper):
         logits = self._in_blocks(token, row, position, chosen, past)
         past.own.length += np.array(counts)
         return logits
+
+    def read_several(self, tokens: Sequence[int], *, past: NativePast) -> Tensor:
+        return self.read_all([tokens], past=past)
+
+    def forget(self, count: int, *, past: NativePast) -> None:
+        past.cut([length - count for length in past.lengths])
 
     def _in_blocks(
         self,
