@@ -21,7 +21,7 @@ from glassformer.byhand.model import Model as HandModel
 from glassformer.generation.prompts import Prompts, padded
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
-from glassformer.nn.cache import Cache, FixedCache, GrowingCache
+from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -170,7 +170,7 @@ def _row(held: Tensor | None, rows_B: Tensor) -> Tensor | None:
 class TorchPast:
     """A cache; after an encoder also its output and which of its positions are real."""
 
-    cache: Cache
+    cache: FixedCache | GrowingCache
     device: torch.device
     memory_BSD: Tensor | None = None
     memory_valid_BS: Tensor | None = None

@@ -28,9 +28,6 @@ class Cache(Protocol):
     def advance(self, count: int, valid_BT: Tensor | None) -> None:
         """Count the new positions as past; called after every layer was extended."""
 
-    def cut(self, length: int) -> None:
-        """Drop everything from this position on."""
-
     def reorder(self, rows_B: Tensor) -> None:
         """Make row b what row rows_B[b] was; rows may repeat."""
 

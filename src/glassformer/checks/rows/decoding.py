@@ -509,11 +509,11 @@ def speculation_changes_nothing(subject: Subject) -> Measure:
     if reason := program.why_not(model):
         raise NotOffered(reason)
     stepper, wrong, guessed, right = NativeStepper(model), [], 0, 0
-    drafts = {"from the text": None}
-    drafts |= {"by a draft": NativeStepper(model)} if model.spec.encoder is None else {}
-    repeated = Prompts(
-        (prompts.tokens[0][:2] * 2,), None if prompts.sources is None else prompts.sources[:1]
-    )
+    drafts: dict[str, Stepper | None] = {"from the text": None}
+    if model.spec.encoder is None:
+        drafts["by a draft"] = NativeStepper(model)
+    sources = None if prompts.sources is None else prompts.sources[:1]
+    repeated = Prompts((prompts.tokens[0][:2] * 2,), sources)
     for name, draft in drafts.items():
         guessing = SpeculativeStepper(stepper, draft=draft, clock=lambda: 0.0)
         for temperature in (0.0, 1.0):
