@@ -250,7 +250,7 @@ FAULTS = (
     # decoding
     Fault("cached values from the start", "nn.cache:FixedCache.extend", "v_all[:, :, self.length : end] = v_BKTH", "v_all[:, :, : end - self.length] = v_BKTH", DECODING, "core"),
     Fault("the second likeliest token", "generation.stepper:TorchStepper._read", 'self.model.project(hidden_BTD[:, -1], "next")', '-self.model.project(hidden_BTD[:, -1], "next")', DECODING, "seq2seq"),
-    Fault("every token read twice", "generation.stepper:TorchStepper._read", "self.positions += tokens_BT.shape[1]", "self.positions += 2 * tokens_BT.shape[1]", ONE_TOKEN, "seq2seq"),
+    Fault("every token read twice", "generation.stepper:TorchStepper._hidden", "self.positions += tokens_BT.shape[1]", "self.positions += 2 * tokens_BT.shape[1]", ONE_TOKEN, "seq2seq"),
     Fault("logits a little too large", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "1.0001 * hidden_BTD[:, -1]", STEPS, "core"),
     Fault("a native step in the wrong place", "generation.fast.native:NativeStepper._ready", "self._position[:count] = past.own.length", "self._position[:count] = past.own.length - 1", NATIVE, "core"),
     Fault("a program without its final norm", "generation.fast.program:Program.head", "if parts.final_norm is not None:", "if False:", NATIVE, "core"),

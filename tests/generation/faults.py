@@ -69,7 +69,7 @@ FAULTS = (
     Fault("memory shared in silence", "generation.fast.stepper:FastStepper.step", "if past.call != self._call", "if False", "one_decoding_at_a_time"),
     Fault("everything projected from the first column", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "hidden_BTD[:, 0]", "cached_is_uncached"),
     Fault("two tokens a step", "generation.stepper:TorchStepper.step", "[:, None], None, past)", "[:, None].expand(-1, 2), None, past)", "steps_are_counted"),
-    Fault("encoder run at every step", "generation.stepper:TorchStepper._read", "hidden_BTD = self.model.decode(inputs, past.memory_BSD, cache=past.cache)", "hidden_BTD = self.model.decode(inputs, self.model.encode(Inputs(tokens_BT, source_BS=tokens_BT.expand(-1, past.memory_BSD.shape[1])[:, : past.memory_BSD.shape[1]])) if tokens_BT.shape[1] == 1 else past.memory_BSD, cache=past.cache)", "steps_are_counted"),
+    Fault("encoder run at every step", "generation.stepper:TorchStepper._hidden", "return self.model.decode(inputs, past.memory_BSD, cache=past.cache)", "return self.model.decode(inputs, self.model.encode(Inputs(tokens_BT, source_BS=tokens_BT.expand(-1, past.memory_BSD.shape[1])[:, : past.memory_BSD.shape[1]])) if tokens_BT.shape[1] == 1 else past.memory_BSD, cache=past.cache)", "steps_are_counted"),
     # prompts and rows
     Fault("padding side", "generation.prompts:padded", "tokens_BT[place, longest - len(row) :] = row", "tokens_BT[place, : len(row)] = row", "batch_is_singles"),
     Fault("one room for all rows", "generation.prompts:Prompts.room", "reader.max_seq_len - len(row)", "reader.max_seq_len - len(self.tokens[0])", "batch_is_singles"),
@@ -90,8 +90,8 @@ FAULTS = (
     Fault("repetition rewards what is unlikely", "generation.samplers:penalise_repetition", "logits_BV * penalty", "logits_BV / penalty", "repetition_is_its_definition"),
     Fault("draws depend on the place in the batch", "generation.samplers:draw", "for row in rows]", "for row in range(len(rows))]", "draws_are_independent"),
     Fault("the same draw at every step", "generation.samplers:draw", "uniform(seed, row, step)", "uniform(seed, row, 0)", "draws_are_independent"),
-    Fault("the token before", "generation.samplers:draw", "right=True)", "right=True).sub(1).clamp(min=0)", "draws_follow_the_softmax"),
-    Fault("top-p before temperature", "generation.samplers:make_sampler", "x_BV = scale_by_temperature(x_BV, spec.temperature)", "x_BV = scale_by_temperature(keep_top_p(x_BV, spec.top_p), spec.temperature)", "the_chain_is_in_order"),
+    Fault("the token before", "generation.samplers:draw_at", "right=True)", "right=True).sub(1).clamp(min=0)", "draws_follow_the_softmax"),
+    Fault("top-p before temperature", "generation.samplers:_kept", "x_BV = scale_by_temperature(x_BV, spec.temperature)", "x_BV = scale_by_temperature(keep_top_p(x_BV, spec.top_p), spec.temperature)", "the_chain_is_in_order"),
     Fault("an end one token early", "generation.samplers:make_sampler", "step + 1 < spec.min_new_tokens", "step + 2 < spec.min_new_tokens", "lengths_are_kept"),
     # beams
     Fault("beams not reordered", "generation.beam:_search", "past.reorder(torch.tensor(order))", "past.reorder(torch.arange(len(order)) % len(logits_RV))", "narrow_beams_are_plain"),

@@ -219,7 +219,8 @@ class TorchStepper(RewindingStepper):
 
     def _read(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:
         """Project the last column only: it holds every row's last token."""
-        return self.model.project(self._hidden(tokens_BT, valid_BT, past)[:, -1], "next")
+        hidden_BTD = self._hidden(tokens_BT, valid_BT, past)
+        return self.model.project(hidden_BTD[:, -1], "next")
 
     def _hidden(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:
         self.positions += tokens_BT.shape[1]
