@@ -335,7 +335,7 @@ class SpeculativeStepper(Stepper):
         else:
             logits_RV = self.inner.step(tokens_B, past=past.inner)
         if logits_RV.is_cuda:
-            torch.cuda.synchronize()
+            logits_RV[0, 0].item()  # waits for the pass, which is timed
         self._count()
         past.guessed, past.seconds = len(guesses), self.clock() - begin
         self.facts.guessed += len(guesses)
