@@ -211,10 +211,12 @@ class TorchStepper(RewindingStepper):
 
     @torch.no_grad()
     def read_several(self, tokens: Sequence[int], *, past: TorchPast) -> Tensor:
+        """Add several tokens to the only row: next-token logits (T, V) after each."""
         tokens_1T = torch.tensor([list(tokens)], device=past.device)
         return self.model.project(self._hidden(tokens_1T, None, past)[0], "next")
 
     def forget(self, count: int, *, past: TorchPast) -> None:
+        """Take back the last tokens that were added."""
         past.cache.cut(past.cache.length - count)
 
     def _read(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:

@@ -356,9 +356,11 @@ class NativeStepper(RewindingStepper):
         return logits
 
     def read_several(self, tokens: Sequence[int], *, past: NativePast) -> Tensor:
+        """Add several tokens to the only row: next-token logits (T, V) after each."""
         return self.read_all([tokens], past=past)
 
     def forget(self, count: int, *, past: NativePast) -> None:
+        """Take back the last tokens that were added."""
         past.cut([length - count for length in past.lengths])
 
     def _in_blocks(
