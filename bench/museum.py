@@ -470,8 +470,8 @@ process with that release first on its path builds a tiny model and runs `gf.ver
 `python -m bench museum` installs the releases into folders of their own and prints this table;
 `--write` writes this page.
 
-{count} of {total} exhibits, from {packages} packages, are told apart. Each is another bug: where
-one mistake was copied into several models, one stands for all. *gap*: relative to the largest
+{count} of {total} bugs that were tried, from {packages} packages, are told apart; the others stand
+below, with the reason. Each is another bug: where one mistake was copied into several models, one stands for all. *gap*: relative to the largest
 logit; *no match*: other shapes, or NaN.
 
 | package | with the bug | without | trigger | what users saw | row | gap with, without |
@@ -483,7 +483,11 @@ def page(found: list[Shown]) -> str:
     """Return docs/museum.md."""
     names = {one.exhibit.package for one in found}
     count = sum(one.told_apart for one in found)
-    lines = [INTRODUCTION.format(count=count, total=len(found), packages=len(names)).rstrip("\n")]
+    lines = [
+        INTRODUCTION.format(
+            count=count, total=len(found) + len(LEFT_OUT), packages=len(names)
+        ).rstrip("\n")
+    ]
     for one in found:
         e = one.exhibit
         cells = (e.package, e.bad, e.good, e.trigger, e.seen, e.row)
