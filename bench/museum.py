@@ -471,8 +471,8 @@ process with that release first on its path builds a tiny model and runs `gf.ver
 `--write` writes this page.
 
 {count} of {total} bugs that were tried, from {packages} packages, are told apart; the others stand
-below, with the reason. Each is another bug: where one mistake was copied into several models, one stands for all. *gap*: relative to the largest
-logit; *no match*: other shapes, or NaN.
+below, with the reason. Each is another bug: where one mistake was copied into several models, one
+stands for all. *gap*: relative to the largest logit; *no match*: other shapes, or NaN.
 
 | package | with the bug | without | trigger | what users saw | row | gap with, without |
 |---|---|---|---|---|---|---|
