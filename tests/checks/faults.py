@@ -254,7 +254,7 @@ FAULTS = (
     Fault("logits a little too large", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "1.0001 * hidden_BTD[:, -1]", STEPS, "core"),
     Fault("a native step in the wrong place", "generation.fast.native:NativeStepper._ready", "self._position[:count] = past.own.length", "self._position[:count] = past.own.length - 1", NATIVE, "core"),
     Fault("a program without its final norm", "generation.fast.program:Program.head", "if parts.final_norm is not None:", "if False:", NATIVE, "core"),
-    Fault("a program that forgets the q/k-norm", "generation.fast.program:Program.heads", "if part.q_norm is not None and part.k_norm is not None:", "if False:", NATIVE, "qwen"),
+    Fault("a program that forgets the q/k-norm", "generation.fast.program:Program.heads", "if not part.norm_last:", "if False:", NATIVE, "qwen"),
     Fault("lengths that stay behind their rows", "generation.fast.native:Rows.reorder", "self.length[rows]", "self.length[: len(rows)] if len(rows) <= len(self.length) else self.length[np.arange(len(rows)) % len(self.length)]", NATIVE, "core"),
     Fault("a lean step in the wrong place", "generation.fast.stepper:FastStepper.step", "end = slots.length + 1", "end = max(1, slots.length)", STEPS, "core"),
     Fault("float64 through float32", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "hidden_BTD[:, -1].float().to(hidden_BTD.dtype)", WIDE_STEPS, "qwen"),

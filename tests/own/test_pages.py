@@ -40,9 +40,9 @@ def test_there_is_a_page_for_each_part():
     ("spec", "file"),
     [
         ("DigitsTask", "digits"),
-        ("SequenceTask", "sequences"),
+        ("SequenceTask", "seq2seq"),
         ("FsmTask", "fsm"),
-        ("TranslationTask", "translation"),
+        ("TranslationTask", "seq2seq"),
     ],
 )
 def test_a_task_takes_three_files(spec, file):

@@ -383,6 +383,8 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     smoothed: list[Smoothed] = []
     if wish.qat_steps:
         small = _trained_rounded(small, wish, run, task, select, watch)
+    elif not wish.smooth and wish.spec.resolved_method != "gptq":
+        small = quantize_model(small, wish.spec, select=select, backend=wish.backend)
     else:
         small, smoothed = quantize_on(
             small,

@@ -92,7 +92,8 @@ class TransformerBlock(nn.Module):
         if self.attn_norm is None:
             assert self.placement == "pre_ffn" and self.ffn_norm is not None
             x = tap(taps, "resid_mid", x + attend(x))
-            return tap(taps, "resid_post", x + feed(self.ffn_norm(x)))
+            normed = self.ffn_norm(x)
+            return tap(taps, "resid_post", x + feed(normed))
         if self.placement == "parallel_shared":
             shared = self.attn_norm(x)
             x = tap(taps, "resid_mid", x + attend(shared))

@@ -58,7 +58,8 @@ def quantize(
         bool,
         typer.Option(
             "--smooth/--no-smooth",
-            help="Move outliers of activations into weights first, by exact powers of two.",
+            help="Move outliers of activations into weights first, by exact powers of two; "
+            "--no-smooth looks at the weights alone, unless it calibrates.",
         ),
     ] = True,
     qat: Annotated[

@@ -179,7 +179,8 @@ class Design {
       changes.length > 0 && [el("h3", {}, "Each of these changes alone makes it feasible"),
         el("div", { class: "row changes" }, changes.map(({ label, settings }) =>
         el("button", { type: "button", onclick: () => this.settle(settings) }, label)))],
-      helpless.length > 0 && el("p", { class: "note" }, `Changing only one of these does not help: ${helpless.join(", ")}.`),
+      helpless.length > 0
+        && el("p", { class: "note" }, `Changing only one of these does not help: ${helpless.join(", ")}.`),
       unknown.length > 0 && el("p", { class: "note" }, `Not known of these: ${unknown.join(", ")}.`));
   }
 

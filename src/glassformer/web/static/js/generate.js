@@ -294,7 +294,8 @@ class Generate {
       head: ["text", { text: "score", n: true }, { text: "log-probability", n: true }, "ended by"],
       rows: end.hypotheses.map(({ text, score, logprob, finish }) =>
         [el("code", {}, text || "(nothing)"), fixed(score, 4), fixed(logprob, 4), finish]) })));
-    fill(this.timing, el("p", { class: "muted" }, `${this.nodes.length} tokens kept by the search, in ${fixed(end.seconds, 2)} s.`));
+    const told = `${this.nodes.length} tokens kept by the search, in ${fixed(end.seconds, 2)} s.`;
+    fill(this.timing, el("p", { class: "muted" }, told));
     fill(this.beside, el("p", { class: "muted" }, "A search keeps several continuations at once: ",
       "its tree is what else could have come. Branching is for greedy and sample."));
   }

@@ -20,7 +20,8 @@ function opened(model, paths) {
   const loaded = `gf.load(${python(path)})`;
   if (model.precision === "float32") return { name: quoted(path), loaded };
   const name = quoted(`${model.run}${model.step === "best" ? "" : `-${model.step}`}-${model.precision}`);
-  return { name, before: `glass quantize ${quoted(path)} --scheme ${model.precision} --out ${name}`,
+  return { name,
+    before: `glass quantize ${quoted(path)} --scheme ${model.precision} --no-smooth --out ${name}`,
     loaded: `gf.quantize(${loaded}, scheme=${python(model.precision)})` };
 }
 
