@@ -468,12 +468,18 @@ def judged(words: list[str], ended: Ended, place: Path) -> Found:
     elif ended.stopped:
         outcome = "still at work, ended when asked"
         fault = verb not in LONG  # its code may be its own: it can end while it is being asked
-    elif "--json" in words and ended.code == 0 and not is_json(ended.out):
+    elif asks_for_json(words) and ended.code == 0 and not is_json(ended.out):
         outcome, fault = "--json prints something else", True
     if fault:
         detail += f"\n{told}"
     seconds, cpu = round(ended.seconds, 3), round(ended.cpu, 3)
     return Found(outcome, fault, seconds, detail, round(ended.megabytes), cpu)
+
+
+def asks_for_json(words: list[str]) -> bool:
+    """Return True if `--json` is an option of a command that answers, not of a list of options."""
+    options = words[: words.index("--")] if "--" in words else words
+    return "--json" in options and not {"--settings", "--help", "-h"} & set(options)
 
 
 def is_json(text: str) -> bool:

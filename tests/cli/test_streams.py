@@ -106,7 +106,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, capsys):
     (tmp_path / "full.csv").symlink_to("/dev/full")
     with pytest.raises(MachineError, match="No space"):
         write_file(tmp_path / "full.csv", b"x")
-    for place in (tmp_path / "none" / "x.csv", tmp_path):
+    for place in (tmp_path / "none" / "x.csv", tmp_path, Path("/")):
         with pytest.raises(InputError, match="cannot be written"):
             write_file(place, b"x")
     assert "saved" in capsys.readouterr().err

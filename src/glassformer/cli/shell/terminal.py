@@ -161,9 +161,13 @@ def ending_of(path: Path, allowed: Sequence[str]) -> str:
 def write_file(path: Path, content: bytes) -> None:
     """Write the file atomically, and print its path; raise the reason if it cannot be written."""
     target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise InputError(
+            "cannot be written: it is a folder", where=str(path), hint="name a file in it"
+        )
     beside = target.with_name(f".{target.name[:200]}.tmp")
     try:
-        if target.exists() and not target.is_file():  # a device, a pipe; a folder refuses
+        if target.exists() and not target.is_file():  # a device, a pipe
             target.write_bytes(content)
         else:
             beside.write_bytes(content)
