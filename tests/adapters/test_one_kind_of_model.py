@@ -323,3 +323,11 @@ def test_what_a_foreign_module_does_not_offer_is_said(tmp_path):
     with pytest.raises(InputError, match="not one of our models"):
         gf.evaluate(wrapped, "digits")
     assert wrapped(their_tokens(1, 3)).shape == (1, 3, 97)
+
+
+def test_a_model_is_built_of_a_spec_or_of_a_presets_name():
+    assert gf.build("alibi-lm", seed=0).spec == gf.preset("alibi-lm")
+    with pytest.raises(InputError, match="no preset 'alibi'"):
+        gf.build("alibi")
+    with pytest.raises(InputError, match="not of dict"):
+        gf.build({"d_model": 8})

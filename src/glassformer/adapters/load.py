@@ -139,7 +139,7 @@ def open_with_transformers(folder: Path, *, dtype: torch.dtype | None = None) ->
 
 
 def build(
-    spec: ModelSpec,
+    spec: ModelSpec | str,
     *,
     tokenizer: Tokenizer | None = None,
     seed: int | None = None,
@@ -147,15 +147,21 @@ def build(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> CustomTransformerAdapter:
-    """Return a new model with weights sampled by the spec's rules, in eval mode.
+    """Return a new model of a spec, or of a preset's name, with weights sampled by its rules.
 
-    The weights come from `seed`, from a generator, or from torch's own. On the device "meta"
-    nothing is allocated or sampled.
+    It is in eval mode. The weights come from `seed`, from a generator, or from torch's own. On the
+    device "meta" nothing is allocated or sampled.
     """
     if seed is not None:
         if generator is not None:
             raise InputError("both a seed and a generator", hint="give one of the two")
         generator = torch.Generator().manual_seed(seed)
+    spec = preset(spec) if isinstance(spec, str) else spec
+    if not isinstance(spec, ModelSpec):
+        raise InputError(
+            f"a model is built of a ModelSpec, not of {type(spec).__name__}",
+            hint='gf.preset("core") is one; gf.load opens a folder or a file',
+        )
     model = build_model(spec, generator=generator, device=device)
     made = CustomTransformerAdapter(model if dtype is None else model.to(dtype))
     return made if tokenizer is None else made.with_tokenizer(tokenizer)
