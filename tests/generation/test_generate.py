@@ -39,6 +39,12 @@ def test_ids_give_the_tokens_of_the_spec(model):
         assert (got.finish, got.text) == ("length", "")
 
 
+@pytest.mark.parametrize("prompt", [[[1]], [1.5], 7, None, [None]])
+def test_a_prompt_is_a_text_or_ids(model, prompt):
+    with pytest.raises(InputError, match="a text, or a sequence of token ids"):
+        generate(model, prompt)
+
+
 def test_beams_are_those_of_the_spec(model):
     (want,) = beam.beam_search(
         TorchStepper(model), [[3, 1, 4]], spec=BeamSpec(width=3, max_new_tokens=4, eos=(2,))

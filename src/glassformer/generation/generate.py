@@ -5,6 +5,7 @@ The options are those that `spec.decoding` declares: of `DecodeSpec` or `BeamSpe
 checks them for every caller: these functions, the command line and the models' own methods.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -259,7 +260,7 @@ def prepare(
         raise InputError("`source` goes with token ids", hint="a text is the source itself")
     if not isinstance(prompt, str):
         if not isinstance(prompt, Prompts):
-            prompt = Prompts.of([[int(token) for token in prompt]])
+            prompt = Prompts.of([_ids(prompt)])
         return tokenizer, request, _with_source(prompt, options.get("source"))
     if tokenizer is None:
         raise InputError(
@@ -267,6 +268,17 @@ def prepare(
             hint="give token ids, or model.with_tokenizer(tokenizer)",
         )
     return tokenizer, request, text_prompt(model.spec, tokenizer, prompt)
+
+
+def _ids(prompt: Any) -> list[int]:
+    """Return a prompt's token ids; refuse what is no sequence of whole numbers."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise InputError(
+            "a prompt is a text, or a sequence of token ids",
+            hint="[3, 1, 4]; several of them are Prompts.of([[3, 1, 4], [1, 5]])",
+        ) from error
 
 
 def _with_source(prompts: Prompts, source: Any) -> Prompts:
