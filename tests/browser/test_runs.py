@@ -160,6 +160,16 @@ def test_the_first_view_is_of_one_task_and_two_are_warned_of(open_page: Opener) 
     expect(page.locator(".alerts .warn")).to_contain_text("their losses do not compare")
 
 
+def test_without_a_curve_there_are_no_axes(open_page: Opener) -> None:
+    page = open_page("runs?runs=")
+    expect(page.locator(".chart")).to_have_text("Tick a run in the table to draw its curve.")
+    assert page.locator(".chart svg").count() == 0
+    page.locator(".chart").hover()
+    expect(page.locator(".readout")).to_have_text("")
+    page.get_by_role("row", name="digits-seed1").get_by_role("checkbox").check()
+    drawn(page)
+
+
 def test_only_the_settings_that_differ(open_page: Opener) -> None:
     page = open_page(f"runs?runs={SEEDS}")
     drawn(page)

@@ -48,7 +48,8 @@ customElements.define("glass-curves", class extends HTMLElement {
 
   disconnectedCallback() { this.#seen?.disconnect(); }
 
-  /** {lines: [{run, index, x, y, step, smooth, alerts, checkpoints}], bands, logX, logY, xName, yName} */
+  /** {lines: [{run, index, x, y, step, smooth, alerts, checkpoints}], bands, logX, logY, xName, yName,
+   *  nothing: what to say where no line has a point} */
   set data(data) {
     const run = this.#at && this.#data.lines[this.#at.line]?.run;
     this.#data = data;
@@ -61,6 +62,7 @@ customElements.define("glass-curves", class extends HTMLElement {
     const width = Math.round(this.chart?.clientWidth ?? 0);
     if (!this.#data || !width) return;
     const { lines, bands, logX, logY, xName, yName } = this.#data;
+    if (!lines.some((line) => line.x.length) && !bands.length) { this.#nothing(); return; }
     const wide = width >= 640;
     const height = wide ? 380 : 280;
     const box = { left: 52, right: width - (wide && lines.length ? 128 : 12), top: 10, bottom: height - 40 };
@@ -91,6 +93,14 @@ customElements.define("glass-curves", class extends HTMLElement {
     this.chart.setAttribute("aria-label",
       `${yName} over ${xName} of ${lines.length} runs: arrows move, Enter opens Inspect`);
     this.#move(this.#at, true);
+  }
+
+  /** Axes without a curve would claim a scale: say why there is none. */
+  #nothing() {
+    this.#axes = this.cursor = null;
+    fill(this.chart, el("p", { class: "nothing muted" }, this.#data.nothing));
+    this.chart.setAttribute("aria-label", this.#data.nothing);
+    fill(this.readout);
   }
 
   #summary() {

@@ -160,6 +160,11 @@ class Runs {
     if (changed) this.paint();
   }
 
+  #nothing(picked, y) {
+    if (!this.runs.some((run) => run.kind === "run")) return "A model has no curves; a run that was trained here has.";
+    return picked ? `No ${y} was recorded yet.` : "Tick a run in the table to draw its curve.";
+  }
+
   paint() {
     const { x, y, logX, logY } = this.view;
     const picked = this.shown().map((run) => run.id);
@@ -170,7 +175,8 @@ class Runs {
     const tasks = new Set(this.shown().map((run) => run.task));
     const xName = { step: "step", tokens: "tokens", time: "seconds of training" }[x];
     const yName = /loss|nll|objective|entropy|excess/.test(y) ? `${y}, nats` : y;
-    this.curves.data = { lines, bands, logX, logY, xName, yName };
+    const nothing = this.#nothing(picked.length, y);
+    this.curves.data = { lines, bands, logX, logY, xName, yName, nothing };
     const told = lines.flatMap((line) => line.alerts.map((alert) => ({ run: line.run, ...alert }))).slice(-8).reverse();
     fill(this.alerts, tasks.size > 1 && /loss/.test(y) && el("p", { class: "note warn" },
       `These runs learn ${[...tasks].join(", ")}: their losses do not compare.`),
