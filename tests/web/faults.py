@@ -3,24 +3,25 @@
 from tests.checks.faults import Fault
 
 CHECK, OURS, BODY = (
-    "web.app.server:Guard._check",
-    "web.app.server:Guard._is_ours",
+    "serve.http:Guard._check",
+    "serve.http:Guard._is_ours",
     "serve.http:complete_body",
 )
-ORIGIN, FOLDER = "web.app.server:Guard._is_our_origin", "web.app.workspace:Workspace.folder"
+SECRET = "web.app.server:ExplorerGuard.check_secret"
+ORIGIN, FOLDER = "serve.http:Guard._is_our_origin", "web.app.workspace:Workspace.folder"
 STATUS = "lab.runs.table:current_status"
 
 FAULTS = (
     # the guard
     Fault("hosts not looked at", CHECK, "host is None or not self._is_ours(host)", "False", "hosts"),
-    Fault("any port", OURS, "port == self._port and ", "", "hosts"),
+    Fault("any port", OURS, "self._port in (None, port) and ", "", "hosts"),
     Fault("a name that begins like ours", OURS, "name in self._hosts", "any(name.startswith(h) for h in self._hosts)", "hosts"),
     Fault("IPv6 cut at its first colon", "serve.http:split_host", 'if text.startswith("["):', "if False:", "own names"),
-    Fault("the beginning of the token", CHECK, "hmac.compare_digest(given, self._token)", "self._token.startswith(given)", "token"),
-    Fault("no token for reading", CHECK, 'if scope["path"].startswith("/api"):', 'if post and scope["path"].startswith("/api"):', "token"),
-    Fault("an origin that is missing passes", CHECK, "(post or origin is not None)", "(origin is not None)", "origin"),
-    Fault("https is http", ORIGIN, 'if scheme == "http" else None', "if scheme else None", "origin"),
-    Fault("forms are let in", CHECK, 'if kind != "application/json":', "if False:", "json only"),
+    Fault("the beginning of the token", SECRET, "hmac.compare_digest(given, self._token)", "self._token.startswith(given)", "token"),
+    Fault("no token for reading", SECRET, 'if not scope["path"].startswith("/api"):', 'if scope["method"] == "GET" or not scope["path"].startswith("/api"):', "token"),
+    Fault("an origin that is missing passes", CHECK, "origin is not None or (post and self.names_page)", "origin is not None", "origin"),
+    Fault("https is http", ORIGIN, "if scheme in self.schemes else None", "if scheme else None", "origin"),
+    Fault("forms are let in", CHECK, 'post and kind != "application/json"', "False", "json only"),
     Fault("the second header counts", "serve.http:single_headers", "if name in found and name in names:", "if False:", "two headers"),
     Fault("any length", BODY, "int(length) > most", "False", "length"),
     Fault("a streamed body has no limit", BODY, "if len(data) > most:", "if False:", "streamed"),

@@ -6,7 +6,7 @@ import pytest
 
 from glassformer.serve.http import split_host
 from glassformer.web.app import limits
-from glassformer.web.app.server import HEADERS, Guard
+from glassformer.web.app.server import HEADERS, ExplorerGuard
 from tests.web.conftest import PORT, TOKEN, Client, Opener
 
 JSON = ("content-type", "application/json")
@@ -126,15 +126,15 @@ def test_a_foreign_origin_may_not_even_read(client: Client) -> None:
 def test_a_post_is_json(client: Client, kind: str | None) -> None:
     headers = [OURS] + ([("content-type", kind)] if kind else [])
     answer = client.ask("/api/inspect", method="POST", headers=headers, body=[b"{}"])
-    assert answer.status == 400
+    assert answer.status == 415
     assert "application/json" in answer.what
 
 
 def test_two_headers_of_one_name_are_refused(client: Client) -> None:
     for name in ("host", "x-glass-token"):
-        assert client.ask("/api/about", headers=[(name, "other")]).status == 403
+        assert client.ask("/api/about", headers=[(name, "other")]).status == 400
     twice = [OURS, JSON, ("origin", "http://evil.example")]
-    assert client.ask("/api/inspect", method="POST", headers=twice, body=[b"{}"]).status == 403
+    assert client.ask("/api/inspect", method="POST", headers=twice, body=[b"{}"]).status == 400
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "X"])
@@ -156,7 +156,7 @@ def test_websockets_are_closed() -> None:
     async def send(message: dict) -> None:
         sent.append(message)
 
-    guard = Guard(None, token=TOKEN, port=PORT)
+    guard = ExplorerGuard(None, token=TOKEN, port=PORT)
     asyncio.run(guard({"type": "websocket"}, nothing, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
@@ -222,7 +222,7 @@ def test_brackets_in_a_string_are_no_depth(client: Client) -> None:
 
 
 def test_a_long_address_is_refused(client: Client) -> None:
-    assert client.ask("/api/runs?x=" + "a" * limits.PATH_BYTES).status == 413
+    assert client.ask("/api/runs?x=" + "a" * limits.PATH_BYTES).status == 414
 
 
 # --- answers -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import json
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -45,13 +45,10 @@ from glassformer.serve.engine import LONGEST, Engine, Served, metrics_text
 from glassformer.serve.http import (
     EVERYWHERE,
     LOOPBACK,
+    Guard,
+    Refusal,
     TimedConnection,
-    TooLong,
-    complete_body,
-    is_address,
-    plain_host,
-    single_headers,
-    split_host,
+    WrongKey,
 )
 from glassformer.serve.request import (
     BadRequest,
@@ -68,8 +65,6 @@ from glassformer.serve.request import (
 from glassformer.serve.structured import Formats, reads_tools
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError, InputError
-
-DECISIVE = ("host", "origin", "content-type", "content-length", "authorization")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +155,13 @@ class _Server(uvicorn.Server):
 # --- the guard ------------------------------------------------------------------------------------
 
 
-class _Guard:
-    """What is refused before any route: other hosts, pages of others, no key, too much."""
+class _Guard(Guard):
+    """The API's guard: a key in `Authorization`, errors in OpenAI's shape."""
+
+    decisive = ("host", "origin", "content-type", "content-length", "authorization")
+    schemes = ("http", "https")
+    names_page = False  # programs do not
+    host_hint = "--allow-host adds one"
 
     def __init__(
         self,
@@ -172,66 +172,33 @@ class _Guard:
         allow_hosts: tuple[str, ...],
         limits: Limits,
     ) -> None:
-        self.app = app
-        self.key = None if api_key is None else api_key.encode()
-        self.hosts = frozenset(map(plain_host, (*LOOPBACK, host, *allow_hosts)))
-        self.any_address = host in EVERYWHERE
-        self.limits = limits
+        super().__init__(
+            app,
+            hosts=(*LOOPBACK, host, *allow_hosts),
+            any_address=host in EVERYWHERE,
+            port=None,
+            body_bytes=limits.body_bytes,
+            body_seconds=limits.body_seconds,
+            path_bytes=limits.path_bytes,
+        )
+        self._key = None if api_key is None else api_key.encode()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
+    def check_secret(self, scope: Scope, headers: dict[str, str]) -> None:
+        """Compare the key; `/health` needs none."""
+        if self._key is None or scope["path"] == "/health":
             return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        try:
-            headers = single_headers(scope, DECISIVE)
-            if isinstance(headers, str):
-                raise BadRequest(f"Two headers called {headers}")
-            self.check(scope, headers)
-            if scope["method"] == "POST":
-                receive = await complete_body(
-                    receive,
-                    headers,
-                    most=self.limits.body_bytes,
-                    seconds=self.limits.body_seconds,
-                )
-        except BadRequest as error:
-            await problem(error)(scope, receive, send)
-            return
-        except TooLong as error:
-            await problem(BadRequest(error.what, status=413))(scope, receive, send)
-            return
-        except InputError as error:
-            await problem(BadRequest(error.what, status=408))(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._key)
+        if scheme.lower() != "bearer" or not right:
+            raise WrongKey("incorrect API key provided")
 
-    def check(self, scope: Scope, headers: Mapping[str, str]) -> None:
-        host = split_host(headers.get("host", ""))
-        if host is None or not self.is_ours(host[0]):
-            raise BadRequest("This name is not one of the server's (--allow-host)", status=403)
-        origin = headers.get("origin")
-        if origin is not None:
-            scheme, _, rest = origin.partition("://")
-            found = split_host(rest) if scheme in ("http", "https") else None
-            if found is None or not self.is_ours(found[0]):
-                raise BadRequest("The request comes from another page", status=403)
-        if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > self.limits.path_bytes:
-            raise BadRequest("The address is too long", status=414)
-        if self.key is not None and scope["path"] != "/health":
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.key)
-            if scheme.lower() != "bearer" or not right:
-                raise BadRequest("Incorrect API key provided", status=401, code="invalid_api_key")
-        if scope["method"] == "POST":
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise BadRequest("The body must be application/json", status=415)
-
-    def is_ours(self, name: str) -> bool:
-        return name in self.hosts or (self.any_address and is_address(name))
+    async def refuse(self, error: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer in OpenAI's shape."""
+        message = error.what[:1].upper() + error.what[1:]
+        hint = f" ({error.hint})" if error.hint else ""
+        code = "invalid_api_key" if isinstance(error, WrongKey) else None
+        answer = problem(BadRequest(message + hint, status=error.status, code=code))
+        await answer(scope, receive, send)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

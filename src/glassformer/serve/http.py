@@ -1,19 +1,21 @@
-"""What both of our HTTP servers need: names of hosts, a socket, bodies and connections with limits.
+"""What both of our HTTP servers need: a guard, names of hosts, a socket, connections with limits.
 
 The explorer and the OpenAI-compatible server listen on this machine unless told otherwise, refuse
 names that are not theirs (a page may rebind a name to a loopback address), and give nobody
-unlimited time: not for a request's head, not for its body.
+unlimited time: not for a request's head, not for its body. `Guard` is the one place where that is
+decided; each server adds its secret and the shape of its errors.
 """
 
 import asyncio
 import errno
 import ipaddress
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
-from starlette.types import Message, Receive, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from glassformer.spec.errors import InputError, MachineError
@@ -114,12 +116,52 @@ def listen(host: str, port: int) -> socket.socket:
 # --- requests -------------------------------------------------------------------------------------
 
 
-class TooLong(InputError):
+class Refusal(InputError):
+    """A request that is refused before any route, with HTTP's status."""
+
+    status: ClassVar[int] = 400
+
+
+class WrongKey(Refusal):
+    """The secret is missing or wrong, in a header that HTTP has for it."""
+
+    status = 401
+
+
+class Forbidden(Refusal):
+    """A name that is not the server's, a page of another origin, no token."""
+
+    status = 403
+
+
+class WrongMethod(Refusal):
+    """A method that no address here accepts."""
+
+    status = 405
+
+
+class TooSlow(Refusal):
+    """A body that did not arrive in time."""
+
+    status = 408
+
+
+class TooLong(Refusal):
     """A body of more bytes than the limit."""
 
+    status = 413
 
-class TooSlow(InputError):
-    """A body that did not arrive in time."""
+
+class LongAddress(Refusal):
+    """A path with its query string of more bytes than the limit."""
+
+    status = 414
+
+
+class NotJson(Refusal):
+    """A body of another type; a form of another page could send it."""
+
+    status = 415
 
 
 def single_headers(scope: Scope, decisive: Iterable[str]) -> dict[str, str] | str:
@@ -159,6 +201,105 @@ async def complete_body(
         return first.pop() if first else await receive()
 
     return replay
+
+
+# --- the guard ------------------------------------------------------------------------------------
+
+METHODS = ("GET", "HEAD", "POST")
+
+
+class Guard(ABC):
+    """An ASGI middleware around a complete app: what is refused before any route.
+
+    hosts: names allowed in Host. `any_address` also allows every IP literal, for a server that
+    listens on all addresses: a name rebound by DNS is still refused. `port` must be the one in
+    Host; None allows any, as behind a proxy or a tunnel. Headers that decide something are refused
+    if they come twice.
+    """
+
+    decisive: ClassVar[tuple[str, ...]]
+    #: Schemes of pages that may send requests; whether a POST must name its page.
+    schemes: ClassVar[tuple[str, ...]]
+    names_page: ClassVar[bool]
+    #: What to do about a name that is not ours.
+    host_hint: ClassVar[str]
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        hosts: Iterable[str],
+        any_address: bool,
+        port: int | None,
+        body_bytes: int,
+        body_seconds: float,
+        path_bytes: int,
+    ) -> None:
+        self.app = app
+        self._hosts = frozenset(plain_host(host.strip("[]")) for host in hosts)
+        self._any_address = any_address
+        self._port = port
+        self._body_bytes, self._body_seconds = body_bytes, body_seconds
+        self._path_bytes = path_bytes
+
+    @abstractmethod
+    def check_secret(self, scope: Scope, headers: dict[str, str]) -> None:
+        """Refuse a request without the server's key or token, compared in constant time."""
+
+    @abstractmethod
+    async def refuse(self, error: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request, then pass it on or refuse it."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # no WebSockets
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            headers = single_headers(scope, self.decisive)
+            if isinstance(headers, str):
+                raise Refusal(f"two headers called {headers}")
+            self._check(scope, headers)
+            if scope["method"] == "POST":
+                receive = await complete_body(
+                    receive, headers, most=self._body_bytes, seconds=self._body_seconds
+                )
+        except Refusal as error:
+            await self.refuse(error, scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: dict[str, str]) -> None:
+        host = split_host(headers.get("host", ""))
+        if host is None or not self._is_ours(host):
+            raise Forbidden("this name is not one of the server's", hint=self.host_hint)
+        if scope["method"] not in METHODS:
+            raise WrongMethod(f"{scope['method'][:20]} is not accepted here")
+        if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > self._path_bytes:
+            raise LongAddress("the address is too long")
+        post = scope["method"] == "POST"
+        origin = headers.get("origin")
+        needed = origin is not None or (post and self.names_page)
+        if needed and not self._is_our_origin(origin):
+            raise Forbidden("the request comes from another page")
+        self.check_secret(scope, headers)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if post and kind != "application/json":
+            raise NotJson("a request with a body must be application/json")
+
+    def _is_ours(self, host: tuple[str, int]) -> bool:
+        name, port = host
+        return self._port in (None, port) and (
+            name in self._hosts or (self._any_address and is_address(name))
+        )
+
+    def _is_our_origin(self, origin: str | None) -> bool:
+        scheme, _, rest = (origin or "").partition("://")
+        host = split_host(rest) if scheme in self.schemes else None
+        return host is not None and self._is_ours(host)
 
 
 # --- connections ----------------------------------------------------------------------------------

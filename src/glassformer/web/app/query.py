@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glassformer.lab.runs.table import OutsideRun
+from glassformer.serve.http import Refusal
 from glassformer.spec.errors import GlassError, InputError, MachineError, nearest
 from glassformer.spec.serialize import json_numbers
 from glassformer.web.app import limits
@@ -25,10 +26,6 @@ class Refused(InputError):
 
 class TooLarge(InputError):
     """More than the limits allow: 413."""
-
-
-class NotAllowed(InputError):
-    """A method that this address does not accept: 405."""
 
 
 class Mistake(GlassError):
@@ -220,7 +217,6 @@ _STATUS = {
     Refused: 403,
     OutsideRun: 403,
     Unknown: 404,
-    NotAllowed: 405,
     TooLarge: 413,
     Mistake: 500,
     MachineError: 503,
@@ -229,6 +225,8 @@ _STATUS = {
 
 def status_of(error: GlassError) -> int:
     """Return the HTTP status of an error."""
+    if isinstance(error, Refusal):
+        return error.status
     return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 400)
 
 

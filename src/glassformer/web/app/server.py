@@ -33,13 +33,12 @@ from glassformer.lens.show.block_picture import STYLE
 from glassformer.serve.http import (
     EVERYWHERE,
     LOOPBACK,
+    METHODS,
+    Forbidden,
+    Guard,
+    Refusal,
     TimedConnection,
-    TooLong,
-    complete_body,
-    is_address,
-    plain_host,
-    single_headers,
-    split_host,
+    WrongMethod,
 )
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.web.app import limits
@@ -49,11 +48,8 @@ from glassformer.web.app.query import (
     Bytes,
     Handler,
     Mistake,
-    NotAllowed,
     Query,
-    Refused,
     Route,
-    TooLarge,
     Unknown,
     parse_body,
     problem,
@@ -78,17 +74,15 @@ HEADERS = {
     "cache-control": "no-store",
 }
 TOKEN_HEADER = "x-glass-token"
-METHODS = ("GET", "HEAD", "POST")
-#: Headers that decide something: two of them are refused.
-DECISIVE = ("host", "origin", "content-type", "content-length", TOKEN_HEADER)
 
 
-class Guard:
-    """An ASGI middleware around the whole app.
+class ExplorerGuard(Guard):
+    """The explorer's guard: our own page alone, and its token on every request of the API."""
 
-    hosts: names allowed in Host, with our port. `any_address` also allows every IP literal, for a
-    server that listens on all addresses: a name rebound by DNS is still refused.
-    """
+    decisive = ("host", "origin", "content-type", "content-length", TOKEN_HEADER)
+    schemes = ("http",)
+    names_page = True
+    host_hint = "open the printed link"
 
     def __init__(
         self,
@@ -99,72 +93,35 @@ class Guard:
         hosts: Iterable[str] = LOOPBACK,
         any_address: bool = False,
     ) -> None:
-        self.app = app
+        super().__init__(
+            app,
+            hosts=hosts,
+            any_address=any_address,
+            port=port,
+            body_bytes=limits.BODY_BYTES,
+            body_seconds=limits.BODY_SECONDS,
+            path_bytes=limits.PATH_BYTES,
+        )
         self._token = token.encode()
-        self._port = port
-        self._hosts = frozenset(plain_host(host) for host in hosts)
-        self._any_address = any_address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request, then pass it on or refuse it."""
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        if scope["type"] != "http":  # no WebSockets
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        send = _with_headers(send)
-        try:
-            headers = single_headers(scope, DECISIVE)
-            if isinstance(headers, str):
-                raise Refused(f"two headers called {headers}")
-            self._check(scope, headers)
-            if scope["method"] == "POST":
-                receive = await complete_body(
-                    receive, headers, most=limits.BODY_BYTES, seconds=limits.BODY_SECONDS
-                )
-        except TooLong as error:
-            await refuse(send, TooLarge(error.what))
-            return
-        except GlassError as error:
-            await refuse(send, error)
-            return
-        await self.app(scope, receive, send)
+        """Check a request; every response has the explorer's headers, errors too."""
+        await super().__call__(scope, receive, _with_headers(send))
 
-    def _check(self, scope: Scope, headers: dict[str, str]) -> None:
-        host = split_host(headers.get("host", ""))
-        if host is None or not self._is_ours(host):
-            raise Refused("this name is not one of the server's", hint="open the printed link")
-        if scope["method"] not in METHODS:
-            raise NotAllowed(f"{scope['method'][:20]} is not accepted here")
-        if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > limits.PATH_BYTES:
-            raise TooLarge("the address is too long")
-        post = scope["method"] == "POST"
-        origin = headers.get("origin")
-        if (post or origin is not None) and not self._is_our_origin(origin):
-            raise Refused("the request comes from another page")
-        if scope["path"].startswith("/api"):
-            given = headers.get(TOKEN_HEADER, "").encode("utf-8", "replace")
-            if not hmac.compare_digest(given, self._token):
-                raise Refused(
-                    "the token is missing or wrong",
-                    hint="open the link that `glass explore` printed; each start has its own",
-                )
-        if post:
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise InputError("a request with a body must be application/json")
+    def check_secret(self, scope: Scope, headers: dict[str, str]) -> None:
+        """Compare the token; the page itself, which asks for it, needs none."""
+        if not scope["path"].startswith("/api"):
+            return
+        given = headers.get(TOKEN_HEADER, "").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self._token):
+            raise Forbidden(
+                "the token is missing or wrong",
+                hint="open the link that `glass explore` printed; each start has its own",
+            )
 
-    def _is_ours(self, host: tuple[str, int]) -> bool:
-        name, port = host
-        return port == self._port and (
-            name in self._hosts or (self._any_address and is_address(name))
-        )
-
-    def _is_our_origin(self, origin: str | None) -> bool:
-        scheme, _, rest = (origin or "").partition("://")
-        host = split_host(rest) if scheme == "http" else None
-        return host is not None and self._is_ours(host)
+    async def refuse(self, error: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the error's three fields."""
+        await refuse(send, error)
 
 
 async def refuse(send: Send, error: GlassError) -> None:
@@ -225,10 +182,10 @@ def create_app(
     app.router.redirect_slashes = False  # an address is exact
     app.state.workspace = workspace
     app.add_middleware(
-        Guard,
+        ExplorerGuard,
         token=token,
         port=port,
-        hosts=(*LOOPBACK, host.strip("[]")),
+        hosts=(*LOOPBACK, host),
         any_address=host.strip("[]") in EVERYWHERE,
     )
     return app
@@ -368,7 +325,7 @@ class Connection(TimedConnection):
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        return _Problem(NotAllowed(f"{request.method} is not accepted here"), Path("/nowhere"))
+        return _Problem(WrongMethod(f"{request.method} is not accepted here"), Path("/nowhere"))
     return _Problem(Unknown("there is nothing here"), Path("/nowhere"))
 
 
