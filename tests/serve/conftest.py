@@ -26,9 +26,12 @@ def folder(tmp_path_factory):
 class House:
     """An engine with its app, and clients that reach it without a socket."""
 
-    def __init__(self, folder, *, slots: int = 4, limits: Limits | None = None, **app: Any) -> None:
+    def __init__(
+        self, folder, *others, slots: int = 4, limits: Limits | None = None, **app: Any
+    ) -> None:
         self.served = Served("tiny", load(folder), slots=slots)
-        self.engine = Engine([self.served], threads=1)
+        more = [Served(path.name, load(path), slots=slots) for path in others]
+        self.engine = Engine([self.served, *more], threads=1)
         self.app = create_app(self.engine, limits=limits or Limits(), **app)
 
     def raw(self) -> httpx2.AsyncClient:

@@ -209,10 +209,6 @@ BAD = {
         {"extra_body": {"temprature": 1}},
         openai.BadRequestError, "unknown_parameter", "temprature",
     ),
-    "a penalty": (
-        {"presence_penalty": 1.0}, openai.BadRequestError, "unsupported_parameter",
-        "presence_penalty",
-    ),
     "too many choices": ({"n": 99}, openai.BadRequestError, "invalid_type", "n"),
     "top without logprobs": (
         {"top_logprobs": 3}, openai.BadRequestError, "unsupported_parameter", "top_logprobs",

@@ -72,14 +72,12 @@ def embed(
     attention). A text of more than `max_length` tokens (the model's context at most) is shortened.
     """
     if not isinstance(model, NativeAdapter):
-        raise InputError("vectors are read from our own models", hint='backend="native"')
+        raise InputError(no_vectors(model), hint='backend="native"')
+    if no_vectors(model):
+        raise InputError(no_vectors(model), hint="give an encoder or a decoder")
     spec, tokenizer = model.spec, model.get_tokenizer()
     if tokenizer is None:
         raise InputError("the model has no tokenizer", hint="model.with_tokenizer(...)")
-    if spec.encoder is not None:
-        raise InputError(
-            "vectors of an encoder-decoder are not read here", hint="give an encoder or a decoder"
-        )
     given = [texts] if isinstance(texts, str) else list(texts)
     if not given:
         raise InputError("no text", hint="give at least one")
@@ -107,6 +105,15 @@ def embed(
         normalize,
         sum(cut for _, cut in rows),
     )
+
+
+def no_vectors(model: BaseAdapter) -> str:
+    """Return why `embed` reads no vectors from a model, or ""."""
+    if not isinstance(model, NativeAdapter):
+        return "vectors are read from our own models"
+    if model.spec.encoder is not None:
+        return "vectors of an encoder-decoder are not read here"
+    return ""
 
 
 def pooling_of(spec: ModelSpec, origin: Path | None) -> Readout:

@@ -67,6 +67,34 @@ MOST_SETTINGS = 256
 WORTH_WAITING = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """What is added to logits before any other rule, by token, as OpenAI's interface defines it.
+
+    `bias` is added always; `presence` is taken away from tokens that the continuation has so far,
+    `frequency` once for each time that it has them. Prompts do not count.
+    """
+
+    bias: tuple[tuple[int, float], ...] = ()
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def start(self, vocab_size: int) -> Tensor | None:
+        """Return (1, V), to be added to the first logits; None if nothing ever is."""
+        if not (self.bias or self.presence or self.frequency):
+            return None
+        shift_1V = torch.zeros(1, vocab_size)
+        for token, value in self.bias:
+            if not 0 <= token < vocab_size:
+                raise InputError(f"a bias on token {token}", hint=f"0 to {vocab_size - 1}")
+            shift_1V[0, token] = value
+        return shift_1V
+
+    def taken(self, shift_1V: Tensor, token: int, *, is_first: bool) -> None:
+        """Change (1, V) after a token; `is_first`: it was not there before."""
+        shift_1V[0, token] -= self.frequency + (self.presence if is_first else 0.0)
+
+
 @dataclass(eq=False, slots=True)
 class Continuation:
     """One prompt and its continuation, from `Batcher.add` until `finish` is set.
@@ -86,6 +114,8 @@ class Continuation:
     sample: Callable[..., Tensor]
     together: Together | None  # its sampler with others, if only logits decide the next token
     seen_1V: Tensor | None
+    shift: Shift
+    shift_1V: Tensor | None
     tokens: list[int] = field(default_factory=list)
     slot: int | None = None
     read: int = 0  # tokens whose keys and values are in the slot
@@ -153,6 +183,7 @@ class Batcher:
         *,
         spec: DecodeSpec = DecodeSpec(),  # noqa: B008  frozen
         constraint: Constraint | None = None,
+        shift: Shift = Shift(),  # noqa: B008  frozen
         row: int = 0,
         logprobs: bool = False,
         top_logprobs: int = 0,
@@ -188,8 +219,10 @@ class Batcher:
         if spec.repetition_penalty != 1.0:
             seen_1V = torch.zeros(1, vocab_size, dtype=torch.bool)
             seen_1V[0, list(prompts.tokens[0])] = True
+        shift_1V = shift.start(vocab_size)
         together = None
-        if is_plain(spec) and bounded is None and not (logprobs or top_logprobs):
+        alone = bounded is not None or shift_1V is not None or logprobs or top_logprobs
+        if is_plain(spec) and not alone:
             together = self._sampler_of(spec)
         return Continuation(
             prompt=prompts.tokens[0],
@@ -204,6 +237,8 @@ class Batcher:
             sample=make_sampler(spec),
             together=together,
             seen_1V=seen_1V,
+            shift=shift,
+            shift_1V=shift_1V,
         )
 
     def _sampler_of(self, spec: DecodeSpec) -> Together:
@@ -321,8 +356,11 @@ class Batcher:
         row = user.row
         allow_1V = permission([row], made=row.made, device=logits_1V.device)
         seen_1V = None if user.seen_1V is None else user.seen_1V.to(logits_1V.device)
+        shifted_1V = logits_1V
+        if user.shift_1V is not None:
+            shifted_1V = logits_1V.float() + user.shift_1V.to(logits_1V.device)
         found_1 = user.sample(
-            logits_1V, step=row.made, rows=[row.name], seen_BV=seen_1V, allow_BV=allow_1V
+            shifted_1V, step=row.made, rows=[row.name], seen_BV=seen_1V, allow_BV=allow_1V
         )
         token = int(found_1)
         logprob = float("nan")
@@ -349,6 +387,8 @@ class Batcher:
             return NewToken(row.name, token, logprob, "", True, "error")
         row.take(token)
         user.finish = row.finish
+        if user.shift_1V is not None:
+            user.shift.taken(user.shift_1V, token, is_first=token not in user.tokens)
         user.tokens.append(token)
         if user.seen_1V is not None:
             user.seen_1V[0, token] = True

@@ -57,6 +57,16 @@ def mistake(error: BaseException) -> BadRequest:
     return BadRequest("The server has a bug; its log shows it", status=500, kind="server_error")
 
 
+def too_late(seconds: float) -> BadRequest:
+    """Return the error of an answer that took too long."""
+    return BadRequest(
+        f"The answer took longer than {seconds:g} seconds",
+        status=503,
+        kind="server_error",
+        code="timeout",
+    )
+
+
 # --- a request that is being answered -------------------------------------------------------------
 
 
@@ -90,14 +100,7 @@ class Answer:
 
     def _too_late(self) -> None:
         self.engine.count(self.served.name, "timeout")
-        self.listener.fail(
-            BadRequest(
-                f"The answer took longer than {self.seconds:g} seconds",
-                status=503,
-                kind="server_error",
-                code="timeout",
-            )
-        )
+        self.listener.fail(too_late(self.seconds))
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[NewToken], str]]:
         """Yield (choice, its new tokens, the text they add) until every choice has ended."""

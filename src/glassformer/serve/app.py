@@ -10,10 +10,9 @@ import hashlib
 import hmac
 import json
 import socket
-import struct
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -27,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from glassformer.adapters.embed import Embeddings
 from glassformer.generation.batching import Continuation
 from glassformer.generation.constraint import Constraint
 from glassformer.kernels.matmul import machine
@@ -40,6 +40,7 @@ from glassformer.serve.answers import (
     json_response,
     mistake,
     problem,
+    too_late,
 )
 from glassformer.serve.engine import LONGEST, Engine, Served, metrics_text
 from glassformer.serve.http import (
@@ -62,7 +63,7 @@ from glassformer.serve.request import (
     parse_json,
     refused,
 )
-from glassformer.serve.structured import Formats, reads_tools
+from glassformer.serve.structured import CLOSE, Formats, call_pattern, reads_tools
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError, InputError
 
@@ -241,6 +242,18 @@ class _Api:
 
         return answer
 
+    def writer(self, name: str) -> Served:
+        """Return a model that continues texts by name."""
+        served = self.served(name)
+        if served.no_text:
+            raise BadRequest(
+                f"'{served.name}' continues no text: {served.no_text}; /v1/embeddings gives its "
+                "vectors",
+                param="model",
+                code="unsupported_model",
+            )
+        return served
+
     def served(self, name: str) -> Served:
         """Return a model by name."""
         found = self.engine.models.get(name)
@@ -277,7 +290,7 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
         asked = chat_request(parse_json(await request.body()))
-        served = self.served(asked.generation.model)
+        served = self.writer(asked.generation.model)
         if served.template is None:
             raise BadRequest(
                 f"'{served.name}' has no chat template; /v1/completions continues text",
@@ -299,14 +312,22 @@ class _Api:
         ids = served.chat_ids(
             asked.messages, tools=asked.tools or None, options=asked.template_options
         )
-        constraint = self.constraint(served, asked.response_format)
+        wanted, generation = asked.response_format, asked.generation
+        if asked.must_call:
+            try:
+                wanted = ResponseFormat("regex", call_pattern(asked.tools, asked.must_call))
+            except InputError as error:
+                raise refused(error, param="tools") from error
+        if asked.tools and not asked.parallel:  # a call is read also without its closing mark
+            generation = replace(generation, stop=(*generation.stop, CLOSE))
+        constraint = self.constraint(served, wanted)
         return self.rows(
             served,
             [(ids, None)],
-            asked.generation,
+            generation,
             client,
             constraint=constraint,
-            default_tokens=LONGEST,
+            param="messages",
             logprobs=asked.logprobs,
             top_logprobs=asked.top_logprobs,
         )
@@ -314,7 +335,7 @@ class _Api:
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
         asked = completion_request(parse_json(await request.body()))
-        served = self.served(asked.generation.model)
+        served = self.writer(asked.generation.model)
         self.check_room(served, asked.generation.choices * len(asked.prompts))
         rows = await self.checked(partial(self._text_rows, served, asked, _client(request)))
         style = Completion(served, asked, self.fingerprint)
@@ -325,6 +346,8 @@ class _Api:
     ) -> list[Continuation]:
         prompts = []
         for one in asked.prompts:
+            if one == "":
+                raise BadRequest("The prompt is empty", param="prompt", code="invalid_value")
             if isinstance(one, str):
                 prompts.append(served.text_ids(one))
             elif served.spec.encoder is None:
@@ -338,26 +361,46 @@ class _Api:
             asked.generation,
             client,
             constraint=self.constraint(served, asked.response_format),
-            default_tokens=LONGEST,
+            param="prompt",
             logprobs=asked.logprobs is not None,
             top_logprobs=asked.logprobs or 0,
         )
 
     async def embed(self, request: Request) -> Response:
-        """Return the embeddings of texts."""
+        """Return the embeddings of texts, one text at a time: equal texts, equal vectors."""
         asked = embedding_request(parse_json(await request.body()))
         served = self.served(asked.model)
-        self.check_room(served, len(asked.texts))
-
-        data, count = [], 0
-        for place, text in enumerate(asked.texts):
-            work = partial(served.embedding, text, pooling=asked.pooling)
-            found = await self.engine.call(work)
-            count += sum(found.tokens)
-            numbers = found.vectors[0].tolist()
-            packed = struct.pack(f"<{len(numbers)}f", *numbers)
-            vector = base64.b64encode(packed).decode() if asked.base64 else numbers
-            data.append({"object": "embedding", "index": place, "embedding": vector})
+        if served.no_vectors:
+            raise BadRequest(
+                f"'{served.name}' gives no embeddings: {served.no_vectors}",
+                param="model",
+                code="unsupported_model",
+            )
+        if asked.dimensions not in (None, served.spec.d_model):
+            raise BadRequest(
+                f"'{served.name}' gives vectors of {served.spec.d_model} dimensions",
+                param="dimensions",
+                code="unsupported_parameter",
+            )
+        self.check_room(served, 1)
+        found: list[Embeddings] = []
+        with anyio.move_on_after(self.limits.seconds) as clock:
+            for text in asked.texts:
+                if await request.is_disconnected():
+                    return Response(status_code=499)
+                work = partial(served.embedding, text, pooling=asked.pooling)
+                found.append(await self.engine.call(served.name, work))
+        if clock.cancelled_caught:
+            raise too_late(self.limits.seconds)
+        count = sum(sum(one.tokens) for one in found)
+        self.engine.figures[served.name].embedded_tokens += count
+        self.engine.count(served.name, "embedded")
+        data = []
+        for place, one in enumerate(found):
+            vector = one.vectors[0]
+            packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            given = packed if asked.base64 else vector.tolist()
+            data.append({"object": "embedding", "index": place, "embedding": given})
         usage = {"prompt_tokens": count, "total_tokens": count}
         return json_response({"object": "list", "data": data, "model": served.name, "usage": usage})
 
@@ -369,7 +412,8 @@ class _Api:
             raise BadRequest(
                 "The server is stopping", status=503, kind="server_error", retry_after=5
             )
-        if self.engine.waiting(served.name) + count > self.limits.queue + served.slots.slots:
+        slots = 1 if served.no_text else served.batcher.slots.slots
+        if self.engine.waiting(served.name) + count > self.limits.queue + slots:
             self.engine.count(served.name, "refused")
             raise BadRequest(
                 f"{self.engine.waiting(served.name)} requests wait already; try again later",
@@ -398,7 +442,7 @@ class _Api:
         client: str,
         *,
         constraint: Constraint | None,
-        default_tokens: int,
+        param: str,
         logprobs: bool,
         top_logprobs: int,
     ) -> list[Continuation]:
@@ -412,11 +456,20 @@ class _Api:
                 code="invalid_value",
             )
         for ids, source in prompts:
-            _check_prompt(served, ids, most=served.context - 1)
-            _check_prompt(served, source or (), most=served.spec.max_seq_len, empty=True)
+            _check_prompt(served, ids, most=served.context - 1, param=param)
+            if source is not None:
+                _check_prompt(served, source, most=served.spec.max_seq_len, param=param)
+        vocab = served.spec.vocab_size
+        for token, _ in generation.shift.bias:
+            if token >= vocab:
+                raise BadRequest(
+                    f"logit_bias names token {token}; ids go from 0 to {vocab - 1}",
+                    param="logit_bias",
+                    code="invalid_value",
+                )
         try:
             spec = DecodeSpec(
-                max_new_tokens=min(default_tokens if wanted is None else wanted, most),
+                max_new_tokens=min(LONGEST if wanted is None else wanted, most),
                 eos=served.eos,
                 forbidden=served.nameless,
                 stop=generation.stop,
@@ -428,6 +481,7 @@ class _Api:
                     ids,
                     spec=spec,
                     constraint=constraint,
+                    shift=generation.shift,
                     row=choice,
                     logprobs=logprobs,
                     top_logprobs=top_logprobs,
@@ -458,16 +512,24 @@ class _Api:
         return Events(answer, include_usage=generation.include_usage)
 
 
-def _check_prompt(served: Served, ids: Sequence[int], *, most: int, empty: bool = False) -> None:
+def _check_prompt(served: Served, ids: Sequence[int], *, most: int, param: str) -> None:
     if len(ids) > most:
         raise BadRequest(
             f"This model's maximum context length is {served.context} tokens, and the prompt has "
             f"{len(ids)}",
-            param="messages",
+            param=param,
             code="context_length_exceeded",
         )
-    if not ids and not empty:
-        raise BadRequest("The prompt is empty", code="invalid_value")
+    if not ids:
+        raise BadRequest("The prompt is empty", param=param, code="invalid_value")
+    wrong = next((one for one in ids if not 0 <= one < served.spec.vocab_size), None)
+    if wrong is not None:
+        raise BadRequest(
+            f"{str(wrong)[:20]} is no token of '{served.name}'; ids go from 0 to "
+            f"{served.spec.vocab_size - 1}",
+            param=param,
+            code="invalid_value",
+        )
 
 
 def _client(request: Request) -> str:

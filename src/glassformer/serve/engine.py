@@ -21,7 +21,7 @@ import torch
 
 from glassformer.adapters.base import LONGEST_ANSWER, BaseAdapter
 from glassformer.adapters.chat.template import ChatTemplate, read_chat, read_templates
-from glassformer.adapters.embed import Embeddings, embed
+from glassformer.adapters.embed import Embeddings, embed, no_vectors
 from glassformer.adapters.folder.files import generation_defaults
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.batching import (
@@ -36,7 +36,7 @@ from glassformer.generation.prompts import text_prompt
 from glassformer.generation.streaming import NewToken
 from glassformer.models.model import Model
 from glassformer.spec.errors import InputError, MachineError
-from glassformer.spec.model import Readout
+from glassformer.spec.model import ModelSpec, Readout
 
 T = TypeVar("T")
 
@@ -52,7 +52,8 @@ class Served:
     """A model under its name, with its tokenizer, chat template, sampling settings and batch.
 
     `slots` sequences at once, each of at most `context` tokens; `memory_bytes` is the bound that
-    follows for keys and values.
+    follows for keys and values. A model that cannot continue text (an encoder) gives vectors alone:
+    `no_text` says why, and there is no `batcher`. `no_vectors` says why there are no vectors.
     """
 
     def __init__(
@@ -70,9 +71,20 @@ class Served:
                 f"{name[:60]!r} is no name for a model",
                 hint="letters, digits and . _ - @ : + /; --name gives another",
             )
+        if adapter.get_tokenizer() is None:
+            raise InputError(
+                f"{name} has no tokenizer, so it reads no text",
+                hint="put the tokenizer's files into its folder",
+            )
         self.name = name
         self.adapter = adapter.eval()
         self.spec = adapter.spec
+        self.no_text, self.no_vectors = _no_text(adapter.spec), no_vectors(adapter)
+        if self.no_text and self.no_vectors:
+            raise InputError(
+                f"{name} has nothing to serve: {self.no_text}, and {self.no_vectors}",
+                hint="a model that continues text, or whose hidden states can be read",
+            )
         self.created = int(time.time())
         self.tokenizer: Tokenizer = adapter.tokenizer
         self.eos = adapter.end_ids()
@@ -82,19 +94,20 @@ class Served:
         self.template: ChatTemplate | None = None
         if adapter.origin is not None:
             self._read_folder(adapter.origin)
-        inner = getattr(adapter, "model", None)
-        made = make_slots(
-            inner if isinstance(inner, Model) else None,
-            adapter.stepper,
-            self.spec,
-            slots=slots,
-            context=context,
-            invariant=invariant,
-        )
-        self.slots = made
-        if step_tokens is None:
-            step_tokens = GPU_STEP_TOKENS if isinstance(made, RecordedSlots) else STEP_TOKENS
-        self.batcher = Batcher(made, tokenizer=self.tokenizer, step_tokens=step_tokens)
+        self._batcher: Batcher | None = None
+        if not self.no_text:
+            inner = adapter.model
+            made = make_slots(
+                inner if isinstance(inner, Model) else None,
+                adapter.stepper,
+                self.spec,
+                slots=slots,
+                context=context,
+                invariant=invariant,
+            )
+            if step_tokens is None:
+                step_tokens = GPU_STEP_TOKENS if isinstance(made, RecordedSlots) else STEP_TOKENS
+            self._batcher = Batcher(made, tokenizer=self.tokenizer, step_tokens=step_tokens)
 
     def _read_folder(self, folder: Path) -> None:
         defaults = generation_defaults(folder)
@@ -107,7 +120,12 @@ class Served:
 
     def described(self) -> str:
         """Return what is served, in a line: how many at once, and the most memory it takes."""
-        slots = self.slots
+        if self._batcher is None:
+            return (
+                f"{self.name}: vectors ({self.no_text}); texts of at most {self.context} tokens, "
+                "one at a time"
+            )
+        slots = self._batcher.slots
         chat = "chat and text" if self.template is not None else "text (it has no chat template)"
         share = "" if slots.cuts_prompts else "; one sequence at a time: it is no decoder of ours"
         alone = "" if slots.invariant else "; answers may depend on company (--invariant)"
@@ -118,8 +136,16 @@ class Served:
 
     @property
     def context(self) -> int:
-        """The most tokens of a prompt and its continuation."""
-        return self.slots.max_seq_len
+        """The most tokens of a prompt and its continuation, or of a text that is embedded."""
+        if self._batcher is None:
+            return self.spec.max_seq_len
+        return self._batcher.slots.max_seq_len
+
+    @property
+    def batcher(self) -> Batcher:
+        """What continues texts; only where `no_text` is empty."""
+        assert self._batcher is not None
+        return self._batcher
 
     def text_ids(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """Return the ids of a text to continue, and those that an encoder reads."""
@@ -144,6 +170,12 @@ class Served:
         if found.shortened:
             raise InputError(f"a text of more than {self.spec.max_seq_len} tokens", hint="cut it")
         return found
+
+
+def _no_text(spec: ModelSpec) -> str:
+    """Return why a model cannot continue a text, or ""."""
+    heads = spec.head_names()
+    return "" if "next" in heads else f"it predicts no next token, only: {', '.join(heads)}"
 
 
 #: New tokens of an answer where none are requested.
@@ -172,6 +204,7 @@ class Figures:
     """What `/metrics` shows of one model, besides its batcher's own counts."""
 
     requests: dict[str, int] = field(default_factory=dict)  # by finish or refusal
+    embedded_tokens: int = 0
     first_token: Histogram = field(default_factory=Histogram)
     step_seconds: float = 0.0
 
@@ -217,6 +250,7 @@ class Engine:
             if names.count(name) > 1:
                 raise InputError(f"two models are named {name!r}", hint="--name gives other names")
         self.models = {one.name: one for one in models}
+        self.writers = {one.name: one.batcher for one in models if not one.no_text}
         self.figures = {one.name: Figures() for one in models}
         self.threads = threads
         self.closing = False
@@ -227,7 +261,9 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._made: list[tuple[Continuation, NewToken]] = []  # not yet passed on
         self._passed_on = 0.0
-        self._pending = dict.fromkeys(self.models, 0)  # added by the event loop, not yet taken
+        # What the event loop sent and what this thread took: each is written by one thread alone.
+        self._sent = dict.fromkeys(self.models, 0)
+        self._taken = dict.fromkeys(self.models, 0)
 
     # Called by the event loop:
 
@@ -250,8 +286,9 @@ class Engine:
         return self._thread is None or not self._thread.is_alive()
 
     def waiting(self, name: str) -> int:
-        """Return the number of continuations that have no slot yet."""
-        return self._pending[name] + self.models[name].batcher.waiting
+        """Return the number of continuations and texts to embed that nobody works on yet."""
+        pending = self._sent[name] - self._taken[name]
+        return pending + (self.writers[name].waiting if name in self.writers else 0)
 
     def count(self, name: str, outcome: str) -> None:
         """Count how a choice of a model's ended."""
@@ -262,13 +299,13 @@ class Engine:
         """Queue continuations; the `data` of each is its `Listener`."""
         if self.failed is not None:
             raise MachineError("the server's engine has stopped", hint="its terminal shows why")
-        self._pending[name] += len(continuations)
+        self._sent[name] += len(continuations)
 
         def take() -> None:
-            self._pending[name] -= len(continuations)
+            self._taken[name] += len(continuations)
             for one in continuations:
                 if one.finish is None:
-                    self.models[name].batcher.add(one)
+                    self.writers[name].add(one)
 
         self._send(take)
 
@@ -277,15 +314,19 @@ class Engine:
 
         def drop() -> None:
             for one in continuations:
-                self.models[name].batcher.cancel(one)
+                self.writers[name].cancel(one)
 
         self._send(drop)
 
-    async def call(self, work: Callable[[], T]) -> T:
-        """Run a function on the engine's thread, between two steps."""
+    async def call(self, name: str, work: Callable[[], T]) -> T:
+        """Run a function of a model on the engine's thread, between two steps."""
+        if self.failed is not None:
+            raise MachineError("the server's engine has stopped", hint="its terminal shows why")
         answer: Future[T] = Future()
+        self._sent[name] += 1
 
         def run() -> None:
+            self._taken[name] += 1
             if not answer.set_running_or_notify_cancel():
                 return
             try:
@@ -318,19 +359,19 @@ class Engine:
         self._work.clear()
         while self._inbox:
             self._inbox.popleft()()
-        busy = [one for one in self.models.values() if one.batcher.busy]
+        busy = {name: batcher for name, batcher in self.writers.items() if batcher.busy}
         if not busy:
             self._pass_on(0)
             if self.closing and not self._inbox:
                 return False
             self._work.wait(LOOK_SECONDS)
             return True
-        for served in busy:
+        for name, batcher in busy.items():
             begin = time.perf_counter()
-            new = served.batcher.step()
-            self.figures[served.name].step_seconds += time.perf_counter() - begin
+            new = batcher.step()
+            self.figures[name].step_seconds += time.perf_counter() - begin
             self._made += new
-        self._pass_on(sum(one.batcher.running for one in busy))
+        self._pass_on(sum(batcher.running for batcher in busy.values()))
         return True
 
     def _pass_on(self, running: int) -> None:
@@ -348,8 +389,8 @@ class Engine:
             self.closing = True
 
     def _fail_all(self, error: BaseException) -> None:
-        for served in self.models.values():
-            for one in served.batcher.everyone():
+        for batcher in self.writers.values():
+            for one in batcher.everyone():
                 one.data.fail(error)
 
 
@@ -370,6 +411,7 @@ def metrics_text(engine: Engine) -> str:
         ("tokens_read", "counter", "Tokens of prompts and answers that went through the model."),
         ("tokens_reused", "counter", "Tokens of prompts that a slot held already."),
         ("tokens_generated", "counter", "Tokens that were sampled."),
+        ("tokens_embedded", "counter", "Tokens of texts that vectors were made of."),
         ("steps", "counter", "Passes over the weights."),
         ("step_seconds", "counter", "Seconds in these passes and in sampling."),
         ("running", "gauge", "Sequences with a slot."),
@@ -382,7 +424,9 @@ def metrics_text(engine: Engine) -> str:
         full = f"glass_{name}_total" if kind == "counter" else f"glass_{name}"
         lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
         for served in engine.models.values():
-            lines.append(f'{full}{{model="{served.name}"}} {_figure(engine, served, name)}')
+            found = _figures(engine, served).get(name)
+            if found is not None:
+                lines.append(f'{full}{{model="{served.name}"}} {found}')
     full = "glass_requests_total"
     lines += [f"# HELP {full} Choices by how they ended.", f"# TYPE {full} counter"]
     for name, figures in engine.figures.items():
@@ -395,20 +439,26 @@ def metrics_text(engine: Engine) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _figure(engine: Engine, served: Served, name: str) -> float:
-    batcher = served.batcher
+def _figures(engine: Engine, served: Served) -> dict[str, float]:
+    """Return the figures of one model by name; those of the batch where it continues text."""
+    own = engine.figures[served.name]
     figures: dict[str, float] = {
+        "tokens_embedded": own.embedded_tokens,
+        "waiting": engine.waiting(served.name),
+    }
+    if served.no_text:
+        return figures
+    batcher = served.batcher
+    return figures | {
         "tokens_read": batcher.read_tokens,
         "tokens_reused": batcher.reused_tokens,
         "tokens_generated": batcher.made_tokens,
         "steps": batcher.steps,
-        "step_seconds": engine.figures[served.name].step_seconds,
+        "step_seconds": own.step_seconds,
         "running": batcher.running,
-        "waiting": engine.waiting(served.name),
-        "slots": served.slots.slots,
-        "cache_bytes": served.slots.memory_bytes,
+        "slots": batcher.slots.slots,
+        "cache_bytes": batcher.slots.memory_bytes,
     }
-    return figures[name]
 
 
 def _histogram(full: str, name: str, found: Histogram) -> list[str]:

@@ -5,11 +5,13 @@ A field that is not known, or that this server cannot honour, is refused by name
 """
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from glassformer.generation.batching import Shift
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError, nearest
 from glassformer.spec.model import Readout
@@ -17,11 +19,15 @@ from glassformer.spec.options import options_of
 
 #: How deep JSON may nest, and how many characters of a value an error quotes.
 DEEPEST, QUOTED = 64, 60
-MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 4, 200
+MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_BIASES = 16, 4, 200, 1_024
 MOST_TOP, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 20, 64, 2_000, 128
+#: Texts of one request for embeddings, as OpenAI allows.
+MOST_INPUTS = 2_048
 #: Sampling options of `DecodeSpec` that OpenAI's interface does not have; Hugging Face's has them.
 OPENAIS = ("temperature", "top_p")
 OURS = tuple(each for each in options_of(DecodeSpec) if each.hf and each.name not in OPENAIS)
+#: Fields of an answer's message that say nothing here.
+OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -205,6 +211,7 @@ class Generation:
     max_tokens: int | None
     stop: tuple[str, ...]
     settings: Mapping[str, float | int]
+    shift: Shift
     owner: str
 
 
@@ -224,16 +231,11 @@ SHARED = (
     "user",
     *(each.name for each in OURS),
 )
+#: Other names and hints of newer clients that change no answer.
+HINTS = ("safety_identifier", "prompt_cache_key")
 
 
 def _generation(fields: Fields, *, limit: int | None) -> Generation:
-    for key in ("presence_penalty", "frequency_penalty"):
-        if fields.number(key, 0.0, low=-2, high=2) != 0:
-            raise fields.unsupported(key, "only 0; repetition_penalty is what this server has")
-    if fields.has("logit_bias"):
-        bias = fields.object_("logit_bias")
-        if bias is not None and bias.values:
-            raise fields.unsupported("logit_bias", "not offered; leave it out")
     stream = fields.flag("stream")
     include_usage = False
     options = fields.object_("stream_options")
@@ -268,8 +270,29 @@ def _generation(fields: Fields, *, limit: int | None) -> Generation:
         max_tokens=limit,
         stop=_stops(fields),
         settings=settings,
-        owner=fields.text("user", "")[:QUOTED],
+        shift=Shift(
+            bias=_bias(fields),
+            presence=fields.number("presence_penalty", 0.0, low=-2, high=2),
+            frequency=fields.number("frequency_penalty", 0.0, low=-2, high=2),
+        ),
+        owner=fields.text("user", fields.text("safety_identifier", ""))[:QUOTED],
     )
+
+
+def _bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """Return what is added to logits, by token id; JSON's keys are texts."""
+    found = fields.object_("logit_bias")
+    if found is None:
+        return ()
+    if len(found.values) > MOST_BIASES:
+        raise fields.wrong("logit_bias", f"at most {MOST_BIASES} tokens")
+    made = {}
+    for key in found.values:
+        if not (key.isascii() and key.isdigit() and len(key) <= 9):
+            raise fields.wrong("logit_bias", "an object whose names are token ids")
+        if found.has(key):
+            made[int(key)] = found.number(key, 0.0, low=-100, high=100)
+    return tuple(made.items())
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -286,6 +309,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 CHAT = (
     *SHARED,
+    *HINTS,
     "messages",
     "max_completion_tokens",
     "logprobs",
@@ -294,6 +318,9 @@ CHAT = (
     "tools",
     "tool_choice",
     "parallel_tool_calls",
+    "functions",
+    "function_call",
+    "modalities",
     "chat_template_kwargs",
     "store",
     "metadata",
@@ -311,7 +338,10 @@ class ChatRequest:
     top_logprobs: int
     response_format: "ResponseFormat"
     tools: tuple[dict[str, Any], ...]
-    tool_choice: str
+    #: Names of the tools of which one must be called; () where the model decides.
+    must_call: tuple[str, ...]
+    #: False: at most one call.
+    parallel: bool
     template_options: Mapping[str, Any]
 
 
@@ -332,6 +362,10 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     if fields.text("service_tier", "auto") not in ("auto", "default"):
         raise fields.unsupported("service_tier", "there is one tier")
     fields.object_("metadata")
+    for key in HINTS:
+        fields.text(key, "")
+    if fields.has("modalities") and fields.list_("modalities", most=4) != ["text"]:
+        raise fields.unsupported("modalities", 'the models here write text: ["text"]')
     older = fields.integer("max_tokens", None, low=1, high=2**31)
     newer = fields.integer("max_completion_tokens", None, low=1, high=2**31)
     if older is not None and newer is not None and older != newer:
@@ -342,17 +376,19 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
         raise fields.unsupported("top_logprobs", "it goes with logprobs=true")
     tools = tuple(_tool(one, place) for place, one in enumerate(_tools(fields)))
     options = fields.object_("chat_template_kwargs")
-    choice = _tool_choice(fields, tools)
-    if fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls"):
-        raise fields.unsupported("parallel_tool_calls", "the model decides how many it calls")
+    use_tools, must_call = _tool_choice(fields, tools)
+    form = _format(fields)
+    if must_call and form.kind != "text":
+        raise fields.unsupported("response_format", "a call that must be made is no such text")
     return ChatRequest(
         generation=_generation(fields, limit=older if newer is None else newer),
         messages=_messages(fields),
         logprobs=logprobs,
         top_logprobs=top,
-        response_format=_format(fields),
-        tools=() if choice == "none" else tools,
-        tool_choice=choice,
+        response_format=form,
+        tools=tools if use_tools else (),
+        must_call=must_call,
+        parallel=fields.flag("parallel_tool_calls", default=True),
         template_options=_switches(fields, options),
     )
 
@@ -383,7 +419,11 @@ def _messages(fields: Fields) -> tuple[dict[str, Any], ...]:
 
 
 def _message(message: Fields) -> dict[str, Any]:
-    message.only(("role", "content", "name", "tool_calls", "tool_call_id", "refusal"))
+    known = ("role", "content", "name", "tool_calls", "tool_call_id")
+    message.only((*known, *OF_ANSWERS))
+    for key in OF_ANSWERS:  # an answer that is sent back has them, empty
+        if message.values.get(key):
+            raise message.unsupported(key, "the models here read text")
     role = message.text("role")
     if role not in ROLES:
         raise message.wrong("role", f"one of {', '.join(ROLES)}")
@@ -415,6 +455,7 @@ def _content(message: Fields) -> str:
         kind = fields.text("type")
         if kind != "text":
             raise fields.unsupported("type", f"{kind[:QUOTED]!r}; the models here read text")
+        fields.only(("type", "text"))
         texts.append(fields.text("text"))
     return "".join(texts)
 
@@ -423,9 +464,11 @@ def _call(message: Fields, place: int, one: Any) -> dict[str, Any]:
     """Return an earlier tool call as templates read it, with its arguments as an object."""
     path = f"{message.path}.tool_calls[{place}]"
     fields = Fields(one if isinstance(one, dict) else {}, path)
+    fields.only(("id", "type", "function", "index"))
     function = fields.object_("function")
     if function is None:
         raise fields.wrong("function", "an object")
+    function.only(("name", "arguments"))
     text = function.text("arguments")
     try:
         arguments = json.loads(text)
@@ -437,7 +480,7 @@ def _call(message: Fields, place: int, one: Any) -> dict[str, Any]:
 
 def _tools(fields: Fields) -> list[Any]:
     for key in ("functions", "function_call"):
-        if key in fields.values:
+        if fields.has(key):
             raise fields.unsupported(key, "use tools")
     return fields.list_("tools", most=MOST_TOOLS)
 
@@ -449,17 +492,32 @@ def _tool(one: Any, place: int) -> dict[str, Any]:
     function = fields.object_("function")
     if function is None:
         raise fields.wrong("function", "an object")
-    function.text("name")
+    fields.only(("type", "function"))
+    name = function.only(("name", "description", "parameters", "strict")).text("name")
+    if not re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII):
+        raise function.wrong("name", "1 to 64 letters, digits, _ - .")
     return {"type": "function", "function": dict(function.values)}
 
 
-def _tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> str:
+def _tool_choice(
+    fields: Fields, tools: Sequence[Mapping[str, Any]]
+) -> tuple[bool, tuple[str, ...]]:
+    """Return whether the model sees the tools, and the names of which it must call one."""
     value = fields.values.get("tool_choice")
-    if value is None:
-        return "auto" if tools else "none"
-    if value in ("none", "auto"):
-        return str(value)
-    raise fields.unsupported("tool_choice", '"auto" and "none" are offered')
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if value is not None and value != "none" and not tools:
+        raise fields.unsupported("tool_choice", "it goes with tools")
+    match value:
+        case None | "auto":
+            return True, ()
+        case "none":
+            return False, ()
+        case "required":
+            return True, names
+        case {"type": "function", "function": {"name": str(name)}} if name in names:
+            return True, (name,)
+        case _:
+            raise fields.wrong("tool_choice", "none, auto, required or one of the tools")
 
 
 def _format(fields: Fields) -> ResponseFormat:
@@ -529,7 +587,9 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     )
 
 
-def text_or_ids(fields: Fields, key: str) -> tuple[str | tuple[int, ...], ...]:
+def text_or_ids(
+    fields: Fields, key: str, *, most: int = MOST_PROMPTS
+) -> tuple[str | tuple[int, ...], ...]:
     """Return texts or rows of token ids: one, or a list of them."""
     value = fields.values.get(key)
     wanted = "a string, an array of strings, of token ids, or of arrays of them"
@@ -539,8 +599,8 @@ def text_or_ids(fields: Fields, key: str) -> tuple[str | tuple[int, ...], ...]:
         raise fields.wrong(key, wanted)
     if all(type(one) is int for one in value):
         return (tuple(value),)
-    if len(value) > MOST_PROMPTS:
-        raise fields.wrong(key, f"at most {MOST_PROMPTS}")
+    if len(value) > most:
+        raise fields.wrong(key, f"at most {most}")
     made: list[str | tuple[int, ...]] = []
     for one in value:
         if isinstance(one, str):
@@ -562,6 +622,7 @@ class EmbeddingRequest:
     model: str
     texts: tuple[str, ...]
     base64: bool
+    dimensions: int | None
     pooling: Readout | None
 
 
@@ -570,16 +631,23 @@ def embedding_request(body: Mapping[str, Any]) -> EmbeddingRequest:
     fields = Fields(body).only(
         ("model", "input", "encoding_format", "dimensions", "user", "pooling")
     )
-    if fields.has("dimensions"):
-        raise fields.unsupported("dimensions", "a model's own width is what it gives")
     form = fields.text("encoding_format", "float")
     if form not in ("float", "base64"):
         raise fields.wrong("encoding_format", "float or base64")
     pooling = fields.values.get("pooling")
     if pooling is not None and pooling not in get_args(Readout):
         raise fields.wrong("pooling", " or ".join(get_args(Readout)))
-    given = text_or_ids(fields, "input")
+    given = text_or_ids(fields, "input", most=MOST_INPUTS)
     texts = tuple(one for one in given if isinstance(one, str))
     if len(texts) < len(given):
-        raise fields.unsupported("input", "token ids; give texts")
-    return EmbeddingRequest(fields.text("model"), texts, form == "base64", pooling)
+        # Clients that send ids have cut the text by OpenAI's tokenizer, whatever the model's is.
+        raise fields.unsupported(
+            "input", "token ids; give texts (LangChain: check_embedding_ctx_length=False)"
+        )
+    return EmbeddingRequest(
+        model=fields.text("model"),
+        texts=texts,
+        base64=form == "base64",
+        dimensions=fields.integer("dimensions", None, low=1, high=2**31),
+        pooling=pooling,
+    )

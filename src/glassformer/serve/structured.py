@@ -4,7 +4,7 @@ import json
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,6 +258,18 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 def reads_tools(template: ChatTemplate) -> bool:
     """Return whether a template offers tools in the form that is read here (Hermes', Qwen's)."""
     return any("tools" in source and OPEN in source for source in template.sources.values())
+
+
+def call_pattern(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Return a regular expression for one call of one of these tools, arguments by its schema."""
+    parts = []
+    for function in (tool["function"] for tool in tools):
+        if function["name"] in names:
+            schema = function.get("parameters") or {"type": "object", "properties": {}}
+            arguments = json_pattern(schema)
+            name = _quoted(json.dumps(function["name"]))
+            parts.append(rf'\{{"name": {name}, "arguments": {arguments}\}}')
+    return f"{_quoted(OPEN)}{_either(parts)}{_quoted(CLOSE)}"
 
 
 @dataclass(frozen=True, slots=True)
