@@ -11,7 +11,8 @@ import pytest
 from glassformer.adapters.load import load
 from glassformer.serve.app import Limits, create_app
 from glassformer.serve.engine import Engine, Served
-from tests.adapters.folders import write_model
+from tests.adapters.folders import CHATML, write_model, write_names
+from tests.adapters.test_encoders import sentence_folder
 
 T = TypeVar("T")
 HELLO = [{"role": "user", "content": "the cat sat"}]
@@ -21,6 +22,14 @@ HELLO = [{"role": "user", "content": "the cat sat"}]
 def folder(tmp_path_factory):
     """A model's folder."""
     return write_model(tmp_path_factory.mktemp("served"))
+
+
+#: As Qwen's: the tools before the conversation, earlier calls as they are read here.
+HERMES = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}{% endfor %}"
+) + CHATML
 
 
 class House:
@@ -72,5 +81,19 @@ class House:
 def house(folder) -> Iterator[House]:
     """One for all tests that leave it as it is."""
     made = House(folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory) -> Iterator[House]:
+    """A decoder, an encoder and a model with tools behind one server."""
+    place = tmp_path_factory.mktemp("zoo")
+    for name in ("tiny", "bert", "tools"):
+        (place / name).mkdir()
+    write_model(place / "tiny")
+    sentence_folder(place / "bert")
+    write_names(write_model(place / "tools"), chat_template=HERMES)
+    made = House(place / "tiny", place / "bert", place / "tools")
     yield made
     made.close()

@@ -349,7 +349,10 @@ class _Api:
             if one == "":
                 raise BadRequest("The prompt is empty", param="prompt", code="invalid_value")
             if isinstance(one, str):
-                prompts.append(served.text_ids(one))
+                try:
+                    prompts.append(served.text_ids(one))
+                except InputError as error:  # a word that a small vocabulary does not have
+                    raise refused(error, param="prompt") from error
             elif served.spec.encoder is None:
                 prompts.append((one, None))
             else:
@@ -389,7 +392,10 @@ class _Api:
                 if await request.is_disconnected():
                     return Response(status_code=499)
                 work = partial(served.embedding, text, pooling=asked.pooling)
-                found.append(await self.engine.call(served.name, work))
+                try:
+                    found.append(await self.engine.call(served.name, work))
+                except InputError as error:
+                    raise refused(error, param="input") from error
         if clock.cancelled_caught:
             raise too_late(self.limits.seconds)
         count = sum(sum(one.tokens) for one in found)
@@ -492,7 +498,8 @@ class _Api:
                 for choice in range(generation.choices)
             ]
         except InputError as error:
-            raise refused(error) from error
+            blamed = None if constraint is None else "response_format"
+            raise refused(error, param=blamed) from error
 
     # --- from continuations to a response ---------------------------------------------------------
 

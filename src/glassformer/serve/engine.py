@@ -127,11 +127,11 @@ class Served:
             )
         slots = self._batcher.slots
         chat = "chat and text" if self.template is not None else "text (it has no chat template)"
-        share = "" if slots.cuts_prompts else "; one sequence at a time: it is no decoder of ours"
+        share = "" if slots.cuts_prompts else "; one sequence at a time"
         alone = "" if slots.invariant else "; answers may depend on company (--invariant)"
         return (
             f"{self.name}: {chat}; {slots.slots} slots of {self.context} tokens, at most "
-            f"{slots.memory_bytes / 2**20:,.0f} MiB{share}{alone}"
+            f"{slots.memory_bytes / 2**20:,.1f} MiB{share}{alone}"
         )
 
     @property
