@@ -28,6 +28,7 @@ from playwright.sync_api import (
 )
 
 from glassformer.web.app.server import create_app
+from glassformer.web.app.workspace import Workspace
 from tests.browser.laboratory import shared_laboratory
 
 SCREENS = Path(__file__).parents[2] / "build" / "screens"
@@ -51,6 +52,7 @@ class Site:
     url: str
     token: str
     runs: Path
+    workspace: Workspace
 
     def at(self, route: str) -> str:
         """The address that opens a route, token and all."""
@@ -88,7 +90,8 @@ def site(laboratory: Path) -> Iterator[Site]:
     while not server.started:
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
-    yield Site(url=f"http://127.0.0.1:{port}", token=token, runs=laboratory)
+    url = f"http://127.0.0.1:{port}"
+    yield Site(url=url, token=token, runs=laboratory, workspace=app.state.workspace)
     server.should_exit = True
     thread.join(timeout=10)
 

@@ -1,15 +1,22 @@
 """The page Generate in Chromium: tokens as they come, with Python's numbers, until stopped."""
 
 import re
+import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 from playwright.sync_api import Page, expect
 
 import glassformer as gf
 from glassformer.generation.beam import beam_search
 from glassformer.generation.streaming import Generated, generate_batch
+from glassformer.serve.app import create_app
+from glassformer.serve.engine import Engine, Served
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.web.app.relay import Relay
 from tests.browser.conftest import FORMS, Opener, Site, Watch
 from tests.browser.hostile import HOSTILE
 
@@ -161,3 +168,74 @@ def test_copies(open_page: Opener, watch: Watch) -> None:
     assert 'model.generate("it\'s", max_new_tokens=5' in page.evaluate(
         "navigator.clipboard.readText()"
     )
+
+
+# --- a model of a server --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(site: Site) -> Iterator[str]:
+    """`glass serve` of the run `text` on a socket, with the explorer pointed at it."""
+    engine = Engine([Served("helper", gf.load(site.runs / "text"), slots=2)], threads=1)
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(engine), lifespan="off", log_level="critical")
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    site.workspace.relay = Relay(address)
+    yield address
+    site.workspace.relay = None
+    server.should_exit = True
+    thread.join(10)
+    engine.stop()
+    assert engine.join(10)
+
+
+def test_a_server_shows_its_probabilities(
+    open_page: Opener, site: Site, served: str, axe: Any
+) -> None:
+    page = open_page("generate?run=text")
+    page.wait_for_selector(".generate[data-ready]")
+    page.locator('[name="run"]').select_option(label=f"helper ({served})")
+    expect(page.locator('[name="cached"]')).to_have_count(0)
+    expect(page.locator('[name="mode"] option')).to_have_count(2)
+    page.locator('[name="prompt"]').fill("the glass")
+    page.locator('[name="mode"]').select_option("sample")
+    done(page)
+    page.locator('[name="max_new_tokens"]').fill("12")
+    page.locator('[name="seed"]').fill("4")
+    page.locator("#go").click()
+    expect(page.locator(".what")).to_contain_text(served)
+    done(page)
+    own = made(site, "the glass", max_new_tokens=12, seed=4, temperature=1.0)
+    expect(page.locator("#new")).to_have_text(own.text)
+    page.locator("summary").click()
+    rows = page.locator("#tokens-table tbody tr").all()
+    for row, logprob in zip(rows, own.logprobs, strict=True):
+        assert numbers(row.locator("td").all_inner_texts()[-1]) == f"{logprob:.4f}"
+    expect(page.locator("#alternatives tbody tr")).not_to_have_count(0)
+    expect(page.locator("#alternatives button")).to_have_count(0)
+    axe(page)
+    page.locator('[data-copy="cli"]').click()
+    said = page.evaluate("navigator.clipboard.readText()")
+    assert said.startswith(f"curl {served}/completions") and '"seed":4' in said
+
+
+def test_a_server_that_has_gone_leaves_the_page(
+    open_page: Opener, site: Site, served: str, watch: Watch
+) -> None:
+    """What it cannot reach it names; the models here stay."""
+    watch.expected.add(502)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    before, site.workspace.relay = site.workspace.relay, Relay(f"http://127.0.0.1:{port}/v1")
+    try:
+        page = open_page("generate?run=text&text=so+it&max_new_tokens=4")
+        done(page)
+        expect(page.locator("#new")).to_be_visible()
+        page.evaluate("location.hash = '#/generate?run=server:helper&text=so'")
+        expect(page.locator(".what [role=alert]")).to_contain_text("no server answers")
+    finally:
+        site.workspace.relay = before

@@ -550,4 +550,5 @@ def _model(served: Served) -> dict[str, Any]:
         "created": served.created,
         "owned_by": "glassformer",
         "context_length": served.context,
+        "capabilities": served.capabilities(),
     }

@@ -118,6 +118,12 @@ class Served:
             own = self.tokenizer.eos  # any end of the model or of its tokenizer stops an answer
             self.eos = tuple(dict.fromkeys((*self.eos, *([] if own is None else [own]))))
 
+    def capabilities(self) -> list[str]:
+        """Return what can be requested of it, beside OpenAI's fields of a model."""
+        text = [] if self.no_text else ["text"]
+        chat = [] if self.no_text or self.template is None else ["chat"]
+        return [*text, *chat, *([] if self.no_vectors else ["embeddings"])]
+
     def described(self) -> str:
         """Return what is served, in a line: how many at once, and the most memory it takes."""
         if self._batcher is None:

@@ -40,6 +40,14 @@ def explore(
     no_open: Annotated[
         bool, typer.Option("--no-open", help="Print the link and open no browser.")
     ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The page Generate also offers the models of this server, on this machine: what "
+            "`glass serve` printed. Its key is read from GLASS_API_KEY.",
+        ),
+    ] = None,
     device: Device = "cpu",
     runs: Runs = "runs",
 ) -> None:
@@ -52,6 +60,8 @@ def explore(
       glass explore runs/digits --port 0
 
       glass explore path/to/Qwen3-0.6B --no-open
+
+      glass explore --server http://127.0.0.1:8000/v1
     """
     if not 0 <= port <= 65535:
         raise InputError(f"--port {port} is no port", hint="0 to 65535; 0 takes a free one")
@@ -63,6 +73,7 @@ def explore(
         allow_remote=allow_remote,
         open_browser=not no_open,
         device=device,
+        server=server,
     )
 
 
@@ -96,20 +107,29 @@ def _place(what: str | None, runs: Path) -> Path:
 
 
 def serve(
-    place: Path, *, port: int, host: str, allow_remote: bool, open_browser: bool, device: str
+    place: Path,
+    *,
+    port: int,
+    host: str,
+    allow_remote: bool,
+    open_browser: bool,
+    device: str,
+    server: str | None = None,
 ) -> None:
     """Serve the page over `place` until Ctrl-C."""
     import uvicorn
 
     from glassformer.serve.http import is_loopback, listen, reachable_host
+    from glassformer.web.app.relay import Relay
     from glassformer.web.app.server import Connection, Server, create_app
 
     check_host(host, allow_remote=allow_remote)
     device = check_device(device)
+    relay = None if server is None else Relay(server, key=os.environ.get("GLASS_API_KEY"))
     listening = listen(host, port)
     port = listening.getsockname()[1]
     token = secrets.token_urlsafe(24)
-    app = create_app(place, token=token, host=host, port=port, device=device)
+    app = create_app(place, token=token, host=host, port=port, device=device, relay=relay)
     link = f"http://{reachable_host(host)}:{port}/#t={token}"
     if not is_loopback(host):
         tell(f"warning: whoever can reach {host}:{port} and has this link reads these runs")
@@ -129,9 +149,9 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="glass-") as private:
         if open_browser and has_screen():
             webbrowser.open(_doorway(Path(private), link))
-        server = Server(config, app.state.workspace.closing.set)
+        running = Server(config, app.state.workspace.closing.set)
         try:
-            server.run(sockets=[listening])
+            running.run(sockets=[listening])
         except KeyboardInterrupt:  # uvicorn has closed up and passes the signal on
             tell("")
     sys.stdout.flush()

@@ -36,6 +36,10 @@ class Busy(MachineError):
     """Another job is running: 503, try again."""
 
 
+class Unreachable(MachineError):
+    """The server that the page points at does not answer, or not as it should: 502."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """An array's bytes, little-endian, row after row; `dtype` is float16 or uint8."""
@@ -219,6 +223,7 @@ _STATUS = {
     Unknown: 404,
     TooLarge: 413,
     Mistake: 500,
+    Unreachable: 502,
     MachineError: 503,
 }
 

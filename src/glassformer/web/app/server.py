@@ -56,6 +56,7 @@ from glassformer.web.app.query import (
     status_of,
     to_json,
 )
+from glassformer.web.app.relay import Relay
 from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import design, errors, generate, inspect, model, runs
 
@@ -167,9 +168,10 @@ def create_app(
     port: int,
     extra_models: Mapping[str, Path] | None = None,
     device: str = "cpu",
+    relay: Relay | None = None,
 ) -> Starlette:
     """Make the explorer of a runs folder, a run or a model; see `app.state.workspace`."""
-    workspace = Workspace(runs, extra_models=extra_models, device=device)
+    workspace = Workspace(runs, extra_models=extra_models, device=device, relay=relay)
     pages = [Path_(path, _file(path, text), methods=["GET"]) for path, text in static_files()]
     api = [
         Path_(path, _endpoint(handler, workspace), methods=[method])

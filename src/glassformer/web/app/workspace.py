@@ -27,6 +27,7 @@ from glassformer.store.checkpoint import MANIFEST
 from glassformer.store.rundir import NAME, RunDirectory, RunRef
 from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Refused, Unknown
+from glassformer.web.app.relay import Relay
 
 #: Runs whose curves stay in memory.
 KEPT = 2 * limits.PICKED_RUNS
@@ -220,8 +221,10 @@ class Workspace:
         *,
         extra_models: Mapping[str, Path] | None = None,
         device: str = "cpu",
+        relay: Relay | None = None,
     ) -> None:
         self.device = device
+        self.relay = relay
         self._extra = {name: path.resolve() for name, path in (extra_models or {}).items()}
         kind = kind_of(runs)
         if kind is not None:

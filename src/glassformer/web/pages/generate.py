@@ -3,7 +3,8 @@
 Generate: a continuation as it is generated, a line for each token or step, with the chosen token,
 its probability and the likeliest alternatives. The page draws its controls from the options that
 `spec.decoding` declares (`GET /api/generate/options`). The tokens are those of `stream` and
-`beam_search`; a reader who goes away ends the work at the next token.
+`beam_search`; a reader who goes away ends the work at the next token. A model whose id begins with
+`server:` belongs to the server that the explorer was started with, which then makes the tokens.
 
 Quantize: float32 beside every quantization scheme, on the same text. Nothing is written: the copies
 live in memory, and their sizes are those of the files that `glass quantize` would write. Speed is
@@ -12,7 +13,7 @@ asked for apart, since measuring it takes a while.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from glassformer.spec.options import Option, options_of
 from glassformer.spec.quantization import coverage
 from glassformer.spec.schemes import SCHEMES
 from glassformer.web.app import limits
-from glassformer.web.app.query import Query, Route, TooLarge
+from glassformer.web.app.query import Query, Route, TooLarge, Unreachable
 from glassformer.web.app.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -142,6 +143,9 @@ def generate(query: Query, lab: Workspace) -> Iterator[dict[str, Any]]:
 
 
 def _lines(ask: Ask, lab: Workspace) -> Iterator[dict[str, Any]]:
+    if ask.run.startswith(SERVER):
+        yield from _relayed(ask, lab)
+        return
     with lab.working(ask.run, ask.step) as adapter:
         if "next" not in adapter.spec.head_names():
             yield from _answered(adapter, ask)
@@ -202,6 +206,125 @@ def _word(adapter: "BaseAdapter", i: int) -> str:
     from glassformer.lens.show.text import shown
 
     return shown(Words(adapter.tokenizer)(i))
+
+
+# --- a model of a server --------------------------------------------------------------------------
+
+#: What an id of a server's model begins with; no name of a run does.
+SERVER = "server:"
+#: Options of ours that a server does not have, and other names of those that it has.
+NOT_SERVED, SERVED_AS = ("min_new_tokens",), {"max_new_tokens": "max_tokens"}
+
+
+def server(query: Query, lab: Workspace) -> dict[str, Any]:
+    """The server's address and models, with the options that it takes; no address without one."""
+    query.only()
+    if lab.relay is None:
+        return {"address": None, "models": [], "options": {}}
+    offered = {
+        mode: [_control(each, mode) for each in controls(mode) if each.name not in NOT_SERVED]
+        for mode in MODES
+        if mode != "beam"
+    }
+    return {"address": lab.relay.address, "models": lab.relay.models(), "options": offered}
+
+
+def _relayed(ask: Ask, lab: Workspace) -> Iterator[dict[str, Any]]:
+    """The lines of a model here, from a server's stream: `/v1/completions` with logprobs."""
+    if lab.relay is None:
+        raise InputError("the explorer points at no server", hint="glass explore --server ADDRESS")
+    if ask.mode == "beam" or not ask.cached or "forced" in ask.options:
+        raise InputError(
+            "a server continues a prompt with its cache: no beams, no branches",
+            hint="open the model itself for these",
+        )
+    for name in NOT_SERVED:
+        if ask.options.get(name):
+            raise InputError(f"a server has no {name}", hint="leave it out")
+    given = {k: v for k, v in ask.options.items() if v is not None and k not in NOT_SERVED}
+    request = {
+        "model": ask.run.removeprefix(SERVER),
+        "prompt": ask.prompt,
+        "temperature": 0.0,
+        **{SERVED_AS.get(name, name): value for name, value in given.items()},
+    }
+    sent = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": ALTERNATIVES}
+    events = lab.relay.events("/completions", request | sent)
+    start = {
+        "kind": "start",
+        "mode": ask.mode,
+        "what": f"The server at {lab.relay.address} continues the text, a token at a time.",
+        "prompt": [{"id": None, "word": ask.prompt}],
+        "source": None,
+        "cached": True,
+        "served": request,
+    }
+    position, finish, texts, read = 0, None, list[str](), 0
+    begin, begun = time.perf_counter(), False
+    first = last = None
+    try:
+        for event in events:
+            if not begun:
+                begun = True
+                yield start  # a refusal comes before it
+            read = (event.get("usage") or {}).get("prompt_tokens", read)
+            for choice in event["choices"]:
+                texts.append(str(choice["text"]))
+                finish = choice["finish_reason"] or finish
+                for line in _served_tokens(choice, position):
+                    last = time.perf_counter()
+                    first = last if first is None else first
+                    position += 1
+                    yield line
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        what = "the server's events are not OpenAI's"
+        raise Unreachable(what, where=lab.relay.address) from error
+    finally:
+        events.close()
+    later = 0.0 if first is None or last is None else last - first
+    yield {
+        "kind": "end",
+        "finish": "eos" if finish == "stop" else finish,
+        "text": "".join(texts),
+        "first_seconds": None if first is None else first - begin,
+        "seconds": time.perf_counter() - begin,
+        "tokens_per_second": (position - 1) / later if later else None,
+        "positions": read + max(position - 1, 0),
+    }
+
+
+def _served_tokens(choice: Mapping[str, Any], position: int) -> Iterator[dict[str, Any]]:
+    """The tokens of one event; a server tells their texts, not their ids."""
+    found = choice["logprobs"]
+    if found is None:
+        return
+    tokens, tops = found["tokens"], found["top_logprobs"]
+    for at, (token, logprob, top) in enumerate(
+        zip(tokens, found["token_logprobs"], tops, strict=True)
+    ):
+        yield {
+            "kind": "token",
+            "position": position + at + 1,
+            "id": token,
+            "word": _shown(token),
+            "text": choice["text"] if at + 1 == len(tokens) else "",
+            "logprob": float(logprob),
+            "probability": math.exp(logprob),
+            "forced": False,
+            "end": False,
+            "alternatives": [
+                {"id": text, "word": _shown(text), "probability": math.exp(value)}
+                for text, value in sorted(top.items(), key=lambda pair: -pair[1])
+            ],
+        }
+
+
+def _shown(text: str) -> str:
+    from glassformer.lens.show.text import shown
+
+    return shown(text)
 
 
 # --- a model that answers -------------------------------------------------------------------------
@@ -442,6 +565,7 @@ def _worst(found: "Prompted", there: tuple[float, ...]) -> list[int]:
 ROUTES: tuple[Route, ...] = (
     ("GET", "/api/generate/options", options),
     ("POST", "/api/generate", generate),
+    ("GET", "/api/generate/server", server),
     ("POST", "/api/quantize", quantize),
     ("POST", "/api/quantize/speed", quantize_speed),
 )

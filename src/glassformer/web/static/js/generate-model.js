@@ -7,6 +7,9 @@ const SHOWN = 60; // signs of an example in the list
 /** The first text for a model whose task is not known. */
 export const EXAMPLE = "The quick brown fox jumps over the lazy";
 
+/** Whether an id is that of a server's model. */
+export const isServed = (run) => run?.startsWith("server:") ?? false;
+
 export class ModelForm {
   /** change(patch): another model or step; submit(): the button, or Enter in the text. */
   constructor(context, { change, submit, verb, label = "Prompt" }) {
@@ -22,12 +25,15 @@ export class ModelForm {
       this.models, this.examples, field(label, this.text), this.inside, this.buttons);
   }
 
-  /** The runs of the folder, and what the one in view offers; the view's open ends are filled in. */
-  async prepare(view) {
+  /** The runs of the folder, and what the one in view offers; the view's open ends are filled in.
+      served: [id, label] of a server's models, which have neither steps nor examples. */
+  async prepare(view, served = []) {
     const { api } = this.context;
     this.known ??= await api.models();
-    view.run ??= this.known.first;
+    this.served = served;
+    view.run ??= this.known.first ?? served[0]?.[0] ?? null;
     if (view.run === null) return false;
+    if (isServed(view.run)) ABOUT.set(view.run, { best: null, checkpoints: [], examples: [] });
     if (!ABOUT.has(view.run)) {
       ABOUT.set(view.run, await api.get(`/api/runs/${encodeURIComponent(view.run)}/inspect`));
     }
@@ -42,7 +48,7 @@ export class ModelForm {
     const focused = document.activeElement?.name;
     const another = (run) => this.change({ run, step: "best", text: null });
     fill(this.models,
-      field("Model", select(this.known.ids, view.run, another, { name: "run" })),
+      field("Model", select([...this.known.ids, ...this.served], view.run, another, { name: "run" })),
       checkpoints.length > 0
         && field("Step", select(steps, view.step, (step) => this.change({ step }), { name: "step" })));
     const listed = new Map(examples.filter(({ prompt }) => prompt).map(({ prompt, text }) => [prompt, text]));

@@ -3,7 +3,7 @@
 
 import { alertBox, busy, check, el, field, fill, meter, panel, right, scrolled, select, silent, table } from "./dom.js";
 import { fixed, short } from "./format.js";
-import { ModelForm } from "./generate-model.js";
+import { isServed, ModelForm } from "./generate-model.js";
 import "./generate-tokens.js";
 import "./generate-tree.js";
 import { command, modelPath, quoted } from "./inspect-commands.js";
@@ -55,6 +55,15 @@ function choices(caption, answers, { chosen, branch } = {}) {
         "aria-label": `Branch from here with ${word}`, onclick: branch(id) }, "branch")] : [])]) });
 }
 
+/** A request to a server, as a command and as Python. */
+function asked(address, request) {
+  const { model, prompt, ...rest } = request;
+  return { cli: `curl ${address}/completions -H 'content-type: application/json' -d ${quoted(JSON.stringify(request))}`,
+    python: ["from openai import OpenAI", "", `client = OpenAI(base_url=${JSON.stringify(address)}, api_key="none")`,
+      `made = client.completions.create(model=${JSON.stringify(model)}, prompt=${JSON.stringify(prompt)},`,
+      `    extra_body=${JSON.stringify(rest)})`, "print(made.choices[0].text)"].join("\n") };
+}
+
 class Generate {
   running = null;
   tokens = [];
@@ -86,13 +95,24 @@ class Generate {
 
   async update(params) {
     const begin = params.text !== undefined;
-    this.options ??= await this.context.api.get("/api/generate/options");
+    this.own ??= await this.context.api.get("/api/generate/options");
+    this.server ??= await this.#served();
+    this.options = isServed(params.run) && this.server.address ? this.server.options : this.own;
     this.view = parse(params, this.options);
-    if (!await this.form.prepare(this.view)) { fill(this.root, this.form.empty()); return; }
+    const served = this.server.models.map((name) => [`server:${name}`, `${name} (${this.server.address})`]);
+    if (!await this.form.prepare(this.view, served)) { fill(this.root, this.form.empty()); return; }
     this.#settings();
     if (begin) await this.#run();
     else { this.cease(); this.#clear(); fill(this.what, "Press Generate, or Enter in the prompt."); }
     this.root.dataset.ready = "true";
+  }
+
+  /** The models of the server that the explorer points at; a server that is silent is none. */
+  async #served() {
+    try { return await this.context.api.get("/api/generate/server"); } catch (error) {
+      this.context.alert(error);
+      return { address: null, models: [] };
+    }
   }
 
   #change(patch) {
@@ -122,9 +142,11 @@ class Generate {
     };
     const held = document.activeElement?.name;
     fill(this.form.inside,
-      field("How", select(MODES, view.mode, (mode) => this.#change({ mode }), { name: "mode" })),
+      field("How", select(MODES.filter(([mode]) => mode in this.options), view.mode, (mode) => this.#change({ mode }),
+        { name: "mode" })),
       el("div", { class: "numbers" }, this.options[view.mode].map(control)),
-      check("KV cache", view.cached, (cached) => this.#change({ cached, forced: view.forced }), { name: "cached" }),
+      !isServed(view.run) && check("KV cache", view.cached,
+        (cached) => this.#change({ cached, forced: view.forced }), { name: "cached" }),
       view.forced && view.mode !== "beam"
         && el("p", { class: "branch" }, `A branch: ${view.forced.split(",").length} tokens are given. `,
         el("button", { type: "button", class: "small", id: "unbranch", onclick: () => this.#change({}) }, "drop it")));
@@ -224,7 +246,8 @@ class Generate {
     return scrolled("Table of tokens", table({ caption: "Generated tokens", props: { id: "tokens-table" },
       head: [right("position"), "token", right("id"), right("probability"), right("log")],
       rows: this.tokens.map(({ position, word, id, probability, logprob, forced }) =>
-        [position, [el("code", {}, word), forced && " (given)"], id, fixed(probability, 4), fixed(logprob, 4)]) }));
+        [position, [el("code", {}, word), forced && " (given)"], this.start.served ? "–" : id,
+          fixed(probability, 4), fixed(logprob, 4)]) }));
   }
 
   /** Measured where the page runs: with the cache, and on demand without it. */
@@ -237,7 +260,7 @@ class Generate {
           ` · ${short(1000 * first)} ms to the first token, ${positions} positions read`));
     };
     const rows = [true, false].filter((cached) => this.rates[cached]).map(told);
-    if (!rows.length) return null;
+    if (!rows.length || this.start.served) return rows.length > 0 && el("div", { id: "speed" }, rows);
     const measure = el("button",
       { type: "button", class: "small", id: "measure", onclick: () => this.#measure(measure) },
       `measure ${this.start.cached ? "without" : "with"} the cache`);
@@ -270,7 +293,7 @@ class Generate {
     fill(this.beside, el("p", {}, `Position ${token.position}: `, el("code", {}, token.word),
       ` had probability ${fixed(token.probability, 4)}`, token.forced && ", and was given by the branch", "."),
       choices(`The likeliest tokens at position ${token.position}, by the model's own distribution`, rows,
-        { chosen: token.id, branch }));
+        { chosen: token.id, branch: this.start.served ? null : branch }));
     if (!quietly) this.#spoken();
   }
 
@@ -303,6 +326,7 @@ class Generate {
   commands() {
     const { view } = this;
     if (!view?.run) return { cli: "", python: "" };
+    if (isServed(view.run)) return this.start ? asked(this.server.address, this.start.served) : { cli: "", python: "" };
     const path = modelPath(view, this.form.known.paths);
     const listed = this.options[view.mode].filter((one) =>
       (SHOWN.includes(one.name) || changed(view, this.options).includes(one)) && view.values[one.name] !== "");
