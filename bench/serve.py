@@ -14,9 +14,7 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -196,6 +194,27 @@ def make_folder(home: Path, sizes: dict[str, int], dtype: torch.dtype = torch.fl
     }
     (home / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return home
+
+
+#: A program with many clients in the middle of their streams, to be killed.
+CROWD = """
+import asyncio, json, sys
+from bench.serve import prompt, send
+
+async def main(port, count):
+    async def one(number):
+        asked = {"model": "m", "prompt": prompt(number), "max_tokens": 200, "stream": True}
+        reader, writer = await send(port, json.dumps(asked).encode())
+        await reader.readuntil(b"data: ")
+        return reader, writer
+    work = [asyncio.create_task(one(n)) for n in range(count)]
+    await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.sleep(0.3)
+    print("streaming", flush=True)
+    await asyncio.sleep(1_000)
+
+asyncio.run(main(*map(int, sys.argv[1:])))
+"""
 
 
 class Server:
@@ -497,31 +516,50 @@ def company(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
     yield said("serve", case, f"{same} of {asked.answers} answers and their logprobs identical")
 
 
+#: Values of every type, for fields of any.
+VALUES: list[Any] = [
+    None, True, -1, 0, 1e308, -1e308, 2**63, 2**200, "", "x", "\ud800", "\x00", [], {}, [[]], [{}],
+    {"a": 1}, [None], "x" * 5_000, [1] * 5_000, -0.5, 99, [[1, "a"]], [2**40], {"1": 5}, {"7": "x"},
+    {"include_usage": 1}, [{"role": "user"}], [{"role": "tool", "content": []}], ["x", ""],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    [{"role": "user", "content": [{"type": "image_url"}]}], [{"type": "function", "function": {}}],
+    {"type": "regex", "pattern": "(a|"}, {"type": "regex", "pattern": "a" * 30_000},
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+    {"type": "json_schema", "json_schema": {"schema": {"type": ["array"], "items": 3}}},
+    {"type": "json_object"}, {"type": "function", "function": {"name": "f"}}, "required", 1e-300,
+]  # fmt: skip
+FIELDS = (
+    "prompt", "messages", "n", "stop", "seed", "temperature", "top_p", "max_tokens", "logprobs",
+    "top_logprobs", "stream", "stream_options", "response_format", "tools", "tool_choice",
+    "logit_bias", "user", "top_k", "min_p", "repetition_penalty", "echo", "suffix", "best_of",
+    "input", "chat_template_kwargs", "metadata", "presence_penalty", "frequency_penalty",
+    "parallel_tool_calls", "encoding_format", "dimensions", "pooling", "store", "service_tier",
+    "max_completion_tokens", "modalities", "functions", "nonsense",
+)  # fmt: skip
+#: One of these makes a request wrong, whatever else it has; a name is looked up behind all checks.
+WRONG: list[dict[str, Any]] = [
+    {"model": "none"}, {"model": "none"}, {"model": "none"}, {"model": ""}, {"model": None},
+    {"temperature": "hot"}, {"n": 0}, {"max_tokens": -1}, {"seed": "x"}, {"stop": [""]},
+    {"logit_bias": {"x": 1}}, {"presence_penalty": 3}, {"response_format": {"type": "xml"}},
+    {"stream": 1}, {"user": 5}, {"top_k": 0}, {"nonsense": 1},
+]  # fmt: skip
+
+
 def bad_bodies(server_model: str, count: int, seed: int = 0) -> Iterator[tuple[str, str, bytes]]:
     """Requests with something wrong: method, path and body."""
     chance = random.Random(seed)
     good = {"model": server_model, "prompt": "the model", "max_tokens": 1, "temperature": 0}
     chat = {"model": server_model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    values: list[Any] = [
-        None, True, -1, 0, 1e308, -1e308, 2**63, 2**200, "", "x", "\ud800", "\x00", [], {}, [[]],
-        [{}], {"a": 1}, [None], "x" * 5_000, [1] * 5_000, -0.5, 99, [[1, "a"]], [2**40],
-    ]  # fmt: skip
-    paths = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
-    keys = (
-        "prompt", "messages", "model", "n", "stop", "seed", "temperature", "top_p", "max_tokens",
-        "logprobs", "top_logprobs", "stream", "stream_options", "response_format", "tools",
-        "tool_choice", "logit_bias", "user", "top_k", "min_p", "repetition_penalty", "echo",
-        "suffix", "best_of", "input", "nonsense", "chat_template_kwargs", "metadata",
-    )  # fmt: skip
+    vector = {"model": server_model, "input": "the model"}
+    bases = {"/v1/completions": good, "/v1/chat/completions": chat, "/v1/embeddings": vector}
     for _ in range(count):
-        path = chance.choice(paths)
-        base = dict(chat if "chat" in path else good)
+        path = chance.choice(list(bases))
+        base = dict(bases[path])
         kind = chance.randrange(8)
         if kind < 4:
             for _ in range(chance.randrange(1, 4)):
-                base[chance.choice(keys)] = chance.choice(values)
-            base["nonsense"] = 1  # so that none is accidentally good
-            body = json.dumps(base).encode()
+                base[chance.choice(FIELDS)] = chance.choice(VALUES)
+            body = json.dumps(base | chance.choice(WRONG)).encode()
         elif kind == 4:
             body = json.dumps(base).encode()
             cut = chance.randrange(len(body))
@@ -533,7 +571,7 @@ def bad_bodies(server_model: str, count: int, seed: int = 0) -> Iterator[tuple[s
         else:
             path = chance.choice(("/", "/v1", "/v1/models/none", "/v1/completions/", "/%00", "/.."))
             body = json.dumps(base).encode()
-        yield chance.choice(("POST", "POST", "POST", "PUT", "DELETE")), path, body
+        yield chance.choice(("POST",) * 8 + ("PUT", "DELETE")), path, body
 
 
 def bad_requests(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
@@ -571,28 +609,29 @@ async def _gauge(port: int, name: str) -> float:
 def leaving(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
     """Clients that vanish mid-stream, read nothing, or say nothing."""
 
-    async def vanish(number: int) -> None:
-        body = server.body(prompt=prompt(number), max_tokens=200, stream=True)
-        reader, writer = await send(server.port, body)
-        await reader.readuntil(b"data: ")
-        sock = writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.close()  # a reset, as the kernel sends it for a killed process
-
     async def killed() -> tuple[float, str, str]:
         body = server.body(prompt=prompt(7), max_tokens=24, seed=1)
         before = await post(server.port, body)
-        work = [lambda n=n: vanish(n) for n in range(asked.killed)]
-        during, _ = await asyncio.gather(post(server.port, body), together(work, at_once=64))
+        sizes = [str(server.port), str(asked.killed)]
+        crowd = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CROWD, *sizes, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        )
+        assert crowd.stdout is not None
+        await crowd.stdout.readline()  # every client that fits into the slots has a token
+        during = asyncio.create_task(post(server.port, body))
+        await asyncio.sleep(0.05)
+        crowd.kill()
+        await crowd.wait()
         begun = time.perf_counter()
         while await _gauge(server.port, "running") + await _gauge(server.port, "waiting"):
             await asyncio.sleep(0.02)
             assert time.perf_counter() - begun < 60, "slots are not freed"
-        text = [json.loads(data)["choices"][0]["text"] for _, data in (before, during)]
+        answered = (before, await during)
+        text = [json.loads(data)["choices"][0]["text"] for _, data in answered]
         return time.perf_counter() - begun, text[0], text[1]
 
     freed, before, during = asyncio.run(killed())
-    case = f"{asked.killed} clients vanish mid-stream"
+    case = f"a process with {asked.killed} clients is killed (-9) mid-stream"
     same = "identical" if before == during else "DIFFERENT"
     yield said("serve", case, f"slots free {freed:.2f} s later; an answer meanwhile: {same}")
 
