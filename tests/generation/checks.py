@@ -184,13 +184,17 @@ NATIVE_SPECS = SPECS | {
 }
 
 
-def single(name: str) -> Model:
-    """A model in float32, with activations of unit scale, where 1e-5 is rounding."""
-    model = built(NATIVE_SPECS[name]).float()
+def _halved(model: Model) -> Model:
+    """The model in float32, with activations of unit scale, where 1e-5 is rounding."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.float().parameters():
             parameter.mul_(0.5)
     return model
+
+
+def single(name: str) -> Model:
+    """A small model for the native step."""
+    return _halved(built(NATIVE_SPECS[name]))
 
 
 def native_is_uncached(*, variants: Sequence[str] = (), specs: Sequence[str] = ()) -> None:
@@ -206,16 +210,71 @@ def native_is_uncached(*, variants: Sequence[str] = (), specs: Sequence[str] = (
                     assert worst <= 1e-5, f"{name}, {variant}: off by {worst:.1e}"
 
 
+def _long(name: str) -> Model:
+    """A model with heads of 20: some vectors, and some numbers that fill none."""
+    made = NATIVE_SPECS[name]
+    for side in ("decoder", "encoder"):
+        stack = getattr(made, side)
+        if stack is not None:
+            layers = tuple(
+                replace(
+                    run,
+                    block=replace(
+                        run.block,
+                        attention=replace(run.block.attention, d_head=20),
+                        cross=run.block.cross and replace(run.block.cross, d_head=20),
+                    ),
+                )
+                for run in stack.layers
+            )
+            made = replace(made, **{side: replace(stack, layers=layers)})
+    return _halved(built(replace(made, max_seq_len=403)))
+
+
 def long_rows_are_uncached() -> None:
-    """Rows over several pages, in blocks, with a window and biases that begin within a page."""
-    for name in ("window", "alibi", "encoder-pre"):
-        spec = replace(SPECS[name], max_seq_len=97)
-        model = built(spec).float()
-        rows = [[(7 * i + r) % VOCAB for i in range(length)] for r, length in enumerate((61, 33))]
-        sources = None if model.spec.encoder is None else [[2] * 37, list(range(VOCAB))]
+    """Rows over several tiles, in blocks, with windows and biases that begin within a page."""
+    for name in ("window", "alibi", "encoder-pre", "gemma", "scaled"):
+        model = _long(name)
+        lengths = (197, 61, 33)
+        rows = [[(7 * i + r) % VOCAB for i in range(length)] for r, length in enumerate(lengths)]
+        sources = None if model.spec.encoder is None else [[2] * 137, list(range(VOCAB)), [3] * 64]
         prompts = Prompts.of(rows, sources=sources)
-        worst = max(paired_logits(NativeStepper, model, prompts, steps=20))
-        assert worst <= 1e-4, f"{name}: off by {worst:.1e}"
+        for variant in c_library.variants():
+            with c_library.use_variant(variant):
+                worst = max(paired_logits(NativeStepper, model, prompts, steps=8))
+            assert worst <= 1e-5, f"{name}, {variant}: off by {worst:.1e}"
+
+
+def long_rows_have_their_own_bits() -> None:
+    """Logits after each token: in one block, token by token, and beside others, bit for bit."""
+    for name, variant in itertools.product(
+        ("window", "alibi", "gemma", "scaled", "learned"), c_library.variants()
+    ):
+        with c_library.use_variant(variant), taking(2):
+            stepper = NativeStepper(_long(name))
+            rows = [[(5 * i + r) % VOCAB for i in range(n)] for r, n in enumerate((150, 97, 3))]
+            _, past = stepper.start(Prompts.of([row[:1] for row in rows]), room=200)
+            together = stepper.read_all([row[1:] for row in rows], past=past)
+            alone = []
+            for row in rows:
+                _, past = stepper.start(Prompts.of([row[:1]]), room=200)
+                alone += [stepper.step(torch.tensor([t]), past=past).clone() for t in row[1:]]
+        assert torch.equal(together, torch.cat(alone)), f"{name}, {variant}"
+
+
+def what_comes_later_is_not_read() -> None:
+    """A row whose next tokens are no numbers: it is as if they were not there."""
+    model = _long("learned")
+    with torch.no_grad():
+        model.embed.weight[VOCAB - 1] = torch.nan
+    row = [(5 * i) % (VOCAB - 1) for i in range(90)]
+    for variant in c_library.variants():
+        with c_library.use_variant(variant):
+            stepper = NativeStepper(model)
+            _, past = stepper.start(Prompts.of([row[:1]]), room=99)
+            logits = stepper.read_all([row[1:] + [VOCAB - 1] * 5], past=past)
+            assert logits[: len(row) - 1].isfinite().all(), variant
+            assert logits[len(row) - 1 :].isnan().all(), variant
 
 
 def native_runs_are_steps() -> None:

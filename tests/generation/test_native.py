@@ -30,6 +30,8 @@ CHECKS = {
     for check in (
         checks.native_is_uncached,
         checks.long_rows_are_uncached,
+        checks.long_rows_have_their_own_bits,
+        checks.what_comes_later_is_not_read,
         checks.native_runs_are_steps,
         checks.native_beams_are_plain,
         checks.native_beam_runs_are_steps,

@@ -17,7 +17,11 @@
 #include "native.h"
 
 #define PAGE 16
-#define STEADY 8 /* pieces of shared work for each thread */
+#define STEADY 8          /* pieces of shared work for each thread */
+#define TILE 64           /* positions that a query attends to at a time */
+#define HANDFUL 6         /* queries that attend at once: their sums are in registers */
+#define MOST_VECTORS 4    /* of each of them */
+#define MOST_QUERIES 96   /* that go over the positions together */
 
 enum kind {
     EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, ADJUST,
@@ -74,10 +78,23 @@ struct step {
 struct work {
     const struct step *step;
     const struct op *op;
+    int64_t together; /* tokens of one item, of attention */
 };
 
-typedef float lanes __attribute__((vector_size(4 * PAGE), aligned(4)));
-typedef int32_t whole __attribute__((vector_size(4 * PAGE), aligned(4)));
+/* One head of one token: its positions are begin .. end - 1. */
+struct query {
+    const float *q;
+    float *out;
+    int64_t at, begin, end;
+    float slope, most;
+    float sums[PAGE]; /* of exp(score - most) */
+};
+
+/* Pages of one head, with its values behind the keys, and the scores of some queries. */
+struct tile {
+    const float *keys[TILE / PAGE];
+    float scores[HANDFUL][TILE];
+};
 
 INLINE float *row_of(const struct work *work, int buffer, int64_t width, int64_t m) {
     return work->step->buffers[buffer] + m * width;
@@ -93,6 +110,10 @@ INLINE float *head_of_page(const struct work *work, int64_t row, int64_t positio
     return memory->pool + page * memory->page + op->layer + head * 2 * PAGE * op->width;
 }
 
+INLINE void fetch(const float *from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(float)) __builtin_prefetch(from + i, 0, 2);
+}
+
 INLINE float widened(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;
     float value;
@@ -101,15 +122,48 @@ INLINE float widened(uint16_t bits) {
 }
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors pass between inlined functions only */
+INLINE float larger(float a, float b) { return a > b ? a : b; }
+
+#ifdef GLASS_X86
+AVX2 INLINE float sum8(__m256 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+AVX2 INLINE float largest8(__m256 v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+#endif
+
+/* Each width of vectors: WIDTH numbers side by side, FILL(x) is x in all of them, FMA(a, b, c) is
+   a b + c, rounded once where the machine can; SUM and LARGEST are of all numbers of a vector. */
 #define NAME(what) portable_##what
 #define TARGET
+#define WIDTH 4
+#define FILL(x) ((x) - (lanes){0})
+#define FMA(a, b, c) ((a) * (b) + (c))
+#define SUM(v) ((v)[0] + (v)[2] + ((v)[1] + (v)[3]))
+#define LARGEST(v) larger(larger((v)[0], (v)[2]), larger((v)[1], (v)[3]))
 #include "step_parts.h"
 #ifdef GLASS_X86
 #define NAME(what) avx2_##what
 #define TARGET AVX2
+#define WIDTH 8
+#define FILL _mm256_set1_ps
+#define FMA _mm256_fmadd_ps
+#define SUM sum8
+#define LARGEST largest8
 #include "step_parts.h"
 #define NAME(what) avx512_##what
 #define TARGET AVX512
+#define WIDTH 16
+#define FILL _mm512_set1_ps
+#define FMA _mm512_fmadd_ps
+#define SUM _mm512_reduce_add_ps
+#define LARGEST _mm512_reduce_max_ps
 #include "step_parts.h"
 #endif
 
@@ -146,6 +200,14 @@ static int64_t amount(const struct step *step, const struct op *op) {
         longest = end > longest ? end : longest;
     }
     return (op->window && op->window < longest ? op->window : longest) * op->count * op->width;
+}
+
+/* Tokens that one item of attention has: few enough that there is work for all threads. */
+static int64_t tokens_together(const struct step *step, const struct op *op) {
+    int64_t most = MOST_QUERIES * op->groups / op->count;
+    int64_t steady = step->n_new * op->groups / (STEADY * step->threads);
+    int64_t tokens = steady < most ? steady : most;
+    return tokens > 1 ? tokens : 1;
 }
 
 static void product(struct step *step, const struct op *op, int64_t rows) {
@@ -221,7 +283,7 @@ static void scatter(const struct work *work) {
 static void run(struct step *step) {
     int64_t rows = step->n_new;
     for (const struct op *op = step->ops; op < step->ops + step->n_ops; op++) {
-        struct work work = {step, op};
+        struct work work = {step, op, 1};
         if (op->kind == SCATTER) {
             scatter(&work);
             rows = step->n_new;
@@ -241,7 +303,11 @@ static void run(struct step *step) {
         } else if (op->kind == PRODUCT) {
             product(step, op, rows);
         } else {
-            int64_t items = op->kind == ATTEND ? rows * op->groups : rows;
+            int64_t items = rows;
+            if (op->kind == ATTEND) {
+                work.together = tokens_together(step, op);
+                items = (rows + work.together - 1) / work.together * op->groups;
+            }
             int64_t chunk = items / (STEADY * step->threads) + 1;
             if (rows * amount(step, op) < SHARED) chunk = items;
             glass_share(parts[glass_variant()][op->kind], &work, items, chunk, step->threads);

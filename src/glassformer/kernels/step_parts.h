@@ -1,34 +1,31 @@
 /* Included by step.c once for each width of vectors: the parts of a model, for some rows each.
 
-   NAME(..) names what is made, TARGET says for which machine. The lines are the same for all: 16
-   numbers are added and multiplied side by side, in as many instructions as the machine needs. */
+   NAME(..) names what is made, TARGET says for which machine. The lines are the same for all: WIDTH
+   numbers are added and multiplied side by side. */
 
-/* --- 16 numbers ------------------------------------------------------------------------------- */
+#define lanes NAME(numbers)
+#define whole NAME(integers)
+#define stored NAME(stored_numbers)
+typedef float lanes __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t whole __attribute__((vector_size(4 * WIDTH)));
+typedef float stored __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+/* --- WIDTH numbers ---------------------------------------------------------------------------- */
 
 TARGET INLINE lanes NAME(get)(const float *from, int64_t count) {
     lanes all = {0};
-    memcpy(&all, from, sizeof(float) * (size_t)(count < PAGE ? count : PAGE));
+    if (count >= WIDTH) return *(const stored *)from;
+    memcpy(&all, from, sizeof(float) * (size_t)count);
     return all;
 }
 
 TARGET INLINE void NAME(put)(float *to, lanes all, int64_t count) {
-    memcpy(to, &all, sizeof(float) * (size_t)(count < PAGE ? count : PAGE));
+    if (count >= WIDTH) *(stored *)to = all;
+    else memcpy(to, &all, sizeof(float) * (size_t)count);
 }
 
 TARGET INLINE lanes NAME(pick)(whole mask, lanes yes, lanes no) {
     return (lanes)((mask & (whole)yes) | (~mask & (whole)no));
-}
-
-TARGET INLINE float NAME(sum)(lanes v) {
-    for (int half = PAGE / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) v[l] += v[l + half];
-    return v[0];
-}
-
-TARGET INLINE float NAME(largest)(lanes v) {
-    for (int half = PAGE / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) v[l] = v[l + half] > v[l] ? v[l + half] : v[l];
-    return v[0];
 }
 
 /* exp(x) = 2^n exp(r), n whole: Cody and Waite's reduction, Cephes' polynomial. Below -87 it is
@@ -37,16 +34,16 @@ TARGET INLINE lanes NAME(exponential)(lanes x) {
     const lanes low = (lanes){0} - 87.0f, high = (lanes){0} + 88.0f;
     x = NAME(pick)(x < low, low, x);
     x = NAME(pick)(x > high, high, x);
-    lanes shifted = x * 1.44269504f + 12582912.0f; /* n in the lowest bits */
+    lanes shifted = FMA(x, FILL(1.44269504f), FILL(12582912.0f)); /* n in the lowest bits */
     lanes n = shifted - 12582912.0f;
-    lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    typedef uint32_t bits __attribute__((vector_size(4 * PAGE)));
+    lanes r = FMA(n, FILL(2.12194440e-4f), FMA(n, FILL(-0.693359375f), x));
+    lanes y = FMA(r, FILL(1.9875691500e-4f), FILL(1.3981999507e-3f));
+    y = FMA(y, r, FILL(8.3334519073e-3f));
+    y = FMA(y, r, FILL(4.1665795894e-2f));
+    y = FMA(y, r, FILL(1.6666665459e-1f));
+    y = FMA(y, r, FILL(5.0000001201e-1f));
+    y = FMA(y, r * r, r) + 1.0f;
+    typedef uint32_t bits __attribute__((vector_size(4 * WIDTH)));
     return (lanes)((bits)y + ((bits)shifted << 23));
 }
 
@@ -115,11 +112,11 @@ TARGET static void NAME(add_position)(void *data, int64_t first, int64_t last) {
 TARGET INLINE float NAME(total)(const float *x, int64_t count, float shift, int squares) {
     lanes sums = {0};
     int64_t i = 0;
-    for (; i + PAGE <= count; i += PAGE) {
-        lanes v = NAME(get)(x + i, PAGE) - shift;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        lanes v = NAME(get)(x + i, WIDTH) - shift;
         sums += squares ? v * v : v;
     }
-    float sum = NAME(sum)(sums);
+    float sum = SUM(sums);
     for (; i < count; i++) sum += squares ? (x[i] - shift) * (x[i] - shift) : x[i] - shift;
     return sum;
 }
@@ -169,7 +166,7 @@ TARGET static void NAME(adjust)(void *data, int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
         const float *x = row_of(work, op->from, op->from_width, m);
         float *y = row_of(work, op->to, op->to_width, m);
-        for (int64_t i = 0; i < op->to_width; i += PAGE) {
+        for (int64_t i = 0; i < op->to_width; i += WIDTH) {
             int64_t left = op->to_width - i;
             lanes v = NAME(get)(x + i, left) * op->number;
             if (op->cap > 0) v = op->cap * NAME(tanh)(v / op->cap);
@@ -197,90 +194,7 @@ TARGET static void NAME(remember)(void *data, int64_t first, int64_t last) {
     }
 }
 
-/* --- attention -------------------------------------------------------------------------------- */
-
-/* out += weights of 16 positions times their values; `used` of the positions count. */
-TARGET INLINE void NAME(add_values)(float *out, const float *weights, const float *values,
-                                    int64_t H, int used) {
-    int64_t h = 0;
-    for (; h + 2 * PAGE <= H; h += 2 * PAGE) {
-        lanes a = NAME(get)(out + h, PAGE), b = NAME(get)(out + h + PAGE, PAGE);
-        for (int s = 0; s < used; s++) {
-            a += weights[s] * NAME(get)(values + s * H + h, PAGE);
-            b += weights[s] * NAME(get)(values + s * H + h + PAGE, PAGE);
-        }
-        NAME(put)(out + h, a, PAGE);
-        NAME(put)(out + h + PAGE, b, PAGE);
-    }
-    for (; h < H; h++)
-        for (int s = 0; s < used; s++) out[h] += weights[s] * values[s * H + h];
-}
-
-/* softmax(q k^T * scale - slope * distance) v of one query head over positions begin .. end - 1,
-   page by page: what was summed is scaled down whenever a larger score is found. */
-TARGET INLINE void NAME(attend_head)(const struct work *work, const float *q, float *out,
-                                     int64_t m, int64_t head, int64_t begin, int64_t end) {
-    const struct op *op = work->op;
-    int64_t H = op->width, row = work->step->row[m], at = work->step->position[m];
-    float slope = op->weight ? ((const float *)op->weight)[head] : 0.0f;
-    /* A sink is a score without a value: it has its share of the sum, and nothing else. */
-    float most = op->bias ? op->bias[head] : -INFINITY;
-    lanes sums = {op->bias ? 1.0f : 0.0f};
-    for (int64_t h = 0; h < H; h++) out[h] = 0.0f;
-    for (int64_t from = begin / PAGE * PAGE; from < end; from += PAGE) {
-        const float *keys = head_of_page(work, row, from, head / (op->count / op->groups));
-        lanes a = {0}, b = {0}, c = {0}, d = {0}; /* four chains, so that none waits for itself */
-        int64_t h = 0;
-        for (; h + 4 <= H; h += 4) {
-            a += q[h] * NAME(get)(keys + h * PAGE, PAGE);
-            b += q[h + 1] * NAME(get)(keys + (h + 1) * PAGE, PAGE);
-            c += q[h + 2] * NAME(get)(keys + (h + 2) * PAGE, PAGE);
-            d += q[h + 3] * NAME(get)(keys + (h + 3) * PAGE, PAGE);
-        }
-        for (; h < H; h++) a += q[h] * NAME(get)(keys + h * PAGE, PAGE);
-        lanes scores = ((a + b) + (c + d)) * op->number;
-        if (op->cap > 0) scores = op->cap * NAME(tanh)(scores / op->cap);
-        int first = from < begin ? (int)(begin - from) : 0;
-        int used = end - from < PAGE ? (int)(end - from) : PAGE;
-        if (op->weight)
-            for (int l = 0; l < PAGE; l++) scores[l] -= slope * fabsf((float)(at - from - l));
-        for (int l = 0; l < PAGE; l++)
-            if (l < first || l >= used) scores[l] = -INFINITY;
-        float here = NAME(largest)(scores);
-        if (here > most) {
-            float down = NAME(exponential)((lanes){0} + (most - here))[0];
-            if (most > -INFINITY) {
-                sums *= down;
-                for (int64_t i = 0; i < H; i++) out[i] *= down;
-            }
-            most = here;
-        }
-        lanes weights = NAME(exponential)(scores - most);
-        for (int l = 0; l < PAGE; l++)
-            if (l < first || l >= used) weights[l] = 0.0f;
-        sums += weights;
-        NAME(add_values)(out, (const float *)&weights, keys + PAGE * H, H, used);
-    }
-    float sum = NAME(sum)(sums);
-    for (int64_t h = 0; h < H && begin < end; h++) out[h] /= sum;
-}
-
-/* Items are pairs of a token and a key-value head, whose query heads read the same keys. */
-TARGET static void NAME(attend)(void *data, int64_t first, int64_t last) {
-    const struct work *work = data;
-    const struct op *op = work->op;
-    const struct step *step = work->step;
-    int64_t group = op->count / op->groups;
-    for (int64_t item = first; item < last; item++) {
-        int64_t m = item / op->groups, head = item % op->groups * group;
-        int64_t end = op->causal ? step->position[m] + 1 : step->length[op->form][step->row[m]];
-        int64_t begin = op->window && end > op->window ? end - op->window : 0;
-        const float *q = row_of(work, op->from, op->from_width, m) + op->first;
-        float *out = row_of(work, op->to, op->to_width, m);
-        for (int64_t n = head; n < head + group; n++)
-            NAME(attend_head)(work, q + n * op->width, out + n * op->width, m, n, begin, end);
-    }
-}
+#include "step_attention.h"
 
 /* --- feed-forward ----------------------------------------------------------------------------- */
 
@@ -291,7 +205,7 @@ TARGET static void NAME(activate)(void *data, int64_t first, int64_t last) {
         const float *x = row_of(work, op->from, op->from_width, m);
         float *y = row_of(work, op->to, op->to_width, m);
         const lanes zero = {0};
-        for (int64_t i = 0; i < op->to_width; i += PAGE) {
+        for (int64_t i = 0; i < op->to_width; i += WIDTH) {
             int64_t left = op->to_width - i;
             lanes v = NAME(get)(x + i, left);
             switch (op->form) {
@@ -315,13 +229,13 @@ TARGET static float NAME(most)(const float *logits, int64_t count) {
     lanes best = (lanes){0} - INFINITY;
     whole wrong = {0};
     int64_t i = 0;
-    for (; i + PAGE <= count; i += PAGE) {
-        lanes v = NAME(get)(logits + i, PAGE);
+    for (; i + WIDTH <= count; i += WIDTH) {
+        lanes v = NAME(get)(logits + i, WIDTH);
         wrong |= v != v;
         best = NAME(pick)(v > best, v, best);
     }
-    float most = NAME(largest)(best);
-    for (int l = 0; l < PAGE; l++)
+    float most = LARGEST(best);
+    for (int l = 0; l < WIDTH; l++)
         if (wrong[l]) return NAN;
     for (; i < count; i++) {
         if (logits[i] != logits[i]) return NAN;
@@ -334,9 +248,9 @@ TARGET static float NAME(most)(const float *logits, int64_t count) {
 TARGET static float NAME(log_sum)(const float *logits, int64_t count, float most) {
     lanes sums = {0};
     int64_t i = 0;
-    for (; i + PAGE <= count; i += PAGE)
-        sums += NAME(exponential)(NAME(get)(logits + i, PAGE) - most);
-    float all = NAME(sum)(sums);
+    for (; i + WIDTH <= count; i += WIDTH)
+        sums += NAME(exponential)(NAME(get)(logits + i, WIDTH) - most);
+    float all = SUM(sums);
     for (; i < count; i++) all += expf(logits[i] - most);
     return logf(all);
 }
@@ -361,3 +275,11 @@ TARGET static int64_t NAME(likeliest)(float *logits, int64_t count, const int64_
 
 #undef NAME
 #undef TARGET
+#undef WIDTH
+#undef FILL
+#undef SUM
+#undef LARGEST
+#undef FMA
+#undef lanes
+#undef whole
+#undef stored
