@@ -17,7 +17,7 @@ from glassformer.adapters.counterpart import differences
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.gguf.header import read_head, shortest
-from glassformer.adapters.gguf.load import kind_of, pack_q4_k, unpacked
+from glassformer.adapters.gguf.load import USUAL, kind_of, pack_q4_k, unpacked
 from glassformer.adapters.load import load
 from glassformer.cli.main import app
 from glassformer.spec import presets
@@ -368,13 +368,20 @@ def test_what_cannot_be_said_is_refused(tmp_path):
     assert "--dtype does not go with --to hf" in result.exception.what
 
 
+def test_the_usual_kinds_are_the_librarys():
+    for number, kind in USUAL.items():
+        known = gguf.GGMLQuantizationType(number)
+        assert (kind.name, (kind.block, kind.size)) == (known.name, gguf.GGML_QUANT_SIZES[known])
+
+
 def test_without_the_library_its_extra_is_named(tmp_path, monkeypatch):
     adapter = load(folder_of("llama", tmp_path))
     export_gguf(adapter, tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     kind_of.cache_clear()
+    load(tmp_path / "m.gguf")  # the usual kinds are read without it
     for use in (
-        lambda: load(tmp_path / "m.gguf"),
+        lambda: kind_of(gguf.GGMLQuantizationType.Q2_K),
         lambda: export_gguf(adapter, tmp_path / "n.gguf"),
     ):
         with pytest.raises(MachineError) as error:

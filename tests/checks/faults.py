@@ -87,6 +87,7 @@ CAUSALITY = "the future changes no bit of the past"
 DECODING = "every way of decoding gives the same tokens"
 COMPANY = "served in company = alone, bit for bit"
 AHEAD = "guesses read ahead change no token"
+KEPT = "prompts kept on disk change no bit"
 ONE_TOKEN = "one token a cached step, one run of the encoder"
 GROUPED_EXPERTS, BALANCE = (
     "experts in groups = one token at a time",
@@ -211,6 +212,8 @@ FAULTS = (
     Fault("every sequence in the first slot", "generation.fast.slots:NativeSlots.read", "[span.slot for span in spans]", "[0 for span in spans]", COMPANY, "qwen"),
     Fault("wrong guesses stay in the cache", "generation.speculative:SpeculativePast.forget", "self.stepper.forget(len(self.guesses), past=self.inner)", "pass", AHEAD, "qwen"),
     Fault("any token takes a guess's logits", "generation.speculative:SpeculativeStepper.step", "if token == past.next_guess:", "if past.guesses:", AHEAD, "qwen"),
+    Fault("kept pages in another order", "generation.fast.native:Rows.fill", "torch.from_numpy(pages)", "torch.from_numpy(pages[::-1].copy())", KEPT, "qwen"),
+    Fault("a kept prompt is taken whole", "generation.fast.prompt_cache:PromptCache.find", "shared_length(self._tokens(entry), prompt[:-1])", "min(len(self._tokens(entry)), len(prompt) - 1)", KEPT, "qwen"),
     Fault("cache written from the start", "nn.cache:FixedCache.extend", "k_all[:, :, self.length : end] = k_BKTH", "k_all[:, :, : end - self.length] = k_BKTH", CACHED, "qwen"),
     Fault("cache one short", "nn.cache:FixedCache.extend", "return k_all[:, :, :end], v_all[:, :, :end]", "return k_all[:, :, 1:end], v_all[:, :, 1:end]", CACHED, "core"),
     Fault("cache forgets padding", "nn.cache:FixedCache.advance", "joined_valid(self.valid_BS, self.length, valid_BT, count)", "None", CACHED, "core"),

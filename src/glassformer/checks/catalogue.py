@@ -310,6 +310,12 @@ SUBJECT_CHECKS = (
         of="ours",
     ),
     SubjectCheck(
+        "prompts kept on disk change no bit",
+        "decoding",
+        decoding.kept_prompts_change_nothing,
+        of="ours",
+    ),
+    SubjectCheck(
         "compiled decoding = eager",
         "compiled",
         decoding.compiled_steps_are_eager,

@@ -36,7 +36,7 @@ from glassformer.generation.fast.slots import (
     Span,
 )
 from glassformer.generation.loop import Row, check_something_left, check_tokens, permission
-from glassformer.generation.prompts import Prompts
+from glassformer.generation.prompts import Prompts, shared_length
 from glassformer.generation.samplers import (
     NOTHING,
     Together,
@@ -527,12 +527,12 @@ class Batcher:
         if self.slots.cuts_prompts:
             # The last token is always read: its logits are the result.
             for place, held in enumerate(self._held):
-                found = _shared(held.ids, user.prompt[:-1])
+                found = shared_length(held.ids, user.prompt[:-1])
                 if found > shared:
                     shared, source = found, place
             for held in self._held:
                 if held.user is not None and held.user.read < len(held.user.prompt):
-                    coming = _shared(held.user.prompt, user.prompt[:-1])
+                    coming = shared_length(held.user.prompt, user.prompt[:-1])
                     if coming >= shared + WORTH_WAITING:
                         return False
         if source in free and 2 * shared >= len(self._held[source].ids):
@@ -583,20 +583,6 @@ def _fetched(tokens_R: Tensor) -> Callable[[], list[int]]:
 def _slot(user: Continuation) -> int:
     assert user.slot is not None
     return user.slot
-
-
-def _shared(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return the number of ids at the beginning that are the same."""
-    low, high = 0, min(len(held), len(prompt))
-    if high == 0 or held[0] != prompt[0]:
-        return 0
-    while low < high:  # slices are compared in C
-        middle = (low + high + 1) // 2
-        if list(held[low:middle]) == list(prompt[low:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def make_slots(

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from glassformer.data.automata.library import machine_named
@@ -16,7 +17,7 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation import beam
 from glassformer.generation.beam import Hypothesis
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.native import fastest_stepper
+from glassformer.generation.fast.native import NativeStepper, fastest_stepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.speculative import SpeculativeStepper, facts_of
@@ -207,13 +208,16 @@ def make_stepper(
     """
     if step.speculate:
         plain = replace(step, speculate=False)
-        return SpeculativeStepper(
-            make_stepper(model, plain), draft=None if draft is None else make_stepper(draft, plain)
-        )
+        guessing = None if draft is None else make_stepper(draft, replace(plain, prompt_cache=None))
+        return SpeculativeStepper(make_stepper(model, plain), draft=guessing)
     own = model if isinstance(model, Model) else getattr(model, "model", None)
     if not isinstance(own, Model):
         assert not isinstance(model, Model)
+        if step.prompt_cache is not None:
+            raise InputError("prompts are kept for our own models; this one is another library's")
         return model.stepper()
+    if step.prompt_cache is not None:
+        return NativeStepper(own, prompt_cache=Path(step.prompt_cache))
     if not step.cached:
         return NaiveStepper(own)
     if step.fast or step.compile:

@@ -160,3 +160,17 @@ def _check_rows(name: str, rows: Sequence[Ids], vocab_size: int) -> None:
                     where=f"{name}[{place}], token {column + 1}",
                     hint=f"ids run from 0 to {vocab_size - 1}",
                 )
+
+
+def shared_length(held: Sequence[int], prompt: Sequence[int]) -> int:
+    """Return the number of ids at the beginning that are the same."""
+    low, high = 0, min(len(held), len(prompt))
+    if high == 0 or held[0] != prompt[0]:
+        return 0
+    while low < high:  # slices are compared in C
+        middle = (low + high + 1) // 2
+        if list(held[low:middle]) == list(prompt[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

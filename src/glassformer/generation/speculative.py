@@ -273,6 +273,7 @@ class SpeculativeStepper(Stepper):
 
     def _count(self) -> None:
         self.encoder_calls, self.positions = self.inner.encoder_calls, self.inner.positions
+        self.reused = self.inner.reused
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, SpeculativePast]:
         """Read the prompts; a source of the same vocabulary is text to guess from, too."""

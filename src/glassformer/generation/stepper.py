@@ -63,8 +63,8 @@ BeamStep = tuple[list[int], list[int], list[float]]
 class Stepper(ABC):
     """A model as decoding reads it: next-token logits after a prompt, then token by token.
 
-    `encoder_calls` and `positions` count the work: runs of the encoder, columns read. A past
-    belongs to the stepper that made it.
+    `encoder_calls` and `positions` count the work: runs of the encoder, columns read; `reused` the
+    tokens of prompts that were not read again. A past belongs to the stepper that made it.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -74,6 +74,7 @@ class Stepper(ABC):
         self.source_vocab = None if spec.encoder is None else spec.source_vocab
         self.encoder_calls = 0
         self.positions = 0
+        self.reused = 0
 
     @abstractmethod
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Any]:

@@ -291,8 +291,18 @@ class StepSpec:
     speculate: bool = option(
         False, help="Guess tokens from the text so far and read several at once."
     )
+    prompt_cache: str | None = option(
+        None,
+        help="Keep what was computed from prompts in this folder, and begin from it.",
+        metavar="DIR",
+    )
 
     def __post_init__(self) -> None:
+        if self.prompt_cache is not None and (not self.cached or self.fast or self.compile):
+            raise InputError(
+                "{--prompt-cache|prompt_cache} is for the default step",
+                hint="leave out {--no-cache, --lean and --compile|cached, fast and compile}",
+            )
         if not self.cached and (self.fast or self.compile or self.speculate):
             raise InputError(
                 "{--no-cache|cached=False} is the plain loop",

@@ -135,15 +135,17 @@ def small_file(path: Path, name: str) -> dict[str, Any]:
 
 def kept_files(head: Head) -> dict[str, bytes]:
     """Return all of them except config.json, for a checkpoint's `origin/`."""
-    made: dict[str, dict[str, Any]] = {"generation_config.json": generation_config(head)}
-    made["tokenizer_config.json"] = tokenizer_config(head)
-    if why_no_tokenizer(head) is None:
-        made["tokenizer.json"] = tokenizer_json(head)
-    return {
-        name: (json.dumps(data, ensure_ascii=False) + "\n").encode()
-        for name, data in made.items()
+    made = {
+        name: json.dumps(data, ensure_ascii=False)
+        for name, data in (
+            ("generation_config.json", generation_config(head)),
+            ("tokenizer_config.json", tokenizer_config(head)),
+        )
         if data
     }
+    if why_no_tokenizer(head) is None:
+        made["tokenizer.json"] = tokenizer_text(head)
+    return {name: (text + "\n").encode() for name, text in made.items()}
 
 
 def why_no_tokenizer(head: Head) -> str | None:
@@ -215,6 +217,12 @@ def tokenizer_json(head: Head) -> dict[str, Any]:
             "merges": [merge.split(" ") for merge in merges],
         },
     }
+
+
+@lru_cache(maxsize=1)
+def tokenizer_text(head: Head) -> str:
+    """Return `tokenizer_json` as text; the last one is cached, for the same two readers."""
+    return json.dumps(tokenizer_json(head), ensure_ascii=False)
 
 
 def _joined_pieces(head: Head, how: int) -> dict[str, Any]:

@@ -75,9 +75,27 @@ class Kind:
 ROW = 1 << 13
 
 
+#: The usual kinds, which need no library to be read.
+USUAL = {
+    kind.number: kind
+    for kind in (
+        *(
+            Kind(0, "F32", 1, 4),
+            Kind(1, "F16", 1, 2),
+            Kind(28, "F64", 1, 8),
+            Kind(30, "BF16", 1, 2),
+        ),
+        *(Kind(2, "Q4_0", 32, 18), Kind(3, "Q4_1", 32, 20), Kind(6, "Q5_0", 32, 22)),
+        *(Kind(8, "Q8_0", 32, 34), Kind(12, "Q4_K", 256, 144), Kind(14, "Q6_K", 256, 210)),
+    )
+}
+
+
 @cache
 def kind_of(number: int) -> Kind | None:
     """Return a type that can be unpacked; None for integer types and unknown ones."""
+    if number in USUAL:
+        return USUAL[number]
     gguf = library()
     try:
         kind = gguf.GGMLQuantizationType(number)

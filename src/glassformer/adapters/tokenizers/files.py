@@ -20,8 +20,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from glassformer.adapters.folder.files import read_object, read_sidecar, read_text
-from glassformer.adapters.gguf.header import is_gguf
-from glassformer.adapters.gguf.hf_files import QWEN_WORDS, small_file
+from glassformer.adapters.gguf.header import is_gguf, read_head
+from glassformer.adapters.gguf.hf_files import QWEN_WORDS, small_file, tokenizer_text
 from glassformer.adapters.tokenizers.pieces import (
     CONTROL,
     NORMAL,
@@ -147,7 +147,7 @@ def raise_if_panic(error: BaseException, *, where: str) -> None:
 def _from_any(folder: Path, config: dict[str, Any]) -> Tokenizer:
     if is_gguf(folder):
         data = small_file(folder, ENGINE)
-        return _from_data(data, json.dumps(data), where=str(folder))
+        return _from_data(data, tokenizer_text(read_head(folder)), where=str(folder))
     if (folder / ENGINE).is_file():
         path = folder / ENGINE
         return _from_json(read_text(path, limit=FILE_LIMIT), where=str(path))

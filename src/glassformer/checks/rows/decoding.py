@@ -6,10 +6,13 @@ and the penalties are written out a second time. Tests, `verify` and the benchma
 number of random models.
 """
 
+import itertools
 import math
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -525,6 +528,35 @@ def speculation_changes_nothing(subject: Subject) -> Measure:
                 wrong.append(f"{name}, temperature {temperature:g}")
     size = f"{subject.size}, {right} of {guessed} guesses right"
     return Measure(float(len(wrong)), EXACT, size, "; ".join(wrong))
+
+
+def kept_prompts_change_nothing(subject: Subject) -> Measure:
+    """Logits after a prompt whose beginning was kept on disk, and those of it read anew: all bits.
+
+    One prompt is kept; then itself is read, and one that begins alike and differs within a page.
+    """
+    model, prompts = _case(subject)
+    if reason := program.why_not(model):
+        raise NotOffered(reason)
+    if model.spec.encoder is not None:
+        raise NotOffered("prompts are kept for decoders")
+    row = tuple(itertools.islice(itertools.cycle(prompts.tokens[0]), 3 * program.PAGE + 3))
+    row = row[: model.spec.max_seq_len]
+    middle = len(row) // 2 + 1
+    other = (*row[:middle], (row[middle] + 1) % model.spec.vocab_size, *row[middle + 1 :])
+    if len(row) < program.PAGE + 2:
+        raise NotOffered(f"its {model.spec.max_seq_len} positions are fewer than a page and more")
+    plain, differ, reused = NativeStepper(model), 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        for each in (row, row, other):
+            keeping = NativeStepper(model, prompt_cache=Path(folder))
+            want, _ = plain.start(Prompts((each,)), room=1)
+            found, _ = keeping.start(Prompts((each,)), room=1)
+            differ += not torch.equal(found, want)
+            reused += keeping.reused
+    missing = int(reused == 0)
+    size = f"{subject.size}, {reused} tokens not read again"
+    return Measure(float(differ + missing), EXACT, size)
 
 
 def compiled_steps_are_eager(subject: Subject) -> Measure:

@@ -179,6 +179,9 @@ def _run(
     try:
         with taking(count):
             show(stepper, prompts, tokenizer, request, as_json=as_json)
+        if request.step.prompt_cache is not None:
+            length, where = len(prompts.tokens[0]), request.step.prompt_cache
+            tell(f"{stepper.reused} of the prompt's {length} tokens were kept in {visible(where)}")
     except KeyboardInterrupt:
         tell("\nstopped")
         return 128 + signal.SIGINT

@@ -13,6 +13,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.generation.fast.program import BUFFERS, LOGITS, PAGE, Op, programs, why_not
+from glassformer.generation.fast.prompt_cache import LEAST, PromptCache
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import (
     BeamRun,
@@ -153,6 +155,11 @@ class Pages:
         return self._pool.nbytes
 
     @property
+    def numbers(self) -> Tensor:
+        """Keys and values, a row for each page."""
+        return self._pool
+
+    @property
     def used(self) -> int:
         """The number of pages that some row holds."""
         return int(self.form.pages - self.form.n_spare)
@@ -195,6 +202,17 @@ class Rows:
             more,
         ):
             self.pages.grow(missing)
+
+    def full_pages(self, row: int) -> NDArray[np.float32]:
+        """Return a copy of the pages of a row that are full."""
+        held = self.table[row, : self.length[row] // PAGE]
+        return np.asarray(self.pages.numbers[torch.from_numpy(held).long()].numpy())
+
+    def fill(self, row: int, pages: NDArray[np.float32], *, length: int) -> None:
+        """Let an empty row with room for it begin with copies of these pages."""
+        held = torch.from_numpy(self.table[row, : len(pages)]).long()
+        self.pages.numbers[held] = torch.from_numpy(pages)
+        self.length[row] = length
 
     def share(self, source: int, target: int, *, length: int) -> None:
         """Let one row begin as another does: its pages are held by both until one writes."""
@@ -270,13 +288,20 @@ class NativePast:
 
 
 class NativeStepper(RewindingStepper):
-    """A `Stepper` for one model, to be kept and used again; several pasts may be live at once."""
+    """A `Stepper` for one model, to be kept and used again; several pasts may be live at once.
 
-    def __init__(self, model: Model | Holder) -> None:
+    With `prompt_cache`, a folder, prompts are read from where they differ from those that are kept
+    there, and are kept in their turn; `reused` counts the tokens that were not read again.
+    """
+
+    def __init__(self, model: Model | Holder, *, prompt_cache: Path | None = None) -> None:
         self.model = decodable(model)
         super().__init__(self.model.spec)
         if reason := why_not(self.model):
             raise InputError(f"no native step: {reason}", hint="TorchStepper runs any model")
+        if prompt_cache is not None and self.model.spec.encoder is not None:
+            raise InputError("a prompt cache is for decoders: answers to a source begin alike")
+        self.prompt_cache = prompt_cache
         self._version: tuple[int, ...] = ()
         self._step = _Step()
         self._greedy = _Greedy()
@@ -291,7 +316,21 @@ class NativeStepper(RewindingStepper):
         if self._encoder is not None:
             assert prompts.sources is not None
             past.source = self._read_sources(prompts.sources)
-        logits_BV = self.read(prompts.tokens, past=past)
+        if self._kept is None:
+            return self.read(prompts.tokens, past=past), past
+        found = [self._kept.find(row) for row in prompts.tokens]
+        lengths = [0 if one is None else one[0] for one in found]
+        past.own.reserve(max(lengths))
+        for row, one in enumerate(found):
+            if one is not None:
+                past.own.fill(row, one[1], length=one[0])
+        self.reused += sum(lengths)
+        rest = [row[length:] for row, length in zip(prompts.tokens, lengths, strict=True)]
+        logits_BV = self.read(rest, past=past)
+        for row, (tokens, length) in enumerate(zip(prompts.tokens, lengths, strict=True)):
+            full = len(tokens) // PAGE
+            if full >= length // PAGE + LEAST:
+                self._kept.keep(tokens[: full * PAGE], past.own.full_pages(row))
         return logits_BV, past
 
     def empty_past(self, rows: int, *, room: int) -> NativePast:
@@ -571,4 +610,7 @@ class NativeStepper(RewindingStepper):
         self._rows = 0
         self.pages, self._sources = Pages(decoder.page), Pages(page)
         self._scratch = Pages(0 if encoder is None else encoder.page)
+        self._kept = None
+        if self.prompt_cache is not None:
+            self._kept = PromptCache(self.prompt_cache, self.model, page=decoder.page)
         self._version = now
