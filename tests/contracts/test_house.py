@@ -342,6 +342,7 @@ ONE_IMPORTER = {
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
     "cli.main": "the command's entry point; __main__ is another door to it",
     "data.tasks.seq2seq": "two tasks; build_task is the table",
+    "generation.fast.prompt_cache": "files of prompts; the native step reads and writes them",
     "lab.smallbench.suite": "the suite; one option of evaluate runs it",
     "lab.runs.stack": "many runs as one, public through sweeps; it reads beside the run alone",
     "lens.measure.contributions": "a measurement; inspection offers it",
