@@ -2,7 +2,11 @@
 
 import pytest
 from bench.families import CASES, prove
+from bench.random_families import drawn, outcome
 
+from glassformer.adapters.config import Config
+from glassformer.adapters.counterpart import differences
+from glassformer.adapters.registry import ADAPTERS
 from glassformer.spec.errors import FileError, InputError
 from tests.checks.faults import Fault, planted
 
@@ -27,6 +31,47 @@ def test_a_family_is_what_transformers_computes(name, tmp_path):
     assert proof.tokens
     assert proof.bytes
     assert proof.complete
+
+
+FAMILIES = {
+    f"{family.model_type}: {family.architecture}": family
+    for adapter in ADAPTERS.values()
+    for family in adapter.families
+}
+CLASSES = {case.model_type: case.config for case in CASES.values()} | {"pegasus": "PegasusConfig"}
+
+
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.model_type in CLASSES])
+def test_a_key_that_is_left_out_means_what_transformers_takes(name):
+    """The same model, or an error that names the key; a size may have no default here."""
+    import transformers
+
+    family = FAMILIES[name]
+    full = getattr(transformers, CLASSES[family.model_type])().to_dict()
+    full |= {"model_type": family.model_type, "architectures": [family.architecture]}
+    spec = family.spec_of(Config(full))
+    for key in full.keys() - {"model_type", "architectures"}:
+        try:
+            less = family.spec_of(Config({k: v for k, v in full.items() if k != key}))
+        except FileError as error:
+            why = error.what
+        else:
+            why = "; ".join(differences(spec, less))
+        assert not why or why.startswith("config.json has no '"), (key, why)
+
+
+#: Drawn configs that were once read wrongly, refused without a name or not written.
+ONCE = (
+    *(("ministral", 8), ("gemma3_text", 6), ("m2m_100", 4), ("olmo3", 4), ("qwen3_moe", 5)),
+    *(("glm", 3), ("granitemoe", 5), ("gemma", 2), ("mpt", 3), ("marian", 2)),
+)
+
+
+@pytest.mark.parametrize(("model_type", "seed"), ONCE)
+def test_a_random_config_is_equal_or_refused_by_name(model_type, seed):
+    own = [case for case in CASES.values() if case.model_type == model_type]
+    found = outcome(drawn(own[seed % len(own)], seed), seed)
+    assert found.kind in ("equal", "refused", "rounding", "theirs"), found
 
 
 GPT2, EXPERTS = "adapters.families.gpt2:", "adapters.families.experts:"

@@ -237,7 +237,7 @@ def make_plan(table: Table, spec: ModelSpec) -> Plan:
     for row in table.rows:
         for theirs, ours in _filled(row, deepest):
             found = [parameters[name] for name in ours if name in parameters]
-            if len(found) < len(ours):
+            if not found or len(found) < len(ours):
                 continue
             owner = found[0].tied_to
             if owner is not None:

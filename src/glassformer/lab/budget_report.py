@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from glassformer.adapters.counterpart import counterpart, misfits
 from glassformer.adapters.families.llama import LLAMA
+from glassformer.adapters.gguf.architectures import ARCHITECTURES
 from glassformer.adapters.gguf.config import architecture_of
 from glassformer.budget.answer import Answer, Design, Portability
 from glassformer.budget.design import EVALUATIONS, LANDSCAPE_EVALUATIONS, ask, best_design, solve
@@ -78,7 +79,8 @@ def portability(model: ModelSpec) -> Portability:
     exports_as = gguf = why = ""
     try:
         exports_as = counterpart(model).title
-        gguf, _ = architecture_of(model)
+        entry, _ = architecture_of(model)
+        gguf = ARCHITECTURES[entry].name(entry)
     except InputError:
         why = "" if exports_as else "; ".join(misfits(model, LLAMA))
     cut = coverage(model, Int4())

@@ -14,8 +14,10 @@ from glassformer.adapters.families.gpt2 import ACTIVATIONS
 from glassformer.adapters.families.llama import (
     FULL,
     SLIDING,
+    gate_word,
     joined,
     kinds_of,
+    read_gate,
     read_kinds,
     read_rotaries,
     window_of,
@@ -30,7 +32,6 @@ from glassformer.spec.model import (
     Attention,
     Block,
     Dropout,
-    GateActivation,
     Head,
     HeadTransform,
     LayerNorm,
@@ -334,12 +335,6 @@ MODERN_HEAD = (
     *_pairs("head.norm", "transforms.masked.norm"),
     *_pairs("decoder", "heads.masked"),
 )
-GATES: dict[str, GateActivation] = {
-    "gelu": "gelu",
-    "silu": "silu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 
 
 def modern_table(body: str, head: tuple[Row, ...]) -> Table:
@@ -378,7 +373,6 @@ def read_modern(config: Config, *, masked: bool) -> ModelSpec:
     near = base if near is None else config.number("local_rope_theta", default=10_000.0)
     whole, local = read_rotaries(config, max_seq_len=most, thetas=(base, near))
     norm = LayerNorm(eps=config.number("norm_eps"), bias=config.flag("norm_bias"))
-    word = config.one_of("hidden_activation", {name: name for name in GATES}, default="gelu")
     attention = Attention(
         n_heads=config.whole("num_attention_heads"),
         bias="all" if config.flag("attention_bias") else "none",
@@ -391,7 +385,7 @@ def read_modern(config: Config, *, masked: bool) -> ModelSpec:
             ffn=SwiGLU(
                 d_ff=config.whole("intermediate_size"),
                 bias=config.flag("mlp_bias"),
-                activation=GATES[word],
+                activation=read_gate(config, "hidden_activation", default="gelu"),
             ),
             norm=norm,
             placement="pre" if layer else "pre_ffn",
@@ -431,7 +425,6 @@ def write_modern(spec: ModelSpec) -> dict[str, Any]:
     ffn, norm = dense(block.ffn), block.norm
     masked = head if isinstance(head, MaskedHead) else MaskedHead()
     transform = masked.transform or HeadTransform(bias=False)
-    gates = {meaning: word for word, meaning in reversed(GATES.items())}
     words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
     return {
         "vocab_size": spec.vocab_size,
@@ -439,7 +432,7 @@ def write_modern(spec: ModelSpec) -> dict[str, Any]:
         "num_hidden_layers": spec.n_layers,
         "num_attention_heads": block.attention.n_heads,
         "intermediate_size": ffn.d_ff,
-        "hidden_activation": gates[ffn.activation] if isinstance(ffn, SwiGLU) else "gelu",
+        "hidden_activation": gate_word(ffn),
         "max_position_embeddings": spec.max_seq_len,
         "norm_eps": norm.eps,
         "norm_bias": isinstance(norm, LayerNorm) and norm.bias,

@@ -19,6 +19,7 @@ from glassformer.adapters.families.llama import (
     kinds_of,
     optional_whole,
     own_width,
+    read_gate,
     read_kinds,
     read_stack,
     window_of,
@@ -68,10 +69,17 @@ QWEN_LIVE = experts_table("mlp", QWEN_NAMES, live=True)
 
 def read_mixture(config: Config, *, d_ff: int, normalize: bool, **own: Any) -> MoE:
     """Read the experts of a config; their number has one of two names, by version."""
+    names = ("num_local_experts", "num_experts")
+    experts, used = config.whole(*names), config.whole("num_experts_per_tok")
+    if experts < 2:
+        raise config.bad(next(n for n in names if config.has(n)), experts, "2 or more")
+    if used == 1 and normalize:
+        what = "2 or more where their weights are normalised: that of a single one is always 1"
+        raise config.bad("num_experts_per_tok", used, what)
     return MoE(
-        n_experts=config.whole("num_local_experts", "num_experts"),
-        experts_per_token=config.whole("num_experts_per_tok"),
-        expert=SwiGLU(d_ff=d_ff),
+        n_experts=experts,
+        experts_per_token=used,
+        expert=SwiGLU(d_ff=d_ff, activation=read_gate(config)),
         normalize=normalize,
         balance=config.number("router_aux_loss_coef", default=0.001),
         **own,
@@ -89,7 +97,6 @@ def read_mixtral(config: Config) -> ModelSpec:
     """Read a Mixtral config: experts in every layer, one window or none."""
     window = optional_whole(config, "sliding_window")
     ffn = read_mixture(config, d_ff=config.whole("intermediate_size"), normalize=True)
-    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
     return read_stack(
         config,
         bias="none",
@@ -128,18 +135,23 @@ def with_dense_layers(spec: ModelSpec, config: Config, ffn: FeedForward) -> Mode
 
 
 def read_qwen_moe(config: Config, **own: Any) -> ModelSpec:
-    """Read what Qwen2-MoE and Qwen3-MoE share; `own` is for `read_stack`."""
+    """Read what Qwen2-MoE and Qwen3-MoE share; `own` is for `read_stack`.
+
+    A width of the shared expert that is null is the width of the dense feed-forwards.
+    """
     shared = optional_whole(config, "shared_expert_intermediate_size")
+    if shared is None and config.has("shared_expert_intermediate_size"):
+        shared = config.whole("intermediate_size")
     ffn = read_mixture(
         config,
         d_ff=config.whole("moe_intermediate_size"),
         normalize=config.flag("norm_topk_prob"),
-        shared=None if shared is None else SwiGLU(d_ff=shared),
+        shared=None if shared is None else SwiGLU(d_ff=shared, activation=read_gate(config)),
         shared_gate=shared is not None,
     )
-    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
     spec = read_stack(config, ffn=ffn, **own)
-    return with_dense_layers(spec, config, SwiGLU(d_ff=config.whole("intermediate_size")))
+    plain = SwiGLU(d_ff=config.whole("intermediate_size"), activation=read_gate(config))
+    return with_dense_layers(spec, config, plain)
 
 
 def read_qwen2_moe(config: Config) -> ModelSpec:
@@ -184,11 +196,13 @@ def write_qwen_moe(spec: ModelSpec) -> dict[str, Any]:
 def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
     """Return Qwen2-MoE's config keys."""
     shared = mixture_of(spec).shared
+    if shared is None:
+        raise InputError("feed-forward: no shared expert here, one there")
     return (
         write_qwen_moe(spec)
         | write_windows(spec)
         | {
-            "shared_expert_intermediate_size": None if shared is None else shared.d_ff,
+            "shared_expert_intermediate_size": shared.d_ff,
             "qkv_bias": next(spec.decoder.blocks()).attention.bias == "qkv",
         }
     )
@@ -212,7 +226,6 @@ def read_olmoe(config: Config) -> ModelSpec:
         d_ff=config.whole("intermediate_size"),
         normalize=config.flag("norm_topk_prob", default=False),
     )
-    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
     bias: Bias = "all" if config.flag("attention_bias", default=False) else "none"
     spec = read_stack(config, bias=bias, d_head=None, qk_norm=True, ffn=ffn)
     return each_block(
@@ -244,7 +257,12 @@ MIXTRAL = Family(
     write_mixtral,
     harmless=HARMLESS,
     idle={"router_jitter_noise": 0.0},
-    defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},
+    defaults={
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+    },
     live=experts_table("mlp", MIXTRAL_NAMES, live=True),
 )
 OLMOE = Family(
@@ -254,7 +272,12 @@ OLMOE = Family(
     read_olmoe,
     write_olmoe,
     harmless=HARMLESS,
-    defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+    defaults={
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "rms_norm_eps": 1e-5,
+        "router_aux_loss_coef": 0.01,
+    },
     live=QWEN_LIVE,
 )
 QWEN2_MOE = Family(
@@ -269,6 +292,7 @@ QWEN2_MOE = Family(
         "norm_topk_prob": False,
         "num_key_value_heads": 16,
         "num_experts_per_tok": 4,
+        "shared_expert_intermediate_size": 5632,
     },
     live=QWEN_LIVE,
 )
@@ -311,7 +335,6 @@ def granite_moe_table(experts: str, gate: tuple[str, str], router: str) -> Any:
 def read_granite_moe(config: Config) -> ModelSpec:
     """Read a Granite-MoE config: Granite's factors, experts in every layer."""
     ffn = read_mixture(config, d_ff=config.whole("intermediate_size"), normalize=True)
-    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
     bias: Bias = "all" if config.flag("attention_bias", default=False) else "none"
     return with_multipliers(read_stack(config, bias=bias, d_head=None, ffn=ffn), config)
 
@@ -365,12 +388,25 @@ def gpt_oss_table(spec: ModelSpec) -> Table:
     return Table(rows=(*TABLE.rows, *rows), ignored=TABLE.ignored)
 
 
+#: The rotation where a config has none.
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
 def read_gpt_oss(config: Config) -> ModelSpec:
     """Read a gpt-oss config: sinks, windows in every other layer, clamped experts with biases."""
     layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
     kinds = read_kinds(config, absent=[(SLIDING, FULL)[layer % 2] for layer in range(layers)])
     window = config.whole("sliding_window")
     clamp = Clamp(limit=config.number("swiglu_limit"), slope=config.number("swiglu_alpha"))
+    if not config.data.get("rope_parameters") and not config.data.get("rope_scaling"):
+        config.data["rope_parameters"] = dict(GPT_OSS_ROPE)
     config.any("initial_context_length", default=None)  # rope_parameters has it too
     expert = SwiGLU(d_ff=config.whole("intermediate_size"), bias=True, clamp=clamp)
     ffn = replace(

@@ -39,7 +39,6 @@ from glassformer.adapters.table import (
     Row,
     Rows,
     Table,
-    dense,
 )
 from glassformer.spec.model import (
     MLP,
@@ -587,23 +586,27 @@ def read_mpt(config: Config) -> ModelSpec:
     inner = Config(table, where=config.where)
     if not inner.flag("alibi", default=True):
         raise inner.bad("attn_config.alibi", False, "true")
-    alibi = ALiBi(max_bias=inner.number("alibi_bias_max", default=8))
+    most = inner.number("alibi_bias_max", default=8)
+    if most != 8:
+        raise inner.bad("attn_config.alibi_bias_max", most, "8, which transformers takes always")
     inner.any("attn_impl", default=None)
     inner.finish(idle=MPT_IDLE)
     if not config.flag("no_bias", default=True):
         raise config.bad("no_bias", False, "true")
     norm = LayerNorm(eps=config.number("layer_norm_epsilon", default=1e-5), bias=False)
-    width = config.whole("d_model")
+    width, ratio = config.whole("d_model"), config.whole("expansion_ratio", default=4)
+    if ratio != 4:
+        raise config.bad("expansion_ratio", ratio, "4, which transformers builds whatever it is")
     block = Block(
         attention=Attention(n_heads=config.whole("n_heads")),
-        ffn=MLP(d_ff=width * config.whole("expansion_ratio", default=4), bias=False),
+        ffn=MLP(d_ff=4 * width, bias=False),
         norm=norm,
     )
     return ModelSpec(
         vocab_size=config.whole("vocab_size"),
         d_model=width,
         max_seq_len=config.whole("max_seq_len", most=MOST_POSITIONS),
-        position=alibi,
+        position=ALiBi(max_bias=most),
         decoder=Stack(
             layers=(Layers(count=config.whole("n_layers", most=MOST_LAYERS), block=block),),
             final_norm=norm,
@@ -620,20 +623,18 @@ def read_mpt(config: Config) -> ModelSpec:
 def write_mpt(spec: ModelSpec) -> dict[str, Any]:
     """Return MPT's config keys."""
     block = next(spec.decoder.blocks())
-    alibi = spec.position if isinstance(spec.position, ALiBi) else ALiBi()
-    most = int(alibi.max_bias) if alibi.max_bias == int(alibi.max_bias) else alibi.max_bias
     return {
         "vocab_size": spec.vocab_size,
         "d_model": spec.d_model,
         "n_layers": spec.n_layers,
         "n_heads": block.attention.n_heads,
-        "expansion_ratio": dense(block.ffn).d_ff // spec.d_model,
+        "expansion_ratio": 4,
         "max_seq_len": spec.max_seq_len,
         "layer_norm_epsilon": block.norm.eps,
         "no_bias": True,
         "emb_pdrop": spec.decoder.dropout.embedding,
         "resid_pdrop": spec.decoder.dropout.residual,
-        "attn_config": {"alibi": True, "alibi_bias_max": most},
+        "attn_config": {"alibi": True, "alibi_bias_max": 8},
         "initializer_range": spec.init.std if isinstance(spec.init, NormalInit) else 0.02,
         "tie_word_embeddings": isinstance(spec.heads[0], NextHead) and spec.heads[0].tied,
         "bos_token_id": None,

@@ -23,11 +23,13 @@ from glassformer.spec.model import (
     Block,
     Dropout,
     FeedForward,
+    GateActivation,
     Layers,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     ModelSpec,
+    MoE,
     NextHead,
     Norm,
     RMSNorm,
@@ -41,7 +43,30 @@ from glassformer.spec.position import Scaling
 
 THETA = 10_000.0  # the default of transformers
 FULL, SLIDING = "full_attention", "sliding_attention"
-SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+#: The activations of a gate, by transformers' words; the first of a meaning is the one written.
+GATES: dict[str, GateActivation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+}
+
+
+def read_gate(config: Config, key: str = "hidden_act", *, default: str = "silu") -> GateActivation:
+    """Read the activation of a gate."""
+    return GATES[config.one_of(key, {word: word for word in GATES}, default=default)]
+
+
+def gate_word(ffn: FeedForward) -> str:
+    """Return transformers' word for the activation of a feed-forward's gate."""
+    inner = ffn.expert if isinstance(ffn, MoE) else ffn
+    words = {meaning: word for word, meaning in reversed(GATES.items())}
+    return words[inner.activation] if isinstance(inner, SwiGLU) else "silu"
 
 
 def read_rotary(
@@ -101,7 +126,8 @@ def read_rotaries(
 
 def write_rotaries(spec: ModelSpec) -> dict[str, Any]:
     """Return the table of both rotations, as transformers 5 has it."""
-    found = {FULL: Rotary(), SLIDING: Rotary()}
+    usual = spec.position if isinstance(spec.position, Rotary) else Rotary()
+    found = {FULL: usual, SLIDING: usual}
     for block in spec.decoder.blocks():
         rotary = rotary_of(block.attention, spec.position)
         kind = FULL if block.attention.window is None else SLIDING
@@ -133,6 +159,9 @@ def _scaling(found: Config, kind: Any, max_seq_len: int) -> Scaling | None:
     match kind:
         case "default":
             scaling = None
+        case "dynamic":  # acts beyond the context alone
+            found.number("factor")
+            scaling = None
         case "linear":
             scaling = LinearScaling(factor=found.number("factor"))
         case "llama3":
@@ -144,25 +173,33 @@ def _scaling(found: Config, kind: Any, max_seq_len: int) -> Scaling | None:
             )
         case "yarn":
             original = _original(found, max_seq_len)
-            share = found.any("attention_factor", default=None)
+            factor = found.number("factor", default=max_seq_len / original)
             scaling = YarnScaling(
-                factor=found.number("factor", default=max_seq_len / original),
+                factor=factor,
                 original_max_seq_len=original,
                 beta_fast=found.number("beta_fast", default=32.0),
                 beta_slow=found.number("beta_slow", default=1.0),
-                attention_factor=None if share is None else found.number("attention_factor"),
+                attention_factor=_yarn_attention(found, factor),
                 truncate=found.flag("truncate", default=True),
             )
         case "longrope" | "su":
             scaling = _longrope(found, max_seq_len)
         case _:
-            raise FileError(
-                f"config.json scales rotary positions by {str(kind)[:40]!r}",
-                where=found.where,
-                hint=f"known here: {', '.join(SCALINGS)}",
-            )
+            raise found.bad("rope_type", kind, f"one of {', '.join(SCALINGS)}")
     found.finish()
     return scaling
+
+
+def _yarn_attention(found: Config, factor: float) -> float | None:
+    """Return the factor of YaRN's scores: given, or by two further keys; None for the usual one."""
+    names = ("attention_factor", "mscale", "mscale_all_dim")
+    given, own, every = (
+        found.number(name) if found.any(name, default=None) is not None else None for name in names
+    )
+    if given is not None or not own or not every:
+        return given
+    rise = 0.1 * math.log(factor) if factor > 1 else 0.0
+    return (own * rise + 1.0) / (every * rise + 1.0)
 
 
 def _longrope(found: Config, max_seq_len: int) -> LongRopeScaling:
@@ -346,17 +383,23 @@ def read_stack(
         qk_norm=norm if qk_norm else None,
     )
     if ffn is None:
-        config.one_of("hidden_act", {"silu": "silu", "swish": "silu"}, default="silu")
-        ffn = SwiGLU(d_ff=config.whole("intermediate_size"), bias=mlp_bias)
+        ffn = SwiGLU(
+            d_ff=config.whole("intermediate_size"), bias=mlp_bias, activation=read_gate(config)
+        )
     block = Block(attention=attention, ffn=ffn, norm=norm)
     max_seq_len = config.whole("max_position_embeddings", most=MOST_POSITIONS)
     if rotary is None:
         rotary = read_rotary(config, max_seq_len=max_seq_len, theta=theta, share=share)
+    d_model = config.whole("hidden_size")
+    width = attention.head_width(d_model)
+    if int(width * rotary.share) % 2 or int(width * rotary.share) == 0:
+        what = f"a part of 'head_dim' {width} that is pairs of numbers"
+        raise config.bad("partial_rotary_factor", rotary.share, what)
     if isinstance(rotary.scaling, LongRopeScaling):
         max_seq_len = min(max_seq_len, rotary.scaling.original_max_seq_len)
     return ModelSpec(
         vocab_size=config.whole("vocab_size"),
-        d_model=config.whole("hidden_size"),
+        d_model=d_model,
         max_seq_len=max_seq_len,
         position=rotary,
         decoder=Stack(
@@ -516,7 +559,7 @@ def write_stack(spec: ModelSpec, *, d_ff: int | None = None) -> dict[str, Any]:
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.kv_heads,
         **({} if attention.d_head is None else {"head_dim": attention.d_head}),
-        "hidden_act": "silu",
+        "hidden_act": gate_word(block.ffn),
         "max_position_embeddings": spec.max_seq_len,
         **({"rms_norm_eps": block.norm.eps} if isinstance(block.norm, RMSNorm) else {}),
         "attention_dropout": spec.decoder.dropout.attention,
@@ -551,7 +594,8 @@ def own_width(spec: ModelSpec) -> dict[str, int]:
 
 def write_ministral(spec: ModelSpec) -> dict[str, Any]:
     """Return Ministral's config keys."""
-    return write_stack(spec) | {"sliding_window": window_of(spec), "layer_types": kinds_of(spec)}
+    windows = {"sliding_window": window_of(spec) or 4096, "layer_types": kinds_of(spec)}
+    return write_stack(spec) | windows
 
 
 def write_seed_oss(spec: ModelSpec) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from glassformer.adapters.families.llama import (
     SLIDING,
     TABLE,
     each_block,
+    gate_word,
     kinds_of,
     optional_whole,
     own_width,
+    read_gate,
     read_kinds,
     read_rotaries,
     read_stack,
@@ -35,6 +37,7 @@ from glassformer.spec.model import (
     Attention,
     Bias,
     Block,
+    GateActivation,
     ModelSpec,
     NextHead,
     NoPosition,
@@ -343,7 +346,6 @@ def _by_layer(spec: ModelSpec) -> dict[str, Any]:
 
 # --- Gemma ----------------------------------------------------------------------------------------
 
-GELUS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 GEMMA2_NORMS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "attn_post_norm",
@@ -353,11 +355,10 @@ GEMMA2_NORMS = {
 GEMMA2_TABLE = Table(rows=stack_rows(norms=GEMMA2_NORMS), ignored=ROTARY_BUFFERS)
 
 
-def _gemma(config: Config, word: str, **own: Any) -> ModelSpec:
-    """Read what all Gemmas share; `word` is the activation's, `own` is for `read_stack`."""
+def _gemma(config: Config, activation: GateActivation, **own: Any) -> ModelSpec:
+    """Read what all Gemmas share; `own` is for `read_stack`."""
     if config.any("use_bidirectional_attention", default=None):
         raise config.bad("use_bidirectional_attention", True, "false: it predicts the next token")
-    activation: Any = config.one_of("hidden_activation", GELUS, default=word)
     spec = read_stack(
         config,
         bias=switch(config),
@@ -371,15 +372,26 @@ def _gemma(config: Config, word: str, **own: Any) -> ModelSpec:
 
 def read_gemma(config: Config) -> ModelSpec:
     """Read a Gemma config; its GELU is the one by tanh, whatever older files call it."""
-    config.any("hidden_act", default=None)
-    return _gemma(config, "gelu_pytorch_tanh")
+    usual = "gelu_pytorch_tanh"
+    old, new = (
+        read_gate(config, key, default=usual) for key in ("hidden_act", "hidden_activation")
+    )
+    meant: GateActivation = "gelu_tanh" if old == "gelu" else old
+    if config.any("hidden_activation", default=None) is not None and new not in (old, meant):
+        raise config.bad(
+            "hidden_activation", config.any("hidden_activation"), f"{meant}, as in hidden_act"
+        )
+    return _gemma(config, meant)
+
+
+def _gelu(config: Config) -> GateActivation:
+    """Read the activation of Gemma 2 and 3."""
+    return read_gate(config, "hidden_activation", default="gelu_pytorch_tanh")
 
 
 def write_gemma(spec: ModelSpec) -> dict[str, Any]:
     """Return Gemma's config keys."""
-    words = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
-    ffn = dense(next(spec.decoder.blocks()).ffn)
-    word = words.get(ffn.activation, "gelu_pytorch_tanh")
+    word = gate_word(next(spec.decoder.blocks()).ffn)
     own = {"hidden_act": word, "hidden_activation": word}
     return (
         write_stack(spec) | own_width(spec) | own | {"attention_bias": first_of(spec).bias == "all"}
@@ -407,7 +419,7 @@ def read_gemma2(config: Config) -> ModelSpec:
     usual = [FULL if layer % 2 else SLIDING for layer in range(layers)]
     kinds, window = read_kinds(config, absent=usual), config.whole("sliding_window")
     windows = [window if kind == SLIDING else None for kind in kinds]
-    return _capped(_gemma(config, "gelu_pytorch_tanh", windows=windows), config)
+    return _capped(_gemma(config, _gelu(config), windows=windows), config)
 
 
 def write_gemma2(spec: ModelSpec) -> dict[str, Any]:
@@ -446,7 +458,7 @@ def read_gemma3(config: Config) -> ModelSpec:
     most = config.whole("max_position_embeddings", most=MOST_POSITIONS)
     whole, local = read_rotaries(config, max_seq_len=most, thetas=(1_000_000.0, 10_000.0))
     windows = [window if kind == SLIDING else None for kind in kinds]
-    spec = _gemma(config, "gelu_pytorch_tanh", windows=windows, qk_norm=True, rotary=whole)
+    spec = _gemma(config, _gelu(config), windows=windows, qk_norm=True, rotary=whole)
     return _capped(with_local(spec, local), config)
 
 
@@ -498,7 +510,12 @@ GLM = Family(
     glm_table(dict(NORMS)),
     read_glm,
     write_glm,
-    defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07},
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1.5625e-07,
+        "attention_bias": True,
+    },
 )
 GLM4 = replace(
     GLM,

@@ -8,7 +8,7 @@ T5 has names of its own, biases by distance in place of positions, and scores wi
 first version ties and scales the head; version 1.1 (Flan) has gates, and a head of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -114,12 +114,12 @@ def read_pair(config: Config, kind: Kind) -> ModelSpec:
     """Read the config of an encoder-decoder."""
     if not config.flag("is_encoder_decoder", default=True):
         raise config.bad("is_encoder_decoder", False, "true")
-    shared = config.flag("share_encoder_decoder_embeddings", default=True)
-    if not config.flag("tie_word_embeddings", default=True) or not shared:
-        raise InputError(
-            "encoder, decoder and head have tables of their own",
-            hint="released models of this kind share one; others are not read",
-        )
+    for key in ("share_encoder_decoder_embeddings", "tie_word_embeddings"):
+        if not config.flag(key, default=True):
+            raise InputError(
+                f"'{key}' is false: encoder, decoder or head have tables of their own",
+                hint="released models of this kind share one; others are not read",
+            )
     width = config.whole("d_model")
     vocab = config.whole("vocab_size")
     if config.whole("decoder_vocab_size", default=vocab) != vocab:
@@ -130,7 +130,7 @@ def read_pair(config: Config, kind: Kind) -> ModelSpec:
         if type(pad) is not int or not 0 <= pad <= 8:
             raise config.bad("pad_token_id", pad, "a small whole number: positions begin after it")
         position = replace(position, offset=pad + 1)
-    scaled = config.flag("scale_embedding", default=isinstance(kind.position, Sinusoidal))
+    scaled = config.flag("scale_embedding", default=False)
     return ModelSpec(
         vocab_size=vocab,
         d_model=width,
@@ -207,7 +207,14 @@ def write_pair(spec: ModelSpec) -> dict[str, Any]:
     return made
 
 
-def _family(model_type: str, architecture: str, kind: Kind, *, written: bool = True) -> Family:
+def _family(
+    model_type: str,
+    architecture: str,
+    kind: Kind,
+    *,
+    written: bool = True,
+    defaults: Mapping[str, Any] | None = None,
+) -> Family:
     return Family(
         model_type,
         architecture,
@@ -220,6 +227,7 @@ def _family(model_type: str, architecture: str, kind: Kind, *, written: bool = T
             *("add_bias_logits", "add_final_layer_norm", "normalize_before", "normalize_embedding"),
             *("static_position_embeddings", "extra_pos_embeddings", "classifier_dropout_prob"),
         ),
+        defaults=defaults or {},
         encodes=True,
     )
 
@@ -243,6 +251,7 @@ M2M_100 = _family(
     "m2m_100",
     "M2M100ForConditionalGeneration",
     Kind(FAIRSEQ, pre=True, final_norm=True, bias=False),
+    defaults={"scale_embedding": True, "activation_function": "relu", "attention_dropout": 0.1},
 )
 
 
@@ -313,15 +322,16 @@ def read_t5(config: Config) -> ModelSpec:
         "decoder": config.whole("num_decoder_layers", default=layers, most=MOST_LAYERS),
     }
     factor = config.number("initializer_factor", default=1.0)
+    buckets = config.whole("relative_attention_num_buckets", default=32)
+    far = config.whole("relative_attention_max_distance", default=128)
+    if far <= buckets // 2:
+        raise config.bad("relative_attention_max_distance", far, f"above {buckets // 2}")
     sides = {side: _t5_side(config, word, side == "decoder", n) for side, n in counts.items()}
     return ModelSpec(
         vocab_size=config.whole("vocab_size"),
         d_model=width,
         max_seq_len=config.whole("n_positions", default=512, most=MOST_POSITIONS),
-        position=RelativeBias(
-            buckets=config.whole("relative_attention_num_buckets", default=32),
-            max_distance=config.whole("relative_attention_max_distance", default=128),
-        ),
+        position=RelativeBias(buckets=buckets, max_distance=far),
         encoder=sides["encoder"],
         decoder=sides["decoder"],
         share_embedding=True,

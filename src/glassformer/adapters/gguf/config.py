@@ -5,21 +5,17 @@ becomes metadata by way of the same config. Some settings show only in the tenso
 biases, Llama 3's scaling. The names are one more key table. llama.cpp's Llama rotates neighbouring
 rows of q and k, ours (and Hugging Face's) rows half a head apart: those rows are reordered, both
 ways. Its Qwen rotates as ours does. What an architecture calls things, and what it always has, is
-an entry of `ARCHITECTURES`; llama.cpp's code knows more than its files say (the windows of Gemma,
-whether weights of experts are normalised), and that is `fixed` there.
+an entry of `ARCHITECTURES`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from glassformer.adapters.config import Config
 from glassformer.adapters.counterpart import differences, nearest_of
-from glassformer.adapters.families.experts import GRANITE_MOE, OLMOE, QWEN2_MOE, QWEN3_MOE
-from glassformer.adapters.families.layernorm import COHERE, NEOX_FAMILY, STABLELM, STARCODER2
-from glassformer.adapters.families.llama import LLAMA, MISTRAL
-from glassformer.adapters.families.qwen import QWEN2, QWEN3
-from glassformer.adapters.families.relatives import GEMMA2, GEMMA3, GLM4, GRANITE, OLMO2, PHI3
+from glassformer.adapters.families.llama import MISTRAL
+from glassformer.adapters.gguf.architectures import ARCHITECTURES, Architecture
 from glassformer.adapters.gguf.header import shortest
 from glassformer.adapters.table import (
     Experts,
@@ -34,153 +30,11 @@ from glassformer.adapters.table import (
     make_plan,
 )
 from glassformer.spec.errors import FileError, GlassError, InputError
-from glassformer.spec.model import Llama3Scaling, ModelSpec, Rotary, rotary_of
+from glassformer.spec.model import ALiBi, Llama3Scaling, ModelSpec, MoE, Rotary, rotary_of
 from glassformer.spec.position import rotary_frequencies, single
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-RMS, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What llama.cpp calls the parts and settings of a family, and what it always has.
-
-    `eps` is config.json's key of the norms' constant, and GGUF's; `wholes`, `numbers` and `flags`
-    are further settings, GGUF's key and config.json's; `fixed` is what every model of the
-    architecture has, `biases` which tensor shows a switch. `turned`: rows of q and k are rotary
-    neighbours. `part`: the key of the rotated part of a head. `window`: files have one. `width`:
-    the key that has the width of a head, whatever it is. `shifted`: gains are stored plus 1.
-    """
-
-    family: Family
-    eps: tuple[str, str] = ("rms_norm_eps", RMS)
-    wholes: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, str] = field(default_factory=dict)
-    flags: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    biases: Mapping[str, str] = field(default_factory=dict)
-    parts: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    turned: bool = False
-    part: str = ""
-    window: bool = False
-    widths: tuple[str, ...] = ()
-    shifted: bool = False
-
-
-GATES = ("ffn.gate_proj", "ffn.up_proj")
-QKV = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
-AROUND = {
-    "post_attention_norm": "attn_post_norm",
-    "post_ffw_norm": "ffn_post_norm",
-}
-SPARSE = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-WIDE_EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
-Q_BIAS = "blk.0.attn_q.bias"
-EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-MULTIPLIERS = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
-CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
-GEMMA: dict[str, Any] = {
-    "parts": AROUND,
-    "window": True,
-    "widths": ("head_dim", "query_pre_attn_scalar"),
-    "shifted": True,
-}
-#: By GGUF's name. llama.cpp's own Llama reads Mistral's files too, without their window.
-ARCHITECTURES = {
-    "llama": Architecture(
-        LLAMA,
-        turned=True,
-        biases={"attention_bias": Q_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
-    ),
-    "qwen2": Architecture(QWEN2),
-    "qwen3": Architecture(QWEN3, widths=("head_dim",)),
-    "granite": Architecture(
-        GRANITE,
-        turned=True,
-        numbers=MULTIPLIERS,
-        biases={"attention_bias": Q_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
-    ),
-    "granitemoe": Architecture(
-        GRANITE_MOE,
-        turned=True,
-        wholes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        numbers=MULTIPLIERS,
-        biases={"attention_bias": Q_BIAS},
-    ),
-    "olmo2": Architecture(
-        OLMO2, parts={"post_attention_norm": "attn_norm", "post_ffw_norm": "ffn_norm"}
-    ),
-    "olmoe": Architecture(OLMOE, wholes=SPARSE, fixed={"norm_topk_prob": False}),
-    "qwen2moe": Architecture(
-        QWEN2_MOE,
-        wholes=SPARSE
-        | WIDE_EXPERTS
-        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        fixed=EVERY_LAYER | {"norm_topk_prob": False},
-        biases={"qkv_bias": Q_BIAS},
-    ),
-    "qwen3moe": Architecture(
-        QWEN3_MOE,
-        wholes=SPARSE | WIDE_EXPERTS,
-        fixed=EVERY_LAYER | {"norm_topk_prob": True},
-        widths=("head_dim",),
-    ),
-    "starcoder2": Architecture(
-        STARCODER2,
-        eps=("norm_epsilon", LAYER_NORM),
-        fixed={"sliding_window": None, "use_bias": True},
-    ),
-    "stablelm": Architecture(
-        STABLELM,
-        eps=("layer_norm_eps", LAYER_NORM),
-        flags={"use_parallel_residual": "use_parallel_residual"},
-        biases={"use_qkv_bias": Q_BIAS},
-        part="partial_rotary_factor",
-    ),
-    "gptneox": Architecture(
-        NEOX_FAMILY,
-        eps=("layer_norm_eps", LAYER_NORM),
-        flags={"use_parallel_residual": "use_parallel_residual"},
-        parts={"attn_qkv": QKV},
-        biases={"attention_bias": "blk.0.attn_qkv.bias"},
-        part="rotary_pct",
-    ),
-    "command-r": Architecture(
-        COHERE,
-        eps=("layer_norm_eps", LAYER_NORM),
-        numbers={"logit_scale": "logit_scale"},
-        biases={"attention_bias": Q_BIAS},
-        turned=True,
-    ),
-    "phi3": Architecture(
-        PHI3, parts={"attn_qkv": QKV, "ffn_up": GATES}, part="partial_rotary_factor"
-    ),
-    "glm4": Architecture(
-        GLM4,
-        parts=AROUND | {"ffn_up": GATES},
-        biases={"attention_bias": Q_BIAS},
-        widths=("head_dim",),
-        part="partial_rotary_factor",
-        turned=True,
-    ),
-    "gemma2": Architecture(GEMMA2, numbers=CAPS, **GEMMA),
-    "gemma3": Architecture(
-        GEMMA3,
-        fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None},
-        **GEMMA,
-    ),
-}
-FAMILIES = {kind: one.family for kind, one in ARCHITECTURES.items()}
 
 #: The key behind the architecture's name, and config.json's.
 WHOLE = {
@@ -199,6 +53,7 @@ YARN = {"yarn_beta_fast": ("beta_fast", 32.0), "yarn_beta_slow": ("beta_slow", 1
 #: Keys that do nothing at these values.
 IDLE = {
     "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
     "attention.scale": 0.0,
     "attention.sliding_window": 0,
     "expert_count": 0,
@@ -228,16 +83,10 @@ def read_settings(
     where: str,
 ) -> tuple[Family, ModelSpec]:
     """Read the family and spec of a file, given embedding rows and rotary frequency factors."""
-    kind = metadata.get("general.architecture")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise FileError(
-            f"no adapter reads the GGUF architecture {str(kind)[:60]!r}",
-            where=where,
-            hint=f"read here: {', '.join(FAMILIES)}; docs/adding-an-architecture.md tells how to "
-            "add one",
-        )
+    entry, kind = entry_of(metadata, where=where), metadata["general.architecture"]
     _whole_model(metadata, where)
-    made, family = ARCHITECTURES[kind], FAMILIES[kind]
+    made = ARCHITECTURES[entry]
+    family = made.family
     own = {key[len(kind) + 1 :]: metadata[key] for key in metadata if key.startswith(f"{kind}.")}
     absent = {
         "vocab_size": rows,
@@ -246,7 +95,7 @@ def read_settings(
     }
     found = Config(absent | own, where=where, file="the metadata")
     config: dict[str, Any] = {name: found.whole(theirs) for theirs, name in WHOLE.items()}
-    config |= {made.eps[0]: found.number(made.eps[1]), "rope_theta": found.number(THETA)}
+    config |= {made.eps[0]: found.number(made.eps[1])}
     config |= {name: found.whole(theirs) for theirs, name in made.wholes.items()}
     config |= {name: found.number(theirs) for theirs, name in made.numbers.items()}
     config |= {name: found.flag(theirs) for theirs, name in made.flags.items()}
@@ -258,6 +107,7 @@ def read_settings(
     if width * config["num_attention_heads"] != config["hidden_size"]:
         config["head_dim"] = width
     config |= dict.fromkeys(made.widths, width)
+    config["rope_theta"] = found.number(THETA)
     config["rope_scaling"] = _scaling(found, config["max_position_embeddings"])
     if factors is not None:
         if config["rope_scaling"] is not None:
@@ -265,12 +115,36 @@ def read_settings(
         stated = metadata.get(LLAMA3_KEY)
         config["rope_scaling"] = _llama3(factors, stated, config["rope_theta"], width, where)
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    if kind == "llama" and config["hidden_size"] % config["num_attention_heads"]:
+    if not made.rotary:
+        if config["rope_scaling"] is not None:
+            raise found.bad(f"{SCALING}type", found.any(f"{SCALING}type"), "none")
+        del config["rope_theta"], config["rope_scaling"]
+    if entry == "llama" and config["hidden_size"] % config["num_attention_heads"]:
         family = MISTRAL
         del config["attention_bias"], config["mlp_bias"]
         config |= {"sliding_window": None}
     found.finish(harmless=HARMLESS, idle=IDLE)
+    try:
+        config = config if made.translated is None else made.translated(config, tensors)
+    except InputError as error:
+        raise FileError(f"the metadata: {error.what}", where=where) from error
     return family, family.spec_of(Config(config, where=where, file="the metadata"))
+
+
+def entry_of(metadata: Mapping[str, Any], *, where: str) -> str:
+    """Return the entry of a file's architecture: of several with its name, the one with experts."""
+    kind = metadata.get("general.architecture")
+    experts = bool(metadata.get(f"{kind}.expert_count"))
+    named = [entry for entry, one in ARCHITECTURES.items() if one.name(entry) == kind]
+    exact = [entry for entry in named if ("expert_count" in ARCHITECTURES[entry].wholes) == experts]
+    for entry in exact or named:
+        return entry
+    known = sorted({one.name(entry) for entry, one in ARCHITECTURES.items()})
+    raise FileError(
+        f"no adapter reads the GGUF architecture {str(kind)[:60]!r}",
+        where=where,
+        hint=f"read here: {', '.join(known)}; docs/adding-an-architecture.md tells how to add one",
+    )
 
 
 def _whole_model(metadata: Mapping[str, Any], where: str) -> None:
@@ -351,22 +225,37 @@ def _llama3(
 # --- writing ------------------------------------------------------------------------------------
 
 
-def write_settings(spec: ModelSpec, kind: str) -> dict[str, Any]:
-    """Return a spec's metadata for an architecture."""
-    config, one = FAMILIES[kind].config_of(spec), ARCHITECTURES[kind]
-    attention = next(spec.decoder.blocks()).attention
+def write_settings(spec: ModelSpec, entry: str) -> dict[str, Any]:
+    """Return a spec's metadata for an entry of `ARCHITECTURES`."""
+    one = ARCHITECTURES[entry]
+    config, kind = one.family.config_of(spec), one.name(entry)
+    block = next(spec.decoder.blocks())
+    attention = block.attention
     width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
-    config.setdefault("num_key_value_heads", attention.kv_heads)
     turned = spec.position if isinstance(spec.position, Rotary) else rotary
+    ffn = block.ffn.expert if isinstance(block.ffn, MoE) else block.ffn
+    sizes: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.d_model,
+        "num_hidden_layers": spec.n_layers,
+        "intermediate_size": ffn.d_ff,
+        "num_attention_heads": attention.n_heads,
+        "num_key_value_heads": attention.kv_heads,
+        "max_position_embeddings": spec.max_seq_len,
+    }
+    if isinstance(spec.position, ALiBi):
+        sizes["alibi_bias_max"] = spec.position.max_bias
+    config = sizes | config
     own: dict[str, Any] = {theirs: config[name] for theirs, name in WHOLE.items()}
     own |= {one.eps[1]: float(config[one.eps[0]])}
-    own[THETA] = 10_000.0 if turned is None else float(turned.base)
+    if one.rotary:
+        own[THETA] = 10_000.0 if turned is None else float(turned.base)
     own |= {theirs: config[name] for theirs, name in one.wholes.items()}
     own |= {theirs: float(config[name] or 0.0) for theirs, name in one.numbers.items()}
     own |= {theirs: bool(config[name]) for theirs, name in one.flags.items()}
     if one.window:
         own["attention.sliding_window"] = config["sliding_window"]
-    own |= dict.fromkeys(WIDTHS, width)
+    own |= dict.fromkeys(WIDTHS if one.rotary else WIDTHS[:2], width)
     if one.part and rotary is not None:
         own[WIDTHS[2]] = rotary.width(width)
     made: dict[str, Any] = {"general.architecture": kind, "general.type": "model"}
@@ -387,12 +276,12 @@ def write_settings(spec: ModelSpec, kind: str) -> dict[str, Any]:
     return made | {f"{kind}.{key}": value for key, value in own.items()}
 
 
-def read_again(spec: ModelSpec, kind: str) -> tuple[Plan, ModelSpec]:
+def read_again(spec: ModelSpec, entry: str) -> tuple[Plan, ModelSpec]:
     """Return the plan of a spec's file, and the spec that a reader of the file would get."""
-    plan = make_plan(table_of(kind, spec), spec)
+    plan = make_plan(table_of(entry, spec), spec)
     metadata = {
         key: shortest(single(value)) if isinstance(value, float) else value
-        for key, value in write_settings(spec, kind).items()
+        for key, value in write_settings(spec, entry).items()
     }
     _, again = read_settings(
         metadata,
@@ -477,9 +366,9 @@ def _names(ours: str | tuple[str, ...]) -> tuple[str, ...]:
     return (ours,) if isinstance(ours, str) else ours
 
 
-def table_of(kind: str, spec: ModelSpec) -> Table:
+def table_of(entry: str, spec: ModelSpec) -> Table:
     """Return the key table of an architecture; Llama's reordering depends on the head width."""
-    one, attention = ARCHITECTURES[kind], next(spec.decoder.blocks()).attention
+    one, attention = ARCHITECTURES[entry], next(spec.decoder.blocks()).attention
     width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
     turned = width if rotary is None else rotary.width(width)
 
@@ -492,8 +381,9 @@ def table_of(kind: str, spec: ModelSpec) -> Table:
 
     usual: dict[str, str | tuple[str, ...]] = {**NORMS, **PARTS, **SHARED, **ROUTERS}
     # A part has one name: those of the architecture come first.
-    taken = {name for ours in one.parts.values() for name in _names(ours)}
-    parts = {part: ours for part, ours in usual.items() if ours not in taken} | dict(one.parts)
+    theirs = one.parts_of(spec)
+    taken = {name for ours in theirs.values() for name in _names(ours)}
+    parts = {part: ours for part, ours in usual.items() if ours not in taken} | dict(theirs)
     every = range(max((mixture.n_experts for mixture in spec.mixtures().values()), default=0))
     rows = [
         Row(
@@ -507,13 +397,21 @@ def table_of(kind: str, spec: ModelSpec) -> Table:
     if every:
         rows += [
             Row(
-                f"{LAYER}{part}.weight",
-                tuple(f"{BLOCK}ffn.experts.{e}.{our}.weight" for e in every),
+                f"{LAYER}{part}.{leaf}",
+                tuple(f"{BLOCK}ffn.experts.{e}.{our}.{leaf}" for e in every),
                 Experts(),
             )
             for part, our in EXPERTS.items()
+            for leaf in ("weight", "bias")
         ]
-    outer = {"token_embd": "embed", "output_norm": "final_norm", "output": "heads.next"}
+    rows.append(Row(f"{LAYER}attn_sinks.weight", f"{BLOCK}attn.sinks"))
+    outer = {
+        "token_embd": "embed",
+        "position_embd": "position",
+        "token_embd_norm": "embed_norm",
+        "output_norm": "final_norm",
+        "output": "heads.next",
+    }
     return Table(
         rows=(
             *rows,
@@ -528,9 +426,13 @@ def table_of(kind: str, spec: ModelSpec) -> Table:
 
 
 def architecture_of(spec: ModelSpec, *, first: str = "") -> tuple[str, Plan]:
-    """Return the architecture that computes a spec, and its plan; else name the nearest."""
+    """Return the entry that computes a spec, and its plan; else name the nearest."""
     tried = {}
-    for kind in sorted(FAMILIES, key=lambda name: FAMILIES[name].model_type != first):
+
+    def later(entry: str) -> bool:
+        return ARCHITECTURES[entry].family.model_type != first
+
+    for kind in sorted(ARCHITECTURES, key=later):
         try:
             if spec.encoder is not None:
                 raise InputError("encoder: has one, and that is a decoder alone")

@@ -153,6 +153,8 @@ DTYPES = {
 }
 #: What is written where the blocks of a type do not fit into a row, in turn.
 SMALLER = {Q4_K: (Q5_0, F16), Q4_0: (F16,), Q8_0: (F16,)}
+#: Matrices that stay float32 as vectors do: biases of all experts, learned positions.
+PRECISE = (".bias", "position_embd.weight")
 PACKING_VERSION = 2  # of the format's quantized kinds
 
 
@@ -165,29 +167,32 @@ def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32")
     if place.suffix.lower() != SUFFIX:
         raise InputError(f"{place} does not end in {SUFFIX}", hint=f"{place}{SUFFIX}")
     library()
-    kind, plan = architecture_of(
+    entry, plan = architecture_of(
         spec, first=str((adapter.imported_config or {}).get("model_type", ""))
     )
     tensors = Tensors(adapter, plan)
     wanted, number = DTYPES[dtype]
-    kinds = {name: _kind(entry.shape, wanted) for name, entry in plan.entries.items()}
+    kinds = {
+        name: _kind(each.shape, F32 if name.endswith(PRECISE) else wanted)
+        for name, each in plan.entries.items()
+    }
     words, notes = write_vocabulary(adapter.get_tokenizer(), size=spec.vocab_size)
     templates = {} if adapter.origin is None else read_templates(adapter.origin)
     if adapter.origin is not None and _sampling(adapter.origin):
         notes = (*notes, "sampling settings (generation_config.json) are not written")
-    metadata = write_settings(spec, kind) | {
+    metadata = write_settings(spec, entry) | {
         "general.name": place.stem,
         "general.file_type": number,
         "general.quantization_version": PACKING_VERSION,
     }
-    shapes = {name: entry.shape for name, entry in plan.entries.items()}
+    shapes = {name: each.shape for name, each in plan.entries.items()}
     factors = factors_of(spec)
     if factors is not None:
         shapes[FACTORS], kinds[FACTORS] = (len(factors),), _kind((1,), F32)
     odd = Counter(
         kinds[name].name
         for name, shape in shapes.items()
-        if len(shape) > 1 and kinds[name].number != wanted
+        if len(shape) > 1 and kinds[name].number != wanted and not name.endswith(PRECISE)
     )
     for name, count in odd.items():
         block = _kind((1, 0), wanted).block
@@ -205,7 +210,7 @@ def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32")
                 del tensor
             file.flush()
             os.fsync(file.fileno())
-    return Exported(place, kind, notes)
+    return Exported(place, str(metadata["general.architecture"]), notes)
 
 
 def _sampling(origin: Path) -> bool:

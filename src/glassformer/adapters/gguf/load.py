@@ -20,7 +20,7 @@ from torch import Tensor
 
 from glassformer.adapters.config import Config
 from glassformer.adapters.folder.weights import check_finite, filled
-from glassformer.adapters.gguf.config import FACTORS, read_settings, table_of
+from glassformer.adapters.gguf.config import FACTORS, entry_of, read_settings, table_of
 from glassformer.adapters.gguf.header import Head, read_head
 from glassformer.adapters.gguf.hf_files import kept_files, why_no_tokenizer
 from glassformer.adapters.native import NativeAdapter, TrainingConfig
@@ -300,7 +300,8 @@ def open_gguf(
     weights = GGUFWeights(path)
     head = weights.head
     family, spec = _read_spec(path, weights)
-    plan = make_plan(table_of(str(head.metadata["general.architecture"]), spec), spec)
+    entry = entry_of(head.metadata, where=str(path))
+    plan = make_plan(table_of(entry, spec), spec)
     model, report = filled(settings.adjusted(spec), plan, weights, dtype=dtype, device=device)
     kept = kept_files(head)
     stored = str(next(model.parameters()).dtype).removeprefix("torch.")
