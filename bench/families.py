@@ -271,6 +271,12 @@ def _cases() -> Iterator[Case]:
         "olmo2", "Olmo2", usual={}, biases={"attention_bias": True, "tie_word_embeddings": True}
     )
     yield from of("olmo3", "Olmo3", usual={"sliding_window": 5, "layer_types": KINDS})
+    yield from of(
+        "exaone4",
+        "Exaone4",
+        usual={"sliding_window": 5, "layer_types": KINDS},
+        whole={"sliding_window": None, "layer_types": KINDS[1:2] * 3, "tie_word_embeddings": True},
+    )
     yield from of("gemma", "Gemma", usual={"head_dim": 8})
     yield from of(
         "gemma2",
@@ -678,7 +684,7 @@ FILES = (
     *("arcee: usual", "seed_oss: usual", "ernie4_5: usual", "hunyuan_v1_dense: usual"),
     *("smollm3: gguf", "cohere2: gguf", "gpt_oss: gguf", "phi: usual", "gpt2: usual"),
     *("gpt_bigcode: one key", "gpt_bigcode: many keys", "falcon: one key", "falcon: gguf"),
-    *("bloom: usual", "mpt: usual", "mpt: heads"),
+    *("bloom: usual", "mpt: usual", "mpt: heads", "exaone4: whole"),
 )
 PROMPT = [40, 7, 99, 120, 33, 5, 61, 80, 200, 17]
 #: A program that lets llama.cpp continue token ids, and prints what it gives.

@@ -98,7 +98,7 @@ KEYS = {
     "no architecture": ({"general.architecture": None}, "architecture 'None'"),
     "unknown": ({"general.architecture": "mamba"}, "architecture 'mamba'"),
     "a list": ({"general.architecture": ["llama"]}, "architecture"),
-    "experts": ({"llama.expert_count": 8}, "not handled here: expert_count=8"),
+    "experts": ({"llama.expert_count": 8}, "no 'expert_used_count'"),
     "a window": ({"llama.attention.sliding_window": 64}, "sliding_window=64"),
     "a switch that nobody knows": ({"llama.attention.backwards": True}, "backwards=true"),
     "part of a head turned": ({"llama.rope.dimension_count": 4}, "rope.dimension_count' is 4"),

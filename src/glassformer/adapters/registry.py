@@ -33,6 +33,7 @@ from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL
 from glassformer.adapters.families.qwen import QWEN1, QWEN2, QWEN3
 from glassformer.adapters.families.relatives import (
     ARCEE,
+    EXAONE4,
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -124,6 +125,7 @@ class StarCoderAdapter(NativeAdapter):
 #: Families with an adapter that adds nothing to `NativeAdapter` but its name.
 NAMED = {
     "gemma": (GEMMA, GEMMA2, GEMMA3),
+    "exaone": (EXAONE4,),
     "phi": (PHI, PHI3),
     "olmo": (OLMO2, OLMO3, OLMOE),
     "granite": (GRANITE, GRANITE_MOE),

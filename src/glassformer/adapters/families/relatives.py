@@ -2,8 +2,9 @@
 
 Arcee (squared ReLU), Hunyuan (q/k-norm after the rotation), SmolLM3 (layers without positions),
 Granite (four multipliers), Phi-3 and 4 (fused projections, LongRoPE), OLMo 2 and 3 (norms on
-outputs, q/k-norm over all heads), GLM and GLM-4 (neighbouring pairs of half a head, norms around),
-and Gemma 1 to 3 (offset norms around each part, GeGLU, caps, windows with a base of their own).
+outputs, q/k-norm over all heads), EXAONE 4 (norms on outputs, no positions where there is no
+window), GLM and GLM-4 (neighbouring pairs of half a head, norms around), and Gemma 1 to 3 (offset
+norms around each part, GeGLU, caps, windows with a base of their own).
 """
 
 from dataclasses import replace
@@ -320,6 +321,49 @@ def read_olmo3(config: Config) -> ModelSpec:
     return _olmo(with_local(spec, local))
 
 
+def read_exaone4(config: Config) -> ModelSpec:
+    """Read an EXAONE 4 config: norms on outputs, q/k-norm, and in the larger models windows.
+
+    Where there is a window, layers without it have no positions.
+    """
+    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
+    window = optional_whole(config, "sliding_window")
+    every = config.any("sliding_window_pattern", default=4)
+    every = 1 if window is None else every
+    usual: list[str] = []
+    if isinstance(every, int) and every > 0:
+        usual = [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
+    kinds = read_kinds(config, absent=usual)
+    if window is None and SLIDING in kinds:
+        raise config.bad("sliding_window", None, f"a whole number where a layer is {SLIDING}")
+    spec = read_stack(
+        config,
+        bias="none",
+        d_head=optional_whole(config, "head_dim"),
+        qk_norm=True,
+        windows=[window if kind == SLIDING else None for kind in kinds],
+    )
+
+    def change(block: Block, _: int) -> Block:
+        whole = window is not None and block.attention.window is None
+        attention = replace(block.attention, position=NoPosition() if whole else None)
+        return replace(block, attention=attention, placement="output")
+
+    return each_block(spec, change)
+
+
+def write_exaone4(spec: ModelSpec) -> dict[str, Any]:
+    """Return EXAONE 4's config keys."""
+    blocks = list(spec.decoder.blocks())
+    hybrid = any(isinstance(block.attention.position, NoPosition) for block in blocks)
+    window = window_of(spec) or (4096 if hybrid else None)
+    return write_stack(spec) | {
+        "sliding_window": window,
+        "sliding_window_pattern": None if window is None else 4,
+        "layer_types": kinds_of(spec),
+    }
+
+
 def with_local(spec: ModelSpec, local: Rotary) -> ModelSpec:
     """Return the spec with a rotation of its own in layers that have a window."""
 
@@ -539,6 +583,14 @@ OLMO3 = Family(
     read_olmo3,
     write_olmo3,
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+)
+EXAONE4 = Family(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    OLMO2_TABLE,
+    read_exaone4,
+    write_exaone4,
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "num_key_value_heads": 32},
 )
 GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 GEMMA = Family(

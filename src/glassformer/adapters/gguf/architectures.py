@@ -34,6 +34,7 @@ from glassformer.adapters.families.llama import ERNIE, LLAMA, SEED_OSS
 from glassformer.adapters.families.qwen import QWEN2, QWEN3
 from glassformer.adapters.families.relatives import (
     ARCEE,
+    EXAONE4,
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -311,6 +312,11 @@ ARCHITECTURES = {
         widths=("head_dim",),
     ),
     "ernie4_5": Architecture(ERNIE, turned=True, biases={"use_bias": Q_BIAS}, widths=("head_dim",)),
+    "exaone4": Architecture(
+        EXAONE4,
+        parts={"post_attention_norm": "attn_norm", "post_ffw_norm": "ffn_norm"},
+        fixed={"sliding_window": None},
+    ),
     "hunyuan-dense": Architecture(HUNYUAN, fixed={"attention_bias": False}),
     "smollm3": Architecture(SMOLLM3, turned=True),
     "cohere2": Architecture(

@@ -242,9 +242,8 @@ def write_settings(spec: ModelSpec, entry: str) -> dict[str, Any]:
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.kv_heads,
         "max_position_embeddings": spec.max_seq_len,
+        "alibi_bias_max": spec.position.max_bias if isinstance(spec.position, ALiBi) else 0.0,
     }
-    if isinstance(spec.position, ALiBi):
-        sizes["alibi_bias_max"] = spec.position.max_bias
     config = sizes | config
     own: dict[str, Any] = {theirs: config[name] for theirs, name in WHOLE.items()}
     own |= {one.eps[1]: float(config[one.eps[0]])}
