@@ -826,8 +826,8 @@ not in transformers, and Pegasus is read only: both have tests of their own (`te
 A model of another type is refused with the config's key that is not understood; the page
 [Adding an architecture](adding-an-architecture.md) tells how a family is added. Phi-3's LongRoPE is
 read with its short factors, up to the context that they are for; OPT-350M, whose embedding is
-narrower than its layers, and BERT with an untied head, of whose two biases one is never used, are
-refused.
+narrower than its layers, is refused. BERT and RoBERTa with an untied head are read, not written: of
+the two biases in their files one is never used, and no model here holds it.
 
 The fast and native decoding steps refuse parts that they do not compute (norms around or beside
 parts, caps, partial rotation), by name; such models are decoded by the cached step.

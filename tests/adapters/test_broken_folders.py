@@ -231,7 +231,7 @@ BROKEN = {
         "not a finite",
     ),
     "heads do not divide": ("llama", 0, lambda f: change(f, num_key_value_heads=3), "divisible"),
-    "another activation": ("llama", 0, lambda f: change(f, hidden_act="gelu"), "'hidden_act' is"),
+    "another activation": ("llama", 0, lambda f: change(f, hidden_act="relu6"), "'hidden_act' is"),
     "unknown switch": ("llama", 0, lambda f: change(f, use_magic=True), "use_magic=true"),
     "softcapping": ("llama", 0, lambda f: change(f, attn_logit_softcapping=50.0), "softcapping=50"),
     "partial rotation": ("llama", 0, lambda f: change(f, partial_rotary_factor=0.5), "partial_rot"),
@@ -256,8 +256,8 @@ BROKEN = {
     "rope of a kind that is not known": (
         "llama",
         0,
-        lambda f: change(f, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
-        "'dynamic'",
+        lambda f: change(f, rope_parameters={"rope_type": "spiral", "factor": 2.0}),
+        "'rope_type' is",
     ),
     "rope by layer": (
         "llama",

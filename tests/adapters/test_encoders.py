@@ -118,6 +118,25 @@ def test_results_are_transformers(case, side, tmp_path):
         assert torch.equal(adapt(module).forward(inputs), adapter(inputs))
 
 
+@pytest.mark.parametrize("case", ["bert relu", "roberta"])
+@torch.no_grad()
+def test_an_untied_head_is_read_with_the_bias_that_is_used(case, tmp_path, monkeypatch):
+    """Its files hold another one, which nothing reads: it is ignored, and no folder is written."""
+    kind, fields, ending = CASES[case]
+    case = f"{case} untied"
+    monkeypatch.setitem(CASES, case, (kind, fields | {"tie_word_embeddings": False}, ending))
+    module = live(case)
+    module.save_pretrained(tmp_path / "theirs")
+    adapter = load(tmp_path / "theirs")
+    ids, valid = batch(case, "right")
+    real = valid.bool()
+    theirs = module(ids, attention_mask=valid).logits
+    assert close(adapter(Inputs(ids, real))[real], theirs[real])
+    assert [name.rsplit(".", 1)[1] for name in adapter.report.ignored] == ["bias"]
+    with pytest.raises(InputError, match="no Hugging Face architecture"):
+        export_hf(adapter, tmp_path / "back")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_folder_comes_back_byte_for_byte(case, tmp_path):
     live(case).save_pretrained(tmp_path / "theirs")

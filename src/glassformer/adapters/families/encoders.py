@@ -23,7 +23,7 @@ from glassformer.adapters.families.llama import (
     window_of,
     write_rotaries,
 )
-from glassformer.adapters.table import Family, Row, Table, dense
+from glassformer.adapters.table import Family, Names, Row, Table, dense
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import (
@@ -93,6 +93,7 @@ def table(body: str, layer: str, parts: dict[str, str], head: tuple[Row, ...]) -
             *(f"{body}pooler.dense.{leaf}" for leaf in ("weight", "bias") if body),
             *(f"cls.seq_relationship.{leaf}" for leaf in ("weight", "bias")),
             *("cls.predictions.decoder.bias", "lm_head.decoder.bias"),
+            *("cls.predictions.bias", "lm_head.bias"),
         ),
         older={".gamma": ".weight", ".beta": ".bias"},
     )
@@ -151,16 +152,41 @@ def read_body(
 
 
 def _masked(config: Config, activation: Activation, norm: LayerNorm) -> MaskedHead:
-    tied = config.flag("tie_word_embeddings", default=True)
-    if not tied and "DistilBertForMaskedLM" not in (config.data.get("architectures") or ()):
-        raise InputError(
-            "an untied masked-token head keeps two biases, one of which is never used",
-            hint="tie_word_embeddings true is what released models have",
-        )
     return MaskedHead(
-        tied=tied,
+        tied=config.flag("tie_word_embeddings", default=True),
         transform=HeadTransform(activation=activation, norm=norm),
     )
+
+
+def _untied(spec: ModelSpec) -> bool:
+    return any(isinstance(head, MaskedHead) and not head.tied for head in spec.heads)
+
+
+def bert_table(prefix: str, head: tuple[Row, ...]) -> Names:
+    """Return a function to the names of BERT or RoBERTa with its masked-token head.
+
+    An untied head adds the bias beside its matrix; the other one, which its files hold too, is then
+    a parameter that no code reads.
+    """
+
+    def names(spec: ModelSpec) -> Table:
+        rows = head
+        if _untied(spec):
+            base = head[-1].theirs.removesuffix(".bias")
+            rows = (*head[:-1], Row(f"{base}.decoder.bias", "heads.masked.bias"))
+        return table(prefix, "encoder.layer", PARTS, rows)
+
+    return names
+
+
+def write_bert_head(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config keys of BERT and RoBERTa with a masked-token head."""
+    if _untied(spec):
+        raise InputError(
+            "tie_word_embeddings: an untied head here; theirs has a second bias that nothing reads",
+            hint="an untied masked-token head is written for DistilBERT and ModernBERT",
+        )
+    return write_bert(spec)
 
 
 def _activation(config: Config, key: str) -> Activation:
@@ -281,9 +307,9 @@ def _bert(kind: str, masked: str, body: str, prefix: str, head: tuple[Row, ...])
         Family(
             kind,
             masked,
-            table(prefix, "encoder.layer", PARTS, head),
+            bert_table(prefix, head),
             lambda config: read(config, masked=True),
-            write_bert,
+            write_bert_head,
             harmless=HARMLESS,
         ),
         Family(
