@@ -1,15 +1,16 @@
 """On a GPU: the same answers as on the CPU, in every path. Skipped where there is none."""
 
+import numpy as np
 import pytest
 import torch
 
 from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.checks.subject import with_source
-from glassformer.models.inputs import Inputs
+from glassformer.models.inputs import Inputs, packed_runs
 from glassformer.models.model import build
-from glassformer.nn.attention import attend
+from glassformer.nn.attention import PACKED, attend
 from glassformer.nn.cache import FixedCache
-from glassformer.nn.mask import mask_from_allow
+from glassformer.nn.mask import build_mask, mask_from_allow
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec.presets import PRESETS, preset
 
@@ -78,3 +79,42 @@ def test_cached_is_uncached_in_bfloat16(name):
     shown, expected = (x[inputs.valid_BT.cuda()].float() for x in (torch.cat(columns, 1), whole))
     assert shown.isfinite().all()
     assert (shown - expected).abs().max() / expected.abs().max() < 5e-2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 64), (6, 2, 40), (14, 2, 64)])
+@pytest.mark.parametrize("window", [None, 7])
+def test_packed_attention_is_the_masked_one(causal, heads, groups, width, window):
+    rng = np.random.default_rng(0)
+    rows, length = 3, 101
+    segments = np.sort(rng.integers(0, 6, (rows, length)), axis=1)
+    valid = np.arange(length) < np.array([[101], [90], [64]])
+    runs = packed_runs(segments, valid)
+    given = [torch.from_numpy(a).cuda() for a in (valid, segments, runs)]
+    mask = build_mask(
+        length,
+        length,
+        causal=causal,
+        window=window,
+        valid_q_BT=given[0],
+        valid_k_BS=given[0],
+        segments_q_BT=given[1],
+        segments_k_BS=given[1],
+        runs_R=given[2],
+        device=torch.device("cuda"),
+    )
+    assert PACKED is not None, "this torch has the kernel of packed sequences"
+    torch.manual_seed(0)
+    shapes = ((rows, heads, length, width), *((rows, groups, length, width),) * 2)
+    exact = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    felt = torch.randn(shapes[0], device="cuda")
+    found = []
+    for dtype, used in ((torch.float32, mask), (torch.bfloat16, mask)):
+        parts = [x.to(dtype).requires_grad_() for x in exact]
+        out = attend(*parts, mask=used)
+        (out.float() * felt).sum().backward()
+        found.append([out, *(x.grad for x in parts)])
+    for plain, packed in zip(*found, strict=True):
+        scale = plain.abs().max().item()
+        assert (plain - packed.float()).abs().max().item() / scale < 2e-2
+    assert found[1][0].transpose(1, 2)[~given[0]].abs().max() == 0, "padding stays zero"

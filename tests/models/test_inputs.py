@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from glassformer.data.batch import Batch, Source
-from glassformer.models.inputs import Inputs
+from glassformer.models.inputs import Inputs, packed_runs
 from glassformer.nn.cache import FixedCache, GrowingCache
+from glassformer.nn.mask import build_mask
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import AnswerHead
 from tests.tiny import MAX_SEQ_LEN, VOCAB, built, tiny, token_ids
@@ -160,3 +161,45 @@ def test_all_forms_of_a_batch_mean_the_same(pair):
 def test_a_mask_that_says_nothing_is_dropped(decoder):
     assert decoder.inputs(Inputs(TOKENS, VALID)).valid_BT is None
     assert torch.equal(decoder(Inputs(TOKENS, VALID))["next"], decoder(TOKENS)["next"])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_a_packed_batch_allow_what_its_mask_allows(seed):
+    rng = np.random.default_rng(seed)
+    rows, length, window = 3, 29, 5
+    segments = np.sort(rng.integers(0, 5, (rows, length)), axis=1)
+    valid = np.arange(length) < rng.integers(1, length + 1, (rows, 1))
+    runs = packed_runs(segments, valid)
+    assert runs is not None and runs[0] == 0 and runs[-1] == rows * length
+    assert (len(runs) - 1).bit_count() == 1 and (np.diff(runs) >= 0).all()
+    of = np.searchsorted(runs, np.arange(rows * length), side="right")
+    together = of[:, None] == of
+    apart = np.arange(rows * length)[:, None] - np.arange(rows * length)
+    for causal, reach in ((True, None), (True, window), (False, None), (False, window)):
+        mask = build_mask(
+            length,
+            length,
+            causal=causal,
+            window=reach,
+            valid_q_BT=torch.from_numpy(valid),
+            valid_k_BS=torch.from_numpy(valid),
+            segments_q_BT=torch.from_numpy(segments),
+            segments_k_BS=torch.from_numpy(segments),
+            runs_R=torch.from_numpy(runs),
+        )
+        packed = mask.packed
+        left, right = (rows * length if n < 0 else n for n in (packed.left, packed.right))
+        kernel = together & (apart <= left) & (-apart <= right)
+        for row in range(rows):
+            own = slice(row * length, (row + 1) * length)
+            real = valid[row]
+            assert not kernel[own, : own.start].any() and not kernel[own, own.stop :].any()
+            expected = mask.allow[row, 0].numpy()[real]
+            assert (kernel[own, own][real] == expected).all()
+
+
+def test_a_segment_in_two_pieces_has_no_runs():
+    valid = np.ones((1, 6), dtype=np.bool_)
+    assert packed_runs(np.array([[0, 0, 1, 1, 0, 0]]), valid) is None
+    hole = np.array([[True, True, False, True, True, True]])
+    assert packed_runs(np.zeros((1, 6), dtype=np.int64), hole) is None

@@ -14,7 +14,7 @@ from glassformer.data.batch import Batch
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
-# B batch, T length, S source length
+# B batch, T length, S source length, R runs of a packed batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,25 @@ class Inputs:
     source_BS: Tensor | None = None
     source_valid_BS: Tensor | None = None
     types_BT: Tensor | None = None
+    runs_R: Tensor | None = None  # of `packed_runs`: lets a GPU's kernel leave out what is masked
+
+
+def packed_runs(segments_BT: np.ndarray, valid_BT: np.ndarray) -> np.ndarray | None:
+    """Return where runs of tokens that attend only to each other begin, in the flattened batch.
+
+    The size of the batch follows, again and again up to a power of two: batches of one shape have
+    few numbers of runs. None where a segment is not one run, which no list of starts can express.
+    """
+    begins_BT = np.ones(valid_BT.shape, dtype=np.bool_)
+    changed = segments_BT[:, 1:] != segments_BT[:, :-1]
+    begins_BT[:, 1:] = changed | (valid_BT[:, 1:] != valid_BT[:, :-1])
+    rows, columns = np.nonzero(begins_BT & valid_BT)
+    if len({*zip(rows.tolist(), segments_BT[rows, columns].tolist(), strict=True)}) < len(rows):
+        return None
+    starts = np.flatnonzero(begins_BT)
+    runs_R = np.full((1 << len(starts).bit_length()) + 1, valid_BT.size, dtype=np.int32)
+    runs_R[: len(starts)] = starts
+    return runs_R
 
 
 def as_inputs(
@@ -42,13 +61,16 @@ def as_inputs(
     """
     match batch:
         case Batch():
-            source = batch.source
+            source, runs = batch.source, None
+            if batch.segments is not None and device.type == "cuda":
+                runs = packed_runs(batch.segments, batch.valid)
             given = Inputs(
                 _tensor(batch.tokens),
                 _tensor(batch.valid),
                 None if batch.segments is None else _tensor(batch.segments),
                 None if source is None else _tensor(source.tokens),
                 None if source is None else _tensor(source.valid),
+                runs_R=None if runs is None else _tensor(runs),
             )
         case Inputs():
             given = batch
@@ -80,6 +102,7 @@ def as_inputs(
         None if given.source_BS is None else given.source_BS.to(device, torch.int64),
         move(source_valid_BS),
         None if given.types_BT is None else given.types_BT.to(device, torch.int64),
+        move(given.runs_R),
     )
 
 

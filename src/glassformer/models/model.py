@@ -239,6 +239,7 @@ class DecoderLM(Model, StackParts):
             inputs.tokens_BT,
             valid_BT=inputs.valid_BT,
             segments_BT=inputs.segments_BT,
+            runs_R=inputs.runs_R,
             types_BT=inputs.types_BT,
             cache=cache,
             taps=taps,

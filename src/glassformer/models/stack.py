@@ -136,6 +136,7 @@ def run_stack(
     *,
     valid_BT: Tensor | None = None,
     segments_BT: Tensor | None = None,
+    runs_R: Tensor | None = None,
     types_BT: Tensor | None = None,
     memory_BSD: Tensor | None = None,
     memory_valid_BS: Tensor | None = None,
@@ -165,7 +166,7 @@ def run_stack(
             )
         valid_BS = joined_valid(cache.valid_BS, past, valid_BT, T)
     places = positions_of(past, T, valid_BS, segments_BT)
-    masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device, parts)
+    masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device, parts, runs_R=runs_R)
     memory_mask = _memory_mask(T, memory_BSD, valid_BS, memory_valid_BS)
     rotations = {
         width: cast(RotaryPosition, rotary).at(places) for width, rotary in parts.rotary.items()
@@ -235,7 +236,10 @@ class _Masks:
         segments_BT: Tensor | None,
         device: torch.device,
         parts: StackParts,
+        *,
+        runs_R: Tensor | None = None,
     ) -> None:
+        self.runs_R = runs_R
         self.queries, self.keys, self.device = queries, keys, device
         self.valid_BS, self.segments_BT = valid_BS, segments_BT
         self.alibi, self.relative = parts.alibi, parts.relative
@@ -255,6 +259,7 @@ class _Masks:
                 valid_k_BS=valid_BS,
                 segments_q_BT=self.segments_BT,
                 segments_k_BS=self.segments_BT,
+                runs_R=self.runs_R,
                 device=self.device,
             )
             if heads:

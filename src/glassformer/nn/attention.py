@@ -5,7 +5,10 @@ the weights are to be read or replaced, which only the explicit path has; a pari
 two together. Capped scores and sinks take the explicit path as well.
 """
 
+import inspect
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +16,29 @@ from torch import Tensor, nn
 
 from glassformer.nn.cache import Cache
 from glassformer.nn.linear import Linear, side_by_side
-from glassformer.nn.mask import Mask
+from glassformer.nn.mask import Mask, Packed
 from glassformer.nn.norm import build_norm
 from glassformer.nn.position import rotate
 from glassformer.nn.taps import TapsAt, tap
 from glassformer.spec import model as spec
 from glassformer.spec.execution import GPU_HEAD_BYTES
 
-# B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head
+
+def _varlen_kernel() -> Callable[..., Any] | None:
+    """Return torch's attention of packed sequences; 2.10's has neither window nor scale."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+
+
+PACKED = _varlen_kernel()
+#: What the kernel of packed sequences takes: these formats, widths of a head in these steps.
+HALF, PACKED_HEADS, PACKED_MOST = (torch.bfloat16, torch.float16), 8, 256
+
+# B batch, T query length, S key length, D d_model, N query heads, K key-value heads, H d_head,
+# M tokens of all rows
 
 
 def attend(
@@ -70,6 +88,11 @@ def _attend_fused(
     scale: float | None,
 ) -> Tensor:
     T, H = q_BNTH.shape[2:]
+    if mask.packed is not None and mask.bias is None and (dropout is None or dropout.p == 0.0):
+        dtype = _kernel_dtype(q_BNTH)
+        if PACKED is not None and dtype in HALF and H % PACKED_HEADS == 0 and H <= PACKED_MOST:
+            parts = (x.to(dtype) for x in (q_BNTH, k_BKSH, v_BKSH))
+            return _attend_packed(*parts, packed=mask.packed, scale=scale)
     if q_BNTH.is_cuda and q_BNTH.dtype != torch.float64 and T > 1:
         # The fused kernels need heads of a certain multiple, those for float32 also a key for
         # every query head; otherwise all T x S weights are materialised. Padding a head with
@@ -89,6 +112,33 @@ def _attend_fused(
         enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
     )
     return out_BNTH[..., :H]
+
+
+def _kernel_dtype(x: Tensor) -> torch.dtype | None:
+    """Return what a fused kernel would compute in on this GPU; None elsewhere."""
+    if not x.is_cuda:
+        return None
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+
+
+def _attend_packed(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, packed: Packed, scale: float | None
+) -> Tensor:
+    """Attention within each run alone: what the mask excludes is not computed."""
+    assert PACKED is not None
+    B, _, T, H = q_BNTH.shape
+    k_BNSH, v_BNSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
+    out_MNH = PACKED(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BNSH, v_BNSH)),
+        packed.runs_R,
+        packed.runs_R,
+        T,
+        T,
+        scale=1 / math.sqrt(H) if scale is None else scale,
+        window_size=(packed.left, packed.right),
+    )
+    out_BTNH: Tensor = out_MNH.unflatten(0, (B, T))
+    return out_BTNH.transpose(1, 2)
 
 
 def _attend_explicitly(

@@ -6,14 +6,25 @@ and its result is erased afterwards.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from glassformer.spec.errors import InputError
 
-# B batch, T query length, S key length, N query heads
+# B batch, T query length, S key length, N query heads, R runs of a packed batch
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The same mask for a kernel of packed sequences: where each begins in the flattened batch, and
+    how far a query sees to its left and right; -1 = to the end.
+    """
+
+    runs_R: Tensor
+    left: int
+    right: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +33,14 @@ class Mask:
 
     allow: (T, S), (B, 1, T, S) or (B, N, T, S), True = may attend; None = everything, or the
     triangle if causal. empty: (B, 1 or N, T, 1), True where a row may attend to nothing, and its
-    result is erased. bias: (1 or B, N, T, S), ALiBi's or T5's; None = no bias.
+    result is erased. bias: (1 or B, N, T, S), ALiBi's or T5's; None = no bias. packed: see there.
     """
 
     allow: Tensor | None = None
     causal: bool = False
     empty: Tensor | None = None
     bias: Tensor | None = None
+    packed: Packed | None = None
     made: dict[tuple[object, ...], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -85,6 +97,7 @@ def build_mask(
     valid_k_BS: Tensor | None = None,
     segments_q_BT: Tensor | None = None,
     segments_k_BS: Tensor | None = None,
+    runs_R: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Mask:
     """Combine order, window, padding and segments; the kernel's own triangle where it is enough."""
@@ -113,7 +126,11 @@ def build_mask(
         same = segments_q_BT[:, None, :, None] == segments_k_BS[:, None, None, :]
         allow = _both(allow, same)
     assert allow is not None
-    return close_empty_rows(allow)
+    mask = close_empty_rows(allow)
+    if runs_R is None:
+        return mask
+    reach = -1 if window is None else window - 1
+    return replace(mask, packed=Packed(runs_R, left=reach, right=0 if causal else reach))
 
 
 def close_empty_rows(allow: Tensor) -> Mask:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.models.inputs import Inputs, as_inputs
+from glassformer.models.inputs import Inputs, as_inputs, packed_runs
 from glassformer.models.model import Model
 from glassformer.spec.errors import MachineError
 from glassformer.spec.model import ModelSpec
@@ -101,6 +101,9 @@ def pack(
         arrays["valid"] = grown(batch.valid)
     if batch.segments is not None:
         arrays["segments"] = grown(batch.segments)
+        runs = packed_runs(arrays["segments"], arrays.get("valid", grown(batch.valid)))
+        if runs is not None:
+            arrays["runs"] = runs
     if batch.source is not None:
         arrays["source"] = grown(batch.source.tokens.astype(np.int64, copy=False))
         arrays["source_valid"] = grown(batch.source.valid)
@@ -412,6 +415,7 @@ def inputs_of(views: Mapping[str, Tensor]) -> Inputs:
         views.get("segments"),
         views.get("source"),
         views.get("source_valid"),
+        runs_R=views.get("runs"),
     )
 
 
