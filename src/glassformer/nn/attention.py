@@ -34,6 +34,12 @@ def _varlen_kernel() -> Callable[..., Any] | None:
 
 
 PACKED = _varlen_kernel()
+#: How a release is told of fewer key-value heads; where it cannot be told, its kernel sees it.
+PACKED_GROUPS = (
+    {"enable_gqa": True}
+    if PACKED is not None and "enable_gqa" in inspect.signature(PACKED).parameters
+    else {}
+)
 #: What the kernel of packed sequences takes: these formats, widths of a head in these steps.
 HALF, PACKED_HEADS, PACKED_MOST = (torch.bfloat16, torch.float16), 8, 256
 
@@ -127,15 +133,15 @@ def _attend_packed(
     """Attention within each run alone: what the mask excludes is not computed."""
     assert PACKED is not None
     B, _, T, H = q_BNTH.shape
-    k_BNSH, v_BNSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
     out_MNH = PACKED(
-        *(x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BNSH, v_BNSH)),
+        *(x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKSH, v_BKSH)),
         packed.runs_R,
         packed.runs_R,
         T,
         T,
         scale=1 / math.sqrt(H) if scale is None else scale,
         window_size=(packed.left, packed.right),
+        **PACKED_GROUPS,
     )
     out_BTNH: Tensor = out_MNH.unflatten(0, (B, T))
     return out_BTNH.transpose(1, 2)

@@ -230,7 +230,7 @@ def _run(
         following = [(f"glass sweep {sweep.path}", "go on with it, or see the ranking again")]
         if best is not None:
             path = sweep.run_path(best, 0)
-            following.append((f"glass inspect {path} TEXT", "look inside the best cell"))
+            following.append((f"glass evaluate {path}", "the best cell's first run, by group"))
         following.append((f"glass explore {sweep.path.parent}", "the page Sweeps"))
         end(sweep.path / "report.html", following)
     if sweep.stopped:
