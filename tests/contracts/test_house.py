@@ -57,6 +57,7 @@ OUTSIDE = {
 }
 #: Modules that are only imported where a package is that comes with torch for a GPU.
 ONLY_WITH = {
+    "glassformer.kernels.triton_choose": "triton",
     "glassformer.kernels.triton_decode": "triton",
     "glassformer.kernels.triton_loss": "triton",
 }

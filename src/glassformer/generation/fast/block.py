@@ -9,7 +9,7 @@ heads are rows of one product, nothing is repeated.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import assert_never, cast
+from typing import NamedTuple, assert_never, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,17 @@ from glassformer.spec.own import OwnPosition
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
 # X = N + 2 K heads of one product
+
+
+class Lines(NamedTuple):
+    """Rows of a batch whose past lies in other rows of the memory, as the past of beams does.
+
+    The padding and the source of row b are those of row `sources_B[b]` of the prompts; its position
+    s lies in row `lines_BS[b, s]` of the memory. What is new is written to row b.
+    """
+
+    sources_B: Tensor
+    lines_BS: Tensor
 
 
 class Places(ABC):
@@ -133,12 +144,14 @@ class FastAttention:
         rotation: tuple[Tensor, Tensor] | None,
         positions_B: Tensor | None,
         mask_B11S: Tensor | None,
+        lines: Lines | None,
     ) -> Tensor:
         """Return the heads' outputs (B, N * H); write position end - 1 of the cache.
 
         If `end` is a number, the cache is sliced; if it is a tensor, the complete cache is masked,
         which reads more but has one shape for every step, as a compiled or recorded step needs. Our
-        GPU kernel reads the number from memory, and only that much of the cache.
+        GPU kernel reads the number from memory, and only that much of the cache; it alone knows
+        `lines`.
         """
         B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
         qkv_BXH = self.qkv(x_BD).view(B, N + 2 * K, self.d_head)
@@ -155,6 +168,9 @@ class FastAttention:
                 window=self.window,
                 mask_BS=None if mask_B11S is None else mask_B11S[:, 0, 0],
                 slopes_N=self.slopes_N,
+                sources_B=None if lines is None else lines.sources_B,
+                lines_BS=None if lines is None else lines.lines_BS,
+                in_parts=self.out.gpu is not None,
             )
             return heads
         if isinstance(end, Places) and end.turns:
@@ -222,12 +238,29 @@ class FastCrossAttention:
         self.query = make.linear(part.q_proj, norm=norm)
         self.out = make.linear(part.o_proj)
         self.norm = None if part.q_norm is None else make_norm(part.q_norm)
+        self.gpu = make.gpu if make.static else None
 
-    def heads(self, x_BD: Tensor, kv: tuple[Tensor, Tensor], *, mask_B11S: Tensor | None) -> Tensor:
+    def heads(
+        self,
+        x_BD: Tensor,
+        kv: tuple[Tensor, Tensor],
+        *,
+        mask_B11S: Tensor | None,
+        lines: Lines | None,
+    ) -> Tensor:
         """Return the heads' outputs (B, N * H)."""
         B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
         q_BNH = self.query(x_BD).view(B, N, self.d_head)
         q_BNH = q_BNH if self.norm is None else self.norm(q_BNH)
+        if self.gpu is not None:
+            heads: Tensor = self.gpu.attend_source(
+                q_BNH,
+                *kv,
+                mask_BS=None if mask_B11S is None else mask_B11S[:, 0, 0],
+                sources_B=None if lines is None else lines.sources_B,
+                in_parts=self.out.gpu is not None,
+            )
+            return heads
         q_BKGH = q_BNH.view(B, K, N // K, self.d_head)
         heads_BKGH = F.scaled_dot_product_attention(q_BKGH, *kv, attn_mask=mask_B11S)
         return heads_BKGH.reshape(B, N * self.d_head)
@@ -251,15 +284,15 @@ class FastBlock:
             part.attn, block.attention, make, norm=part.attn_norm if pre else None
         )
         self.feed = _make_feed(part.ffn, make, norm=part.ffn_norm if pre else None)
-        self.attn_norm = _same if pre else make_norm(part.attn_norm)
-        self.ffn_norm = _same if pre else make_norm(part.ffn_norm)
+        self.attn_norm = _same if pre else make.norm(part.attn_norm)
+        self.ffn_norm = _same if pre else make.norm(part.ffn_norm)
         self.cross: FastCrossAttention | None = None
         self.cross_norm: Callable[[Tensor], Tensor] = _same
         if part.cross is not None and part.cross_norm is not None and block.cross is not None:
             self.cross = FastCrossAttention(
                 part.cross, block.cross, make, norm=part.cross_norm if pre else None
             )
-            self.cross_norm = _same if pre else make_norm(part.cross_norm)
+            self.cross_norm = _same if pre else make.norm(part.cross_norm)
 
     def __call__(
         self,
@@ -272,15 +305,22 @@ class FastBlock:
         mask_B11S: Tensor | None,
         cross: tuple[Tensor, Tensor] | None,
         cross_mask_B11S: Tensor | None,
+        lines: Lines | None,
     ) -> Tensor:
         own = self.attention
         heads = own.heads(
-            x_BD, kv_BXSH, end, rotation=rotation, positions_B=positions_B, mask_B11S=mask_B11S
+            x_BD,
+            kv_BXSH,
+            end,
+            rotation=rotation,
+            positions_B=positions_B,
+            mask_B11S=mask_B11S,
+            lines=lines,
         )
         x_BD = self.attn_norm(own.out.onto(x_BD, heads))
         if self.cross is not None:
             assert cross is not None
-            heads = self.cross.heads(x_BD, cross, mask_B11S=cross_mask_B11S)
+            heads = self.cross.heads(x_BD, cross, mask_B11S=cross_mask_B11S, lines=lines)
             x_BD = self.cross_norm(self.cross.out.onto(x_BD, heads))
         return self.ffn_norm(self.feed.onto(x_BD))
 
@@ -340,10 +380,12 @@ class FastModel:
         mask_B11S: Tensor | None,
         crosses: list[tuple[Tensor, Tensor]],
         cross_mask_B11S: Tensor | None,
+        lines: Lines | None = None,
     ) -> Tensor:
         """Return logits (B, V) after one more token, which becomes position end - 1 of the cache.
 
         `positions_B` are the positions of the rows if not all are at end - 1, as with padding.
+        `lines` say where the rows' past lies, for our GPU kernels.
         """
         at: int | Tensor
         if positions_B is None:
@@ -373,6 +415,7 @@ class FastModel:
                 mask_B11S=mask_B11S,
                 cross=crosses[layer] if crosses else None,
                 cross_mask_B11S=cross_mask_B11S,
+                lines=lines,
             )
         return self.head(end.last(x_BD) if isinstance(end, Places) else x_BD)
 
@@ -437,7 +480,7 @@ def _make_head(
     if type(embed) is TokenEmbedding:
         return make.projection(embed.weight.detach(), bias, norm=norm)
     if isinstance(embed, OwnTable):
-        return Projection(embed.product(bias), norm=norm, gated=False, gpu=None)
+        return Projection(embed.product(bias), norm=norm, activation="", gpu=None)
     assert isinstance(embed, FactorizedTokenEmbedding)
     narrow = make.projection(embed.v.detach(), None, norm=norm)
     wide = make.projection(embed.u.detach(), bias)

@@ -40,28 +40,35 @@ class Maker:
         bias_O: Tensor | None,
         *,
         norm: LayerNorm | RMSNorm | None = None,
-        gated: bool = False,
+        activation: str = "",
     ) -> "Projection":
-        """Return a product with the norm before it and the gate after it."""
+        """Return a product with the norm before it and the activation after it."""
         product = self.product(weight_OI, bias_O)
-        return Projection(product, norm=norm, gated=gated, gpu=self.gpu)
+        return Projection(product, norm=norm, activation=activation, gpu=self.gpu)
 
     def linear(
         self,
         *parts: nn.Module,
         norm: LayerNorm | RMSNorm | None = None,
-        gated: bool = False,
+        activation: str = "",
     ) -> "Projection":
         """Return layers of one input as one product; quantized layers have their own."""
         if not any(isinstance(part, OwnProduct) for part in parts):
             plain = joined([linear_parts(part) for part in parts])
-            return self.projection(*plain, norm=norm, gated=gated)
+            return self.projection(*plain, norm=norm, activation=activation)
         products = [
             part.product() if isinstance(part, OwnProduct) else self.product(*linear_parts(part))
             for part in parts
         ]
         product = products[0] if len(products) == 1 else SideBySide(products)
-        return Projection(product, norm=norm, gated=gated, gpu=None)
+        return Projection(product, norm=norm, activation=activation, gpu=None)
+
+    def norm(self, part: LayerNorm | RMSNorm) -> Callable[[Tensor], Tensor]:
+        """Return a norm of rows as one call."""
+        if self.gpu is None:
+            return make_norm(part)
+        normalise, operands = self.gpu.normalise, norm_operands(part)
+        return lambda x_BI: normalise(x_BI, **operands)
 
 
 @runtime_checkable
@@ -104,6 +111,19 @@ def make_norm(part: LayerNorm | RMSNorm) -> Callable[[Tensor], Tensor]:
             assert_never(unreachable)
 
 
+def norm_operands(part: LayerNorm | RMSNorm) -> dict[str, object]:
+    """Return a norm as the arguments of our GPU kernels."""
+    operands: dict[str, object] = {"gain_I": part.weight.detach(), "eps": part.eps}
+    match part:
+        case LayerNorm():
+            assert part.bias is not None, "`why_not` refuses a norm without one"
+            return operands | {"norm": "layer", "shift_I": part.bias.detach()}
+        case RMSNorm():
+            return operands | {"norm": "rms", "shift_I": None}
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
 def gpu_kernels(like: Tensor) -> ModuleType | None:
     """Return our kernels for tensors like this one, or None where they cannot run."""
     if not like.is_cuda or find_spec("triton") is None:
@@ -113,53 +133,56 @@ def gpu_kernels(like: Tensor) -> ModuleType | None:
 
 
 class Projection:
-    """product(norm(x)); gated: silu(first half of it) * second half."""
+    """activation(product(norm(x))); "gate" is silu(first half) * second half."""
 
     def __init__(
         self,
         product: Product | SideBySide,
         *,
         norm: LayerNorm | RMSNorm | None,
-        gated: bool,
+        activation: str,
         gpu: ModuleType | None,
     ) -> None:
-        self.gated = gated
+        self.activation = activation
         # Only projections that read one layer are added onto a residual, or run by our kernels.
         self.product = cast(Product, product)
         self.norm = None if norm is None else make_norm(norm)
         self.gpu = gpu if type(product) is Product else None
-        self.fused: dict[str, object] = {"gated": gated}
-        if norm is not None:
-            self.fused |= {"gain_I": norm.weight.detach(), "eps": norm.eps}
-            match norm:
-                case LayerNorm():
-                    assert norm.bias is not None
-                    self.fused |= {"norm": "layer", "shift_I": norm.bias.detach()}
-                case RMSNorm():
-                    self.fused |= {"norm": "rms", "shift_I": None}
-                case _ as unreachable:
-                    assert_never(unreachable)
+        self.norm_operands = {} if norm is None else norm_operands(norm)
 
     def __call__(self, x_BI: Tensor) -> Tensor:
-        if self.gpu is not None and len(x_BI) == 1:
-            product = self.product
-            out_1O: Tensor = self.gpu.product(x_BI, product.weight_OI, product.bias_O, **self.fused)
-            return out_1O
-        wide_BO = self.product(x_BI if self.norm is None else self.norm(x_BI))
-        if not self.gated:
-            return wide_BO
         if self.gpu is not None:
-            gated_BF: Tensor = self.gpu.gate(wide_BO)
-            return gated_BF
+            return self._by_kernels(x_BI, self.gpu)
+        wide_BO = self.product(x_BI if self.norm is None else self.norm(x_BI))
+        if self.activation != "gate":
+            return activate(wide_BO, self.activation) if self.activation else wide_BO
         gate_BF, up_BF = wide_BO.chunk(2, -1)
         return F.silu(gate_BF) * up_BF
 
+    def _by_kernels(self, x_BI: Tensor, gpu: ModuleType) -> Tensor:
+        out_BO: Tensor
+        if len(x_BI) == 1:
+            weight, bias = self.product.weight_OI, self.product.bias_O
+            fused = self.norm_operands | {"activation": self.activation}
+            out_BO = gpu.product(x_BI, weight, bias, **fused)
+            return out_BO
+        wide_BO = self.product(gpu.normalise(x_BI, **self.norm_operands) if self.norm else x_BI)
+        if not self.activation:
+            return wide_BO
+        out_BO = (
+            gpu.gate(wide_BO) if self.activation == "gate" else activate(wide_BO, self.activation)
+        )
+        return out_BO
+
     def onto(self, residual_BO: Tensor, x_BI: Tensor) -> Tensor:
-        """Return residual + product(x); the residual may be overwritten."""
+        """Return residual + product(x); the residual may be overwritten.
+
+        With our kernels the x of a single row may be the parts of an attention.
+        """
         product = self.product
         if self.gpu is None:
             return product.onto(residual_BO, x_BI)
-        if len(x_BI) == 1:
+        if len(residual_BO) == 1:
             weight, bias = product.weight_OI, product.bias_O
             out_1O: Tensor = self.gpu.product(x_BI, weight, bias, residual_1O=residual_BO)
             return out_1O
@@ -220,10 +243,13 @@ class FastFeedForward:
         match part:
             case SwiGLU():
                 self.activation = ""
-                self.up = make.linear(part.gate_proj, part.up_proj, norm=norm, gated=True)
+                self.up = make.linear(part.gate_proj, part.up_proj, norm=norm, activation="gate")
             case MLP():
                 self.activation = part.activation
-                self.up = make.linear(part.up_proj, norm=norm)
+                fused = ""
+                if make.gpu is not None and part.activation in make.gpu.ACTIVATIONS:
+                    self.activation, fused = "", part.activation
+                self.up = make.linear(part.up_proj, norm=norm, activation=fused)
             case _ as unreachable:
                 assert_never(unreachable)
 

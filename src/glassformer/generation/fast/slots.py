@@ -494,6 +494,7 @@ class _SlotRows(Places):
                 mask_BS=None,
                 slopes_N=own.slopes_N,
                 slots_B=self.slots_B,
+                in_parts=own.out.gpu is not None,
             )
             return heads
         kv_BXSH[self.slots_B, :, self.positions_B] = qkv_BXH[:, N:]
