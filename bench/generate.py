@@ -16,7 +16,7 @@ import torch
 
 from bench.clock import Row, Sides, bandwidth, growth, installed, interleave, rows, said
 from bench.peers import EOS, fresh, qwen_pair
-from bench.translation import crossed
+from bench.translation import crossed, crossed_on_gpu
 from glassformer.checks.rows.decoding import disagreements
 from glassformer.costs.estimates import cache_bytes
 from glassformer.data.automata.library import brackets
@@ -85,6 +85,9 @@ QUICK = Size(
 def options(parser: argparse.ArgumentParser) -> None:
     """A part alone."""
     parser.add_argument("--only", choices=("native",), help="native = plain, every preset")
+    parser.add_argument(
+        "--ours", action="store_true", help="on a GPU: without the others, who compile for minutes"
+    )
 
 
 def run(
@@ -97,7 +100,10 @@ def run(
         return
     if device != "cpu":
         shape, batches = (TINY, (1, 4)) if quick else (HALF_BILLION, (1, 128))
-        yield from on_gpu(shape, batches, new=24 if quick else 256, device=device, size=size)
+        alone = asked is not None and asked.ours
+        new = 24 if quick else 256
+        yield from on_gpu(shape, batches, new=new, device=device, size=size, alone=alone)
+        yield from crossed_on_gpu(device=device, quick=quick, alone=alone)
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small models are slower on two, and much slower on a busy machine
@@ -235,26 +241,41 @@ def weight_bytes(model: Model) -> int:
     return sum(p.nbytes for p in model.parameters() if head_is_tied or id(p) not in own)
 
 
+STATIC = "transformers, static cache"
+
+
 def on_gpu(
-    shape: dict[str, int], batches: tuple[int, ...], *, new: int, device: str, size: Size
+    shape: dict[str, int],
+    batches: tuple[int, ...],
+    *,
+    new: int,
+    device: str,
+    size: Size,
+    alone: bool,
 ) -> Iterator[Row]:
     """bfloat16, the whole step as one graph, beside transformers with its static cache."""
-    model, theirs = qwen_pair(shape, length=size.prompt + new, device=device, dtype=torch.bfloat16)
+    length, theirs = size.prompt + new, None
+    if alone:
+        spec = presets.qwen(d_head=64, max_seq_len=length, qk_norm=False, **shape)
+        model = fresh(spec, device=device, dtype=torch.bfloat16)
+    else:
+        model, theirs = qwen_pair(shape, length=length, device=device, dtype=torch.bfloat16)
     ours = FastStepper(model)
     for batch in batches:
         case = f"bf16, prompt {size.prompt}, {new} new, batch {batch}"
         generator = torch.Generator().manual_seed(1)
         tokens_BT = torch.randint(shape["vocab_size"], (batch, size.prompt), generator=generator)
-        given_BT = tokens_BT.to(device)
-        sides: Sides = {
-            "transformers, static cache": hugging_face(theirs, given_BT, new=new, cache="static"),
-            "glassformer, lean, graph": greedy(ours, tokens_BT.tolist(), new=new),
-        }
+        given_BT, sides = tokens_BT.to(device), {}
+        if theirs is not None:
+            sides[STATIC] = hugging_face(theirs, given_BT, new=new, cache="static")
+        sides["glassformer, lean, graph"] = greedy(ours, tokens_BT.tolist(), new=new)
         limit_ms = limit(model, batch=batch, prompt=size.prompt, new=new, device=device)
         times = interleave(sides, rounds=3, inner=1, warmup=2)
-        for row in with_limit(times, case, "transformers, static cache", limit_ms):
+        for row in with_limit(times, case, next(iter(sides)), limit_ms):
             speed = batch * new / float(str(row["median_ms"])) * 1e3
             yield row | {"name": f"{row['name']}: {speed:,.0f} tokens/s"}
+    if theirs is None:
+        return
     # Random weights give near ties, which bfloat16 rounds either way: tokens are held in float32.
     model.float(), theirs.float()
     given_BT = tokens_BT[:1].to(device)

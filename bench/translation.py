@@ -1,7 +1,8 @@
 """Encoder-decoders: ours beside transformers' Marian and CTranslate2, greedy and with beams.
 
-d 128, 2 + 2 layers, vocabulary 128, source 20, one thread, the same weights everywhere. Nobody may
-end early: the end is forbidden on every side.
+On a CPU d 128, 2 + 2 layers, vocabulary 128, source 20, one thread; on a GPU the shape of 2017's
+base model, bfloat16, vocabulary 32,000, source 32. The same weights everywhere. Nobody may end
+early: the end is forbidden on every side.
 """
 
 import tempfile
@@ -56,6 +57,35 @@ def crossed(cases: tuple[tuple[int, int], ...], *, new: int, rounds: int) -> Ite
         yield said("generate", case, f"the same tokens: {', '.join(same)}")
         times = interleave(sides, rounds=rounds, inner=1, warmup=1)
         yield from rows(times, bench="generate", case=case, baseline="transformers (Marian)")
+
+
+#: The base model of 2017, and a model that is small enough to see whether everything runs.
+BASE = {"vocab_size": 32_000, "d_model": 512, "n_heads": 8, "n_layers": 6, "max_seq_len": 256}
+SMALL = {"vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
+
+
+def crossed_on_gpu(*, device: str, quick: bool, alone: bool, rounds: int = 3) -> Iterator[Row]:
+    """Greedy and four beams, batch 1 and 64; tokens count once for each source."""
+    shape, new = (SMALL, 16) if quick else (BASE, 128)
+    model = fresh(presets.seq2seq(**shape), device=device, dtype=torch.bfloat16)
+    stepper = FastStepper(model)
+    theirs = None if alone else marian_twin(model, device=device).to(torch.bfloat16)
+    for batch, width in ((1, 1), (64, 1), (1, 4), (64, 4)):
+        kind = "greedy" if width == 1 else f"beam {width}"
+        depth = f"d{shape['d_model']} {shape['n_layers']}+{shape['n_layers']}"
+        case = f"bf16, encoder-decoder {depth}, {new} new, {kind}, batch {batch}"
+        generator = torch.Generator().manual_seed(1)
+        source_BS = torch.randint(3, shape["vocab_size"], (batch, 32), generator=generator)
+        prompts = Prompts.of([[BOS]] * batch, sources=source_BS.tolist())
+        sides: Sides = {}
+        if theirs is not None:
+            given = marian(theirs, source_BS.to(device), width, new)
+            sides["transformers (Marian)"] = lambda given=given: given().cpu()
+        sides["glassformer, lean, graph"] = ours_crossed(stepper, prompts, width, new)
+        times = interleave(sides, rounds=rounds, inner=1, warmup=2)
+        for row in rows(times, bench="generate", case=case, baseline=next(iter(sides))):
+            speed = batch * new / float(str(row["median_ms"])) * 1e3
+            yield row | {"name": f"{row['name']}: {speed:,.0f} tokens/s"}
 
 
 def ours_crossed(stepper: Stepper, prompts: Prompts, width: int, new: int) -> Callable[[], object]:

@@ -277,6 +277,11 @@ def what_comes_later_is_not_read() -> None:
             assert logits[len(row) - 1 :].isnan().all(), variant
 
 
+def first_of(prompts: Prompts) -> Prompts:
+    """Return the first prompt alone."""
+    return Prompts(prompts.tokens[:1], None if prompts.sources is None else prompts.sources[:1])
+
+
 def native_runs_are_steps() -> None:
     """Many greedy steps in one call: the tokens, ends and log-probabilities of single steps."""
     for name in ("learned", "window", "encoder"):
@@ -291,6 +296,10 @@ def native_runs_are_steps() -> None:
             stepper = NativeStepper(model)
             for _ in range(2):  # the second time it knows how long a step takes
                 found = generate_batch(stepper, prompts, spec=spec)
+            before = stepper.positions
+            (first,) = generate_batch(stepper, first_of(prompts), spec=spec)
+            read = stepper.positions - before
+            assert read < len(prompts.tokens[0]) + len(first.tokens), "it went on after the end"
             expected = generate_batch(NaiveStepper(model), prompts, spec=spec)
             for one, other in zip(found, expected, strict=True):
                 assert (one.tokens, one.finish) == (other.tokens, other.finish)

@@ -66,7 +66,7 @@ FAULTS = (
     Fault("source keys not moved", "generation.fast.stepper:KVMemory.reorder", "self.cross[layer] = (k[rows_B], v[rows_B])", "self.cross[layer] = (k[: len(rows_B)], v[: len(rows_B)])", "batch_is_singles"),
     Fault("the naive way forgets padding", "generation.stepper:NaiveStepper.step", "if past.valid_BT is not None", "if past.valid_BT is not None and False", "cached_is_uncached"),
     Fault("derived weights kept too long", "generation.fast.stepper:FastStepper._notice_new_weights", "if now != self._version", "if not self._version", "new_weights_are_noticed"),
-    Fault("memory shared in silence", "generation.fast.stepper:FastStepper.step", "if past.call != self._call", "if False", "one_decoding_at_a_time"),
+    Fault("memory shared in silence", "generation.fast.stepper:FastStepper._begun", "if past.call != self._call", "if False", "one_decoding_at_a_time"),
     Fault("everything projected from the first column", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "hidden_BTD[:, 0]", "cached_is_uncached"),
     Fault("two tokens a step", "generation.stepper:TorchStepper.step", "[:, None], None, past)", "[:, None].expand(-1, 2), None, past)", "steps_are_counted"),
     Fault("encoder run at every step", "generation.stepper:TorchStepper._hidden", "return self.model.decode(inputs, past.memory_BSD, cache=past.cache)", "return self.model.decode(inputs, self.model.encode(Inputs(tokens_BT, source_BS=tokens_BT.expand(-1, past.memory_BSD.shape[1])[:, : past.memory_BSD.shape[1]])) if tokens_BT.shape[1] == 1 else past.memory_BSD, cache=past.cache)", "steps_are_counted"),

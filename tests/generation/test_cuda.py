@@ -88,3 +88,39 @@ def test_slots_on_the_gpu_give_the_tokens_of_the_cpu(name):
     ]
     list(batcher.run())
     assert [row.tokens for row in rows] == want
+
+
+@pytest.mark.parametrize("name", checks.SPECS)
+def test_tokens_that_the_gpu_chooses_are_those_of_the_cpu(name):
+    """Float32, so that our kernels run: greedy runs whose rows end, and beams by an index."""
+    model = built(checks.SPECS[name]).float()
+    prompts = checks.prompts_for(model)
+    ends = tuple(range(0, model.spec.vocab_size, 4))
+    specs = (
+        DecodeSpec(max_new_tokens=20),
+        DecodeSpec(max_new_tokens=20, forbidden=(3, 4), eos=ends),
+        DecodeSpec(max_new_tokens=20, min_new_tokens=5, eos=ends, forced=(7,)),
+    )
+    searches = (
+        BeamSpec(width=4, max_new_tokens=20, n_best=1, eos=(5, 7), alpha=1.0),
+        BeamSpec(width=5, max_new_tokens=20, eos=(5,), min_new_tokens=9, forbidden=(1, 8)),
+        BeamSpec(width=3, max_new_tokens=20, n_best=2, eos=(5, 7), alpha=-2.0),
+        BeamSpec(width=2, max_new_tokens=20),
+        BeamSpec(width=18, max_new_tokens=6, eos=(5,)),
+    )
+
+    def answers(stepper):
+        for spec in specs:
+            made = generate_batch(stepper, prompts, spec=spec)
+            yield [g.tokens for g in made], [x for g in made for x in g.logprobs]
+        for spec in searches:
+            found = beam_search(stepper, prompts, spec=spec, record=True)
+            trees = [[(*node[:3], node.finish) for node in one.tree] for one in found]
+            yield trees, [node.total for one in found for node in one.tree]
+
+    want = list(answers(TorchStepper(model)))
+    decoder = FastStepper(model.cuda())
+    for _ in range(2):  # the second time everything is recorded
+        for (tokens, numbers), (expected, values) in zip(answers(decoder), want, strict=True):
+            assert tokens == expected
+            assert torch.allclose(torch.tensor(numbers), torch.tensor(values), atol=1e-4)

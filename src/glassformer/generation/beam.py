@@ -235,10 +235,9 @@ def _search(
         if order != list(range(len(logits_RV))):
             past.reorder(torch.tensor(order))
         logits_RV, ahead = stepper.run_beams(chosen, past=past, run=_run(going, spec, made))
-        for chosen_ahead in ahead:
-            made += 1
-            _follow(going, chosen_ahead, made)
-            yield made
+        if ahead:
+            for made in _follow(going, ahead, made):  # noqa: B020  the steps go on from there
+                yield made
 
 
 def _run(items: list[_Item], spec: BeamSpec, made: int) -> BeamRun:
@@ -265,18 +264,24 @@ def _run(items: list[_Item], spec: BeamSpec, made: int) -> BeamRun:
     )
 
 
-def _follow(items: list[_Item], step: BeamStep, made: int) -> None:
-    """Add a step that the stepper chose: every item continues as many beams as it had."""
-    parents, tokens, totals = step
-    begin = 0
-    for item in items:
-        live, nodes = item.live[0], item.nodes
-        item.live[0] = []
-        for row in range(begin, begin + len(live)):
-            parent, total = live[parents[row] - begin], totals[row]
-            item.live[0].append(_Beam(row, len(nodes), total))
-            nodes.append(Node(parent.node, tokens[row], made, total - parent.total, total))
-        begin += len(live)
+def _follow(items: list[_Item], steps: Sequence[BeamStep], made: int) -> Iterator[int]:
+    """Add steps that the stepper chose, one by one: every item continues all its beams."""
+    first = np.cumsum([0, *(len(item.live[0]) for item in items)]).tolist()
+    leaves = [(beam.node, beam.total) for item in items for beam in item.live[0]]
+    for step, (parents, tokens, totals) in enumerate(steps, made + 1):
+        before = [leaves[parent] for parent in parents]
+        leaves = []
+        for item, begin, end in zip(items, first, first[1:], strict=False):
+            number = len(item.nodes)
+            for row in range(begin, end):
+                node, sum_before = before[row]
+                total = totals[row]
+                item.nodes.append(Node(node, tokens[row], step, total - sum_before, total))
+                leaves.append((number, total))
+                number += 1
+        yield step
+    for item, begin, end in zip(items, first, first[1:], strict=False):
+        item.live[0] = [_Beam(row, *leaves[row]) for row in range(begin, end)]
 
 
 def _logprobs(logits_RV: Tensor, spec: BeamSpec, made: int) -> Tensor:

@@ -186,6 +186,7 @@ def _columns(
     ready: list[tuple[list[int], list[float]]] = []  # columns that were chosen ahead, last first
     for step in range(longest):
         ahead, likeliest = False, []
+        runs = plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced)
         if ready:
             chosen, values = ready.pop()
             _check_numbers(chosen, values if logprobs else [])
@@ -202,15 +203,13 @@ def _columns(
             fetch = _start_fetch(found_B, values_B)
             likeliest = _likeliest(logits_BV, count) if count else []
             # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped.
-            ahead = tokens_B.is_cuda and step + 1 < longest
+            ahead = tokens_B.is_cuda and step + 1 < longest and not runs
             if ahead:
                 logits_BV = stepper.step(tokens_B, past=past)
             chosen, values = fetch()
         for i, token in zip(going, chosen, strict=True):
             rows[i].take(token)
         yield _column(rows, going, chosen, values, likeliest)
-        if ready:  # no row has ended: it would have been the last column of those chosen ahead
-            continue
         stay = [line for line, i in enumerate(going) if rows[i].finish is None]
         if not stay:
             return
@@ -223,10 +222,11 @@ def _columns(
                 logits_BV = logits_BV[kept.to(logits_BV.device)]
             seen_BV = None if seen_BV is None else seen_BV[kept]
             going = [going[line] for line in stay]
-        if ahead:
+            ready = [([t[line] for line in stay], [v[line] for line in stay]) for t, v in ready]
+        if ahead or ready:
             continue
         tokens_B = torch.from_numpy(np.array([chosen[line] for line in stay], dtype=np.int64))
-        if plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced):
+        if runs:
             made = stepper.run_greedy(
                 tokens_B,
                 past=past,

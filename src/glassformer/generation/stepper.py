@@ -98,9 +98,10 @@ class Stepper(ABC):
         """Add the tokens, then the likeliest after them, and so on; None: not offered.
 
         Return a list of tokens (B) for each step and their log-probabilities (NaN if not
-        requested): at most `count` steps, about as many as take `seconds`, and none after a step
-        in which a row has one of `ends`. Of equal tokens the first is chosen, never one of
-        `closed`; NOTHING (-1) where there is none. The last tokens chosen are not added yet.
+        requested): at most `count` steps, about as many as take `seconds`. A run may end with a
+        step in which a row has one of `ends`; rows may also leave (`reorder`) before its other
+        steps have been read. Of equal tokens the first is chosen, never one of `closed`; NOTHING
+        (-1) where there is none. The next run begins with the last tokens chosen.
         """
         return None
 

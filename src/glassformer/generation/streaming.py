@@ -8,6 +8,8 @@ evaluations all read from here.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.loop import Column, decode
@@ -106,9 +108,14 @@ def generate_batch(
         logprobs=logprobs,
     )
     collected = [Collected() for _ in range(len(prompts))]
-    for new in _new_tokens(columns, spec, None):  # texts are decoded once, at the end
-        for one in new:
-            collected[one.row].add(one)
+    made = list(columns)
+    tokens_BT = np.stack([column.tokens_B for column in made], 1)
+    logprobs_BT = np.stack([column.logprobs_B for column in made], 1)
+    for number, row in enumerate(collected):  # texts are decoded once, at the end
+        there_T = tokens_BT[number] != NOTHING
+        row.tokens = tokens_BT[number][there_T].tolist()
+        row.logprobs = logprobs_BT[number][there_T].tolist()
+        row.finish = made[-1].finish[number]
     texts = [text_of(row.tokens, spec=spec, tokenizer=tokenizer) for row in collected]
     facts = facts_of(stepper)
     return [row.result(text, facts) for row, text in zip(collected, texts, strict=True)]

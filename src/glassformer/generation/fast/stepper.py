@@ -2,119 +2,40 @@
 
 The prompt goes through the model itself, once, into `KVMemory`, which holds the keys and values of
 every layer; each new token then goes through the fast step (`block.FastModel`). The tokens are
-those of `TorchStepper`. A recorded step is one launch per token: a graph reads and writes fixed
-addresses, so it has its own tokens, counters and masks, and a decoding copies its own into them.
+those of `TorchStepper`. On a GPU a step is one launch (`recorded`), which can choose the next
+tokens too, the likeliest or those of beams; the past of beams is not moved, but read by an index.
 """
 
+import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, TypedDict
+from types import ModuleType
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.generation.fast.block import FastModel, why_not
+from glassformer.generation.fast.block import FastAttention, FastModel, Lines, Places, why_not
 from glassformer.generation.fast.projection import Maker, gpu_kernels
+from glassformer.generation.fast.recorded import (
+    GREEDY,
+    KEPT,
+    SLICE,
+    STEP,
+    Ahead,
+    Recorded,
+    RecordedPrompt,
+    StepState,
+)
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import Stepper, decodable, read_prompts
+from glassformer.generation.stepper import BeamRun, BeamStep, Stepper, decodable, read_prompts
 from glassformer.kernels.matmul import CHOICES, CLASSES, Product, Routine
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model
 from glassformer.spec.errors import InputError
-
-# B batch, S positions, V vocab
-
-
-class StepState(TypedDict):
-    """The operands of a step that belong to one decoding, by the names of its arguments."""
-
-    positions_B: Tensor
-    mask_B11S: Tensor | None
-    crosses: list[tuple[Tensor, Tensor]]
-    cross_mask_B11S: Tensor | None
-
-
-@dataclass(slots=True)
-class Recorded:
-    """A graph and its operands; `logits_BV` is overwritten by the next replay."""
-
-    graph: torch.cuda.CUDAGraph
-    tokens_B: Tensor
-    end_1: Tensor
-    positions_B: Tensor
-    mask_B11S: Tensor | None
-    crosses: list[tuple[Tensor, Tensor]]
-    cross_mask_B11S: Tensor | None
-    logits_BV: Tensor
-
-    def take_up(
-        self,
-        end: int,
-        *,
-        positions_B: Tensor,
-        mask_B11S: Tensor | None,
-        crosses: list[tuple[Tensor, Tensor]],
-        cross_mask_B11S: Tensor | None,
-    ) -> None:
-        """Copy another decoding's state in; `end` is the length after the next token."""
-        self.end_1.fill_(end)
-        self.positions_B.copy_(positions_B)
-        if self.mask_B11S is not None and mask_B11S is not None:
-            self.mask_B11S.copy_(mask_B11S)
-        if self.cross_mask_B11S is not None and cross_mask_B11S is not None:
-            self.cross_mask_B11S.copy_(cross_mask_B11S)
-        for own, given in zip(self.crosses, crosses, strict=True):
-            own[0].copy_(given[0])
-            own[1].copy_(given[1])
-
-    def step(self, tokens_B: Tensor, lines_B: Tensor | None) -> Tensor:
-        """Return the logits of the rows that go on; without `lines_B` in the graph's own memory."""
-        if lines_B is None:
-            self.tokens_B.copy_(tokens_B)
-            self.graph.replay()
-            return self.logits_BV
-        self.tokens_B.index_copy_(0, lines_B, tokens_B)
-        self.graph.replay()
-        return self.logits_BV.index_select(0, lines_B)
-
-
-def record(
-    step: Callable[..., Tensor],
-    kvs: list[Tensor],
-    end: int,
-    *,
-    positions_B: Tensor,
-    mask_B11S: Tensor | None,
-    crosses: list[tuple[Tensor, Tensor]],
-    cross_mask_B11S: Tensor | None,
-) -> Recorded:
-    """Record `step` over this memory; only column end - 1, the next one, is overwritten."""
-    tokens_B = torch.zeros(len(positions_B), dtype=torch.long, device=positions_B.device)
-    end_1 = torch.tensor([end], device=positions_B.device)
-    own_positions_B = positions_B.clone()
-    operands: StepState = {
-        "positions_B": own_positions_B,
-        "mask_B11S": None if mask_B11S is None else mask_B11S.clone(),
-        "crosses": [(k.clone(), v.clone()) for k, v in crosses],
-        "cross_mask_B11S": None if cross_mask_B11S is None else cross_mask_B11S.clone(),
-    }
-    # Kernels are compiled and libraries set up on another stream before anything is recorded.
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        for _ in range(2):
-            step(tokens_B, kvs, end_1, **operands)
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits_BV = step(tokens_B, kvs, end_1, **operands)
-        end_1.add_(1)
-        own_positions_B.add_(1)
-    return Recorded(graph, tokens_B, end_1, logits_BV=logits_BV, **operands)
-
 
 # B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head
 
@@ -133,6 +54,14 @@ class KVMemory:
     def kvs(self) -> list[Tensor]:
         """The rows in use, by layer."""
         return [kv_BXSH[: self.batch] for kv_BXSH in self.memory]
+
+    def widen(self, rows: int) -> None:
+        """Make room for more rows; those there are stay where they are."""
+        if rows > len(self.memory[0]):
+            self.memory = [
+                torch.cat((kv_BXSH, kv_BXSH.new_zeros(rows - len(kv_BXSH), *kv_BXSH.shape[1:])))
+                for kv_BXSH in self.memory
+            ]
 
     def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
         kv_BXSH, K = self.memory[layer][: self.batch], k_BKTH.shape[1]
@@ -162,42 +91,92 @@ class KVMemory:
 class FastPast:
     """The memory, the position of each row, and the masks that padding needs, made once.
 
-    In a recorded step (`record`), a batch that shrinks keeps its size: `lines_B` are the rows that
-    go on, until they are half of the batch or fewer.
+    In a recorded step a batch that shrinks keeps its size: `rows` are those that go on, until
+    they are half of the batch or fewer. Rows that are reordered or repeated, as beams are, stay
+    where they are if `by_index`: `lines` say where each finds its past, the first `count` of them
+    are in use. `ahead` are tokens that the GPU has been told to choose, which nobody has read yet.
     """
 
     slots: KVMemory
     call: int
     device: torch.device
     positions_B: Tensor | None = None
+    pads_B: Tensor | None = None
     mask_B11S: Tensor | None = None
     cross_mask_B11S: Tensor | None = None
     crosses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    by_index: bool = False
     record: Recorded | None = None
-    lines_B: Tensor | None = None
+    rows: list[int] | None = None
+    lines: Lines | None = None
+    count: int = 0
+    width: int = 0
+    ahead: list[Ahead] = field(default_factory=list)
+    next_B: Tensor | None = None
 
     @torch.inference_mode()
     def reorder(self, rows_B: Tensor) -> None:
         rows = rows_B.tolist()
         fewer = all(a < b for a, b in pairwise(rows))
         rows_B = rows_B.to(self.device)
+        self.count = len(rows)
+        if self.lines is not None or (self.by_index and not fewer):
+            assert not self.ahead, "tokens are chosen ahead of a batch that only shrinks"
+            self._point(rows_B)
+            return
+        for chosen in self.ahead:
+            chosen.keep(rows)
         if self.record is not None:
-            lines_B = rows_B if self.lines_B is None else self.lines_B[rows_B]
+            kept = rows if self.rows is None else [self.rows[row] for row in rows]
             if fewer and 2 * len(rows) > self.slots.batch:
-                self.lines_B = lines_B
+                self.rows = kept
                 return
-            self.positions_B, rows_B = self.record.positions_B, lines_B
-            self.record = self.lines_B = None
+            rows_B = torch.tensor(kept, device=self.device)
+            self.next_B = self.record.tokens_B[rows_B]
+            self.record = self.rows = None
             if fewer:  # graphs are kept by size: few sizes; spare rows repeat the first one
-                spare = (1 << (len(rows) - 1).bit_length()) - len(rows)
-                self.lines_B = torch.arange(len(rows), device=self.device) if spare else None
+                spare = _rounded(len(rows)) - len(rows)
+                self.rows = list(range(len(rows))) if spare else None
                 rows_B = torch.cat((rows_B, rows_B[:1].expand(spare)))
         self.slots.reorder(rows_B)
         self.positions_B = None if self.positions_B is None else self.positions_B[rows_B]
+        self.pads_B = None if self.pads_B is None else self.pads_B[rows_B]
         self.mask_B11S = None if self.mask_B11S is None else self.mask_B11S[rows_B]
         if self.cross_mask_B11S is not None:
             self.cross_mask_B11S = self.cross_mask_B11S[rows_B]
         self.crosses = [self.slots.cross[layer] for layer in range(len(self.crosses))]
+
+    def _point(self, rows_B: Tensor) -> None:
+        """Let each row find its past where that of row rows_B[b] lies; nothing is moved."""
+        assert self.pads_B is not None
+        n, places = len(rows_B), self.slots.memory[0].shape[2]
+        if self.lines is None:
+            own_B = torch.arange(self.slots.batch, device=self.device)
+            if self.rows is not None:
+                rows_B = torch.tensor(self.rows, device=self.device)[rows_B]
+            self.record = self.rows = None
+            self.lines = Lines(own_B, own_B.int()[:, None].repeat(1, places))
+            self.slots.batch = n
+            self.slots.widen(n)
+        elif 2 * n <= self.slots.batch:
+            self.record, self.slots.batch = None, _rounded(n)
+        spare = self.slots.batch - n
+        rows_B = torch.cat((rows_B, rows_B[:1].expand(spare)))
+        self.pads_B = self.pads_B[rows_B]
+        lines = [one[rows_B] for one in self.lines]
+        if self.record is None:
+            self.lines = Lines(*lines)
+            return
+        self.record.state.pads_B.copy_(self.pads_B)
+        for own, given in zip(self.lines, lines, strict=True):  # the record's, see `_taken_up`
+            own.copy_(given)
+
+    def state(self) -> StepState:
+        """Return the operands of a recorded step."""
+        assert self.pads_B is not None
+        return StepState(
+            self.pads_B, self.mask_B11S, self.crosses, self.cross_mask_B11S, self.lines
+        )
 
     def widen_crosses(self, *, to_multiple_of: int) -> None:
         """Pad the sources with masked columns, so that there are few different lengths."""
@@ -212,6 +191,11 @@ class FastPast:
         self.crosses = [self.slots.cross[layer] for layer in range(len(self.crosses))]
 
 
+def _rounded(rows: int) -> int:
+    """Return the next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
 def added_mask(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:
     """Return a mask (B, 1, 1, S + more) to add to scores: -inf for padding, 0 for real tokens."""
     mask_BS = torch.zeros(len(valid_BS), valid_BS.shape[1] + more, dtype=dtype)
@@ -222,7 +206,30 @@ def added_mask(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:
 
 # B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head, V vocab
 
+CHOOSING = "glassformer.kernels.triton_choose"  # needs Triton
+#: Prompts of so many tokens together are recorded, the last ones kept.
+FEW_TOKENS, PROMPTS_KEPT = 4_096, 16
 MEMORY_STEP, SOURCE_STEP = 128, 32  # lengths are rounded up to these where steps are recorded
+
+
+class _PromptRows(Places):
+    """All tokens of prompts of one length, as rows; attention is causal, and starts at 0."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.batch, self.length = batch, length
+
+    def attend(self, own: FastAttention, qkv_BXH: Tensor, kv_BXSH: Tensor) -> Tensor:
+        N, K = own.n_heads, own.n_kv_heads
+        qkv_BXTH = qkv_BXH.view(self.batch, self.length, N + 2 * K, own.d_head).transpose(1, 2)
+        kv_BXSH[:, :, : self.length] = qkv_BXTH[:, N:]
+        q_BNTH, k_BKTH, v_BKTH = qkv_BXTH.split((N, K, K), 1)
+        heads_BNTH = F.scaled_dot_product_attention(
+            q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=N != K
+        )
+        return heads_BNTH.transpose(1, 2).reshape(self.batch * self.length, N * own.d_head)
+
+    def last(self, x_BD: Tensor) -> Tensor:
+        return x_BD[self.length - 1 :: self.length].contiguous()
 
 
 class FastStepper(Stepper):
@@ -260,7 +267,11 @@ class FastStepper(Stepper):
         self._version: tuple[int, ...] = ()
         self._kvs: list[Tensor] = []
         self._records: dict[tuple[object, ...], Recorded] = {}
+        self._prompts: dict[tuple[int, int], RecordedPrompt | None] = {}
         self._call = 0
+        self._gpu: ModuleType | None = None
+        self._fast: FastModel | None = None
+        self._by_kernels = self._reads_prompts = False
 
     @torch.inference_mode()
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, FastPast]:
@@ -269,7 +280,7 @@ class FastStepper(Stepper):
         self._call += 1
         self._notice_new_weights()
         slots = KVMemory(self._memory(B, T + room), B)
-        past = FastPast(slots, self._call, inputs.tokens_BT.device)
+        past = FastPast(slots, self._call, inputs.tokens_BT.device, count=B)
         given = Inputs(inputs.tokens_BT, inputs.valid_BT, source_valid_BS=inputs.source_valid_BS)
         if isinstance(self.model, EncoderDecoder):
             memory_BSD = self.model.encode(inputs)
@@ -279,6 +290,8 @@ class FastStepper(Stepper):
                 layer: (k.contiguous(), v.contiguous()) for layer, (k, v) in slots.cross.items()
             }
             past.crosses = [slots.cross[layer] for layer in range(len(slots.cross))]
+        elif self._reads_prompts and inputs.valid_BT is None:
+            return self._read(inputs.tokens_BT, past), past
         else:
             hidden_BTD = self.model.hidden(given, cache=slots)
         self.positions += T
@@ -288,31 +301,62 @@ class FastStepper(Stepper):
             past.mask_B11S = added_mask(inputs.valid_BT, slots.memory[0].shape[2] - T, dtype)
         elif self._one_shape:
             past.positions_B = torch.full((B,), T, device=past.device)
+        if self._recording:
+            assert past.positions_B is not None
+            past.pads_B, past.by_index = T - past.positions_B, self._by_kernels
         if inputs.source_valid_BS is not None:
             past.cross_mask_B11S = added_mask(inputs.source_valid_BS, 0, dtype)
         if self._recording and past.crosses:
             past.widen_crosses(to_multiple_of=SOURCE_STEP)
         return self.model.project(hidden_BTD[:, -1], "next"), past
 
+    def _read(self, tokens_BT: Tensor, past: FastPast) -> Tensor:
+        """Read prompts of one length by the fast step's parts: all tokens are rows of one batch."""
+        B, T = tokens_BT.shape
+        rows, positions_R = _PromptRows(B, T), torch.arange(T, device=past.device).repeat(B)
+        kvs, fast = past.slots.kvs, self._fast
+        assert fast is not None
+
+        def read(tokens_R: Tensor) -> Tensor:
+            return fast.step(
+                tokens_R,
+                kvs,
+                rows,
+                positions_B=positions_R,
+                mask_B11S=None,
+                crosses=[],
+                cross_mask_B11S=None,
+            )
+
+        tokens_R = tokens_BT.flatten()
+        if B * T > FEW_TOKENS:  # the GPU is busy longer than the host
+            logits_BV = read(tokens_R)
+        elif (B, T) not in self._prompts:  # a length that comes once is not worth recording
+            self._prompts[B, T] = None
+            logits_BV = read(tokens_R)
+        else:
+            recorded = self._prompts.pop((B, T)) or RecordedPrompt(read, tokens_R)
+            self._prompts[B, T] = recorded  # the last of all: the first is given up
+            while len(self._prompts) > PROMPTS_KEPT:
+                self._prompts.pop(next(iter(self._prompts)))
+            logits_BV = recorded.read(tokens_R)
+        past.slots.advance(T, None)
+        past.pads_B, past.by_index = torch.zeros(B, dtype=torch.long, device=past.device), True
+        self.positions += T
+        return logits_BV
+
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, *, past: FastPast) -> Tensor:
-        if past.call != self._call:
-            raise InputError(
-                "this FastStepper has begun another decoding, in the same memory",
-                hint="finish one before the next, or make a second FastStepper",
-            )
-        slots = past.slots
-        assert self._step is not None
-        if slots.memory is not self._kvs:  # a search needed more rows than there were
-            self._kvs = slots.memory
-            self._records.clear()
+        slots = self._begun(past)
+        assert self._step is not None and not past.ahead
         end = slots.length + 1
         tokens_B = tokens_B.to(past.device)
+        record = self._taken_up(past, STEP) if self._recording else None
         slots.length += 1
         self.positions += 1
-        if self._recording:
-            past.record = past.record or self._taken_up(past, end)
-            return past.record.step(tokens_B, past.lines_B)
+        if record is not None:
+            record.set_tokens(tokens_B, past.rows)
+            return record.step(past.rows, past.count)
         logits_BV = self._step(
             tokens_B,
             slots.kvs,
@@ -325,6 +369,75 @@ class FastStepper(Stepper):
         if past.positions_B is not None:
             past.positions_B += 1
         return logits_BV
+
+    @torch.inference_mode()
+    def run_greedy(
+        self,
+        tokens_B: Tensor,
+        *,
+        past: FastPast,
+        count: int,
+        ends: Sequence[int],
+        closed: Sequence[int],
+        logprobs: bool,
+        seconds: float,
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """Choose the likeliest tokens on the GPU, which goes on while the first ones are read.
+
+        Rows that end do not end the run: what they go on with is not read.
+        """
+        slots = self._begun(past)
+        if self._choosing is None or past.lines is not None:
+            return None
+        fresh = past.record is None or past.record.kind != GREEDY
+        record = self._taken_up(past, GREEDY)
+        if not past.ahead:
+            record.set_tokens(tokens_B, past.rows)
+        elif fresh:
+            assert past.next_B is not None
+            record.set_tokens(past.next_B, past.rows)
+        record.close(closed, ())
+        while (under_way := sum(one.count for one in past.ahead)) < min(count, 2 * SLICE):
+            past.ahead.append(record.launch_greedy(min(SLICE, count - under_way), past.rows))
+            slots.length += past.ahead[-1].count
+            self.positions += past.ahead[-1].count
+        return past.ahead.pop(0).read(logprobs=logprobs)
+
+    @torch.inference_mode()
+    def run_beams(
+        self, tokens_B: Tensor, *, past: FastPast, run: BeamRun
+    ) -> tuple[Tensor, list[BeamStep]]:
+        """Search on the GPU, several steps in one launch; see `Stepper.run_beams`."""
+        slots = self._begun(past)
+        widest = max((b - a for a, b in pairwise(run.first)), default=0)
+        past.width = max(past.width, 2, widest)
+        if self._choosing is None or past.lines is None or past.width > self._choosing.WIDEST:
+            return self.step(tokens_B, past=past), []
+        count = max(0, min(run.count, KEPT - 1))
+        record = self._taken_up(past, past.width)
+        record.set_tokens(tokens_B, None)
+        record.close(run.closed, run.ends)
+        steps = record.run_beams(run, count=count, length=slots.length)
+        slots.length += 1 + len(steps)
+        self.positions += 1 + len(steps)
+        return record.logits_BV[: past.count], steps
+
+    def _begun(self, past: FastPast) -> KVMemory:
+        """Return a past's memory, if it still is this stepper's."""
+        if past.call != self._call:
+            raise InputError(
+                "this FastStepper has begun another decoding, in the same memory",
+                hint="finish one before the next, or make a second FastStepper",
+            )
+        if past.slots.memory is not self._kvs:  # a search needed more rows than there were
+            self._kvs = past.slots.memory
+            self._forget_records()
+        return past.slots
+
+    @property
+    def _choosing(self) -> ModuleType | None:
+        """The kernels that choose tokens, where they run."""
+        return self._gpu if self._recording and self._by_kernels else None
 
     @property
     def memory_bytes(self) -> int:
@@ -340,21 +453,27 @@ class FastStepper(Stepper):
         """True if every step must have the same shapes: compiled, or recorded."""
         return self.compile or self._recording
 
-    def _taken_up(self, past: FastPast, end: int) -> Recorded:
-        """Return the graph for a batch of this shape, recorded if needed, with this state."""
-        shape = past.crosses[0][0].shape if past.crosses else None
-        key = (past.slots.batch, past.mask_B11S is None, shape)
-        assert self._step is not None and past.positions_B is not None
-        state: StepState = {
-            "positions_B": past.positions_B,
-            "mask_B11S": past.mask_B11S,
-            "crosses": past.crosses,
-            "cross_mask_B11S": past.cross_mask_B11S,
-        }
+    def _taken_up(self, past: FastPast, kind: int) -> Recorded:
+        """Return the graph of a kind for this batch, recorded if needed, with its state."""
+        if past.record is not None and past.record.kind == kind:
+            return past.record
+        state, slots = past.state(), past.slots
+        key = (kind, *state.shape)
+        assert self._step is not None
         if key not in self._records:
-            self._records[key] = record(self._step, past.slots.kvs, end, **state)
-        self._records[key].take_up(end, **state)
-        return self._records[key]
+            self._records[key] = Recorded(
+                self._step,
+                slots.memory if past.lines is not None else slots.kvs,
+                state,
+                length=slots.length,
+                kind=kind,
+                vocab_size=self.vocab_size,
+                choose=self._choosing,
+            )
+        past.record = self._records[key]
+        past.record.take_up(state, length=slots.length)
+        past.lines = past.record.state.lines
+        return past.record
 
     def _memory(self, batch: int, length: int) -> list[Tensor]:
         """Return the kept memory, or new where it is too small: (B, 2 K, S, H) for each layer."""
@@ -362,7 +481,7 @@ class FastStepper(Stepper):
             length = -(-length // MEMORY_STEP) * MEMORY_STEP
         if not self._kvs or len(self._kvs[0]) < batch or self._kvs[0].shape[2] < length:
             like = next(self.model.parameters())
-            self._records.clear()
+            self._forget_records()
             self._kvs = [
                 like.new_zeros(
                     batch,
@@ -374,12 +493,17 @@ class FastStepper(Stepper):
             ]
         return self._kvs
 
+    def _forget_records(self) -> None:
+        """Give up all graphs: they read and write memory that is no longer used."""
+        self._records.clear()
+        self._prompts.clear()
+
     def _notice_new_weights(self) -> None:
         """Derive the weights again if the model was trained, loaded or moved since."""
         now = tuple(x for p in self.model.parameters() for x in (p._version, p.data_ptr()))
         if now != self._version:
             self._kvs = []  # the model may have another dtype or device now
-            self._records.clear()
+            self._forget_records()
             self._build()
             self._version = now
 
@@ -389,6 +513,14 @@ class FastStepper(Stepper):
         like = next(self.model.parameters())
         gpu = None if self.compile else gpu_kernels(like)
         fast = FastModel(self.model, make=Maker(self._product, gpu, self._one_shape))
+        self._fast = fast
+        self._by_kernels = gpu is not None and fast.all_attend_by_kernels
+        plain = all(
+            b.attention.window is None and b.attention.slopes_N is None for b in fast.blocks
+        )
+        causal = all(block.attention.causal for block in self.model.spec.decoder.blocks())
+        self._reads_prompts = self._recording and self._by_kernels and plain and causal
+        self._gpu = importlib.import_module(CHOOSING) if self._by_kernels else None
         self._step = torch.compile(fast.step) if self.compile else fast.step
 
     def _product(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product:
