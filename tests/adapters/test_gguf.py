@@ -253,6 +253,20 @@ def test_packed_kinds_are_unpacked(name, tmp_path):
     assert load(tmp_path / "m.gguf", dtype=torch.float16).model.embed.weight.dtype == torch.float16
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_every_bit_pattern_is_unpacked_as_the_library_does(name):
+    """All 256 values of every byte, infinite steps among them."""
+    number = gguf.GGMLQuantizationType[name]
+    kind = kind_of(number)
+    data = np.random.default_rng(3).integers(0, 256, (512, kind.size), dtype=np.uint8)
+    found, _ = unpacked(data.reshape(-1), kind, (512, kind.block))
+    with np.errstate(all="ignore"):
+        wanted = gguf.dequantize(data, number)
+    finite = np.isfinite(wanted)
+    assert np.array_equal(np.isfinite(found.numpy()), finite)
+    assert np.array_equal(found.numpy()[finite], wanted[finite])
+
+
 def half(data: np.ndarray) -> float:
     return float(data.view("<f2")[0])
 
