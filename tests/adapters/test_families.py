@@ -60,6 +60,36 @@ def test_a_key_that_is_left_out_means_what_transformers_takes(name):
         assert not why or why.startswith("config.json has no '"), (key, why)
 
 
+WINDOWS = {"num_hidden_layers": 7, "use_sliding_window": True, "sliding_window": 5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("qwen2", WINDOWS | {"max_window_layers": 3}),
+        ("qwen3", WINDOWS | {"max_window_layers": 3}),
+        ("qwen2_moe", WINDOWS | {"max_window_layers": 3}),
+        ("qwen2_moe", WINDOWS | {"max_window_layers": 9}),
+        ("smollm3", WINDOWS | {"no_rope_layer_interval": 2}),
+        ("gemma2", {"num_hidden_layers": 7}),
+        ("gemma3_text", {"num_hidden_layers": 7}),
+        ("olmo3", {"num_hidden_layers": 7}),
+        ("cohere2", {"num_hidden_layers": 7}),
+        ("gpt_oss", {"num_hidden_layers": 7}),
+        ("exaone4", {"num_hidden_layers": 7}),
+        ("modernbert", {"num_hidden_layers": 7}),
+    ],
+)
+def test_windows_without_layer_types_are_where_transformers_has_them(kind, fields):
+    import transformers
+
+    family = next(f for f in FAMILIES.values() if f.model_type == kind)
+    full = getattr(transformers, CLASSES[kind])(**fields).to_dict()
+    full |= {"model_type": kind, "architectures": [family.architecture]}
+    less = {key: value for key, value in full.items() if key != "layer_types"}
+    assert not differences(family.spec_of(Config(full)), family.spec_of(Config(less)))
+
+
 #: Drawn configs that were once read wrongly, refused without a name or not written.
 ONCE = (
     *(("ministral", 8), ("gemma3_text", 6), ("m2m_100", 4), ("olmo3", 4), ("qwen3_moe", 5)),

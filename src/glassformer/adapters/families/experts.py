@@ -158,7 +158,8 @@ def read_qwen2_moe(config: Config) -> ModelSpec:
     """Read a Qwen2-MoE config: a gated shared expert beside those that the router chooses."""
     bias = "qkv" if config.flag("qkv_bias") else "none"
     d_head = optional_whole(config, "head_dim")
-    return read_qwen_moe(config, bias=bias, d_head=d_head, windows=read_windows(config))
+    windows = read_windows(config, alternate=True)
+    return read_qwen_moe(config, bias=bias, d_head=d_head, windows=windows)
 
 
 def read_qwen3_moe(config: Config) -> ModelSpec:

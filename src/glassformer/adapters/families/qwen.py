@@ -21,8 +21,11 @@ from glassformer.adapters.table import Family, Row, Table
 from glassformer.spec.model import ModelSpec, Rotary
 
 
-def read_windows(config: Config) -> tuple[int | None, ...]:
-    """Return a window or None per layer, by `layer_types` or from `max_window_layers` on."""
+def read_windows(config: Config, *, alternate: bool = False) -> tuple[int | None, ...]:
+    """Return a window or None per layer, by `layer_types` or from `max_window_layers` on.
+
+    `alternate`: without `layer_types`, every other layer before `max_window_layers` has a window.
+    """
     layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
     used = config.flag("use_sliding_window", default=False)
     there = config.has("sliding_window")
@@ -34,7 +37,11 @@ def read_windows(config: Config) -> tuple[int | None, ...]:
     if kinds is None:
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise config.bad("max_window_layers", first, "a whole number")
-        return tuple(window if layer >= first else None for layer in range(layers))
+        if alternate:
+            slides = [layer < first and layer % 2 == 0 for layer in range(layers)]
+        else:
+            slides = [layer >= first for layer in range(layers)]
+        return tuple(window if slide else None for slide in slides)
     if (
         not isinstance(kinds, list)
         or len(kinds) != layers

@@ -140,7 +140,8 @@ def read_smollm3(config: Config) -> ModelSpec:
         raise config.bad("no_rope_layers", marks, f"{layers} of 0 and 1")
     used = config.flag("use_sliding_window", default=False)
     window = optional_whole(config, "sliding_window") if used else None
-    kinds = read_kinds(config, absent=[FULL] * layers)
+    slides = window is not None  # then the layers without positions have the window
+    kinds = read_kinds(config, absent=[SLIDING if slides and not m else FULL for m in marks])
     spec = read_stack(
         config,
         bias=switch(config),
