@@ -7,9 +7,10 @@ memory are measured here.
 
 `--model PATH` measures quality instead, on real weights: our schemes as they run, activations of 8
 bits included, beside llama.cpp's formats (weights rounded by its own C where `xllamacpp` is there,
-else by the `gguf` package; activations as they are). Each has its bytes, the change of perplexity
-with its paired error, the divergence, how often the likeliest token is the same, and greedy
-decoding from `--prompts` prompts.
+else by the `gguf` package; activations as they are; "weighted": by the calibration's inputs, as its
+importance matrix does). Each has its bytes, the change of perplexity with its paired error, the
+divergence, how often the likeliest token is the same, and greedy decoding from `--prompts` prompts.
+`--windows 4 --length 1022 --text FILE` measures on 4 windows of 1,022 tokens of the end of a text.
 
 A file that comes quantized has its weights on a grid, which a grid like it finds again: that shows
 the grid, not the scheme. `--shuffle` exchanges channels first (the same function: their order means
@@ -20,7 +21,8 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,13 +31,14 @@ import torch.nn.functional as F
 from bench.quant_peers import ggml_packed, ggml_quantizer, installed, k_m_format, peers_of
 from glassformer.adapters.load import load
 from glassformer.data.batch import Batch
+from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.matmul import CHOICES, Product
 from glassformer.lab.measure.precision import agree
-from glassformer.lab.quantize import of_manuals, of_text, tokens_of
+from glassformer.lab.quantize import LENGTH, of_manuals, of_text, tokens_of
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
 from glassformer.nn.attention import MultiHeadAttention
@@ -49,12 +52,12 @@ from glassformer.quant.contents import (
 from glassformer.quant.convert import quantize_model, use_backend
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
-from glassformer.quant.smooth import quantize_on
+from glassformer.quant.smooth import Sample, inputs_of_layers, quantize_on
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.quantization import QuantSpec, quant_spec
 from glassformer.spec.schemes import Int4, Int8
 
 LAYERS = ((512, 512), (896, 896), (4864, 896), (896, 4864))
@@ -83,8 +86,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     """`--model PATH`, and what to measure it on."""
     parser.add_argument("--model", help="a folder or GGUF file: measure quality on its weights")
     parser.add_argument("--text", help="a text to measure on; else Python's manuals")
-    parser.add_argument("--windows", type=int, default=32, help="windows of 128 tokens")
-    parser.add_argument("--gptq", action="store_true", help="GPTQ too, which takes minutes")
+    parser.add_argument("--windows", type=int, default=32, help="windows to measure on")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a window")
+    parser.add_argument("--all", action="store_true", help="what is not a default of ours too")
     parser.add_argument("--shuffle", action="store_true", help="exchange channels before")
     parser.add_argument("--prompts", type=int, default=100, help="to decode 64 tokens from")
     parser.add_argument("--only", default="", help="rows whose name contains this")
@@ -118,21 +122,27 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
     adapter = load(asked.model, device=device)
     full, tokenizer = adapter.model.float().eval(), adapter.get_tokenizer()
     text = asked.text
-    found = of_manuals(tokenizer, full) if text is None else of_text(Path(text), tokenizer, full)
+    length = asked.length
+    if text is None:
+        found = of_manuals(tokenizer, full, length=length)
+    else:
+        found = of_text(Path(text), tokenizer, full, length=length)
     batches, count = [], 0
     for batch in found.measuring:
         if count < asked.windows:
             batches.append(batch)
             count += len(batch.tokens)
-    case = f"{Path(asked.model).name}, {tokens_of(batches):,} positions"
+    case = f"{Path(asked.model).name}, {tokens_of(batches):,} positions of {found.origin}"
     if asked.shuffle:
         shuffle(full)
         case += ", shuffled"
     begin = min(PROMPT, full.spec.max_seq_len // 2)
-    rows = torch.cat([torch.from_numpy(batch.tokens)[:, :begin] for batch in found.measuring])
-    prompts = rows[: asked.prompts].tolist()
+    # Prompts lie at even distances in the text that is measured on.
+    rows = torch.cat([torch.from_numpy(b.tokens).unfold(1, begin, begin) for b in found.measuring])
+    rows = rows.flatten(0, 1)
+    prompts = rows[:: max(1, len(rows) // max(1, asked.prompts))][: asked.prompts].tolist()
     answers = _greedy(full, prompts)
-    for name, make in _makers(full, found.calibrating, gptq=asked.gptq):
+    for name, make in _makers(full, found.calibrating, every=asked.all):
         if asked.only not in name:
             continue
         small, size = make()
@@ -147,43 +157,65 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
             f"same token {agreement.top1:.2%}"
         )
         if prompts:
-            alike = [a == b for a, b in zip(answers, _greedy(small, prompts), strict=True)]
-            said += f", greedy {sum(alike)} of {len(alike)} texts of {len(answers[0])} tokens alike"
+            pairs = list(zip(answers, _greedy(small, prompts), strict=True))
+            alike = sum(one == other for one, other in pairs)
+            first = statistics.mean(_shared(one, other) for one, other in pairs)
+            said += (
+                f", greedy {alike} of {len(pairs)} texts of {len(answers[0])} tokens alike, "
+                f"the first {first:.1f} on average"
+            )
         yield _row(case, said)
 
 
 Made = Callable[[], tuple[Model, int]]
 
 
-def _makers(full: Model, calibrating: Sequence[Batch], *, gptq: bool) -> Iterator[tuple[str, Made]]:
-    """Each scheme by name, and how the model is made in it, with its bytes."""
-    schemes = {
-        "int8 per channel": QuantSpec(scheme=Int8(group=0)),
+def _makers(
+    full: Model, calibrating: Sequence[Batch], *, every: bool
+) -> Iterator[tuple[str, Made]]:
+    """Each scheme by name, and how the model is made in it, with its bytes.
+
+    The defaults are what `glass quantize` does, with and without `--calibrate`; with `every`, also
+    other grids, and quantization that leaves out smoothing or calibration.
+    """
+    specs = {
         "int8": QuantSpec(),
-        "int4 g64, 16-bit scales": QuantSpec(scheme=Int4(group=64, fine=False)),
         "int4": QuantSpec(scheme=Int4()),
+        "int4.5": quant_spec(bits=4.5),
+    }
+    others = {
+        "int8 per channel": QuantSpec(scheme=Int8(group=0)),
+        "int4 g64, 16-bit scales": QuantSpec(scheme=Int4(group=64, fine=False)),
         "int4, head of 4 bits": QuantSpec(scheme=Int4(), head=Int4()),
     }
-    for name, spec in schemes.items():
-        yield (
-            f"{name}, weights alone looked at",
-            lambda s=spec: _sized(quantize_model(copy.deepcopy(full), s)),
-        )
-        for smoothing in (False, True):
-            title = f"{name}, calibrated{' and smoothed' if smoothing else ''}"
+    for name, spec in {**specs, **(others if every else {})}.items():
+        yield name, lambda s=spec: _sized(quantize_on(copy.deepcopy(full), calibrating, s)[0])
+        if every and spec.mean_bits is None:
             yield (
-                title,
-                lambda s=spec, on=smoothing: _sized(
-                    quantize_on(copy.deepcopy(full), calibrating, s, smoothing=on)[0]
+                f"{name}, not smoothed",
+                lambda s=spec: _sized(
+                    quantize_on(copy.deepcopy(full), calibrating, s, smoothing=False)[0]
                 ),
             )
-    if gptq:
-        spec = QuantSpec(scheme=Int4(), method="gptq")
-        name = f"int4, GPTQ on {tokens_of(calibrating):,} tokens"
-        yield name, lambda: _sized(quantize_on(copy.deepcopy(full), calibrating, spec)[0])
-    formats = ["Q8_0", "Q5_0", "Q4_1", "Q4_0"]
-    for name in [*formats, "Q4_K_M"] if ggml_quantizer() is not None else formats:
+        if spec.mean_bits is None and (every or spec.scheme.bits < 8):
+            yield (
+                f"{name}, weights alone looked at",
+                lambda s=spec: _sized(quantize_model(copy.deepcopy(full), s)),
+            )
+    for name in ("int4", "int4.5"):
+        spec = replace(specs[name], method="gptq")
+        yield (
+            f"{name}, GPTQ on {tokens_of(calibrating):,} tokens",
+            lambda s=spec: _sized(quantize_on(copy.deepcopy(full), calibrating, s)[0]),
+        )
+    own = ggml_quantizer() is not None
+    for name in ("Q8_0", "Q5_0", "Q4_1", "Q4_0", *(("Q4_K_M",) if own else ())):
         yield f"llama.cpp's {name.lower()}", lambda n=name: in_gguf_format(full, n)
+    if own:
+        yield (
+            "llama.cpp's q4_k_m, weighted",
+            lambda: in_gguf_format(full, "Q4_K_M", inputs_of_layers(full, calibrating)),
+        )
 
 
 def _sized(model: Model) -> tuple[Model, int]:
@@ -194,10 +226,19 @@ def _greedy(model: Model, prompts: list[list[int]]) -> list[list[int]]:
     """The tokens that follow each prompt, each the likeliest."""
     room = model.spec.max_seq_len - max((len(prompt) for prompt in prompts), default=0)
     found, spec = [], DecodeSpec(max_new_tokens=min(NEW, room))
+    device = next(model.parameters()).device
+    fast = device.type == "cpu" and not why_not(model.spec)
+    stepper = FastStepper(model) if fast else TorchStepper(model)
     for i in range(0, len(prompts), 10):
         some = Prompts.of(prompts[i : i + 10])
-        found += [list(one.tokens) for one in generate_batch(TorchStepper(model), some, spec=spec)]
+        found += [list(one.tokens) for one in generate_batch(stepper, some, spec=spec)]
     return found
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """The tokens at the beginning that are the same."""
+    pairs = zip(one, other, strict=False)  # one may have ended earlier
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def shuffle(model: Model) -> None:
@@ -233,8 +274,13 @@ def shuffle(model: Model) -> None:
             part.o_proj.weight.copy_(part.o_proj.weight[:, torch.cat(shared)])
 
 
-def in_gguf_format(full: Model, name: str) -> tuple[Model, int]:
-    """Every matrix in one of llama.cpp's formats (a table has 8 bits at least), and the bytes."""
+def in_gguf_format(
+    full: Model, name: str, samples: Mapping[str, Sample] | None = None
+) -> tuple[Model, int]:
+    """Every matrix in one of llama.cpp's formats (a table has 8 bits at least), and the bytes.
+
+    With samples, errors count by the size of the inputs.
+    """
     import gguf
 
     model, size = copy.deepcopy(full), 0
@@ -249,7 +295,9 @@ def in_gguf_format(full: Model, name: str) -> tuple[Model, int]:
             if path.startswith("embed")
             else name
         ]
-        packed = ggml_packed(p.detach().cpu(), kind)
+        sample = None if samples is None else samples.get(path.removesuffix(".weight"))
+        weighed = None if sample is None else sample.rms_I.square().cpu()
+        packed = ggml_packed(p.detach().cpu(), kind, weighed)
         p.copy_(torch.from_numpy(gguf.quants.dequantize(packed, kind)))
         size += packed.nbytes
     return model, size

@@ -138,8 +138,13 @@ def ggml_quantizer() -> ctypes.CDLL | None:
     return library
 
 
-def ggml_packed(weight_OI: Tensor, kind: "gguf.GGMLQuantizationType") -> np.ndarray:
-    """Return a matrix in one of llama.cpp's formats, by its own code where that is installed."""
+def ggml_packed(
+    weight_OI: Tensor, kind: "gguf.GGMLQuantizationType", weighed_I: Tensor | None = None
+) -> np.ndarray:
+    """Return a matrix in one of llama.cpp's formats, by its own code where that is installed.
+
+    `weighed_I`: what an error of each input counts; its own code alone knows that.
+    """
     import gguf
 
     library = ggml_quantizer()
@@ -149,8 +154,15 @@ def ggml_packed(weight_OI: Tensor, kind: "gguf.GGMLQuantizationType") -> np.ndar
     outputs, inputs = weight.shape
     per, size = gguf.GGML_QUANT_SIZES[kind]
     packed = np.zeros((outputs, inputs // per * size), np.uint8)
+    counts = None if weighed_I is None else np.ascontiguousarray(weighed_I.float().numpy())
     library.ggml_quantize_chunk(
-        int(kind), weight.ctypes.data, packed.ctypes.data, 0, outputs, inputs, None
+        int(kind),
+        weight.ctypes.data,
+        packed.ctypes.data,
+        0,
+        outputs,
+        inputs,
+        None if counts is None else counts.ctypes.data,
     )
     return packed
 

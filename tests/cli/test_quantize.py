@@ -103,6 +103,18 @@ def test_a_scheme_by_name_goes_through_every_command(runs):
     assert quantization_report(load_model(runs / "fp8-gptq")).bits == 8
 
 
+def test_bits_may_be_a_mean(runs):
+    found = json.loads(glass(runs, "quantize", "text", "--bits", "5", "--json"))
+    assert found["folder"] == str(runs / "text-int5")
+    report = quantization_report(load_model(runs / "text-int5"))
+    assert found["wider"] == [
+        path for path, layer in report.layers.items() if layer.bits == 8 and "blocks." in path
+    ]
+    assert 0 < len(found["wider"]) < len(report.layers) - 1
+    words = ("--bits", "5", "--no-smooth", "--out", str(runs / "rough"))
+    assert "8 bits, where 4 cost most: blocks." in glass(runs, "quantize", "text", *words)
+
+
 def test_people_read_a_table_that_says_what_is_slower(runs):
     said = glass(runs, "quantize", "reverse", "--bits", "8", "--out", str(runs / "small-reverse"))
     for words in (
@@ -145,6 +157,8 @@ def test_auto_keeps_float_where_that_is_faster(runs):
     ("words", "said"),
     [
         (["--bits", "3"], "neither 8 nor 4"),
+        (["--bits", "4.5", "--qat", "2"], "trains at one number of bits"),
+        (["--bits", "4.5", "--scheme", "int4"], "both given"),
         (["--scheme", "int5"], "no quantization scheme 'int5'"),
         (["--scheme", "fp8", "--bits", "8"], "both given"),
         (["--scheme", "fp8", "--group", "32"], "fp8 has no group"),
@@ -233,11 +247,11 @@ def test_the_benchmark_measures_a_model_beside_other_formats(runs):
     bench_quant.options(parser)
     options = ["--model", str(runs / "text"), "--windows", "16", "--prompts", "2"]
     rows = []
-    for only in ("int4, calibrated", "q4_0"):
+    for only in ("int4, weights", "q4_0"):
         asked = parser.parse_args([*options, "--only", only])
         rows += [str(row["name"]) for row in bench_quant.quality(asked)]
     named = [name.partition(":")[0] for name in rows]
-    assert named == ["int4, calibrated", "int4, calibrated and smoothed", "llama.cpp's q4_0"]
+    assert named == ["int4, weights alone looked at", "llama.cpp's q4_0"]
     assert all(" ± " in name and "KL " in name and "of 2 texts" in name for name in rows)
 
 

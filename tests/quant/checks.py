@@ -17,6 +17,7 @@ from glassformer.quant.contents import (
 )
 from glassformer.quant.convert import (
     dequantize_model,
+    plan,
     prepare_model_for_quantization,
     quantize_in_turn,
     quantize_model,
@@ -24,6 +25,7 @@ from glassformer.quant.convert import (
     use_backend,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, fake_quantize
+from glassformer.quant.mixed import harms
 from glassformer.quant.schemes import (
     QuantizedTensor,
     codec,
@@ -265,6 +267,27 @@ def turns_keep_answers() -> None:
     assert errors[1] < 0.7 * errors[0], errors
     one, other = (quantization_report(each).layers for each in small)
     assert one == other
+
+
+def harm_is_what_rounding_does() -> None:
+    full = model()
+    ids = tokens(full, 16, 40)
+    spec = QuantSpec(scheme=Int4())
+    schemes = {path: scheme for path, (_, scheme) in plan(full, spec).items() if path != "embed"}
+    found = harms(full, [ids], schemes)
+    shares = []
+    with torch.no_grad():
+        p = full(ids)["next"].double().log_softmax(-1)
+        for path, scheme in schemes.items():
+            alone = copy.deepcopy(full)
+            weight = alone.get_submodule(path).weight
+            weight.copy_(dequantize(quantize_tensor(weight, scheme)))
+            q = alone(ids)["next"].double().log_softmax(-1)
+            shares.append(found[path].nats / float((p.exp() * (p - q)).sum(-1).mean()))
+            assert found[path].weights == weight.numel()
+    # 32 samples of a square: a quarter of it either way, and seldom more than three times that
+    assert min(shares) > 0.3 and max(shares) < 2.5, shares
+    assert 0.75 < sum(shares) / len(shares) < 1.3, shares
 
 
 # --- layers and backends --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ CHECKS = {
         checks.gptq_keeps_products,
         checks.errors_are_made_up_for,
         checks.turns_keep_answers,
+        checks.harm_is_what_rounding_does,
         checks.backends_are_within_their_bound,
         checks.the_reference_has_the_bits_of_c,
         checks.rows_are_alone,
@@ -56,6 +57,10 @@ FAULTS = (
     Fault("behind float layers", "quant.convert:quantize_in_turn", "module.weight.copy_(dequantize(found[module]))", "pass", "turns_keep_answers"),
     Fault("nothing made up for", "quant.convert:_settle_block", "weight_OI = making_up(layer.weight, moment_II=moment_II, cross_II=cross_II)", "weight_OI = layer.weight", "turns_keep_answers"),
     Fault("the moment itself for its inverse", "quant.schemes:_inverse_factor", "torch.cholesky_inverse(torch.linalg.cholesky(damped_II))", "damped_II", "gptq_keeps_products"),
+    # mixed precision
+    Fault("the likeliest token for a sampled one", "quant.mixed:_backward", "torch.multinomial(chances_MV, 1, generator=generator)", "chances_MV.argmax(-1, keepdim=True)", "harm_is_what_rounding_does"),
+    Fault("errors of positions taken one by one", "quant.mixed:_watcher", ".flatten(1).sum(-1)", ".sum(-1)", "harm_is_what_rounding_does"),
+    Fault("draws counted once", "quant.mixed:_backward", "count += len(logp_MV)", "count = len(logp_MV)", "harm_is_what_rounding_does"),
     # backends
     Fault("activations scaled by the batch", "quant.backends.routines:FbgemmForm.product", "x_MI.abs().amax(-1, keepdim=True)", "x_MI.abs().amax().expand(len(x_MI), 1)", "rows_are_alone"),
     Fault("activations left as they are", "quant.layers:QuantizedWeight.times", "if self.backend == FLOAT:", "if True:", "the_reference_has_the_bits_of_c"),

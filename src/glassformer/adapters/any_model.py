@@ -135,7 +135,7 @@ def quantize(
     model: M,
     *,
     scheme: str | Scheme | None = None,
-    bits: int | None = None,
+    bits: float | None = None,
     group: int | None = None,
     symmetric: bool | None = None,
     method: Method | None = None,
@@ -150,7 +150,8 @@ def quantize(
     """Return a quantized copy; the model itself stays as it is.
 
     `scheme` is a name, such as "int4", or a value, such as `Int4(group=32)`; `bits` is 8 or 4
-    instead of it. `calibrate`: batches of tokens that are like those it will read. With them it is
+    instead of it, or a mean between them (4.5: layers that lose most get 8), which needs
+    `calibrate`. `calibrate`: batches of tokens that are like those it will read. With them it is
     done as `glass quantize` does: outliers are smoothed (`smooth=False`: not), and it is calibrated
     by GPTQ, or by `method="mse"` in a fraction of the time. Without, only weights are looked at.
     """

@@ -43,6 +43,7 @@ from glassformer.quant.convert import (
     plan,
     prepare_model_for_quantization,
     quantize_model,
+    quantized_layers,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.schemes import quantize_tensor
@@ -202,17 +203,18 @@ def _batches(task: Task, split: str, most: int) -> list[Batch]:
     return [task.batch(split, rows[i : i + ROWS]) for i in range(0, len(rows), ROWS)]
 
 
-def of_text(path: Path, tokenizer: Tokenizer, model: Model) -> Material:
-    """Return material of a text: its beginning calibrates, its end measures."""
+def of_text(path: Path, tokenizer: Tokenizer, model: Model, *, length: int = LENGTH) -> Material:
+    """Return material of a text, in windows: its beginning calibrates, its end measures."""
     _check_continues(model)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the text cannot be read: {error}", where=str(path)) from error
-    return _of_words(text, tokenizer, model, where=str(path), origin=f"the end of {path.name}")
+    origin = f"the end of {path.name}"
+    return _of_words(text, tokenizer, model, length, where=str(path), origin=origin)
 
 
-def of_manuals(tokenizer: Tokenizer, model: Model) -> Material:
+def of_manuals(tokenizer: Tokenizer, model: Model, *, length: int = LENGTH) -> Material:
     """Return material of Python's own manuals, in English: what every machine has."""
     _check_continues(model)
     enough = 8 * (CALIBRATING + MEASURING) * ROWS * LENGTH  # characters
@@ -224,17 +226,17 @@ def of_manuals(tokenizer: Tokenizer, model: Model) -> Material:
             break
     text = "\n\n".join(pieces)
     origin = "Python's manuals (English; --text FILE measures on yours)"
-    return _of_words(text, tokenizer, model, where="Python's manuals", origin=origin)
+    return _of_words(text, tokenizer, model, length, where="Python's manuals", origin=origin)
 
 
 def _of_words(
-    text: str, tokenizer: Tokenizer, model: Model, *, where: str, origin: str
+    text: str, tokenizer: Tokenizer, model: Model, length: int, *, where: str, origin: str
 ) -> Material:
     ids = np.array(tokenizer.encode(text), dtype=np.int64)
     if len(ids) and ids.max() >= model.spec.vocab_size:
         raise InputError("the tokenizer has more tokens than the model", where=where)
     cut = int(len(ids) * (1 - HELD_OUT))
-    parts = [_windows(part, model) for part in (ids[:cut], ids[cut:])]
+    parts = [_windows(part, model, length) for part in (ids[:cut], ids[cut:])]
     if not all(parts):
         raise InputError(
             f"a text of {len(ids)} tokens is too short to calibrate and to measure on",
@@ -243,16 +245,17 @@ def _of_words(
         )
     tokens = max(LEAST, AFFORDED // max(1, sum(p.numel() for p in model.parameters())))
     most = max(1, tokens // int(parts[0][0].tokens.size))
+    rows = _rows(model, length)
     return Material(
-        tuple(_spread(parts[0], min(most, CALIBRATING * ROWS // _rows(model)))),
-        tuple(_spread(parts[1], min(most, MEASURING * ROWS // _rows(model)))),
+        tuple(_spread(parts[0], min(most, CALIBRATING * ROWS // rows))),
+        tuple(_spread(parts[1], min(most, MEASURING * ROWS // rows))),
         origin,
     )
 
 
-def _rows(model: Model) -> int:
+def _rows(model: Model, length: int) -> int:
     """Return the number of rows of a batch whose logits may be held at once."""
-    return max(1, min(ROWS, LOGITS // (LENGTH * model.spec.vocab_size)))
+    return max(1, min(ROWS, LOGITS // (length * model.spec.vocab_size)))
 
 
 def _spread(batches: list[Batch], most: int) -> list[Batch]:
@@ -282,11 +285,11 @@ def _check_continues(model: Model) -> None:
         )
 
 
-def _windows(ids: "np.ndarray", model: Model) -> list[Batch]:
-    length = min(LENGTH, model.spec.max_seq_len, max(2, len(ids) - 1))
+def _windows(ids: "np.ndarray", model: Model, length: int) -> list[Batch]:
+    many = _rows(model, length)
+    length = min(length, model.spec.max_seq_len, max(2, len(ids) - 1))
     starts = range(0, len(ids) - length, length)
     rows = [ids[start : start + length + 1] for start in starts]
-    many = _rows(model)
     return [_batch(np.stack(rows[i : i + many])) for i in range(0, len(rows), many)]
 
 
@@ -334,7 +337,8 @@ class Wish:
 class Outcome:
     """The folder that was written, the comparison, and the timings that `auto` went by.
 
-    `schemes` counts the layers of each scheme; `prompt` is a text to try the model with.
+    `schemes` counts the layers of each scheme; `wider` are those that a mean number of bits left 8;
+    `prompt` is a text to try the model with.
     """
 
     folder: Path
@@ -343,6 +347,7 @@ class Outcome:
     schemes: dict[str, int]
     kept: tuple[str, ...]
     prompt: str
+    wider: tuple[str, ...] = ()
     timings: list[Timing] = field(default_factory=list)
     smoothed: list[Smoothed] = field(default_factory=list)
     outliers: list[Outlier] = field(default_factory=list)
@@ -383,7 +388,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     smoothed: list[Smoothed] = []
     if wish.qat_steps:
         small = _trained_rounded(small, wish, run, task, select, watch)
-    elif not wish.smooth and wish.spec.resolved_method != "gptq":
+    elif not wish.smooth and wish.spec.resolved_method != "gptq" and not wish.spec.mean_bits:
         small = quantize_model(small, wish.spec, select=select, backend=wish.backend)
     else:
         small, smoothed = quantize_on(
@@ -411,11 +416,23 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         layers=len(report.layers),
         schemes=report.schemes(),
         kept=kept,
+        wider=_wider(wish.spec, opened),
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
         timings=timings,
         smoothed=smoothed,
         outliers=large,
         warnings=tuple(_warnings(wish, comparison, tokens_of(material.calibrating))),
+    )
+
+
+def _wider(spec: QuantSpec, model: Model) -> tuple[str, ...]:
+    """Return the layers that a mean number of bits left 8, heads and tables aside."""
+    if spec.mean_bits is None:
+        return ()
+    return tuple(
+        path
+        for path, layer in quantized_layers(model)
+        if not layer.head and layer.scheme.bits > spec.scheme.bits
     )
 
 
@@ -440,6 +457,8 @@ def _warnings(wish: Wish, found: Comparison, calibrated: int) -> Iterator[str]:
             helps.append("GPTQ on a text like yours (--calibrate FILE)")
         if getattr(spec.scheme, "group", 32) not in (None, 32):
             helps.append("groups of 32 (--group 32)")
+        if spec.mean_bits is None:
+            helps.append("8 bits for the layers that lose most (--bits 4.5)")
         helps.append("8 bits (--bits 8)")
     elif getattr(spec.scheme, "group", None) == 0:
         helps.append("groups of 32 (leave out --group 0)")

@@ -61,7 +61,10 @@ PREPARED_CLASSES = {"ptq": WATCHED, "qat": ROUNDED}
 def plan(
     model: Model, spec: QuantSpec, *, select: Select | None = None
 ) -> dict[str, tuple[Plain, Scheme]]:
-    """Return layers by path with the scheme each will have; the model is not changed."""
+    """Return layers by path with the scheme each will have; the model is not changed.
+
+    With a mean number of bits, layers that are not named as wider have the fewest.
+    """
     found: dict[str, tuple[Plain, Scheme]] = {}
     for target in targets(model.spec, spec.tied):
         path = layer_of(target.name)
@@ -99,6 +102,7 @@ def prepare_model_for_quantization(
     bare = model_of(model)
     _check_plain(bare)
     spec = spec or QuantSpec(method="gptq" if mode == "ptq" else "qat")
+    _check_chosen(spec)
     if (spec.resolved_method == "qat") != (mode == "qat") and spec.method is not None:
         raise InputError(f"the method '{spec.method}' does not go with the mode '{mode}'")
     _untie(bare, spec)
@@ -162,6 +166,7 @@ def quantize_model(
                 f"{spec.resolved_method} needs a prepared model",
                 hint="prepare_model_for_quantization, then batches or training, then this",
             )
+        _check_chosen(spec)
         _untie(bare, spec)
         chosen = list(plan(bare, spec, select=select).values())
     paths = {module: path for path, module in bare.named_modules()}
@@ -275,6 +280,15 @@ def _untie(model: Model, spec: QuantSpec) -> None:
             own.weight = nn.Parameter(embed.weight.detach().clone())
             own.bias = head.bias
             model.heads[name] = own.eval()
+
+
+def _check_chosen(spec: QuantSpec) -> None:
+    """Refuse a mean number of bits for which no layers have been chosen."""
+    if spec.mean_bits is not None and not spec.wider:
+        raise InputError(
+            f"a mean of {spec.mean_bits:g} bits is shared out by what layers do to a text",
+            hint="calibrate on some batches (quant.smooth.quantize_on), or use 4 or 8 bits",
+        )
 
 
 def _check_plain(model: Model) -> None:

@@ -19,7 +19,7 @@ rounded products on calibration rows; 0, nothing, is one of the choices.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -35,6 +35,7 @@ from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.quant.convert import M, Select, plan, quantize_in_turn, quantize_model
 from glassformer.quant.layers import QuantizedWeight, real_rows
+from glassformer.quant.mixed import wider_layers
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
@@ -358,7 +359,8 @@ def quantize_on(
 ) -> tuple[M, list[Smoothed]]:
     """Smooth and quantize a model by what its layers are given on these batches.
 
-    Grids are chosen by the errors of products (`mse`), or GPTQ is run on all the batches.
+    Grids are chosen by the errors of products (`mse`), or GPTQ is run on all the batches. Where the
+    spec has a mean number of bits, layers that get 8 are chosen here.
     """
     bare = model_of(model)
     samples = inputs_of_layers(bare, batches[:SMOOTHING]) if samples is None else samples
@@ -368,6 +370,8 @@ def quantize_on(
         least = spec.resolved_method != "absmax"
         few = batches[:SMOOTHING]
         done = smooth(bare, few, schemes, samples=samples, least_squares=least)
+    if spec.mean_bits is not None:
+        spec = replace(spec, wider=wider_layers(bare, batches, spec, select=select))
     if spec.resolved_method == "gptq":
         quantize_in_turn(bare, batches, spec, select=select, backend=backend)
     else:

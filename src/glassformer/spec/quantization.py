@@ -38,6 +38,9 @@ class QuantSpec:
 
     head: the scheme of heads and of a tied table (`Scheme.for_head`). method: how scales are found
     (`Scheme.default_method`).
+
+    mean_bits: between 4 and 8, what the layers other than those may have on average: the ones that
+    lose most by 4 bits are named in `wider` and get 8 (`quant.mixed` chooses them).
     """
 
     scheme: Scheme = Int8()
@@ -45,8 +48,17 @@ class QuantSpec:
     method: Method | None = None
     tied: Tied = "share"
     indivisible: Indivisible = "refuse"
+    mean_bits: float | None = None
+    wider: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.mean_bits is not None and not (
+            isinstance(self.scheme, Int4) and Int4.bits < self.mean_bits < Int8.bits
+        ):
+            raise InputError(
+                f"a mean of {self.mean_bits:g} bits with {self.scheme.name}",
+                hint="int4, and a mean between 4 and 8",
+            )
         if self.method is not None:
             one_of("method", self.method, get_args(Method))
         one_of("tied", self.tied, get_args(Tied))
@@ -67,6 +79,8 @@ class QuantSpec:
         inputs = target.shape[-1]
         head = target.role in ("head", "embedding")
         scheme = (self.head_scheme if head else self.scheme).resolve(inputs)
+        if layer_of(target.name) in self.wider:
+            scheme = Int8().resolve(inputs)
         problem = scheme.why_not(inputs)
         if not problem:
             return scheme
@@ -87,7 +101,7 @@ class QuantSpec:
 def quant_spec(
     *,
     scheme: str | Scheme | None = None,
-    bits: int | None = None,
+    bits: float | None = None,
     group: int | None = None,
     symmetric: bool | None = None,
     head_bits: int | None = None,
@@ -97,10 +111,13 @@ def quant_spec(
 ) -> QuantSpec:
     """Make the spec of a quantization from the options of `glass quantize` and `gf.quantize`.
 
-    A scheme is given by name, as a value, or by its bits (8 or 4); without any it is int8.
+    A scheme is given by name, as a value, or by its bits (8 or 4); without any it is int8. Bits
+    between the two are a mean: int4, and int8 for the layers that lose most by it.
     """
     if scheme is not None and bits is not None:
         raise InputError("a scheme and bits are both given", hint="give one of them")
+    mean_bits = bits if bits is not None and Int4.bits < bits < Int8.bits else None
+    bits = bits if mean_bits is None else Int4.bits
     options = {"group": group, "symmetric": symmetric}
     head = None if head_bits is None else make_scheme(scheme_of_bits(head_bits), **options)
     if isinstance(scheme, str) or scheme is None:
@@ -124,7 +141,14 @@ def quant_spec(
                 f"{made.name} has no {name} (given: {value})",
                 hint=f"leave the {name} out, or use {' or '.join(takes)}",
             )
-    return QuantSpec(scheme=made, head=head, method=method, tied=tied, indivisible=indivisible)
+    return QuantSpec(
+        scheme=made,
+        head=head,
+        method=method,
+        tied=tied,
+        indivisible=indivisible,
+        mean_bits=mean_bits,
+    )
 
 
 @spec

@@ -229,11 +229,11 @@ def scheme_class(name: str) -> type[Scheme]:
     raise InputError(f"no quantization scheme '{name}'", hint=nearest(name, NAMES))
 
 
-def scheme_of_bits(bits: int) -> type[Scheme]:
+def scheme_of_bits(bits: float) -> type[Scheme]:
     """Return the integer scheme with this many bits."""
     if bits not in BY_BITS:
-        raise InputError(f"bits {bits} is neither 8 nor 4", hint="use 8 or 4")
-    return BY_BITS[bits]
+        raise InputError(f"bits {bits:g} is neither 8 nor 4", hint="use 8 or 4")
+    return BY_BITS[int(bits)]
 
 
 def make_scheme(scheme: type[Scheme], **options: Any) -> Scheme:

@@ -14,7 +14,7 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import end, tell
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
-from glassformer.spec.schemes import SCHEMES, Method
+from glassformer.spec.schemes import BY_BITS, SCHEMES, Method
 from glassformer.spec.serialize import json_numbers
 
 if TYPE_CHECKING:
@@ -27,7 +27,11 @@ SCHEME_HELP = "; ".join(f"{scheme.name}: {scheme.summary}" for scheme in SCHEMES
 def quantize(
     model: AnyModel,
     bits: Annotated[
-        int | None, typer.Option(help="8 (int8) or 4 (int4), instead of --scheme.")
+        float | None,
+        typer.Option(
+            help="8 (int8) or 4 (int4), instead of --scheme; between them, such as 4.5, a mean: "
+            "the layers that lose most by 4 bits get 8."
+        ),
     ] = None,
     scheme: Annotated[str | None, typer.Option(metavar="NAME", help=SCHEME_HELP)] = None,
     group: Annotated[
@@ -98,6 +102,8 @@ def quantize(
 
       glass quantize text --bits 8
 
+      glass quantize text --bits 4.5
+
       glass quantize text --bits 4 --calibrate novel.txt --out text-small
 
       glass quantize text --scheme int4 --qat 200
@@ -118,7 +124,7 @@ def quantize(
         bits=bits,
         group=group,
         symmetric=symmetric,
-        method=cast(Method | None, _way(method, calibrate=calibrate, qat=qat)),
+        method=cast(Method | None, _way(method, calibrate=calibrate, qat=qat, bits=bits)),
         head_bits=head_bits,
         tied=cast(Tied, tied),
         indivisible=cast(Indivisible, indivisible),
@@ -139,10 +145,12 @@ def quantize(
     _run(path, wish, out=place, as_json=as_json)
 
 
-def _way(method: str | None, *, calibrate: str | None, qat: int) -> str | None:
+def _way(method: str | None, *, calibrate: str | None, qat: int, bits: float | None) -> str | None:
     """Return how scales are found: the method given, or the one that other options imply."""
     if qat < 0:
         raise InputError(f"--qat {qat} is negative", hint="a number of steps, such as 200")
+    if qat and bits is not None and bits not in BY_BITS:
+        raise InputError(f"--qat trains at one number of bits, not {bits:g}", hint="--bits 8 or 4")
     if qat and (method is not None or calibrate is not None):
         raise InputError("--qat finds weights by training", hint="leave out --method, --calibrate")
     if calibrate is not None and method not in (None, "gptq"):
@@ -178,11 +186,12 @@ def _undo(path: str, *, out: Path, as_json: bool) -> None:
 
 
 def _default_folder(text: str, spec: QuantSpec, runs: Path) -> Path:
-    """Return the default folder, in the runs folder: `text-int4`."""
+    """Return the default folder, in the runs folder: `text-int4`, `text-int4.5`."""
     from glassformer.store.rundir import RunRef
 
     name = RunRef.parse(text).folder.name
-    return runs / f"{name}-{spec.scheme.name}"
+    mean = spec.scheme.name if spec.mean_bits is None else f"int{spec.mean_bits:g}"
+    return runs / f"{name}-{mean}"
 
 
 def _tell_step(record: "StepRecord") -> None:
@@ -197,6 +206,7 @@ def _as_json(outcome: "Outcome") -> str:
         "quantized_layers": outcome.layers,
         "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
+        "wider": list(outcome.wider),
         "smoothed": [asdict(link) for link in outcome.smoothed],
         "outliers": [asdict(one) for one in outcome.outliers],
         "warnings": list(outcome.warnings),
@@ -235,6 +245,8 @@ def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
             f"smoothed               {len(outcome.smoothed)} inputs of layers, exactly; "
             f"error of their products {before:.2%} -> {after:.2%}"
         )
+    if outcome.wider:
+        lines.append(f"8 bits, where 4 cost most: {', '.join(outcome.wider)}")
     if outcome.kept:
         lines.append(f"kept in float, which is faster for them: {', '.join(outcome.kept)}")
     return "\n".join(lines)

@@ -51,6 +51,8 @@ from glassformer.training.engine import loss_weights
 
 PREFILL, NEW = 64, 32
 ROUNDS = 5
+#: Positions that are paired with themselves as one: a long example has several such pieces.
+PAIRED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +243,9 @@ def agree(full: Model, small: Model, batches: Sequence[Batch]) -> Agreement:
         lost = [-logp.gather(-1, targets[..., None])[..., 0] * weights for logp in (p, q)]
         for side, one in enumerate(lost):
             nll[side] += float(one.sum())
-        worse.append((lost[1] - lost[0]).reshape(len(p), -1).sum(1).numpy())
-        weighed.append(weights.reshape(len(p), -1).sum(1).numpy())
+        for pieces, values in ((worse, lost[1] - lost[0]), (weighed, weights)):
+            long = values.reshape(len(p), -1).split(PAIRED, 1)
+            pieces.append(torch.stack([piece.sum(1) for piece in long], 1).flatten().numpy())
         weight += float(weights.sum())
         same += int(((p.argmax(-1) == q.argmax(-1)) & counted).sum())
         count += int(counted.sum())

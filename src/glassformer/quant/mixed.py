@@ -1,0 +1,155 @@
+"""Which layers get 8 bits, where a model may have some number of bits between 4 and 8 on average.
+
+Rounding a layer's weights by dW moves its output y by dy = dW x. To second order the divergence of
+a sequence's predictions is half of E (g . dy)^2, where g is the gradient, at all of y, of the
+negative log likelihood of tokens that the model itself samples (its Fisher information). A backward
+pass gives a sample of that for every layer and sequence. Layers then get 8 bits in the order of
+what a weight of them is worth: the divergence over the number of weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassformer.models.model import Model
+from glassformer.nn.linear import Linear
+from glassformer.quant.convert import Select, plan
+from glassformer.quant.layers import real_rows
+from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
+from glassformer.spec.errors import InputError
+from glassformer.spec.quantization import QuantSpec, layer_of, targets
+from glassformer.spec.schemes import Int8, Scheme
+
+# B batch, M rows, O outputs, I inputs, V vocab
+
+#: Sequences that are read, at least, and samples of (g . dy)^2, of which one has several.
+SEQUENCES, SAMPLES = 8, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """What rounding one layer alone does to the predictions, in nats each; its weights."""
+
+    nats: float
+    weights: int
+
+
+def wider_layers(
+    model: Model, batches: Sequence[Any], spec: QuantSpec, *, select: Select | None = None
+) -> tuple[str, ...]:
+    """Return the layers that get 8 bits, so that the mean of all stays within `spec.mean_bits`."""
+    assert spec.mean_bits is not None
+    roles = {layer_of(target.name): target.role for target in targets(model.spec, spec.tied)}
+    inner = {
+        path: (module.weight.numel(), scheme)
+        for path, (module, scheme) in plan(model, spec, select=select).items()
+        if roles[path] not in ("head", "embedding")
+    }
+    left = sum((spec.mean_bits - scheme.bits) * weights for weights, scheme in inner.values())
+    narrow = {path: scheme for path, (_, scheme) in inner.items() if scheme.bits < Int8.bits}
+    wider = within(harms(model, batches, narrow), left, more=Int8.bits - spec.scheme.bits)
+    if not wider:
+        raise InputError(
+            f"a mean of {spec.mean_bits:g} bits leaves no layer of this model 8 bits",
+            hint="a larger mean, or 4 bits",
+        )
+    return wider
+
+
+def within(found: Mapping[str, Harm], left: float, *, more: int) -> tuple[str, ...]:
+    """Return the layers most worth `more` bits per weight, as long as these fit what is left."""
+    wider = []
+    for path, harm in sorted(found.items(), key=lambda item: -item[1].nats / item[1].weights):
+        if more * harm.weights <= left:
+            wider.append(path)
+            left -= more * harm.weights
+    return tuple(wider)
+
+
+def harms(model: Model, batches: Sequence[Any], schemes: Mapping[str, Scheme]) -> dict[str, Harm]:
+    """Return what rounding each of these layers alone does to the predictions on the batches.
+
+    Rounding is to the grid over the full range: it tells layers apart as a searched one does.
+    """
+    layers = {path: model.get_submodule(path) for path in schemes}
+    squares = dict.fromkeys(layers, 0.0)
+
+    def count(path: str, square: float) -> None:
+        squares[path] += square
+
+    hooks, sizes = [], {}
+    for path, layer in layers.items():
+        assert isinstance(layer, Linear)
+        sizes[path] = layer.weight.numel()
+        tensor = quantize_tensor(layer.weight, schemes[path])
+        hooks.append(layer.register_forward_hook(_watcher(path, tensor, count)))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model.eval().requires_grad_(False)  # gradients at outputs, none of weights
+    few = _few(model, batches)
+    draws = -(-SAMPLES // sum(len(model.inputs(batch).tokens_BT) for batch in few))
+    generator = torch.Generator().manual_seed(0)
+    try:
+        predictions = sum(_backward(model, batch, draws, generator) for batch in few)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    return {path: Harm(0.5 * squares[path] / predictions, sizes[path]) for path in layers}
+
+
+def _few(model: Model, batches: Sequence[Any]) -> list[Any]:
+    """Return as many batches as have the sequences that are read, at even distances."""
+    if not batches:
+        raise InputError("nothing to calibrate on", hint="give at least one batch")
+    rows = len(model.inputs(batches[0]).tokens_BT)
+    count = min(len(batches), -(-SEQUENCES // rows))
+    edges = [len(batches) * i // count for i in range(count + 1)]
+    return [batches[start] for start, _ in pairwise(edges)]
+
+
+def _watcher(
+    path: str, tensor: QuantizedTensor, count: Callable[[str, float], None]
+) -> Callable[..., Tensor]:
+    """Return a hook that counts (g . dW x)^2, summed over a sequence before it is squared.
+
+    Rows that have no sequences any more, such as an expert's, are squared one by one.
+    """
+
+    def see(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        assert isinstance(layer, Linear)
+        x, weight_OI = given[0].detach(), layer.weight
+
+        def add(gradient: Tensor) -> None:
+            moved_OI = dequantize(tensor) - weight_OI
+            product_B = ((gradient @ moved_OI) * x).flatten(1).sum(-1)
+            count(path, float(product_B.double().square().sum()))
+
+        out = out if out.requires_grad else out.requires_grad_()
+        out.register_hook(add)
+        return out
+
+    return see
+
+
+def _backward(model: Model, batch: Any, draws: int, generator: torch.Generator) -> int:
+    """Send gradients of sampled predictions back; return how many predictions were sampled."""
+    count = 0
+    with torch.enable_grad():
+        inputs = model.inputs(batch)
+        every = [
+            real_rows(logits, inputs).float().log_softmax(-1) for logits in model(batch).values()
+        ]
+        for draw in range(draws):
+            losses = []
+            for logp_MV in every:
+                chances_MV = logp_MV.detach().exp().cpu()
+                picked_M1 = torch.multinomial(chances_MV, 1, generator=generator)
+                losses.append(-logp_MV.gather(-1, picked_M1.to(logp_MV.device)).sum())
+                count += len(logp_MV)
+            torch.stack(losses).sum().backward(retain_graph=draw + 1 < draws)
+    return count
