@@ -43,6 +43,7 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.ffn import SwiGLU
+from glassformer.nn.linear import apply_lora
 from glassformer.quant.contents import (
     is_model_quantized,
     quantization_report,
@@ -52,13 +53,15 @@ from glassformer.quant.contents import (
 from glassformer.quant.convert import quantize_model, use_backend
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
-from glassformer.quant.smooth import Sample, inputs_of_layers, quantize_on
+from glassformer.quant.smooth import SMOOTHING, Sample, inputs_of_layers, quantize_on
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec, quant_spec
 from glassformer.spec.schemes import Int4, Int8
+from glassformer.spec.train import LoRA, TrainSpec
+from glassformer.training.torch_engine import TorchEngine
 
 LAYERS = ((512, 512), (896, 896), (4864, 896), (896, 4864))
 ROWS = (1, 8, 64)
@@ -91,6 +94,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="what is not a default of ours too")
     parser.add_argument("--shuffle", action="store_true", help="exchange channels before")
     parser.add_argument("--prompts", type=int, default=100, help="to decode 64 tokens from")
+    parser.add_argument(
+        "--tune", type=int, default=0, metavar="STEPS", help="LoRA over int4 beside float32 instead"
+    )
     parser.add_argument("--only", default="", help="rows whose name contains this")
 
 
@@ -99,7 +105,7 @@ def run(
 ) -> Iterator[dict[str, object]]:
     """Layers by shape, then whole models; or the quality of one model."""
     if asked is not None and asked.model is not None:
-        yield from quality(asked, device=device)
+        yield from (tuning if asked.tune else quality)(asked, device=device)
         return
     for title, found in installed().items():
         yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
@@ -165,6 +171,65 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
                 f"the first {first:.1f} on average"
             )
         yield _row(case, said)
+
+
+def tuning(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[str, object]]:
+    """LoRA of rank 8 over float32 and over int4, on the same batches: loss, bytes and time.
+
+    What a forward keeps for its backward is counted once per storage, the weights aside.
+    """
+    adapter = load(asked.model, device=device)
+    full, tokenizer = adapter.model.float().eval(), adapter.get_tokenizer()
+    length = asked.length
+    if asked.text is None:
+        found = of_manuals(tokenizer, full, length=length)
+    else:
+        found = of_text(Path(asked.text), tokenizer, full, length=length)
+    held, steps = found.measuring[: asked.windows], asked.tune
+    train = TrainSpec(steps=steps, batch_size=1, lr=2e-4, compile="off")
+    case = f"{Path(asked.model).name}, LoRA 8, {steps} steps of {found.calibrating[0].tokens.size}"
+    small = quantize_on(
+        copy.deepcopy(full), found.calibrating[:SMOOTHING], QuantSpec(scheme=Int4())
+    )
+    for name, model in (("float32", full), ("int4", small[0])):
+        before = sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
+        lora = LoRA()
+        apply_lora(model, lora, generator=torch.Generator().manual_seed(0))
+        engine = TorchEngine(model, train, lora=lora)
+        first = _loss(model, held)
+        own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+        kept: dict[int, int] = {}
+
+        def keep(part: torch.Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> object:
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return part
+
+        begin = time.process_time()
+        for step in range(steps):
+            batch = found.calibrating[step % len(found.calibrating)]
+            kept.clear()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda part: part):
+                engine.step([batch], lr=train.lr, seed=step)
+        spent = (time.process_time() - begin) / max(1, steps)
+        last = _loss(model, held)
+        yield _row(
+            case,
+            f"{name}: weights {before / 2**20:.0f} MiB, kept for the backward "
+            f"{sum(kept.values()) / 2**20:.0f} MiB, held-out loss {first:.4f} -> {last:.4f}",
+            spent * 1e3,
+        )
+
+
+@torch.no_grad()
+def _loss(model: Model, batches: Sequence[Batch]) -> float:
+    """The mean negative log likelihood of the next token."""
+    found = []
+    for batch in batches:
+        logits = model(batch)["next"].flatten(0, 1)
+        found.append(F.cross_entropy(logits, torch.from_numpy(batch.targets["next"]).flatten()))
+    return float(torch.stack(found).mean())
 
 
 Made = Callable[[], tuple[Model, int]]

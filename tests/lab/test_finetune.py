@@ -29,10 +29,11 @@ from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.models.model import build, weights_hash, weights_of
 from glassformer.nn.linear import corrected_layers
-from glassformer.quant.convert import quantize_model
+from glassformer.quant.convert import dequantize_model, quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.schemes import Int4
 from glassformer.spec.serialize import to_json
 from glassformer.spec.train import LoRA, RunSpec
 from glassformer.store.rundir import RunDirectory
@@ -416,11 +417,60 @@ def test_a_chat_for_a_base_without_a_template_is_refused(tmp_path):
         own_spec(tmp_path)
 
 
-def test_a_quantized_base_is_refused(tmp_path):
-    own_base(tmp_path)
-    gf.save(quantize_model(load_model(tmp_path / "base")), tmp_path / "small")
-    with pytest.raises(InputError, match="quantized"):
+def quantized_base(folder: Path) -> None:
+    """`base`, and `small`: the same with weights of 4 bits, a tied table of 8."""
+    own_base(
+        folder,
+        presets.qwen(
+            vocab_size=256, d_model=32, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, n_layers=2
+        ),
+    )
+    small = quantize_model(load_model(folder / "base"), QuantSpec(scheme=Int4()))
+    adapter = CustomTransformerAdapter(small, tokenizer=Bytes())
+    adapter.save_checkpoint(folder / "small")
+
+
+def test_all_weights_of_a_quantized_base_are_not_trained(tmp_path):
+    quantized_base(tmp_path)
+    with pytest.raises(InputError, match="quantized, so they cannot be trained") as error:
         own_spec(tmp_path, base="small")
+    assert "lora=8" in error.value.hint
+    with pytest.raises(InputError, match="not compiled"):
+        assemble(own_spec(tmp_path, "lora=2", "train.compile=on", base="small"))
+
+
+def test_lora_trains_over_quantized_weights(tmp_path):
+    quantized_base(tmp_path)
+    before = (tmp_path / "small" / "model.safetensors").read_bytes()
+    changes = ("lora=4", "train.steps=12", "train.lr=1e-2", "train.checkpoint_every=6")
+    run = trained(own_spec(tmp_path, *changes, base="small"), tmp_path / "run")
+    plain = dequantize_model(load_model(tmp_path / "small"))
+    CustomTransformerAdapter(plain, tokenizer=Bytes()).save_checkpoint(tmp_path / "plain")
+    trained(own_spec(tmp_path, *changes, base="plain"), tmp_path / "float")
+    quantized, wide = metrics(tmp_path / "run"), metrics(tmp_path / "float")
+    losses = [[row["loss"] for row in rows if "loss" in row] for rows in (quantized, wide)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0] - 0.1
+    assert (tmp_path / "small" / "model.safetensors").read_bytes() == before
+    ids = torch.arange(40, 60)[None]
+    with torch.no_grad():
+        loaded = load_model(tmp_path / "run")(ids)["next"]
+        here = run.engine.model.eval()(ids)["next"]
+    assert apart(loaded, here) < SAME
+    last = hashes(tmp_path / "run")
+    trained(own_spec(tmp_path, *changes, base="small"), tmp_path / "again", stop_at=6)
+    resumed(tmp_path / "again")
+    assert hashes(tmp_path / "again") == last
+
+
+def test_a_run_over_quantized_weights_knows_its_base(tmp_path):
+    quantized_base(tmp_path)
+    trained(own_spec(tmp_path, "lora=2", "train.steps=1", base="small"), tmp_path / "run")
+    other = quantize_model(load_model(tmp_path / "base"), QuantSpec(scheme=Int4(), method="absmax"))
+    shutil.rmtree(tmp_path / "small")
+    CustomTransformerAdapter(other, tokenizer=Bytes()).save_checkpoint(tmp_path / "small")
+    with pytest.raises(InputError, match="its weights differ"):
+        gf.load(tmp_path / "run")
 
 
 def test_a_base_that_is_made_of_itself_is_refused(tmp_path):

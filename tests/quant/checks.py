@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from glassformer.models.model import Model, build
+from glassformer.nn.linear import apply_lora, lora_parameters
+from glassformer.quant.backends import routines
 from glassformer.quant.backends.choose import BACKENDS, NAMES, why_not
 from glassformer.quant.contents import (
     is_model_quantized,
@@ -40,6 +42,7 @@ from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import SCHEMES as KINDS
 from glassformer.spec.schemes import Float8, Int4, Int8, Scheme
 from glassformer.spec.serialize import override
+from glassformer.spec.train import LoRA
 
 CPU = torch.device("cpu")
 SCHEMES = [
@@ -405,6 +408,38 @@ def gradients_go_straight_through() -> None:
         push = noise(8, 64, seed=6)
         (fake_quantize(weight, kind()) * push).sum().backward()
         assert weight.grad is not None and torch.equal(weight.grad, push)
+
+
+def pieces_add_up() -> None:
+    tensor = quantize_tensor(matrix(37, 256), Int4())
+    y = noise(5, 37, seed=4)
+    expected = y @ dequantize(tensor)
+    before = routines.PIECE
+    try:
+        routines.PIECE = 10 * 256
+        found = routines.transposed_product(y, tensor)
+    finally:
+        routines.PIECE = before
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def corrections_learn_over_rounded_weights() -> None:
+    small = quantize_model(model(), QuantSpec(scheme=Int4()))
+    plain = dequantize_model(copy.deepcopy(small))
+    found = []
+    for each in (small, plain):
+        apply_lora(each, LoRA(rank=3), generator=torch.Generator().manual_seed(0))
+        factors = lora_parameters(each)
+        with torch.no_grad():
+            for i, factor in enumerate(factors.values()):
+                factor.add_(0.05 * noise(*factor.shape, seed=i))
+        answers = each.train()(tokens(each))["next"]
+        answers.square().mean().backward()
+        found.append([answers.detach(), *(factor.grad for factor in factors.values())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    held = [p for p in small.parameters() if p.requires_grad]
+    assert len(held) == len(lora_parameters(small))
 
 
 def dequantized_is_what_was_used() -> None:

@@ -31,10 +31,11 @@ from glassformer.data.task import Task, checked, pick
 from glassformer.data.tasks.text import read_corpus
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import Model
+from glassformer.quant.contents import is_model_quantized
 from glassformer.spec.errors import InputError
-from glassformer.spec.manifest import stored
 from glassformer.spec.serialize import unique_keys
 from glassformer.spec.tasks import FinetuneTask
+from glassformer.spec.train import LoRA
 
 #: The number of bad lines that are reported at once; the rest are counted.
 TOLD = 5
@@ -522,13 +523,18 @@ def open_base(path: str) -> Base:
         raise InputError(
             f"{path} does not continue a text: fine-tuning needs a decoder with a next-token head"
         )
-    if not set(stored(adapter.spec)) <= {name for name, _ in adapter.model.named_parameters()}:
-        raise InputError(
-            f"the weights of {path} are quantized, so they cannot be trained",
-            hint="fine-tune the model that it was made of, and quantize afterwards",
-        )
     speech = Speech(tokenizer=adapter.tokenizer, ends=adapter.end_ids(), render=_render(adapter))
     return Base(model=adapter.model, speech=speech, files=adapter.files())
+
+
+def check_trains(model: Model, lora: LoRA | None, *, where: str) -> None:
+    """Refuse to train all weights of a quantized base."""
+    if lora is None and is_model_quantized(model):
+        raise InputError(
+            f"the weights of {where} are quantized, so they cannot be trained",
+            hint="train a correction of them: {--lora 8|lora=8}; or fine-tune the model that it "
+            "was made of",
+        )
 
 
 def _render(adapter: NativeAdapter) -> Render | None:

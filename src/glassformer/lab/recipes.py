@@ -27,7 +27,7 @@ import numpy as np
 from glassformer.data.build_task import build_task
 from glassformer.data.task import HEADS, Task
 from glassformer.lab.corpus import built
-from glassformer.lab.finetune import open_base
+from glassformer.lab.finetune import check_trains, open_base
 from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.models.model import weights_hash
 from glassformer.nn.position import declared_parameters
@@ -384,6 +384,7 @@ def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
         )
     base = open_base(path)
     low_rank = any(text.startswith("tuning.lora.") for text in given)
+    check_trains(base.model, LoRA() if low_rank else None, where=path)
     spec = RunSpec(
         model=base.model.spec,
         task=FinetuneTask(path=data, length=min(LENGTH, base.model.spec.max_seq_len)),

@@ -29,7 +29,7 @@ from glassformer.nn.embedding import (
     read_out,
 )
 from glassformer.nn.ffn import BalanceLosses
-from glassformer.nn.linear import Linear, Specified, initialise
+from glassformer.nn.linear import Linear, PackedWeight, Specified, initialise
 from glassformer.nn.taps import Taps
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError, nearest
@@ -387,8 +387,14 @@ def weights_of(model: Model, *, rules: Rules | None = None) -> dict[str, np.ndar
 
 def weights_hash(model: Model) -> str:
     """Return the SHA-256 of all weights as they are stored: names, types, shapes and values."""
-    own, total = dict(model.named_parameters()), hashlib.sha256()
-    for name in sorted(stored(model.spec)):
+    own: dict[str, torch.Tensor] = dict(model.named_parameters())
+    names, total = set(stored(model.spec)) & set(own), hashlib.sha256()
+    for path, part in model.named_modules():
+        if isinstance(part, PackedWeight):
+            packed = part.state_dict(prefix=f"{path}.")
+            own |= packed
+            names |= set(packed)
+    for name in sorted(names):
         array = array_of(own[name].detach())
         total.update(f"{name} {CODES[array.dtype]} {array.shape}".encode())
         total.update(array.tobytes())

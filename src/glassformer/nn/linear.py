@@ -5,9 +5,10 @@ and low-rank adapters find all of them.
 caller passes. `LoRALinear` corrects a layer by a product of low rank, which can be merged into the
 weights and unmerged. It keeps the names of its own weight and bias, so the manifest still finds
 them; its factors are named as `lora_manifest` says. B starts at zero: a fresh correction changes
-nothing.
+nothing. Over packed weights it is QLoRA (Dettmers and others, 2023).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
@@ -81,7 +82,7 @@ def side_by_side(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     return outputs
 
 
-class PackedWeight(nn.Module):
+class PackedWeight(nn.Module, ABC):
     """A module whose weights are packed buffers, not parameters.
 
     Buffers have no version that outlives a change of form, so `loads` counts how often other
@@ -89,6 +90,22 @@ class PackedWeight(nn.Module):
     """
 
     loads: int = 0
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    bias: Tensor | None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of the weights."""
+
+    @abstractmethod
+    def weights(self) -> Tensor:
+        """Return the float32 weights (outputs, inputs) that it stands for."""
+
+    @abstractmethod
+    def freeze(self) -> None:
+        """Take part in training from now on: as it is, and passing gradients to its input."""
 
 
 @torch.no_grad()
@@ -142,20 +159,57 @@ class LoRALinear(nn.Module):
         low: Tensor = self.lora_B(low_R) * self.scale
         return F.linear(x, self.weight, self.bias) + low
 
+    def frozen_weight(self) -> Tensor:
+        """Return W."""
+        return self.weight
+
     @torch.no_grad()
     def merged(self) -> Linear:
         """Return a plain layer of weight W + (alpha / R) B A, summed in float32 or better."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        full_OI = self.frozen_weight()
+        wide = torch.promote_types(full_OI.dtype, torch.float32)
         product = self.lora_B.weight.to(wide) @ self.lora_A.weight.to(wide)
         with torch.device("meta"):
             layer = Linear(self.d_in, self.d_out, bias=False)
-        weight = (self.weight.to(wide) + product * self.scale).to(self.weight.dtype)
-        layer.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+        weight = (full_OI.to(wide) + product * self.scale).to(full_OI.dtype)
+        layer.weight = nn.Parameter(weight, requires_grad=full_OI.requires_grad)
         layer.bias = self.bias
         return layer.train(self.training)
 
     def extra_repr(self) -> str:
         return f"{self.d_in} -> {self.d_out}, scale={self.scale:g}, dropout={self.dropout:g}"
+
+
+class PackedLoRALinear(LoRALinear):
+    """The same over packed weights, such as quantized ones, which keep their few bytes."""
+
+    def __init__(self, layer: PackedWeight, lora: LoRA) -> None:
+        nn.Module.__init__(self)
+        self.d_out, self.d_in = layer.shape
+        self.packed = layer
+        self.bias = None  # the packed layer adds its own
+        self.lora_A = Linear(self.d_in, lora.rank, bias=False).to(layer.dtype)
+        self.lora_B = Linear(lora.rank, self.d_out, bias=False).to(layer.dtype)
+        self.dropout = lora.dropout
+        self.scale = lora.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        low_R = self.lora_A(F.dropout(x, self.dropout, self.training))
+        low: Tensor = self.lora_B(low_R) * self.scale
+        full: Tensor = self.packed(x)
+        return full + low
+
+    def frozen_weight(self) -> Tensor:
+        """Return W, unpacked."""
+        return self.packed.weights()
+
+    @torch.no_grad()
+    def merged(self) -> Linear:
+        """Return a plain layer of weight W + (alpha / R) B A."""
+        layer = super().merged()
+        bias = self.packed.bias
+        layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return layer
 
 
 class Specified(nn.Module):
@@ -172,24 +226,36 @@ def apply_lora(
         raise InputError("the model has LoRA layers already", hint="merge(model) first")
     targets = lora_targets(model.spec, lora)
     model.requires_grad_(False)
-    layers = {}
+    layers: dict[str, LoRALinear] = {}
     for name in targets:
         layer = model.get_submodule(name)
-        if type(layer) is not Linear:
+        if isinstance(layer, PackedWeight):
+            layers[name] = PackedLoRALinear(layer, lora)
+        elif type(layer) is Linear:
+            layers[name] = LoRALinear(layer, lora)
+        else:
             raise InputError(
-                f"{name} is a {type(layer).__name__}, and LoRA corrects plain linear layers",
-                hint="fine-tune the model before it is quantized",
+                f"{name} is a {type(layer).__name__}, and LoRA corrects linear layers",
+                hint="other targets: lora.targets",
             )
-        layers[name] = LoRALinear(layer, lora).train(layer.training)
+        layers[name].train(layer.training)
+    for part in model.modules():
+        if isinstance(part, PackedWeight):
+            part.freeze()
     for name, layer in layers.items():
         _replace(model, name, layer)
     rules = tuple(lora_manifest(model.spec, lora).values())
-    if not any(layer.weight.is_meta for layer in layers.values()):
+    if not any(part.is_meta for part in model.parameters()):
         # Sampled on the CPU, so that a seed gives the same correction on every device.
         initialise(model, rules, generator=generator)
     for layer in layers.values():
-        layer.to(layer.weight.device)
+        layer.to(_device_of(layer))
     return layers
+
+
+def _device_of(layer: LoRALinear) -> torch.device:
+    """Return where the weights are that a correction belongs to."""
+    return layer.packed.device if isinstance(layer, PackedLoRALinear) else layer.weight.device
 
 
 def corrected_layers(model: Specified) -> dict[str, LoRALinear]:

@@ -35,6 +35,7 @@ from glassformer.quant.backends.routines import (
     in_pieces,
     reference_product,
     reference_rows,
+    transposed_product,
 )
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
@@ -47,14 +48,32 @@ from glassformer.spec.schemes import Method, Scheme
 STORED = ("qweight", "scale", "zero", "exponent")
 
 
+class FrozenProduct(torch.autograd.Function):
+    """x W^T + b with rounded weights, made anew in the backward: no float copy is kept for it.
+
+    forward: y = x W^T + b   =>   dx = dy W
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None) -> Tensor:
+        ctx.tensor = tensor
+        return float_product(x, tensor, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return transposed_product(gradient, ctx.tensor), None, None
+
+
 class QuantizedWeight(PackedWeight, ABC):
     """A quantized (O, I) matrix. `wanted` is the requested backend, `backend` the one in use.
 
-    `lookup`: rows are read too. `head`: its products are logits.
+    `lookup`: rows are read too. `head`: its products are logits. `frozen`: a part of a model of
+    which something else trains.
     """
 
     lookup = False
     head = False
+    frozen = False
     qweight: Tensor | None
     scale: Tensor | None
     zero: Tensor | None
@@ -145,6 +164,11 @@ class QuantizedWeight(PackedWeight, ABC):
         form = self.ready()
         if form is None:
             if self.backend == FLOAT:
+                if torch.is_grad_enabled() and x.requires_grad:
+                    passed: Tensor = FrozenProduct.apply(  # type: ignore[no-untyped-call]
+                        x, self.stored(), bias_O
+                    )
+                    return passed
                 return float_product(x, self.stored(), bias_O)
             return reference_product(x, self.stored(), bias_O, head=self.head)
         rows_MI = x.detach().reshape(-1, self.shape[1]).float()
@@ -152,14 +176,19 @@ class QuantizedWeight(PackedWeight, ABC):
         return form.product(rows_MI, bias).view(*x.shape[:-1], self.shape[0]).to(x.dtype)
 
     def train(self, mode: bool = True) -> "QuantizedWeight":
-        """Set eval mode; refuse training mode, as integers have no gradients."""
-        if mode:
+        """Set the mode; refuse training mode unless frozen, as integers have no gradients."""
+        if mode and not self.frozen:
             raise InputError(
                 "a quantized model cannot be trained: its weights are whole numbers",
                 hint="prepare_model_for_quantization(model, mode='qat') trains with rounded "
-                "weights; dequantize_model gives a float model",
+                "weights, LoRA a correction of them; dequantize_model gives a float model",
             )
         return super().train(mode)
+
+    def freeze(self) -> None:
+        """Take part in training: weights stay rounded, activations as they are, gradients pass."""
+        self.use(FLOAT)
+        self.frozen = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedWeight":
         self.restore()

@@ -15,6 +15,7 @@ from torch import Tensor
 from glassformer.data.batch import Batch
 from glassformer.models.model import Model, arrays_of, build, load_weights, weights_of
 from glassformer.nn.ffn import BalanceLosses
+from glassformer.nn.linear import PackedWeight
 from glassformer.nn.norm import as_float
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
@@ -102,6 +103,9 @@ class TorchEngine:
                 stack.dropout.ffn,
             )
         )
+        self.packed = any(isinstance(part, PackedWeight) for part in model.modules())
+        if self.packed and train.compile == "on":
+            raise InputError("a quantized base is not compiled", hint="train.compile=off")
         self.recorded = self._recorded()
         if train.compile == "on" and self.recorded is None:
             self.hidden = torch.compile(self.hidden)
@@ -113,6 +117,8 @@ class TorchEngine:
         """
         wanted = self.train.compile == "on" or self.train.precision != "float64"
         if self.device.type != "cuda" or self.train.compile == "off" or self.part.ranks > 1:
+            return None
+        if self.packed:
             return None
         if not wanted:
             return None

@@ -17,6 +17,8 @@ from glassformer.adapters.folder.files import SIDECAR_LIMIT, read_object
 from glassformer.adapters.table import Rows
 from glassformer.models.model import Model, dtype_of, load_weights, weights_hash, weights_of
 from glassformer.nn.linear import apply_lora, merge
+from glassformer.quant.contents import is_model_quantized
+from glassformer.quant.convert import dequantize_model
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
@@ -210,10 +212,13 @@ def check_base(model: Model, tuning: Tuning, *, where: str) -> None:
 def tuned(folder: Path, base: Model, tuning: Tuning) -> Model:
     """Return the base with a checkpoint's LoRA factors merged into it: a plain model again.
 
-    It has the precision in which it was tuned, float32 or float64, whatever the base is stored in.
+    It has the precision in which it was tuned, float32 or float64, whatever the base is stored in;
+    a quantized base gets the weights that its levels stand for.
     """
     check_base(base, tuning, where=str(folder))
     _, arrays = read_peft(folder, base.spec)
+    if is_model_quantized(base):
+        dequantize_model(base)
     model = base.to(dtype_of(arrays))
     load_adapter(model, folder)
     merge(model)

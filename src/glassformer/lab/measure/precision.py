@@ -233,7 +233,9 @@ def _operands(full: Model, small: Model, batch: Batch) -> Operands:
 def agree(full: Model, small: Model, batches: Sequence[Batch]) -> Agreement:
     """Return perplexities, divergences both ways, and how often the top prediction agrees."""
     nll, same, count, weight, examples = np.zeros(2), 0, 0, 0.0, 0
-    tallies, worse, weighed = [_Tally(), _Tally()], [], []
+    tallies = [_Tally(), _Tally()]
+    worse: list[np.ndarray] = []
+    weighed: list[np.ndarray] = []
     for batch in batches:
         head = next(name for name in full.spec.head_names() if name in batch.targets)
         p, q = (model(batch)[head].double().log_softmax(-1).cpu() for model in (full, small))

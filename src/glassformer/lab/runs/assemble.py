@@ -18,9 +18,10 @@ from glassformer.data.task import Task
 from glassformer.data.tokenizers.own import same_tokens
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.corpus import built
-from glassformer.lab.finetune import Base, open_base
+from glassformer.lab.finetune import Base, check_trains, open_base
 from glassformer.models.model import build, weights_of
 from glassformer.nn.linear import apply_lora
+from glassformer.quant.contents import is_model_quantized
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
@@ -140,6 +141,9 @@ def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None
     """Return an engine on the base's weights, in the training's own precision."""
     assert spec.tuning is not None
     model, lora = base.model, spec.tuning.lora
+    check_trains(model, lora, where=spec.tuning.base)
+    if peers is not None and is_model_quantized(model):
+        raise InputError("a quantized base is tuned in one process", hint="a float base")
     if spec.engine == "numpy":
         if peers is not None:
             raise InputError("the NumPy engine trains in one process", hint="engine=torch")

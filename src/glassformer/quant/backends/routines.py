@@ -74,6 +74,17 @@ def float_product(x: Tensor, tensor: QuantizedTensor, bias_O: Tensor | None = No
     )
 
 
+def transposed_product(y: Tensor, tensor: QuantizedTensor) -> Tensor:
+    """Return y W for y (..., O), in y's precision."""
+    outputs, inputs = tensor.shape
+    found = y.new_zeros(*y.shape[:-1], inputs)
+    step = max(1, PIECE // inputs)
+    for start in range(0, outputs, step):
+        piece = slice(start, start + step)
+        found += y[..., piece] @ dequantize(tensor.rows(piece)).to(y.dtype)
+    return found
+
+
 def reference_rows(tensor: QuantizedTensor, index: Tensor) -> Tensor:
     """Return rows of the matrix by index: (..., I) for an index of any shape."""
     flat = index.reshape(-1)
