@@ -97,7 +97,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune", type=int, default=0, metavar="STEPS", help="LoRA over int4 beside float32 instead"
     )
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="the row of this name, or rows whose name contains it"
+    )
 
 
 def run(
@@ -148,9 +150,10 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
     rows = rows.flatten(0, 1)
     prompts = rows[:: max(1, len(rows) // max(1, asked.prompts))][: asked.prompts].tolist()
     answers = _greedy(full, prompts)
-    for name, make in _makers(full, found.calibrating, every=asked.all):
-        if asked.only not in name:
-            continue
+    makers = dict(_makers(full, found.calibrating, every=asked.all))
+    chosen = [asked.only] if asked.only in makers else [n for n in makers if asked.only in n]
+    for name in chosen:
+        make = makers[name]
         small, size = make()
         if device != "cpu" and is_model_quantized(small):
             use_backend(small, "reference")
