@@ -43,6 +43,8 @@ FAULTS = (
     Fault("-128 is read with its sign", "integer_x86.h", "_mm256_maddubs_epi16(size, turned)", "_mm256_maddubs_epi16(turned, size)", "nothing_saturates", "avx2"),
     Fault("16 bits run over", "integer_x86.h", "b + 4 < blocks ? b + 4 : blocks", "b + 16 < blocks ? b + 16 : blocks", "nothing_saturates", "avx2"),
     Fault("zero points are 8", "integer_x86.h", "w->zero ? numbers16(w->zero, w->zero_kind, begin) :", "0 ? numbers16(w->zero, w->zero_kind, begin) :", "int4_is_the_reference", "avx512-vnni"),
+    Fault("sums for sixteenths are whole", "integer.c", "0.0625f * (float)sum", "(float)sum", "int4_of_bytes_is_the_reference", "avx512-vnni"),
+    Fault("fine zeros are added", "integer_x86.h", "_mm256_fnmadd_ps(zero, xsum,", "_mm256_fmadd_ps(zero, xsum,", "int4_of_bytes_is_the_reference", "avx2"),
     Fault("bytes are read with a sign", "integer_x86.h", "_mm512_cvtepu8_epi32(bytes)", "_mm512_cvtepi8_epi32(bytes)", "int4_is_the_reference", "avx512-vnni"),
     Fault("eight bytes are the first eight", "integer_x86.h", "(const __m128i *)((const uint8_t *)from + at));\n        __m256 whole", "(const __m128i *)((const uint8_t *)from + (at & ~15)));\n        __m256 whole", "int4_is_the_reference", "avx2"),
     Fault("bytes are read as halves", "integer.c", "if (kind >= BYTE) return", "if (0) return", "int4_is_the_reference"),

@@ -40,7 +40,14 @@ struct job {
     int8_t *xq;          /* rows x width */
     int32_t *sums;       /* rows x groups: sums of xq; for int8 times -128, which undoes the lift */
     float *size;         /* rows x groups: what one step of xq is worth */
+    float *sixteenths;   /* rows x groups, or null: sums / 16, where weights are fine */
 };
+
+/* Scales of a byte, zeros that count sixteenths, and groups so short that a zero times a sum has no
+   more than 24 bits: then it is exact, and may be subtracted in the same instruction. */
+INLINE int fine(const struct integer *w) {
+    return w->scale_kind == BYTE && w->zero && w->zero_kind == SIXTEENTHS && w->group <= 256;
+}
 
 /* --- activations ------------------------------------------------------------------------------ */
 
@@ -74,6 +81,7 @@ INLINE void quantize_row(const struct job *job, int64_t row, const float *x, flo
         else memset(xq, 0, (size_t)group);
         job->size[row * w->groups + g] = size;
         job->sums[row * w->groups + g] = times * sum;
+        if (job->sixteenths) job->sixteenths[row * w->groups + g] = 0.0625f * (float)sum;
         if (rest) {
             for (int64_t i = 0; i < group; i++) rest[i] = x[i] - size * (float)xq[i];
             rest += group;
@@ -163,18 +171,21 @@ AVX512 static void avx512_rows(void *job, int64_t first, int64_t last) {
 static int product(const struct integer *w, const float *bias, const float *x, float *y,
                    int64_t rows, int threads, float *rest) {
     int64_t given = rest ? rows / 2 : rows;
-    struct job job = {w, bias, x, y, rest, rows, (w->inputs + 7) / 8 * 8, 0, 0, 0};
+    struct job job = {w, bias, x, y, rest, rows, (w->inputs + 7) / 8 * 8, 0, 0, 0, 0};
     part_fn by_rows = portable_rows, by_tiles = w->bits == 8 ? portable_int8 : portable_int4;
 #ifdef GLASS_X86
     if (glass_variant() == AVX2_FMA)
         by_rows = avx2_rows, by_tiles = w->bits == 8 ? avx2_int8 : avx2_int4;
     if (glass_variant() == AVX512_VNNI)
         by_rows = avx512_rows, by_tiles = w->bits == 8 ? avx512_int8 : avx512_int4;
+    if (w->bits == 4 && fine(w) && glass_variant() == AVX2_FMA) by_tiles = avx2_fine;
+    if (w->bits == 4 && fine(w) && glass_variant() == AVX512_VNNI) by_tiles = avx512_fine;
 #endif
     job.xq = malloc((size_t)(rows * job.width));
     job.sums = malloc((size_t)(rows * w->groups) * sizeof(int32_t));
     job.size = malloc((size_t)(rows * w->groups) * sizeof(float));
-    int failed = !job.xq || !job.sums || !job.size;
+    if (w->bits == 4 && fine(w)) job.sixteenths = malloc((size_t)(rows * w->groups) * sizeof(float));
+    int failed = !job.xq || !job.sums || !job.size || (w->bits == 4 && fine(w) && !job.sixteenths);
     if (!failed) {
         int64_t count = (w->outputs + TILE - 1) / TILE, chunk = count / threads / 4 + 1;
         int64_t least = SHARED / (TILE * w->inputs) + 1; /* less is not worth a thread */
@@ -184,6 +195,7 @@ static int product(const struct integer *w, const float *bias, const float *x, f
     free(job.xq);
     free(job.sums);
     free(job.size);
+    free(job.sixteenths);
     return failed;
 }
 

@@ -88,7 +88,8 @@ AVX2 INLINE void int8_avx2(const struct job *job, int64_t tile, int side, int64_
     for (int r = 0; r < rows; r++) put8(job, row + r, tile * TILE + side * 8, acc[r]);
 }
 
-AVX2 INLINE void int4_avx2(const struct job *job, int64_t tile, int side, int64_t row, int rows) {
+AVX2 INLINE void int4_avx2(const struct job *job, int64_t tile, int side, int64_t row, int rows,
+                           int fine) {
     const struct integer *w = job->w;
     int64_t blocks = w->group / 8;
     const uint8_t *at = w->weight + tile * w->groups * blocks * BLOCK + side * 32;
@@ -124,10 +125,17 @@ AVX2 INLINE void int4_avx2(const struct job *job, int64_t tile, int side, int64_
                 sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(pairs[r], ones));
         }
         int64_t begin = (tile * w->groups + g) * TILE + side * 8;
-        __m256 scale = numbers8(w->scale, w->scale_kind, begin);
-        __m256 zero = w->zero ? numbers8(w->zero, w->zero_kind, begin) : _mm256_set1_ps(8.0f);
+        __m256 scale = numbers8(w->scale, fine ? BYTE : w->scale_kind, begin), zero;
+        if (fine) zero = numbers8(w->zero, BYTE, begin);
+        else zero = w->zero ? numbers8(w->zero, w->zero_kind, begin) : _mm256_set1_ps(8.0f);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
+            if (fine) {
+                __m256 xsum = _mm256_set1_ps(job->sixteenths[(row + r) * w->groups + g]);
+                __m256 sum = _mm256_fnmadd_ps(zero, xsum, _mm256_cvtepi32_ps(sums[r]));
+                acc[r] = grown8(job, row + r, g, acc[r], sum, scale);
+                continue;
+            }
             __m256 xsum = _mm256_set1_ps((float)job->sums[(row + r) * w->groups + g]);
             __m256 sum = _mm256_sub_ps(_mm256_cvtepi32_ps(sums[r]), _mm256_mul_ps(zero, xsum));
             acc[r] = grown8(job, row + r, g, acc[r], sum, scale);
@@ -140,11 +148,15 @@ AVX2 INLINE void int4_avx2(const struct job *job, int64_t tile, int side, int64_
 #define ROWS8(n) \
     case n: int8_avx2(job, tile, 0, row, n), int8_avx2(job, tile, 1, row, n); break;
 #define ROWS4(n) \
-    case n: int4_avx2(job, tile, 0, row, n), int4_avx2(job, tile, 1, row, n); break;
+    case n: int4_avx2(job, tile, 0, row, n, 0), int4_avx2(job, tile, 1, row, n, 0); break;
+#define FINE4(n) \
+    case n: int4_avx2(job, tile, 0, row, n, 1), int4_avx2(job, tile, 1, row, n, 1); break;
 PART(avx2_int8, AVX2, 4, ROWS8(1) ROWS8(2) ROWS8(3) ROWS8(4))
 PART(avx2_int4, AVX2, 4, ROWS4(1) ROWS4(2) ROWS4(3) ROWS4(4))
+PART(avx2_fine, AVX2, 4, FINE4(1) FINE4(2) FINE4(3) FINE4(4))
 #undef ROWS8
 #undef ROWS4
+#undef FINE4
 
 /* --- AVX-512 VNNI: vpdpbusd adds four products in 32 bits, and does not saturate ------------- */
 
@@ -176,7 +188,7 @@ AVX512 INLINE void put16(const struct job *job, int64_t row, int64_t tile, __m51
 /* `rows` rows by `many` tiles, one or two: with two, each activation that is loaded serves twice.
    The product is unrolled, so that all sums are registers: 12 of integers, 12 of floats. */
 AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, int64_t row,
-                               int rows, int bits) {
+                               int rows, int bits, int fine) {
     const struct integer *w = job->w;
     int64_t per = bits == 8 ? 4 : 8, blocks = job->width / per / w->groups;
     int64_t next = w->groups * blocks * BLOCK; /* from a tile to the next */
@@ -225,14 +237,18 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
 #pragma GCC unroll 2
         for (int t = 0; t < many; t++) {
             int64_t begin = ((tile + t) * w->groups + g) * TILE;
-            __m512 scale = numbers16(w->scale, w->scale_kind, begin), zero;
-            if (bits == 4)
+            __m512 scale = numbers16(w->scale, fine ? BYTE : w->scale_kind, begin), zero;
+            if (fine) zero = numbers16(w->zero, BYTE, begin);
+            else if (bits == 4)
                 zero = w->zero ? numbers16(w->zero, w->zero_kind, begin) : _mm512_set1_ps(8.0f);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
                 int64_t of = (row + r) * w->groups + g;
                 __m512 sum = _mm512_cvtepi32_ps(sums[t][r]);
-                if (bits == 4) {
+                if (fine) {
+                    __m512 xsum = _mm512_set1_ps(job->sixteenths[of]);
+                    sum = _mm512_fnmadd_ps(zero, xsum, sum);
+                } else if (bits == 4) {
                     __m512 xsum = _mm512_set1_ps((float)job->sums[of]);
                     sum = _mm512_sub_ps(sum, _mm512_mul_ps(zero, xsum));
                 }
@@ -249,12 +265,12 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
 }
 
 /* All rows of tiles first .. last - 1, two tiles at a time, in passes of about the same size. */
-#define ROWS(n, many, bits) \
-    case n: part_avx512(job, tile, many, row, n, bits); break;
-#define UP_TO_6(many, bits)                                                                      \
-    ROWS(1, many, bits) ROWS(2, many, bits) ROWS(3, many, bits)                                  \
-    ROWS(4, many, bits) ROWS(5, many, bits) ROWS(6, many, bits)
-#define PAIRS(NAME, bits)                                                                        \
+#define ROWS(n, many, bits, fine) \
+    case n: part_avx512(job, tile, many, row, n, bits, fine); break;
+#define UP_TO_6(many, bits, fine)                                                                \
+    ROWS(1, many, bits, fine) ROWS(2, many, bits, fine) ROWS(3, many, bits, fine)                \
+    ROWS(4, many, bits, fine) ROWS(5, many, bits, fine) ROWS(6, many, bits, fine)
+#define PAIRS(NAME, bits, fine)                                                                  \
     AVX512 static void NAME(void *data, int64_t first, int64_t last) {                           \
         const struct job *job = data;                                                            \
         int64_t passes = (job->rows + 5) / 6;                                                    \
@@ -262,9 +278,10 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
             for (int64_t pass = 0; pass < passes; pass++) {                                      \
                 int64_t row = job->rows * pass / passes;                                         \
                 int64_t rows = job->rows * (pass + 1) / passes - row;                            \
-                if (tile + 1 < last) switch (rows) { UP_TO_6(2, bits) }                          \
-                else switch (rows) { UP_TO_6(1, bits) }                                          \
+                if (tile + 1 < last) switch (rows) { UP_TO_6(2, bits, fine) }                    \
+                else switch (rows) { UP_TO_6(1, bits, fine) }                                    \
             }                                                                                    \
     }
-PAIRS(avx512_int8, 8)
-PAIRS(avx512_int4, 4)
+PAIRS(avx512_int8, 8, 0)
+PAIRS(avx512_int4, 4, 0)
+PAIRS(avx512_fine, 4, 1)
