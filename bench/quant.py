@@ -98,7 +98,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--tune", type=int, default=0, metavar="STEPS", help="LoRA over int4 beside float32 instead"
     )
     parser.add_argument(
-        "--only", default="", help="the row of this name, or rows whose name contains it"
+        "--only",
+        default="",
+        help="the row of this name, or rows with it; without a model: layers, 10 M or 0.5 B",
     )
 
 
@@ -111,13 +113,14 @@ def run(
         return
     for title, found in installed().items():
         yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
+    parts = {"layers": layers, "10 M": small_model, "0.5 B": large_model}
+    only = "" if asked is None else asked.only
     threads = torch.get_num_threads()
     for count in (1, 2) if device == "cpu" else (threads,):
         torch.set_num_threads(count)
-        if count == 1 or device != "cpu":
-            yield from layers(device=device, rounds=rounds)
-        yield from small_model(device=device, rounds=rounds)
-        yield from large_model(device=device, rounds=rounds)
+        for name, part in parts.items():
+            if only in name and (part is not layers or count == 1 or device != "cpu"):
+                yield from part(device=device, rounds=rounds)
     torch.set_num_threads(threads)
 
 
