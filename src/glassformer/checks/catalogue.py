@@ -19,6 +19,7 @@ from glassformer.checks.rows import (
     decoding,
     foreign_cache,
     foreign_calls,
+    foreign_slopes,
     foreign_training,
     invariants,
     layers,
@@ -500,7 +501,7 @@ SUBJECT_CHECKS = (
     SubjectCheck(
         "gradients = central differences",
         "gradients",
-        foreign_training.gradients_by_differences,
+        foreign_slopes.gradients_by_differences,
         of="foreign",
     ),
     SubjectCheck(

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
@@ -72,6 +73,8 @@ def inner(module: nn.Module) -> nn.Module:
         deeper = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
         base = getattr(module, "get_base_model", None)
         deeper = base() if deeper is None and callable(base) else deeper
+        children = list(module.children())
+        deeper = children[0] if deeper is None and len(children) == 1 else deeper
         if not isinstance(deeper, nn.Module):
             return module
         module = deeper
@@ -163,6 +166,9 @@ def tensor_of(result: Any) -> Tensor:
         for name in ("logits", "prediction_logits", "last_hidden_state"):
             if isinstance(result.get(name), Tensor):
                 return cast(Tensor, result[name])
+        ends = [t for name, t in result.items() if name.endswith("_logits") and t is not None]
+        if ends and all(t.ndim == 2 and t.shape == ends[0].shape for t in ends):
+            return torch.stack(ends, -1)  # where an answer starts and where it ends
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
         return result[0]
     raise InputError(
@@ -188,6 +194,7 @@ class Foreign:
     pad: int
     specials: frozenset[int]
     first_position: int = 0
+    lead: int = 0  # positions of its own that the results begin with (prompt tuning)
     fresh: Callable[[], nn.Module] | None = None
 
     # --- calling ---
@@ -245,8 +252,13 @@ class Foreign:
         return self.module(**{**given, **moved})
 
     def logits(self, tokens_BT: Tensor, valid_BT: Tensor | None = None, /, **extra: Any) -> Tensor:
-        """Return the logits of a call, on the CPU."""
-        return tensor_of(self.call(tokens_BT, valid_BT, **extra)).cpu()
+        """Return the logits of a call, on the CPU, without those of the module's own positions."""
+        return self.cut(tensor_of(self.call(tokens_BT, valid_BT, **extra)), tokens_BT)
+
+    def cut(self, logits: Tensor, tokens_BT: Tensor) -> Tensor:
+        """Return logits, on the CPU, without those of the module's own positions."""
+        longer = self.lead and logits.shape[1] > tokens_BT.shape[1]
+        return (logits[:, self.lead :] if longer else logits).cpu()
 
     def positions(self, valid_BT: Tensor) -> Tensor:
         """Count the real tokens: the documented `position_ids` of a padded batch."""
@@ -280,6 +292,7 @@ class Foreign:
         if self.offers("cache", "return_intermediates"):
             return self._feed_whole(tokens_BT, valid_BT, past)
         extra: dict[str, Any] = {name: past}
+        begun = past is not None
         if self.offers("use_cache") or self.any_argument:
             extra["use_cache"] = True
         if valid_BT is not None and self.offers("position_ids"):
@@ -291,7 +304,10 @@ class Foreign:
             past = result.get(name) if isinstance(result, Mapping) else None
         if past is None:
             raise NotOffered(f"its result holds no {name}")
-        return tensor_of(result).cpu(), past
+        logits = tensor_of(result)
+        if self.lead and begun and logits.shape[1] > tokens_BT.shape[1]:
+            raise NotOffered(f"each call of its forward begins with {self.lead} positions anew")
+        return self.cut(logits, tokens_BT), past
 
     def _feed_whole(
         self, tokens_BT: Tensor, valid_BT: Tensor | None, past: Any
@@ -353,21 +369,43 @@ class Foreign:
         plain = inner(self.module)
         if self.fresh is not None:
             again = inner(self.fresh())
-        elif getattr(plain, "config", None) is not None:
-            with torch.random.fork_rng(devices=[]):
-                again = type(plain)(copy.deepcopy(plain.config))
         else:
-            again = erased(plain)
+            again = built_again(plain) or erased(plain)
         with TemporaryDirectory() as place:
             file, state = Path(place) / "state.safetensors", plain.state_dict()
             tensors = {name: t for name, t in state.items() if isinstance(t, Tensor)}
             save_file({name: t.detach().clone().contiguous() for name, t in tensors.items()}, file)
             loaded = {**state, **load_file(file)}
-            if set(again.state_dict()) != set(state):  # parts were added after it was built
-                again = erased(plain)
-            again.load_state_dict(loaded)
-        like = next(plain.parameters())
-        return self.twin(again.to(device=like.device, dtype=like.dtype))
+            if set(again.state_dict()) != set(state) or _hooks(again) != _hooks(plain):
+                again = erased(plain)  # parts were added after it was built
+            as_precise(again, plain).load_state_dict(loaded)
+        return self.twin(again.to(device=next(plain.parameters()).device))
+
+
+def _hooks(module: nn.Module) -> int:
+    """Count the hooks on a module's forwards."""
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
+
+
+def built_again(module: nn.Module) -> nn.Module | None:
+    """Return a new object of the class, from the config; None where it takes more than that."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return type(module)(copy.deepcopy(config))
+    except TypeError:
+        return None
+
+
+def as_precise(module: nn.Module, like: nn.Module) -> nn.Module:
+    """Give each tensor the dtype that it has in another module."""
+    wanted = {name: t.dtype for name, t in chain(like.named_parameters(), like.named_buffers())}
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if name in wanted:
+            tensor.data = tensor.data.to(wanted[name])
+    return module
 
 
 @torch.no_grad()
@@ -399,7 +437,7 @@ def foreign_of(
     config = config_of(module)
     outer = getattr(plain, "config", None)
     both = "decoder_input_ids" in names and bool(getattr(outer, "is_encoder_decoder", True))
-    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
+    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None) or _only(parameters)
     mask_name = next((n for n in MASK_ARGUMENTS if n in names), "mask" if takes_any else None)
     vocab = vocab_size or vocabulary_of(module, decoder=both)
     if token_name is None:
@@ -432,6 +470,12 @@ def foreign_of(
         specials=specials | {pad} if vocab > 2 else frozenset(),
         fresh=fresh,
     )
+
+
+def _only(parameters: list[inspect.Parameter]) -> str | None:
+    """Return the one argument that must be given, whatever its name."""
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return needed[0].name if len(needed) == 1 else None
 
 
 def _specials(config: Any) -> frozenset[int]:
@@ -627,13 +671,16 @@ def seed_what_is_unseeded(module: nn.Module) -> list[str]:
 
 
 def says_unused(foreign: Foreign) -> bool:
-    """True if a forward that takes the mask says in its text or messages that it is not used."""
-    unused = r"\b((is|are) (unused|not used|ignored)|dummy)\b"
-    said = re.compile(rf"{foreign.mask_name}\b[^\n]*{unused}")
+    """True if a forward tells its callers, in its docstring or a message, that no mask is used.
+
+    A comment in its source, or a word there, is no promise to anyone.
+    """
+    said = re.compile(rf"{foreign.mask_name}\b[^\n]*\b(is|are) (unused|not used|ignored)\b")
     for kind in {type(part) for part in foreign.module.modules()}:
-        with contextlib.suppress(OSError, TypeError):  # no source
-            if said.search(inspect.getsource(kind.forward).replace("`", "")):
-                return True
+        forward = inspect.unwrap(kind.forward)
+        texts = [forward.__doc__, *getattr(getattr(forward, "__code__", None), "co_consts", ())]
+        if any(isinstance(t, str) and said.search(t.replace("`", "")) for t in texts):
+            return True
     return False
 
 
@@ -657,13 +704,15 @@ def first_position(foreign: Foreign) -> int:
 @torch.no_grad()
 def position_tables(foreign: Foreign, tokens_BT: Tensor, valid_BT: Tensor) -> list[nn.Module]:
     """Return the parts whose results have a row for each position, whatever the tokens are."""
-    seen: list[dict[int, Tensor]] = []
+    seen: list[dict[int, tuple[Tensor, ...]]] = []
     for tokens in (tokens_BT, foreign.draw(*tokens_BT.shape, seed=52)):
-        found: dict[int, Tensor] = {}
+        found: dict[int, tuple[Tensor, ...]] = {}
 
-        def note(part: nn.Module, _: object, result: Any, found: dict[int, Tensor] = found) -> None:
-            if isinstance(result, Tensor) and result.ndim >= 2 and result.is_floating_point():
-                found.setdefault(id(part), result.detach().clone())
+        def note(part: nn.Module, _: object, result: Any, found: Any = found) -> None:
+            results = result if isinstance(result, tuple) else (result,)  # or cosines and sines
+            tensors = [t for t in results if isinstance(t, Tensor)]
+            if tensors and all(t.ndim >= 2 and t.is_floating_point() for t in tensors):
+                found.setdefault(id(part), tuple(t.detach().clone() for t in tensors))
 
         handles = [p.register_forward_hook(note) for p in foreign.module.modules()]
         try:
@@ -679,10 +728,10 @@ def position_tables(foreign: Foreign, tokens_BT: Tensor, valid_BT: Tensor) -> li
         for part in foreign.module.modules()
         if (one := first.get(id(part))) is not None
         and (two := second.get(id(part))) is not None
-        and one.shape[-2] == T
-        and one.shape[:-2].numel() in (1, B)
-        and torch.equal(one, two)
-        and not torch.equal(one[..., 0, :], one[..., 1, :])
+        and all(t.shape[-2] == T + foreign.lead and t.shape[:-2].numel() in (1, B) for t in one)
+        and len(one) == len(two)
+        and all(torch.equal(t, u) for t, u in zip(one, two, strict=True))
+        and not all(torch.equal(t[..., 0, :], t[..., 1, :]) for t in one)
     ]
     within = {id(deeper) for part in tables for deeper in part.modules() if deeper is not part}
     return [part for part in tables if id(part) not in within]
@@ -693,9 +742,14 @@ def counting_real_tokens(
     foreign: Foreign, tables: list[nn.Module], tokens_BT: Tensor, valid_BT: Tensor
 ) -> Tensor:
     """Return logits where each position table is read at the count of real tokens."""
-    at_BT = positions_of(valid_BT).to(foreign.device)
+    own = torch.arange(foreign.lead).expand(len(valid_BT), foreign.lead)
+    at_BT = torch.cat((own, foreign.lead + positions_of(valid_BT)), 1).to(foreign.device)
 
-    def moved(part: nn.Module, _: object, result: Tensor) -> Tensor:
+    def moved(part: nn.Module, _: object, result: Any) -> Any:
+        if isinstance(result, tuple):
+            return tuple(moved(part, _, one) for one in result)
+        if not isinstance(result, Tensor):
+            return result
         rows = result.reshape(-1, *result.shape[-2:])
         return torch.stack([rows[b % len(rows)][at_BT[b]] for b in range(len(at_BT))])
 

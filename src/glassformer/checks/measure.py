@@ -160,8 +160,9 @@ class Gaps:
 
 
 def short(error: BaseException) -> str:
-    """Return `Type: first line` of an exception."""
-    text = str(error).strip().split("\n")[0]
+    """Return `Type: first line` of an exception, and its last where the first is a beginning."""
+    first, *rest = str(error).strip().split("\n")
+    text = f"{first}...{rest[-1]}" if rest and first.endswith("(") else first
     name = type(error).__name__
     return f"{name}: {text[:160]}" if text else name
 

@@ -259,7 +259,11 @@ def _of_foreign(foreign: Foreign, *, name: str, max_length: int) -> Subject:
     with torch.no_grad():
         tokens = foreign.draw(2, min(TRIED[0], max_length), seed=60)  # a length that it takes
         shape = foreign.logits(tokens).shape
-    per_position = len(shape) == 3 and shape[1] == tokens.shape[1]
+        lead = shape[1] - tokens.shape[1] if len(shape) == 3 else 0
+        longer = lead > 0 and foreign.logits(tokens[:, 1:]).shape[1] == shape[1] - 1
+    if longer:  # positions of its own come before the tokens'
+        return _of_foreign(replace(foreign, lead=lead), name=name, max_length=max_length)
+    per_position = len(shape) == 3 and lead == 0
     mask = foreign.mask_name
 
     def double() -> Subject:

@@ -36,6 +36,8 @@ def _cached(subject: Subject) -> Foreign:
     foreign = subject.stranger()
     if foreign.cache_name is None:
         raise NotOffered("its forward takes no cache")
+    if not subject.per_position:
+        raise NotOffered("it returns one result for a sequence")
     return foreign
 
 

@@ -62,11 +62,12 @@ def extras_change_nothing(subject: Subject) -> Measure:
             with gaps.attempt(name):
                 result = foreign.call(tokens, None, **{name: value})
                 logits = result[0] if name == "return_dict" else _logits_in(result)
-                gaps.compare(logits.cpu(), plain, f"{name}={value}")
+                gaps.compare(foreign.cut(logits, tokens), plain, f"{name}={value}")
                 if masked is not None:
                     result = foreign.call(padded, valid, **{name: value})
                     logits = result[0] if name == "return_dict" else _logits_in(result)
-                    gaps.compare(logits.cpu()[valid], masked, f"{name}={value}, padded")
+                    logits = foreign.cut(logits, padded)[valid]
+                    gaps.compare(logits, masked, f"{name}={value}, padded")
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
 
@@ -126,7 +127,7 @@ def embeddings_are_tokens(subject: Subject) -> Measure:
     if both:
         extra |= foreign.source(len(tokens))
     given = foreign.call(None, **extra)
-    gaps.compare(_logits_in(given).cpu(), plain)
+    gaps.compare(foreign.cut(_logits_in(given), tokens), plain)
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
 

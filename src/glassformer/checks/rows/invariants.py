@@ -139,10 +139,10 @@ def padding_content(subject: Subject) -> Measure:
     tokens = tokens_of(subject, 3, LENGTH, seed=63)
     foreign, bar = subject.foreign, 0.0
 
-    def measured(ask: object = None) -> Gaps:
+    def measured(ask: object = None, sides: tuple[bool, ...] = _sides(subject)) -> Gaps:
         nonlocal bar
         gaps, logits = Gaps(), ask or subject.logits
-        for left in _sides(subject):
+        for left in sides:
             padded, valid = _padded(subject, tokens, _lengths(tokens), left=left)
             before = logits(padded, valid)  # type: ignore[operator]
             bar = tolerance_of(before, subject)
@@ -167,7 +167,22 @@ def padding_content(subject: Subject) -> Measure:
         if not limit and _holds_for_pad(subject, foreign, tokens, bar):
             limit = "it holds where padding holds the pad token, whose embedding is zero"
             return replace(gaps.measure(bar, subject.size, limit=limit), explains=True)
+        if not limit and not subject.per_position:
+            if measured(sides=(False,)).worst <= bar:
+                limit = "it holds with padding on the right: the first position is read"
+            elif _finds_pad(subject, tokens, bar):
+                limit = "it finds the last token by the pad token: it holds where padding holds it"
     return gaps.measure(bar, subject.size, exact=True, limit=limit)
+
+
+def _finds_pad(subject: Subject, tokens: Tensor, bar: float) -> bool:
+    """True if rows padded with the pad token have the result that they have alone."""
+    gaps = Gaps()
+    padded, valid = _padded(subject, tokens, _lengths(tokens), left=False)
+    together = subject.logits(padded, valid)
+    for row, length in enumerate(_lengths(tokens)):
+        gaps.compare(together[row : row + 1], subject.logits(tokens[row : row + 1, :length], None))
+    return gaps.worst <= bar
 
 
 def _reads_real_tokens(subject: Subject, foreign: Foreign, tokens: Tensor) -> bool:
@@ -274,6 +289,7 @@ def padding_left(subject: Subject) -> Measure:
 def batch_is_singles(subject: Subject) -> Measure:
     """A batch of mixed lengths gives each sequence what it gets alone, whichever side is padded."""
     tokens, gaps, foreign = tokens_of(subject, 3, LENGTH, seed=65), Gaps(), subject.foreign
+    limit = ""
     for left in _sides(subject):
         padded, valid = _padded(subject, tokens, _lengths(tokens), left=left)
         if left and foreign is not None:  # a mask alone on the left is a row of its own
@@ -291,7 +307,10 @@ def batch_is_singles(subject: Subject) -> Measure:
                 alone = subject.logits(single, None)[0]
             shared = together[row][valid[row]] if subject.per_position else together[row]
             gaps.compare(shared, alone, f"{_name(left)}, row {row}")
-    return gaps.measure(tolerance_of(together, subject), subject.size)
+        if not left and not subject.per_position and gaps.worst <= tolerance_of(together, subject):
+            limit = "it holds with padding on the right: the first position is read"
+    bar = tolerance_of(together, subject)
+    return gaps.measure(bar, subject.size, limit=limit)
 
 
 @torch.no_grad()
@@ -326,6 +345,8 @@ def determinism(subject: Subject) -> Measure:
 def cached_is_full(subject: Subject) -> Measure:
     """One token at a time through a cache, padded on either side, against all at once."""
     gaps = Gaps()
+    if not subject.per_position:
+        raise NotOffered("it returns one result for a sequence")
     tokens = tokens_of(subject, 3, LENGTH, seed=67)
     whole = subject.logits(tokens, None)
     bar = tolerance_of(whole, subject)
