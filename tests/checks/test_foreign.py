@@ -382,3 +382,128 @@ def test_a_watcher_hears_of_every_row_before_it_runs():
     assert [(done, total) for _, done, total in heard] == [
         (i, len(heard)) for i in range(len(heard))
     ]
+
+
+def test_a_word_in_a_comment_is_no_consent():
+    class Forgetful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+
+        def forward(self, input_ids, attention_mask=None):  # attention_mask is a dummy, not used
+            return self.head(self.embed(input_ids).cumsum(1))
+
+    found = {f.name: f for f in gf.verify(Forgetful(), only="padding").findings}
+    assert found[strangers.PAD_HOLDS].verdict == "bug"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"]
+)
+def test_positions_of_a_models_own_are_cut_off(kind):
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    report = gf.verify(peft.get_peft_model(foreign.llama(), config))
+    assert report.failed == 0, str(report)
+    assert report.passed >= 20
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_saved_and_read_into_a_bare_model():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    found = {f.name: f for f in gf.verify(get_peft_model(foreign.llama(), config)).findings}
+    for row in ("saved and loaded, same bits", "save_pretrained and back, same bits"):
+        assert found[row].verdict == "passed", found[row]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_with_a_term_of_the_weights_is_a_limit():
+    class Penalised(StrangeGPT):
+        def loss(self, logits, labels, mask):
+            return super().loss(logits, labels, mask) + self.head.weight.square().mean()
+
+    found = {f.name: f for f in gf.verify(Penalised(), only="training").findings}
+    row = found["loss = cross entropy by hand"]
+    assert (row.verdict, "to every batch" in row.note) == ("limit", True), row
+
+
+class First(nn.Module):
+    """A classifier that reads the first position, or the last before the pad token."""
+
+    def __init__(self, *, last: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = last
+        self.embed, self.head = nn.Embedding(29, 16), nn.Linear(16, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        if self.last:
+            at = (input_ids != 0).long().cumsum(1).argmax(1)
+            return self.head(x.cumsum(1)[torch.arange(len(x)), at])
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return self.head((x * real[..., None]).sum(1) + x[:, 0])
+
+
+@pytest.mark.parametrize(("last", "word"), [(False, "on the right"), (True, "by the pad token")])
+def test_one_result_a_sequence_has_its_own_habits(last, word):
+    report = gf.verify(First(last=last), causal=False)
+    assert report.failed == 0, str(report)
+    found = {f.name: f for f in report.findings}
+    assert word in found[strangers.PAD_HOLDS].note, str(report)
+    assert not [f for f in report.findings if f.verdict == "raised"], str(report)
+
+
+def test_a_wrapper_without_names_is_looked_into():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = StrangeGPT()
+
+        def forward(self, *args, **kwargs):
+            return self.net(*args, **kwargs)
+
+    assert gf.verify(Wrapper()).passed >= 22
+
+
+def test_what_cannot_run_is_refused_in_one_sentence():
+    with pytest.raises(InputError, match="on the meta device"):
+        gf.verify(StrangeGPT().to("meta"))
+    with pytest.raises(InputError, match="TorchScript"):
+        gf.verify(torch.jit.trace(nn.Embedding(7, 7), torch.zeros(1, 2, dtype=torch.long)))
+
+    class Choice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(7, 7)
+
+        def forward(self, tokens):
+            return self.embed(tokens).argmax(-1)
+
+    with pytest.raises(InputError, match="whole numbers"):
+        gf.verify(Choice())
+
+
+def test_float64_weights_come_back_from_a_file_in_full():
+    found = {f.name: f for f in gf.verify(StrangeGPT().double(), only="files").findings}
+    assert found["saved and loaded, same bits"].verdict == "passed"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_computes_in_less_than_its_weights_has_that_tolerance():
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = foreign.llama()
+
+        def forward(self, input_ids, attention_mask=None):
+            with torch.autocast("cpu", torch.bfloat16):
+                result = self.model(input_ids=input_ids, attention_mask=attention_mask)
+            return result.logits.float()
+
+    report = gf.verify(Cast())
+    assert report.failed == 0, str(report)

@@ -80,9 +80,18 @@ def inner(module: nn.Module) -> nn.Module:
         module = deeper
 
 
+def configured(module: nn.Module) -> nn.Module:
+    """Return the part that has a config: the module, or the only one in it that does."""
+    plain = inner(module)
+    if getattr(plain, "config", None) is None:
+        parts = [part for part in plain.children() if getattr(part, "config", None) is not None]
+        return parts[0] if len(parts) == 1 else plain
+    return plain
+
+
 def config_of(module: nn.Module, *, decoder: bool = False) -> Any:
     """Return the config of the text model, or None."""
-    return _text_config(getattr(inner(module), "config", None), decoder=decoder)
+    return _text_config(getattr(configured(module), "config", None), decoder=decoder)
 
 
 def _text_config(config: Any, *, decoder: bool = False) -> Any:
@@ -153,6 +162,23 @@ def _embedding_of_ids(module: nn.Module) -> int | None:
     return rows[0] if rows else None
 
 
+def refuse_what_cannot_run(module: nn.Module) -> None:
+    """Refuse a module without numbers, or one that cannot be copied and looked into."""
+    name = type(module).__name__
+    if any(p.is_meta for p in module.parameters()):
+        raise InputError(f"{name} has no weights: it is on the meta device", hint="load them first")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(
+            f"{name} is TorchScript, which shows neither its arguments nor its parts",
+            hint="verify the module that it was made of",
+        )
+
+
+def has_replaced_forward(module: nn.Module) -> bool:
+    """True if a forward was exchanged on this object: no other object of its class has that."""
+    return any("forward" in vars(part) for part in module.modules())
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Return the device of the first parameter."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -194,6 +220,7 @@ class Foreign:
     pad: int
     specials: frozenset[int]
     first_position: int = 0
+    mask_needed: bool = False
     lead: int = 0  # positions of its own that the results begin with (prompt tuning)
     fresh: Callable[[], nn.Module] | None = None
 
@@ -240,6 +267,8 @@ class Foreign:
         given: dict[str, Any] = {}
         if tokens_BT is not None:
             given[self.token_name] = tokens_BT.to(self.device)
+        if valid_BT is None and self.mask_needed and tokens_BT is not None:
+            valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
         if valid_BT is not None:
             if self.mask_name is None:
                 raise NotOffered("its forward takes no mask")
@@ -367,6 +396,8 @@ class Foreign:
         whose tensors were erased, in which attributes outside the state dict survive.
         """
         plain = inner(self.module)
+        if has_replaced_forward(plain):
+            raise NotOffered("its forward was exchanged on this object, and no file holds that")
         if self.fresh is not None:
             again = inner(self.fresh())
         else:
@@ -435,19 +466,25 @@ def foreign_of(
     names = frozenset(p.name for p in parameters)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     config = config_of(module)
-    outer = getattr(plain, "config", None)
+    outer = getattr(configured(module), "config", None)
     both = "decoder_input_ids" in names and bool(getattr(outer, "is_encoder_decoder", True))
-    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None) or _only(parameters)
+    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
+    if token_name is None and causal is not None:  # else nobody says which way it reads
+        token_name = _only(parameters)
     mask_name = next((n for n in MASK_ARGUMENTS if n in names), "mask" if takes_any else None)
     vocab = vocab_size or vocabulary_of(module, decoder=both)
     if token_name is None:
+        only = _only(parameters)
         raise InputError(
             f"cannot tell which argument of {type(plain).__name__}.forward takes token ids",
             where=f"forward({', '.join(p.name for p in parameters)})",
-            hint="pass logits=lambda tokens, valid: ..., or let the factory return a Subject",
+            hint="pass logits=lambda tokens, valid: ..., or let the factory return a Subject"
+            + (f"; causal=True or causal=False takes '{only}' for them" if only else ""),
         )
     kind: Kind = (
-        "decoder" if causal or (causal is None and _reads_forward_only(plain)) else "encoder"
+        "decoder"
+        if causal or (causal is None and _reads_forward_only(configured(plain)))
+        else "encoder"
     )
     if both:
         kind, token_name = "encoder-decoder", "decoder_input_ids"
@@ -458,7 +495,8 @@ def foreign_of(
     if len([i for i in specials if 0 <= i < vocab]) > vocab // 2:
         specials = frozenset()
     pad = pad if isinstance(pad, int) and 0 <= pad < vocab else 0
-    return Foreign(
+    needed = any(p.name == mask_name and p.default is p.empty for p in parameters)
+    found = Foreign(
         module=module,
         kind=kind,
         arguments=names,
@@ -468,8 +506,24 @@ def foreign_of(
         vocab_size=vocab,
         pad=pad,
         specials=specials | {pad} if vocab > 2 else frozenset(),
+        mask_needed=needed and mask_name in names,
         fresh=fresh,
     )
+    if kind == "encoder" and causal is None and _never_looks_ahead(found):
+        return replace(found, kind="decoder")
+    return found
+
+
+@torch.no_grad()
+def _never_looks_ahead(foreign: Foreign) -> bool:
+    """True if the last tokens change their own logits alone, where no config says anything."""
+    tokens = foreign.draw(2, 5, seed=54)
+    changed = torch.cat((tokens[:, :3], foreign.draw(2, 2, seed=55)), 1)
+    with contextlib.suppress(Exception):  # the first real call reports it
+        one, other = foreign.logits(tokens), foreign.logits(changed)
+        same = one.ndim == 3 and one.shape[1] == 5 and torch.equal(one[:, :3], other[:, :3])
+        return same and not torch.equal(one, other)
+    return False
 
 
 def _only(parameters: list[inspect.Parameter]) -> str | None:
@@ -682,6 +736,27 @@ def says_unused(foreign: Foreign) -> bool:
         if any(isinstance(t, str) and said.search(t.replace("`", "")) for t in texts):
             return True
     return False
+
+
+@torch.no_grad()
+def computed_in(foreign: Foreign, tokens_BT: Tensor) -> torch.dtype | None:
+    """Return the dtype in which parts compute, where it is narrower than that of all weights."""
+    seen: set[torch.dtype] = set()
+
+    def note(part: nn.Module, _: object, result: Any) -> None:
+        if isinstance(result, Tensor) and result.is_floating_point():
+            seen.add(result.dtype)
+
+    handles = [part.register_forward_hook(note) for part in foreign.module.modules()]
+    try:
+        foreign.logits(tokens_BT)
+    finally:
+        for handle in handles:
+            handle.remove()
+    narrowest = min(seen, key=lambda d: d.itemsize, default=None)
+    held = {p.dtype.itemsize for p in foreign.module.parameters() if p.is_floating_point()}
+    both = (torch.float16, torch.bfloat16)
+    return narrowest if narrowest in both and held and narrowest.itemsize < min(held) else None
 
 
 # --- positions ----------------------------------------------------------------------------

@@ -168,8 +168,13 @@ def short(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def nudged(parameters: Iterable[Tensor], *, seed: int) -> Iterator[None]:
-    """Move every weight by one unit in its last place, up or down; then restore the bits."""
+def nudged(
+    parameters: Iterable[Tensor], *, seed: int, precision: torch.dtype | None = None
+) -> Iterator[None]:
+    """Move every weight by one unit in its last place, up or down; then restore the bits.
+
+    The last place is that of its dtype, or of the `precision` in which it is computed with.
+    """
     moved = [p for p in parameters if p.is_floating_point() and p.numel()]
     kept = [p.detach().clone() for p in moved]
     generator = seeded(seed)
@@ -177,7 +182,7 @@ def nudged(parameters: Iterable[Tensor], *, seed: int) -> Iterator[None]:
         for p in moved:
             sign = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8)
             sign.mul_(2).sub_(1)
-            p.mul_(sign.to(p).mul_(torch.finfo(p.dtype).eps).add_(1))
+            p.mul_(sign.to(p).mul_(torch.finfo(precision or p.dtype).eps).add_(1))
     try:
         yield
     finally:
@@ -186,7 +191,12 @@ def nudged(parameters: Iterable[Tensor], *, seed: int) -> Iterator[None]:
                 p.copy_(before)
 
 
-def rounding_noise(compute: Callable[[], Tensor], parameters: Sequence[Tensor]) -> float:
+def rounding_noise(
+    compute: Callable[[], Tensor],
+    parameters: Sequence[Tensor],
+    *,
+    precision: torch.dtype | None = None,
+) -> float:
     """Return the relative change of a result when each weight moves by its last bit.
 
     The median of three: a mixture of experts may route a token elsewhere once. A model that does
@@ -198,7 +208,7 @@ def rounding_noise(compute: Callable[[], Tensor], parameters: Sequence[Tensor]) 
         return 8 * eps
     changes = []
     for seed in (1, 2, 3):
-        with nudged(parameters, seed=seed):
+        with nudged(parameters, seed=seed, precision=precision):
             changes.append(relative_gap(compute(), plain))
     return max(eps, statistics.median(changes))
 

@@ -23,7 +23,7 @@ from glassformer.checks.catalogue import (
     verify_parts,
     verify_subject,
 )
-from glassformer.checks.foreign import looks_fresh, redraw, untouched
+from glassformer.checks.foreign import looks_fresh, redraw, refuse_what_cannot_run, untouched
 from glassformer.checks.preset_subjects import sample_subjects
 from glassformer.checks.subject import Logits, Subject, subject_of
 from glassformer.kernels.threads import verifying
@@ -347,6 +347,8 @@ def verify(
     """
     if thing is not None:
         module = _module_of(thing)
+        if module is not None:
+            refuse_what_cannot_run(module)
         redrawn = module is not None and not _is_ours(thing) and looks_fresh(module)
         with untouched(module, weights=redrawn) if module is not None else nullcontext():
             if redrawn and module is not None:

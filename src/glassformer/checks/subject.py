@@ -24,6 +24,7 @@ from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.foreign import (
     TRIED,
     Foreign,
+    computed_in,
     first_position,
     foreign_of,
     longest,
@@ -93,6 +94,8 @@ class Subject:
     foreign: Foreign | None = None
     pad: int = 0
     specials: frozenset[int] = frozenset()
+    #: The dtype of its results inside, where that is narrower than its weights' (autocast).
+    precision: torch.dtype | None = None
     _noise: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
     #: What another seed changes in a model that computes with random numbers, once measured.
     chance: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -116,9 +119,12 @@ class Subject:
             with torch.no_grad():
                 self._noise.append(
                     rounding_noise(
-                        lambda: self.logits(tokens, None), list(self.parameters.values())
+                        lambda: self.logits(tokens, None),
+                        list(self.parameters.values()),
+                        precision=self.precision,
                     )
                 )
+        dtype = self.precision or dtype
         return min(LARGEST[dtype], UNITS[dtype] * self._noise[0])
 
     def draw(self, rows: int, length: int, *, seed: int) -> Tensor:
@@ -258,7 +264,13 @@ def _of_foreign(foreign: Foreign, *, name: str, max_length: int) -> Subject:
     module = foreign.module
     with torch.no_grad():
         tokens = foreign.draw(2, min(TRIED[0], max_length), seed=60)  # a length that it takes
-        shape = foreign.logits(tokens).shape
+        first = foreign.logits(tokens)
+        if not first.is_floating_point():
+            raise InputError(
+                f"the module returned whole numbers ({str(first.dtype).removeprefix('torch.')})",
+                hint="pass logits=lambda tokens, valid: ... that returns logits",
+            )
+        shape = first.shape
         lead = shape[1] - tokens.shape[1] if len(shape) == 3 else 0
         longer = lead > 0 and foreign.logits(tokens[:, 1:]).shape[1] == shape[1] - 1
     if longer:  # positions of its own come before the tokens'
@@ -296,6 +308,7 @@ def _of_foreign(foreign: Foreign, *, name: str, max_length: int) -> Subject:
         ),
         pad=foreign.pad,
         specials=foreign.specials,
+        precision=computed_in(foreign, tokens),
     )
 
 

@@ -31,7 +31,7 @@ SLOPE = 2e-2
 #: wrong slope is wrong at all of them.
 STEPS = (1e-3, 1e-4, 3e-3, 1e-2, 1e-6)
 #: The largest share of a slope that coarse heights may leave in doubt.
-VISIBLE = 0.1
+VISIBLE = 0.05
 #: A slope counts at this share of the largest at least.
 FLAT = 0.05
 #: A float64 copy of more weights than this takes too long.
@@ -213,7 +213,9 @@ class Hill:
     def coarseness(self, names: list[str]) -> float:
         """Return how far heights a hair apart are from a line: parts may compute in float32."""
         hair = 1e-6
-        heights = torch.tensor([self.at(names, hair * t) for t in range(-2, 3)]).double()
+        heights = torch.tensor(
+            [self.at(names, hair * t) for t in range(-2, 3)], dtype=torch.float64
+        )
         t = torch.arange(-2, 3).double()
         line = heights.mean() + t * (t * (heights - heights.mean())).sum() / t.square().sum()
         return float((heights - line).abs().max())
@@ -290,8 +292,8 @@ Apart = Callable[[float, float], float]
 def _gap(hill: Hill, gradients: Mapping[str, Tensor], names: list[str], apart: Apart) -> float:
     """Return the smallest gap of several steps, less what coarse heights explain.
 
-    A step that leaves more than a tenth in doubt says nothing; where all do, there is no slope that
-    could be seen.
+    A step that leaves more than a twentieth in doubt says nothing; where all do, there is no slope
+    that could be seen.
     """
     given, coarse, best = hill.given(gradients, names), None, math.inf
     for step in STEPS:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glassformer.checks.foreign import Foreign, inner, training
+from glassformer.checks.foreign import Foreign, has_replaced_forward, inner, training
 from glassformer.checks.measure import (
     UNITS,
     Gaps,
@@ -99,7 +99,11 @@ def loss_by_hand(subject: Subject) -> Measure:
     if gaps.worst > bar:
         other = _by_hand(logits, labels, shift=not shift)
         if gap(loss, other) / float(other) <= bar:
-            limit = "labels are not shifted: give them shifted by one" if shift else ""
+            limit = (
+                "labels are not shifted: give them shifted by one"
+                if shift
+                else "labels are shifted by one, as for a model that reads forwards"
+            )
         added = (
             [name for name in result if any(word in name for word in ADDED) and name != "logits"]
             if isinstance(result, Mapping)
@@ -344,6 +348,8 @@ def saved_folder(subject: Subject) -> Measure:
         raise NotOffered("it has no save_pretrained")
     if inner(foreign.module) is not foreign.module:
         raise NotOffered("it is part of another module, which saves it in its own way")
+    if has_replaced_forward(module):
+        raise NotOffered("its forward was exchanged on this object, and no folder holds that")
     tokens, gaps = tokens_of(subject, 2, LENGTH, seed=147), Gaps()
     plain = foreign.logits(tokens)
     with TemporaryDirectory() as place, contextlib.redirect_stderr(io.StringIO()):  # progress bars

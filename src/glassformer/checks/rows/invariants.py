@@ -64,6 +64,8 @@ def causality(subject: Subject) -> Measure:
         raise NotOffered("it attends in both directions")
     if not subject.per_position:
         raise NotOffered("it returns one result for a sequence")
+    if subject.vocab_size < 2:
+        raise NotOffered("its vocabulary has one token")
     tokens = tokens_of(subject, 3, LENGTH, seed=62)
     before, gaps = subject.logits(tokens, None), Gaps()
     moved = False
@@ -331,6 +333,9 @@ def determinism(subject: Subject) -> Measure:
 
     gaps, limit = Gaps(), ""
     first, second = results_of(2)
+    if bool(first.isnan().any()):
+        share = float(first.isnan().double().mean())
+        return Measure(math.inf, EXACT, subject.size, f"{share:.0%} of the logits are NaN")
     gaps.compare(second, first)
     if gaps.worst > 0 and subject.foreign is not None:
         several = results_of(SEEDS)
