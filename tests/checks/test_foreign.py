@@ -441,12 +441,12 @@ class First(nn.Module):
         self.embed, self.head = nn.Embedding(29, 16), nn.Linear(16, 3)
 
     def forward(self, input_ids, attention_mask=None):
-        x = self.embed(input_ids)
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        x = self.embed(input_ids) * real[..., None]
         if self.last:
             at = (input_ids != 0).long().cumsum(1).argmax(1)
-            return self.head(x.cumsum(1)[torch.arange(len(x)), at])
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return self.head((x * real[..., None]).sum(1) + x[:, 0])
+            return self.head(self.embed(input_ids)[torch.arange(len(x)), at])
+        return self.head(x.sum(1) + self.embed(input_ids)[:, 0])
 
 
 @pytest.mark.parametrize(("last", "word"), [(False, "on the right"), (True, "by the pad token")])
@@ -473,8 +473,10 @@ def test_a_wrapper_without_names_is_looked_into():
 def test_what_cannot_run_is_refused_in_one_sentence():
     with pytest.raises(InputError, match="on the meta device"):
         gf.verify(StrangeGPT().to("meta"))
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        traced = torch.jit.trace(nn.Embedding(7, 7), torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(InputError, match="TorchScript"):
-        gf.verify(torch.jit.trace(nn.Embedding(7, 7), torch.zeros(1, 2, dtype=torch.long)))
+        gf.verify(traced)
 
     class Choice(nn.Module):
         def __init__(self):

@@ -343,11 +343,11 @@ def packed(subject: Subject) -> Measure:
 def saved_folder(subject: Subject) -> Measure:
     """`save_pretrained` and `from_pretrained` give the same bits in a new object."""
     foreign = subject.stranger()
-    module: Any = inner(foreign.module)
-    if not callable(getattr(module, "save_pretrained", None)):
+    module: Any = foreign.module
+    if not callable(getattr(type(module), "save_pretrained", None)):
+        if callable(getattr(inner(module), "save_pretrained", None)):
+            raise NotOffered("it is part of another module, which saves it in its own way")
         raise NotOffered("it has no save_pretrained")
-    if inner(foreign.module) is not foreign.module:
-        raise NotOffered("it is part of another module, which saves it in its own way")
     if has_replaced_forward(module):
         raise NotOffered("its forward was exchanged on this object, and no folder holds that")
     tokens, gaps = tokens_of(subject, 2, LENGTH, seed=147), Gaps()
