@@ -505,10 +505,6 @@ def page(found: list[Shown]) -> str:
             if others:
                 what = f"{one.exhibit.package} {release}, {one.exhibit.trigger}"
                 lines.append(f"- {what}: {'; '.join(others)}")
-    lines += [
-        "",
-        "DoRA detaches the norm of its weights on purpose, so that row is no defect of peft.",
-    ]
     lines += ["", "Tried, and not told apart:", ""]
     lines += [f"- {what}: {why}" for what, why in LEFT_OUT.items()]
     return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ from glassformer.checks.causes import gap_of
 from glassformer.checks.diff import diff
 from glassformer.cli.main import app
 from glassformer.spec import presets
+from tests.checks.port import Port
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +168,27 @@ def test_another_embedding_is_a_difference_of_its_weights(original):
         twin.embed.weight.add_(torch.randn_like(twin.embed.weight))
     found = diff(original, twin)
     assert found.module == "embed" and found.causes[0].startswith("weights: embed.weight has other")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ("rotation before the norm", "side turns it before blocks.0.qn: rotation of halves"),
+        ("scale of d_model", "scale 1 / √d_model beside scale 1 / √d_head"),
+        ("softmax over queries", "a softmax over the queries beside a causal mask"),
+        ("heads not joined", "heads not joined by position"),
+        ("values turned", "of values too"),
+        ("epsilon outside", "epsilon outside the root beside RMS norm"),
+        ("layer norm", "layer norm beside RMS norm"),
+        ("no final norm", "also computes norm (RMS)"),
+        ("a layer missing", "norm has the weights of norm, before which the other side computes"),
+    ],
+)
+def test_mistakes_of_a_port_whose_queries_are_normed(wrong, cause):
+    found = gf.diff(Port(wrong), Port())
+    assert found.causes, found
+    assert cause in found.causes[0], found.causes
+
+
+def test_the_same_port_is_the_same():
+    assert gf.diff(Port(), Port()).same

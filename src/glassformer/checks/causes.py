@@ -93,14 +93,20 @@ def module_causes(scene: Scene) -> Iterator[str]:
         return
     output = next(layouts(b.output, a.output.shape), None)
     changed = [*_changed_weights(a, b, ours, theirs)]
+    if changed and (elsewhere := _elsewhere(scene, ours)):
+        yield elsewhere
+        return
     yield from changed
     if output is None or changed:
         return
     ratio = ratio_of(a.output, output)
     shift = (a.output - output).reshape(-1, output.shape[-1])
-    if ratio is not None:
+    forms = [_norm_form(one, own) for one, own in ((a, ours), (b, theirs))]
+    if all(forms) and forms[0] != forms[1]:
+        yield f"norm: {forms[0]} beside {forms[1]}"
+    elif ratio is not None:
         yield f"scale: the outputs differ by a factor of {ratio:.6g}{_root(ratio, a)}"
-    elif float(shift.std(0).max()) < 10 * SAME * float(output.std()):
+    elif float(shift.std(0).max()) < 0.01 * float(shift.abs().max()):
         yield "bias: the outputs differ by one vector, the same at every position"
     elif _scaled_by_one_more(a, b, ours, output):
         yield "norm: one side multiplies by 1 + weight, the other by the weight"
@@ -108,6 +114,47 @@ def module_causes(scene: Scene) -> Iterator[str]:
         yield "norm: each row differs by a factor of its own, as from another statistic or epsilon"
     elif _bf16(a.output, output):
         yield "dtype: the gap is that of half precision on one side"
+
+
+def _elsewhere(scene: Scene, ours: Mapping[str, Tensor]) -> str:
+    """Say what the other side computes before the module whose weights these are."""
+    begin = next((i for i, one in enumerate(scene.right) if one is scene.other), len(scene.right))
+    for at in range(begin + 1, len(scene.right)):
+        later = scene.right[at]
+        theirs = own_weights(later.module)
+        if ours and set(ours) == set(theirs) and all(close(w, theirs[n]) for n, w in ours.items()):
+            first, last = scene.right[begin].name, scene.right[at - 1].name
+            return (
+                f"missing: {scene.one.name} has the weights of {later.name}, before which the "
+                f"other side computes {first} to {last}"
+            )
+    return ""
+
+
+def _norm_form(one: Computed, weights: Mapping[str, Tensor]) -> str:
+    """Return which norm of its input a module's output is, or nothing."""
+    x = one.inputs[0] if one.inputs else None
+    gain, bias = weights.get("weight"), weights.get("bias")
+    if x is None or gain is None or gain.ndim != 1 or x.shape[-1:] != gain.shape:
+        return ""
+    eps, square = _eps(one.module) or 0.0, x.square().mean(-1, keepdim=True)
+    middle = x - x.mean(-1, keepdim=True)
+    spread = middle.square().mean(-1, keepdim=True)
+    bare = {
+        "RMS norm": x * torch.rsqrt(square + eps),
+        "RMS norm with epsilon outside the root": x / (square.sqrt() + eps),
+        "RMS norm without epsilon": x * torch.rsqrt(square),
+        "layer norm": middle * torch.rsqrt(spread + eps),
+        "layer norm with epsilon outside the root": middle / (spread.sqrt() + eps),
+        "L2 norm": x / x.norm(dim=-1, keepdim=True),
+    }
+    fits = {
+        name + ending: gap_of(one.output, form * factor + (0.0 if bias is None else bias))
+        for name, form in bare.items()
+        for ending, factor in (("", gain), (" times 1 + weight", 1 + gain))
+    }
+    best = min(fits, key=lambda name: fits[name])
+    return best if fits[best] < SAME / 4 else ""
 
 
 def _changed_weights(
@@ -157,7 +204,8 @@ def _by_row(a: Tensor, b: Tensor) -> bool:
     """True if every row of one is a multiple of the other's."""
     power = (b * b).sum(-1, keepdim=True).clamp(min=1e-12)
     factor = (a * b).sum(-1, keepdim=True) / power
-    return float((a - factor * b).abs().max()) < 10 * SAME * float(a.std())
+    rest = float((a - factor * b).abs().max())
+    return rest < 10 * SAME * float(a.std()) and rest < 0.1 * float((a - b).abs().max())
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -217,7 +265,13 @@ def _bf16(a: Tensor, b: Tensor) -> bool:
 
 def region_causes(scene: Scene) -> Iterator[str]:
     """Yield what explains another input of the same module: the code between modules."""
-    for explain in (_attention_cause, _activation_cause, _residual_cause, _position_cause):
+    for explain in (
+        _attention_cause,
+        _activation_cause,
+        _residual_cause,
+        _position_cause,
+        _rotation_cause,
+    ):
         found = explain(scene)
         if found:
             yield found
@@ -397,16 +451,22 @@ def _projections(scene: Scene) -> tuple[Tensor, Tensor, Tensor] | None:
         x = one.output
         if x.ndim == 4:  # (B, T, N, H) or (B, N, T, H): each head by itself
             x = (x if x.shape[1] == wanted.shape[1] else x.transpose(1, 2)).flatten(2)
-        wide = any(p.ndim > 1 for p in one.module.parameters(recurse=False))
-        (products if wide else norms).append(x)
+        if any(p.ndim > 1 for p in one.module.parameters(recurse=False)):
+            products.append(x)
+        elif products:  # a norm before them is that of the stream
+            norms.append(x)
     if len(products) == 1 and products[0].shape[-1] > width:
         rest = (products[0].shape[-1] - width) // 2
         products = [*products[0].split([width, rest, rest], -1)]
     if len(products) < 3:
         return None
     q, k, v = products[:3]
-    if len(norms) >= 2:
-        q, k = norms[:2]
+    if q.shape[-1] % k.shape[-1] or k.shape[-1] != v.shape[-1]:
+        return None
+    normed = [x for x in norms if x.shape == q.shape]
+    q = normed[0] if normed else q
+    others = [x for x in norms if x.shape == k.shape and not any(x is y for y in normed[:1])]
+    k = others[0] if others else k
     return q, k, v
 
 
@@ -448,7 +508,8 @@ def _attentions(
     scales = {
         "scale 1 / √d_head": H**-0.5,
         "no scale": 1.0,
-        "scale 1 / √d_model": q.shape[-1] ** -0.5,
+        "scale 1 / √d_model": scene.one.output.shape[-1] ** -0.5,
+        "scale 1 / √(n_heads d_head)": q.shape[-1] ** -0.5,
         "scale 1 / d_head": 1.0 / H,
         "scale √d_head": H**0.5,
     }
@@ -465,6 +526,7 @@ def _attentions(
     }
     if group > 1:
         groupings["key heads are repeated in turn"] = lambda x: x.repeat(1, group, 1, 1)
+    values = {name: x for name, (x, _) in _rotations(heads[2], heads[2], scene)}
     for turned, (one, two) in _rotations(heads[0], heads[1], scene):
         for grouped, spread in groupings.items():
             raw = one @ spread(two).transpose(-2, -1)
@@ -472,8 +534,22 @@ def _attentions(
                 for masked, allow in masks.items():
                     scores = (raw * scale).masked_fill(~allow, -math.inf)
                     weights = torch.nan_to_num(torch.softmax(scores, -1))
-                    out = (weights @ spread(heads[2])).transpose(1, 2).flatten(2)
-                    yield (scaled, masked, turned, grouped), out
+                    out_BNTH = weights @ spread(heads[2])
+                    yield (scaled, masked, turned, grouped), out_BNTH.transpose(1, 2).flatten(2)
+            allow = masks["a causal mask"]
+            scores = (raw * H**-0.5).masked_fill(~allow, -math.inf)
+            weights, usual = torch.softmax(scores, -1), ("scale 1 / √d_head", "a causal mask")
+            out_BNTH = weights @ spread(heads[2])
+            plain = grouped + ", heads "
+            yield (*usual, turned, plain + "not joined by position"), out_BNTH.reshape(B, T, -1)
+            yield (*usual, turned, plain + "innermost"), out_BNTH.permute(0, 2, 3, 1).flatten(2)
+            summed = torch.softmax(scores, -2) @ spread(heads[2])
+            over = f"{usual[1]} and a softmax over the queries"
+            yield (usual[0], over, turned, grouped), summed.transpose(1, 2).flatten(2)
+            if turned in values:
+                out_BNTH = weights @ spread(values[turned])
+                named = f"{turned}, of values too"
+                yield (*usual, named, grouped), out_BNTH.transpose(1, 2).flatten(2)
 
 
 def _rotations(q: Tensor, k: Tensor, scene: Scene) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
@@ -494,6 +570,23 @@ def _rotations(q: Tensor, k: Tensor, scene: Scene) -> Iterator[tuple[str, tuple[
                     if not offset and sign > 0:
                         yield f"{name}, of queries only", (turn(q, cos, sin), k)
                         yield f"{name}, of keys only", (q, turn(k, cos, sin))
+
+
+def _rotation_cause(scene: Scene) -> str:
+    """Say that one side turns what a module reads before it, and the other side does not yet."""
+    a, b = _main_input(scene.one), _main_input(scene.other)
+    if a is None or b is None or a.ndim != 4 or a.numel() != b.numel():
+        return ""
+    for turns, (x, y) in {"first": (b, a), "second": (a, b)}.items():
+        for form in layouts(x, y.shape):
+            for swap in (False, True):  # (B, N, T, H), or (B, T, N, H)
+                ready, wanted = (t.transpose(1, 2) if swap else t for t in (form, y))
+                for name, (turned, _) in _rotations(ready, ready, scene):
+                    if name != "no rotation" and gap_of(wanted, turned) < 1e-4:
+                        return (
+                            f"rotation: the {turns} side turns it before {scene.one.name} ({name})"
+                        )
+    return ""
 
 
 def _by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
