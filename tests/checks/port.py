@@ -12,7 +12,7 @@ V, D, N, K, H, FF = 53, 24, 6, 2, 8, 40
 class RMS(nn.Module):
     def __init__(self, width: int, wrong: str) -> None:
         super().__init__()
-        self.weight, self.eps, self.wrong = nn.Parameter(torch.ones(width)), 1e-5, wrong
+        self.weight, self.eps, self.wrong = nn.Parameter(torch.ones(width)), 1e-3, wrong
 
     def forward(self, x: Tensor) -> Tensor:
         if self.wrong == "epsilon outside":

@@ -110,7 +110,7 @@ def module_causes(scene: Scene) -> Iterator[str]:
         yield "bias: the outputs differ by one vector, the same at every position"
     elif _scaled_by_one_more(a, b, ours, output):
         yield "norm: one side multiplies by 1 + weight, the other by the weight"
-    elif _by_row(a.output, output):
+    elif all(w.ndim < 2 for w in ours.values()) and _by_row(a.output, output):
         yield "norm: each row differs by a factor of its own, as from another statistic or epsilon"
     elif _bf16(a.output, output):
         yield "dtype: the gap is that of half precision on one side"
@@ -583,9 +583,7 @@ def _rotation_cause(scene: Scene) -> str:
                 ready, wanted = (t.transpose(1, 2) if swap else t for t in (form, y))
                 for name, (turned, _) in _rotations(ready, ready, scene):
                     if name != "no rotation" and gap_of(wanted, turned) < 1e-4:
-                        return (
-                            f"rotation: the {turns} side turns it before {scene.one.name} ({name})"
-                        )
+                        return f"the {turns} side turns it before {scene.one.name}: {name}"
     return ""
 
 
