@@ -339,6 +339,7 @@ ONE_IMPORTER = {
     "checks.rows.attention": "rows about attention; the catalogue is their table",
     "checks.rows.decoding": "rows about decoding; the catalogue is their table",
     "checks.rows.foreign_cache": "rows about others' caches; the catalogue is their table",
+    "checks.rows.foreign_slopes": "the row about others' gradients; the catalogue is its table",
     "checks.rows.foreign_training": "rows about others' training; the catalogue is their table",
     "checks.rows.numpy_parity": "rows that compare the engines; the catalogue is their table",
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
