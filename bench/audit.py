@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--only", default="", help="model types, separated by commas")
     parser.add_argument("--write", action="store_true", help="write docs/audit.md")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time, one thread each")
 
 
 def verify_one(entry: Entry) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def _child(pipe: Any, entry: Entry) -> None:
     pipe.send(verify_one(entry))
 
 
-def results(chosen: list[Entry]) -> Iterator[dict[str, Any]]:
+def results(chosen: list[Entry], *, jobs: int = 1) -> Iterator[dict[str, Any]]:
     """Verify each class in a process of its own, forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -101,17 +103,22 @@ def results(chosen: list[Entry]) -> Iterator[dict[str, Any]]:
             "glassformer.checks.report",
         ]
     )
-    for entry in chosen:
+
+    def verified(entry: Entry) -> dict[str, Any]:
         ours, theirs = context.Pipe()
         process = context.Process(target=_child, args=(theirs, entry))
         process.start()
         theirs.close()
         try:
-            yield ours.recv() if ours.poll(LIMIT) else _lost(entry, f"more than {LIMIT} s")
+            return ours.recv() if ours.poll(LIMIT) else _lost(entry, f"more than {LIMIT} s")
         except EOFError:
-            yield _lost(entry, "the process ended")
-        process.kill()
-        process.join()
+            return _lost(entry, "the process ended")
+        finally:
+            process.kill()
+            process.join()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(verified, chosen)
 
 
 def _lost(entry: Entry, why: str) -> dict[str, Any]:
@@ -138,7 +145,7 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str,
         if (e.model_type in wanted) or (not wanted and (not quick or e.model_type in sample))
     ]
     found = []
-    for one in results(chosen):
+    for one in results(chosen, jobs=asked.jobs):
         found.append(one)
         yield {
             "bench": "audit",
