@@ -47,20 +47,24 @@ authors meant. *open*: not explained yet.
 #: Found on models that are not in the table, each with lines of torch and the library alone.
 ELSEWHERE = """## Found elsewhere
 
-The same certificate on models in wrappers and other precisions, red for a reason that a few lines show:
+The same certificate on models in wrappers and other precisions, red for a reason that a few lines
+of torch and the library show:
 
-- peft 0.21.2, C3A: *gradients = central differences*. The backward of its circular convolution is that of the transposed one:
+- peft 0.21.2, C3A: *gradients = central differences*. The backward of its circular convolution is
+  that of the transposed one:
 
       x = torch.randn(1, 2, 8, dtype=torch.float64, requires_grad=True)
       w = torch.randn(1, 1, 8, dtype=torch.float64, requires_grad=True)
-      torch.autograd.gradcheck(BlockCircularConvolution.apply, (x, w), raise_exception=False)  # False
+      convolve = BlockCircularConvolution.apply
+      torch.autograd.gradcheck(convolve, (x, w), raise_exception=False)  # False
 
-- peft 0.21.2, Lily: *the future changes no bit of the past*. Its router averages over all tokens of a batch, so that a later token or
-  another row changes earlier logits: with another last token those before it move.
-- transformers 5.22.2, a Llama in float64 with eager attention: *fused attention = eager attention*. Behind padding on the left all
-  logits are NaN: the mask holds float64's smallest number, and the softmax runs in float32.
+- peft 0.21.2, Lily: *the future changes no bit of the past*. Its router averages over all tokens of
+  a batch, so that another last token moves the logits before it.
+- transformers 5.22.2, a Llama in float64 with eager attention: *fused attention = eager attention*.
+  Behind padding on the left every logit is NaN: the mask holds float64's smallest number, and the
+  softmax runs in float32.
 
-      model(tokens, attention_mask=mask_with_two_zeros_first).logits[0, 2:].isnan().all()  # True
+      model(tokens, attention_mask=two_zeros_then_ones).logits[0, 2:].isnan().all()  # True
 """
 #: Seconds after which a model is given up.
 LIMIT = 300
