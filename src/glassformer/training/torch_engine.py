@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -385,7 +386,8 @@ def build_optimizers(
     match train.optimizer:
         case SGD(momentum=momentum):
             fused = next(iter(named.values())).is_cuda
-            sgd = torch.optim.SGD(named.values(), lr=train.lr, momentum=momentum, fused=fused)
+            kind = _light(torch.optim.SGD)
+            sgd = kind(named.values(), lr=train.lr, momentum=momentum, fused=fused)
             return [(sgd, 1.0)]
         case AdamW() as adam:
             return [(_adamw(named, rules, adam, train.lr), 1.0)]
@@ -396,7 +398,7 @@ def build_optimizers(
                 if rules[name].kind == "matrix" and rules[name].layer is not None
             }
             rest = {name: p for name, p in named.items() if name not in matrices}
-            first = torch.optim.Muon(
+            first = _light(torch.optim.Muon)(
                 matrices.values(),
                 lr=muon.lr_matrix,
                 momentum=muon.momentum,
@@ -407,6 +409,22 @@ def build_optimizers(
             return [(_own_optimizer(named, rules, own, train.lr), 1.0)]
         case _ as unreachable:
             assert_never(unreachable)
+
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+def _light(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return an optimizer of torch without its guards against being compiled, which it is not here.
+
+    They import torch._dynamo, 1.4 s of every start.
+    """
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(
+        kind.__name__,
+        (kind,),
+        {"step": step, "add_param_group": inspect.unwrap(kind.add_param_group)},
+    )
 
 
 def _own_optimizer(
@@ -437,7 +455,7 @@ def _adamw(
         {"params": decayed, "weight_decay": adam.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return _light(torch.optim.AdamW)(
         [group for group in groups if group["params"]],
         lr=lr,
         betas=(adam.beta1, adam.beta2),
