@@ -1,28 +1,32 @@
 """Many small models trained as one, against one after another and processes beside each other.
 
-On a CPU: 8 seeds of `digits`. On a GPU: 64 seeds of `lm`'s shape, the complete loop with
+On a CPU: 8 seeds of `digits`, by the executors of `glass sweep`, from their start to the last file;
+a row as soon as it is measured. On a GPU: 64 seeds of `lm`'s shape, the complete loop with
 evaluation, logging and checkpoints, against the plain engine and the bare stacked step.
 """
 
-import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.data.rng import Sampler
-from glassformer.kernels.threads import taking
 from glassformer.lab.recipes import recipe
-from glassformer.lab.runs.process import threads_of_run
-from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.stack import StackedRuns
-from glassformer.lab.sweeps.executors import Job, Told, run_processes, stacks_of
+from glassformer.lab.sweeps.executors import (
+    Job,
+    Told,
+    Update,
+    run_here,
+    run_processes,
+    run_stacked,
+    stacks_of,
+)
 from glassformer.lab.sweeps.sweep import GPU_STACKS
 from glassformer.spec.serialize import override
 from glassformer.spec.train import RunSpec
@@ -31,7 +35,9 @@ from glassformer.training.stacked import StackedEngine
 from glassformer.training.stacked_batches import Joint
 from glassformer.training.torch_engine import TorchEngine
 
-SEEDS, GPU_SEEDS, ROUNDS = 8, 64, 3
+SEEDS, GPU_SEEDS = 8, 64
+#: Steps of a CPU run: 6 s alone. The two seconds that a process takes to start are in the figures.
+CPU_STEPS = 300
 #: Steps of a GPU run that compile and record; the clock starts after them.
 WARM = 5
 
@@ -56,53 +62,38 @@ def row(case: str, name: str, ms: float | None, ratio: float | None, of_limit: f
 # --- a CPU ----------------------------------------------------------------------------------------
 
 
+#: How `glass sweep` executes runs on a CPU: `--jobs 1`, as it is, and `--stack`.
+WAYS: dict[str, Callable[[list[Job]], Iterator[Update]]] = {
+    "one after another": run_here,
+    "two processes": lambda jobs: run_processes([[job] for job in jobs], count=2),
+    "stacked": run_stacked,
+    "stacked, half of them in each of two processes": lambda jobs: run_processes(
+        [jobs[: len(jobs) // 2], jobs[len(jobs) // 2 :]], count=2
+    ),
+}
+
+
 def _cpu(quick: bool) -> Iterator[dict[str, Any]]:
-    steps, rounds = (20, 1) if quick else (300, ROUNDS)
-    specs = [
-        recipe("digits", [f"train.steps={steps}", f"train.seed={seed}"]) for seed in range(SEEDS)
-    ]
-    ways = {"one after another": _in_turn, "two processes": _processes, "stacked": _stacked}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            with tempfile.TemporaryDirectory() as folder:
-                began = time.perf_counter()
-                way(specs, Path(folder))
-                times[name].append(time.perf_counter() - began)
-    whole = median(times["one after another"])
-    for name, seconds in times.items():
-        ms = 1_000 * median(seconds) / (SEEDS * steps)
-        case = f"digits, {SEEDS} seeds, {steps} steps: a model's step"
-        yield row(case, name, ms, median(seconds) / whole)
-
-
-def _train_alone(job: tuple[RunSpec, Path]) -> None:
-    spec, folder = job
-    run = TrainingRun(spec, folder)
-    with run.directory.locked(), taking(threads_of_run(spec, run.task)):
-        run.prepare()
-        for _ in run.events():
-            pass
-
-
-def _in_turn(specs: list[RunSpec], folder: Path) -> None:
-    for i, spec in enumerate(specs):
-        _train_alone((spec, folder / str(i)))
-
-
-def _processes(specs: list[RunSpec], folder: Path) -> None:
-    jobs = [(spec, folder / str(i)) for i, spec in enumerate(specs)]
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        pool.map(_train_alone, jobs, chunksize=1)
-
-
-def _stacked(specs: list[RunSpec], folder: Path) -> None:
-    stack = StackedRuns(specs, [folder / str(i) for i in range(len(specs))])
-    with stack.locked(), taking(stack.threads):
-        for run in stack.runs:
-            run.prepare()
-        for _ in stack.events():
-            pass
+    steps = 20 if quick else CPU_STEPS
+    case = f"digits, {SEEDS} seeds, {steps} steps: a model's step"
+    first = 0.0
+    for name, way in WAYS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            jobs = [
+                Job(
+                    name=str(seed),
+                    folder=Path(folder) / str(seed),
+                    spec=recipe("digits", [f"train.steps={steps}", f"train.seed={seed}"]),
+                )
+                for seed in range(SEEDS)
+            ]
+            began = time.perf_counter()
+            for update in way(jobs):
+                if isinstance(update, Told):
+                    raise RuntimeError(update.text)
+            seconds = time.perf_counter() - began
+        first = first or seconds
+        yield row(case, name, 1_000 * seconds / (SEEDS * steps), seconds / first)
 
 
 # --- a GPU ----------------------------------------------------------------------------------------

@@ -326,6 +326,7 @@ def fit_stack(
     tasks: Sequence[Task],
     *,
     starts: Sequence[int],
+    ended: Mapping[int, int] | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[dict[int, StepRecord]]:
     """Train every member from its start to its last step, yielding their records step by step.
@@ -333,7 +334,13 @@ def fit_stack(
     The batches, the rate and the dropout of a member's step are those that `fit` gives it alone.
     The caller takes members out by `engine.leave`; the loop ends with the last one. A member's
     `seconds` are its share of the stack's.
+
+    How an operation rounds depends on the shapes of all that it computes. So a stack that goes on
+    after a kill computes what it did before: members that are behind catch up first, beside the
+    others, which read the batches that they had at that step, and those that have `ended` stay
+    until the step at which they left.
     """
+    ended = {} if ended is None else ended
     orders = [
         task.order(batch_size=run.train.batch_size, seed=run.train.seed)
         for task, run in zip(tasks, engine.runs, strict=True)
@@ -342,21 +349,27 @@ def fit_stack(
     waiting: deque[tuple[dict[int, tuple[int, float]], Callable[[], dict[int, StepResult]]]]
     waiting = deque()
     began = time.perf_counter()
-    while live := [m for m in engine.live if steps[m] < engine.runs[m].train.steps]:
-        told = {m: (steps[m] + 1, engine.runs[m].train.learning_rate(steps[m])) for m in live}
+    while left := [
+        m for m in engine.live if m not in ended and steps[m] < engine.runs[m].train.steps
+    ]:
+        now = min(steps[m] for m in left)
+        engine.leave([m for m in engine.live if m in ended and ended[m] <= now])
+        live = [m for m in left if steps[m] == now]
+        told = {m: (now + 1, engine.runs[m].train.learning_rate(now)) for m in live}
         rows = {
-            m: [orders[m].rows(steps[m] * engine.accumulate + i) for i in range(engine.accumulate)]
-            for m in live
+            m: [orders[m].rows(now * engine.accumulate + i) for i in range(engine.accumulate)]
+            for m in engine.live
         }
         work: Mapping[int, Work] | Joint | None = _joint(engine, tasks, rows, told)
         if work is None:
             work = {
                 m: Work(
                     [tasks[m].batch("train", one) for one in rows[m]],
-                    told[m][1],
-                    step_seed(engine.runs[m].train.seed, steps[m]),
+                    told[m][1] if m in told else 0.0,
+                    step_seed(engine.runs[m].train.seed, now),
+                    live=m in told,
                 )
-                for m in live
+                for m in engine.live
             }
         for member in live:
             steps[member] += 1
@@ -397,16 +410,16 @@ def _joint(
     They must read one task, in full batches, and draw nothing whose shape a model's own batch
     decides.
     """
-    live = [*rows]
-    some, task = rows[live[0]], tasks[live[0]]
+    first = next(iter(rows))
+    some, task = rows[first], tasks[first]
     full = all(len(one) == engine.batch_size for own in rows.values() for one in own)
-    if not full or not engine.joins or any(tasks[m] is not task for m in live):
+    if not full or not engine.joins or any(tasks[m] is not task for m in rows):
         return None
     by_slot = [rows.get(member, some) for member in engine.slots]
     return Joint(
         [task.batch("train", np.concatenate(turn)) for turn in zip(*by_slot, strict=True)],
         [told[member][1] if member in told else 0.0 for member in engine.slots],
-        live,
+        [*told],
     )
 
 

@@ -28,11 +28,16 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One model's share of a step: its batches, its rate, the seed of its dropout."""
+    """One model's share of a step: its batches, its rate, the seed of its dropout.
+
+    One that is not `live` computes with the others, so that their shapes are what they would be,
+    and stays as it is.
+    """
 
     batches: Sequence[Batch]
     lr: float
     seed: int
+    live: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,8 @@ def rates_of(
         return work.rates, (), work.live
     some = next(iter(work.values()))
     every = [work.get(member, some) for member in slots]
-    return [one.lr for one in every], [one.seed for one in every], [*work]
+    live = [member for member, one in work.items() if one.live]
+    return [one.lr for one in every], [one.seed for one in every], live
 
 
 def batches_in_turn(work: Mapping[int, Work] | Joint, slots: Sequence[int]) -> list[list[Batch]]:

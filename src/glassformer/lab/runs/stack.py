@@ -54,6 +54,8 @@ class StackedRuns:
     `runs[i]` is the run of `specs[i]`: call its `prepare()` or its `resume()` first, as for a run
     alone. Setting `stop_requested` ends all of them after the current step, with their state saved.
     `tasks` keeps what was built, for the next stack; `sharing` stacks use the device at a time.
+    `ended` are runs that are not trained any more, with the step at which they ended: they hold
+    their positions in the stack until then, so that the others compute what they did beside them.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StackedRuns:
         device: str = "cpu",
         tasks: dict[object, Task] | None = None,
         sharing: int = 1,
+        ended: Mapping[int, int] | None = None,
     ) -> None:
         if len(folders) != len(specs) or len(set(folders)) < len(folders):
             raise InputError(
@@ -71,6 +74,7 @@ class StackedRuns:
             )
         self.engine = StackedEngine(specs, device=device, sharing=sharing)
         self.stop_requested = False
+        self.ended = {} if ended is None else dict(ended)
         tasks = {} if tasks is None else tasks
         self.runs: list[TrainingRun] = []
         for spec, folder, member in zip(specs, folders, self.engine.members, strict=True):
@@ -101,8 +105,9 @@ class StackedRuns:
     def locked(self) -> Iterator[None]:
         """Lock every run for this process."""
         with contextlib.ExitStack() as locks:
-            for run in self.runs:
-                locks.enter_context(run.directory.locked())
+            for i, run in enumerate(self.runs):
+                if i not in self.ended:
+                    locks.enter_context(run.directory.locked())
             yield
 
     def events(self) -> Iterator[tuple[int, Event | Left]]:
@@ -111,21 +116,19 @@ class StackedRuns:
         with contextlib.ExitStack() as open_runs:
             writer = open_runs.enter_context(ThreadPoolExecutor(WRITERS))
             sessions = [contextlib.ExitStack() for _ in runs]
-            for session, run in zip(sessions, runs, strict=True):
+            for i, (session, run) in enumerate(zip(sessions, runs, strict=True)):
+                if i in self.ended:
+                    continue
                 open_runs.push(session)
                 session.enter_context(run.training(writer))
-            done = [
-                i
-                for i, run in enumerate(runs)
-                if run.has_ended or run.progress.step >= run.spec.train.steps
-            ]
-            for i in done:
-                yield from self._end(i, sessions[i])
-            self.engine.leave(done)
+                if run.has_ended or run.progress.step >= run.spec.train.steps:
+                    self.ended[i] = run.progress.step
+                    yield from self._end(i, session)
             steps = fit_stack(
                 self.engine,
                 [run.task for run in runs],
                 starts=[run.progress.step for run in runs],
+                ended=self.ended,
                 stopping=lambda: self.stop_requested,
             )
             for records in steps:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,7 +58,10 @@ DIVIDED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A run to be trained in a folder, to its end or to the step `until`."""
+    """A run to be trained in a folder, to its end or to the step `until`.
+
+    One that has `ended`, at that step, is not trained: it holds its position in a stack.
+    """
 
     name: str
     folder: Path
@@ -67,6 +70,7 @@ class Job:
     threads: int = 1
     until: int | None = None
     own_code: tuple[str, ...] = ()
+    ended: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a worker."""
@@ -78,6 +82,7 @@ class Job:
             "threads": self.threads,
             "until": self.until,
             "own_code": list(self.own_code),
+            "ended": self.ended,
         }
 
     @classmethod
@@ -93,6 +98,7 @@ class Job:
             threads=data["threads"],
             until=data["until"],
             own_code=tuple(data["own_code"]),
+            ended=data["ended"],
         )
 
 
@@ -302,6 +308,11 @@ class _Worker:
         self.unread = b""
 
     @property
+    def is_idle(self) -> bool:
+        """True if it has nothing left to train."""
+        return all(job.ended is not None for job in self.jobs.values())
+
+    @property
     def output(self) -> IO[bytes]:
         """What the worker reports."""
         assert self.process.stdout is not None
@@ -356,8 +367,9 @@ def run_processes(
                 return
             group = waiting.popleft()
             worker.jobs = {job.name: job for job in group}
-            for name in worker.jobs:
-                attempts[name] = attempts.get(name, 0) + 1
+            for job in group:
+                if job.ended is None:
+                    attempts[job.name] = attempts.get(job.name, 0) + 1
             line = {"sharing": count, "jobs": [job.to_dict() for job in group]}
             worker.send(json.dumps(line))  # if it is gone, its end is noticed below
 
@@ -370,7 +382,7 @@ def run_processes(
         try:
             while len(workers) < count and waiting:
                 start()
-            while any(worker.jobs for worker in workers):
+            while not all(worker.is_idle for worker in workers):
                 if stop() and not told:
                     told = True
                     for worker in workers:
@@ -390,8 +402,10 @@ def run_processes(
                         update = _update(line)
                         yield update
                         if isinstance(update, Result):
-                            worker.jobs.pop(update.name)
-                            if not worker.jobs:
+                            job = worker.jobs[update.name]
+                            worker.jobs[update.name] = replace(job, ended=update.step)
+                            if worker.is_idle:
+                                worker.jobs = {}
                                 give(worker)
         finally:
             for worker in workers:
@@ -403,14 +417,14 @@ def _lost(
 ) -> Iterator[Update]:
     """Do the runs of a dead worker again; after several attempts one has failed."""
     jobs, worker.jobs = [*worker.jobs.values()], {}
-    again = [job for job in jobs if attempts[job.name] < ATTEMPTS]
-    if again:
+    lost = [job for job in jobs if job.ended is None and attempts[job.name] >= ATTEMPTS]
+    again = [job for job in jobs if job not in lost]
+    if any(job.ended is None for job in again):
         waiting.appendleft(again)
     code = worker.process.returncode
-    for job in jobs:
-        if job not in again:
-            why = f"its process ended {ATTEMPTS} times, with exit code {code}"
-            yield record_failure(job, why)
+    for job in lost:
+        why = f"its process ended {ATTEMPTS} times, with exit code {code}"
+        yield record_failure(job, why)
 
 
 def _update(line: str) -> Update:
@@ -469,7 +483,8 @@ def stacks_of(jobs: Sequence[Job], *, workers: int = 1) -> list[list[Job]]:
     """Return jobs in groups that train as one; a run that cannot be stacked is alone.
 
     Where there are fewer groups than workers, large groups are divided: writing a run's files takes
-    a core longer than training it takes a GPU.
+    a core longer than training it takes a GPU. Runs that have ended are in the groups in which they
+    were trained; a group of only such ones is left out.
     """
     groups = [[jobs[i] for i in group] for group in stack_groups([job.spec for job in jobs])]
     stacks = [
@@ -481,7 +496,7 @@ def stacks_of(jobs: Sequence[Job], *, workers: int = 1) -> list[list[Job]]:
         stacks.remove(largest)
         middle = (len(largest) + 1) // 2
         stacks += [largest[:middle], largest[middle:]]
-    return stacks
+    return [stack for stack in stacks if any(job.ended is None for job in stack)]
 
 
 def run_stacked(
@@ -511,7 +526,7 @@ def run_stacked(
                     ended.add(update.name)
                 yield update
         except (RuntimeError, MemoryError, GlassError) as error:
-            rest = [job for job in group if job.name not in ended]
+            rest = [job for job in group if job.ended is None and job.name not in ended]
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             yield Told(f"{len(rest)} runs did not train as one, so they go on in halves: {reason}")
             middle = (len(rest) + 1) // 2
@@ -521,17 +536,26 @@ def run_stacked(
 def _train_stack(
     group: list[Job], tasks: dict[object, Task], *, sharing: int, stop: Stop
 ) -> Iterator[Update]:
-    for job in group:
-        _wait_for_lock(job.folder)
+    ended = {i: job.ended for i, job in enumerate(group) if job.ended is not None}
+    for i, job in enumerate(group):
+        if i not in ended:
+            _wait_for_lock(job.folder)
+            found = read_result(job.name, job.folder)
+            if found is not None and is_done(job, found):  # killed before it was told
+                ended[i] = found.step
+                yield found
     stack = StackedRuns(
         [job.spec for job in group],
         [job.folder for job in group],
         device=group[0].device,
         tasks=tasks,
         sharing=sharing,
+        ended=ended,
     )
     with taking(group[0].threads), stack.locked():
-        for job, run in zip(group, stack.runs, strict=True):
+        for i, (job, run) in enumerate(zip(group, stack.runs, strict=True)):
+            if i in ended:
+                continue
             if (job.folder / "config.json").is_file():
                 run.resume()
             else:

@@ -9,6 +9,7 @@ sweeps/NAME/
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from glassformer.data.task import Task
 from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.lab.recipes import usual_name
 from glassformer.lab.runs.process import stopping
@@ -175,7 +177,10 @@ class Sweep:
     def jobs(
         self, cells: Sequence[Cell] | None = None, *, until: int | None, device: str, threads: int
     ) -> list[Job]:
-        """Return the runs of some cells that have not come as far as requested."""
+        """Return the runs of some cells; those that have come as far as requested have `ended`.
+
+        One that has failed is not among them.
+        """
         made = []
         for cell, seed in runs_of(self.plan, cells):
             spec, name = cell.run(seed), run_name(cell.index, seed)
@@ -188,7 +193,10 @@ class Sweep:
                 until=until,
                 own_code=tuple(_sources(to_dict(spec))),
             )
-            if not is_done(job, self.results.get(name)):
+            found = self.results.get(name)
+            if found is not None and is_done(job, found):
+                job = replace(job, ended=found.step)
+            if found is None or found.status != "failed":
                 made.append(job)
         return made
 
@@ -405,9 +413,10 @@ def run_sweep(
 
         def run(cells: Sequence[Cell] | None = None, until: int | None = None) -> None:
             jobs = sweep.jobs(cells, until=until, device=device, threads=threads)
-            if not jobs or stop():
+            missing = [job for job in jobs if job.ended is None]
+            if not missing or stop():
                 return
-            with _Progress(sweep, jobs, shown=progress) as shown:
+            with _Progress(sweep, missing, shown=progress) as shown:
                 for update in execute(jobs, stop):
                     shown.see(update)
                     if isinstance(update, Result):
@@ -666,7 +675,9 @@ def executor(
         )
     if ray is not None:
         optional_library("ray")
-        return f"Ray at {ray}", lambda work, stop: run_ray(work, address=ray, stop=stop)
+        return f"Ray at {ray}", lambda work, stop: run_ray(
+            [job for job in work if job.ended is None], address=ray, stop=stop
+        )
     cuda = device.startswith("cuda")
     stacked = cuda if stack is None else stack
     cores = os.cpu_count() or 1
@@ -676,12 +687,17 @@ def executor(
         count = jobs or (1 if stacked else cores)
 
     def execute(work: list[Job], stop: Callable[[], bool]) -> Iterator[Update]:
-        groups = stacks_of(work, workers=count) if stacked else [[job] for job in work]
+        missing = [job for job in work if job.ended is None]
+        groups = stacks_of(work, workers=count) if stacked else [[job] for job in missing]
         at_once = min(count, len(groups))
         if at_once > 1:
             groups.sort(key=len, reverse=True)  # the longest first: nobody waits for it at the end
             return run_processes(groups, count=at_once, stop=stop)
-        return run_stacked(work, stop=stop) if stacked else run_here(work, stop=stop)
+        if not stacked:
+            return run_here(missing, stop=stop)
+        tasks: dict[object, Task] = {}
+        every = (run_stacked(group, tasks=tasks, stop=stop) for group in groups)
+        return itertools.chain.from_iterable(every)
 
     at_once = f"{count} at a time"
     if stacked:
