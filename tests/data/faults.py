@@ -26,7 +26,7 @@ FAULTS = (
     Fault("text windows overlap", "data.tasks.text:Text._window", "rows[:, None] * self.spec.length", "rows[:, None] * (self.spec.length - 1)", "text targets"),
     Fault("translation not shifted", ANSWERED, SHIFT, "tokens_BT[:, 1:] = next_BT[:, 1:]", "translation batches"),
     Fault("translation PAD weighted", ANSWERED, "weights=valid_BT.astype(np.float32)", "weights=np.ones(valid_BT.shape, dtype=np.float32)", "translation batches"),
-    Fault("source of another pair", TRANSLATION + "batch", "pairs.source_NS[rows]", "pairs.source_NS[rows[::-1]]", "translation batches"),
+    Fault("source of another pair", "data.tasks.seq2seq:_Pairs.chosen", "self.source_NS[numbers]", "self.source_NS[numbers[::-1]]", "translation batches"),
     # answers
     Fault("the other form's words", TRANSLATION + "_pair", "written(value.kind, value.value, wanted)", "written(value.kind, value.value, given)", "translations"),
     Fault("dates a day late", "data.tasks.seq2seq:_date", "format_date(date,", "format_date(date + datetime.timedelta(1),", "translations"),

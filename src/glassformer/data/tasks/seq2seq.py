@@ -15,7 +15,7 @@ each digit is a token, so that no piece hides its position.
 import datetime
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import permutations
 from typing import Any, Literal
@@ -55,15 +55,88 @@ FIRST = EOS + 1  # the id of symbol 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """One split: source and answer, as ids of symbols with EOS after them, padded; their length."""
+class _Pairs:
+    """Sources and answers as padded ids, EOS after each, and their lengths with it."""
 
-    source_NS: NDArray[np.int32]
-    answer_NT: NDArray[np.int32]
-    lengths_N: NDArray[np.int64]
+    source_NS: NDArray[np.integer]
+    source_lengths_N: NDArray[np.int64]
+    answer_NT: NDArray[np.integer]
+    answer_lengths_N: NDArray[np.int64]
+
+    def chosen(self, numbers: Ints) -> "_Pairs":
+        """Return some of the pairs."""
+        return _Pairs(
+            self.source_NS[numbers],
+            self.source_lengths_N[numbers],
+            self.answer_NT[numbers],
+            self.answer_lengths_N[numbers],
+        )
 
 
-class Sequences(Task):
+class _Answered(Task):
+    """A task whose answer to a source is one sequence, for an encoder and a decoder."""
+
+    _splits: Mapping[str, _Pairs]
+
+    def model(self) -> ModelSpec:
+        """Return a small encoder-decoder."""
+        return presets.seq2seq(
+            vocab_size=self.heads["next"],
+            d_model=64,
+            n_heads=4,
+            d_ff=256,
+            n_layers=2,
+            max_seq_len=64,
+            dropout=0.0,
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of examples in each split."""
+        return {split: len(pairs.answer_NT) for split, pairs in self._splits.items()}
+
+    def lengths(self, split: str) -> NDArray[np.int64]:
+        """Return the number of tokens of each answer, its end included."""
+        return pick(self._splits, split).answer_lengths_N
+
+    def batch(self, split: str, rows: Ints) -> Batch:
+        """Return the source, BOS and the answer, and the answer and EOS as the target of `next`."""
+        kept = self._take(split, rows)
+        return answered_batch(
+            kept.source_NS,
+            kept.source_lengths_N,
+            answer_NT=kept.answer_NT,
+            answer_lengths_N=kept.answer_lengths_N,
+        )
+
+    def oracle(self, split: str, rows: Ints) -> Oracle:
+        """Return the truth: entropy (B, T) 0, and (B, T, V) 1 on the target; 0 on PAD."""
+        kept = self._take(split, rows)
+        next_BT, valid_BT = padded_to_longest(kept.answer_NT, kept.answer_lengths_N)
+        probabilities_BTV = np.eye(self.heads["next"])[next_BT] * valid_BT[:, :, None]
+        return Oracle(
+            entropy=np.zeros(next_BT.shape),
+            probabilities=probabilities_BTV,
+            legal=probabilities_BTV > 0,
+        )
+
+    def _checked(self, split: str, rows: Ints) -> NDArray[np.int64]:
+        size = len(pick(self._splits, split).answer_NT)
+        return checked(rows, size=size, split=split)
+
+    def _take(self, split: str, rows: Ints) -> _Pairs:
+        return pick(self._splits, split).chosen(self._checked(split, rows))
+
+
+LEARNING = TrainSpec(
+    steps=1_000,
+    batch_size=64,
+    lr=2e-3,
+    schedule=CosineSchedule(warmup=100),
+    optimizer=AdamW(beta2=0.98, eps=1e-9),
+)
+
+
+class Sequences(_Answered):
     """Unique sources, as evenly over lengths as there are different ones.
 
     The split `longer` holds lengths that no other split has, a tenth of `examples` in number.
@@ -80,77 +153,31 @@ class Sequences(Task):
         self.heads: Mapping[str, int] = {"next": spec.vocab_size}
         every = self._make(spec.examples, spec.min_length, spec.max_length)
         rng = stream(spec.seed, "sequences", "order")
-        self._splits: dict[str, _Rows] = {}
-        for split, numbers in tenths(spec.examples).items():
-            self._splits[split] = _chosen(every, rng.permutation(numbers))
+        self._splits = {
+            split: every.chosen(rng.permutation(numbers))
+            for split, numbers in tenths(spec.examples).items()
+        }
         if spec.longer:
             shortest, longest = spec.max_length + 1, spec.max_length + spec.longer
             room = sum(number_of_rows(symbols, n) for n in range(shortest, longest + 1))
             count = min(-(-spec.examples // 10), room)
             longer = self._make(count, shortest, longest)
-            self._splits["longer"] = _chosen(longer, rng.permutation(count))
+            self._splits["longer"] = longer.chosen(rng.permutation(count))
         self._overlap = overlap({name: rows.source_NS for name, rows in self._splits.items()})
         assert self._overlap == 0, f"{self._overlap} sources are in two splits"
 
-    def model(self) -> ModelSpec:
-        """Return a small encoder-decoder."""
-        return presets.seq2seq(
-            vocab_size=self.tokenizer.vocab_size,
-            d_model=64,
-            n_heads=4,
-            d_ff=256,
-            n_layers=2,
-            max_seq_len=64,
-            dropout=0.0,
-        )
-
     def training(self) -> TrainSpec:
         """Return settings that learn every operation in a few minutes."""
-        return TrainSpec(
-            steps=1_000,
-            batch_size=64,
-            lr=2e-3,
-            schedule=CosineSchedule(warmup=100),
-            optimizer=AdamW(beta2=0.98, eps=1e-9),
-        )
-
-    def sizes(self) -> dict[str, int]:
-        """Return the number of examples in each split."""
-        return {split: len(rows.lengths_N) for split, rows in self._splits.items()}
-
-    def lengths(self, split: str) -> NDArray[np.int64]:
-        """Return the number of tokens of each example, on either side: its symbols and one more."""
-        return pick(self._splits, split).lengths_N + 1
-
-    def batch(self, split: str, rows: Ints) -> Batch:
-        """Return the source, BOS and the answer, and the answer and EOS as the target of `next`."""
-        kept = self._take(split, rows)
-        return answered_batch(
-            kept.source_NS,
-            kept.lengths_N + 1,
-            answer_NT=kept.answer_NT,
-            answer_lengths_N=kept.lengths_N + 1,
-        )
+        return LEARNING
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
         """Return each row's number of symbols."""
-        return {"length": [str(length) for length in self._take(split, rows).lengths_N]}
-
-    def oracle(self, split: str, rows: Ints) -> Oracle:
-        """Return the truth: entropy (B, T) 0, and (B, T, V) 1 on the target; 0 on PAD."""
-        kept = self._take(split, rows)
-        next_BT, valid_BT = padded_to_longest(kept.answer_NT, kept.lengths_N + 1)
-        probabilities_BTV = np.eye(self.spec.vocab_size)[next_BT] * valid_BT[:, :, None]
-        return Oracle(
-            entropy=np.zeros(next_BT.shape),
-            probabilities=probabilities_BTV,
-            legal=probabilities_BTV > 0,
-        )
+        return {"length": [str(n - 1) for n in self._take(split, rows).answer_lengths_N]}
 
     def describe(self, split: str, row: int) -> str:
         """Return an example such as `3 1 4 -> 4 1 3`."""
         kept = self._take(split, np.array([row]))
-        length = kept.lengths_N[0]
+        length = kept.answer_lengths_N[0] - 1
         source, answer = kept.source_NS[0, :length], kept.answer_NT[0, :length]
         return f"{self.tokenizer.detokenize(source)} -> {self.tokenizer.detokenize(answer)}"
 
@@ -160,7 +187,7 @@ class Sequences(Task):
             split: {
                 str(length): int(count)
                 for length, count in zip(
-                    *np.unique(rows.lengths_N, return_counts=True), strict=True
+                    *np.unique(rows.answer_lengths_N - 1, return_counts=True), strict=True
                 )
             }
             for split, rows in self._splits.items()
@@ -168,7 +195,7 @@ class Sequences(Task):
         arrays = [
             array
             for rows in self._splits.values()
-            for array in (rows.source_NS, rows.answer_NT, rows.lengths_N)
+            for array in (rows.source_NS, rows.answer_NT, rows.answer_lengths_N - 1)
         ]
         return {
             "task": self.name,
@@ -179,7 +206,7 @@ class Sequences(Task):
             "sha256": digest(arrays),
         }
 
-    def _make(self, count: int, shortest: int, longest: int) -> _Rows:
+    def _make(self, count: int, shortest: int, longest: int) -> _Pairs:
         """Make unique rows, length by length, shuffled within each length."""
         symbols = self.spec.vocab_size - FIRST
         lengths = range(shortest, longest + 1)
@@ -195,15 +222,8 @@ class Sequences(Task):
             answer_NT[place, :length] = _rearranged(drawn, self.spec.operation) + FIRST
             source_NS[place, length] = answer_NT[place, length] = EOS
             start += many
-        return _Rows(source_NS, answer_NT, np.repeat(np.array(lengths), counts))
-
-    def _take(self, split: str, rows: Ints) -> _Rows:
-        kept = pick(self._splits, split)
-        return _chosen(kept, checked(rows, size=len(kept.lengths_N), split=split))
-
-
-def _chosen(rows: _Rows, numbers: Ints) -> _Rows:
-    return _Rows(rows.source_NS[numbers], rows.answer_NT[numbers], rows.lengths_N[numbers])
+        with_end_N = np.repeat(np.array(lengths), counts) + 1
+        return _Pairs(source_NS, with_end_N, answer_NT, with_end_N)
 
 
 def _rearranged(rows: Ints, kind: str) -> Ints:
@@ -280,18 +300,7 @@ class _Value:
         return str(len(str(self.value))) if self.kind == "number" else "date"
 
 
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    """One split: its values, and the pairs of each, one for every direction, as padded ids."""
-
-    values: list[_Value]
-    source_NS: NDArray[np.int64]
-    source_lengths_N: NDArray[np.int64]
-    answer_NT: NDArray[np.int64]
-    answer_lengths_N: NDArray[np.int64]
-
-
-class Translation(Task):
+class Translation(_Answered):
     """Every value in all six directions; splits `train`, `val`, `test` by value, head `next`."""
 
     answers_are_sentences = True
@@ -303,8 +312,8 @@ class Translation(Task):
         self.name = "translation"
         self._writers = writers()
         self.directions = tuple(permutations((FIGURES, *spec.languages), 2))
-        parts = _divided(spec)
-        texts = {split: self._texts(values) for split, values in parts.items()}
+        self._values = _divided(spec)
+        texts = {split: self._texts(values) for split, values in self._values.items()}
         self.tokenizer = BytePairs.train(
             (text for pair in texts["train"] for text in pair),
             vocab_size=spec.pieces,
@@ -312,55 +321,19 @@ class Translation(Task):
             digits_apart=True,
         )
         self.heads: Mapping[str, int] = {"next": self.tokenizer.vocab_size}
-        self._splits = {split: self._encoded(parts[split], pairs) for split, pairs in texts.items()}
-
-    def model(self) -> ModelSpec:
-        """Return a small encoder-decoder."""
-        return presets.seq2seq(
-            vocab_size=self.tokenizer.vocab_size,
-            d_model=64,
-            n_heads=4,
-            d_ff=256,
-            n_layers=2,
-            max_seq_len=64,
-            dropout=0.0,
-        )
+        self._splits = {split: self._encoded(pairs) for split, pairs in texts.items()}
 
     def training(self) -> TrainSpec:
         """Return settings that take under five minutes on two cores."""
-        return TrainSpec(
-            steps=2_500,
-            batch_size=128,
-            lr=2e-3,
-            schedule=CosineSchedule(warmup=100),
-            optimizer=AdamW(beta2=0.98, eps=1e-9),
-            evaluate_every=500,
-            checkpoint_every=500,
-        )
-
-    def sizes(self) -> dict[str, int]:
-        """Return the number of pairs in each split."""
-        return {split: len(pairs.answer_NT) for split, pairs in self._splits.items()}
-
-    def lengths(self, split: str) -> NDArray[np.int64]:
-        """Return the number of tokens of each answer, its end included."""
-        return pick(self._splits, split).answer_lengths_N
-
-    def batch(self, split: str, rows: Ints) -> Batch:
-        """Return the source, BOS and the answer, and the answer and EOS as the target of `next`."""
-        pairs, rows = self._found(split, rows)
-        return answered_batch(
-            pairs.source_NS[rows],
-            pairs.source_lengths_N[rows],
-            answer_NT=pairs.answer_NT[rows],
-            answer_lengths_N=pairs.answer_lengths_N[rows],
+        return replace(
+            LEARNING, steps=2_500, batch_size=128, evaluate_every=500, checkpoint_every=500
         )
 
     def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
         """Return direction, requested form, number or date, and digits of a number."""
-        pairs, rows = self._found(split, rows)
+        rows = self._checked(split, rows)
         ways = [self.directions[row % WAYS] for row in rows]
-        values = [pairs.values[row // WAYS] for row in rows]
+        values = [self._values[split][row // WAYS] for row in rows]
         return {
             "direction": [f"{given} to {wanted}" for given, wanted in ways],
             "language": [wanted for _, wanted in ways],
@@ -368,21 +341,10 @@ class Translation(Task):
             "length": [value.length for value in values],
         }
 
-    def oracle(self, split: str, rows: Ints) -> Oracle:
-        """Return the truth: entropy (B, T) 0, and (B, T, V) 1 on the target; 0 on PAD."""
-        pairs, rows = self._found(split, rows)
-        next_BT, valid_BT = padded_to_longest(pairs.answer_NT[rows], pairs.answer_lengths_N[rows])
-        probabilities_BTV = np.eye(self.heads["next"])[next_BT] * valid_BT[:, :, None]
-        return Oracle(
-            entropy=np.zeros(next_BT.shape),
-            probabilities=probabilities_BTV,
-            legal=probabilities_BTV > 0,
-        )
-
     def describe(self, split: str, row: int) -> str:
         """Return an example such as `de: 42 -> zweiundvierzig`."""
-        pairs, (number,) = self._found(split, np.array([row]))
-        return " -> ".join(self._pair(pairs.values[number // WAYS], number % WAYS))
+        (number,) = self._checked(split, np.array([row]))
+        return " -> ".join(self._pair(self._values[split][number // WAYS], number % WAYS))
 
     def facts(self) -> dict[str, Any]:
         """Return sizes, characters per answer token, the libraries of the words, and a hash."""
@@ -401,12 +363,8 @@ class Translation(Task):
 
     def _overlap(self) -> int:
         """Count the numbers and dates that occur in more than one split."""
-        distinct = [set(pairs.values) for pairs in self._splits.values()]
+        distinct = [*map(set, self._values.values())]
         return sum(map(len, distinct)) - len(set[_Value]().union(*distinct))
-
-    def _found(self, split: str, rows: Ints) -> tuple[_Pairs, NDArray[np.int64]]:
-        pairs = pick(self._splits, split)
-        return pairs, checked(rows, size=len(pairs.answer_NT), split=split)
 
     def _pair(self, value: _Value, way: int) -> tuple[str, str]:
         """Return the source and the answer."""
@@ -417,14 +375,14 @@ class Translation(Task):
     def _texts(self, values: Sequence[_Value]) -> list[tuple[str, str]]:
         return [self._pair(value, way) for value in values for way in range(WAYS)]
 
-    def _encoded(self, values: list[_Value], texts: Sequence[tuple[str, str]]) -> _Pairs:
+    def _encoded(self, texts: Sequence[tuple[str, str]]) -> _Pairs:
         sides = []
         for side in range(2):
             ids = self.tokenizer.encode_many([pair[side] for pair in texts])
             tokens_NT, valid_NT = pad([[*row, EOS] for row in ids], filler=PAD)
             sides.append((tokens_NT.astype(np.int64), valid_NT.sum(axis=1)))
         (source_NS, source_lengths_N), (answer_NT, answer_lengths_N) = sides
-        return _Pairs(values, source_NS, source_lengths_N, answer_NT, answer_lengths_N)
+        return _Pairs(source_NS, source_lengths_N, answer_NT, answer_lengths_N)
 
 
 def _divided(spec: TranslationTask) -> dict[str, list[_Value]]:
