@@ -27,12 +27,20 @@ Row = dict[str, object]
 def options(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark alone."""
     parser.add_argument("--jobs", type=int, default=1, help="cells at once, a thread each")
-    parser.add_argument("--deadline", type=float, default=None, help="seconds; start none after")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=None,
+        help="seconds: no cell begins after it; a sweep stops and saves its runs",
+    )
     parser.add_argument("--file", type=Path, default=results.FILE, help="where results are kept")
     parser.add_argument("--only", default="", help="cells whose name holds this text")
     parser.add_argument("--again", action="store_true", help="also what is finished")
     parser.add_argument(
-        "--sweep", default="", help="no cells: a sweep at one size, 300k, 3m, rates"
+        "--sweep",
+        default="",
+        choices=("300k", "3m", "rates"),
+        help="no cells: a sweep at one size, or of the learning rate across widths",
     )
     parser.add_argument("--render", action="store_true", help="no cells: page and figures alone")
 
@@ -42,8 +50,12 @@ def run(*, asked: argparse.Namespace, quick: bool = False, device: str = "cpu") 
     if asked.sweep:
         from bench.findings import allocation
 
-        found = allocation.answer(asked.sweep, device=device)
-        allocation.keep(asked.sweep, found)
+        found = allocation.answer(asked.sweep, device=device, quick=quick, deadline=asked.deadline)
+        if isinstance(found, str):
+            yield row(f"sweep {asked.sweep}", found)
+            return
+        if not quick:
+            allocation.keep(asked.sweep, found)
         yield row(f"sweep {asked.sweep}", f"{len(found['shapes'])} cells in {found['seconds']} s")
     elif not asked.render:
         yield from run_cells(

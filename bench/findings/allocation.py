@@ -3,13 +3,19 @@
 `python -m bench findings --sweep NAME --device cuda` trains one question's cells and keeps its
 ranking in docs/findings-sweeps.json, which the page is made of. Each cell goes through the budget's
 solver, so that all have the same number of parameters; a run that is there is not trained again.
+At the `--deadline` all runs are saved, and the same command goes on; `--quick` does the same with
+two cells, two seeds and six steps each, and keeps nothing.
 """
 
+import contextlib
+import functools
 import json
 import multiprocessing
 import os
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -67,6 +73,22 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def small(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a question with two cells of six steps: does it run?"""
+    made = dict(question)
+    for kind in ("design", "vary"):
+        if kind in question:
+            lists = [key for key, value in question[kind].items() if isinstance(value, list)]
+            made[kind] = {
+                key: value if key not in lists else value[: 2 if key == lists[-1] else 1]
+                for key, value in question[kind].items()
+            }
+    fewer = {"train.steps": "6", "train.evaluate_every": "3", "train.batch_size": "2"}
+    given = dict(setting.split("=", 1) for setting in question["overrides"])
+    made["overrides"] = [f"{key}={value}" for key, value in {**given, **fewer}.items()]
+    return made
+
+
 def answer(
     name: str,
     *,
@@ -74,24 +96,34 @@ def answer(
     seeds: int = SEEDS,
     folder: Path = FOLDER,
     jobs: int | None = None,
-) -> dict[str, Any]:
-    """Train what is missing of one question, ask SmallBench of every run, and return both ranks."""
+    quick: bool = False,
+    deadline: float | None = None,
+) -> dict[str, Any] | str:
+    """Train what is missing of one question, ask SmallBench of every run, and return both ranks;
+    where the deadline came first, how far it is.
+    """
     began = time.monotonic()
-    asked = QUESTIONS[name]
-    done = gf.sweep(
-        asked["what"],
-        design=asked.get("design"),
-        vary=asked.get("vary"),
-        overrides=asked["overrides"],
-        seeds=seeds,
-        device=device,
-        jobs=jobs,
-        name=name,
-        sweeps=folder,
-        resume=(folder / name / "sweep.json").is_file(),
-        yes=True,
-    )
+    asked = small(QUESTIONS[name]) if quick else QUESTIONS[name]
+    name = f"{name}-quick" if quick else name
+    with stopped_after(deadline):
+        done = gf.sweep(
+            asked["what"],
+            design=asked.get("design"),
+            vary=asked.get("vary"),
+            overrides=asked["overrides"],
+            seeds=2 if quick else seeds,
+            device=device,
+            jobs=jobs,
+            name=name,
+            sweeps=folder,
+            resume=(folder / name / "sweep.json").is_file(),
+            yes=True,
+        )
     seconds = time.monotonic() - began
+    if done.stopped:
+        ended = sum(result.has_ended for result in done.results.values())
+        runs = len(done.plan.cells) * done.plan.sweep.seeds
+        return f"the deadline came first: {ended} of {runs} runs; the same command goes on"
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "torch": str(torch.__version__).partition("+")[0],
@@ -99,8 +131,23 @@ def answer(
         "steps": done.plan.cells[0].spec.train.steps,
         "shapes": {str(cell.index): shape_of(cell.spec.model) for cell in done.plan.cells},
         "bits": json_numbers(done.ranking.to_dict()),
-        "exams": json_numbers(examined(done)),
+        "exams": json_numbers(examined(done, items=1 if quick else ITEMS)),
     }
+
+
+@contextlib.contextmanager
+def stopped_after(deadline: float | None) -> Iterator[None]:
+    """Send this process what Ctrl-C sends, after some seconds: a sweep saves its runs and ends."""
+    if deadline is None:
+        yield
+        return
+    timer = threading.Timer(deadline, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def shape_of(spec: ModelSpec) -> dict[str, int]:
@@ -108,14 +155,15 @@ def shape_of(spec: ModelSpec) -> dict[str, int]:
     return {"width": spec.d_model, "layers": sum(1 for _ in spec.decoder.blocks())}
 
 
-def examined(done: Sweep) -> dict[str, Any]:
+def examined(done: Sweep, *, items: int) -> dict[str, Any]:
     """Rank the cells of a sweep by SmallBench: the mean over exams of what is above chance."""
     names = {row.cell: row.name for row in done.ranking.rows}
     seeds = range(done.plan.sweep.seeds)
     paths = [str(done.run_path(cell, seed)) for cell in names for seed in seeds]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        marks = np.array(list(pool.map(above_chance, paths))).reshape(len(names), len(seeds))
+        found_marks = [*pool.map(functools.partial(above_chance, items=items), paths)]
+    marks = np.array(found_marks).reshape(len(names), len(seeds))
     cells = [*names]
     found = rank(
         [*names.values()],
@@ -133,13 +181,13 @@ def examined(done: Sweep) -> dict[str, Any]:
     }
 
 
-def above_chance(path: str) -> float:
+def above_chance(path: str, *, items: int) -> float:
     """Return the share of what chance leaves that a run gets right, the mean over exams."""
     torch.set_num_threads(1)
     adapter = load_native(path)
     examinee = examinee_of(adapter.model, adapter.tokenizer, name=Path(path).name)
     asked = [name for name in exams() if name != BITS]
-    scores = smallbench(examinee, items=ITEMS, only=asked).scores
+    scores = smallbench(examinee, items=items, only=asked).scores
     shares = [
         (one.score - one.chance) / (1 - one.chance)
         for one in scores
