@@ -116,8 +116,7 @@ def equal(names: list[str], rank: int, folder: Path) -> None:
     for name in names:
         for accumulate in (1, 3):
             run = override(small(name), [f"train.accumulate={accumulate}"])
-            # a mixture that balances its experts is not sharded
-            for sharded in (False, True) if name != "moe" else (False,):
+            for sharded in (False, True):
                 loss, weight = gaps(run, ranks, sharded=sharded)
                 kind = "FSDP2" if sharded else "DDP"
                 if rank == 0:

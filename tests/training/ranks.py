@@ -76,13 +76,11 @@ def equal(ranks: Ranks, folder: Path) -> dict[str, float]:
         "digits": digits(*EXACT),
         "machine, 2 batches": machine(*EXACT, several),
         "reverse": RUNS["reverse"](*EXACT),
-        "experts, 2 batches": machine(*EXACT, several, EXPERTS),
+        "experts, 2 batches": machine(*EXACT, several, EXPERTS, "model.decoder.layers.count=2"),
     }
     found = {name: gap(run, ranks) for name, run in cases.items()}
-    for name in ("machine, 2 batches", "reverse"):
+    for name in ("machine, 2 batches", "reverse", "experts, 2 batches"):
         found[f"{name}, sharded"] = gap(cases[name], ranks, sharded=True)
-    unbalanced = machine(*EXACT, EXPERTS.replace('"balance": 0.5', '"balance": 0.0'))
-    found["experts without balance, sharded"] = gap(unbalanced, ranks, sharded=True)
     return found
 
 
@@ -140,7 +138,7 @@ def idle(ranks: Ranks, folder: Path) -> dict[str, float]:
     found = {}
     for name, run in {"answer": digits(*EXACT), "experts": machine(*EXACT, EXPERTS)}.items():
         batch = build_task(run.task).batch("train", np.arange(1))
-        for sharded in (False, True) if name == "answer" else (False,):
+        for sharded in (False, True):
             engines = engine_of(run, None), engine_of(run, ranks, sharded=sharded)
             one, two = (numbers(e.step([batch], lr=0.01, seed=0)) for e in engines)
             found[f"{name}{', sharded' if sharded else ''}"] = worst(one, two)
@@ -201,7 +199,6 @@ def refusals(ranks: Ranks, folder: Path) -> dict[str, str]:
     for name, check in {
         "data": lambda: ranks.check_equal(facts),
         "size": lambda: ranks.check_batch(9),
-        "experts": lambda: engine_of(machine(*EXACT, EXPERTS), ranks, sharded=True),
     }.items():
         try:
             check()

@@ -8,7 +8,7 @@ dropped. `BalanceLosses` is passed into a forward like a cache, and collects the
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import assert_never
 
 import torch
@@ -102,18 +102,20 @@ def build_ffn(ffn: spec.MLP | spec.SwiGLU, d_model: int, *, dropout: float = 0.0
 # B batch, T length, D d_model, E experts, A experts of a token, M rows (batch x length)
 
 
-@dataclass(slots=True)
 class BalanceLosses:
     """The load-balancing loss of every mixture in one forward, by the name of its layer.
 
     `coefficients` are the factors that the spec has for them. A layer that is run again for its
     backward writes the same entry again. `everywhere` sums a tensor over all processes, where
     several share a batch: each one's losses are then its addend of the complete batch's.
+    Not a dataclass: FSDP2 gives a block copies of those that hold tensors, and what it recorded
+    in a copy would be lost.
     """
 
-    everywhere: Callable[[Tensor], Tensor] | None = None
-    losses: dict[str, Tensor] = field(default_factory=dict)
-    coefficients: dict[str, float] = field(default_factory=dict)
+    def __init__(self, everywhere: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.everywhere = everywhere
+        self.losses: dict[str, Tensor] = {}
+        self.coefficients: dict[str, float] = {}
 
     def add(self, layer: str, loss: Tensor, coefficient: float) -> None:
         """Record one layer's loss."""

@@ -30,7 +30,7 @@ from glassformer.data.batch import Batch, Source
 from glassformer.models.model import Model, array_of, tensor_of
 from glassformer.nn.block import TransformerBlock
 from glassformer.spec.errors import InputError, MachineError
-from glassformer.spec.model import ModelSpec, MoE
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import LoRA, TrainSpec
 from glassformer.store.tensors import Deferred, explain_difference
 from glassformer.training.engine import (
@@ -232,12 +232,6 @@ class DistributedEngine:
     ) -> None:
         ranks.check_batch(train.batch_size)
         self.spec: ModelSpec = model.spec
-        if sharded and _balances(self.spec):
-            raise InputError(
-                "a mixture of experts with a load-balancing loss cannot be sharded: FSDP2 would "
-                "give other gradients than one process",
-                hint="leave out --fsdp, or set the mixture's balance=0",
-            )
         self.ranks, self.sharded = ranks, sharded
         whole = _shard(model, ranks, device) if sharded else None
         part = Part(ranks.size, ranks.sum, *([] if whole is None else [whole]))
@@ -397,15 +391,6 @@ class DistributedEngine:
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------
-
-
-def _balances(spec: ModelSpec) -> bool:
-    """Return True if a layer has a loss of its own beside its output."""
-    return any(
-        isinstance(block.ffn, MoE) and block.ffn.balance > 0
-        for stack in spec.stacks().values()
-        for block in stack.blocks()
-    )
 
 
 class _Whole(nn.Module):
