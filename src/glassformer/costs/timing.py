@@ -132,10 +132,9 @@ def step_time(
     for head, name in zip(model.heads, model.head_names(), strict=True):
         rows = batch * head.rows(length)
         width = model.head_size(name)
-        again = 4 / 3 if rows * width > PIECE else 1.0  # chunks are recomputed in the backward
-        weights = again * 6 * rows * head_weights(model, name)
+        weights = 6 * rows * head_weights(model, name)
         products += weights / rate_at(rates.products, model.d_model)
-        loss += again * rows * width / rate_at(rates.logits, min(rows * width, PIECE))
+        loss += rows * width / rate_at(rates.logits, min(rows * width, PIECE))
         calls += PRODUCT_CALLS + 10
     work = 3 * batch * flops(model, length=length, source_length=source).attention
     d_head = next(model.decoder.blocks()).attention.head_width(model.d_model)

@@ -4,9 +4,9 @@ Only the rows that count are projected to logits. Sums are returned, not means, 
 be combined with every token weighted equally.
 
 `head_loss` picks the rows by a mask, whose count only the data tells. `fixed_loss` is the same sum
-with shapes that are known beforehand, as a compiled and recorded step needs them; where the logits
-are large it takes their gradient chunk by chunk in the forward, so that they are never all there
-and nothing is computed twice.
+with shapes that are known beforehand, as a compiled and recorded step needs them. Where the logits
+are large and one product makes them, their gradient is taken chunk by chunk in the forward, so that
+they are never all there and nothing is computed twice; other heads compute each chunk again.
 """
 
 import importlib.util
@@ -63,6 +63,9 @@ def head_loss(
     step = max(1, PIECE // width)
     if len(rows_MD) <= step:
         return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
+    plain = _plain_head(model, head)
+    if plain is not None:
+        return _in_chunks(*plain, rows_MD, targets_M, weights_M, label_smoothing, step=step)
     pieces = []
     for start in range(0, len(rows_MD), step):
         at = slice(start, start + step)
@@ -115,7 +118,19 @@ def fixed_loss(
     plain = _plain_head(model, head)
     if len(rows_MD) <= step or plain is None:
         return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
-    weight_VD, bias_V = plain
+    return _in_chunks(*plain, rows_MD, targets_M, weights_M, label_smoothing, step=step)
+
+
+def _in_chunks(
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    rows_MD: Tensor,
+    targets_M: Tensor,
+    weights_M: Tensor,
+    label_smoothing: float,
+    *,
+    step: int,
+) -> LossSums:
     if torch.is_autocast_enabled(rows_MD.device.type):
         dtype = torch.get_autocast_dtype(rows_MD.device.type)
         rows_MD, weight_VD = rows_MD.to(dtype), weight_VD.to(dtype)
@@ -219,11 +234,15 @@ def loss_and_gradient(
 
         sums_C2 = loss_rows(logits_CP, targets_C, weights_C, classes, smoothing)
         return sums_C2, logits_CP
-    wide_CV, weight_C1 = as_float(logits_CP[:, :classes]), weights_C[:, None]
-    logp_CV = wide_CV - torch.logsumexp(wide_CV, -1, keepdim=True)
-    nll_C = -logp_CV.gather(1, targets_C[:, None])[:, 0]
-    smoothed_C = (1 - smoothing) * nll_C - smoothing * logp_CV.mean(1)
-    wanted_CV = torch.zeros_like(logp_CV).scatter(1, targets_C[:, None], 1 - smoothing)
-    grad_CV = (logp_CV.exp() - wanted_CV - smoothing / classes) * weight_C1
+    logp_CV = F.log_softmax(as_float(logits_CP[:, :classes]), -1)
+    weight_C1, target_C1 = weights_C[:, None].to(logp_CV.dtype), targets_C[:, None]
+    nll_C = -logp_CV.gather(1, target_C1)[:, 0]
+    smoothed_C = nll_C
+    if smoothing:
+        smoothed_C = (1 - smoothing) * nll_C - smoothing * logp_CV.mean(1)
+    grad_CV = logp_CV.exp_().mul_(weight_C1)
+    if smoothing:
+        grad_CV -= weight_C1 * (smoothing / classes)
+    grad_CV.scatter_add_(1, target_C1, (smoothing - 1) * weight_C1)
     grad_CP = F.pad(grad_CV, (0, logits_CP.shape[1] - classes)).to(logits_CP.dtype)
     return torch.stack((nll_C, smoothed_C), 1) * weight_C1, grad_CP
