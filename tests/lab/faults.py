@@ -18,7 +18,9 @@ FAULTS = (
     Fault("smoothing in the reported nll", SUMS, "(nll_M.detach() * weights_M)", "(smoothed_M.detach() * weights_M)", "smoothed sums"),
     Fault("smoothing over all but the label", SUMS, "logp_MV.mean(1)", "logp_MV.sum(1) / (logp_MV.shape[1] - 1)", "smoothed sums"),
     Fault("weights forgotten in the plain loss", SUMS, 'reduction="none") * weights_M).sum()', 'reduction="none")).sum()', "plain sums"),
-    Fault("pieces overlap", "training.losses:head_loss", "at = slice(start, start + step)", "at = slice(start, start + step + 1)", "pieces"),
+    Fault("pieces overlap", "training.losses:_ChunkedLoss.forward", "at = slice(start, start + step)", "at = slice(start, start + step + 1)", "pieces"),
+    Fault("the label's gradient is forgotten", "training.losses:loss_and_gradient", "(smoothing - 1) * weight_C1)", "0.0 * weight_C1)", "pieces"),
+    Fault("pieces that are computed again overlap", "training.losses:head_loss", "at = slice(start, start + step)", "at = slice(start, start + step + 1)", "pieces computed again"),
     # accumulation
     Fault("mean of means", LOSS, "loss.smoothed / (count or 1.0)", "loss.smoothed / float(loss_weights(batch, head).sum()) / 4", "accumulation, torch"),
     Fault("mean of means, by hand", BY_HAND, "float(weights[head].sum(dtype=np.float64)) / count if count else 0.0", "1 / many", "accumulation, numpy"),

@@ -67,6 +67,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "plain sums": lambda: test_losses.losses_are_weighted_sums(0.0),
     "smoothed sums": lambda: test_losses.losses_are_weighted_sums(0.1),
     "pieces": with_patches(test_losses.pieces_are_the_whole, 0.0),
+    "pieces computed again": with_patches(test_losses.pieces_are_the_whole, 0.0, "capped"),
     "accumulation, torch": lambda: test_accumulation.small_batches_are_a_large_one(
         "machine", "torch", "float64"
     ),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from glassformer.data.batch import Batch
 from glassformer.models.model import build
-from glassformer.spec.model import AnswerHead
+from glassformer.spec.model import AnswerHead, NextHead
 from glassformer.training import losses
 from glassformer.training.engine import loss_weights, totals
 from glassformer.training.losses import head_loss
@@ -107,8 +107,13 @@ def test_what_a_zero_weight_hides_is_never_read():
     what_a_zero_weight_hides_is_never_read()
 
 
-def pieces_are_the_whole(monkeypatch, smoothing: float) -> None:
-    model, hidden, targets, weights = sample()
+#: One product, whose gradient is taken at once; more than that, which the backward computes again.
+HEADS = {"plain": NextHead(), "capped": NextHead(softcap=3.0)}
+
+
+def pieces_are_the_whole(monkeypatch, smoothing: float, head: str = "plain") -> None:
+    _, hidden, targets, weights = sample()
+    model = built(tiny(heads=(HEADS[head],))).double()
     leaves = [hidden, *model.heads.parameters()]
     whole = head_loss(model, hidden, "next", targets, weights, label_smoothing=smoothing)
     want = torch.autograd.grad(whole.smoothed, leaves)
@@ -121,13 +126,16 @@ def pieces_are_the_whole(monkeypatch, smoothing: float) -> None:
             torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_pieces_are_the_whole(monkeypatch, smoothing):
-    pieces_are_the_whole(monkeypatch, smoothing)
+def test_pieces_are_the_whole(monkeypatch, smoothing, head):
+    pieces_are_the_whole(monkeypatch, smoothing, head)
 
 
-def test_pieces_keep_no_logits_for_the_backward(monkeypatch):
-    model, hidden, targets, weights = sample()
+@pytest.mark.parametrize("head", HEADS)
+def test_pieces_keep_no_logits_for_the_backward(monkeypatch, head):
+    _, hidden, targets, weights = sample()
+    model = built(tiny(heads=(HEADS[head],))).double()
     monkeypatch.setattr(losses, "PIECE", 4 * VOCAB)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):

@@ -22,7 +22,7 @@ from glassformer.models.model import Model
 from glassformer.nn.embedding import TiedHead, TokenEmbedding, read_out
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import as_float
-from glassformer.spec.execution import GPU_CLASSES, PIECE, RECORDED_PIECE
+from glassformer.spec.execution import CHUNK, GPU_CLASSES, PIECE, RECORDED_PIECE
 from glassformer.spec.model import NextHead
 
 # B batch, T length, D d_model, M rows that count, V logits
@@ -65,6 +65,7 @@ def head_loss(
         return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
     plain = _plain_head(model, head)
     if plain is not None:
+        step = min(step, max(1, CHUNK // width))
         return _in_chunks(*plain, rows_MD, targets_M, weights_M, label_smoothing, step=step)
     pieces = []
     for start in range(0, len(rows_MD), step):
