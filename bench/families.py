@@ -829,9 +829,9 @@ read with its short factors, up to the context that they are for; OPT-350M, whos
 narrower than its layers, is refused. BERT and RoBERTa with an untied head are read, not written: of
 the two biases in their files one is never used, and no model here holds it.
 
-Random configs of every family, drawn field by field, are equal to transformers or refused by the
-name of a key: `python -m bench random_families`. Left out keys mean what transformers takes for
-them. Dynamic rotary scaling acts beyond a model's context alone, and is read as none.
+`python -m bench random_families` draws configs of every family field by field, and requires results
+equal to transformers', or a refusal with the name of a key. Keys that are left out mean what
+transformers takes for them. Dynamic rotary scaling acts beyond a model's context alone, and is read as none.
 
 GGUF files of 32 of llama.cpp's architectures are read and written: [the list](adapters.md#gguf),
 and how they were compared with llama.cpp.
