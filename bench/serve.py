@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import statistics
@@ -231,6 +232,13 @@ class Server:
         line = next(line for line in text.splitlines() if line.startswith("VmRSS"))
         return int(line.split()[1]) * 1024
 
+    @property
+    def cpu(self) -> float:
+        """Seconds of processor time so far: a figure that a busy machine changes little."""
+        text = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
+        user, system = text.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def body(self, **fields: Any) -> bytes:
         """A completion request."""
         return json.dumps({"model": self.model, "temperature": 0, **fields}).encode()
@@ -333,27 +341,38 @@ def throughput(server: Server, file: Path, asked: argparse.Namespace) -> Iterato
     with peer as theirs:
         sides = {"glass serve": server} | ({"llama.cpp": theirs} if theirs is not None else {})
         rates: dict[tuple[str, int], list[float]] = {}
+        work: dict[tuple[str, int], list[float]] = {}
         firsts: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(asked.rounds + 1):
             for name, side in sides.items():
                 for at_once in (1, asked.clients):
                     count = asked.clients if at_once > 1 else max(asked.clients // 4, 1)
                     begin = turn * 10_000 + at_once * 1_000
+                    spent = side.cpu
                     rate, first = asyncio.run(_load(side, count, at_once, begin, asked.new))
                     if turn:  # the first one warms up
                         rates.setdefault((name, at_once), []).append(rate)
+                        each = 1e3 * (side.cpu - spent) / (count * asked.new)
+                        work.setdefault((name, at_once), []).append(each)
                         firsts[name] += first if at_once > 1 else []
         case = f"{file.stem}, prompts of 24 words, {asked.new} new, {asked.threads} threads"
+        crowd = asked.clients
         for name in sides:
             alone, many = (statistics.median(rates[name, n]) for n in (1, asked.clients))
             late = sorted(firsts[name])
             p99 = late[min(len(late) - 1, int(len(late) * 0.99))]
-            yield said("serve", case, f"{name}: one client {alone:.0f} tokens/s")
+            cheap = {n: statistics.median(work[name, n]) for n in (1, asked.clients)}
+            yield said(
+                "serve",
+                case,
+                f"{name}: one client {alone:.0f} tokens/s, {cheap[1]:.2f} ms of CPU a token",
+            )
             yield said(
                 "serve",
                 case,
                 f"{name}: {asked.clients} clients {many:.0f} tokens/s, {many / alone:.2f} x one; "
-                f"first token p50 {statistics.median(late):.2f} s, p99 {p99:.2f} s",
+                f"first token p50 {statistics.median(late):.2f} s, p99 {p99:.2f} s; "
+                f"{cheap[crowd]:.2f} ms of CPU a token, one {cheap[1] / cheap[crowd]:.2f} x that",
             )
         if theirs is not None:
             for n in (1, asked.clients):
@@ -364,7 +383,18 @@ def throughput(server: Server, file: Path, asked: argparse.Namespace) -> Iterato
                     )
                 ]
                 share = statistics.median(shares)
-                yield said("serve", case, f"{n} clients: {share:.2f} x llama.cpp's tokens/s")
+                less = [
+                    other / ours
+                    for ours, other in zip(
+                        work["glass serve", n], work["llama.cpp", n], strict=True
+                    )
+                ]
+                yield said(
+                    "serve",
+                    case,
+                    f"{n} clients: {share:.2f} x llama.cpp's tokens/s, "
+                    f"{statistics.median(less):.2f} x its tokens a CPU second",
+                )
 
 
 def device_throughput(asked: argparse.Namespace) -> Iterator[Row]:
