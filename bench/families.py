@@ -831,7 +831,8 @@ the two biases in their files one is never used, and no model here holds it.
 
 `python -m bench random_families` draws configs of every family field by field, and requires results
 equal to transformers', or a refusal with the name of a key. Keys that are left out mean what
-transformers takes for them. Dynamic rotary scaling acts beyond a model's context alone, and is read as none.
+transformers takes for them. Dynamic rotary scaling acts beyond a model's context alone, and is read
+as none.
 
 GGUF files of 32 of llama.cpp's architectures are read and written: [the list](adapters.md#gguf),
 and how they were compared with llama.cpp.
