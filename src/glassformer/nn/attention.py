@@ -33,7 +33,8 @@ def _varlen_kernel() -> Callable[..., Any] | None:
     return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
-PACKED = _varlen_kernel()
+#: Its module imports torch's compiler, which takes seconds: not where there is no GPU to use it.
+PACKED = _varlen_kernel() if torch.cuda.is_available() else None
 #: How a release is told of fewer key-value heads; where it cannot be told, its kernel sees it.
 PACKED_GROUPS = (
     {"enable_gqa": True}
