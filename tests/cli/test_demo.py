@@ -46,7 +46,7 @@ def test_results_are_on_stdout_and_narration_on_stderr(made):
     for word in (
         "trained   4 steps",
         "verified",
-        "0 failed, 4 not offered",
+        "0 failed, 5 not offered",
         "decoded   20 held-out rows",
     ):
         assert word in out

@@ -191,7 +191,7 @@ def test_a_verdict_that_says_no_names_a_change_that_says_yes(glass):
         pairs = zip(asked[2::2], asked[3::2], strict=True)
         options |= {flag[2:]: value for flag, value in pairs}
         mended = gf.design(**options | found["change"]).best.portability
-        family = "Mixtral: yes (GGUF: no)" if "--experts" in asked else "Llama: yes"
+        family = "Mixtral: yes" if "--experts" in asked else "Llama: yes"
         assert mended.verdict() == f"exports as {family} · int4: yes"
     _, out, _ = glass("design", "--params", "10M", "--shape", "classic", "--no-time")
     assert "exports as Llama: no · int4: no\n  export: " in out

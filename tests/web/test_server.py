@@ -20,7 +20,7 @@ from glassformer.serve import http
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.web.app import server
 from glassformer.web.app.query import Bytes, Query, to_json
-from glassformer.web.app.server import HEADERS, Connection, Guard
+from glassformer.web.app.server import HEADERS, Connection, ExplorerGuard
 from glassformer.web.app.workspace import Workspace
 from tests.web.conftest import PORT, TOKEN, Client
 
@@ -30,7 +30,7 @@ STATIC = Path(server.__file__).parents[1] / "static"
 def app_of(handler: Any, lab: Workspace, method: str = "GET") -> Client:
     """An app with one question."""
     app = Starlette(routes=[Route("/api/it", server._endpoint(handler, lab), methods=[method])])
-    app.add_middleware(Guard, token=TOKEN, port=PORT)
+    app.add_middleware(ExplorerGuard, token=TOKEN, port=PORT)
     return Client(app)
 
 
