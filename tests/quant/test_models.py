@@ -7,11 +7,12 @@ import torch
 
 import glassformer as gf
 from glassformer.data.build_task import build_task
+from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.lab.quantize import keeping_float, time_layers
+from glassformer.lab.quantize import LENGTH, keeping_float, of_manuals, of_text, time_layers
 from glassformer.models.model import build, weights_of
 from glassformer.quant.backends import choose
 from glassformer.quant.backends.choose import SlowQuantization
@@ -255,3 +256,17 @@ def test_precisions_of_models_in_memory_are_compared(tmp_path):
         gf.compare_precision(full, small, task="digits", text=tmp_path / "text")
     with pytest.raises(InputError, match="no tokenizer"):
         gf.compare_precision(full, small, text=tmp_path / "text")
+
+
+def test_a_text_is_read_in_windows_of_the_length_given(tmp_path):
+    tokenizer = BytePairs.train(["the class of a class"], vocab_size=260)
+    model = build(
+        presets.modern_lm(vocab_size=tokenizer.vocab_size, d_model=16, n_heads=2, n_kv_heads=2)
+    )
+    assert model.spec.max_seq_len > 2 * LENGTH
+    text = tmp_path / "a.txt"
+    text.write_text("a class and another class\n" * 400)
+    for given in (of_manuals(tokenizer, model), of_text(text, tokenizer, model)):
+        assert {b.tokens.shape[1] for b in (*given.calibrating, *given.measuring)} == {LENGTH}
+    given = of_manuals(tokenizer, model, length=61)
+    assert {b.tokens.shape[1] for b in (*given.calibrating, *given.measuring)} == {61}

@@ -218,11 +218,11 @@ def of_manuals(tokenizer: Tokenizer, model: Model, *, length: int = LENGTH) -> M
     """Return material of Python's own manuals, in English: what every machine has."""
     _check_continues(model)
     enough = 8 * (CALIBRATING + MEASURING) * ROWS * LENGTH  # characters
-    pieces, length = [], 0
+    pieces, characters = [], 0
     for document in read_corpus("", seed=0):
         pieces.append(document.content.decode())
-        length += len(pieces[-1])
-        if length > enough:
+        characters += len(pieces[-1])
+        if characters > enough:
             break
     text = "\n\n".join(pieces)
     origin = "Python's manuals (English; --text FILE measures on yours)"
