@@ -120,6 +120,24 @@ def streams(bench: Bench) -> None:
     bench.monkeypatch.setattr(glassformer.serve.engine, "EVENT_SECONDS", 10.0)
     with bench.house() as house:
         test_openai.test_a_stream_is_the_whole_in_pieces(house)
+    with bench.house() as house:
+        made, read = asyncio.run(read_at_the_end(house))
+        assert made == read
+
+
+async def read_at_the_end(house: House) -> tuple[int, int]:
+    """Return how many tokens were made, and how many a reader gets who reads after the last."""
+    house.engine.start()
+    served = house.served
+    asked = completion_request({"model": "tiny", "prompt": "the", "max_tokens": 12})
+    row = served.batcher.prepare(served.text_ids("the")[0], spec=DecodeSpec(max_new_tokens=12))
+    answer = Answer(house.engine, served, [row], Completion(served, asked, ""), seconds=30)
+    answer.begin()
+    while row.finish is None:
+        await asyncio.sleep(0.01)
+    read = [len(tokens) async for _, tokens, _ in answer.pieces()]
+    answer.end()
+    return len(row.tokens), sum(read)
 
 
 def gone(bench: Bench) -> None:
