@@ -56,7 +56,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
         "what": "text",
         "design": {"params": "3m", **GRID},
         "overrides": [
-            "train.steps=2000",
+            "train.steps=1000",
             "task.vocab_size=4000",
             "train.batch_size=32",
             "train.precision=bf16",
@@ -241,22 +241,35 @@ def section(name: str, found: Mapping[str, Any]) -> str:
     cells, seeds = len(bits["rows"]), bits["seeds"]
     took = f"{found['seconds']} s on one {found['device']}, torch {found['torch']}"
     about = f"**{name}**: {cells} cells, {seeds} seeds, {found['steps']:,} steps each; {took}."
+    reasoning = {} if exams_ is None else {level_of(each): each for each in exams_["effects"]}
     effects = [
-        [effect["factor"].replace("_", " "), effect["value"], signed(effect)]
-        for effect in bits["effects"]
+        [
+            each["factor"].replace("_", " "),
+            each["value"],
+            signed(each),
+            *([signed(reasoning[level_of(each)], percent=True)] if reasoning else []),
+        ]
+        for each in bits["effects"]
     ]
+    changed = ["change of bits", *(["change of SmallBench"] if reasoning else [])]
     return "\n\n".join(
         (
             about,
             table([*head, *(["SmallBench above chance"] if marks else [])], rows),
             "\n".join(f"- {group['text']}" for group in bits["groups"]),
-            table(["main effect", "level", "change"], effects),
+            table(["main effect", "level", *changed], effects),
         )
     )
 
 
-def signed(effect: Mapping[str, Any]) -> str:
+def level_of(effect: Mapping[str, Any]) -> tuple[str, str]:
+    """Return which factor an effect is of, and at which of its levels."""
+    return effect["factor"], effect["value"]
+
+
+def signed(effect: Mapping[str, Any], *, percent: bool = False) -> str:
     """Return an effect with its interval; one that holds zero was not seen."""
     seen = effect["low"] > 0 or effect["high"] < 0
-    span = f"{effect['effect']:+.4f} ({effect['low']:+.4f} to {effect['high']:+.4f})"
-    return span if seen else f"{span}, no effect seen"
+    form = "{:+.2%}" if percent else "{:+.4f}"
+    middle, low, high = (form.format(effect[key]) for key in ("effect", "low", "high"))
+    return f"{middle} ({low} to {high}){'' if seen else ', no effect seen'}"
