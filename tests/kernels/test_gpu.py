@@ -45,7 +45,7 @@ def test_a_product_of_one_row(n_in, norm, gated, extra):
         gain_I=gain if norm else None,
         shift_I=shift if norm == "layer" else None,
         eps=1e-6,
-        gated=gated,
+        activation="gate" if gated else "",
         residual_1O=residual,
     )
     assert (shown - want).abs().max() <= 2e-6 * want.abs().max()

@@ -36,7 +36,7 @@ from glassformer.adapters.table import Family, identity_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.fast.native import fastest_stepper
+from glassformer.generation.fast.choice import fastest_stepper
 from glassformer.generation.stepper import PrefixCacheStepper, Stepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, weights_of

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
+from glassformer.generation.fast.choice import rewinding_stepper
 from glassformer.generation.fast.program import why_not
 from glassformer.generation.fast.slots import (
     NativeSlots,
@@ -609,4 +610,6 @@ def make_slots(
         except InputError:
             if context is not None and not 1 < context <= spec.max_seq_len:
                 raise
-    return OneByOneSlots(stepper(), spec, slots=slots, context=context or spec.max_seq_len)
+    # Slots are decoded in turn, so their decodings must be independent of each other.
+    one = stepper() if model is None else rewinding_stepper(model)
+    return OneByOneSlots(one, spec, slots=slots, context=context or spec.max_seq_len)

@@ -17,7 +17,8 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation import beam
 from glassformer.generation.beam import Hypothesis
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.native import NativeStepper, fastest_stepper
+from glassformer.generation.fast.choice import fastest_stepper, rewinding_stepper
+from glassformer.generation.fast.native import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.speculative import SpeculativeStepper, facts_of
@@ -206,10 +207,15 @@ def make_stepper(
     `draft` is a smaller or quantized model of the same tokenizer, which guesses if `speculate` is
     set; without it guesses come from the text.
     """
-    if step.speculate:
-        plain = replace(step, speculate=False)
-        guessing = None if draft is None else make_stepper(draft, replace(plain, prompt_cache=None))
-        return SpeculativeStepper(make_stepper(model, plain), draft=guessing)
+    plain = _plain_stepper(model, step)
+    if not step.speculate:
+        return plain
+    guessing = None if draft is None else _plain_stepper(draft, replace(step, prompt_cache=None))
+    return SpeculativeStepper(plain, draft=guessing)
+
+
+def _plain_stepper(model: TextModel | Model, step: StepSpec) -> Stepper:
+    """Return the stepper without guesses; if there will be some, one that can take them back."""
     own = model if isinstance(model, Model) else getattr(model, "model", None)
     if not isinstance(own, Model):
         assert not isinstance(model, Model)
@@ -222,7 +228,7 @@ def make_stepper(
         return NaiveStepper(own)
     if step.fast or step.compile:
         return FastStepper(own, compile=step.compile)
-    return fastest_stepper(own)
+    return rewinding_stepper(own) if step.speculate else fastest_stepper(own)
 
 
 @contextmanager

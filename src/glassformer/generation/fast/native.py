@@ -1,7 +1,7 @@
 """`NativeStepper`: a decoding step of a complete model as one call into `kernels/step.c`.
 
-Nothing is timed or compiled, so the first step is as fast as the last. `fastest_stepper` takes it
-for models that the C file can run (`program.why_not`), and the plain cached step for others.
+Nothing is timed or compiled, so the first step is as fast as the last. It is the default on a CPU
+(`choice.fastest_stepper`) for models that the C file can run (`program.why_not`).
 
 Rows need no padding: each new token has a sequence and a position, and sequences may be at any
 positions. A past is a set of rows; to add rows to a batch, read their prompts with `start` and
@@ -27,8 +27,6 @@ from glassformer.generation.stepper import (
     BeamRun,
     BeamStep,
     RewindingStepper,
-    Stepper,
-    TorchStepper,
     decodable,
 )
 from glassformer.kernels import c_library
@@ -43,12 +41,6 @@ BLOCK = 256
 
 #: Beam steps in one call at most: the memory is there before, as if no beams shared any.
 BEAM_STEPS = 64
-
-
-def fastest_stepper(model: Model | Holder) -> Stepper:
-    """Return the native step, or the cached one where the C file cannot run the model."""
-    own = decodable(model)
-    return TorchStepper(own) if why_not(own) else NativeStepper(own)
 
 
 class _Memory(ctypes.Structure):

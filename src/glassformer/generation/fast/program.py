@@ -136,13 +136,21 @@ def _missing(model: Model) -> str:
             if stack is model.spec.encoder and (attention.causal or attention.window):
                 return "the native step reads a source from both sides, without a window"
     for name, part in model.named_modules():
+        if isinstance(part, IntegerWeights) and part.c_weight() is None:
+            return f"the weights of {name} are not in the form of our C routines"
+    return unknown_module(model, but=IntegerWeights)
+
+
+def unknown_module(model: Model, *, but: type | None = None) -> str:
+    """Return what a step that reads weights past the modules would pass over; empty if nothing.
+
+    `but` are classes of other modules that the step knows.
+    """
+    for name, part in model.named_modules():
         if "position" in name.split("."):
             continue  # its table is read
-        if isinstance(part, IntegerWeights):
-            if part.c_weight() is None:
-                return f"the weights of {name} are not in the form of our C routines"
-        elif type(part) not in PARTS:
-            return f"the native step has no {type(part).__name__}, as in {name}"
+        if type(part) not in PARTS and not (but is not None and isinstance(part, but)):
+            return f"the step has no {type(part).__name__}, as in {name}"
         if part._forward_hooks or part._forward_pre_hooks:
             return f"a hook would not be called: {name or 'the model'} has one"
     return ""

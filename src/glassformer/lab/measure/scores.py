@@ -235,12 +235,12 @@ class Answerer:
                 f"{spec.max_new_tokens} new tokens leave no context of {self.longest}",
                 hint="max_gen_toks in the task's generation_kwargs",
             )
-        made = []
+        made, stepper = [], self.adapter.stepper()
         for first in range(0, len(texts), self.batch_size):
             some = texts[first : first + self.batch_size]
             rows = [self.encode(text, begun=True)[-room:] or [self.begin()] for text in some]
             found = generate_batch(
-                self.adapter.stepper(), rows, spec=spec, tokenizer=self.tokenizer, logprobs=False
+                stepper, rows, spec=spec, tokenizer=self.tokenizer, logprobs=False
             )
             made += [each.text for each in found]
         return made

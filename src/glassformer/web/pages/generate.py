@@ -174,9 +174,10 @@ def _stepper(adapter: "BaseAdapter", *, cached: bool) -> "Stepper":
 
 def _caches(stepper: "Stepper") -> bool:
     from glassformer.generation.fast.native import NativeStepper
+    from glassformer.generation.fast.stepper import FastStepper
     from glassformer.generation.stepper import TorchStepper
 
-    return isinstance(stepper, (TorchStepper, NativeStepper))
+    return isinstance(stepper, (TorchStepper, NativeStepper, FastStepper))
 
 
 def _started(

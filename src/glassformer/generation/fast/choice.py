@@ -1,0 +1,61 @@
+"""The stepper that a model gets where nobody chooses: native on a CPU, recorded on a GPU.
+
+Both read the weights past the model's modules, so a model with a hook, or with a part that they do
+not know, keeps the plain cached step, which runs the model itself.
+"""
+
+import torch
+
+from glassformer.generation.fast import block, program
+from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.stepper import FastStepper
+from glassformer.generation.stepper import RewindingStepper, Stepper, TorchStepper, decodable
+from glassformer.models.model import Holder, Model
+
+
+def fastest_stepper(model: Model | Holder) -> Stepper:
+    """Return the native step, the recorded one on a GPU, or the cached one where neither runs.
+
+    A recorded step is one decoding at a time; its graphs are recorded in the first one.
+    """
+    own = decodable(model)
+    device = next(own.parameters()).device
+    if not why_not_recorded(own, device=device, spare_bytes=_spare_bytes(device)):
+        return FastStepper(own)
+    return rewinding_stepper(own)
+
+
+def rewinding_stepper(model: Model | Holder) -> RewindingStepper:
+    """Return the fastest step whose decodings are independent and can take tokens back."""
+    own = decodable(model)
+    return TorchStepper(own) if program.why_not(own) else NativeStepper(own)
+
+
+def why_not_recorded(model: Model, *, device: torch.device, spare_bytes: int) -> str:
+    """Return the reason why a model on this device has no recorded step; empty if it has one.
+
+    `spare_bytes` is the device's memory that nobody uses: a recorded step has weights of its own.
+    """
+    if device.type != "cuda":
+        return f"the model is on {device}, and steps are recorded on a GPU"
+    if reason := block.why_not(model.spec):
+        return f"the fast step does not compute {reason}"
+    if reason := program.unknown_module(model):
+        return reason
+    kinds = sorted({str(parameter.dtype) for parameter in model.parameters()})
+    if len(kinds) > 1:
+        return f"its weights are {' and '.join(kinds)}, and the fast step reads one kind"
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if spare_bytes < weights:
+        return (
+            f"{spare_bytes:,} bytes of memory are free on {device}, and its weights are {weights:,}"
+        )
+    return ""
+
+
+def _spare_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that are free, or held by torch for nobody."""
+    if device.type != "cuda":
+        return 0
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
