@@ -5,14 +5,18 @@ import torch
 
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
-from glassformer.generation.batching import Batcher
+from glassformer.generation.batching import Batcher, make_slots
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.block import why_not
+from glassformer.generation.fast.choice import fastest_stepper, rewinding_stepper
 from glassformer.generation.fast.slots import RecordedSlots
 from glassformer.generation.fast.stepper import FastStepper
+from glassformer.generation.generate import generate, stream_tokens
+from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from tests.generation import checks
 from tests.tiny import built
@@ -124,3 +128,61 @@ def test_tokens_that_the_gpu_chooses_are_those_of_the_cpu(name):
         for (tokens, numbers), (expected, values) in zip(answers(decoder), want, strict=True):
             assert tokens == expected
             assert torch.allclose(torch.tensor(numbers), torch.tensor(values), atol=1e-4)
+
+
+#: Widths that the kernels for some rows take: multiples of 64.
+WIDE = {
+    "qwen": presets.qwen(
+        d_model=128, d_ff=192, n_layers=3, n_heads=4, n_kv_heads=2, d_head=32, vocab_size=301
+    ),
+    "seq2seq": presets.seq2seq(d_model=128, n_heads=4, n_layers=2, vocab_size=301),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [2, 5, 130])
+@pytest.mark.parametrize("name", WIDE)
+def test_half_precision_is_as_near_as_the_plain_step(name, rows, dtype):
+    """Logits of both steps against float64 of the same weights, token after token."""
+    exact = built(WIDE[name]).to(dtype).double()
+    half = built(WIDE[name]).to(dtype).cuda()
+    vocab, draw = exact.spec.vocab_size, torch.Generator().manual_seed(3)
+    given = torch.randint(vocab, (rows, 7), generator=draw).tolist()
+    prompts = Prompts.of(given, sources=None if exact.spec.encoder is None else given)
+    steppers = TorchStepper(exact), TorchStepper(half), FastStepper(half)
+    started = [stepper.start(prompts, room=5) for stepper in steppers]
+    logits = [logits_BV for logits_BV, _ in started]
+    for turn in range(4):
+        want, *both = (x.detach().cpu().double() for x in logits)
+        plain, fast = (float((x - want).norm() / want.norm()) for x in both)
+        assert fast < 1.5 * plain + 1e-3, turn
+        tokens_B = torch.randint(vocab, (rows,), generator=draw)
+        logits = [
+            stepper.step(tokens_B, past=past)
+            for stepper, (_, past) in zip(steppers, started, strict=True)
+        ]
+
+
+def test_the_recorded_step_is_the_default():
+    """By `generate` too, also while another stream has not ended, and with guesses."""
+    model = built(checks.SPECS["rotary"]).float()
+    want = generate(model, [3, 1, 4], max_new_tokens=20).tokens
+    other = generate(model, [5, 1], max_new_tokens=20).tokens
+    model.cuda()
+    assert isinstance(fastest_stepper(model), FastStepper)
+    assert isinstance(rewinding_stepper(model), TorchStepper)
+    assert generate(model, [3, 1, 4], max_new_tokens=20).tokens == want
+    first, second = (stream_tokens(model, p, max_new_tokens=20) for p in ([3, 1, 4], [5, 1]))
+    pairs = [(a.token, b.token) for a, b in zip(first, second, strict=True)]
+    assert pairs == list(zip(want, other, strict=True))
+    guessed = generate(model, [3, 1, 4], max_new_tokens=20, speculate=True)
+    assert guessed.tokens == want and not guessed.speculation.why_not
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    assert isinstance(fastest_stepper(model), TorchStepper)
+
+
+def test_an_encoder_decoder_is_served_one_by_one():
+    """Its slots are decoded in turn, which a recorded step's one memory would not allow."""
+    model = built(checks.SPECS["encoder"]).cuda()
+    slots = make_slots(model, lambda: pytest.fail("not ours"), model.spec, slots=2)
+    assert isinstance(slots.stepper, TorchStepper)

@@ -145,3 +145,76 @@ def test_rows_have_their_own_slot_and_end(window):
     shown = attend(qkv, kv, ends, slots_B=slots)
     assert (shown - torch.cat(want)).abs().max() < 1e-5
     assert torch.equal(kv, given)
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_prompts_are_turned_and_stored(extra):
+    """All positions of two prompts: normalised and rotated with `extra`, else as they are."""
+    from glassformer.kernels import triton_decode
+
+    B, T, N, K, H, S = 2, 7, 6, 2, 24, 13
+    qkv, kv = draw(B * T, N + 2 * K, H), draw(B, 2 * K, S, H, seed=1)
+    want, given = qkv.double(), kv.clone()
+    gains = rotation = None
+    if extra:
+        gains, angle = (draw(H, seed=2), draw(H, seed=3)), draw(S, H // 2, seed=4)
+        for heads, gain in zip((slice(0, N), slice(N, N + K)), gains, strict=True):
+            x = want[:, heads]
+            want[:, heads] = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
+        cos, sin = angle.cos(), angle.sin()
+        rotation = (torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))
+        both = [table[:T].double().repeat(B, 1)[:, None] for table in rotation]
+        x = want[:, : N + K]
+        want[:, : N + K] = x * both[0] + x.roll(H // 2, -1) * both[1]
+    shown = triton_decode.turn(
+        qkv, kv, length=T, n_heads=N, rotation=rotation, gains=gains, eps=1e-6
+    )
+    assert (shown - want[:, : N + K]).abs().max() < 1e-5
+    kept = want[:, N:].view(B, T, 2 * K, H).transpose(1, 2)
+    assert (kv[:, :, :T] - kept).abs().max() < 1e-5
+    assert torch.equal(kv[:, :, T:], given[:, :, T:])
+
+
+@pytest.mark.parametrize("rows", [2, 37, 200])
+@pytest.mark.parametrize("shape", [(64, 40), (192, 96), (896, 1152), (4864, 896)])
+@pytest.mark.parametrize("activation", ["", "gate", "relu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_some_rows(rows, shape, activation, dtype):
+    """With bias and residual; then prepared for a norm, and read by a product that applies it."""
+    from glassformer.kernels import triton_rows
+
+    n_in, n_out = shape
+    wide = 2 * n_out if activation == "gate" else n_out
+    x, residual = draw(rows, n_in, dtype=dtype), draw(rows, n_out, seed=5, dtype=dtype)
+    weight = (draw(wide, n_in, seed=1) / n_in**0.5).to(dtype)
+    bias, gain = draw(wide, seed=2, dtype=dtype), draw(n_out, seed=3, dtype=dtype)
+    counts = torch.zeros(triton_rows.MOST_TILES, dtype=torch.int32, device="cuda")
+
+    def activated(y):
+        if activation == "gate":
+            return F.silu(y[:, :n_out]) * y[:, n_out:]
+        return {"": lambda y: y, "relu": F.relu, "gelu": F.gelu}[activation](y)
+
+    def close(shown, want):
+        return float((shown.double() - want).norm() / want.norm()) < (
+            4e-3 if dtype == torch.bfloat16 else 6e-4
+        )
+
+    want = activated(x.double() @ weight.double().t() + bias.double()) + residual.double()
+    shown = triton_rows.product_of_rows(
+        x, weight, bias, activation=activation, residual_BO=residual, gain_O=gain, counts=counts
+    )
+    assert close(shown.rows_BI, want) and close(shown.gained_BI, want * gain.double())
+    squares = shown.rows_BI.double().square().sum(1)
+    assert ((shown.squares_PB.double().sum(0) - squares).abs() <= 1e-5 * squares).all()
+    again = triton_rows.product_of_rows(
+        x, weight, bias, activation=activation, residual_BO=residual, counts=counts
+    )
+    assert torch.equal(again, shown.rows_BI), "sums have one order"
+    if n_out % 64 == 0:
+        rows_BI = shown.rows_BI.double()
+        normed = rows_BI * (rows_BI.square().mean(1, keepdim=True) + 1e-6).rsqrt() * gain.double()
+        reader = (draw(72, n_out, seed=6) / n_out**0.5).to(dtype)
+        read = triton_rows.product_of_rows(shown, reader, None, eps=1e-6, counts=counts)
+        assert close(read, normed @ reader.double().t())
+    assert not counts.any()

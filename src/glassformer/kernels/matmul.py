@@ -19,7 +19,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from glassformer.kernels.build import digest
 from glassformer.kernels.threads import product_threads
 from glassformer.spec.errors import FileError, InputError, MachineError, nearest
 
-# B rows, I inputs, O outputs
+# B rows, I inputs, O outputs, P tiles of columns
 
 Routine = Literal["linear", "transposed", "columns", "c"]
 ROUTINES: tuple[Routine, ...] = ("c", "linear", "columns", "transposed")
@@ -148,6 +148,22 @@ class Product:
         """Multiply by bfloat16 weights, half the bytes, with sums in float32."""
         y_BO = self._c(x_BI.float(), None)
         return y_BO.to(x_BI.dtype) if residual_BO is None else residual_BO.add_(y_BO)
+
+
+class Gained(NamedTuple):
+    """Rows before an RMS norm, prepared for it by whoever made them (`triton_rows`).
+
+    The rows as they are, times the norm's gain, and their sums of squares by tiles of columns.
+    """
+
+    rows_BI: Tensor
+    gained_BI: Tensor
+    squares_PB: Tensor
+
+
+def plain_rows(x_BI: "Tensor | Gained") -> Tensor:
+    """Return the rows themselves."""
+    return x_BI.rows_BI if isinstance(x_BI, Gained) else x_BI
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

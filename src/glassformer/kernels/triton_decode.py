@@ -290,7 +290,7 @@ def _attend(
     span, end_step,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // n_kv
     head = tl.program_id(0) % n_kv
@@ -331,6 +331,11 @@ def _attend(
     # Lengths, positions and the past were written before this step: they are read before the wait.
     next_key, next_value = _past(key_ptr, value_ptr, line_ptr, first, b, slot, stored, h, d_head,
                                  kv_row, n_places, CHUNK=CHUNK)  # fmt: skip
+    later_key, later_value = next_key, next_value
+    if AHEAD == 2:
+        later_key, later_value = _past(key_ptr, value_ptr, line_ptr, first + CHUNK, b, slot,
+                                       tl.minimum(stored, last), h, d_head, kv_row, n_places,
+                                       CHUNK=CHUNK)  # fmt: skip
     await_inputs(EARLY)
     q_ok = (g < GROUP)[:, None] & inside[None, :]
     q = _turned(q_ptr + b * q_row + (head * GROUP + g)[:, None] * d_head, h, q_ok, q_gain_ptr,
@@ -356,9 +361,13 @@ def _attend(
         if WINDOW:
             seen = seen & (s >= lowest)
         key, value = next_key, next_value
-        next_key, next_value = _past(key_ptr, value_ptr, line_ptr, begin + CHUNK, b, slot,
-                                     tl.minimum(stored, last), h, d_head, kv_row, n_places,
-                                     CHUNK=CHUNK)  # fmt: skip
+        if AHEAD == 2:
+            next_key, next_value = later_key, later_value
+        later_key, later_value = _past(key_ptr, value_ptr, line_ptr, begin + AHEAD * CHUNK, b, slot,
+                                       tl.minimum(stored, last), h, d_head, kv_row, n_places,
+                                       CHUNK=CHUNK)  # fmt: skip
+        if AHEAD == 1:
+            next_key, next_value = later_key, later_value
         if new_ptr is not None:
             fresh = (s == stored)[:, None]
             key = tl.where(fresh, k_new, key)
@@ -447,6 +456,75 @@ def attend(
     )  # fmt: skip
 
 
+@triton.jit
+def _turn(
+    qkv_ptr, kv_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, out_ptr,
+    eps, length, n_heads, n_kv, d_head, kv_row, kv_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    b = row // length
+    t = row % length
+    n = tl.arange(0, HEADS)
+    h = tl.arange(0, WIDTH)
+    half = (h + d_head // 2) % d_head
+    inside = h < d_head
+    n_turned = n_heads + n_kv
+    ok = (n < n_turned + n_kv)[:, None] & inside[None, :]
+    base = qkv_ptr + (row * (n_turned + n_kv) + n[:, None]) * d_head
+    given = tl.load(base + h[None, :], ok, 0.0)
+    x = given.to(tl.float32)
+    other = tl.load(base + half[None, :], ok, 0.0).to(tl.float32)
+    if NORM:
+        rate = tl.rsqrt(tl.sum(x * x, 1) / d_head + eps)[:, None]
+        query = (n < n_heads)[:, None]
+        gain = tl.where(query, tl.load(q_gain_ptr + h, inside, 0.0)[None, :],
+                        tl.load(k_gain_ptr + h, inside, 0.0)[None, :])  # fmt: skip
+        gain_half = tl.where(query, tl.load(q_gain_ptr + half, inside, 0.0)[None, :],
+                             tl.load(k_gain_ptr + half, inside, 0.0)[None, :])  # fmt: skip
+        x = x * rate * gain.to(tl.float32)
+        other = other * rate * gain_half.to(tl.float32)
+    if TURN:
+        cos = tl.load(cos_ptr + t * d_head + h, inside, 0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + t * d_head + h, inside, 0.0).to(tl.float32)
+        x = x * cos[None, :] + other * sin[None, :]
+    turned = (n < n_turned)[:, None]
+    made = tl.where(turned, x.to(given.dtype), given)
+    to_out = out_ptr + (row * n_turned + n[:, None]) * d_head + h[None, :]
+    tl.store(to_out, made, ok & turned)
+    kept = kv_ptr + b * kv_row + (n - n_heads).to(tl.int64)[:, None] * kv_head + t * d_head
+    tl.store(kept + h[None, :], made, ok & (n >= n_heads)[:, None])
+
+
+def turn(
+    qkv_RXH: Tensor,
+    kv_BXSH: Tensor,
+    *,
+    length: int,
+    n_heads: int,
+    rotation: tuple[Tensor, Tensor] | None,
+    gains: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Return queries and keys (R, N + K, H) of prompts of one length, normalised and rotated.
+
+    Row r is position r % length of sequence r // length, whose keys and values are stored. The
+    arguments are those of `attend`.
+    """
+    (R, X, H), K = qkv_RXH.shape, kv_BXSH.shape[1] // 2
+    assert kv_BXSH.is_contiguous() and qkv_RXH.is_contiguous() and n_heads + 2 * K == X
+    out_RYH = qkv_RXH.new_empty(R, n_heads + K, H)
+    cos, sin = rotation if rotation is not None else (None, None)
+    q_gain, k_gain = gains if gains is not None else (None, None)
+    _turn[(R,)](
+        qkv_RXH, kv_BXSH, q_gain, k_gain, cos, sin, out_RYH,
+        eps, length, n_heads, K, H, kv_BXSH.stride(0), kv_BXSH.stride(1),
+        HEADS=triton.next_power_of_2(X), WIDTH=max(16, triton.next_power_of_2(H)),
+        NORM=gains is not None, TURN=rotation is not None, num_warps=4,
+    )  # fmt: skip
+    return out_RYH
+
+
 def attend_source(
     q_BNH: Tensor,
     k_BKSH: Tensor,
@@ -515,7 +593,7 @@ def _attention(
         window or 0, parts, span, int(ends is not None and len(ends) > 1),
         GROUP=group, QUERIES=max(16, triton.next_power_of_2(group)), WIDTH=width, CHUNK=chunk,
         NORM=gains is not None, TURN=rotation is not None, WINDOW=window is not None,
-        PARTS=rounded, EARLY=early, num_warps=warps, launch_pdl=early,
+        PARTS=rounded, AHEAD=_ahead(group, parts), EARLY=early, num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     if parts == 1:
         return out_BN
@@ -536,6 +614,11 @@ def _chunk(group: int, programs: int) -> tuple[int, int]:
     if group > 1 or programs < 256:
         return 64, 4
     return 32, 2 if programs < 1024 else 1
+
+
+def _ahead(group: int, parts: int) -> int:
+    """Return how many chunks are loaded before they are needed: two where few programs read all."""
+    return 2 if group > 1 and parts == 1 else 1
 
 
 def _span(batch: int, n_kv: int, n_places: int, chunk: int) -> int:

@@ -24,6 +24,7 @@ from glassformer.generation.fast.projection import (
     Projection,
     make_norm,
 )
+from glassformer.kernels.matmul import Gained, plain_rows
 from glassformer.models.model import EncoderDecoder, Model
 from glassformer.models.stack import StackParts, heads_key
 from glassformer.nn.attention import MultiHeadAttention
@@ -137,7 +138,7 @@ class FastAttention:
 
     def heads(
         self,
-        x_BD: Tensor,
+        x_BD: "Tensor | Gained",
         kv_BXSH: Tensor,
         end: "int | Tensor | Places",
         *,
@@ -153,7 +154,7 @@ class FastAttention:
         GPU kernel reads the number from memory, and only that much of the cache; it alone knows
         `lines`.
         """
-        B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
+        B, N, K = len(plain_rows(x_BD)), self.n_heads, self.n_kv_heads
         qkv_BXH = self.qkv(x_BD).view(B, N + 2 * K, self.d_head)
         if self.gpu is not None and isinstance(end, Tensor):
             heads: Tensor = self.gpu.attend(
@@ -242,14 +243,14 @@ class FastCrossAttention:
 
     def heads(
         self,
-        x_BD: Tensor,
+        x_BD: "Tensor | Gained",
         kv: tuple[Tensor, Tensor],
         *,
         mask_B11S: Tensor | None,
         lines: Lines | None,
     ) -> Tensor:
         """Return the heads' outputs (B, N * H)."""
-        B, N, K = x_BD.shape[0], self.n_heads, self.n_kv_heads
+        B, N, K = len(plain_rows(x_BD)), self.n_heads, self.n_kv_heads
         q_BNH = self.query(x_BD).view(B, N, self.d_head)
         q_BNH = q_BNH if self.norm is None else self.norm(q_BNH)
         if self.gpu is not None:
@@ -284,19 +285,31 @@ class FastBlock:
             part.attn, block.attention, make, norm=part.attn_norm if pre else None
         )
         self.feed = _make_feed(part.ffn, make, norm=part.ffn_norm if pre else None)
-        self.attn_norm = _same if pre else make.norm(part.attn_norm)
-        self.ffn_norm = _same if pre else make.norm(part.ffn_norm)
+        self.attn_norm = _same if pre else _after(make.norm(part.attn_norm))
+        self.ffn_norm = _same if pre else _after(make.norm(part.ffn_norm))
         self.cross: FastCrossAttention | None = None
-        self.cross_norm: Callable[[Tensor], Tensor] = _same
+        self.cross_norm: Rows = _same
         if part.cross is not None and part.cross_norm is not None and block.cross is not None:
             self.cross = FastCrossAttention(
                 part.cross, block.cross, make, norm=part.cross_norm if pre else None
             )
-            self.cross_norm = _same if pre else make.norm(part.cross_norm)
+            self.cross_norm = _same if pre else _after(make.norm(part.cross_norm))
+
+    def products(self) -> list[Projection | None]:
+        """Return the products in their order, those that read the residual and those that add.
+
+        None stands for parts that are not one product.
+        """
+        pairs: list[Projection | None] = [self.attention.qkv, self.attention.out]
+        if self.cross is not None:
+            pairs += [self.cross.query, self.cross.out]
+        if isinstance(self.feed, FastFeedForward):
+            return [*pairs, self.feed.up, self.feed.down]
+        return [*pairs, None, None]
 
     def __call__(
         self,
-        x_BD: Tensor,
+        x_BD: "Tensor | Gained",
         kv_BXSH: Tensor,
         end: "int | Tensor | Places",
         *,
@@ -306,7 +319,7 @@ class FastBlock:
         cross: tuple[Tensor, Tensor] | None,
         cross_mask_B11S: Tensor | None,
         lines: Lines | None,
-    ) -> Tensor:
+    ) -> "Tensor | Gained":
         own = self.attention
         heads = own.heads(
             x_BD,
@@ -337,8 +350,16 @@ def _make_feed(
             assert_never(unreachable)
 
 
-def _same(x_BD: Tensor) -> Tensor:
+#: What is done to rows after a part.
+Rows = Callable[["Tensor | Gained"], "Tensor | Gained"]
+
+
+def _same(x_BD: "Tensor | Gained") -> "Tensor | Gained":
     return x_BD
+
+
+def _after(norm: Callable[[Tensor], Tensor]) -> Rows:
+    return lambda x_BD: norm(plain_rows(x_BD))
 
 
 class FastModel:
@@ -364,6 +385,10 @@ class FastModel:
             block.attention.table = self.turns.get(block.attention.d_head)
             block.attention.slopes_N = _slopes(parts, block.attention)
         self.head = _make_head(model, make, norm=parts.final_norm)
+        products = [product for block in self.blocks for product in block.products()]
+        for adder, reader in zip(products[1::2], products[2::2], strict=False):  # but the head
+            if adder is not None and reader is not None:
+                adder.prepare(reader)
 
     @property
     def all_attend_by_kernels(self) -> bool:
@@ -393,9 +418,10 @@ class FastModel:
             at = end - 1
         else:
             at = positions_B
-        x_BD = self._embedded(tokens_B, at)
+        embedded_BD = self._embedded(tokens_B, at)
         if self.embed_norm is not None:
-            x_BD = self.embed_norm(x_BD)
+            embedded_BD = self.embed_norm(embedded_BD)
+        x_BD: Tensor | Gained = embedded_BD
         turned_by_kernels = (
             end.turns
             if isinstance(end, Places)
@@ -417,7 +443,8 @@ class FastModel:
                 cross_mask_B11S=cross_mask_B11S,
                 lines=lines,
             )
-        return self.head(end.last(x_BD) if isinstance(end, Places) else x_BD)
+        last_BD = plain_rows(x_BD)
+        return self.head(end.last(last_BD) if isinstance(end, Places) else last_BD)
 
     def _embedded(self, tokens_B: Tensor, at: "int | Tensor") -> Tensor:
         embed = self.embed

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.kernels.matmul import Product, joined
+from glassformer.kernels.matmul import Gained, Product, joined, plain_rows
 from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU, activate, route
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
@@ -132,8 +132,20 @@ def gpu_kernels(like: Tensor) -> ModuleType | None:
     return gpu if like.dtype in gpu.DTYPES else None
 
 
+def row_kernels(weight_OI: Tensor) -> ModuleType | None:
+    """Return our kernels for products of some rows by these weights, or None without any."""
+    kernels = import_module("glassformer.kernels.triton_rows")
+    outputs, inputs = weight_OI.shape
+    fits = outputs <= kernels.MOST_OUTPUTS and inputs % kernels.LEAST_INPUTS == 0
+    return kernels if fits and weight_OI.dtype in kernels.DTYPES else None
+
+
 class Projection:
-    """activation(product(norm(x))); "gate" is silu(first half) * second half."""
+    """activation(product(norm(x))); "gate" is silu(first half) * second half.
+
+    With our kernels a product of some rows that adds to a residual may prepare it for the norm of
+    the projection that reads it next (`prepare`).
+    """
 
     def __init__(
         self,
@@ -149,24 +161,51 @@ class Projection:
         self.norm = None if norm is None else make_norm(norm)
         self.gpu = gpu if type(product) is Product else None
         self.norm_operands = {} if norm is None else norm_operands(norm)
+        self.next_gain_O: Tensor | None = None
+        self.rows: ModuleType | None = None
+        if self.gpu is not None and self.product.weight_OI.is_contiguous():
+            self.rows = row_kernels(self.product.weight_OI)
+        if self.rows is not None:
+            device = self.product.weight_OI.device
+            self.counts = torch.zeros(self.rows.MOST_TILES, dtype=torch.int32, device=device)
 
-    def __call__(self, x_BI: Tensor) -> Tensor:
+    def prepare(self, reader: "Projection") -> None:
+        """Prepare what is added to a residual for the norm of a projection, where both can."""
+        both = self.rows is not None and reader.rows is not None
+        if both and reader.norm_operands.get("norm") == "rms":
+            self.next_gain_O = cast(Tensor, reader.norm_operands["gain_I"])
+
+    def __call__(self, x_BI: "Tensor | Gained") -> Tensor:
         if self.gpu is not None:
             return self._by_kernels(x_BI, self.gpu)
+        assert isinstance(x_BI, Tensor), "only our kernels prepare rows"
         wide_BO = self.product(x_BI if self.norm is None else self.norm(x_BI))
         if self.activation != "gate":
             return activate(wide_BO, self.activation) if self.activation else wide_BO
         gate_BF, up_BF = wide_BO.chunk(2, -1)
         return F.silu(gate_BF) * up_BF
 
-    def _by_kernels(self, x_BI: Tensor, gpu: ModuleType) -> Tensor:
+    def _by_kernels(self, x_BI: "Tensor | Gained", gpu: ModuleType) -> Tensor:
         out_BO: Tensor
+        weight, bias = self.product.weight_OI, self.product.bias_O
+        if isinstance(x_BI, Gained):
+            assert self.rows is not None
+            eps, act = self.norm_operands["eps"], self.activation
+            out_BO = self.rows.product_of_rows(
+                x_BI, weight, bias, eps=eps, activation=act, counts=self.counts
+            )
+            return out_BO
         if len(x_BI) == 1:
-            weight, bias = self.product.weight_OI, self.product.bias_O
             fused = self.norm_operands | {"activation": self.activation}
             out_BO = gpu.product(x_BI, weight, bias, **fused)
             return out_BO
-        wide_BO = self.product(gpu.normalise(x_BI, **self.norm_operands) if self.norm else x_BI)
+        x_BI = gpu.normalise(x_BI, **self.norm_operands) if self.norm else x_BI
+        if self.rows is not None and self.rows.takes(x_BI):
+            out_BO = self.rows.product_of_rows(
+                x_BI, weight, bias, activation=self.activation, counts=self.counts
+            )
+            return out_BO
+        wide_BO = self.product(x_BI)
         if not self.activation:
             return wide_BO
         out_BO = (
@@ -174,20 +213,30 @@ class Projection:
         )
         return out_BO
 
-    def onto(self, residual_BO: Tensor, x_BI: Tensor) -> Tensor:
-        """Return residual + product(x); the residual may be overwritten.
+    def onto(self, residual: "Tensor | Gained", x_BI: Tensor) -> "Tensor | Gained":
+        """Return residual + product(x), prepared for who reads it; it may be overwritten.
 
         With our kernels the x of a single row may be the parts of an attention.
         """
-        product = self.product
+        product, residual_BO = self.product, plain_rows(residual)
         if self.gpu is None:
             return product.onto(residual_BO, x_BI)
+        weight, bias = product.weight_OI, product.bias_O
         if len(residual_BO) == 1:
-            weight, bias = product.weight_OI, product.bias_O
             out_1O: Tensor = self.gpu.product(x_BI, weight, bias, residual_1O=residual_BO)
             return out_1O
-        residual_BO = residual_BO.addmm_(x_BI, product.weight_OI.t())
-        return residual_BO if product.bias_O is None else residual_BO.add_(product.bias_O)
+        if self.rows is not None and self.rows.takes(x_BI):
+            out_BO: Tensor | Gained = self.rows.product_of_rows(
+                x_BI,
+                weight,
+                bias,
+                residual_BO=residual_BO,
+                gain_O=self.next_gain_O,
+                counts=self.counts,
+            )
+            return out_BO
+        residual_BO = residual_BO.addmm_(x_BI, weight.t())
+        return residual_BO if bias is None else residual_BO.add_(bias)
 
 
 def linear_parts(part: object) -> tuple[Tensor, Tensor | None]:
@@ -256,11 +305,11 @@ class FastFeedForward:
     def __call__(self, x_BD: Tensor) -> Tensor:
         return self.down(self.hidden(x_BD))
 
-    def onto(self, residual_BD: Tensor) -> Tensor:
+    def onto(self, residual_BD: "Tensor | Gained") -> "Tensor | Gained":
         """Return residual + feed-forward(residual); the residual may be overwritten."""
         return self.down.onto(residual_BD, self.hidden(residual_BD))
 
-    def hidden(self, x_BD: Tensor) -> Tensor:
+    def hidden(self, x_BD: "Tensor | Gained") -> Tensor:
         """Return the activations (B, F) between the two products."""
         wide = self.up(x_BD)
         return activate(wide, self.activation) if self.activation else wide
@@ -291,8 +340,9 @@ class FastMixtureOfExperts:
         if part.shared_expert_gate is not None:
             self.shared_gate_1D = linear_parts(part.shared_expert_gate)[0]
 
-    def onto(self, residual_BD: Tensor) -> Tensor:
+    def onto(self, residual: "Tensor | Gained") -> Tensor:
         """Return residual + mixture(residual)."""
+        residual_BD = plain_rows(residual)
         x_BD = residual_BD if self.norm is None else self.norm(residual_BD)
         weights_BA, chosen_BA, _ = route(
             F.linear(x_BD, self.router_ED),

@@ -32,7 +32,7 @@ from glassformer.generation.fast.projection import (
 )
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import Past, Stepper, check_decodes, decodable
-from glassformer.kernels.matmul import CLASSES, Product, Routine, why_not_c
+from glassformer.kernels.matmul import CLASSES, Product, Routine, plain_rows, why_not_c
 from glassformer.kernels.threads import torch_on_one_thread
 from glassformer.models.model import Holder, Model
 from glassformer.nn.embedding import TokenEmbedding
@@ -285,7 +285,7 @@ class _OneRowActivation:
         wide_BF = self.feed.up(residual_BD)
         parts = (wide_BF,) if wide_BF.shape[1] % VECTOR == 0 else wide_BF.split(1)
         hidden_BF = torch.cat([activate(part, self.feed.activation) for part in parts])
-        return self.feed.down.onto(residual_BD, hidden_BF)
+        return plain_rows(self.feed.down.onto(residual_BD, hidden_BF))
 
 
 # --- the native step --------------------------------------------------------------------------

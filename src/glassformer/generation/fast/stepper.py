@@ -215,14 +215,26 @@ MEMORY_STEP, SOURCE_STEP = 128, 32  # lengths are rounded up to these where step
 class _PromptRows(Places):
     """All tokens of prompts of one length, as rows; attention is causal, and starts at 0."""
 
+    turns = True
+
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
 
     def attend(self, own: FastAttention, qkv_BXH: Tensor, kv_BXSH: Tensor) -> Tensor:
         N, K = own.n_heads, own.n_kv_heads
-        qkv_BXTH = qkv_BXH.view(self.batch, self.length, N + 2 * K, own.d_head).transpose(1, 2)
-        kv_BXSH[:, :, : self.length] = qkv_BXTH[:, N:]
-        q_BNTH, k_BKTH, v_BKTH = qkv_BXTH.split((N, K, K), 1)
+        assert own.gpu is not None, "prompts are read so where all layers attend by kernels"
+        turned_RYH = own.gpu.turn(
+            qkv_BXH,
+            kv_BXSH,
+            length=self.length,
+            n_heads=N,
+            rotation=own.table,
+            gains=own.gains,
+            eps=0.0 if own.norms is None else own.norms.eps,
+        )
+        turned_BYTH = turned_RYH.view(self.batch, self.length, N + K, own.d_head).transpose(1, 2)
+        q_BNTH, k_BKTH = turned_BYTH.split((N, K), 1)
+        v_BKTH = kv_BXSH[:, K:, : self.length]
         heads_BNTH = F.scaled_dot_product_attention(
             q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=N != K
         )
