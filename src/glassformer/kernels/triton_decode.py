@@ -290,7 +290,7 @@ def _attend(
     span, end_step,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // n_kv
     head = tl.program_id(0) % n_kv
@@ -331,11 +331,6 @@ def _attend(
     # Lengths, positions and the past were written before this step: they are read before the wait.
     next_key, next_value = _past(key_ptr, value_ptr, line_ptr, first, b, slot, stored, h, d_head,
                                  kv_row, n_places, CHUNK=CHUNK)  # fmt: skip
-    later_key, later_value = next_key, next_value
-    if AHEAD == 2:
-        later_key, later_value = _past(key_ptr, value_ptr, line_ptr, first + CHUNK, b, slot,
-                                       tl.minimum(stored, last), h, d_head, kv_row, n_places,
-                                       CHUNK=CHUNK)  # fmt: skip
     await_inputs(EARLY)
     q_ok = (g < GROUP)[:, None] & inside[None, :]
     q = _turned(q_ptr + b * q_row + (head * GROUP + g)[:, None] * d_head, h, q_ok, q_gain_ptr,
@@ -361,13 +356,9 @@ def _attend(
         if WINDOW:
             seen = seen & (s >= lowest)
         key, value = next_key, next_value
-        if AHEAD == 2:
-            next_key, next_value = later_key, later_value
-        later_key, later_value = _past(key_ptr, value_ptr, line_ptr, begin + AHEAD * CHUNK, b, slot,
-                                       tl.minimum(stored, last), h, d_head, kv_row, n_places,
-                                       CHUNK=CHUNK)  # fmt: skip
-        if AHEAD == 1:
-            next_key, next_value = later_key, later_value
+        next_key, next_value = _past(key_ptr, value_ptr, line_ptr, begin + CHUNK, b, slot,
+                                     tl.minimum(stored, last), h, d_head, kv_row, n_places,
+                                     CHUNK=CHUNK)  # fmt: skip
         if new_ptr is not None:
             fresh = (s == stored)[:, None]
             key = tl.where(fresh, k_new, key)
@@ -593,7 +584,7 @@ def _attention(
         window or 0, parts, span, int(ends is not None and len(ends) > 1),
         GROUP=group, QUERIES=max(16, triton.next_power_of_2(group)), WIDTH=width, CHUNK=chunk,
         NORM=gains is not None, TURN=rotation is not None, WINDOW=window is not None,
-        PARTS=rounded, AHEAD=_ahead(group, parts), EARLY=early, num_warps=warps, launch_pdl=early,
+        PARTS=rounded, EARLY=early, num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     if parts == 1:
         return out_BN
@@ -614,11 +605,6 @@ def _chunk(group: int, programs: int) -> tuple[int, int]:
     if group > 1 or programs < 256:
         return 64, 4
     return 32, 2 if programs < 1024 else 1
-
-
-def _ahead(group: int, parts: int) -> int:
-    """Return how many chunks are loaded before they are needed: two where few programs read all."""
-    return 2 if group > 1 and parts == 1 else 1
 
 
 def _span(batch: int, n_kv: int, n_places: int, chunk: int) -> int:

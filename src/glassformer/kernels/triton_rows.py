@@ -1,15 +1,15 @@
-"""Triton kernels for products of some rows on a GPU: a batch that decodes, 2 to 256 rows.
+"""A Triton kernel for products of some rows on a GPU: a batch that decodes, 33 to 256 rows.
 
-A product of so few rows is bound by reading its weights, and between two products a GPU would wait
-for a launch and for memory. So the norm before a product, its bias, gate or activation and the
-residual after it belong to it, and while the kernel before it still runs, it brings its weights
-into the cache (programmatic dependent launch, see `triton_decode`).
+A product of so few rows takes little longer than a launch. So the norm before it, its bias, gate or
+activation and the residual after it belong to it, and while the kernel before it still runs, it
+brings its weights into the cache (programmatic dependent launch, see `triton_decode`).
 
 An RMS norm is a factor for each row and one for each column. What adds to the residual knows both
 at its end: it writes the sum also times the next norm's gain, and each tile's sum of squares
 (`Gained`). The product that reads them multiplies its results by the rows' factors.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from glassformer.kernels.triton_decode import await_inputs, overlaps
 # B rows, I inputs, O outputs, P tiles of columns
 
 DTYPES = (torch.float16, torch.bfloat16)
-MOST_ROWS = 256
+LEAST_ROWS, MOST_ROWS = 33, 256  # the library is faster with 8 rows; between was not measured
 MOST_OUTPUTS = 16_384  # wider products are the library's: a head over a vocabulary
 MOST_TILES = 1_024  # of a product whose inputs several programs share
 LEAST_INPUTS = 64  # a chunk of inputs; their number is a multiple of it
@@ -132,9 +132,15 @@ def _product_of_rows(
             tl.store(to_made, tl.sum(shown * shown, 1), b < n_rows)
 
 
+@functools.cache
+def runs_on(device: torch.device) -> bool:
+    """Return True for a GPU with the shared memory that the tiles need: Hopper's, Blackwell's."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def takes(x_BI: Tensor) -> bool:
-    """Return True if these rows are few enough, and lie together."""
-    return len(x_BI) <= MOST_ROWS and x_BI.is_contiguous()
+    """Return True if a product of so many rows is ours; they must lie together."""
+    return LEAST_ROWS <= len(x_BI) <= MOST_ROWS and x_BI.is_contiguous()
 
 
 class Tile(NamedTuple):
@@ -174,6 +180,7 @@ def product_of_rows(
     assert weight_OI.is_contiguous() and x_BI.is_contiguous() and n_in % LEAST_INPUTS == 0
     assert residual_BO is None or residual_BO.is_contiguous()
     tile = tile_of(B, n_in, n_out, gated=activation == "gate") if tile is None else tile
+    assert n_in % tile.inputs == 0
     grid = triton.cdiv(n_out, tile.outputs), triton.cdiv(B, tile.rows), tile.splits
     out_BO = x_BI.new_empty(B, n_out)
     gained_BO, made_PB, parts = None, None, None
@@ -202,10 +209,10 @@ def product_of_rows(
 
 
 #: For two products side by side, for more outputs than inputs, for as many, and for many inputs.
-GATED = Tile(128, 32, 64, 1, 8, 4)
+GATED = Tile(128, 64, 64, 1, 8, 4)
 WIDE = Tile(64, 16, 128, 1, 4, 4)
 EQUAL = Tile(64, 16, 128, 1, 4, 4)
-DEEP = Tile(64, 32, 128, 2, 4, 4)
+DEEP = Tile(64, 32, 64, 4, 4, 6)
 
 
 def tile_of(rows: int, n_in: int, n_out: int, *, gated: bool) -> Tile:
@@ -216,7 +223,7 @@ def tile_of(rows: int, n_in: int, n_out: int, *, gated: bool) -> Tile:
         tile = DEEP
     else:
         tile = WIDE if n_out > n_in else EQUAL
-    few = min(tile.rows, max(16, triton.next_power_of_2(rows)))
+    few = min(tile.rows, max(64, triton.next_power_of_2(rows)))
     chunk = tile.inputs if n_in % tile.inputs == 0 else LEAST_INPUTS
     tiles = triton.cdiv(n_out, tile.outputs) * triton.cdiv(rows, few)
     splits = tile.splits if tiles * tile.splits <= MOST_TILES else 1

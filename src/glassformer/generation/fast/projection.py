@@ -135,9 +135,11 @@ def gpu_kernels(like: Tensor) -> ModuleType | None:
 def row_kernels(weight_OI: Tensor) -> ModuleType | None:
     """Return our kernels for products of some rows by these weights, or None without any."""
     kernels = import_module("glassformer.kernels.triton_rows")
+    if weight_OI.dtype not in kernels.DTYPES or not kernels.runs_on(weight_OI.device):
+        return None
     outputs, inputs = weight_OI.shape
     fits = outputs <= kernels.MOST_OUTPUTS and inputs % kernels.LEAST_INPUTS == 0
-    return kernels if fits and weight_OI.dtype in kernels.DTYPES else None
+    return kernels if fits else None
 
 
 class Projection:
