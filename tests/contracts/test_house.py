@@ -60,6 +60,7 @@ ONLY_WITH = {
     "glassformer.kernels.triton_choose": "triton",
     "glassformer.kernels.triton_decode": "triton",
     "glassformer.kernels.triton_loss": "triton",
+    "glassformer.kernels.triton_rows": "triton",
 }
 WITHOUT_TORCH = ("spec", "budget", "costs", "data", "store", "byhand")
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
@@ -330,7 +331,6 @@ ONE_IMPORTER = {
     "checks.symptoms.gradients": "mistakes that one backward shows; doctor is their table",
     "checks.symptoms.steps": "mistakes that some steps of training show; doctor is their table",
     "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
-    "kernels.triton_decode": "imported by name where there is a GPU; triton_choose shares its wait",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
     "adapters.folder.hub": "the only module that may download",
