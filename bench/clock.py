@@ -112,5 +112,5 @@ def live_tensors() -> int:
 
 
 def resident_bytes() -> int:
-    """Of this process, in memory."""
+    """Return the bytes that this process has in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -69,7 +69,7 @@ def each_stack(model: ModelSpec, change: Callable[[Stack], Stack]) -> ModelSpec:
 
 
 def heads(number: int) -> Callable[[RunSpec], RunSpec]:
-    """So many heads at the same width: each is d_model / number wide."""
+    """Give a model this many heads at the same width: each is d_model / number wide."""
 
     def block(old: Block) -> Block:
         cross = None if old.cross is None else replace(old.cross, n_heads=number)
@@ -112,7 +112,7 @@ def width(d_model: int) -> Callable[[RunSpec], RunSpec]:
 
 
 def layers(number: int) -> Callable[[RunSpec], RunSpec]:
-    """So many blocks in each stack."""
+    """Give each stack this many blocks."""
 
     def stack(old: Stack) -> Stack:
         return replace(old, layers=tuple(replace(run, count=number) for run in old.layers))

@@ -61,7 +61,7 @@ class Score:
 
 
 def score(shares: list[float], examples: int) -> Score | None:
-    """Of at least two seeds; fewer say nothing about spread."""
+    """Return the score of two seeds or more; fewer say nothing about spread."""
     if len(shares) < 2:
         return None
     mean = statistics.fmean(shares)

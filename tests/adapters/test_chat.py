@@ -192,7 +192,7 @@ def test_templates_of_families_give_the_text_of_transformers(talk):
 
 
 def test_a_family_may_refuse_roles_in_its_own_words():
-    """As Gemma and Mistral do it: turns must take turns."""
+    """Turns must take turns, as Gemma and Mistral do it."""
     source = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('Conversation roles must alternate user/assistant') }}"

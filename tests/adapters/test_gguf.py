@@ -105,7 +105,7 @@ def test_transformers_reads_our_file(case, tmp_path, monkeypatch):
 
 
 def test_llama_3_is_known_by_its_factors(tmp_path):
-    """Of a released model's file: factors alone, without a word on how they were made."""
+    """A released model's file: factors alone, without a word on how they were made."""
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     folder = folder_of("llama", tmp_path)

@@ -89,7 +89,7 @@ def test_mxfp4_is_what_transformers_unpacks(tmp_path):
 
 @torch.no_grad()
 def test_gpt_oss_with_experts_in_mxfp4(tmp_path):
-    """As released: every expert's matrices in blocks of 32 with one scale."""
+    """The weights as released: every expert's matrices in blocks of 32 with one scale."""
     import transformers
     from bench.families import perturbed
     from safetensors.torch import load_file

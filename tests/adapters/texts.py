@@ -46,7 +46,7 @@ WORDS = ("return", "import", "the", "ing", "ung", "Straße", "function", "l'ét�
 
 
 def varied(count: int, *, marks: tuple[str, ...] = (), seed: int = 0) -> list[str]:
-    """So many texts: the hard ones, then mixtures; in some of them special tokens stand."""
+    """Return this many texts: the hard ones, then mixtures; in some stand special tokens."""
     rng = random.Random(seed)
     made = list(HARD)
     made += [f"x{mark}y {mark}{mark}\n" for mark in marks]

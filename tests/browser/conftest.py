@@ -184,7 +184,7 @@ class Watch:
             self.faults.append(f"request to {request.url}")
 
     def paths(self) -> list[str]:
-        """Of every request, in order, without the origin."""
+        """The path of every request, in order, without the origin."""
         return [request.url.removeprefix(self.origin) for request in self.requests]
 
 

@@ -212,7 +212,7 @@ def test_designs_of_the_nearest_count_are_ordered_too():
 
 
 def nearest_are_ordered():
-    """Of all designs as near to the total, one whose drift has the least level."""
+    """Return, of all designs as near to the total, one whose drift has the least level."""
     for total in range(300, 900, 37):
         budget = classic(
             params=total, tolerance=0.2, vocab=11, length=3, heads=1,

@@ -143,7 +143,7 @@ def test_the_reader_reads():
 
 @pytest.mark.parametrize("language", ["en", "de"])
 def test_no_two_numbers_share_their_words(language):
-    """So that there is one right answer to words as well; checked where forms are built of."""
+    """There is one right answer to words as well; checked where forms are built of."""
     texts = [written("number", value, language) for value in range(1, 1000)]
     texts += [written("number", value, language) for value in range(1000, 1_000_000, 997)]
     assert len(set(texts)) == len(texts)

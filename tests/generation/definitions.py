@@ -122,7 +122,7 @@ def draws_follow_the_softmax() -> None:
 
 
 def draws_are_independent() -> None:
-    """Of the batch, and different for each seed, row and step."""
+    """Draw from the batch, differently for each seed, row and step."""
     logits_BV = torch.zeros(50, 97)
     whole = draw(logits_BV, seed=7, rows=range(50), step=2).tolist()
     for row in range(50):

@@ -215,7 +215,7 @@ def test_what_it_does_not_know_is_left_to_others(monkeypatch):
 
 
 def test_a_field_that_it_does_not_know_is_not_passed_over(monkeypatch):
-    """As if `n_kv_heads` had been added to the spec after the native step was written."""
+    """Behave as if `n_kv_heads` had been added to the spec after the native step was written."""
     grouped, plain = checks.single("rotary"), checks.single("learned")
     assert not why_not(grouped) and not why_not(plain)
     older = program.FOLLOWED[specs.Attention].replace("n_kv_heads", "")

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named(task):
 
 
 def test_answers_are_the_models_own(task):
-    """Of a model of random weights, greedy: argmax after argmax, read with its own tokens."""
+    """A model of random weights, greedy: argmax after argmax, read with its own tokens."""
     spec = replace(recipe("reverse").model, vocab_size=task.tokenizer.vocab_size)
     model = build(spec, generator=torch.Generator().manual_seed(0)).eval()
     batch = task.batch("test", np.arange(3))

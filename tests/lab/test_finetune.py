@@ -77,7 +77,7 @@ def spec_in(folder: Path, *changes: str) -> RunSpec:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Of every file of a run's last checkpoint but its clocks."""
+    """Every file of a run's last checkpoint but its clocks."""
     directory = RunDirectory(folder)
     last = directory.step_folder(directory.steps()[-1])
     return {

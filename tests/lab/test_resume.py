@@ -53,7 +53,7 @@ def test_other_tasks_resume_exactly_too(name, tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_stop_after_any_step_costs_nothing(engine, tmp_path):
-    """As a signal does: the state of that very step is saved, and the steps go on from there."""
+    """The state of that very step is saved, as by a signal, and the steps go on from there."""
     trained(sample_run(engine), tmp_path / "whole")
     whole = outcome(tmp_path / "whole")
     for step in (1, 2, 3, 6, 7, 13, 20, 29):

@@ -150,7 +150,7 @@ def post_norm_rows_are_read_as_they_stand():
 
 
 def norms_are_lengths():
-    """Of what the taps hold, at the right layer."""
+    """What the taps hold, at the right layer."""
     for name in ("decoder", "post-norm", "encoder-decoder"):
         model, inputs = model_of(name), inputs_of(name)
         seen = inspect(model, inputs)

@@ -59,7 +59,7 @@ def even(causal=True):
 
 
 def chance_from(place):
-    """Of a causal head that looks everywhere alike: the queries that come after, from the third."""
+    """A causal head that looks everywhere alike: the queries that come after, from the third."""
     asked = [t for t in range(roles.FROM, T) if t > place]
     return sum(1 / (t + 1) for t in asked) / len(asked)
 

@@ -143,7 +143,7 @@ def test_gradient():
 
 
 def bloom_slopes(n_heads):
-    """As transformers' build_alibi_tensor for Bloom and Falcon computes them."""
+    """The slopes as transformers' build_alibi_tensor for Bloom and Falcon computes them."""
     power = 2 ** math.floor(math.log2(n_heads))
     base = 2 ** (-(2 ** -(math.log2(power) - 3)))
     slopes = [base**n for n in range(1, power + 1)]
@@ -154,7 +154,7 @@ def bloom_slopes(n_heads):
 
 
 def mpt_slopes(n_heads, max_bias):
-    """As transformers' build_mpt_alibi_tensor computes them."""
+    """The slopes as transformers' build_mpt_alibi_tensor computes them."""
     power = 2 ** math.ceil(math.log2(n_heads))
     slopes = [1 / 2 ** (n * max_bias / power) for n in range(1, power + 1)]
     return slopes if power == n_heads else [*slopes[1::2], *slopes[::2]][:n_heads]

@@ -46,7 +46,7 @@ def test_there_is_a_page_for_each_part():
     ],
 )
 def test_a_task_takes_three_files(spec, file):
-    """As the page `adding a task` says: its spec, its examples, and its case."""
+    """What the page `adding a task` says: its spec, its examples, and its case."""
     word = re.compile(rf"\b{spec}\b")
     named = {
         path.relative_to(SOURCES).as_posix()

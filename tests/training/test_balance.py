@@ -46,7 +46,7 @@ def tokens_of(batch, layer: str) -> int:
 
 
 def balance_is_weighed_by_tokens(kind: str) -> None:
-    """Of each batch its own losses, layer by layer, each by its share of that side's tokens."""
+    """Each batch's own losses, layer by layer, each by its share of that side's tokens."""
     run = routed()
     batches = three_uneven(run)
     found = engine_of(run, kind).step(batches, lr=0.0, seed=0)

@@ -52,15 +52,15 @@ def rotations(rotary: Rotary, length: int, d_head: int, *, dtype: torch.dtype) -
     return table if factor == 1.0 else table * factor
 
 
-class ComputedTable(nn.Module):
+class ComputedTable(nn.Module, ABC):
     """A part whose table is computed and not learned; casting keeps the table's precision."""
 
     table: Tensor
     table_shape: tuple[int, ...]
 
+    @abstractmethod
     def make(self, dtype: torch.dtype) -> Tensor:
         """The table at the precision that a model of this dtype needs, on the CPU."""
-        raise NotImplementedError
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The table, computed on the CPU so that every device has the same; on meta its shape."""

@@ -32,7 +32,7 @@ def pieces():
 
 
 def log_probability(examinee, ids):
-    """Of a whole sequence after its first token."""
+    """The score of a whole sequence after its first token."""
     tokens = np.array([ids[:-1]])
     logits = examinee.logits(tokens, np.ones(tokens.shape, dtype=bool))[0].astype(np.float64)
     total = 0.0

@@ -105,7 +105,7 @@ def test_students_quantiles():
 
 
 def intervals_hold(monkeypatch):
-    """Of 400 samples of a dozen groups, about 95 in 100 intervals hold the truth."""
+    """About 95 in 100 intervals hold the truth, of 400 samples of a dozen groups."""
     monkeypatch.setattr(module, "RESAMPLES", 1_000)
     rng = np.random.default_rng(5)
     inside = 0
