@@ -41,7 +41,7 @@ def test_every_fault_of_reading_is_seen(fault, tmp_path):
 
 @pytest.mark.parametrize("fault", WRITING, ids=lambda fault: fault.name)
 def test_every_fault_of_writing_is_seen(fault, tmp_path):
-    """Seen as other tensors than others write, or because the file read again gives another spec."""
+    """Other tensors than others write, or another spec when the file is read again."""
     adapter = load(folder_of(fault.caught_by, tmp_path))
     wanted = gguf.GGUFReader(write_foreign(fault.caught_by, tmp_path / "wanted.gguf"))
     with planted(fault):
