@@ -12,6 +12,7 @@ from glassformer.generation.fast.slots import (
     NativeSlots,
     OneByOneSlots,
     RecordedSlots,
+    Slots,
     SlotStepper,
     Span,
 )
@@ -42,7 +43,8 @@ MODELS = {
 
 def made(name: str) -> torch.nn.Module:
     """A model of float32 whose numbers are large enough that a wrong bit shows."""
-    model = build(MODELS[name], generator=torch.Generator().manual_seed(0))
+    spec = MODELS[name] if name in MODELS else preset(name)
+    model = build(spec, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
@@ -166,6 +168,40 @@ def test_a_step_ahead_changes_no_token():
         list(batcher.run())
         assert [row.tokens for row in rows] == want
         assert batcher.running == batcher.waiting == 0 and not batcher.busy
+
+
+def test_several_greedy_steps_in_one_call_change_no_token(monkeypatch):
+    """Sequences that end by an end token or a limit, beside ones that are sampled, and alone."""
+    model = made("qwen")
+    ends, closed = (tuple(range(n, model.spec.vocab_size, 7)) for n in (0, 1))
+    jobs = []
+    for place, (prompt, spec) in enumerate(jobs_of(model, 30)):
+        sampled = {} if place % 3 else {"temperature": 0.0, "repetition_penalty": 1.0}
+        jobs.append((prompt, replace(spec, eos=ends, max_new_tokens=12, **sampled)))
+    jobs += [(prompt, replace(spec, forbidden=closed)) for prompt, spec in jobs[::3]]
+
+    def run(slots: int, between: int) -> tuple[list[list[int]], list[str | None], int, int]:
+        batcher = Batcher(NativeSlots(model, slots=slots, context=40))
+        rows, calls = [], 0
+        for place, (prompt, spec) in enumerate(jobs):
+            rows.append(batcher.add(batcher.prepare(prompt, spec=spec, owner=str(place % 3))))
+            for _ in range(between if place % 2 else 0):
+                batcher.step()
+        while batcher.busy:
+            batcher.step()
+            calls += 1
+        made = sum(len(row.tokens) for row in rows)
+        assert batcher.made_tokens == made
+        return [row.tokens for row in rows], [row.finish for row in rows], calls, batcher.steps
+
+    for slots, between in ((1, 0), (2, 3), (5, 1)):
+        *several, calls, steps = run(slots, between)
+        assert slots > 1 or calls < steps
+        with monkeypatch.context() as patch:
+            patch.setattr(NativeSlots, "run_greedy", Slots.run_greedy)
+            *one_by_one, _, _ = run(slots, between)
+        assert several == one_by_one
+    assert set(several[1]) == {"eos", "length"}
 
 
 def test_pages_are_shared_and_never_more_than_the_bound():

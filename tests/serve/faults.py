@@ -19,6 +19,11 @@ FAULTS = (
     Fault("the slot forgets what it read", f"{BATCH}.step", "self._held[user.slot].ids += span.tokens", "pass", "prompts are read once"),
     Fault("a longer beginning is believed to be there", f"{BATCH}._place", "user.slot, user.read, user.reused = target, shared, shared", "user.slot, user.read, user.reused = target, shared + 1, shared", "prompts are read once"),
     Fault("memory is not copied", f"{BATCH}._place", "self.slots.copy(source, target, length=shared)", "pass", "alone is together"),
+    # several steps in one call
+    Fault("the slot forgets what it made", f"{BATCH}._greedy_steps", "self._held_by(user).ids.append(user.tokens[-1])", "pass", "prompts are read once"),
+    Fault("a run goes on behind an end", f"{BATCH}._greedy_steps", "ends=spec.eos", "ends=()", "several steps at once"),
+    Fault("a run makes forbidden tokens", f"{BATCH}._greedy_steps", "closed=spec.forbidden", "closed=()", "several steps at once"),
+    Fault("a run takes who samples", "generation.batching:_all_greedy", "and user.spec.greedy", "", "several steps at once"),
     # random numbers
     Fault("a seed for all requests", f"{API}.rows", "seed=generation.seed", "seed=0", "seeds differ"),
     Fault("choices share a seed", f"{API}.rows", "row=choice", "row=0", "choices differ"),

@@ -25,7 +25,14 @@ from tests.serve.conftest import House
 from tests.serve.faults import FAULTS
 
 #: A damaged batch may also fail outright.
-RED = (AssertionError, IndexError, KeyError, openai.APIError, pytest.fail.Exception)
+RED = (
+    AssertionError,
+    IndexError,
+    KeyError,
+    ZeroDivisionError,
+    openai.APIError,
+    pytest.fail.Exception,
+)
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,9 @@ CHECKS: dict[str, Callable[[Bench], object]] = {
     "alone is together": lambda b: test_batching.test_alone_is_together(NativeSlots),
     "prompts are read once": lambda b: (
         test_batching.test_a_prompt_that_begins_alike_is_not_read_again()
+    ),
+    "several steps at once": lambda b: (
+        test_batching.test_several_greedy_steps_in_one_call_change_no_token(b.monkeypatch)
     ),
     "seeds differ": seeds,
     "choices differ": seeds,

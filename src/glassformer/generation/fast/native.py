@@ -298,7 +298,7 @@ class NativeStepper(RewindingStepper):
         self._step = _Step()
         self._greedy = _Greedy()
         self._rows = 0
-        self._seconds = 0.0  # of one greedy step
+        self._seconds, self._timed_rows = 0.0, 1  # of one greedy step, and its rows
         self._beam_seconds = 0.0
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, NativePast]:
@@ -338,15 +338,23 @@ class NativeStepper(RewindingStepper):
         self,
         tokens: Sequence[Sequence[int]],
         *,
-        rows: Sequence[int],
-        starts: Sequence[int],
+        rows: list[int],
+        starts: list[int],
         past: NativePast,
     ) -> Tensor:
         """Read new tokens of some rows of a past with room for them, each from its own position.
 
-        What such a row has read from there on is forgotten. Logits are after the last of each.
+        What such a row has read from there on is forgotten. Logits are after the last of each, and
+        valid until the next step.
         """
         own, counts = past.own, [len(new) for new in tokens]
+        if max(counts) == 1:  # the sequences go on, and no prompt is read: nothing to be put apart
+            self._ready_some(rows, starts, past, more=1)
+            self._token[: len(rows)] = [new[0] for new in tokens]
+            self._run(len(rows))
+            self.positions += 1
+            own.length[rows] += 1
+            return self._buffers[LOGITS][: len(rows)]
         for place, start, count in zip(rows, starts, counts, strict=True):
             own.length[place] = start
             own.reserve_row(place, count)
@@ -356,7 +364,7 @@ class NativeStepper(RewindingStepper):
         position = np.concatenate([start + np.arange(count) for start, count in begins])
         self.positions += max(counts)
         logits_RV = self._in_blocks(token, owner, position, np.cumsum(counts) - 1, past)
-        own.length[list(rows)] += np.asarray(counts)
+        own.length[rows] += np.asarray(counts)
         return logits_RV
 
     def read(self, tokens: Sequence[Sequence[int]], *, past: NativePast) -> Tensor:
@@ -431,6 +439,20 @@ class NativeStepper(RewindingStepper):
         self._chosen[:count] = self._order[:count]
         self._step.n_new = self._step.n_chosen = count
 
+    def _ready_some(
+        self, rows: list[int], starts: list[int], past: NativePast, *, more: int
+    ) -> None:
+        """The same of some rows of a past with room for them, each from its own position."""
+        own, count = past.own, len(rows)
+        own.length[rows] = starts
+        for row in rows:
+            own.reserve_row(row, more)
+        self._use(self._decoder, own, past.source)
+        self._room_for(count)
+        self._row[:count], self._position[:count] = rows, starts
+        self._chosen[:count] = self._order[:count]
+        self._step.n_new = self._step.n_chosen = count
+
     def run_greedy(
         self,
         tokens_B: Tensor,
@@ -444,9 +466,45 @@ class NativeStepper(RewindingStepper):
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Choose the likeliest tokens, step after step in one call; see `Stepper.run_greedy`."""
         B = len(past)
-        count = max(1, min(count, int(seconds / self._seconds) if self._seconds else 1))
+        count = min(count, self._steps_within(seconds, B))
         self._ready(B, past, more=count)
         self._token[:B] = tokens_B.numpy()
+        found = self._greedy_steps(B, count, ends=ends, closed=closed, logprobs=logprobs)
+        past.own.length += len(found[0])
+        return found
+
+    def run_some_greedy(
+        self,
+        tokens: list[int],
+        *,
+        rows: list[int],
+        starts: list[int],
+        past: NativePast,
+        count: int,
+        ends: Sequence[int],
+        closed: Sequence[int],
+        seconds: float,
+    ) -> list[list[int]]:
+        """Do so in some rows of a past with room for them, as `read_some` reads them."""
+        count = min(count, self._steps_within(seconds, len(rows)))
+        self._ready_some(rows, starts, past, more=count)
+        self._token[: len(rows)] = tokens
+        made, _ = self._greedy_steps(len(rows), count, ends=ends, closed=closed, logprobs=False)
+        past.own.length[rows] += len(made)
+        return made
+
+    def _steps_within(self, seconds: float, rows: int) -> int:
+        """Return how many greedy steps of so many rows take that long, by what the last ones took.
+
+        A step takes at most as many times longer as it has more rows.
+        """
+        if not self._seconds:
+            return 1
+        return max(1, int(seconds / (self._seconds * max(1.0, rows / self._timed_rows))))
+
+    def _greedy_steps(
+        self, B: int, count: int, *, ends: Sequence[int], closed: Sequence[int], logprobs: bool
+    ) -> tuple[list[list[int]], list[list[float]]]:
         made = np.empty((count, B), dtype=np.int64)
         values = np.full((count, B), np.nan, dtype=np.float32)
         never, last = np.array(closed, dtype=np.int64), np.array(ends, dtype=np.int64)
@@ -460,9 +518,8 @@ class NativeStepper(RewindingStepper):
         steps = c_library.library().glass_greedy(ctypes.addressof(call))
         if steps < 0:
             raise MachineError(f"no memory for a step of {B} rows")
-        self._seconds = (time.perf_counter() - begin) / steps
+        self._seconds, self._timed_rows = (time.perf_counter() - begin) / steps, B
         self.positions += steps
-        past.own.length += steps
         return made[:steps].tolist(), values[:steps].tolist()
 
     def run_beams(

@@ -83,7 +83,25 @@ class Slots(ABC):
 
     @abstractmethod
     def read(self, spans: Sequence[Span]) -> Tensor:
-        """Read one span of each of some slots: next-token logits (spans, V) after each."""
+        """Read one span of each of some slots: next-token logits (spans, V) after each.
+
+        They are valid until the next step.
+        """
+
+    def run_greedy(
+        self,
+        spans: Sequence[Span],
+        *,
+        count: int,
+        ends: Sequence[int],
+        closed: Sequence[int],
+        seconds: float,
+    ) -> list[list[int]]:
+        """Read one token of each of some slots, then the likeliest after it, and so on.
+
+        Return the tokens chosen in each step, as `Stepper.run_greedy` does; none: not offered.
+        """
+        return []
 
     @abstractmethod
     def copy(self, source: int, target: int, *, length: int) -> None:
@@ -315,6 +333,26 @@ class NativeSlots(Slots):
         starts = [span.start for span in spans]
         tokens = [span.tokens for span in spans]
         return self.stepper.read_some(tokens, rows=rows, starts=starts, past=self.past)
+
+    def run_greedy(
+        self,
+        spans: Sequence[Span],
+        *,
+        count: int,
+        ends: Sequence[int],
+        closed: Sequence[int],
+        seconds: float,
+    ) -> list[list[int]]:
+        return self.stepper.run_some_greedy(
+            [span.tokens[0] for span in spans],
+            rows=[span.slot for span in spans],
+            starts=[span.start for span in spans],
+            past=self.past,
+            count=count,
+            ends=ends,
+            closed=closed,
+            seconds=seconds,
+        )
 
     def copy(self, source: int, target: int, *, length: int) -> None:
         self.past.own.share(source, target, length=length)
