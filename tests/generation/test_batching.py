@@ -204,6 +204,56 @@ def test_several_greedy_steps_in_one_call_change_no_token(monkeypatch):
     assert set(several[1]) == {"eos", "length"}
 
 
+@pytest.mark.parametrize("kind", ["native", "fast", "recorded", "one by one"])
+def test_a_scored_prompt_has_the_log_probabilities_of_the_model(kind):
+    """Beside others, cut into pieces, after the same prompt was read, and with nothing made."""
+    model = made("rotary, gated, grouped")
+    spec = model.spec
+    longest = spec.max_seq_len - 1
+    slots = {
+        "native": lambda: NativeSlots(model, slots=3),
+        "fast": lambda: SlotStepper(model, slots=3),
+        "recorded": lambda: RecordedSlots(model, slots=3),
+        "one by one": lambda: OneByOneSlots(
+            TorchStepper(model), spec, slots=3, context=spec.max_seq_len
+        ),
+    }[kind]()
+    batcher = Batcher(slots, step_tokens=7)
+    prompts = [row for row in prompts_of(model, 9, longest=min(20, longest)) if len(row) > 1]
+    prompts.append(prompts[0][:1])
+    decoding = DecodeSpec(max_new_tokens=1)
+    for _ in range(2):
+        rows = [
+            batcher.prepare(
+                row, spec=decoding, top_logprobs=2, score_prompt=True, is_continued=n % 2
+            )
+            for n, row in enumerate(prompts)
+        ]
+        beside = [batcher.prepare(row, spec=decoding) for row in prompts]
+        for pair in zip(rows, beside, strict=True):
+            for row in pair:
+                batcher.add(row)
+        list(batcher.run())
+        assert [len(row.tokens) for row in rows] == [n % 2 for n in range(len(rows))]
+        assert {row.finish for row in rows} == {"length"}
+        for row in rows:
+            with torch.inference_mode():
+                logits_1TV = model(torch.tensor([row.prompt]))["next"]
+            wanted_TV = logits_1TV[0].double().log_softmax(-1)
+            assert len(row.scores) == len(row.prompt) - 1
+            for place, (logprob, top) in enumerate(row.scores):
+                want = float(wanted_TV[place, row.prompt[place + 1]])
+                assert logprob == pytest.approx(want, abs=2e-3)
+                assert [x for _, x in top] == pytest.approx(
+                    wanted_TV[place].topk(2).values.tolist(), abs=2e-3
+                )
+        if slots.invariant:  # and the same bits alone
+            alone = batcher.add(batcher.prepare(prompts[2], top_logprobs=2, score_prompt=True))
+            list(batcher.run())
+            assert alone.scores == rows[2].scores
+    assert batcher.running == batcher.waiting == 0
+
+
 def test_pages_are_shared_and_never_more_than_the_bound():
     """Slots that begin alike hold the same pages, and all of them are back at the end."""
     model = build(preset("qwen"), generator=torch.Generator().manual_seed(0))

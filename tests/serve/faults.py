@@ -4,7 +4,7 @@ from tests.checks.faults import Fault
 
 BATCH, REQUEST = "generation.batching:Batcher", "serve.request"
 API, ANSWER = "serve.app:_Api", "serve.answers"
-KEY = "serve.app:_Guard.check_secret"
+KEY, LOGPROB = "serve.app:_Guard.check_secret", "generation.batching:_logprob"
 
 FAULTS = (
     # slots and the queue
@@ -14,9 +14,9 @@ FAULTS = (
     Fault("the first owner is always next", f"{BATCH}._admit", "self._queue.move_to_end(owner)", "self._queue.move_to_end(owner, last=False)", "owners take turns"),
     Fault("prompts are read at once", f"{BATCH}._shares", "count = min(user.unread, max(room // left, 1))", "count = user.unread", "long prompts are cut"),
     # whose logits, whose memory
-    Fault("the wrong row's logits", f"{BATCH}.step", "logits_RV[line : line + 1]", "logits_RV[:1]", "alone is together"),
+    Fault("the wrong row's logits", f"{BATCH}.step", "logits_RV[end - 1 : end]", "logits_RV[:1]", "alone is together"),
     Fault("another prompt's beginning is reused", "generation.prompts:shared_length", "if list(held[low:middle]) == list(prompt[low:middle]):", "if True:", "alone is together"),
-    Fault("the slot forgets what it read", f"{BATCH}.step", "self._held[user.slot].ids += span.tokens", "pass", "prompts are read once"),
+    Fault("the slot forgets what it read", f"{BATCH}._read", "self._held_by(user).ids += span.tokens", "pass", "prompts are read once"),
     Fault("a longer beginning is believed to be there", f"{BATCH}._place", "user.slot, user.read, user.reused = target, shared, shared", "user.slot, user.read, user.reused = target, shared + 1, shared", "prompts are read once"),
     Fault("memory is not copied", f"{BATCH}._place", "self.slots.copy(source, target, length=shared)", "pass", "alone is together"),
     # several steps in one call
@@ -32,8 +32,13 @@ FAULTS = (
     Fault("a penalty counts once", "generation.batching:Shift.taken", "-= self.frequency + (self.presence if is_first else 0.0)", "-= (self.frequency + self.presence) if is_first else 0.0", "penalties"),
     Fault("presence is paid again", "generation.batching:Shift.taken", "(self.presence if is_first else 0.0)", "self.presence", "penalties"),
     Fault("a bias is forgotten", f"{BATCH}._chosen", "shifted_1V = logits_1V.float() + user.shift_1V.to(logits_1V.device)", "pass", "a bias"),
-    Fault("log-probabilities of another token", f"{BATCH}._chosen", "logprob = float(values_V[token])", "logprob = float(values_V[token - 1])", "log-probabilities"),
-    Fault("log-probabilities after the bias", f"{BATCH}._chosen", "values_V = logits_1V[0].double()", "values_V = shifted_1V[0].double()", "log-probabilities are the model's"),
+    Fault("log-probabilities of another token", LOGPROB, "return float(values_V[token]), ()", "return float(values_V[token - 1]), ()", "log-probabilities"),
+    Fault("log-probabilities after the bias", f"{BATCH}._chosen", "_logprob(logits_1V[0], token", "_logprob(shifted_1V[0], token", "log-probabilities are the model's"),
+    # prompts that are scored
+    Fault("scores of the token itself", f"{BATCH}._read", "user.prompt[span.start + 1 : span.start + 1 + len(span.tokens)]", "user.prompt[span.start : span.start + len(span.tokens)]", "an echo is one forward"),
+    Fault("scored prompts are reused", f"{BATCH}._place", "and user.scores is None", "", "no company changes scores"),
+    Fault("the end has no score", f"{ANSWER}:_scored", "if new.token != NOTHING", "if not new.is_end", "an end has its score"),
+    Fault("a prompt alone is continued", f"{API}.rows", "is_continued=wanted != 0", "is_continued=True", "an echo is one forward"),
     # answers
     Fault("a stop string is shown", "generation.streaming:RowText.__init__", "StopFilter(spec.stop)", "StopFilter(())", "stop strings"),
     Fault("the end is counted twice", f"{ANSWER}:usage", "made = sum(len(row.tokens) for row in rows)", "made = sum(len(row.tokens) + 1 for row in rows)", "usage"),
@@ -47,7 +52,7 @@ FAULTS = (
     Fault("the queue has no end", f"{API}.check_room", "if self.engine.waiting(served.name) + count > self.limits.queue + slots:", "if False:", "the queue is bounded"),
     Fault("the beginning of the key is enough", KEY, "hmac.compare_digest(given.strip().encode(\"utf-8\", \"replace\"), self._key)", "self._key.startswith(given.strip().encode())", "the key"),
     Fault("any scheme carries the key", KEY, 'scheme.lower() != "bearer" or not right', "not right", "the key"),
-    Fault("fields may be misspelled", f"{REQUEST}:Fields.only", "if key not in known:", "if False:", "unknown fields"),
+    Fault("fields may be misspelled", "serve.fields:Fields.only", "if key not in known:", "if False:", "unknown fields"),
     Fault("a stopping server goes on", f"{API}.check_room", "if self.engine.closing or self.engine.failed is not None:", "if False:", "a stop takes no more"),
     Fault("any model does", f"{API}.served", "self.engine.models.get(name)", "next(iter(self.engine.models.values()))", "models by name"),
     # vectors and tools

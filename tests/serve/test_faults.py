@@ -20,7 +20,7 @@ from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.presets import preset
 from tests.checks.faults import Fault, planted
 from tests.generation import test_batching
-from tests.serve import test_limits, test_openai, test_surface
+from tests.serve import test_echo, test_limits, test_openai, test_surface
 from tests.serve.conftest import House
 from tests.serve.faults import FAULTS
 
@@ -138,7 +138,7 @@ async def read_at_the_end(house: House) -> tuple[int, int]:
     served = house.served
     asked = completion_request({"model": "tiny", "prompt": "the", "max_tokens": 12})
     row = served.batcher.prepare(served.text_ids("the")[0], spec=DecodeSpec(max_new_tokens=12))
-    answer = Answer(house.engine, served, [row], Completion(served, asked, ""), seconds=30)
+    answer = Answer(house.engine, Completion(served, [row], asked, ""), seconds=30)
     answer.begin()
     while row.finish is None:
         await asyncio.sleep(0.01)
@@ -155,7 +155,7 @@ def gone(bench: Bench) -> None:
         served = house.served
         asked = completion_request({"model": "tiny", "prompt": "the", "max_tokens": 150})
         row = served.batcher.prepare(served.text_ids("the")[0], spec=DecodeSpec(max_new_tokens=150))
-        answer = Answer(house.engine, served, [row], Completion(served, asked, ""), seconds=10)
+        answer = Answer(house.engine, Completion(served, [row], asked, ""), seconds=10)
         answer.begin()
         answer.end()
         await house.engine.call("tiny", lambda: None)
@@ -207,6 +207,15 @@ CHECKS: dict[str, Callable[[Bench], object]] = {
     "a bias": lambda b: test_surface.test_a_bias_forbids_and_forces(b.zoo),
     "log-probabilities": lambda b: test_openai.test_logprobs_are_the_models_own(b.zoo),
     "log-probabilities are the model's": logprobs_are_the_models,
+    "an echo is one forward": lambda b: (
+        test_echo.test_a_prompt_alone_has_the_log_probabilities_of_one_forward(b.zoo)
+    ),
+    "no company changes scores": lambda b: (
+        test_echo.test_company_and_what_a_slot_holds_change_no_score(b.zoo)
+    ),
+    "an end has its score": lambda b: test_echo.test_an_end_that_is_made_has_its_log_probability(
+        b.zoo
+    ),
     "stop strings": lambda b: test_openai.test_a_stop_string_ends_and_is_not_shown(b.zoo),
     "usage": usage,
     "streams are complete": streams,

@@ -313,7 +313,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(house, case):
 COMPLETIONS_REFUSED = {
     "a suffix": ({"suffix": "."}, "suffix"),
     "the best of many": ({"best_of": 2}, "best_of"),
-    "an echo with its chances": ({"echo": True, "logprobs": 1}, "logprobs"),
+    "no new token, no echo": ({"max_tokens": 0}, "max_tokens"),
     "no token": ({"prompt": [10**6]}, "prompt"),
     "an empty text": ({"prompt": ""}, "prompt"),
     "a long one": ({"prompt": "cat " * 400}, "prompt"),

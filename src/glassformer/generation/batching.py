@@ -68,6 +68,8 @@ STEP_TOKENS = 128
 LEAST_OF_PROMPTS = 16
 #: What a step reads at most on a GPU, which needs more rows to be busy.
 GPU_STEP_TOKENS = 4_096
+#: Tokens of a prompt that are scored in a step at most: each takes a row of logits.
+MOST_SCORED = 128
 #: Samplers of different settings that are kept.
 MOST_SETTINGS = 256
 #: Tokens that must be saved before a prompt waits for another one that begins alike.
@@ -106,7 +108,9 @@ class Shift:
 class Continuation:
     """One prompt and its continuation, from `Batcher.add` until `finish` is set.
 
-    `owner` shares the queue fairly with other owners; `data` is the caller's.
+    `owner` shares the queue fairly with other owners; `data` is the caller's. `scores` are the
+    log-probabilities of the prompt's tokens from the second on, each with the likeliest ones, where
+    they were requested: then the prompt is read from its beginning, whatever a slot holds.
     """
 
     prompt: tuple[int, ...]
@@ -127,6 +131,7 @@ class Continuation:
     slot: int | None = None
     read: int = 0  # tokens whose keys and values are in the slot
     reused: int = 0  # of these, the ones that were there already
+    scores: "list[Extra] | None" = None
     ahead: int = 0  # tokens that were launched and not seen yet
     finish: str | None = None
 
@@ -194,6 +199,8 @@ class Batcher:
         row: int = 0,
         logprobs: bool = False,
         top_logprobs: int = 0,
+        score_prompt: bool = False,
+        is_continued: bool = True,
         source: Sequence[int] | None = None,
         owner: str = "",
         data: Any = None,
@@ -201,6 +208,8 @@ class Batcher:
         """Check a prompt and its options, and return the sequence, which `add` puts in the queue.
 
         `row` and the spec's seed decide the random numbers: row 0 samples as `generate` does.
+        `score_prompt` fills `scores`; a prompt that is not continued is read alone, and ends with
+        the finish `length` and no token.
         """
         prompts = Prompts.of([list(prompt)], sources=None if source is None else [list(source)])
         prompts.check(self.slots)
@@ -234,7 +243,7 @@ class Batcher:
         return Continuation(
             prompt=prompts.tokens[0],
             spec=spec,
-            row=Row(row, limit, spec, bounded, stops),
+            row=Row(row, limit if is_continued else 0, spec, bounded, stops),
             text=None if self.tokenizer is None else RowText(spec, self.tokenizer),
             logprobs=logprobs or top_logprobs > 0,
             top_logprobs=min(top_logprobs, vocab_size),
@@ -246,6 +255,7 @@ class Batcher:
             seen_1V=seen_1V,
             shift=shift,
             shift_1V=shift_1V,
+            scores=[] if score_prompt else None,
         )
 
     def _sampler_of(self, spec: DecodeSpec) -> Together:
@@ -307,18 +317,26 @@ class Batcher:
             return new
         logits_RV = self.slots.read([span for _, span in spans])
         self.steps += 1
-        new = []
-        for line, (user, span) in enumerate(spans):
-            assert user.slot is not None
-            self._held[user.slot].ids += span.tokens
-            user.read += len(span.tokens)
-            self.read_tokens += len(span.tokens)
+        new, end = [], 0
+        for user, span in spans:
+            begin, end = end, end + span.rows
+            self._read(user, span, logits_RV[begin:end])
             if user.unread == 0:
-                new.append((user, self._sampled(user, logits_RV[line : line + 1])))
-                self.made_tokens += 1
+                new.append((user, self._sampled(user, logits_RV[end - 1 : end])))
                 if user.finish is not None:
                     self._release(user)
         return new
+
+    def _read(self, user: Continuation, span: Span, logits_RV: Tensor) -> None:
+        """Record that a span is in its slot; score the prompt's tokens that follow its own."""
+        self._held_by(user).ids += span.tokens
+        user.read += len(span.tokens)
+        self.read_tokens += len(span.tokens)
+        if span.scored:
+            assert user.scores is not None
+            following = user.prompt[span.start + 1 : span.start + 1 + len(span.tokens)]
+            for token, logits_V in zip(following, logits_RV, strict=False):  # the last has none
+                user.scores.append(_logprob(logits_V, token, user.top_logprobs))
 
     def _greedy_steps(
         self, spans: Sequence[tuple[Continuation, Span]]
@@ -334,7 +352,6 @@ class Batcher:
         )
         self.steps += len(made)
         self.read_tokens += len(made) * len(spans)
-        self.made_tokens += len(made) * len(spans)
         new = []
         for tokens in made:
             for (user, _), token in zip(spans, tokens, strict=True):
@@ -372,20 +389,24 @@ class Batcher:
             range(len(prompts), 0, -1), sorted(prompts, key=lambda one: one.unread), strict=True
         ):
             count = min(user.unread, max(room // left, 1))
+            if user.scores is not None and self.slots.cuts_prompts:
+                count = min(count, MOST_SCORED)
             room = max(room - count, 0)
             yield user, self._span(user, count)
 
     def _span(self, user: Continuation, count: int) -> Span:
         assert user.slot is not None
-        tokens = user.prompt[user.read : user.read + count] or (user.tokens[-1],)
-        return Span(user.slot, user.read, tokens)
+        tokens = user.prompt[user.read : user.read + count]
+        if not tokens:
+            return Span(user.slot, user.read, (user.tokens[-1],))
+        return Span(user.slot, user.read, tokens, scored=user.scores is not None)
 
     def _sampled(self, user: Continuation, logits_1V: Tensor) -> NewToken:
         """Choose the next token of one sequence; set its `finish` if it was the last."""
         token, extra = self._chosen(user, logits_1V)
         return self._taken(user, token, *extra)
 
-    def _chosen(self, user: Continuation, logits_1V: Tensor) -> "tuple[int, _Extra]":
+    def _chosen(self, user: Continuation, logits_1V: Tensor) -> "tuple[int, Extra]":
         """Return the next token of one sequence, its log-probability and the likeliest ones."""
         row = user.row
         allow_1V = permission([row], made=row.made, device=logits_1V.device)
@@ -397,15 +418,9 @@ class Batcher:
             shifted_1V, step=row.made, rows=[row.name], seen_BV=seen_1V, allow_BV=allow_1V
         )
         token = int(found_1)
-        logprob = float("nan")
-        top: tuple[tuple[int, float], ...] = ()
-        if user.logprobs and token != NOTHING:
-            values_V = logits_1V[0].double().log_softmax(-1)
-            logprob = float(values_V[token])
-            if user.top_logprobs:
-                best = values_V.topk(user.top_logprobs)
-                top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        return token, (logprob, top)
+        if not user.logprobs or token == NOTHING:
+            return token, (float("nan"), ())
+        return token, _logprob(logits_1V[0], token, user.top_logprobs)
 
     def _taken(
         self,
@@ -416,10 +431,11 @@ class Batcher:
     ) -> NewToken:
         """Add a token to a sequence; set its `finish` if it was the last."""
         row = user.row
-        if token == NOTHING:
-            user.finish = "error"
-            return NewToken(row.name, token, logprob, "", True, "error")
+        if token == NOTHING or row.limit == 0:
+            user.finish = "error" if token == NOTHING else "length"
+            return NewToken(row.name, NOTHING, logprob, "", True, user.finish)
         row.take(token)
+        self.made_tokens += 1
         user.finish = row.finish
         if user.shift_1V is not None:
             user.shift.taken(user.shift_1V, token, is_first=token not in user.tokens)
@@ -447,14 +463,13 @@ class Batcher:
         done, parts = [], []
         if spans:
             logits_RV = slots.read([span for _, span in spans])
-            lines = []
-            for line, (user, span) in enumerate(spans):
-                self._held_by(user).ids += span.tokens
-                user.read += len(span.tokens)
-                self.read_tokens += len(span.tokens)
+            lines, end = [], 0
+            for user, span in spans:
+                begin, end = end, end + span.rows
+                self._read(user, span, logits_RV[begin:end])
                 if user.read == len(user.prompt):
                     done.append(user)
-                    lines.append(line)
+                    lines.append(end - 1)
             if lines:
                 parts.append(logits_RV[slots.there(lines)])
         if going:
@@ -475,7 +490,7 @@ class Batcher:
 
     def _sampled_together(
         self, slots: RecordedSlots, made: Sequence[Continuation], logits_RV: Tensor
-    ) -> tuple[Tensor, "list[_Extra]"]:
+    ) -> tuple[Tensor, "list[Extra]"]:
         """Choose everyone's next token: plain ones by group of settings, the others alone."""
         groups: dict[int, list[int]] = {}
         others = []
@@ -502,7 +517,7 @@ class Batcher:
             else:
                 lines_B = slots.there(lines)
                 tokens_R[lines_B] = sample(logits_RV[lines_B], share_B1)
-        extra: list[_Extra] = [(float("nan"), ())] * len(made)
+        extra: list[Extra] = [(float("nan"), ())] * len(made)
         for line in others:
             user = made[line]
             tokens_R[line], extra[line] = self._chosen(user, logits_RV[line : line + 1])
@@ -518,7 +533,6 @@ class Batcher:
             if user.tokens:  # it was read by this step
                 self._held_by(user).ids.append(user.tokens[-1])
             new.append((user, self._taken(user, token, *extra)))
-            self.made_tokens += 1
             if user.finish is not None:
                 self._release(user)
         return new
@@ -558,7 +572,7 @@ class Batcher:
             free, key=lambda place: (len(self._held[place].ids) > 0, self._held[place].used)
         )
         shared, source = 0, target
-        if self.slots.cuts_prompts:
+        if self.slots.cuts_prompts and user.scores is None:
             # The last token is always read: its logits are the result.
             for place, held in enumerate(self._held):
                 found = shared_length(held.ids, user.prompt[:-1])
@@ -585,7 +599,18 @@ class Batcher:
 
 
 #: A log-probability and the likeliest tokens with theirs.
-_Extra = tuple[float, tuple[tuple[int, float], ...]]
+Extra = tuple[float, tuple[tuple[int, float], ...]]
+
+
+def _logprob(logits_V: Tensor, token: int, top: int) -> Extra:
+    """Return a token's log-probability, and the `top` likeliest tokens with theirs."""
+    values_V = logits_V.double().log_softmax(-1)
+    if not top:
+        return float(values_V[token]), ()
+    best = values_V.topk(top)
+    return float(values_V[token]), tuple(
+        zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -593,7 +618,7 @@ class _Flight:
     """A launched step: whose tokens it makes, and a function that waits for them."""
 
     users: Sequence[Continuation]
-    extra: Sequence[_Extra]
+    extra: Sequence[Extra]
     tokens: Callable[[], list[int]]
 
 

@@ -21,9 +21,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from glassformer.generation.batching import Continuation
+from glassformer.generation.samplers import NOTHING
 from glassformer.generation.streaming import NewToken
 from glassformer.serve.engine import Engine, Listener, Served
-from glassformer.serve.request import BadRequest, ChatRequest, CompletionRequest
+from glassformer.serve.fields import BadRequest
+from glassformer.serve.request import ChatRequest, CompletionRequest
 from glassformer.serve.structured import ToolCall, ToolReader
 
 #: Why a text ended, in OpenAI's words.
@@ -73,23 +75,15 @@ def too_late(seconds: float) -> BadRequest:
 class Answer:
     """The continuations of one request while they run: `pieces` yields what arrives."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        served: Served,
-        rows: list[Continuation],
-        style: "Style",
-        *,
-        seconds: float,
-    ) -> None:
-        self.engine, self.served, self.rows, self.style = engine, served, rows, style
-        self.seconds = seconds
+    def __init__(self, engine: Engine, style: "Style", *, seconds: float) -> None:
+        self.engine, self.style, self.seconds = engine, style, seconds
+        self.served, self.rows = style.served, style.rows
         self.listener = Listener()
-        self.left = {id(row) for row in rows}
-        self.places = {id(row): place for place, row in enumerate(rows)}
+        self.left = {id(row) for row in self.rows}
+        self.places = {id(row): place for place, row in enumerate(self.rows)}
         self.begun = time.perf_counter()
         self._clock: asyncio.TimerHandle | None = None
-        for row in rows:
+        for row in self.rows:
             row.data = self.listener
 
     def begin(self) -> None:
@@ -151,7 +145,7 @@ class Answer:
                 self.begin()
                 async for _ in self.pieces():
                     pass
-                body = json_response(self.style.whole(self.rows))
+                body = json_response(self.style.whole())
             except BadRequest as error:
                 body = problem(error)
             finally:
@@ -199,13 +193,13 @@ class Events(Response):
             body = "".join(f"data: {text}\n\n" for text in texts).encode("utf-8", "replace")
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        style, rows = self.answer.style, self.answer.rows
+        style = self.answer.style
         with anyio.move_on_after(self.answer.seconds + 1.0) as clock:  # slow readers are cut off
             try:
-                await write(*style.opening(len(rows)))
+                await write(*style.opening())
                 async for place, tokens, text in self.answer.pieces():
                     await write(*style.chunks(place, tokens, text))
-                await write(*([style.usage_chunk(rows)] if self.include_usage else []), "[DONE]")
+                await write(*([style.usage_chunk()] if self.include_usage else []), "[DONE]")
             except BadRequest as error:
                 await write(error.body())
             except Exception as error:
@@ -223,8 +217,8 @@ class Style(ABC):
     object = ""
     prefix = ""
 
-    def __init__(self, served: Served, fingerprint: str) -> None:
-        self.served = served
+    def __init__(self, served: Served, rows: list[Continuation], fingerprint: str) -> None:
+        self.served, self.rows = served, rows
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.fingerprint = fingerprint
@@ -257,7 +251,7 @@ class Style(ABC):
         """Return a token's own text."""
         return self.served.tokenizer.decode([token])
 
-    def opening(self, count: int) -> list[dict[str, Any]]:
+    def opening(self) -> list[dict[str, Any]]:
         """Return the chunks before the first token."""
         return []
 
@@ -266,12 +260,12 @@ class Style(ABC):
         """Return the chunks of some new tokens, which `take` has recorded, and of their text."""
 
     @abstractmethod
-    def whole(self, rows: Sequence[Continuation]) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """Return the complete answer."""
 
-    def usage_chunk(self, rows: Sequence[Continuation]) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream, with the counts and no choice."""
-        return {**self.head(self.object), "choices": [], "usage": usage(rows)}
+        return {**self.head(self.object), "choices": [], "usage": usage(self.rows)}
 
 
 def usage(rows: Sequence[Continuation]) -> dict[str, Any]:
@@ -297,8 +291,10 @@ class Chat(Style):
 
     object, prefix = "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, served: Served, asked: ChatRequest, fingerprint: str) -> None:
-        super().__init__(served, fingerprint)
+    def __init__(
+        self, served: Served, rows: list[Continuation], asked: ChatRequest, fingerprint: str
+    ) -> None:
+        super().__init__(served, rows, fingerprint)
         self.asked = asked
         self.logprobs: dict[int, list[dict[str, Any]]] = {}
         self.tools: dict[int, ToolReader] = {}
@@ -337,8 +333,9 @@ class Chat(Style):
         choice = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**self.head(self.object), "choices": [choice]}
 
-    def opening(self, count: int) -> list[dict[str, Any]]:
-        return [self._choice(n, {"role": "assistant", "content": ""}) for n in range(count)]
+    def opening(self) -> list[dict[str, Any]]:
+        first = {"role": "assistant", "content": ""}
+        return [self._choice(place, first) for place in range(len(self.rows))]
 
     def chunks(self, place: int, tokens: Sequence[NewToken], text: str) -> list[dict[str, Any]]:
         made = []
@@ -359,9 +356,9 @@ class Chat(Style):
             made.append(end)
         return made
 
-    def whole(self, rows: Sequence[Continuation]) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         choices = []
-        for place in range(len(rows)):
+        for place in range(len(self.rows)):
             message: dict[str, Any] = {
                 "role": "assistant",
                 "content": self.text(place),
@@ -382,7 +379,7 @@ class Chat(Style):
                     "finish_reason": self.finish[place],
                 }
             )
-        return {**self.head("chat.completion"), "choices": choices, "usage": usage(rows)}
+        return {**self.head("chat.completion"), "choices": choices, "usage": usage(self.rows)}
 
 
 def call_json(call: ToolCall) -> dict[str, Any]:
@@ -391,39 +388,53 @@ def call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+#: A token with its log-probability, None for the first of a prompt, and the likeliest ones.
+Scored = tuple[int, float | None, Sequence[tuple[int, float]]]
+
+
 class Completion(Style):
-    """`text_completion`, streamed or not."""
+    """`text_completion`, streamed or not; with `echo`, the prompt before it."""
 
     object, prefix = "text_completion", "cmpl"
 
-    def __init__(self, served: Served, asked: CompletionRequest, fingerprint: str) -> None:
-        super().__init__(served, fingerprint)
+    def __init__(
+        self, served: Served, rows: list[Continuation], asked: CompletionRequest, fingerprint: str
+    ) -> None:
+        super().__init__(served, rows, fingerprint)
         self.asked = asked
-        self.made: dict[int, list[NewToken]] = {}
+        self.made: dict[int, list[Scored]] = {}
+        self._echoed: set[int] = set()
+        self._offsets: dict[int, int] = {}  # characters of the tokens that were shown
 
     def take(self, place: int, tokens: Sequence[NewToken], text: str) -> str:
         if self.asked.logprobs is not None:
-            self.made.setdefault(place, []).extend(new for new in tokens if not new.is_end)
+            self.made.setdefault(place, []).extend(_scored(tokens))
         return super().take(place, tokens, text)
 
-    def _logprobs(self, tokens: Sequence[NewToken], offset: int) -> dict[str, Any] | None:
-        if self.asked.logprobs is None:
-            return None
-        texts = [self.token_text(new.token) for new in tokens]
+    def _logprobs(self, place: int, tokens: Sequence[Scored]) -> dict[str, Any]:
+        """Return the entries of the next tokens of a choice."""
+        texts = [self.token_text(token) for token, _, _ in tokens]
+        before = 0 if self.asked.scores_prompt else len(self._echo(place))
+        offset = self._offsets.get(place, before)
         offsets = []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        tops = [
-            {self.token_text(token): _finite(logprob) for token, logprob in new.top}
-            for new in tokens
-        ]
+        self._offsets[place] = offset
+        tops = [None if value is None else self._top(top) for _, value, top in tokens]
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(new.logprob) for new in tokens],
+            "token_logprobs": [None if x is None else _finite(x) for _, x, _ in tokens],
             "top_logprobs": tops if self.asked.logprobs else None,
             "text_offset": offsets,
         }
+
+    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the likeliest tokens by text; of several with one text, the likeliest."""
+        found: dict[str, float] = {}
+        for token, logprob in top:
+            found.setdefault(self.token_text(token), _finite(logprob))
+        return found
 
     def _echo(self, place: int) -> str:
         if not self.asked.echo:
@@ -431,34 +442,60 @@ class Completion(Style):
         prompt = self.asked.prompts[place // self.asked.generation.choices]
         return prompt if isinstance(prompt, str) else self.served.tokenizer.decode(list(prompt))
 
-    def opening(self, count: int) -> list[dict[str, Any]]:
-        if not self.asked.echo:
+    def _prompt(self, place: int) -> list[Scored]:
+        """Return the tokens of a prompt with their log-probabilities, if they were requested."""
+        row = self.rows[place]
+        if row.scores is None:
             return []
-        return [self._chunk(place, self._echo(place), None, None) for place in range(count)]
+        rest = zip(row.prompt[1:], row.scores, strict=True)
+        return [(row.prompt[0], None, ()), *((token, *score) for token, score in rest)]
+
+    def opening(self) -> list[dict[str, Any]]:
+        if not self.asked.echo or self.asked.scores_prompt:  # what is scored comes when it is read
+            return []
+        return [
+            self._chunk(place, self._echo(place), None, None) for place in range(len(self.rows))
+        ]
 
     def _chunk(self, place: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
         choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": finish}
         return {**self.head(self.object), "choices": [choice]}
 
     def chunks(self, place: int, tokens: Sequence[NewToken], text: str) -> list[dict[str, Any]]:
-        shown = [new for new in tokens if not new.is_end]
+        made = []
+        if self.asked.scores_prompt and place not in self._echoed:
+            self._echoed.add(place)
+            scored = self._logprobs(place, self._prompt(place))
+            made.append(self._chunk(place, self._echo(place), scored, None))
+        shown = _scored(tokens)
         logprobs = None
         if self.asked.logprobs is not None and shown:
-            logprobs = self._logprobs(shown, len(self.text(place)) - len(text))
-        if not text and logprobs is None and tokens[-1].finish is None:
-            return []
-        return [self._chunk(place, text, logprobs, self.finish.get(place))]
+            logprobs = self._logprobs(place, shown)
+        if text or logprobs is not None or tokens[-1].finish is not None:
+            made.append(self._chunk(place, text, logprobs, self.finish.get(place)))
+        return made
 
-    def whole(self, rows: Sequence[Continuation]) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         choices = []
-        for place in range(len(rows)):
-            echo = self._echo(place)
+        for place in range(len(self.rows)):
+            echo, logprobs = self._echo(place), None
+            if self.asked.logprobs is not None:
+                made = self.made.get(place, [])
+                logprobs = self._logprobs(place, [*self._prompt(place), *made])
             choices.append(
                 {
                     "index": place,
                     "text": echo + self.text(place),
-                    "logprobs": self._logprobs(self.made.get(place, []), len(echo)),
+                    "logprobs": logprobs,
                     "finish_reason": self.finish[place],
                 }
             )
-        return {**self.head(self.object), "choices": choices, "usage": usage(rows)}
+        return {**self.head(self.object), "choices": choices, "usage": usage(self.rows)}
+
+
+def _scored(tokens: Sequence[NewToken]) -> list[Scored]:
+    """Return new tokens with their log-probabilities, the end among them.
+
+    Clients that score a prompt leave out the last token, which is the one that was made.
+    """
+    return [(new.token, new.logprob, new.top) for new in tokens if new.token != NOTHING]

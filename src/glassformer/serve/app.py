@@ -43,6 +43,7 @@ from glassformer.serve.answers import (
     too_late,
 )
 from glassformer.serve.engine import LONGEST, Engine, Served, metrics_text
+from glassformer.serve.fields import BadRequest, parse_json, refused
 from glassformer.serve.http import (
     EVERYWHERE,
     LOOPBACK,
@@ -52,7 +53,6 @@ from glassformer.serve.http import (
     WrongKey,
 )
 from glassformer.serve.request import (
-    BadRequest,
     ChatRequest,
     CompletionRequest,
     Generation,
@@ -60,8 +60,6 @@ from glassformer.serve.request import (
     chat_request,
     completion_request,
     embedding_request,
-    parse_json,
-    refused,
 )
 from glassformer.serve.structured import CLOSE, Formats, call_pattern, reads_tools
 from glassformer.spec.decoding import DecodeSpec
@@ -305,8 +303,8 @@ class _Api:
             )
         self.check_room(served, asked.generation.choices)
         rows = await self.checked(partial(self._chat_rows, served, asked, _client(request)))
-        style = Chat(served, asked, self.fingerprint)
-        return await self.respond(request, served, rows, asked.generation, style)
+        style = Chat(served, rows, asked, self.fingerprint)
+        return await self.respond(request, asked.generation, style)
 
     def _chat_rows(self, served: Served, asked: ChatRequest, client: str) -> list[Continuation]:
         ids = served.chat_ids(
@@ -336,10 +334,16 @@ class _Api:
         """Continue texts."""
         asked = completion_request(parse_json(await request.body()))
         served = self.writer(asked.generation.model)
+        if asked.scores_prompt and served.spec.encoder is not None:
+            raise BadRequest(
+                f"'{served.name}' reads the prompt in its encoder and gives no probabilities of it",
+                param="echo",
+                code="unsupported_parameter",
+            )
         self.check_room(served, asked.generation.choices * len(asked.prompts))
         rows = await self.checked(partial(self._text_rows, served, asked, _client(request)))
-        style = Completion(served, asked, self.fingerprint)
-        return await self.respond(request, served, rows, asked.generation, style)
+        style = Completion(served, rows, asked, self.fingerprint)
+        return await self.respond(request, asked.generation, style)
 
     def _text_rows(
         self, served: Served, asked: CompletionRequest, client: str
@@ -367,6 +371,7 @@ class _Api:
             param="prompt",
             logprobs=asked.logprobs is not None,
             top_logprobs=asked.logprobs or 0,
+            score_prompt=asked.scores_prompt,
         )
 
     async def embed(self, request: Request) -> Response:
@@ -451,6 +456,7 @@ class _Api:
         param: str,
         logprobs: bool,
         top_logprobs: int,
+        score_prompt: bool = False,
     ) -> list[Continuation]:
         """Return the prepared continuations of a request: the choices of each prompt in turn."""
         most = self.limits.output_tokens or served.context
@@ -475,7 +481,7 @@ class _Api:
                 )
         try:
             spec = DecodeSpec(
-                max_new_tokens=min(LONGEST if wanted is None else wanted, most),
+                max_new_tokens=min(LONGEST if wanted is None else max(wanted, 1), most),
                 eos=served.eos,
                 forbidden=served.nameless,
                 stop=generation.stop,
@@ -491,6 +497,8 @@ class _Api:
                     row=choice,
                     logprobs=logprobs,
                     top_logprobs=top_logprobs,
+                    score_prompt=score_prompt,
+                    is_continued=wanted != 0,
                     source=source,
                     owner=f"{client}/{generation.owner}",
                 )
@@ -503,16 +511,9 @@ class _Api:
 
     # --- from continuations to a response ---------------------------------------------------------
 
-    async def respond(
-        self,
-        request: Request,
-        served: Served,
-        rows: list[Continuation],
-        generation: Generation,
-        style: Style,
-    ) -> Response:
+    async def respond(self, request: Request, generation: Generation, style: Style) -> Response:
         """Queue the continuations; stream them, or collect them while the client is there."""
-        answer = Answer(self.engine, served, rows, style, seconds=self.limits.seconds)
+        answer = Answer(self.engine, style, seconds=self.limits.seconds)
         if not generation.stream:
             return await answer.collected(request.receive)
         answer.begin()

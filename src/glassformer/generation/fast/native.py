@@ -341,11 +341,12 @@ class NativeStepper(RewindingStepper):
         rows: list[int],
         starts: list[int],
         past: NativePast,
+        chosen: list[int],
     ) -> Tensor:
         """Read new tokens of some rows of a past with room for them, each from its own position.
 
-        What such a row has read from there on is forgotten. Logits are after the last of each, and
-        valid until the next step.
+        What such a row has read from there on is forgotten. Logits are after the chosen tokens,
+        counted through all rows, and valid until the next step.
         """
         own, counts = past.own, [len(new) for new in tokens]
         if max(counts) == 1:  # the sequences go on, and no prompt is read: nothing to be put apart
@@ -363,7 +364,7 @@ class NativeStepper(RewindingStepper):
         begins = zip(starts, counts, strict=True)
         position = np.concatenate([start + np.arange(count) for start, count in begins])
         self.positions += max(counts)
-        logits_RV = self._in_blocks(token, owner, position, np.cumsum(counts) - 1, past)
+        logits_RV = self._in_blocks(token, owner, position, np.asarray(chosen), past)
         own.length[rows] += np.asarray(counts)
         return logits_RV
 

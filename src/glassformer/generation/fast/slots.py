@@ -49,11 +49,30 @@ VECTOR = 64
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """New tokens of one slot, at positions `start`, `start + 1`, …; what is before is kept."""
+    """New tokens of one slot, at positions `start`, `start + 1`, …; what is before is kept.
+
+    Logits are wanted after the last of them; of a `scored` span, after each.
+    """
 
     slot: int
     start: int
     tokens: tuple[int, ...]
+    scored: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of logits that are wanted of it."""
+        return len(self.tokens) if self.scored else 1
+
+
+def wanted_rows(spans: Sequence[Span]) -> list[int]:
+    """Return the tokens, counted through all spans, after which logits are wanted."""
+    rows: list[int] = []
+    end = 0
+    for span in spans:
+        end += len(span.tokens)
+        rows += range(end - span.rows, end)
+    return rows
 
 
 class Slots(ABC):
@@ -83,7 +102,7 @@ class Slots(ABC):
 
     @abstractmethod
     def read(self, spans: Sequence[Span]) -> Tensor:
-        """Read one span of each of some slots: next-token logits (spans, V) after each.
+        """Read one span of each of some slots: next-token logits (R, V), the spans' rows in order.
 
         They are valid until the next step.
         """
@@ -145,9 +164,11 @@ class SlotStepper(Slots):
             return self._step(spans)
 
     def _one_by_one(self, span: Span) -> Tensor:
-        for place, token in enumerate(span.tokens):
-            logits_1V = self._step([Span(span.slot, span.start + place, (token,))])
-        return logits_1V
+        found = [
+            self._step([Span(span.slot, span.start + place, (token,))])
+            for place, token in enumerate(span.tokens)
+        ]
+        return torch.cat(found[-span.rows :])
 
     def _step(self, spans: Sequence[Span]) -> Tensor:
         places = _RowPlaces(spans, self.device)
@@ -178,15 +199,13 @@ class _RowPlaces(Places):
         self.spans = spans
         slots: list[int] = []
         positions: list[int] = []
-        ends: list[int] = []
         for span in spans:
             slots += [span.slot] * len(span.tokens)
             positions += range(span.start, span.start + len(span.tokens))
-            ends.append(len(slots) - 1)
         self.places = list(zip(slots, positions, strict=True))
         self.slots_R = torch.tensor(slots, device=device)
         self.positions_R = torch.tensor(positions, device=device)
-        self.ends = torch.tensor(ends, device=device)
+        self.ends = torch.tensor(wanted_rows(spans), device=device)
 
     def last(self, x_BD: Tensor) -> Tensor:
         return x_BD if len(self.ends) == len(x_BD) else x_BD[self.ends]
@@ -332,7 +351,9 @@ class NativeSlots(Slots):
         rows = [span.slot for span in spans]
         starts = [span.start for span in spans]
         tokens = [span.tokens for span in spans]
-        return self.stepper.read_some(tokens, rows=rows, starts=starts, past=self.past)
+        return self.stepper.read_some(
+            tokens, rows=rows, starts=starts, past=self.past, chosen=wanted_rows(spans)
+        )
 
     def run_greedy(
         self,
@@ -462,7 +483,8 @@ class RecordedSlots(Slots):
         if not (many and ones):
             return logits_RV
         order = sorted(range(len(spans)), key=lambda n: len(spans[n].tokens) == 1)
-        back = sorted(range(len(spans)), key=order.__getitem__)
+        owner = [n for n in order for _ in range(spans[n].rows)]  # the span of each row
+        back = sorted(range(len(owner)), key=owner.__getitem__)
         return logits_RV[self.there(back)]
 
     @torch.inference_mode()
@@ -553,17 +575,15 @@ class _SpanRows(Places):
     ) -> None:
         slots: list[int] = []
         positions: list[int] = []
-        self.ends: list[int] = []
         groups: dict[int, list[tuple[int, Span]]] = {}
         for span in spans:
             first = len(slots)
             slots += [span.slot] * len(span.tokens)
             positions += range(span.start, span.start + len(span.tokens))
-            self.ends.append(len(slots) - 1)
             end = span.start + len(span.tokens)
             groups.setdefault(end.bit_length(), []).append((first, span))
         self.slots_R, self.positions_R = there([slots, positions])
-        self.ends_R = there(self.ends)
+        self.ends_R = there(wanted_rows(spans))
         self.groups = [_Padded(group, there) for group in groups.values()]
 
     def last(self, x_BD: Tensor) -> Tensor:
@@ -677,6 +697,9 @@ class OneByOneSlots(Slots):
         return torch.cat([self._read(span) for span in spans])
 
     def _read(self, span: Span) -> Tensor:
+        if span.rows > 1:  # a stepper gives logits after the last token of what it reads
+            each = enumerate(span.tokens, start=span.start)
+            return torch.cat([self._read(Span(span.slot, n, (t,))).clone() for n, t in each])
         if span.start == 0:
             source = self.sources[span.slot]
             prompts = Prompts((span.tokens,), None if source is None else (source,))
