@@ -34,6 +34,8 @@ from bench.generate import HALF_BILLION, MEDIUM, TINY
 SHAPES = {"0.5B": HALF_BILLION, "25M": MEDIUM, "tiny": TINY}
 #: Processes that the clients of `--device` are spread over.
 PROCESSES = 4
+#: Short requests that one connection carries.
+ON_ONE_CONNECTION = 100
 PARTS = ("throughput", "company", "bad", "leaving", "short")
 ROOT = Path(__file__).parents[1]
 WORDS = [
@@ -73,7 +75,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """The sizes."""
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--gguf", type=Path, help="serve this file instead of a 25 M model")
-    parser.add_argument("--shape", choices=SHAPES, help="the model of --device")
+    parser.add_argument("--shape", choices=SHAPES, help="the model; --device: 0.5B, else 25M")
     parser.add_argument("--clients", type=int, help="32; 256 with --device")
     parser.add_argument("--new", type=int, help="new tokens of an answer: 64; 512 with --device")
     parser.add_argument("--temperature", type=float, default=0.0, help="of --device")
@@ -92,7 +94,7 @@ def run(device: str = "cpu", *, quick: bool = False, asked: argparse.Namespace) 
         asked.clients, asked.new, asked.rounds, asked.answers = 4, 4, 1, 8
         asked.shape = "tiny" if device != "cpu" else asked.shape
         asked.bad, asked.killed, asked.idle, asked.short = 100, 4, 20, 200
-    on_device = device != "cpu" or asked.shape is not None
+    on_device = device != "cpu"
     asked.clients = asked.clients or (256 if on_device else 32)
     asked.new = asked.new or (512 if on_device else 64)
     if on_device:
@@ -100,7 +102,8 @@ def run(device: str = "cpu", *, quick: bool = False, asked: argparse.Namespace) 
         return
     parts = asked.part or PARTS
     with tempfile.TemporaryDirectory(prefix="glass-bench-") as place:
-        file = asked.gguf or make_model(Path(place), TINY if quick else MEDIUM)
+        shape = asked.shape or ("tiny" if quick else "25M")
+        file = asked.gguf or make_model(Path(place), SHAPES[shape])
         with glass_server(file, asked) as server:
             if "throughput" in parts:
                 yield from throughput(server, file, asked)
@@ -287,11 +290,18 @@ async def send(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send one request on a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: close\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode("latin-1") + body)
+    writer.write(request_head(port, body, "close", path=path, method=method) + body)
     await writer.drain()
     return reader, writer
+
+
+def request_head(
+    port: int, body: bytes, connection: str, *, path: str = "/v1/completions", method: str = "POST"
+) -> bytes:
+    """The lines before a body."""
+    head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: {connection}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode("latin-1")
 
 
 async def post(port: int, body: bytes, **how: str) -> tuple[int, bytes]:
@@ -702,23 +712,36 @@ async def _seconds(server: Server) -> float:
 def short_requests(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
     """Many short requests: does memory grow?"""
 
-    async def work() -> tuple[int, int, float]:
-        async def one(number: int) -> None:
-            body = server.body(prompt=prompt(number, words=2), max_tokens=1, temperature=1.0)
-            status, data = await post(server.port, body)
-            assert status == 200, data
+    def body(number: int) -> bytes:
+        return server.body(prompt=prompt(number, words=2), max_tokens=1, temperature=1.0)
 
-        warm = asked.short // 5
-        await together([lambda n=n: one(n) for n in range(warm)], at_once=asked.clients)
-        before, begun = server.resident, time.perf_counter()
-        rest = range(warm, asked.short)
-        for first in range(rest.start, rest.stop, 1_000):
-            batch = rest[first - warm : first - warm + 1_000]
-            await together([lambda n=n: one(n) for n in batch], at_once=asked.clients)
-        rate = len(rest) / (time.perf_counter() - begun)
-        return before, server.resident, rate
+    async def some(numbers: range) -> None:
+        """One client, on a connection that it keeps."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for number in numbers:
+            writer.write(request_head(server.port, body(number), "keep-alive") + body(number))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+            await reader.readexactly(int(length))
+        writer.close()
 
-    before, after, rate = asyncio.run(work())
+    async def work() -> tuple[list[int], float]:
+        begun, resident = time.perf_counter(), []
+        tenth = range(0, asked.short, max(asked.short // 10, 1))
+        for first in tenth:
+            shares = range(first, min(first + tenth.step, asked.short), ON_ONE_CONNECTION)
+            ranges = [range(n, min(n + shares.step, shares.stop)) for n in shares]
+            await together([lambda r=r: some(r) for r in ranges], at_once=asked.clients)
+            resident.append(server.resident)
+        return resident, asked.short / (time.perf_counter() - begun)
+
+    resident, rate = asyncio.run(work())
+    before, after = resident[1], resident[-1]  # a fifth warms up
     growth = (after - before) / before
-    case = f"{asked.short} short requests"
-    yield said("serve", case, f"memory {growth:+.2%} after the first fifth; {rate:.0f} requests/s")
+    mebibytes = ", ".join(f"{each / 2**20:.1f}" for each in resident)
+    yield said(
+        "serve",
+        f"{asked.short} short requests",
+        f"memory {growth:+.2%} after the first fifth ({mebibytes} MiB); {rate:.0f} requests/s",
+    )
