@@ -14,7 +14,7 @@ from glassformer.spec.presets import budget_lm
 from glassformer.spec.schemes import NAMES
 from glassformer.web.app.query import Query, TooLarge, to_json
 from glassformer.web.app.workspace import Workspace
-from glassformer.web.pages import generate as page
+from glassformer.web.pages import quantize as page
 
 TEXT = "so it goes"
 

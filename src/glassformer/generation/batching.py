@@ -605,12 +605,11 @@ Extra = tuple[float, tuple[tuple[int, float], ...]]
 def _logprob(logits_V: Tensor, token: int, top: int) -> Extra:
     """Return a token's log-probability, and the `top` likeliest tokens with theirs."""
     values_V = logits_V.double().log_softmax(-1)
+    logprob = float(values_V[token])
     if not top:
-        return float(values_V[token]), ()
+        return logprob, ()
     best = values_V.topk(top)
-    return float(values_V[token]), tuple(
-        zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    )
+    return logprob, tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

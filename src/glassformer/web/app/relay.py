@@ -5,9 +5,10 @@ has the link cannot make the explorer talk to anything else. No redirect is foll
 the environment is used.
 """
 
+import contextlib
 import http.client
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,23 +48,13 @@ class Relay:
 
     def models(self) -> list[str]:
         """Return the names of the models that continue text."""
-        connection = self._connection(LIST_SECONDS)
-        try:
+        with self._connected(LIST_SECONDS) as connection:
             found = json.loads(self._ask(connection, "GET", "/models").read(MOST_BYTES))
             return [str(one["id"]) for one in found["data"] if _writes(one)]
-        except InputError:
-            raise
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._strange() from error
-        except (OSError, http.client.HTTPException) as error:
-            raise self._silent() from error
-        finally:
-            connection.close()
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a stream; closing the iterator ends the server's work."""
-        connection = self._connection(STREAM_SECONDS)
-        try:
+        with self._connected(STREAM_SECONDS) as connection:
             response = self._ask(connection, "POST", path, json.dumps(body).encode())
             while line := response.readline(EVENT_BYTES):
                 text = line.decode("utf-8", "replace").strip()
@@ -75,17 +66,26 @@ class Relay:
                         raise InputError(_message(event), where=self.address)
                     yield event
             raise Unreachable("the server went away", where=self.address, hint="try again")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let silence, and what is not OpenAI's, be errors that name the server."""
+        try:
+            yield
         except InputError:
             raise
         except (ValueError, KeyError, TypeError) as error:
-            raise self._strange() from error
+            what = "the server's answer is not OpenAI's"
+            raise Unreachable(what, where=self.address) from error
         except (OSError, http.client.HTTPException) as error:
-            raise self._silent() from error
-        finally:
-            connection.close()
+            what = "no server answers"
+            raise Unreachable(what, where=self.address, hint="glass serve MODEL") from error
 
-    def _connection(self, seconds: float) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+    @contextlib.contextmanager
+    def _connected(self, seconds: float) -> Iterator[http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+        with contextlib.closing(connection), self.reading():
+            yield connection
 
     def _ask(
         self,
@@ -106,12 +106,6 @@ class Relay:
         hint = "GLASS_API_KEY has its key" if response.status == 401 else ""
         kind = Busy if response.status in (429, 503) else InputError
         raise kind(what, where=self.address, hint=hint)
-
-    def _silent(self) -> Unreachable:
-        return Unreachable("no server answers", where=self.address, hint="glass serve MODEL")
-
-    def _strange(self) -> Unreachable:
-        return Unreachable("the server's answer is not OpenAI's", where=self.address)
 
 
 def _message(answer: Mapping[str, Any]) -> str:

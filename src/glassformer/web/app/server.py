@@ -58,7 +58,7 @@ from glassformer.web.app.query import (
 )
 from glassformer.web.app.relay import Relay
 from glassformer.web.app.workspace import Workspace
-from glassformer.web.pages import design, errors, generate, inspect, model, runs
+from glassformer.web.pages import design, errors, generate, inspect, model, quantize, runs
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -344,6 +344,7 @@ ROUTES: tuple[Route, ...] = (
     *model.ROUTES,
     *design.ROUTES,
     *generate.ROUTES,
+    *quantize.ROUTES,
 )
 
 
