@@ -5,6 +5,8 @@ through every variant that the machine has.
 """
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import gguf
 import numpy as np
@@ -12,8 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from glassformer.kernels import c_library
+from glassformer.kernels.grids import Levels, searched_grids
 from glassformer.kernels.int_matmul import Int4Weight, Int8Weight, reference_int4, reference_int8
 from glassformer.kernels.matmul import Product
+from glassformer.quant.schemes import (
+    QuantizedTensor,
+    codec,
+    dequantize,
+    least_squares_grid,
+    quantize_tensor,
+    quantize_with_inputs,
+)
+from glassformer.spec.schemes import Int4, Int8, Scheme
 from tests.tiny import noise
 
 # B rows, I inputs, O outputs, G groups
@@ -213,6 +225,75 @@ def threads_change_nothing() -> None:
         torch.set_num_threads(before)
 
 
+def grids_are_the_reference() -> None:
+    """The search for grids has torch's bits: every scheme, groups of any length, odd weights."""
+    odd = single(19, 96) * single(19, 1, seed=1).abs()
+    odd[2], odd[3, :32], odd[4], odd[5, 7] = 0, 0, odd[4].abs(), 40
+    odd[6] *= 1e-4  # scales that float16 holds as subnormal numbers
+    wide = single(17, 256, seed=2)
+    cases = [(odd, group) for group in (0, 32)] + [(wide, group) for group in (0, 64, 128)]
+    for weight_OI, group in cases:
+        inputs_I = single(weight_OI.shape[1], seed=3).abs()
+        schemes: list[Scheme] = [Int8(group=group, symmetric=one) for one in (True, False)]
+        if group:
+            schemes += [
+                Int4(group=group, symmetric=one, fine=fine)
+                for one in (True, False)
+                for fine in (True, False)
+            ]
+        for scheme in schemes:
+            rules = codec(scheme)
+            unit_O1 = rules.unit(weight_OI)
+            with without_c():
+                expected = least_squares_grid(weight_OI, rules, unit_O1, inputs_I)
+            for variant in c_library.variants():
+                with c_library.use_variant(variant):
+                    found = least_squares_grid(weight_OI, rules, unit_O1, inputs_I)
+                for one, other in zip(found, expected, strict=True):
+                    assert torch.equal(one, other), (scheme, variant)
+    levels = Levels(-127, 127, 0, symmetric=True, half=True)
+    huge = searched_grids(1e9 * wide, torch.ones(256), None, groups=8, shares=(1.0,), levels=levels)
+    assert huge is None, "scales that float16 does not hold are told"
+
+
+def columns_make_up_for_errors() -> None:
+    """GPTQ's passes leave torch's error of the products, up to the order of sums."""
+    for outputs, inputs, scheme in (
+        (37, 96, Int4(group=32)),
+        (16, 256, Int4(group=64, fine=False)),
+        (19, 128, Int4(group=128, symmetric=True)),
+        (21, 67, Int8(group=0)),
+    ):
+        weight_OI = single(outputs, inputs)
+        x_MI = single(4 * inputs, inputs, seed=1) @ single(inputs, inputs, seed=2)
+        given = x_MI.T @ x_MI
+        with without_c():
+            expected = quantize_with_inputs(weight_OI, scheme, moment_II=given)
+        due = _off(weight_OI, expected, x_MI)
+        assert due < 0.75 * _off(weight_OI, quantize_tensor(weight_OI, scheme), x_MI)
+        for variant in c_library.variants():
+            with c_library.use_variant(variant):
+                found = quantize_with_inputs(weight_OI, scheme, moment_II=given)
+            assert abs(_off(weight_OI, found, x_MI) - due) < 0.01 * due, (scheme, variant)
+            same = (found.levels() == expected.levels()).float().mean()
+            assert same > 0.98, (scheme, variant, float(same))
+
+
+def _off(weight_OI: torch.Tensor, tensor: QuantizedTensor, x_MI: torch.Tensor) -> float:
+    return float((x_MI @ (dequantize(tensor) - weight_OI).T).norm())
+
+
+@contextmanager
+def without_c() -> Iterator[None]:
+    """As on a machine without the compiled library."""
+    before = c_library._loaded
+    c_library._loaded = lambda: (None, "not for now")  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        c_library._loaded = before
+
+
 def activations_are_rounded_as_said() -> None:
     """Halves go to even; zeros stay; what is not finite gives NaN, in its own row only."""
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 126.5], [0.0] * 5, [1.0, torch.nan, 1.0, 1.0, 1.0]])
@@ -264,5 +345,7 @@ CHECKS = {
         threads_change_nothing,
         activations_are_rounded_as_said,
         packed_numbers_are_the_librarys,
+        grids_are_the_reference,
+        columns_make_up_for_errors,
     )
 }

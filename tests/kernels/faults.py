@@ -60,6 +60,16 @@ FAULTS = (
     Fault("the bits above four are lost", "packed.c", "two << 4", "two << 3", "packed_numbers_are_the_librarys"),
     Fault("lows of the last parts are the first's", "packed.c", "six[8 + p] >> 4 | (six[4 + p] >> 2 & 48)", "six[4 + p] & 63", "packed_numbers_are_the_librarys"),
     Fault("what is not finite is not noticed", "packed.c", "if (strange) job->strange = 1;", "(void)strange;", "packed_numbers_are_the_librarys"),
+    Fault("groups are not added by halves", "grids.c", "sum[i] += sum[i + half]", "sum[i] += sum[2 * half - 1 - i]", "grids_are_the_reference"),
+    Fault("a scale is not rounded up", "grids.c", "up ? ceilf(times)", "up ? floorf(times)", "grids_are_the_reference"),
+    Fault("errors count alike", "grids.c", "sums[i] += off * off * v[e + i]", "sums[i] += off * off", "grids_are_the_reference"),
+    Fault("small halves are lost", "grids.c", "rintf(x * 0x1p24f) * 0x1p-24f", "0", "grids_are_the_reference"),
+    Fault("too large a scale is not noticed", "grids.c", "if (!isfinite(grid.scale) || !isfinite(fit.scale)) all->too_large = 1;", "", "grids_are_the_reference"),
+    Fault("a fitted grid is not tried", "grids.c", "if (error < least) least = error, best = fit;", "", "grids_are_the_reference"),
+    Fault("errors are not carried on", "grids.c", "tile[j * ROWS + l] += mine[l] * row[j]", "tile[j * ROWS + l] += 0 * mine[l] * row[j]", "columns_make_up_for_errors"),
+    Fault("errors are carried the wrong way", "grids.c", "by[l] = -(was -", "by[l] = (was -", "columns_make_up_for_errors"),
+    Fault("a slope that stays", "grids.c", "if (moved) carry(tile, i, inputs, moment, by);", "(void)moved;", "columns_make_up_for_errors"),
+    Fault("rows share the first's grid", "grids.c", "struct grid grid = {grids->scale[at], grids->zero[at]};", "struct grid grid = {grids->scale[0], grids->zero[0]}; (void)at;", "columns_make_up_for_errors"),
     Fault("threads leave gaps", "native.c", "first + all->chunk;", "first + all->chunk - 1;", "threads_change_nothing"),
 )  # fmt: skip
 

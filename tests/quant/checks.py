@@ -43,6 +43,7 @@ from glassformer.spec.schemes import SCHEMES as KINDS
 from glassformer.spec.schemes import Float8, Int4, Int8, Scheme
 from glassformer.spec.serialize import override
 from glassformer.spec.train import LoRA
+from tests.kernels.checks import without_c
 
 CPU = torch.device("cpu")
 SCHEMES = [
@@ -229,6 +230,13 @@ def least_squares_are_less() -> None:
 
 
 def gptq_keeps_products() -> None:
+    """By the compiled passes over columns, and by torch's."""
+    _gptq_keeps_products()
+    with without_c():
+        _gptq_keeps_products()
+
+
+def _gptq_keeps_products() -> None:
     mixed = noise(400, 128, seed=1) @ noise(128, 128, seed=2)
     weight = noise(24, 128, seed=3)
     for scheme in (Int4(group=32), Int4(group=64, symmetric=True), Int8(), Float8()):

@@ -51,10 +51,10 @@ FAULTS = (
     Fault("integers leave their range", "quant.schemes:IntegerCodec.nearest", "(torch.round(weight / scale) + zero).clamp(self.lowest, self.highest)", "torch.round(weight / scale) + zero", "levels_stay_in_range"),
     Fault("8-bit floats of another format", "quant.schemes:Float8Codec.nearest", "bounded.to(self.dtype)", "bounded.to(torch.float8_e5m2)", "errors_are_half_a_step"),
     # GPTQ
-    Fault("no correction within a block", "quant.schemes:quantize_with_inputs", "weight_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])", "pass", "gptq_keeps_products"),
-    Fault("correction with the wrong sign", "quant.schemes:quantize_with_inputs", "weight_OI[:, i + 1 : end] -= ", "weight_OI[:, i + 1 : end] += ", "gptq_keeps_products"),
+    Fault("no correction within a block", "quant.schemes:_corrected", "weight_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])", "pass", "gptq_keeps_products"),
+    Fault("correction with the wrong sign", "quant.schemes:_corrected", "weight_OI[:, i + 1 : end] -= ", "weight_OI[:, i + 1 : end] += ", "gptq_keeps_products"),
     Fault("columns rounded to the wrong side", "quant.schemes:_rounded_again", "before_O - slope_OI", "before_O + slope_OI", "gptq_keeps_products"),
-    Fault("scales by the wrong moment", "quant.schemes:_solved", "pull_OI = one_OGE[:, g] @ moment_GEI[g]", "pull_OI = one_OGE[:, g] @ moment_GEI[0]", "gptq_keeps_products"),
+    Fault("scales by the wrong moment", "quant.schemes:_group_moments", "pull_OI = levels_OE @ moment_EI", "pull_OI = levels_OE @ moment_II[: len(moment_EI)]", "gptq_keeps_products"),
     Fault("the cross moment turned", "quant.schemes:making_up", "(cross_II.double() + extra_II)", "(cross_II.double().T + extra_II)", "errors_are_made_up_for"),
     Fault("behind float layers", "quant.convert:quantize_in_turn", "module.weight.copy_(dequantize(found[module]))", "pass", "turns_keep_answers"),
     Fault("nothing made up for", "quant.convert:_settle_block", "weight_OI = making_up(layer.weight, moment_II=moment_II, cross_II=cross_II)", "weight_OI = layer.weight", "turns_keep_answers"),

@@ -77,6 +77,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     found.glass_floating.restype = None
     found.glass_integer.argtypes = [pointer, pointer, pointer, pointer, wide, number]
     found.glass_unpack.argtypes = [number, pointer, pointer, wide, number]
+    found.glass_grids.argtypes = [pointer, number]
+    found.glass_columns.argtypes = [pointer, number]
     found.glass_step.argtypes = [pointer]
     found.glass_greedy.argtypes = [pointer]
     found.glass_greedy.restype = wide

@@ -341,31 +341,28 @@ def quantize_in_turn(
         found[module] = quantize_with_inputs(weight_OI, schemes[module], moment_II=moment_II)
         module.weight.copy_(dequantize(found[module]))
 
-    for batch in batches:
-        bare(batch)
     blocks = [path for path, part in full.named_modules() if isinstance(part, TransformerBlock)]
     inside = {part for path in blocks for part in bare.get_submodule(path).modules()}
-    inner, outer = set(), []
+    inner = {part for part in bare.modules() if isinstance(part, WatchedLinear) and part in inside}
+    for watched_later in inner:  # when their turn comes
+        become(watched_later, Linear)
+    beside = _given_beside(bare, blocks, batches)
+    outer = []
     for module in list(bare.modules()):
         if isinstance(module, WatchedEmbedding):  # before the rest, which it feeds
             settle(module, module.weight, module.watch.moment_II)
             become(module, TokenEmbedding)
-        elif isinstance(module, WatchedLinear) and module in inside:
-            become(module, Linear)
-            inner.add(module)
         elif isinstance(module, WatchedLinear):
             outer.append(module)
-    beside = _given_beside(full, blocks, batches)
     calls: Calls | None = None
     for number, path in enumerate(blocks):
         sides = (bare.get_submodule(path), full.get_submodule(path))
         layers = [name for name, part in sides[0].named_modules() if part in inner]
         if calls is None:
             calls = _calls((bare, full), sides, batches)
-        if layers:
-            _settle_block(bare, sides, layers, batches, calls, settle)
+        outputs = _settle_block(bare, sides, layers, batches, calls, settle)
         after = None if number + 1 == len(blocks) else beside.get(blocks[number + 1])
-        calls = None if after is None else _next_calls(sides, calls, after)
+        calls = None if after is None else _next_calls(sides[0], calls[0], outputs, after)
     for module in outer:
         module.watch = Watch(module.d_in, module.weight.device)
     for batch in batches if outer else ():
@@ -396,13 +393,11 @@ def _calls(models: Pair, sides: Parts, batches: Sequence[Any]) -> Calls:
 def _given_beside(
     model: Model, blocks: Sequence[str], batches: Sequence[Any]
 ) -> dict[str, list[Call]]:
-    """Return what blocks are given beside the residual stream, for each batch.
+    """Run the model on all batches; return what blocks are given beside the residual stream.
 
     Only blocks that read nothing but the output of the block before are listed, in a model where
     the rest does not depend on weights: one without an encoder.
     """
-    if model.spec.encoder is not None:
-        return {}
     found: dict[str, list[Call]] = {path: [] for path in blocks}
     last: list[Tensor] = []
 
@@ -424,21 +419,23 @@ def _given_beside(
     try:
         for batch in batches:
             last.clear()
-            model.hidden(model.inputs(batch))
+            model(batch)
     finally:
         for hook in hooks:
             hook.remove()
+    if model.spec.encoder is not None:
+        return {}
     return {path: calls for path, calls in found.items() if len(calls) == len(batches)}
 
 
-def _next_calls(sides: Parts, calls: Calls, beside: Sequence[Call]) -> Calls:
-    """Return the calls of the block that reads this one's output, for each side and batch."""
+def _next_calls(
+    rounded: nn.Module, calls: Sequence[Call], outputs: Sequence[Tensor], beside: Sequence[Call]
+) -> Calls:
+    """Return each side's calls of the block after this one; `outputs`: those of the float side."""
+    made = [rounded(*args, **settings) for args, settings in calls]
     return [
-        [
-            ((block(*args, **settings), *more), options)
-            for (args, settings), (more, options) in zip(calls[side], beside, strict=True)
-        ]
-        for side, block in enumerate(sides)
+        [((x, *more), options) for x, (more, options) in zip(side, beside, strict=True)]
+        for side in (made, outputs)
     ]
 
 
@@ -449,14 +446,18 @@ def _settle_block(
     batches: Sequence[Any],
     calls: Calls,
     settle: Callable[[Plain, Tensor, Tensor], None],
-) -> None:
-    """Quantize the layers of one block in turn; `sides`: the block being rounded, the float one."""
+) -> list[Tensor]:
+    """Quantize the layers of one block in turn; `sides`: the block being rounded, the float one.
+
+    Return what the float block makes of each batch.
+    """
     rounded, plain = sides
     stages = _stages(rounded, layers, calls[0][0])
     due: list[list[Tensor]] = []  # what the float block's layers are given, by batch and stage
+    outputs = []
     for args, settings in calls[1]:
         with _inputs_of(plain, [names[0] for names in stages]) as seen:
-            plain(*args, **settings)
+            outputs.append(plain(*args, **settings))
         due.append([x for _, x in seen])
     for number, names in enumerate(stages):
         first = rounded.get_submodule(names[0])
@@ -475,6 +476,7 @@ def _settle_block(
             assert isinstance(layer, Linear)
             weight_OI = making_up(layer.weight, moment_II=moment_II, cross_II=cross_II)
             settle(layer, weight_OI, moment_II)
+    return outputs
 
 
 def _given(block: nn.Module, layer: str, call: Call) -> Tensor:

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from glassformer.kernels import c_library
+from glassformer.kernels.grids import Levels, corrected_columns, rounded_columns, searched_grids
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import Float8, Int4, Int8, Scheme, check_scheme
 
@@ -24,6 +27,8 @@ from glassformer.spec.schemes import Float8, Int4, Int8, Scheme, check_scheme
 SHRINKS = tuple(1.0 - 0.025 * step for step in range(17))
 #: Weights that a grid is searched for at once: what a processor's cache holds.
 SEARCHED = 1 << 16
+#: Entries of a group that are added side by side: those of grids.c.
+LANES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,8 @@ class IntegerCodec(Codec):
     lowest: int
     highest: int
     symmetric: bool
+    #: True if scales are stored as float16.
+    halves: bool
 
     def grid(
         self, weight_OI: Tensor, *, shrink: float = 1.0, unit_O1: Tensor | None = None
@@ -201,8 +208,8 @@ class IntegerCodec(Codec):
         scale_OG, zero_OG = grid
         units_OGE = self.grouped(levels_OI) - zero_OG[..., None]
         pull_OGE = units_OGE * self.grouped(weight_I[None])
-        above_OG = (pull_OGE * self.grouped(weight_OI)).sum(-1)
-        found_OG = above_OG / (pull_OGE * units_OGE).sum(-1)
+        above_OG = _by_halves(pull_OGE * self.grouped(weight_OI))
+        found_OG = above_OG / _by_halves(pull_OGE * units_OGE)
         good_OG = found_OG.isfinite() & (found_OG > 0)
         return self.rounded_scale(torch.where(good_OG, found_OG, scale_OG), unit_O1), zero_OG
 
@@ -243,6 +250,7 @@ class Int8Codec(IntegerCodec):
     def __init__(self, scheme: Int8) -> None:
         self.scheme, self.symmetric = scheme, scheme.symmetric
         self.lowest = -127 if scheme.symmetric else -128
+        self.halves = scheme.group != 0
 
     def groups(self, inputs: int) -> int:
         """Return the number of scales per output channel."""
@@ -292,6 +300,7 @@ class Int4Codec(IntegerCodec):
     def __init__(self, scheme: Int4) -> None:
         self.scheme, self.symmetric = scheme, scheme.symmetric
         self.fine = scheme.fine and not scheme.symmetric
+        self.halves = not scheme.fine
 
     def groups(self, inputs: int) -> int:
         """Return the number of scales per output channel."""
@@ -358,10 +367,10 @@ class Int4Codec(IntegerCodec):
             scale_OG, zero_OG = grid
             v_OGE, x_OGE = self.grouped(weight_I[None]), self.grouped(weight_OI)
             level_OGE = self.grouped(levels_OI)
-            total_OG = v_OGE.sum(-1)
-            x_OG, level_OG = ((v_OGE * one).sum(-1) / total_OG for one in (x_OGE, level_OGE))
+            total_OG = _by_halves(v_OGE)
+            x_OG, level_OG = (_by_halves(v_OGE * one) / total_OG for one in (x_OGE, level_OGE))
             off_OGE = v_OGE * (level_OGE - level_OG[..., None])
-            slope_OG = (off_OGE * x_OGE).sum(-1) / (off_OGE * level_OGE).sum(-1)
+            slope_OG = _by_halves(off_OGE * x_OGE) / _by_halves(off_OGE * level_OGE)
             found_OG = level_OG - x_OG / slope_OG
             good_OG = found_OG.isfinite() & (slope_OG > 0)
             zero_OG = torch.where(good_OG, found_OG, zero_OG)
@@ -517,10 +526,19 @@ def least_squares_grid(
 ) -> tuple[Tensor, Tensor]:
     """Return the grid of least squared error for each group alone.
 
-    Each grid over a share of the range gives levels; a grid fitted to those is tried too.
+    Each grid over a share of the range gives levels; a grid fitted to those is tried too. On a CPU
+    the compiled search does the same operations, one group after another in a processor's
+    registers.
     """
-    weight_I = torch.ones_like(weight_OI[0]) if inputs_I is None else inputs_I.float().square()
-    weight_I = weight_I + 1e-3 * weight_I.mean().clamp(min=1e-30)  # an input may not have been seen
+    weight_I = _counts(weight_OI, inputs_I)
+    levels = _levels_in_c(rules, weight_OI)
+    if levels is not None:
+        groups = rules.groups(weight_OI.shape[1])
+        grids = searched_grids(
+            weight_OI, weight_I, unit_O1, groups=groups, shares=SHRINKS, levels=levels
+        )
+        if grids is not None:  # else what follows raises the error that names the cure
+            return grids
     step = max(1, SEARCHED // weight_OI.shape[1])
     found = [
         _searched_grid(rows_OI, rules, None if unit_O1 is None else unit_O1[i : i + step], weight_I)
@@ -528,6 +546,34 @@ def least_squares_grid(
     ]
     scale_OG, zero_OG = (torch.cat(parts) for parts in zip(*found, strict=True))
     return scale_OG, zero_OG
+
+
+def _counts(weight_OI: Tensor, inputs_I: Tensor | None) -> Tensor:
+    """Return what the squared error of each input counts; one that was not seen counts too."""
+    weight_I = torch.ones_like(weight_OI[0]) if inputs_I is None else inputs_I.float().square()
+    seen_I: Tensor = weight_I + 1e-3 * weight_I.mean().clamp(min=1e-30)
+    return seen_I
+
+
+def _levels_in_c(rules: Codec, weight_OI: Tensor) -> Levels | None:
+    """Return the scheme's levels for the compiled routines; None where torch computes."""
+    if not isinstance(rules, IntegerCodec) or weight_OI.device.type != "cpu":
+        return None
+    if not c_library.available():
+        return None
+    return Levels(rules.lowest, rules.highest, rules.middle, rules.symmetric, rules.halves)
+
+
+def _by_halves(x_OGE: Tensor) -> Tensor:
+    """Return the sums (O, G) of groups: of every 32nd entry, then of halves of those, as C adds."""
+    x_OGE = F.pad(x_OGE, (0, -x_OGE.shape[-1] % LANES))
+    total, *others = x_OGE.split(LANES, -1)
+    for other in others:
+        total = total + other
+    for half in (16, 8, 4, 2, 1):
+        total = total[..., :half] + total[..., half:]
+    summed_OG: Tensor = total[..., 0]
+    return summed_OG
 
 
 def _searched_grid(
@@ -541,7 +587,7 @@ def _searched_grid(
         for scale_OG, zero_OG in (grid, fitted):
             levels_OI = rules.nearest_levels(weight_OI, scale_OG, zero_OG)
             error_OI = rules.values(levels_OI, scale_OG, zero_OG) - weight_OI
-            error_OG = rules.grouped(error_OI.square() * weight_I).sum(-1)
+            error_OG = _by_halves(rules.grouped(error_OI.square() * weight_I))
             if best_OG is None:
                 best_OG, best_scale_OG, best_zero_OG = error_OG, scale_OG, zero_OG
                 continue
@@ -596,14 +642,43 @@ def quantize_with_inputs(
 ) -> QuantizedTensor:
     """Quantize a matrix so that its products with inputs like the calibration's change least."""
     rules = codec(check_matrix(weight_OI, scheme))
-    unit_O1 = rules.unit(weight_OI)
-    moment_II = _damped(moment_II)
-    factor_II = _inverse_factor(moment_II)
     wanted_OI = weight_OI.float()
-    weight_OI = wanted_OI.clone()
+    unit_O1 = rules.unit(wanted_OI)
+    moment_II = _damped(moment_II)
+    levels_OI, scale_OG, zero_OG = _corrected(wanted_OI, _inverse_factor(moment_II), rules, unit_O1)
+    if rules.coarse:
+        moment_II = moment_II.float()
+        pulled_OI = wanted_OI @ moment_II
+        for _ in range(SWEEPS):
+            values_OI = rules.values(levels_OI, scale_OG, zero_OG)
+            slope_OI = values_OI @ moment_II - pulled_OI
+            grid = (scale_OG, zero_OG)
+            levels_OI = _rounded_again(levels_OI, grid, slope_OI, moment_II, rules, unit_O1)
+            scale_OG, zero_OG = _grid_again(levels_OI, grid, pulled_OI, moment_II, rules, unit_O1)
+    return rules.assemble(levels_OI, scale_OG, zero_OG, unit_O1)
+
+
+def _corrected(
+    weight_OI: Tensor, factor_II: Tensor, rules: Codec, unit_O1: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Round columns in order, later ones compensating; return levels, scales and zeros."""
     inputs = weight_OI.shape[1]
-    width = inputs // rules.groups(inputs)
-    levels_OI = torch.empty_like(weight_OI)
+    groups = rules.groups(inputs)
+    width = inputs // groups
+    levels = _levels_in_c(rules, weight_OI)
+    if levels is not None:
+        found = corrected_columns(
+            weight_OI,
+            factor_II,
+            _counts(weight_OI[:, :width], None),
+            unit_O1,
+            groups=groups,
+            shares=SHRINKS,
+            levels=levels,
+        )
+        if found is not None:
+            return found
+    weight_OI, levels_OI = weight_OI.clone(), torch.empty_like(weight_OI)
     scales, zeros = [], []
     for start in range(0, inputs, BLOCK):
         end = min(start + BLOCK, inputs)
@@ -623,13 +698,7 @@ def quantize_with_inputs(
             weight_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])
             errors_OB[:, i - start] = error_O
         weight_OI[:, end:] -= errors_OB @ factor_II[start:end, end:]
-    scale_OG, zero_OG = torch.cat(scales, 1), torch.cat(zeros, 1)
-    if rules.coarse:
-        for _ in range(SWEEPS):
-            levels_OI = _rounded_again(levels_OI, scale_OG, zero_OG, wanted_OI, moment_II, rules)
-            grid = (scale_OG, zero_OG)
-            scale_OG, zero_OG = _grid_again(levels_OI, grid, wanted_OI, moment_II, rules, unit_O1)
-    return rules.assemble(levels_OI, scale_OG, zero_OG, unit_O1)
+    return levels_OI, torch.cat(scales, 1), torch.cat(zeros, 1)
 
 
 def making_up(weight_OI: Tensor, *, moment_II: Tensor, cross_II: Tensor) -> Tensor:
@@ -646,16 +715,21 @@ def making_up(weight_OI: Tensor, *, moment_II: Tensor, cross_II: Tensor) -> Tens
 
 def _rounded_again(
     levels_OI: Tensor,
-    scale_OG: Tensor,
-    zero_OG: Tensor,
-    wanted_OI: Tensor,
+    grid: tuple[Tensor, Tensor],
+    slope_OI: Tensor,
     moment_II: Tensor,
     rules: Codec,
+    unit_O1: Tensor | None,
 ) -> Tensor:
     """Round each column to its best level, given the others: slope = (rounded - wanted) H."""
-    levels_OI, inputs = levels_OI.clone(), wanted_OI.shape[1]
-    width, moment_II = inputs // rules.groups(inputs), moment_II.float()
-    slope_OI = (rules.values(levels_OI, scale_OG, zero_OG) - wanted_OI) @ moment_II
+    scale_OG, zero_OG = grid
+    levels = _levels_in_c(rules, slope_OI)
+    if levels is not None:
+        return rounded_columns(
+            levels_OI, scale_OG, zero_OG, slope_OI, moment_II, unit_O1, levels=levels
+        )
+    levels_OI, inputs = levels_OI.clone(), levels_OI.shape[1]
+    width = inputs // rules.groups(inputs)
     for start in range(0, inputs, BLOCK):
         end = min(start + BLOCK, inputs)
         steps_OB = torch.zeros_like(slope_OI[:, start:end])
@@ -674,50 +748,74 @@ def _rounded_again(
 def _grid_again(
     levels_OI: Tensor,
     grid: tuple[Tensor, Tensor],
-    wanted_OI: Tensor,
+    pulled_OI: Tensor,
     moment_II: Tensor,
     rules: Codec,
     unit_O1: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the grid of least squared error of the products, solved for all groups of a row.
 
-    Where zeros are fine, weight = scale * level - shift is solved first, and zero = shift / scale.
+    Where zeros are fine, weight = scale * level - shift is solved first, and zero = shift / scale;
+    `pulled_OI`: the wanted weights times the moment. Products of groups' levels, and of their
+    ones, with the moment give both systems: u = level - zero.
     """
     scale_OG, zero_OG = grid
-    levels_OI = levels_OI.double()
+    groups = zero_OG.shape[1]
+    ll_OGG, l1_OGG, one_GG = _group_moments(levels_OI, moment_II, groups)
+    of_OI = _summed_groups(pulled_OI * levels_OI, groups).double()
+    ones_OG = _summed_groups(pulled_OI, groups).double()
     if rules.fine:
-        ones_OI = torch.ones_like(levels_OI)
-        found_OG, shift_OG = _solved((levels_OI, -ones_OI), len(zero_OG[0]), wanted_OI, moment_II)
+        left_ONN = torch.cat(
+            (
+                torch.cat((ll_OGG, -l1_OGG), 2),
+                torch.cat((-l1_OGG.transpose(1, 2), one_GG.expand_as(ll_OGG)), 2),
+            ),
+            1,
+        )
+        found_ON = _solved(left_ONN, torch.cat((of_OI, -ones_OG), 1))
+        found_OG, shift_OG = found_ON.split(groups, 1)
         good_OG = (found_OG > 0) & found_OG.isfinite() & shift_OG.isfinite()
         moved_OG = rules.rounded_zero((shift_OG / found_OG).float())
         zero_OG = torch.where(good_OG, moved_OG, zero_OG)
-    units_OI = rules.values(levels_OI, torch.ones_like(scale_OG), zero_OG)
-    (found_OG,) = _solved((units_OI,), len(zero_OG[0]), wanted_OI, moment_II)
+    zero = zero_OG.double()
+    crossed_OGG = l1_OGG * zero[:, None, :]
+    both_OGG = zero[:, :, None] * one_GG * zero[:, None, :]
+    units_OGG = ll_OGG - crossed_OGG - crossed_OGG.transpose(1, 2) + both_OGG
+    found_OG = _solved(units_OGG, of_OI - zero * ones_OG)
     good_OG = (found_OG > 0) & found_OG.isfinite()
     scale_OG = torch.where(good_OG, found_OG.float(), scale_OG)
     return rules.rounded_scale(scale_OG, unit_O1), zero_OG
 
 
-def _solved(
-    parts: tuple[Tensor, ...], groups: int, wanted_OI: Tensor, moment_II: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the factors (O, G) of each part whose sum gives products nearest to the wanted."""
-    rows, count = len(wanted_OI), len(parts) * groups
-    moment_GEI = moment_II.unflatten(0, (groups, -1))
-    parts_OGE = [part.unflatten(1, (groups, -1)) for part in parts]
-    left_ONN = wanted_OI.new_empty(rows, count, count, dtype=torch.float64)
-    right_ON = wanted_OI.new_empty(rows, count, dtype=torch.float64)
-    for n in range(count):
-        one_OGE, g = parts_OGE[n // groups], n % groups
-        pull_OI = one_OGE[:, g] @ moment_GEI[g]
-        pull_OGE = pull_OI.unflatten(1, (groups, -1))
-        left_ONN[:, n] = torch.cat([(pull_OGE * other).sum(-1) for other in parts_OGE], -1)
-        right_ON[:, n] = (pull_OI * wanted_OI).sum(-1)
+def _group_moments(
+    levels_OI: Tensor, moment_II: Tensor, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums over pairs of groups of level x H x level, level x H and H, in float64."""
+    outputs = len(levels_OI)
+    ll_OGG = levels_OI.new_empty(outputs, groups, groups, dtype=torch.float64)
+    l1_OGG = torch.empty_like(ll_OGG)
+    for g, (levels_OE, moment_EI) in enumerate(
+        zip(levels_OI.chunk(groups, 1), moment_II.chunk(groups, 0), strict=True)
+    ):
+        pull_OI = levels_OE @ moment_EI
+        ll_OGG[:, g] = _summed_groups(pull_OI * levels_OI, groups)
+        l1_OGG[:, g] = _summed_groups(pull_OI, groups)
+    one_GG = moment_II.double().unflatten(0, (groups, -1)).sum(1)
+    return ll_OGG, l1_OGG, one_GG.unflatten(1, (groups, -1)).sum(-1)
+
+
+def _summed_groups(x_OI: Tensor, groups: int) -> Tensor:
+    """Return the sum of each group (O, G), as a product: adding along short rows is slow."""
+    member_GI = torch.eye(groups).to(x_OI).repeat_interleave(x_OI.shape[1] // groups, 1)
+    return x_OI @ member_GI.T
+
+
+def _solved(left_ONN: Tensor, right_ON: Tensor) -> Tensor:
     # A group of zero levels makes the system singular; a small diagonal keeps it solvable.
     size_O = left_ONN.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30)
-    left_ONN.diagonal(dim1=1, dim2=2).add_(1e-9 * size_O[:, None])
+    left_ONN.diagonal(dim1=1, dim2=2).add_(1e-7 * size_O[:, None])
     found_ON: Tensor = torch.linalg.solve(left_ONN, right_ON)
-    return tuple(torch.split(found_ON, groups, 1))
+    return found_ON
 
 
 def _damped(moment_II: Tensor) -> Tensor:
