@@ -19,11 +19,13 @@ nothing), which leaves groups of 32 without a grid.
 
 import argparse
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -58,10 +60,13 @@ from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import GlassError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import QuantSpec, quant_spec
+from glassformer.spec.quantization import QuantSpec, quant_spec, targets
 from glassformer.spec.schemes import Int4, Int8
 from glassformer.spec.train import LoRA, TrainSpec
 from glassformer.training.torch_engine import TorchEngine
+
+if TYPE_CHECKING:
+    import gguf
 
 LAYERS = ((512, 512), (896, 896), (4864, 896), (896, 4864))
 ROWS = (1, 8, 64)
@@ -100,7 +105,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="the row of this name, or rows with it; without a model: layers, 10 M or 0.5 B",
+        help="the row of this name, or rows with it, or several with commas between; without a "
+        "model: layers, 10 M or 0.5 B",
     )
 
 
@@ -155,8 +161,10 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
     answers = _greedy(full, prompts)
     known = Remembered(full)
     makers = dict(_makers(full, found.calibrating, every=asked.all))
-    chosen = [asked.only] if asked.only in makers else [n for n in makers if asked.only in n]
-    for name in chosen:
+    wanted = asked.only.split(",")
+    for name in makers:
+        if not any(name == one or (one in name and one not in makers) for one in wanted):
+            continue
         make = makers[name]
         begin = time.process_time()
         small, size = make()
@@ -265,11 +273,16 @@ def _makers(
     The defaults are what `glass quantize` does, with and without `--calibrate`; with `every`, also
     other grids, and quantization that leaves out smoothing or calibration.
     """
+    own = ggml_quantizer() is not None
     specs = {
         "int8": QuantSpec(),
         "int4": QuantSpec(scheme=Int4()),
         "int4.5": quant_spec(bits=4.5),
     }
+    if own:
+        bits = bits_within(full, gguf_bytes(full, "Q4_K_M"))
+        if 4 < bits < 8:
+            specs["int4 and int8, the bytes of q4_k_m"] = quant_spec(bits=bits)
     others = {
         "int8 per channel": QuantSpec(scheme=Int8(group=0)),
         "int4 g64, 16-bit scales": QuantSpec(scheme=Int4(group=64, fine=False)),
@@ -289,13 +302,12 @@ def _makers(
                 f"{name}, weights alone looked at",
                 lambda s=spec: _sized(quantize_model(copy.deepcopy(full), s)),
             )
-    for name in ("int4", "int4.5"):
+    for name in [name for name in specs if name != "int8"]:
         spec = replace(specs[name], method="gptq")
         yield (
             f"{name}, GPTQ on {tokens_of(calibrating):,} tokens",
             lambda s=spec: _sized(quantize_on(copy.deepcopy(full), calibrating, s)[0]),
         )
-    own = ggml_quantizer() is not None
     for name in ("Q8_0", "Q5_0", "Q4_1", "Q4_0", *(("Q4_K_M",) if own else ())):
         yield f"llama.cpp's {name.lower()}", lambda n=name: in_gguf_format(full, n)
     if own:
@@ -370,24 +382,56 @@ def in_gguf_format(
     """
     import gguf
 
-    model, size = copy.deepcopy(full), 0
+    model = copy.deepcopy(full)
     for path, p in model.named_parameters():
-        if p.ndim != 2 or p.shape[1] % 32:
-            size += 4 * p.numel()
+        kind = gguf_kind(full, path, p, name)
+        if kind is None:
             continue
-        kind = gguf.GGMLQuantizationType[
-            k_m_format(path, p.shape[1], full.spec.n_layers)
-            if name == "Q4_K_M"
-            else "Q8_0"
-            if path.startswith("embed")
-            else name
-        ]
         sample = None if samples is None else samples.get(path.removesuffix(".weight"))
         weighed = None if sample is None else sample.rms_I.square().cpu()
         packed = ggml_packed(p.detach().cpu(), kind, weighed)
         p.copy_(torch.from_numpy(gguf.quants.dequantize(packed, kind)))
-        size += packed.nbytes
-    return model, size
+    return model, gguf_bytes(full, name)
+
+
+def gguf_kind(
+    full: Model, path: str, p: torch.Tensor, name: str
+) -> "gguf.GGMLQuantizationType | None":
+    """What llama.cpp makes of a tensor in the format of this name; None: it stays float32."""
+    import gguf
+
+    if p.ndim != 2 or p.shape[1] % 32:
+        return None
+    if name == "Q4_K_M":
+        return gguf.GGMLQuantizationType[k_m_format(path, p.shape[1], full.spec.n_layers)]
+    return gguf.GGMLQuantizationType["Q8_0" if path.startswith("embed") else name]
+
+
+def gguf_bytes(full: Model, name: str) -> int:
+    """The bytes of all tensors in the format of this name."""
+    import gguf
+
+    size = 0
+    for path, p in full.named_parameters():
+        kind = gguf_kind(full, path, p, name)
+        per, each = (1, 4) if kind is None else gguf.GGML_QUANT_SIZES[kind]
+        size += p.numel() // per * each
+    return size
+
+
+def bits_within(full: Model, size: int) -> float:
+    """The mean bits of layers with which a model has at most so many bytes, to a hundredth."""
+    spec, sizes = QuantSpec(scheme=Int4()), {4: 0, 8: 0}
+    rest = sum(4 * p.numel() for p in full.parameters())
+    for target in targets(full.spec):
+        inner = target.role not in ("head", "embedding")
+        outputs, inputs = target.shape
+        rest -= 4 * outputs * inputs
+        for bits, scheme in ((4, spec.scheme_of(target)), (8, Int8().resolve(inputs))):
+            parts = (scheme if inner else spec.head_scheme.resolve(inputs)).parts(outputs, inputs)
+            sizes[bits] += sum(part.nbytes for part in parts.values())
+    share = (size - rest - sizes[4]) / (sizes[8] - sizes[4])
+    return math.floor(100 * (4 + 4 * share)) / 100
 
 
 def _row(case: str, name: str, ms: float | None = None, ratio: float | None = None) -> dict:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.nn.linear import Linear
 from glassformer.quant.convert import Select, plan
@@ -26,8 +27,10 @@ from glassformer.spec.schemes import Int8, Scheme
 
 # B batch, M rows, O outputs, I inputs, V vocab
 
-#: Sequences that are read, at least, and samples of (g . dy)^2, of which one has several.
-SEQUENCES, SAMPLES = 8, 32
+#: Samples of (g . dy)^2, of which a sequence has several where there are fewer sequences.
+SAMPLES = 32
+#: Tokens of a sequence that are read together: longer ones are cut, which gives more samples.
+LENGTH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +93,10 @@ def harms(model: Model, batches: Sequence[Any], schemes: Mapping[str, Scheme]) -
     trained = [p for p in model.parameters() if p.requires_grad]
     model.eval().requires_grad_(False)  # gradients at outputs, none of weights
     few = _few(model, batches)
-    draws = -(-SAMPLES // sum(len(model.inputs(batch).tokens_BT) for batch in few))
+    draws = -(-SAMPLES // sum(len(inputs.tokens_BT) for inputs in few))
     generator = torch.Generator().manual_seed(0)
     try:
-        predictions = sum(_backward(model, batch, draws, generator) for batch in few)
+        predictions = sum(_backward(model, inputs, draws, generator) for inputs in few)
     finally:
         for hook in hooks:
             hook.remove()
@@ -102,14 +105,31 @@ def harms(model: Model, batches: Sequence[Any], schemes: Mapping[str, Scheme]) -
     return {path: Harm(0.5 * squares[path] / predictions, sizes[path]) for path in layers}
 
 
-def _few(model: Model, batches: Sequence[Any]) -> list[Any]:
-    """Return as many batches as have the sequences that are read, at even distances."""
+def _few(model: Model, batches: Sequence[Any]) -> list[Inputs]:
+    """Return batches at even distances, as many as have the samples wanted."""
     if not batches:
         raise InputError("nothing to calibrate on", hint="give at least one batch")
-    rows = len(model.inputs(batches[0]).tokens_BT)
-    count = min(len(batches), -(-SEQUENCES // rows))
+    rows = len(_cut(model, batches[0]).tokens_BT)
+    count = min(len(batches), -(-SAMPLES // rows))
     edges = [len(batches) * i // count for i in range(count + 1)]
-    return [batches[start] for start, _ in pairwise(edges)]
+    return [_cut(model, batches[start]) for start, _ in pairwise(edges)]
+
+
+def _cut(model: Model, batch: Any) -> Inputs:
+    """Return a batch's sequences, long ones cut where each position has a prediction of its own."""
+    inputs = model.inputs(batch)
+    pieces = inputs.tokens_BT.shape[1] // LENGTH
+    if pieces < 2 or model.spec.encoder is not None or model.spec.head_names() != ("next",):
+        return inputs
+    parts = (inputs.tokens_BT, inputs.valid_BT, inputs.segments_BT)
+    cut = [None if part is None else part[:, : pieces * LENGTH] for part in parts]
+    tokens, valid, segments = (None if part is None else part.reshape(-1, LENGTH) for part in cut)
+    assert tokens is not None
+    if valid is not None:  # pieces that are padding alone have nothing to predict
+        some = valid.any(1)
+        tokens, valid = tokens[some], valid[some]
+        segments = None if segments is None else segments[some]
+    return Inputs(tokens, valid, segments)
 
 
 def _watcher(
@@ -136,13 +156,12 @@ def _watcher(
     return see
 
 
-def _backward(model: Model, batch: Any, draws: int, generator: torch.Generator) -> int:
+def _backward(model: Model, inputs: Inputs, draws: int, generator: torch.Generator) -> int:
     """Send gradients of sampled predictions back; return how many predictions were sampled."""
     count = 0
     with torch.enable_grad():
-        inputs = model.inputs(batch)
         every = [
-            real_rows(logits, inputs).float().log_softmax(-1) for logits in model(batch).values()
+            real_rows(logits, inputs).float().log_softmax(-1) for logits in model(inputs).values()
         ]
         for draw in range(draws):
             losses = []
