@@ -27,6 +27,9 @@ function bars(values, most, first = 0) {
 const keyed = (name, i) =>
   el("span", { class: "key" }, el("span", { class: `swatch precision-${i}`, "aria-hidden": "true" }), name);
 
+const WEIGHTS_ALONE = "These copies are rounded by their weights alone (glass quantize --no-smooth). Without that "
+  + "option the command reads some text first, moves outliers into the weights and loses less.";
+
 class Quantize {
   constructor(root, context) {
     Object.assign(this, { root, context, found: null, speeds: null });
@@ -45,8 +48,8 @@ class Quantize {
     fill(root, el("div", { class: "two" },
       el("div", { class: "stack" }, panel("ask", "Model and text", this.form.root),
         panel("size", "Size", this.sizes), panel("speed", "Speed, measured here", this.speed)),
-      el("div", { class: "stack" }, panel("kl", "Divergence by position", this.verdict, this.way, this.chart,
-        this.worst),
+      el("div", { class: "stack" }, panel("kl", "Divergence by position", this.verdict,
+        el("p", { class: "muted", id: "weights-alone" }, WEIGHTS_ALONE), this.way, this.chart, this.worst),
         el("div", { class: "columns" }, panel("next", this.answersTitle, this.answers),
           panel("layers", "Error of each layer", this.layers)))));
     this.compare = latest((signal) => this.#compare(signal));
