@@ -332,7 +332,6 @@ ONE_IMPORTER = {
     "checks.symptoms.steps": "mistakes that some steps of training show; doctor is their table",
     "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
     "kernels.grids": "the door to grids.c: what is compiled is in kernels, what it computes in quant",
-    "kernels.triton_decode": "imported by name where there is a GPU; triton_choose shares its wait",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
     "adapters.folder.hub": "the only module that may download",
