@@ -14,7 +14,7 @@ import math
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -687,20 +687,31 @@ FILES = (
     *("bloom: usual", "mpt: usual", "mpt: heads", "exaone4: whole"),
 )
 PROMPT = [40, 7, 99, 120, 33, 5, 61, 80, 200, 17]
-#: A program that lets llama.cpp continue token ids, and prints what it gives.
+#: A program that lets llama.cpp continue texts or token ids, and prints what it gives.
 LLAMA_CPP = """
 import json, sys
 import xllamacpp as x
+file, prompts, new, context = json.loads(sys.argv[1])
 params = x.CommonParams()
-params.model.path, params.n_ctx, params.verbosity, params.warmup = sys.argv[1], 64, 0, False
+params.model.path, params.n_ctx, params.verbosity, params.warmup = file, context, 0, False
 params.cpuparams.n_threads, params.n_gpu_layers = 1, 0
 params.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # half precision
 params.cache_type_k = params.cache_type_v = x.ggml_type.GGML_TYPE_F32
 server = x.Server(params)
-asked = {"prompt": json.loads(sys.argv[2]), "max_tokens": 8, "temperature": 0, "logprobs": 5}
-made = server.handle_completions(asked)
-print(json.dumps(made["choices"][0]["logprobs"]["content"]))
+asked = {"max_tokens": new, "temperature": 0, "logprobs": 5}
+made = [server.handle_completions(asked | {"prompt": prompt})["choices"][0] for prompt in prompts]
+print(json.dumps([[one["text"], one["logprobs"]["content"]] for one in made]))
 """
+
+
+def completions(
+    file: Path, prompts: Sequence[str | list[int]], *, new: int, context: int
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return llama.cpp's greedy text after each prompt, and its tokens with log-probabilities."""
+    given = json.dumps([str(file), list(prompts), new, context])
+    command = [sys.executable, "-c", LLAMA_CPP, given]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    return [(text, steps) for text, steps in json.loads(made.stdout.splitlines()[-1])]
 
 
 def written(name: str, place: Path) -> tuple[Any, Path, str]:
@@ -730,10 +741,8 @@ def against_llama_cpp(module: Any, file: Path) -> tuple[int, int, float]:
 
     The difference is of the five largest log-probabilities of every token.
     """
-    command = [sys.executable, "-c", LLAMA_CPP, str(file), json.dumps(PROMPT)]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     ids, worst = list(PROMPT), 0.0
-    steps = json.loads(made.stdout.splitlines()[-1])  # fewer than 8 where it takes one for the end
+    _, steps = completions(file, [PROMPT], new=8, context=64)[0]  # fewer than 8: one was an end
     for one in steps:
         logits = module(torch.tensor([ids])).logits[0, -1].double()
         logs = torch.log_softmax(logits, -1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.families import CASES, module_of
 from safetensors.torch import load_file, save_file
 
 from glassformer.adapters.load import load, load_model, load_tokenizer
@@ -317,6 +318,24 @@ def test_unsupported_families_are_told_what_is_read(tmp_path):
     for name in ("qwen2", "qwen3", "llama", "mistral", "gpt2"):
         assert name in caught.value.hint
     assert "docs/adding-an-architecture.md" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "table"),
+    [
+        ("gpt2", "transformer.h.0.attn.bias", torch.ones(1, 1, 8, 8).bool()),
+        ("gpt2", "transformer.h.1.attn.bias", torch.ones(1, 1, 8, 8).to(torch.uint8)),
+        ("bert", "bert.embeddings.position_ids", torch.arange(64)[None]),
+    ],
+)
+def test_tables_of_whole_numbers_in_older_files_are_ignored(kind, name, table, tmp_path):
+    """Real MiniLM and GPT-2 files hold them; transformers no longer writes them."""
+    module_of(CASES[f"{kind}: usual"]).save_pretrained(tmp_path)
+    before = load(tmp_path).state_dict()
+    weights(tmp_path, **{name: table})
+    found = load(tmp_path)
+    assert found.report.ignored == (name,)
+    assert all(torch.equal(before[key], tensor) for key, tensor in found.state_dict().items())
 
 
 def test_a_pickle_beside_the_weights_is_never_opened(tmp_path):

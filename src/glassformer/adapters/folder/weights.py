@@ -39,6 +39,14 @@ FLOATS = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+#: Tables of positions and masks, which older files hold beside their weights; no weight is one.
+WHOLE = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 #: Numbers that mean something only with the scales beside them.
 SCALED = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 #: The numbers of four bits in MXFP4, sign in the highest bit (OCP Microscaling Formats, 2023).
@@ -100,7 +108,7 @@ class FileWeights:
         files: Mapping[str, Path],
         *,
         where: str,
-        known: Mapping[str, torch.dtype] = FLOATS,
+        known: Mapping[str, torch.dtype] = FLOATS | WHOLE,
     ) -> None:
         self.where = where
         self.files: dict[str, list[str]] = {}
@@ -115,11 +123,7 @@ class FileWeights:
                 if name in self.shapes:
                     raise FileError(f"tensor {name} is in two files", where=where)
                 if code not in known:
-                    raise FileError(
-                        f"tensor {name} has dtype {code}",
-                        where=str(path),
-                        hint=f"weights are {', '.join(FLOATS)}; quantized ones are not read here",
-                    )
+                    raise _no_weight(name, code, where=str(path))
                 self.shapes[name], self.dtypes[name] = shape, known[code]
                 self._paths[name] = path
 
@@ -161,7 +165,7 @@ class ScaledWeights(FileWeights):
     def __init__(
         self, files: Mapping[str, Path], *, where: str, block: tuple[int, int] | None
     ) -> None:
-        super().__init__(files, where=where, known=FLOATS | SCALED)
+        super().__init__(files, where=where, known=FLOATS | WHOLE | SCALED)
         self.block = block
         self._scales: dict[str, str] = {}
         self.counts = {"FP8": 0, "MXFP4": 0}
@@ -297,6 +301,14 @@ def _other_format(what: str, where: str) -> FileError:
         f"the weights are quantized in another format ('quantization_config': {what})",
         where=where,
         hint="FP8 and MXFP4 are read; otherwise take the original weights, and glass quantize",
+    )
+
+
+def _no_weight(name: str, dtype: str, *, where: str) -> FileError:
+    return FileError(
+        f"tensor {name} has dtype {dtype}",
+        where=where,
+        hint=f"weights are {', '.join(FLOATS)}; quantized ones are not read here",
     )
 
 
@@ -487,6 +499,17 @@ def compare(plan: Plan, shapes: Mapping[str, Shape]) -> ConversionReport:
     )
 
 
+def compared(plan: Plan, weights: Weights) -> ConversionReport:
+    """Compare weights with a plan; refuse what does not fit, and whole numbers as weights."""
+    report = compare(plan, weights.shapes)
+    for name, dtype in weights.dtypes.items():
+        if not dtype.is_floating_point and name not in report.ignored:
+            code = next((code for code, each in WHOLE.items() if each == dtype), str(dtype))
+            raise _no_weight(name, code, where=weights.where)
+    report.raise_if_incomplete(where=weights.where)
+    return report
+
+
 def filled(
     spec: ModelSpec,
     plan: Plan,
@@ -500,8 +523,7 @@ def filled(
     Names and shapes are compared before anything is allocated. A tensor that needs no conversion is
     mapped from its file, so the peak is the weights plus the largest converted tensor.
     """
-    report = compare(plan, weights.shapes)
-    report.raise_if_incomplete(where=weights.where)
+    report = compared(plan, weights)
     used = {name: weights.dtypes[name] for name in report.loaded}
     target = dtype or widest(used, where=weights.where)
     model = build(spec, device="meta").to(target)
@@ -516,8 +538,7 @@ def filled(
 
 def refill(model: Model, plan: Plan, weights: Weights) -> ConversionReport:
     """Copy weights into an existing model; its parameters stay the same objects."""
-    report = compare(plan, weights.shapes)
-    report.raise_if_incomplete(where=weights.where)
+    report = compared(plan, weights)
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name in report.loaded:
